@@ -1,0 +1,266 @@
+"""Fills the tables in README.md and docs/ from the records in benchmarks/results, or checks that they are up to date.
+
+    python benchmarks/render.py            # rewrite the tables
+    python benchmarks/render.py --check    # exit with 1 and name the files when one is out of date
+
+A table stands between `<!-- rendered: NAME -->` and `<!-- end -->`, and NAME is a key of `RENDERERS`. Text is only ever
+made from records, never read back: what is between the markers is thrown away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from lowtide.errors import BadRecordError, UnknownNameError
+from lowtide.units import GiB
+
+REPO = Path(__file__).resolve().parent.parent
+RESULTS = REPO / "benchmarks" / "results"
+
+Renderer = Callable[[Path], str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One results file: where it lies and what it says."""
+
+    path: Path
+    content: dict[str, object]
+
+    def text(self, key: str) -> str:
+        """A field as text; hardware may be given as a mapping, whose `name` is shown."""
+        value = _get(self.content, key, self.path)
+        return str(_get(value, "name", self.path)) if isinstance(value, dict) else str(value)
+
+    def rows(self, key: str, fields: Iterable[str]) -> list[dict[str, object]]:
+        """The mappings listed under a key, each of which must have all the fields."""
+        rows = _get(self.content, key, self.path)
+        if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+            raise BadRecordError(f"{self.path}: {key!r} must be a list of mappings with at least one; run it again")
+        for row in rows:
+            for field in fields:
+                _get(row, field, self.path)
+        return rows
+
+    @property
+    def provenance(self) -> str:
+        """The sentence below a table that says where its numbers are from."""
+        # Counted from the end, so that the sentence is the same wherever the checkout lies.
+        file = Path(*self.path.parts[-4:])
+        return (
+            f"From `{file}`: {self.text('hardware')}, torch {self.text('torch')}, commit {self.text('commit')[:12]}, "
+            f"{self.text('date')}."
+        )
+
+
+def newest(folder: Path, schema: str) -> Record:
+    """The record with the latest date in a folder; the file name decides between equal dates.
+
+    Raises:
+        BadRecordError: There is none, or one of them is not JSON or has another schema.
+    """
+    records = [_read(path, schema) for path in sorted(folder.glob("*.json"))]
+    if not records:
+        raise BadRecordError(f"there are no records in {folder}; run the benchmark before its table is rendered")
+    return max(records, key=lambda record: (record.text("date"), record.path.name))
+
+
+def _read(path: Path, schema: str) -> Record:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BadRecordError(f"{path} is not JSON: {error}; run the benchmark again") from error
+    found = content.get("schema") if isinstance(content, dict) else None
+    if found != schema:
+        raise BadRecordError(
+            f"{path} has the schema {found!r}, this renderer reads {schema!r}; run the benchmark again"
+        )
+    return Record(path=path, content=content)
+
+
+def _get(mapping: object, key: str, path: Path) -> object:
+    if not isinstance(mapping, dict) or key not in mapping:
+        name = mapping.get("name") if isinstance(mapping, dict) else None
+        raise BadRecordError(f"{path}: {f'{name!r} has' if name else 'there is'} no {key!r}; run the benchmark again")
+    return mapping[key]
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, num_text: int) -> str:
+    """A Markdown table whose first `num_text` columns are text and the others numbers, aligned to the right."""
+    rule = ["---" if column < num_text else "---:" for column in range(len(header))]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *rows))
+
+
+def gib(num_bytes: float) -> str:
+    """Bytes as GiB, without the unit, which the column's header carries."""
+    return f"{num_bytes / GiB:.3f}"
+
+
+def percent(error: float) -> str:
+    """A signed share, with no minus before a zero."""
+    return f"{round(100 * error, 2) + 0.0:+.2f}%"
+
+
+# The accuracy suite: predicted on a machine without a GPU, measured on the card
+
+_ACCURACY = ("accuracy", "lowtide.accuracy/1")
+_SIDES = ("allocated", "reserved")
+_CASE_TEXT = ("name", "family", "precision", "technique", "optimizer")
+_CASE_FIELDS = (
+    *_CASE_TEXT,
+    *(f"{origin}_{side}_bytes" for side in _SIDES for origin in ("measured", "predicted")),
+    "predicted_peak_phase",
+    "measured_peak_phase",
+)
+
+
+def _cases(results: Path) -> tuple[Record, list[dict[str, object]]]:
+    folder, schema = _ACCURACY
+    record = newest(results / folder, schema)
+    return record, record.rows("cases", _CASE_FIELDS)
+
+
+def _pair(case: dict[str, object], side: str) -> tuple[int, int] | None:
+    """(measured, predicted) bytes, or None for a case that did not run to its end."""
+    measured, predicted = case[f"measured_{side}_bytes"], case[f"predicted_{side}_bytes"]
+    if not isinstance(measured, int) or not isinstance(predicted, int) or measured <= 0:
+        return None
+    return measured, predicted
+
+
+def _side_cells(case: dict[str, object], side: str) -> list[str]:
+    pair = _pair(case, side)
+    if pair is None:
+        return ["-", "-", "failed"]
+    measured, predicted = pair
+    return [gib(measured), gib(predicted), percent(predicted / measured - 1)]
+
+
+def _phase_cell(case: dict[str, object]) -> str:
+    predicted, measured = case["predicted_peak_phase"], case["measured_peak_phase"]
+    return str(predicted) if predicted == measured else f"{predicted} (measured: {measured})"
+
+
+def accuracy(results: Path) -> str:
+    """Every case of the newest accuracy run."""
+    record, cases = _cases(results)
+    header = ["case", "family", "precision", "technique", "optimizer", "peak in"]
+    header += ["allocated GiB", "predicted GiB", "error", "reserved GiB", "predicted GiB", "error"]
+    rows = [
+        [
+            *(str(case[field]) for field in _CASE_TEXT),
+            _phase_cell(case),
+            *(cell for side in _SIDES for cell in _side_cells(case, side)),
+        ]
+        for case in cases
+    ]
+    return table(header, rows, num_text=6) + f"\n\n{record.provenance}"
+
+
+def accuracy_summary(results: Path) -> str:
+    """How far the newest accuracy run is off: count, median, 95th percentile, worst."""
+    record, cases = _cases(results)
+    rows = []
+    for side in _SIDES:
+        pairs = [(pair, str(case["name"])) for case in cases if (pair := _pair(case, side))]
+        errors = [(abs(predicted / measured - 1), name) for (measured, predicted), name in pairs]
+        if not errors:
+            rows.append([f"peak {side}", "-", "0", "-", "-", "-"])
+            continue
+        worst, name = max(errors)
+        # numpy's default: linear between the two nearest cases.
+        median, high = np.percentile([error for error, _ in errors], [50, 95])
+        shares = [f"{100 * share:.2f}%" for share in (median, high, worst)]
+        rows.append([f"peak {side}", name, str(len(errors)), *shares])
+    header = ["error of", "worst case", "cases", "median", "95th percentile", "worst"]
+    failed = sum(any(_pair(case, side) is None for side in _SIDES) for case in cases)
+    remark = f" {failed} of {len(cases)} cases did not run to their end and are not counted." if failed else ""
+    return table(header, rows, num_text=2) + f"\n\n{record.provenance}{remark}"
+
+
+def peak_memory(results: Path) -> str:
+    """The rows of the published Peak Memory table, predicted."""
+    record = newest(results / "peak_memory", "lowtide.peak_memory/1")
+    rows = []
+    for row in record.rows("rows", ("name", "published_gib", "predicted_bytes", "peak_phase")):
+        published, predicted = row["published_gib"], row["predicted_bytes"]
+        if not isinstance(published, int | float) or not isinstance(predicted, int) or published <= 0:
+            raise BadRecordError(f"{record.path}: {row['name']!r} needs numbers in published_gib and predicted_bytes")
+        error = percent(predicted / GiB / published - 1)
+        rows.append([str(row["name"]), str(row["peak_phase"]), f"{published:.3f}", gib(predicted), error])
+    header = ["configuration", "peak in", "published GiB", "predicted GiB", "error"]
+    return table(header, rows, num_text=2) + f"\n\n{record.provenance}"
+
+
+RENDERERS: dict[str, Renderer] = {
+    "accuracy": accuracy,
+    "accuracy-summary": accuracy_summary,
+    "peak-memory": peak_memory,
+}
+
+_MARKER = re.compile(r"^[ \t]*<!--[ \t]*(?:rendered:[ \t]*(?P<name>\S+)|(?P<end>end))[ \t]*-->[ \t]*$", re.MULTILINE)
+
+
+def fill(text: str, results: Path) -> str:
+    """The text with every marked place rendered anew.
+
+    Raises:
+        UnknownNameError: A marker names no renderer.
+        ValueError: A marker is not closed, or closed without being open.
+        BadRecordError: The records behind a table are missing or bad.
+    """
+    pieces: list[str] = []
+    position, opened = 0, ""
+    for marker in _MARKER.finditer(text):
+        line = text.count("\n", 0, marker.start()) + 1
+        if marker["name"] and opened:
+            raise ValueError(f"line {line}: {opened!r} is still open; close it with <!-- end -->")
+        if marker["end"] and not opened:
+            raise ValueError(f"line {line}: <!-- end --> without <!-- rendered: NAME --> before it")
+        if marker["name"]:
+            opened = marker["name"]
+            if opened not in RENDERERS:
+                raise UnknownNameError("renderer", opened, RENDERERS)
+            pieces.append(text[position : marker.end()])
+        else:
+            pieces.append(f"\n{RENDERERS[opened](results)}\n")
+            position, opened = marker.start(), ""
+    if opened:
+        raise ValueError(f"{opened!r} is never closed; add <!-- end --> after its table")
+    return "".join([*pieces, text[position:]])
+
+
+def documents(repo: Path) -> list[Path]:
+    """The files that may hold rendered tables and runnable examples: README.md and everything in docs."""
+    return [path for path in [repo / "README.md", *sorted((repo / "docs").rglob("*.md"))] if path.exists()]
+
+
+def stale(repo: Path, results: Path) -> dict[Path, str]:
+    """The documents that are out of date, with the text they should have."""
+    texts = {path: path.read_text(encoding="utf-8") for path in documents(repo)}
+    return {path: new for path, text in texts.items() if (new := fill(text, results)) != text}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Render, or with --check only compare; the exit code."""
+    parser = argparse.ArgumentParser(description="Fill the tables in the documentation from the benchmark records.")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 when a table is out of date")
+    check = parser.parse_args(arguments).check
+    changed = stale(REPO, RESULTS)
+    for path, text in changed.items():
+        if not check:
+            path.write_text(text, encoding="utf-8")
+        print(f"{path.relative_to(REPO)}: {'out of date; run python benchmarks/render.py' if check else 'rendered'}")
+    return 1 if check and changed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""Every exception Lowtide raises, in one tree.
+
+    LowtideError
+    ├── ConfigError (ValueError)            a setting is wrong, unknown or of the wrong type
+    ├── UnknownNameError (ValueError)       a model, card or recipe of that name does not exist
+    ├── BadRecordError (ValueError)         a saved file is corrupt or of another version
+    ├── MissingExtraError (ImportError)     an optional package is not installed
+    ├── HardwareError (RuntimeError)        a device is missing or cannot be measured
+    ├── ObserveError (RuntimeError)         a real step could not be recorded
+    └── TraceError (RuntimeError)           a step could not be predicted
+        ├── ValueReadError                  the model reads the values of tensors
+        ├── MissingKernelError              an operator has no fake kernel
+        ├── BatchMismatchError              the batch does not fit the model
+        ├── TooLargeError                   no card could hold the step
+        └── TraceCrashedError               the tracing subprocess died
+
+A message says what happened with numbers, which object it happened to, and what to do next. Each class also derives
+from the builtin that a caller would expect, so that `except ValueError` keeps working. All of them survive a trip
+through pickle with their attributes, because tracing may run in a subprocess.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+
+
+def near(name: str, choices: Iterable[str], *, limit: int = 3) -> tuple[str, ...]:
+    """The choices that a person who typed `name` most likely meant, best first.
+
+    A choice also counts as near when it starts with what was typed: `llama` finds `llama-8b`, which edit distance alone
+    may rank below shorter, unrelated names.
+
+    Example:
+        >>> near("lama-8b", ["llama-8b", "llama-70b", "resnet-50"])
+        ('llama-8b', 'llama-70b')
+    """
+    by_fold: dict[str, str] = {}
+    for choice in choices:
+        by_fold.setdefault(choice.casefold(), choice)
+    typed = name.casefold()
+    close = difflib.get_close_matches(typed, by_fold, n=limit, cutoff=0.6)
+    prefixed = sorted(choice for choice in by_fold if typed and choice.startswith(typed))
+    return tuple(by_fold[choice] for choice in dict.fromkeys([*close, *prefixed]))[:limit]
+
+
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
+    """A clause for the end of a message: near names when there are any, all choices otherwise; "" without choices."""
+    known = sorted(set(choices))
+    if not known:
+        return ""
+    close = near(name, known)
+    if close:
+        return f"did you mean {' or '.join(repr(choice) for choice in close)}?"
+    return f"choose one of {', '.join(known)}"
+
+
+def _rebuild(kind: type[LowtideError], message: str, attributes: dict[str, object]) -> LowtideError:
+    # Not `kind(message)`: subclasses take keyword arguments that the default unpickling would not pass back.
+    error = kind.__new__(kind, message)
+    LowtideError.__init__(error, message)
+    error.__dict__.update(attributes)
+    return error
+
+
+class LowtideError(Exception):
+    """Root of the tree: `except lowtide.errors.LowtideError` catches all that Lowtide raises on purpose."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+    def __reduce__(self) -> tuple[Callable[..., LowtideError], tuple[object, ...]]:
+        return _rebuild, (type(self), self.message, dict(self.__dict__))
+
+
+class ConfigError(LowtideError, ValueError):
+    """A setting is unknown, of the wrong type or out of range. Correct the key or value that the message names."""
+
+    def __init__(self, message: str, *, key: str | None = None) -> None:
+        super().__init__(message)
+        self.key = key
+        """Dotted path of the setting, where one is to blame."""
+
+
+class UnknownNameError(LowtideError, ValueError):
+    """A name that does not exist. Use one of `suggestions`, or list what there is.
+
+    Example:
+        >>> str(UnknownNameError("model", "lama-8b", ["llama-8b", "resnet-50"]))
+        "there is no model named 'lama-8b'; did you mean 'llama-8b'?"
+    """
+
+    def __init__(self, kind: str, name: str, choices: Iterable[str] = ()) -> None:
+        known = tuple(choices)
+        advice = did_you_mean(name, known)
+        super().__init__(f"there is no {kind} named {name!r}" + (f"; {advice}" if advice else ""))
+        self.kind = kind
+        """What was looked for, as a noun: `model`, `card`, `recipe`."""
+        self.name = name
+        self.suggestions = near(name, known)
+
+
+class BadRecordError(LowtideError, ValueError):
+    """A saved file cannot be read: not JSON, cut short, or written under another schema version. Make it again."""
+
+
+class MissingExtraError(LowtideError, ImportError):
+    """A feature needs a package that is not installed. Run `command`."""
+
+    def __init__(self, extra: str, needed_for: str) -> None:
+        command = f'pip install "lowtide[{extra}]"'
+        super().__init__(f"{needed_for} needs the optional extra {extra!r}, which is not installed; run: {command}")
+        self.extra = extra
+        self.command = command
+        """The line to type."""
+
+
+class HardwareError(LowtideError, RuntimeError):
+    """A device is missing, or measuring it failed. Name a known card instead, or run where the device is."""
+
+
+class ObserveError(LowtideError, RuntimeError):
+    """A real step could not be recorded, or only in part. The message says which part and what to change."""
+
+
+class TraceError(LowtideError, RuntimeError):
+    """A step could not be predicted. `lowtide.observe` on a real device still works for most of these."""
+
+    def __init__(self, message: str, *, module: str | None = None, op: str | None = None) -> None:
+        super().__init__(message)
+        self.module = module
+        """Dotted path of the module that was running; None where unknown, "" outside the model."""
+        self.op = op
+        """The operator that was running, such as `aten.nonzero`; None where unknown."""
+
+
+class ValueReadError(TraceError):
+    """The model reads tensor values (`.item()`, `if tensor:`, `nonzero`), which a prediction does not have.
+
+    Take the branch out of the traced step, or use `lowtide.observe` on a real device.
+    """
+
+
+class MissingKernelError(TraceError):
+    """An operator has no fake kernel, so its output shapes are unknown.
+
+    Register one with `torch.library.register_fake`, or use `lowtide.observe` on a real device.
+    """
+
+
+class BatchMismatchError(TraceError):
+    """The batch does not fit the model: wrong names, shapes or types. Compare it with the forward's signature."""
+
+
+class TooLargeError(TraceError):
+    """The step is beyond any card, or its sizes overflow. Check the batch for a slip, or make it smaller."""
+
+    def __init__(
+        self, message: str, *, needed_bytes: int | None = None, module: str | None = None, op: str | None = None
+    ) -> None:
+        super().__init__(message, module=module, op=op)
+        self.needed_bytes = needed_bytes
+        """What the step, or the one tensor that failed, asked for; None where not even that is known."""
+
+
+class TraceCrashedError(TraceError):
+    """The tracing subprocess died without an answer. `stderr_tail` holds its last words; report it with the model.
+
+    An exit code below zero is the number of the signal that killed it, as in `subprocess`.
+    """
+
+    def __init__(self, message: str, *, exit_code: int | None = None, stderr_tail: str = "") -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+        """None when the process is gone but never told its code."""
+        self.stderr_tail = stderr_tail
+
+    @property
+    def signal(self) -> int | None:
+        """Number of the signal that killed the process (9 is most often the system running out of memory)."""
+        return -self.exit_code if self.exit_code is not None and self.exit_code < 0 else None

@@ -1,0 +1,145 @@
+"""Hardware: a card as data, so that a machine without it can predict and plan for it."""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+
+from lowtide.errors import ConfigError
+from lowtide.units import MiB
+
+WORKSPACE_BYTES = 2 * 4 * MiB + 8 * 16 * 1024
+"""cuBLAS workspace that torch keeps per handle and stream: `:4096:2:16:8`, two of 4 MiB and eight of 16 KiB."""
+LARGE_WORKSPACE_BYTES = 32 * MiB
+"""The same on Hopper, and from torch 2.12 on also on Blackwell."""
+ROCM_WORKSPACE_BYTES = 128 * MiB
+"""The same for hipBLAS on the MI300 family."""
+ROCM_LT_WORKSPACE_BYTES = 76 * MiB
+"""What hipBLASLt keeps beside it; cuBLASLt shares cuBLAS's."""
+
+
+class Source(enum.StrEnum):
+    """Where a figure comes from."""
+
+    VENDOR = "vendor's data sheet"
+    MEASURED = "measured with torch on such a card"
+    REPORTED = "printed by torch on somebody's card of that kind; differs by some 0.1 GiB from driver to driver"
+    RULE = "rule in torch's source"
+    UNKNOWN = "not known; 0 or None stands for it"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """One kind of device. Rates are what the vendor promises at best; real kernels reach 60 to 80% of them."""
+
+    name: str
+    """Short name to type: `h200`, `rtx-4090`."""
+    label: str
+    """Full name, as the vendor writes it."""
+    memory_bytes: int
+    """All memory that torch sees (`total_memory`), before the CUDA context takes its part. 0 where unknown."""
+    compute_capability: tuple[int, int]
+    """As `torch.cuda.get_device_capability()` gives it; (0, 0) for the host."""
+    num_sms: int
+    """Multiprocessors (compute units on AMD)."""
+    bf16_flops: float | None
+    """Dense matrix products in bfloat16 with fp32 accumulation, FLOP/s; None where there is no such unit."""
+    fp16_flops: float | None
+    """The same in float16."""
+    tf32_flops: float | None
+    """The same in float32 operands rounded to TF32, which torch uses only when allowed to."""
+    fp32_flops: float | None
+    """Everything else in float32, matrix products without TF32 included."""
+    memory_bytes_per_s: float | None
+    """Between the chip and its own memory."""
+    host_link_bytes_per_s: float | None
+    """Between the card and pinned host memory, one direction."""
+    context_bytes: int
+    """Used outside the allocator by a process that trains: CUDA context and loaded kernels. 0 where unknown."""
+    cublas_workspace_bytes: int
+    """Kept per cuBLAS handle and stream under the newest supported torch (see `cublas_workspace_for`); 0 on the host."""
+    cublaslt_workspace_bytes: int = 0
+    """Kept beside it for products with a fused epilogue; 0 where both share one."""
+    memory_source: Source
+    rate_source: Source = Source.VENDOR
+    host_link_source: Source = Source.VENDOR
+    context_source: Source = Source.UNKNOWN
+    workspace_source: Source = Source.RULE
+    is_tested: bool = False
+    """Whether predictions for it were compared with the card itself."""
+
+    def __post_init__(self) -> None:
+        sizes = ("memory_bytes", "num_sms", "context_bytes", "cublas_workspace_bytes", "cublaslt_workspace_bytes")
+        rates = ("bf16_flops", "fp16_flops", "tf32_flops", "fp32_flops", "memory_bytes_per_s", "host_link_bytes_per_s")
+        for field in (*sizes, *rates):
+            value = getattr(self, field)
+            if value is not None and value < 0:
+                raise ConfigError(f"{field} of the hardware {self.name!r} cannot be negative, got {value}", key=field)
+
+    @property
+    def is_host(self) -> bool:
+        """Whether this is the CPU, which has no allocator to replay and no workspaces."""
+        return self.compute_capability == (0, 0)
+
+    def flops(self, dtype: str, *, allow_tf32: bool = False) -> float | None:
+        """FLOP/s of dense matrix products in a dtype (`bfloat16`, `torch.float32`); fp32's where it has no unit of its own.
+
+        Example:
+            >>> from lowtide.hardware import find_hardware
+            >>> find_hardware("a100-80gb").flops("bfloat16")
+            312000000000000.0
+        """
+        own = {
+            "bfloat16": self.bf16_flops,
+            "float16": self.fp16_flops,
+            "float32": self.tf32_flops if allow_tf32 else None,
+        }.get(dtype.removeprefix("torch."))
+        return own if own is not None else self.fp32_flops
+
+    def cublas_workspace_for(self, torch_version: str) -> int:
+        """Bytes of one cuBLAS workspace under that torch. Each thread that multiplies (forward, backward) keeps one.
+
+        Example:
+            >>> from lowtide.hardware import find_hardware
+            >>> [find_hardware("b200").cublas_workspace_for(version) for version in ("2.11.0", "2.13.0")]
+            [8519680, 33554432]
+        """
+        if self.cublas_workspace_bytes not in (WORKSPACE_BYTES, LARGE_WORKSPACE_BYTES):
+            return self.cublas_workspace_bytes
+        return cublas_workspace_bytes(self.compute_capability, torch_version)
+
+
+def cublas_workspace_bytes(compute_capability: tuple[int, int], torch_version: str = "2.13") -> int:
+    """The workspace torch gives cuBLAS by default on an NVIDIA card, when `CUBLAS_WORKSPACE_CONFIG` is not set.
+
+    Example:
+        >>> cublas_workspace_bytes((9, 0)), cublas_workspace_bytes((8, 9))
+        (33554432, 8519680)
+    """
+    major = compute_capability[0]
+    is_large = compute_capability == (9, 0) if _version(torch_version) < (2, 12) else major in (9, 10, 12)
+    return LARGE_WORKSPACE_BYTES if is_large else WORKSPACE_BYTES
+
+
+def parse_cublas_workspace_config(config: str) -> int:
+    """Bytes that a `CUBLAS_WORKSPACE_CONFIG` text stands for: pairs of `:SIZE_IN_KIB:COUNT`.
+
+    Example:
+        >>> parse_cublas_workspace_config(":4096:2:16:8")
+        8519680
+
+    Raises:
+        ConfigError: There is no such pair in the text.
+    """
+    pairs = re.findall(r":([0-9]+):([0-9]+)", config)
+    if not pairs:
+        raise ConfigError(f"{config!r} is not a cuBLAS workspace configuration; write :KIB:COUNT, such as :4096:8")
+    return sum(int(kib) * 1024 * int(count) for kib, count in pairs)
+
+
+def _version(text: str) -> tuple[int, int]:
+    match = re.match(r"(\d+)\.(\d+)", text)
+    if match is None:
+        raise ConfigError(f"{text!r} is not a torch version; write it as 2.13.0")
+    return int(match[1]), int(match[2])

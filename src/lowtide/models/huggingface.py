@@ -1,0 +1,211 @@
+"""Any Hugging Face config as a model on the meta device: the architecture from its config.json, no weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.errors import BadRecordError, ConfigError, MissingExtraError, UnknownNameError
+from lowtide.models.batches import BatchForm, ImageBatch, TokenBatch
+from lowtide.models.meta_build import build_on_meta, finish
+from lowtide.models.source import ModelSource
+from lowtide.models.text_batches import PairBatch, SequenceLabelBatch, SpanBatch, TokenLabelBatch
+
+PREFIX = "hf:"
+DEFAULT_BATCH = 8
+LONGEST_DEFAULT = 2048
+"""Default length for models whose own limit is longer, or who have none."""
+
+# transformers has no types that a strict checker could use on its configs.
+Config = Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A kind of head that has a loss, and the batch it wants."""
+
+    suffixes: tuple[str, ...]
+    """How the names of its architectures end."""
+    auto: str
+    """Name of transformers' class that builds it from a config."""
+    mapping: str
+    """Name of transformers' table of the configs that have it."""
+    batch_form: Callable[[Config], BatchForm]
+
+
+def resolve_huggingface(spec: str, *, recompute: bool) -> ModelSource:
+    """The source for `hf:FOLDER`, `hf:path/config.json` or `hf:OWNER/MODEL` (in the local cache, never downloaded).
+
+    With a dtype of None the model takes the one its config names, as transformers' own loading does.
+    """
+    transformers = _transformers(spec)
+    values = _read_config(spec.removeprefix(PREFIX))
+    config = _make_config(transformers, values, spec)
+    task = _find_task(transformers, config, spec)
+    form = task.batch_form(config)
+    return ModelSource(
+        name=spec,
+        family=f"{PREFIX}{values['model_type']}",
+        default_batch=form.default,
+        build=partial(_build, spec, json.dumps(values), task.auto, recompute),
+        make_batch=form,
+    )
+
+
+def _build(spec: str, values_json: str, auto: str, recompute: bool, dtype: torch.dtype | None) -> nn.Module:
+    transformers = _transformers(spec)
+    config = _make_config(transformers, json.loads(values_json), spec)
+    # The dtype goes in at construction and not through `.to`: transformers keeps some buffers in fp32 whatever the
+    # dtype.
+    chosen = {} if dtype is None else {"dtype": dtype}
+    model: nn.Module = build_on_meta(lambda: getattr(transformers, auto).from_config(config, **chosen), name=spec)
+    finish(model, None)
+    if recompute:
+        model.gradient_checkpointing_enable()  # type: ignore[operator]  # every transformers model has it
+    return model
+
+
+def _transformers(spec: str) -> ModuleType:
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingExtraError("transformers", f"the model {spec!r}") from error
+    return transformers
+
+
+def _read_config(target: str) -> dict[str, Any]:
+    path = _find_config(target)
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadRecordError(f"{path} cannot be read as a Hugging Face config: {error}; fetch it again") from error
+    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+        raise BadRecordError(
+            f"{path} names no model_type, so it is no Hugging Face config; give a model's own config.json"
+        )
+    return values
+
+
+def _find_config(target: str) -> Path:
+    path = Path(target).expanduser()
+    if path.is_file():
+        return path
+    if (path / "config.json").is_file():
+        return path / "config.json"
+    if (cached := _cached_config(target)) is not None:
+        return cached
+    raise UnknownNameError(
+        "Hugging Face config (a folder with config.json, a config.json, or a model id in the local cache)", target
+    )
+
+
+def _cached_config(model_id: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(model_id, "config.json")
+    except HFValidationError:  # not even the form of an id
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def _make_config(transformers: ModuleType, values: dict[str, Any], spec: str) -> Config:
+    known = transformers.CONFIG_MAPPING
+    if values["model_type"] not in known:
+        raise UnknownNameError("transformers model type", values["model_type"], known.keys())
+    try:
+        return known[values["model_type"]].from_dict(values)
+    except Exception as error:  # transformers validates with several libraries, each with errors of its own
+        raise ConfigError(f"{spec} is not a valid {values['model_type']} config: {error}") from error
+
+
+def _find_task(transformers: ModuleType, config: Config, spec: str) -> Task:
+    architectures = tuple(config.architectures or ())
+    fitting = [task for task in TASKS if type(config) in getattr(transformers, task.mapping)]
+    named = [task for task in fitting if any(name.endswith(task.suffixes) for name in architectures)]
+    if named or fitting:
+        return (named or fitting)[0]
+    raise ConfigError(
+        f"{spec} is a {config.model_type} config ({', '.join(architectures) or 'no architecture named'}), for which no "
+        "batch is known; write a function that returns (model, batch) and pass it as package.module:function"
+    )
+
+
+def _tokens(config: Config) -> TokenBatch:
+    positions: int | None = getattr(config, "max_position_embeddings", None)
+    # Rotary positions are computed, so they never run out; learned ones do.
+    is_rotary = any(getattr(config, name, None) is not None for name in ("rope_parameters", "rope_theta"))
+    return TokenBatch(
+        vocab_size=config.vocab_size,
+        default_batch=DEFAULT_BATCH,
+        default_length=min(positions or LONGEST_DEFAULT, LONGEST_DEFAULT),
+        max_length=None if is_rotary else positions,
+    )
+
+
+def _images(config: Config) -> ImageBatch:
+    size = getattr(config, "image_size", None) or 224
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    return ImageBatch(
+        num_classes=config.num_labels,
+        default_batch=DEFAULT_BATCH,
+        num_channels=getattr(config, "num_channels", 3),
+        height=height,
+        width=width,
+    )
+
+
+# In the order of preference for a config that names no architecture with a loss: BERT is in the causal table too.
+TASKS: tuple[Task, ...] = (
+    Task(
+        suffixes=("ForConditionalGeneration",),
+        auto="AutoModelForSeq2SeqLM",
+        mapping="MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+        batch_form=lambda config: PairBatch(tokens=_tokens(config)),
+    ),
+    Task(
+        suffixes=("ForMaskedLM",),
+        auto="AutoModelForMaskedLM",
+        mapping="MODEL_FOR_MASKED_LM_MAPPING",
+        batch_form=_tokens,
+    ),
+    Task(
+        suffixes=("ForCausalLM", "LMHeadModel"),
+        auto="AutoModelForCausalLM",
+        mapping="MODEL_FOR_CAUSAL_LM_MAPPING",
+        batch_form=_tokens,
+    ),
+    Task(
+        suffixes=("ForImageClassification",),
+        auto="AutoModelForImageClassification",
+        mapping="MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+        batch_form=_images,
+    ),
+    Task(
+        suffixes=("ForSequenceClassification",),
+        auto="AutoModelForSequenceClassification",
+        mapping="MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+        batch_form=lambda config: SequenceLabelBatch(tokens=_tokens(config), num_labels=config.num_labels),
+    ),
+    Task(
+        suffixes=("ForTokenClassification",),
+        auto="AutoModelForTokenClassification",
+        mapping="MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",
+        batch_form=lambda config: TokenLabelBatch(tokens=_tokens(config), num_labels=config.num_labels),
+    ),
+    Task(
+        suffixes=("ForQuestionAnswering",),
+        auto="AutoModelForQuestionAnswering",
+        mapping="MODEL_FOR_QUESTION_ANSWERING_MAPPING",
+        batch_form=lambda config: SpanBatch(tokens=_tokens(config)),
+    ),
+)

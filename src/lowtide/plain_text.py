@@ -1,0 +1,94 @@
+"""JSON and YAML text to plain data and back, without the surprises of either.
+
+A repeated key is an error in both. YAML scalars follow YAML 1.2: PyYAML's own table reads `off` as false, `1:30` as 90
+and `1e-4`, a learning rate, as text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import yaml
+
+from lowtide.errors import ConfigError
+
+Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
+Format: TypeAlias = Literal["json", "yaml"]
+
+
+def format_of(path: Path) -> Format:
+    """The format that a file's name promises.
+
+    Raises:
+        ConfigError: The name ends in none of .json, .yaml and .yml.
+    """
+    if path.suffix not in {".json", ".yaml", ".yml"}:
+        raise ConfigError(f"cannot tell the format of {path}; name it .json, .yaml or .yml")
+    return "json" if path.suffix == ".json" else "yaml"
+
+
+def parse(text: str, text_format: Format) -> object:
+    """Plain data from text; None for empty YAML.
+
+    Raises:
+        ConfigError: The text is not valid in the format, or gives a key twice.
+    """
+    try:
+        if text_format == "json":
+            return json.loads(text, object_pairs_hook=_unique)
+        return yaml.load(text, _Loader)  # noqa: S506 - _Loader is a SafeLoader
+    except (json.JSONDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"not valid {text_format.upper()}: {error}") from error
+
+
+def render(plain: Plain, text_format: Format) -> str:
+    """Text that `parse` turns back into the same plain data; keys keep their order."""
+    if text_format == "json":
+        return json.dumps(plain, indent=2, allow_nan=False) + "\n"
+    return yaml.dump(plain, Dumper=_Dumper, sort_keys=False)
+
+
+def _unique(pairs: list[tuple[str, Plain]]) -> dict[str, Plain]:
+    _refuse_repeats([key for key, _ in pairs])
+    return dict(pairs)
+
+
+def _refuse_repeats(keys: list[str]) -> None:
+    """Parsers let the last of several equal keys win in silence, which hides a forgotten edit."""
+    seen: set[str] = set()
+    for key in keys:
+        if key in seen:
+            raise ConfigError(f"the key {key!r} is given twice; keep one", key=key)
+        seen.add(key)
+
+
+def _scalar_table() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+    """YAML 1.2's untagged scalars, in the form PyYAML wants: by first character."""
+    patterns = (
+        ("null", r"~|null|", ("~", "n", "")),
+        ("bool", r"true|false", ("t", "f")),
+        ("int", r"[-+]?(?:0|[1-9][0-9_]*)", tuple("-+0123456789")),
+        ("float", r"[-+]?(?=[0-9.]*[.eE])(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?", tuple("-+.0123456789")),
+    )
+    table: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    for tag, pattern, first_characters in patterns:
+        for character in first_characters:
+            table.setdefault(character, []).append((f"tag:yaml.org,2002:{tag}", re.compile(rf"(?:{pattern})\Z")))
+    return table
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers = _scalar_table()
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
+        _refuse_repeats([str(key.value) for key, _ in node.value])
+        return super().construct_mapping(node, deep=deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    # The same table, so that text which `_Loader` would take for a number is written in quotes.
+    yaml_implicit_resolvers = _scalar_table()

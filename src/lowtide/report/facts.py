@@ -1,0 +1,130 @@
+"""What a report says about a trace, as plain data: where the peak is, whether it fits, how a prediction compares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowtide.report.palette import STACK_ORDER
+from lowtide.tracing.step_trace import Phase, StepTrace
+from lowtide.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instant:
+    """One moment of the step, in names."""
+
+    phase: Phase | None
+    """None before the step."""
+    module: str
+    op: str
+    source: str
+
+    @property
+    def place(self) -> str:
+        """Module and op on one line: `layers.3.mlp aten.mm`."""
+        if self.phase is None:
+            return "before the step begins"
+        return " ".join(part for part in (self.module or "(outside the model)", self.op) if part)
+
+
+def instant_of(trace: StepTrace, event: int) -> Instant:
+    """What was running at an event (-1: before the step)."""
+    if event < 0:
+        return Instant(phase=None, module="", op="", source="")
+    happened = trace.events[event]
+    allocation = trace.allocations[happened.allocation]
+    # An op without a name of its own (a workspace made before the first op) is known by what it allocated.
+    running = trace.ops[happened.op] if happened.op >= 0 else None
+    return Instant(
+        phase=happened.phase,
+        module=running.module if running else allocation.module,
+        op=running.name if running else allocation.op,
+        source=running.source if running else allocation.source,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """What the step needs of the card against what the card has."""
+
+    needed_bytes: int
+    """Peak of reserved memory and the context beside it."""
+    capacity_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether all of it goes onto the card."""
+        return self.needed_bytes <= self.capacity_bytes
+
+    @property
+    def spare_bytes(self) -> int:
+        """What is left; negative when it does not fit."""
+        return self.capacity_bytes - self.needed_bytes
+
+
+def fit_of(trace: StepTrace) -> Fit | None:
+    """How the step fits its card; None when the card's memory is not known."""
+    if trace.target.capacity_bytes <= 0:
+        return None
+    needed = trace.peak_reserved_bytes + trace.target.context_bytes
+    return Fit(needed_bytes=needed, capacity_bytes=trace.target.capacity_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One quantity, predicted and observed."""
+
+    what: str
+    predicted_bytes: int
+    observed_bytes: int
+
+    @property
+    def error(self) -> float | None:
+        """Relative to the observation; None when nothing was observed."""
+        if self.observed_bytes == 0:
+            return None
+        return (self.predicted_bytes - self.observed_bytes) / self.observed_bytes
+
+
+def differences(predicted: StepTrace, observed: StepTrace) -> list[Difference]:
+    """Peaks, then the peak of each phase, then each category at the peak of its own trace."""
+    rows = [
+        ("peak allocated", predicted.peak_bytes, observed.peak_bytes),
+        ("peak reserved", predicted.peak_reserved_bytes, observed.peak_reserved_bytes),
+    ]
+    ours, theirs = predicted.phase_peaks(), observed.phase_peaks()
+    rows += [
+        (f"highest in {phase.value}", ours.get(phase, 0), theirs.get(phase, 0))
+        for phase in Phase
+        if phase in ours or phase in theirs
+    ]
+    at_ours, at_theirs = predicted.at_peak, observed.at_peak
+    rows += [
+        (f"{category.value} at the peak", at_ours[category], at_theirs[category])
+        for category in STACK_ORDER
+        if at_ours[category] or at_theirs[category]
+    ]
+    return [Difference(what=what, predicted_bytes=mine, observed_bytes=other) for what, mine, other in rows]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhatIfRow:
+    """One technique tried on top of what is already on."""
+
+    technique: str
+    before_bytes: int
+    after_bytes: int
+    reason: str
+    """One sentence: why it saves what it saves."""
+
+    @property
+    def saved_bytes(self) -> int:
+        """Negative when the technique raises the peak."""
+        return self.before_bytes - self.after_bytes
+
+
+def saving(row: WhatIfRow) -> str:
+    """A saving in words: `3.6 GiB`, `nothing`, or `costs 1.2 GiB` when the peak rises."""
+    if row.saved_bytes < 0:
+        return f"costs {format_bytes(-row.saved_bytes)}"
+    return format_bytes(row.saved_bytes) if row.saved_bytes else "nothing"

@@ -1,0 +1,155 @@
+"""One self-contained HTML page for one or more traces: no network, no library, works offline and on a phone.
+
+The page is `page.html` with the style sheet, the data and the scripts put into it. A content security policy in its
+head forbids every request, so that a report of a private model can be opened anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
+from string import Template
+
+from lowtide.errors import ConfigError
+from lowtide.report import page_parts as parts
+from lowtide.report.facts import WhatIfRow
+from lowtide.report.palette import COLOURS, DARK_COLOURS, PEAK_COLOUR, STACK_ORDER
+from lowtide.report.sampling import MAX_POINTS
+from lowtide.report.timeline_data import timeline_data
+from lowtide.tracing.step_trace import StepTrace
+from lowtide.units import format_count
+
+_SCRIPTS = ("units.js", "timeline.js", "timeline_input.js", "page.js")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """One step on the page."""
+
+    trace: StepTrace
+    """Drawn as the stack."""
+    observed: StepTrace | None = None
+    """A second trace of the same step, drawn as a line over it."""
+    explanation: str = ""
+    """Plain text; blank lines separate paragraphs."""
+    what_if: tuple[WhatIfRow, ...] = ()
+
+
+def render_html(
+    traces: Sequence[StepTrace],
+    *,
+    title: str,
+    explanation: str = "",
+    what_if: Sequence[WhatIfRow] = (),
+    max_points: int = MAX_POINTS,
+) -> str:
+    """The page for some traces, as text to be written to a `.html` file.
+
+    An observed trace that follows a predicted one of the same model is laid over it; every other trace gets a section
+    of its own. The explanation and the what-if table belong to the first section; use `render_page` to give each its
+    own.
+
+    Args:
+        traces: In the order of the page.
+        title: Heading of the page and of the browser's tab.
+        explanation: Plain text; blank lines separate paragraphs.
+        what_if: Techniques tried, in the order of the table.
+        max_points: Bound on the points of each curve; the peaks are among them.
+
+    Raises:
+        ConfigError: There is no trace to show.
+    """
+    sections = _paired(traces)
+    if sections:
+        first = sections[0]
+        sections[0] = Section(
+            trace=first.trace, observed=first.observed, explanation=explanation, what_if=tuple(what_if)
+        )
+    return render_page(sections, title=title, max_points=max_points)
+
+
+def render_page(sections: Sequence[Section], *, title: str, max_points: int = MAX_POINTS) -> str:
+    """The page for sections put together by hand.
+
+    Raises:
+        ConfigError: There is no section to show.
+    """
+    if not sections:
+        raise ConfigError("a report needs at least one trace, got none; pass what lowtide.trace or observe returned")
+    data = [timeline_data(section.trace, observed=section.observed, max_points=max_points) for section in sections]
+    body = "".join(_section(section, index) for index, section in enumerate(sections))
+    return Template(_read("page.html")).substitute(
+        title=escape(title),
+        contents=_contents(sections),
+        body=body,
+        style=_colours() + _read("page.css"),
+        # "<" could end the script element, wherever a name holds it; inside JSON it can only be in a string.
+        data=json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c"),
+        script="\n".join(_read(name) for name in _SCRIPTS),
+    )
+
+
+def _paired(traces: Sequence[StepTrace]) -> list[Section]:
+    sections: list[Section] = []
+    for trace in traces:
+        last = sections[-1] if sections else None
+        if (
+            last is not None
+            and last.observed is None
+            and (last.trace.origin, trace.origin) == ("predicted", "observed")
+            and last.trace.model == trace.model
+        ):
+            sections[-1] = Section(trace=last.trace, observed=trace)
+        else:
+            sections.append(Section(trace=trace))
+    return sections
+
+
+def _section(section: Section, index: int) -> str:
+    trace, observed = section.trace, section.observed
+    size, target = format_count(trace.num_parameters), trace.target
+    meta = f"{size} parameters · {trace.origin} · {target.card} · torch {target.torch_version}"
+    pieces = [
+        f'<section class="trace" id="trace-{index}" aria-labelledby="name-{index}">',
+        f'<header><h2 id="name-{index}">{escape(trace.model)}</h2><p>{escape(meta)}</p></header>',
+        parts.figures(trace),
+        f'<figure class="timeline" data-timeline="{index}" aria-label="Memory over the step, by category">',
+        "<noscript><p>The timeline is drawn by a script; the tables below hold its numbers.</p></noscript></figure>",
+    ]
+    if section.explanation:
+        pieces.append(f'<div class="prose"><h3>Why the peak is there</h3>{parts.prose(section.explanation)}</div>')
+    if section.what_if:
+        pieces.append(parts.what_if_table(section.what_if))
+    pieces.append(f'<div class="pair">{parts.category_table(trace)}{parts.phase_table(trace)}</div>')
+    if observed is not None:
+        pieces.append(parts.comparison_table(trace, observed))
+    pieces += [parts.alive_table(trace), parts.largest_table(trace)]
+    pieces.append(f"<details><summary>The timeline as a table</summary>{parts.timeline_table(trace)}</details>")
+    pieces.append(f"<details><summary>Settings</summary>{parts.settings_table(trace)}</details>")
+    pieces.append(parts.notes((*trace.notes, *(observed.notes if observed else ()))))
+    return "".join([*pieces, "</section>"])
+
+
+def _contents(sections: Sequence[Section]) -> str:
+    if len(sections) == 1:
+        return ""
+    links = "".join(
+        f'<li><a href="#trace-{index}">{escape(section.trace.model)}</a> {escape(section.trace.origin)}</li>'
+        for index, section in enumerate(sections)
+    )
+    return f'<nav aria-label="Traces"><ul>{links}</ul></nav>'
+
+
+def _colours() -> str:
+    light, dark = (
+        "".join(f"--{category.value}:{colours[category]};" for category in STACK_ORDER)
+        for colours in (COLOURS, DARK_COLOURS)
+    )
+    return f":root{{{light}--peak:{PEAK_COLOUR};}}@media (prefers-color-scheme:dark){{:root{{{dark}}}}}\n"
+
+
+def _read(name: str) -> str:
+    return files("lowtide.report").joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,123 @@
+"""The card behind the allocator: how much memory there is, and at which addresses segments lie.
+
+Note [Addresses]
+Among free blocks of exactly one size the allocator takes the one at the lowest address, so the order of segments in the
+address space decides which of them is split next, and with it how memory fragments. The CUDA driver (seen with version 580)
+hands out addresses from chunks of 32 MiB or multiples of that, a new chunk below the older ones; what is left of a chunk
+serves later segments that fit, the newest chunk first. A chunk without a segment gives its addresses back, and a later
+chunk may take the highest such gap that is larger than itself.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from lowtide.tracing.allocator.settings import SEGMENT_ROUND_BYTES
+from lowtide.units import MiB
+
+_CHUNK_BYTES = 32 * MiB
+_TOP_ADDRESS = 1 << 47
+_CONTEXT_BYTES = 6 * MiB
+"""What the CUDA context itself has taken of the first chunk before torch allocates anything."""
+
+
+class AddressPolicy(enum.Enum):
+    """Where a fresh segment lies in the address space."""
+
+    CUDA = "cuda"
+    """Where the CUDA driver puts it: see Note [Addresses]."""
+    INCREASING = "increasing"
+    """Above every earlier one: the simplest, for examples and for other drivers."""
+
+
+@dataclass(slots=True)
+class _Chunk:
+    start: int
+    size: int
+    gaps: list[tuple[int, int]] = field(default_factory=list)
+    """(first byte, size) of what no segment uses, lowest first."""
+
+    def take(self, size: int) -> int | None:
+        for index, (start, gap_bytes) in enumerate(self.gaps):
+            if gap_bytes >= size:
+                rest = [(start + size, gap_bytes - size)] if gap_bytes > size else []
+                self.gaps[index : index + 1] = rest
+                return start
+        return None
+
+    def put_back(self, start: int, size: int) -> None:
+        merged: list[tuple[int, int]] = []
+        for gap_start, gap_bytes in sorted([*self.gaps, (start, size)]):
+            if merged and sum(merged[-1]) == gap_start:
+                merged[-1] = (merged[-1][0], merged[-1][1] + gap_bytes)
+            else:
+                merged.append((gap_start, gap_bytes))
+        self.gaps = merged
+
+    @property
+    def is_unused(self) -> bool:
+        return self.gaps == [(self.start, self.size)]
+
+
+class DriverMemory:
+    """Memory of one card: counts what is taken, refuses what does not fit, and hands out addresses.
+
+    Fragmentation of physical memory is not modelled: the driver maps pages, so what is free can be had in one piece.
+    """
+
+    def __init__(self, capacity_bytes: int | None, address_policy: AddressPolicy = AddressPolicy.CUDA) -> None:
+        self.taken_bytes = 0
+        self.peak_taken_bytes = 0
+        self._capacity_bytes = capacity_bytes
+        self._policy = address_policy
+        self._top = SEGMENT_ROUND_BYTES  # not 0, so that an address is never mistaken for "none"
+        self._chunks: list[_Chunk] = []
+        if address_policy is AddressPolicy.CUDA:
+            self._new_chunk(_CONTEXT_BYTES)
+
+    def take(self, size: int) -> bool:
+        """Count `size` bytes as taken; False, and nothing happens, when they do not fit."""
+        if self._capacity_bytes is not None and self.taken_bytes + size > self._capacity_bytes:
+            return False
+        self.taken_bytes += size
+        self.peak_taken_bytes = max(self.peak_taken_bytes, self.taken_bytes)
+        return True
+
+    def give_back(self, size: int) -> None:
+        """Count `size` bytes as free again."""
+        self.taken_bytes -= size
+
+    def reserve_addresses(self, size: int) -> int:
+        """Start of `size` bytes of address space for a segment."""
+        if self._policy is AddressPolicy.INCREASING:
+            self._top += size
+            return self._top - size
+        for chunk in reversed(self._chunks):
+            start = chunk.take(size)
+            if start is not None:
+                return start
+        return self._new_chunk(size)
+
+    def release_addresses(self, start: int, size: int) -> None:
+        """Give up the address space of a segment."""
+        if self._policy is AddressPolicy.INCREASING:
+            return
+        chunk = next(chunk for chunk in self._chunks if chunk.start <= start < chunk.start + chunk.size)
+        chunk.put_back(start, size)
+        if chunk.is_unused:
+            self._chunks.remove(chunk)
+
+    def _new_chunk(self, size: int) -> int:
+        """Start of `size` bytes in a chunk of their own; `_chunks` stays in order of age."""
+        chunk_bytes = -(-size // _CHUNK_BYTES) * _CHUNK_BYTES
+        end = _TOP_ADDRESS
+        for other in sorted(self._chunks, key=lambda chunk: -chunk.start):
+            if end - (other.start + other.size) > chunk_bytes:
+                break
+            end = other.start
+        chunk = _Chunk(end - chunk_bytes, chunk_bytes)
+        if chunk_bytes > size:
+            chunk.gaps.append((chunk.start + size, chunk_bytes - size))
+        self._chunks.append(chunk)
+        return chunk.start

@@ -1,0 +1,208 @@
+"""StepTrace: everything one training step allocates, frees and runs, as frozen data.
+
+The same value comes from a prediction on ghost tensors (`lowtide.trace`) and from a real step (`lowtide.observe`), so the two
+can be compared, saved and drawn by the same code.
+
+Time has two scales. An *event* is one allocation or one free; the memory curve is exact at event resolution. An *op* is one
+operator call; `Allocation.uses` is in ops, because a tensor is used without anything being allocated.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from lowtide.errors import BadRecordError
+
+SCHEMA_VERSION = 1
+
+Bytes = npt.NDArray[np.int64]
+
+
+class Category(enum.StrEnum):
+    """What a byte is for."""
+
+    WEIGHTS = "weights"
+    """Parameters and buffers."""
+    GRADIENTS = "gradients"
+    """Storages that end up as some parameter's `.grad`."""
+    OPTIMIZER = "optimizer"
+    """Storages held by the optimizer's state."""
+    ACTIVATIONS = "activations"
+    """Made by the forward (or its recomputation) and still needed by the backward; the batch counts here too."""
+    TEMPORARIES = "temporaries"
+    """Everything else: dies in the phase that made it."""
+    WORKSPACE = "workspace"
+    """Scratch memory of cuBLAS, cuDNN and kernels that need room of their own."""
+
+
+class Phase(enum.StrEnum):
+    """The part of the step an event belongs to, in the order they run."""
+
+    FORWARD = "forward"
+    LOSS = "loss"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One operator call."""
+
+    name: str
+    """For example `aten.mm`."""
+    module: str
+    """Dotted path of the innermost module, the forward's for a backward op; "" outside the model."""
+    source: str
+    """`file.py:line` of the innermost frame outside torch; "" when there is none."""
+    phase: Phase
+    seconds: float
+    """Roofline estimate on the target card (predicted), or 0.0 where nothing was timed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocation:
+    """One life of one storage."""
+
+    requested_bytes: int
+    bytes: int
+    """The allocator's block: rounded up, plus a remainder too small to split off."""
+    category: Category
+    module: str
+    op: str
+    source: str
+    shape: tuple[int, ...]
+    dtype: str
+    phase: Phase | None
+    """Phase of its birth; None when it was alive before the step."""
+    born: int | None
+    """Index of the event that allocated it; None when it was alive before the step."""
+    died: int | None
+    """Index of the event that freed it; None when it outlives the step."""
+    uses: tuple[int, ...] = ()
+    """Indices of the ops that touched it, the one that made it first."""
+
+    @property
+    def label(self) -> str:
+        """A short name for people: `layers.3.mlp.up aten.mm`."""
+        return f"{self.module or '(outside the model)'} {self.op}".strip()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One allocation or one free, and the state right after it."""
+
+    allocation: int
+    """Index into `StepTrace.allocations`."""
+    is_free: bool
+    op: int
+    """Index of the op that was running, or that ran last."""
+    phase: Phase
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What the trace is for."""
+
+    card: str
+    """Name of the hardware profile, `cpu` for an observation on the host."""
+    torch_version: str
+    context_bytes: int
+    """CUDA context and loaded kernels: outside the allocator, reported beside the peak. 0 where unknown."""
+    capacity_bytes: int
+    """Memory of the card. 0 where unknown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTrace:
+    """One steady-state step: the second or later, when optimizer state and workspaces exist already."""
+
+    model: str
+    origin: str
+    """`predicted` or `observed`."""
+    target: Target
+    settings: dict[str, object]
+    """The resolved `StepSettings` the step ran under."""
+    num_parameters: int
+    start_allocated_bytes: int
+    start_reserved_bytes: int
+    ops: tuple[Op, ...]
+    allocations: tuple[Allocation, ...]
+    """Those alive before the step first, then in order of birth."""
+    events: tuple[Event, ...]
+    notes: tuple[str, ...] = ()
+    """What the reader must know: assumptions made, values invented, warnings."""
+    schema_version: int = field(default=SCHEMA_VERSION)
+
+    @cached_property
+    def curve(self) -> Bytes:
+        """Allocated bytes before the step and after each event: `len(events) + 1` values."""
+        after = [event.allocated_bytes for event in self.events]
+        return np.array([self.start_allocated_bytes, *after], dtype=np.int64)
+
+    @cached_property
+    def peak_event(self) -> int:
+        """Index of the event after which memory is highest for the first time; -1 for a step that never exceeds its start."""
+        return int(np.argmax(self.curve)) - 1
+
+    @property
+    def peak_bytes(self) -> int:
+        """What `torch.cuda.max_memory_allocated()` says after the step."""
+        return int(self.curve[self.peak_event + 1])
+
+    @cached_property
+    def peak_reserved_bytes(self) -> int:
+        """What `torch.cuda.max_memory_reserved()` says after the step."""
+        return max([self.start_reserved_bytes, *(event.reserved_bytes for event in self.events)])
+
+    @property
+    def peak_phase(self) -> Phase:
+        """The phase the peak falls in."""
+        return self.events[self.peak_event].phase if self.peak_event >= 0 else Phase.FORWARD
+
+    @property
+    def at_peak(self) -> dict[Category, int]:
+        """Bytes by category at the peak; the values sum to `peak_bytes` exactly."""
+        return self.by_category_at(self.peak_event)
+
+    def alive_at(self, event: int) -> Iterator[Allocation]:
+        """The allocations alive right after an event (-1: before the step)."""
+        for allocation in self.allocations:
+            born = -1 if allocation.born is None else allocation.born
+            if born <= event and (allocation.died is None or allocation.died > event):
+                yield allocation
+
+    def by_category_at(self, event: int) -> dict[Category, int]:
+        """Bytes by category right after an event (-1: before the step)."""
+        totals = dict.fromkeys(Category, 0)
+        for allocation in self.alive_at(event):
+            totals[allocation.category] += allocation.bytes
+        return totals
+
+    def phase_peaks(self) -> dict[Phase, int]:
+        """Highest allocated bytes seen in each phase that has an event."""
+        peaks: dict[Phase, int] = {}
+        for event in self.events:
+            peaks[event.phase] = max(peaks.get(event.phase, 0), event.allocated_bytes)
+        return peaks
+
+    @cached_property
+    def stacked(self) -> dict[Category, Bytes]:
+        """The curve split by category: for each an array of `len(events) + 1` values; their sum is `curve`."""
+        deltas = {category: np.zeros(len(self.events) + 1, dtype=np.int64) for category in Category}
+        for allocation in self.allocations:
+            if allocation.born is None:
+                deltas[allocation.category][0] += allocation.bytes
+        for index, event in enumerate(self.events):
+            allocation = self.allocations[event.allocation]
+            deltas[allocation.category][index + 1] += -allocation.bytes if event.is_free else allocation.bytes
+        return {category: np.cumsum(delta) for category, delta in deltas.items()}

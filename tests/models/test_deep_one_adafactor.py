@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowtide.models.deep_one import DeepOne
+from lowtide.models.deep_one_adafactor import DeepOneAdafactor
+from tests.models.live_bytes import LiveBytes
+from tests.models.test_deep_one import FULL, TINY
+from tests.models.training import train_losses
+
+
+def _reference(weight: Tensor, gradients: list[Tensor], *, lr: float, decay: float) -> Tensor:
+    """The paper's algorithm 4 and 5 in fp64, loops and all."""
+    weight = weight.double()
+    rows, cols, full = 0.0, 0.0, 0.0
+    for t, gradient in enumerate(gradients, start=1):
+        g = gradient.double()
+        beta2 = min(1 - t**-0.8, 0.999)
+        squares = g * g + 1e-30
+        if g.dim() == 2:
+            rows = beta2 * rows + (1 - beta2) * squares.sum(1)
+            cols = beta2 * cols + (1 - beta2) * squares.sum(0)
+            second_moment = rows[:, None] * cols[None, :] / rows.sum()
+        else:
+            full = beta2 * full + (1 - beta2) * squares
+            second_moment = full
+        update = g / second_moment.sqrt()
+        update = update / max(1.0, math.sqrt((update * update).mean().item()))
+        weight = weight - lr * decay * weight - lr * update
+    return weight
+
+
+@pytest.mark.parametrize("shape", [(6, 10), (7,)])
+def test_steps_equal_the_paper(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    parameter = nn.Parameter(torch.randn(shape))
+    start = parameter.detach().clone()
+    gradients = [torch.randn(shape) * 10.0**-i for i in range(5)]
+    optimizer = DeepOneAdafactor([parameter], lr=0.03, weight_decay=0.1)
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    expected = _reference(start, gradients, lr=0.03, decay=0.1)
+    torch.testing.assert_close(parameter.detach(), expected.float(), rtol=1e-5, atol=1e-6)
+
+
+def test_convolution_is_treated_as_a_matrix() -> None:
+    kernel = nn.Parameter(torch.randn(4, 3, 2, 5))
+    flat = nn.Parameter(kernel.detach().reshape(24, 5).clone())
+    kernel.grad = torch.randn(4, 3, 2, 5)
+    flat.grad = kernel.grad.reshape(24, 5).clone()
+    optimizer = DeepOneAdafactor([kernel, flat])
+    optimizer.step()
+    assert torch.equal(kernel.detach().reshape(24, 5), flat.detach())
+
+
+def test_state_is_row_and_column_in_the_parameters_dtype() -> None:
+    with torch.device("meta"):
+        model = DeepOne(FULL)
+    expected = sum(p.shape[0] + p.shape[1] if p.dim() == 2 else p.numel() for p in model.parameters()) * 4
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter)
+    optimizer = DeepOneAdafactor(model.parameters())
+    optimizer.step()
+    tensors = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+    assert sum(t.nbytes for t in tensors) == expected
+    assert expected / 2**20 == pytest.approx(5.4, abs=0.1)
+    half = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    half.grad = torch.ones_like(half)
+    optimizer = DeepOneAdafactor([half])
+    optimizer.step()
+    assert {optimizer.state[half][name].dtype for name in ("row", "col")} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(("dtype", "copies"), [(torch.float32, 3), (torch.bfloat16, 5)])
+def test_temporaries_are_those_of_the_experiment(dtype: torch.dtype, copies: int) -> None:
+    parameter = nn.Parameter(torch.randn(64, 96).to(dtype))
+    parameter.grad = torch.randn(64, 96).to(dtype)
+    optimizer = DeepOneAdafactor([parameter])
+    with LiveBytes(ignore_bytes=96 * 8) as live:
+        optimizer.step()
+    assert live.peak_bytes == copies * 64 * 96 * 4
+    assert live.peak_bytes > 0
+
+
+def test_parameters_without_a_gradient_stay() -> None:
+    parameter = nn.Parameter(torch.ones(3, 3))
+    DeepOneAdafactor([parameter]).step()
+    assert torch.equal(parameter.detach(), torch.ones(3, 3))
+
+
+def test_trains_deep_one() -> None:
+    torch.manual_seed(0)
+    model = DeepOne(TINY)
+    ids = torch.randint(2, TINY.vocab_size, (2, 16))
+    optimizer = DeepOneAdafactor(model.parameters(), lr=0.01)
+    losses = train_losses(model, {"input_ids": ids, "labels": ids}, steps=15, optimizer=optimizer)
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_closure_is_called_with_gradients_on() -> None:
+    parameter = nn.Parameter(torch.ones(2, 2))
+    optimizer = DeepOneAdafactor([parameter], lr=0.1)
+
+    def closure() -> float:
+        loss = parameter.square().sum()
+        loss.backward()
+        return loss.item()
+
+    assert optimizer.step(closure) == 4.0
+    assert (parameter < 1.0).all()

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import cloudpickle
+import pytest
+import torch
+
+from lowtide.errors import BatchMismatchError, ConfigError, UnknownNameError
+from lowtide.models import built_in_names, resolve_model
+
+
+@pytest.mark.parametrize("name", built_in_names())
+def test_built_ins_build_on_meta_and_take_their_batch(name: str) -> None:
+    source = resolve_model(name)
+    model = source.build(torch.bfloat16)
+    assert model.training
+    parameters = list(model.parameters())
+    assert {(p.device.type, p.dtype, p.requires_grad) for p in parameters} == {("meta", torch.bfloat16, True)}
+    assert next(source.build(None).parameters()).dtype == torch.float32
+    assert source.default_batch.startswith(f"{source.make_batch(source.default_batch)['labels'].shape[0]}x")
+    batch = {key: tensor.to("meta") for key, tensor in source.make_batch("2").items()}
+    if source.name in {
+        "gpt-tiny",
+        "llama-tiny",
+        "deep-one-tiny",
+        "resnet-50",
+    }:  # one of each family: a forward takes time
+        output = model(**batch)
+        assert output.loss.shape == ()
+        output.loss.backward()
+        assert all(p.grad is not None for p in parameters)
+
+
+@pytest.mark.parametrize(("name", "family"), [("gpt2", "gpt"), ("llama-8b", "llama"), ("deep-one-tiny", "deep-one")])
+def test_families(name: str, family: str) -> None:
+    assert resolve_model(name).family == family
+
+
+def test_sources_are_picklable() -> None:
+    for name in built_in_names():
+        source = resolve_model(name)
+        copy = cloudpickle.loads(cloudpickle.dumps(source))
+        assert (copy.name, copy.default_batch) == (name, source.default_batch)
+        assert torch.equal(copy.make_batch("1")["labels"], source.make_batch("1")["labels"])
+    assert len(list(copy.build(None).parameters())) == 161
+    assert len(cloudpickle.dumps(source)) < 2000
+
+
+def test_recompute() -> None:
+    assert resolve_model("llama-tiny", recompute=True).build(None).layers.gradient_checkpointing
+    assert not resolve_model("llama-tiny").build(None).layers.gradient_checkpointing
+    with pytest.raises(ConfigError, match="resnet-50 cannot recompute its layers: ResNet has no"):
+        resolve_model("resnet-50", recompute=True).build(None)
+
+
+def test_unknown_names_suggest_near_ones() -> None:
+    with pytest.raises(UnknownNameError, match="no model named 'lama-8b'; did you mean 'llama-8b'"):
+        resolve_model("lama-8b")
+    with pytest.raises(UnknownNameError, match="no model named 'zzz'; choose one of .*gpt2, .*resnet-50"):
+        resolve_model("zzz")
+
+
+def test_batches_that_do_not_fit() -> None:
+    with pytest.raises(BatchMismatchError, match="1025 tokens, and this model has 1024 positions"):
+        resolve_model("gpt2").make_batch("1x1025")
+    with pytest.raises(BatchMismatchError, match="write BATCHxLENGTH such as 4x2048"):
+        resolve_model("llama-8b").make_batch("many")
+    with pytest.raises(BatchMismatchError, match="write BATCHxCHANNELSxHEIGHTxWIDTH such as 64x3x224x224"):
+        resolve_model("resnet-50").make_batch("64x224")
+    assert resolve_model("llama-70b").make_batch("1x9000")["input_ids"].max() < 128256

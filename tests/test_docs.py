@@ -1,0 +1,248 @@
+"""The documentation cannot rot: its Python runs, its tables are what the records say, its links lead somewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import render
+from lowtide.errors import BadRecordError, UnknownNameError
+from lowtide.units import GiB
+
+REPO = Path(__file__).resolve().parent.parent
+DOCUMENTS = render.documents(REPO)
+by_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(REPO)))
+
+
+def python_blocks(text: str) -> Iterator[tuple[int, str]]:
+    """(line, source) of each ```python block that no `<!-- not run: reason -->` stands right before."""
+    lines = text.split("\n")
+    start: int | None = None
+    fence, skipped = "", False
+    for number, line in enumerate(lines):
+        opening = re.match(r"(`{3,}|~{3,})\s*(\w*)", line)
+        if not fence and opening:
+            fence, start = opening[1], number + 1 if opening[2] == "python" else None
+            before = next((text for text in reversed(lines[:number]) if text.strip()), "")
+            skipped = re.fullmatch(r"<!-- not run: .*\S.* -->", before.strip()) is not None
+        elif fence and line.strip() == fence:
+            if start is not None and not skipped:
+                yield start + 1, "\n".join(lines[start:number])
+            fence = ""
+
+
+def as_script(text: str) -> str:
+    """One script of the blocks, in order; lines keep their numbers, so that a traceback points into the document."""
+    script: list[str] = []
+    for line, source in python_blocks(text):
+        script += [""] * (line - 1 - len(script)) + source.split("\n")
+    return "\n".join(script)
+
+
+@by_document
+def test_examples_run(path: Path, tmp_path: Path) -> None:
+    script = as_script(path.read_text(encoding="utf-8"))
+    if not script.strip():
+        pytest.skip("no Python to run")
+    file = tmp_path / f"{path.stem}.py"
+    file.write_text(script, encoding="utf-8")
+    # A process of its own, in an empty folder: what a reader who copies the blocks into a file gets.
+    done = subprocess.run(
+        [sys.executable, file], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, f"{path.name}: {done.stderr[-3000:]}"
+
+
+@by_document
+def test_tables_are_what_the_records_say(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert render.fill(text, render.RESULTS) == text, "run python benchmarks/render.py"
+
+
+@by_document
+def test_links_to_files_lead_somewhere(path: Path) -> None:
+    prose = re.sub(r"^(`{3,}).*?^\1", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", prose)
+    files = [target for target in targets if not re.match(r"[a-z]+:", target)]
+    assert [target for target in files if not (path.parent / target).exists()] == []
+
+
+# The machinery above, against documents whose answer is known
+
+FENCE = "```"
+SAMPLE = f"""# Title
+
+{FENCE}python
+a = 1
+b = a + 1
+{FENCE}
+
+<!-- not run: needs a card -->
+
+{FENCE}python
+raise SystemExit
+{FENCE}
+
+<!-- not run: -->
+{FENCE}python
+c = b
+{FENCE}
+
+{FENCE}bash
+{FENCE}python
+rm -rf nothing
+{FENCE}
+"""
+
+
+def test_blocks_are_found_with_their_lines() -> None:
+    assert list(python_blocks(SAMPLE)) == [(4, "a = 1\nb = a + 1"), (16, "c = b")]
+
+
+def test_script_keeps_line_numbers() -> None:
+    assert as_script(SAMPLE).split("\n")[3:5] == ["a = 1", "b = a + 1"]
+    assert as_script(SAMPLE).split("\n")[15] == "c = b"
+
+
+def write_accuracy(folder: Path, date: str, cases: list[dict[str, Any]], changes: dict[str, Any] | None = None) -> None:
+    record = {"schema": "lowtide.accuracy/1", "commit": "0123456789abcdef", "hardware": "H200", "torch": "2.13.0"}
+    (folder / "accuracy").mkdir(parents=True, exist_ok=True)
+    file = folder / "accuracy" / f"{date}_h200.json"
+    file.write_text(json.dumps(record | {"date": date, "cases": cases} | (changes or {})), encoding="utf-8")
+
+
+def case(name: str, *, allocated: tuple[float, float], reserved: tuple[float, float]) -> dict[str, Any]:
+    """A case from (measured, predicted) GiB."""
+    return {
+        "name": name,
+        "family": "gpt",
+        "precision": "bf16",
+        "technique": "none",
+        "optimizer": "adamw",
+        "measured_allocated_bytes": round(allocated[0] * GiB),
+        "predicted_allocated_bytes": round(allocated[1] * GiB),
+        "measured_reserved_bytes": round(reserved[0] * GiB),
+        "predicted_reserved_bytes": round(reserved[1] * GiB),
+        "predicted_peak_phase": "backward",
+        "measured_peak_phase": "backward",
+    }
+
+
+def test_accuracy_table(tmp_path: Path) -> None:
+    write_accuracy(tmp_path, "2026-01-01", [case("old", allocated=(1, 1), reserved=(1, 1))])
+    differs = case("b", allocated=(4, 3.9), reserved=(8, 8)) | {"measured_peak_phase": "update"}
+    write_accuracy(tmp_path, "2026-01-02", [case("a", allocated=(2, 2.02), reserved=(4, 4.2)), differs])
+    lines = render.accuracy(tmp_path).split("\n")
+    assert lines[2] == "| a | gpt | bf16 | none | adamw | backward | 2.000 | 2.020 | +1.00% | 4.000 | 4.200 | +5.00% |"
+    phase = "backward (measured: update)"
+    assert lines[3] == f"| b | gpt | bf16 | none | adamw | {phase} | 4.000 | 3.900 | -2.50% | 8.000 | 8.000 | +0.00% |"
+    provenance = "/accuracy/2026-01-02_h200.json`: H200, torch 2.13.0, commit 0123456789ab, 2026-01-02."
+    assert lines[4] == ""
+    assert lines[5].endswith(provenance)
+    assert len(lines) == 6
+
+
+def test_accuracy_summary_is_arithmetic(tmp_path: Path) -> None:
+    # Errors of 0, 1, ..., 20 percent: the median is 10, the 95th percentile 19, the worst 20.
+    cases = [case(f"c{i}", allocated=(100, 100 + i), reserved=(100, 100 - i)) for i in range(21)]
+    write_accuracy(tmp_path, "2026-01-01", cases)
+    lines = render.accuracy_summary(tmp_path).split("\n")
+    assert lines[2] == "| peak allocated | c20 | 21 | 10.00% | 19.00% | 20.00% |"
+    assert lines[3] == "| peak reserved | c20 | 21 | 10.00% | 19.00% | 20.00% |"
+
+
+def test_failed_cases_are_shown_and_not_counted(tmp_path: Path) -> None:
+    failed = case("oom", allocated=(1, 1), reserved=(1, 1)) | {"measured_allocated_bytes": None}
+    write_accuracy(tmp_path, "2026-01-01", [failed, case("ok", allocated=(1, 1), reserved=(1, 1))])
+    assert "| oom | gpt | bf16 | none | adamw | backward | - | - | failed | 1.000 |" in render.accuracy(tmp_path)
+    summary = render.accuracy_summary(tmp_path)
+    assert "| peak allocated | ok | 1 |" in summary
+    assert summary.endswith("1 of 2 cases did not run to their end and are not counted.")
+
+
+def test_peak_memory_table(tmp_path: Path) -> None:
+    rows = [{"name": "control", "published_gib": 21.165, "predicted_bytes": round(21.2 * GiB), "peak_phase": "loss"}]
+    record = {"schema": "lowtide.peak_memory/1", "commit": "abc", "hardware": {"name": "none"}, "torch": "2.8"}
+    (tmp_path / "peak_memory").mkdir()
+    file = tmp_path / "peak_memory" / "x.json"
+    file.write_text(json.dumps(record | {"date": "2026-01-01", "rows": rows}), encoding="utf-8")
+    text = render.peak_memory(tmp_path)
+    assert "| control | loss | 21.165 | 21.200 | +0.17% |" in text
+    assert ": none, torch 2.8, commit abc, 2026-01-01." in text
+    rows[0]["published_gib"] = "much"
+    file.write_text(json.dumps(record | {"date": "2026-01-01", "rows": rows}), encoding="utf-8")
+    with pytest.raises(BadRecordError, match="'control' needs numbers in published_gib and predicted_bytes"):
+        render.peak_memory(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"schema": "lowtide.accuracy/9"}, "has the schema 'lowtide.accuracy/9', this renderer reads"),
+        ({"cases": []}, "'cases' must be a list of mappings with at least one"),
+        ({"cases": [{"name": "a"}]}, "'a' has no 'family'"),
+    ],
+)
+def test_bad_record_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    write_accuracy(tmp_path, "2026-01-01", [case("a", allocated=(1, 1), reserved=(1, 1))], changes)
+    with pytest.raises(BadRecordError, match=rf"2026-01-01_h200\.json.*{message}"):
+        render.accuracy(tmp_path)
+
+
+def test_missing_and_broken_records(tmp_path: Path) -> None:
+    with pytest.raises(BadRecordError, match="there are no records in .*accuracy; run the benchmark"):
+        render.accuracy(tmp_path)
+    write_accuracy(tmp_path, "2026-01-01", [])
+    (tmp_path / "accuracy" / "cut.json").write_text("{", encoding="utf-8")
+    with pytest.raises(BadRecordError, match=r"cut\.json is not JSON"):
+        render.accuracy(tmp_path)
+
+
+def test_fill_replaces_only_what_is_between_markers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(render.RENDERERS, "one", lambda results: f"| {results.name} |")
+    opening, end = "<!-- rendered: one -->\n", "<!-- end -->\n"
+    text = f"before\n{opening}old\nolder\n{end}between\n{opening}{end}after\n"
+    filled = render.fill(text, tmp_path)
+    table = f"{opening}| {tmp_path.name} |\n{end}"
+    assert filled == f"before\n{table}between\n{table}after\n"
+    assert render.fill(filled, tmp_path) == filled
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<!-- rendered: accuracy -->\n", "'accuracy' is never closed"),
+        ("<!-- end -->\n", "line 1: <!-- end --> without"),
+        ("<!-- rendered: accuracy -->\n<!-- rendered: accuracy -->\n<!-- end -->", "line 2: 'accuracy' is still open"),
+    ],
+)
+def test_unbalanced_markers_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        render.fill(text, tmp_path)
+
+
+def test_unknown_renderer_suggests_a_near_one(tmp_path: Path) -> None:
+    with pytest.raises(UnknownNameError, match="no renderer named 'acuracy'; did you mean 'accuracy'"):
+        render.fill("<!-- rendered: acuracy -->\n<!-- end -->\n", tmp_path)
+
+
+def test_check_names_stale_files_and_rendering_heals_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_accuracy(tmp_path / "results", "2026-01-01", [case("a", allocated=(1, 1), reserved=(1, 1))])
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- rendered: accuracy-summary -->\nold\n<!-- end -->\n", encoding="utf-8")
+    monkeypatch.setattr(render, "REPO", tmp_path)
+    monkeypatch.setattr(render, "RESULTS", tmp_path / "results")
+    assert render.main(["--check"]) == 1
+    assert "README.md: out of date" in capsys.readouterr().out
+    assert render.main([]) == 0
+    assert render.main(["--check"]) == 0
+    assert "peak allocated" in readme.read_text(encoding="utf-8")

@@ -1,0 +1,150 @@
+"""The shape of the source tree: imports go one way, private torch stays in one file, every file says what it is."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "src" / "lowtide"
+FILES = sorted(PACKAGE.rglob("*.py"))
+ROOT = "(package root)"
+
+# A part may import from its own line and from the lines above it. The root, which gathers the public names, may use all
+# but the command line.
+LAYERS = (
+    ("errors", "units", "plain_text", "config", "compat"),
+    ("hardware",),
+    ("memory",),
+    ("tracing",),
+    ("activations",),
+    ("optim",),
+    ("planning",),
+    ("runtime",),
+    ("distributed",),
+    ("multilevel",),
+    ("models", "lab", "integrations"),
+    ("report",),
+    (ROOT,),
+    ("cli", "__main__"),
+)
+RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
+
+
+def part_of(path: Path) -> str:
+    first = path.relative_to(PACKAGE).parts[0]
+    return ROOT if first == "__init__.py" else first.removesuffix(".py")
+
+
+def imported_parts(tree: ast.Module, parts: frozenset[str]) -> Iterator[tuple[int, str]]:
+    """(line, part) of each import of the package itself; imports inside functions and TYPE_CHECKING count too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            if node.module == "lowtide":
+                names = names[1:]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        for name in names:
+            package, _, rest = name.partition(".")
+            if package == "lowtide":
+                first = rest.partition(".")[0]
+                yield node.lineno, first if first in parts else ROOT
+
+
+def upward_imports(source: str, part: str, parts: frozenset[str]) -> list[str]:
+    return [
+        f"line {line}: {part} imports {target}"
+        for line, target in imported_parts(ast.parse(source), parts)
+        if RANK[target] > RANK[part]
+    ]
+
+
+def private_torch(source: str) -> list[str]:
+    """Uses of names that torch does not promise: `torch._C`, `torch.utils._pytree`, `from torch.x import _y`."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)]
+        else:
+            continue
+        found += [
+            f"line {node.lineno}: {name}"
+            for name in names
+            if name.startswith("torch.") and any(is_private(word) for word in name.split("."))
+        ]
+    return found
+
+
+def is_private(word: str) -> bool:
+    return word.startswith("_") and not word.startswith("__")
+
+
+PARTS = frozenset(part_of(path) for path in FILES) | frozenset(path.name for path in PACKAGE.iterdir() if path.is_dir())
+by_file = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+
+
+@by_file
+def test_imports_go_one_way(path: Path) -> None:
+    assert part_of(path) in RANK, f"{path.name} belongs to no layer; add its part to LAYERS"
+    assert upward_imports(path.read_text(encoding="utf-8"), part_of(path), PARTS) == []
+
+
+@by_file
+def test_private_torch_stays_in_compat(path: Path) -> None:
+    if path.name != "compat.py":
+        assert private_torch(path.read_text(encoding="utf-8")) == []
+
+
+@by_file
+def test_file_opens_with_a_docstring(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert ast.get_docstring(tree), "the first line of a file says what its one idea is"
+
+
+@by_file
+def test_annotations_are_never_evaluated(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    code = [node for node in tree.body if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))]
+    assert not code or ast.unparse(code[0]) == "from __future__ import annotations"
+
+
+def test_every_folder_is_a_package() -> None:
+    folders = {path.parent for path in FILES}
+    assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
+    assert (PACKAGE / "py.typed").exists()
+
+
+@pytest.mark.parametrize(
+    ("part", "source", "num_upward"),
+    [
+        ("tracing", "from lowtide.planning import search", 1),
+        ("tracing", "def f():\n    import lowtide.cli.main", 1),
+        ("tracing", "from lowtide import planning", 1),
+        ("tracing", "import lowtide", 1),
+        ("tracing", "from lowtide import trace", 1),
+        ("tracing", "from lowtide.hardware.card import Card\nfrom lowtide import errors\nimport torch", 0),
+        ("planning", "from lowtide.tracing.step_trace import StepTrace", 0),
+        ("cli", "import lowtide\nfrom lowtide.report import html", 0),
+        (ROOT, "from lowtide.cli.main import app", 1),
+    ],
+)
+def test_the_import_check_sees_upward_edges(part: str, source: str, num_upward: int) -> None:
+    parts = frozenset({"errors", "hardware", "tracing", "planning", "report", "cli"})
+    assert len(set(upward_imports(source, part, parts))) == num_upward
+
+
+def test_the_private_check_sees_private_names() -> None:
+    assert len(private_torch("from torch.utils._pytree import tree_map")) == 1
+    assert len(private_torch("from torch import _C")) == 1
+    assert len(private_torch("import torch._dynamo")) == 1
+    assert len(private_torch("torch._foreach_add_(a, b)")) == 1
+    assert private_torch("from torch import nn\ntorch.__version__\nnn.Module._x\nself._torch.y") == []
