@@ -2,12 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
+SavedTensor = torch._C._autograd.SavedTensor
+"""What a node of a graph, or a checkpoint, keeps for the backward: a tensor, or what a hook packed it into."""
+
+
+class WatchingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
+    """A dispatch mode for watching real steps: no side effects of its own, and it lets higher-order operators pass."""
+
+    # torch refuses these under a mode that does not say so (flex_attention run eagerly, for one).
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # By default the first operator under a mode imports torch._dynamo, for a second or two, and that import leaves
+        # a reference cycle through the frames that were running: the user's.
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code stays compiled, as it would be unwatched; its inner operators are not seen."""
+        return True
+
+
+def is_autograd_holder(kind: type) -> bool:
+    """Whether `autograd_references` has something to say about objects of this type."""
+    return issubclass(kind, torch.Tensor | torch.autograd.graph.Node | SavedTensor)
+
 
 def autograd_references(holder: object) -> list[object]:
-    """What a tensor or an autograd node keeps alive from C++, where the garbage collector cannot see it.
+    """What a tensor, an autograd node or a saved tensor keeps alive from C++, where the collector cannot see it.
 
     For a tensor: its node, its gradient, the base it is a view of, its indices and values. For a node: the nodes before
     it, the leaf it accumulates into, what it saved for the backward. Packed values (`saved_tensors_hooks`) come as they
@@ -17,7 +47,9 @@ def autograd_references(holder: object) -> list[object]:
         # A subclass would get to see these attribute reads through __torch_function__.
         with torch._C.DisableTorchFunctionSubclass():
             return _tensor_references(holder)
-    references: list[object] = [function for function, _ in getattr(holder, "next_functions", ()) if function is not None]
+    if isinstance(holder, SavedTensor):
+        return _saved_references(holder)
+    references = [function for function, _ in getattr(holder, "next_functions", ())]
     references.append(getattr(holder, "variable", None))
     for name in dir(type(holder)):
         if name.startswith("_raw_saved_"):
@@ -26,8 +58,12 @@ def autograd_references(holder: object) -> list[object]:
             except RuntimeError:  # a list of saved tensors that the backward has freed already
                 continue
             for entry in saved if isinstance(saved, list | tuple) else (saved,):
-                references += (entry.data, entry.unpack_hook)
+                references += _saved_references(entry)
     return [reference for reference in references if reference is not None]
+
+
+def _saved_references(saved: Any) -> list[object]:  # torch's stub of SavedTensor lacks both
+    return [reference for reference in (saved.data, saved.unpack_hook) if reference is not None]
 
 
 def _tensor_references(tensor: torch.Tensor) -> list[object]:
@@ -58,3 +94,72 @@ def plain_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         except (NotImplementedError, RuntimeError):
             return None
     return None if storage.device.type == "meta" else storage
+
+
+def register_python_backend(name: str, module: object) -> None:
+    """Give torch's spare backend slot (PrivateUse1) a name, a Python device module and do-nothing device guards."""
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+    _setup_privateuseone_for_python_backend(name, backend_module=module)
+
+
+def next_node_number() -> int:
+    """The sequence number that the next autograd node of this thread will get."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
+def current_node_number() -> int | None:
+    """The sequence number of the autograd node that runs in this thread, None outside of any."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
+def reference_count(tensor: torch.Tensor) -> int:
+    """How many C++ owners a tensor has, its Python object included."""
+    count: int = tensor._use_count()
+    return count
+
+
+def num_storage_owners(tensor: torch.Tensor) -> int:
+    """How many tensors share the storage, `tensor` included."""
+    # The storage's Python object, made to ask the question, is one owner itself.
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
+
+
+def find_overload(name: str) -> object | None:
+    """The overload of an aten operator named as in its schema (`sum.dim_IntList`), None where this torch has none."""
+    packet_name, _, overload = name.partition(".")
+    packet = getattr(torch.ops.aten, packet_name, None)
+    return None if packet is None else getattr(packet, overload or "default", None)
+
+
+def without_autocast() -> contextlib.AbstractContextManager[None]:
+    """Run without the spare backend's autocast rules, inside one of them."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+    guard: contextlib.AbstractContextManager[None] = torch._C._ExcludeDispatchKeyGuard(keys)
+    return guard
+
+
+def allow_foreach_on(kind: type[torch.Tensor]) -> None:
+    """Let the optimizers take their foreach form for parameters of this type, as they do for plain CUDA parameters."""
+    from torch.optim.optimizer import _foreach_supported_types
+
+    if kind not in _foreach_supported_types:
+        _foreach_supported_types.append(kind)
+
+
+def treat_cuda_as(name: str, on_autocast_exit: Callable[[], None]) -> None:
+    """Make `torch.autocast("cuda")` mean the backend `name` in this process, and tell of the outermost context's end."""
+    original_init = torch.autocast.__init__
+    original_clear = torch.clear_autocast_cache
+
+    def init(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
+        original_init(self, name if device_type == "cuda" else device_type, *args, **kwargs)
+
+    def clear() -> None:
+        on_autocast_exit()
+        original_clear()
+
+    torch.autocast.__init__ = init  # type: ignore[method-assign]
+    torch.clear_autocast_cache = clear

@@ -215,7 +215,12 @@ def test_invalid_values(tmp_path: Path) -> None:
 
 def test_a_model_without_a_known_batch(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "clip", "architectures": ["CLIPModel"]}))
-    with pytest.raises(ConfigError, match=r"clip config \(CLIPModel\), for which no batch is known; write a function"):
+    with pytest.raises(
+        ConfigError, match="clip config for CLIPModel, and .* put one of CLIPForImageClassification there, or"
+    ):
+        resolve_model(f"hf:{tmp_path}")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "sam"}))
+    with pytest.raises(ConfigError, match="sam config for no architecture, and .* a loss; write a function"):
         resolve_model(f"hf:{tmp_path}")
 
 

@@ -6,8 +6,8 @@ import torch
 from lowtide.models.registry import build_from_config
 from lowtide.models.table import BUILT_INS
 
-# From the published checkpoints; the 20B, which is none, by hand: 48 layers of 4 attention and 3 MLP matrices and 2 norms,
-# two tables and a norm.
+# From the published checkpoints; the 20B, which is none, by hand: 48 layers of 4 attention and 3 MLP matrices and 2
+# norms, two tables and a norm.
 PARAMETERS = {
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,

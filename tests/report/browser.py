@@ -1,7 +1,7 @@
 """Headless Chromium for tests, driven over its debugging pipe with the standard library alone.
 
-The DevTools protocol speaks JSON messages ended by a zero byte on file descriptors 3 and 4 (`--remote-debugging-pipe`), so no
-port is opened and no websocket library is needed.
+The DevTools protocol speaks JSON messages ended by a zero byte on file descriptors 3 and 4 (`--remote-debugging-pipe`),
+so no port is opened and no websocket library is needed.
 """
 
 from __future__ import annotations

@@ -13,10 +13,12 @@ WORKSPACE_BYTES = 2 * 4 * MiB + 8 * 16 * 1024
 """cuBLAS workspace that torch keeps per handle and stream: `:4096:2:16:8`, two of 4 MiB and eight of 16 KiB."""
 LARGE_WORKSPACE_BYTES = 32 * MiB
 """The same on Hopper, and from torch 2.12 on also on Blackwell."""
+LT_WORKSPACE_BYTES = 1 * MiB
+"""What torch before 2.12 keeps beside it for cuBLASLt; from then on the two share one."""
 ROCM_WORKSPACE_BYTES = 128 * MiB
 """The same for hipBLAS on the MI300 family."""
 ROCM_LT_WORKSPACE_BYTES = 76 * MiB
-"""What hipBLASLt keeps beside it; cuBLASLt shares cuBLAS's."""
+"""What hipBLASLt keeps beside that."""
 
 
 class Source(enum.StrEnum):
@@ -58,14 +60,16 @@ class Hardware:
     context_bytes: int
     """Used outside the allocator by a process that trains: CUDA context and loaded kernels. 0 where unknown."""
     cublas_workspace_bytes: int
-    """Kept per cuBLAS handle and stream under the newest supported torch (see `cublas_workspace_for`); 0 on the host."""
+    """Kept per handle and stream by the newest supported torch (others: `cublas_workspace_for`); 0 on the host."""
     cublaslt_workspace_bytes: int = 0
-    """Kept beside it for products with a fused epilogue; 0 where both share one."""
+    """The same for products with a fused bias (others: `cublaslt_workspace_for`); 0 where both share one."""
     memory_source: Source
     rate_source: Source = Source.VENDOR
     host_link_source: Source = Source.VENDOR
     context_source: Source = Source.UNKNOWN
     workspace_source: Source = Source.RULE
+    is_nvidia: bool = True
+    """Whether torch's CUDA rules apply to it."""
     is_tested: bool = False
     """Whether predictions for it were compared with the card itself."""
 
@@ -83,7 +87,7 @@ class Hardware:
         return self.compute_capability == (0, 0)
 
     def flops(self, dtype: str, *, allow_tf32: bool = False) -> float | None:
-        """FLOP/s of dense matrix products in a dtype (`bfloat16`, `torch.float32`); fp32's where it has no unit of its own.
+        """FLOP/s of dense matrix products in a dtype (`bfloat16`); those of fp32 where it has no unit of its own.
 
         Example:
             >>> from lowtide.hardware import find_hardware
@@ -98,16 +102,25 @@ class Hardware:
         return own if own is not None else self.fp32_flops
 
     def cublas_workspace_for(self, torch_version: str) -> int:
-        """Bytes of one cuBLAS workspace under that torch. Each thread that multiplies (forward, backward) keeps one.
+        """Bytes of one cuBLAS workspace under that torch.
+
+        Each thread that multiplies keeps one for each of its streams, from its first product on: one for the forward
+        and one for autograd's thread in an ordinary training step.
 
         Example:
             >>> from lowtide.hardware import find_hardware
             >>> [find_hardware("b200").cublas_workspace_for(version) for version in ("2.11.0", "2.13.0")]
             [8519680, 33554432]
         """
-        if self.cublas_workspace_bytes not in (WORKSPACE_BYTES, LARGE_WORKSPACE_BYTES):
+        if not self.is_nvidia:
             return self.cublas_workspace_bytes
         return cublas_workspace_bytes(self.compute_capability, torch_version)
+
+    def cublaslt_workspace_for(self, torch_version: str) -> int:
+        """Bytes that a thread keeps beside it from its first product with a fused bias (`addmm`) on; 0 if none."""
+        if not self.is_nvidia:
+            return self.cublaslt_workspace_bytes
+        return LT_WORKSPACE_BYTES if _version(torch_version) < (2, 12) else 0
 
 
 def cublas_workspace_bytes(compute_capability: tuple[int, int], torch_version: str = "2.13") -> int:

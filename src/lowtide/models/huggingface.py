@@ -132,20 +132,30 @@ def _find_task(transformers: ModuleType, config: Config, spec: str) -> Task:
     architectures = tuple(config.architectures or ())
     fitting = [task for task in TASKS if type(config) in getattr(transformers, task.mapping)]
     named = [task for task in fitting if any(name.endswith(task.suffixes) for name in architectures)]
-    if named or fitting:
-        return (named or fitting)[0]
+    chosen = named if architectures else fitting
+    if chosen:
+        return chosen[0]
+    # Not the nearest head instead: the peak would be another model's.
+    heads = sorted(_class_name(getattr(transformers, task.mapping)[type(config)]) for task in fitting)
+    others = f"put one of {', '.join(heads)} there, or " if heads else ""
     raise ConfigError(
-        f"{spec} is a {config.model_type} config ({', '.join(architectures) or 'no architecture named'}), for which no "
-        "batch is known; write a function that returns (model, batch) and pass it as package.module:function"
+        f"{spec} is a {config.model_type} config for {', '.join(architectures) or 'no architecture'}, and there is no "
+        f"batch known that gives it a loss; {others}write a function that returns (model, batch) and pass it as "
+        "package.module:function"
     )
 
 
+def _class_name(entry: type | tuple[type, ...]) -> str:
+    return (entry[0] if isinstance(entry, tuple) else entry).__name__
+
+
 def _tokens(config: Config) -> TokenBatch:
-    positions: int | None = getattr(config, "max_position_embeddings", None)
+    text = config.get_text_config()  # itself, except for configs that hold one per modality
+    positions: int | None = getattr(text, "max_position_embeddings", None)
     # Rotary positions are computed, so they never run out; learned ones do.
-    is_rotary = any(getattr(config, name, None) is not None for name in ("rope_parameters", "rope_theta"))
+    is_rotary = any(getattr(text, name, None) is not None for name in ("rope_parameters", "rope_theta"))
     return TokenBatch(
-        vocab_size=config.vocab_size,
+        vocab_size=text.vocab_size,
         default_batch=DEFAULT_BATCH,
         default_length=min(positions or LONGEST_DEFAULT, LONGEST_DEFAULT),
         max_length=None if is_rotary else positions,

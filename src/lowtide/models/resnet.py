@@ -93,7 +93,7 @@ class ResNet(nn.Module):
         """Logits for each image, and the mean cross entropy when labels are given.
 
         Args:
-            pixel_values: `[batch, 3, height, width]`; cast to the weights' dtype, so that one batch serves every precision.
+            pixel_values: `[batch, 3, height, width]`, cast to the weights' dtype: one batch serves every precision.
             labels: `[batch]`, the class of each image.
         """
         x = self.maxpool(self.relu(self.bn1(self.conv1(pixel_values.to(self.conv1.weight.dtype)))))

@@ -17,7 +17,7 @@ from lowtide.tracing.step_trace import Allocation, StepTrace
 from lowtide.units import format_bytes, format_count
 
 _NUM_GROUPS = 24
-_NUM_LARGEST = 20
+_NUM_LARGEST = 12
 _MAX_RUNS = 40
 """Rows of the timeline's table: phases that alternate many times say nothing more one by one."""
 

@@ -1,7 +1,8 @@
 """The order and the colours of the categories, the same in the terminal, on the page and in figures.
 
-The colours are those of Okabe and Ito, which people with any of the common colour-vision deficiencies can tell apart.
-What stays for the whole step is cool, what comes and goes is warm, and vermilion is kept for the peak itself.
+The colours are those of Okabe and Ito, which people with any of the common colour-vision deficiencies can tell apart,
+and a grey dark enough to keep away from them. What stays for the whole step is cool, what comes and goes is warm, and
+vermilion is kept for the peak itself.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ STACK_ORDER = (
 COLOURS = {
     Category.WEIGHTS: "#0072b2",
     Category.OPTIMIZER: "#56b4e9",
-    Category.WORKSPACE: "#8d939c",
+    Category.WORKSPACE: "#59616c",
     Category.GRADIENTS: "#009e73",
     Category.ACTIVATIONS: "#e69f00",
     Category.TEMPORARIES: "#cc79a7",

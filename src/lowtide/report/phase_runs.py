@@ -48,7 +48,7 @@ class Axis:
     positions: tuple[float, ...]
     """Edges of the runs, from 0 to the last position."""
     places: tuple[float, ...]
-    """Where each edge lies, from 0 to the last position again: a place is a position where nothing had to be widened."""
+    """Where each edge lies, from 0 to the last position again; the same as `positions` where nothing was widened."""
 
     @property
     def widened(self) -> bool:
@@ -60,7 +60,7 @@ class Axis:
         return np.asarray(np.interp(np.asarray(positions, dtype=np.float64), self.positions, self.places))
 
 
-def phase_axis(trace: StepTrace, *, least_share: float = 0.06, most_runs: int = 8) -> Axis:
+def phase_axis(trace: StepTrace, *, least_share: float = 0.1, most_runs: int = 8) -> Axis:
     """The axis of a trace, on which each run has at least `least_share` of the width.
 
     Beyond `most_runs` runs (accumulation over many batches) the axis is true to scale: widening many would distort all.

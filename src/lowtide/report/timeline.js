@@ -126,20 +126,20 @@ class Timeline {
       this.svg.append(shape("rect", { class: index % 2 ? "strip odd" : "strip", x: from, y: bottom, width: to - from, height: 20, "data-phase": phase }));
       const name = shape("text", { x: (from + to) / 2, y: bottom + 14, "text-anchor": "middle" }, phase);
       this.svg.append(name);
-      if (name.getComputedTextLength() > to - from - 8) name.remove();
+      if (name.getComputedTextLength() > to - from - 4) name.remove();
     });
   }
 
   drawAxes() {
     const { left, right, bottom, height, narrow } = this.box;
-    for (const [bytes, label] of byteTicks(this.top, narrow ? 4 : 5)) {
+    for (const [bytes, label] of byteTicks(this.top, 6)) {
       const y = Math.round(this.py(bytes)) + 0.5;
       this.plot.append(shape("line", { class: "grid", x1: left, x2: right, y1: y, y2: y }));
       this.svg.append(shape("text", { class: "tick-y", x: left - 8, y: y + 4, "text-anchor": "end" }, label));
     }
     this.svg.append(shape("text", { x: left - 8, y: bottom + 37, "text-anchor": "end" }, "event"));
     let free = left - 4;
-    for (const event of eventTicks(...this.view.map(this.eventAt), narrow ? 3 : 8)) {
+    for (const event of eventTicks(...this.view.map(this.eventAt), narrow ? 5 : 12)) {
       const x = this.px(this.place(event)), text = shape("text", { class: "tick-x", x, y: bottom + 37, "text-anchor": "middle" }, formatCount(event));
       this.svg.append(text);
       const half = text.getComputedTextLength() / 2, middle = clamp(x, left + half - 2, right - half);

@@ -1,5 +1,5 @@
 "use strict";
-// Bytes for people, axis ticks, and the small tools the drawing needs. formatBytes says exactly what units.format_bytes says.
+// Bytes for people, axis ticks, and small tools for drawing. formatBytes says exactly what lowtide.units.format_bytes says.
 
 const UNITS = [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]];
 
@@ -19,24 +19,24 @@ function formatBytes(bytes) {
 
 const formatCount = (count) => Math.round(count).toLocaleString("en-US");
 
-// The largest of 1, 2 or 5 times a power of ten that gives at least `wanted` steps over a span.
-function niceStep(span, wanted) {
-  const rough = span / wanted, power = 10 ** Math.floor(Math.log10(rough));
-  return [5, 2, 1].map((factor) => factor * power).find((step) => step <= rough) ?? power;
+// The smallest of 1, 2 or 5 times a power of ten that gives at most `most` steps over a span.
+function niceStep(span, most) {
+  const rough = span / most, power = 10 ** Math.floor(Math.log10(rough));
+  return [1, 2, 5].map((factor) => factor * power).find((step) => step >= rough) ?? 10 * power;
 }
 
 // Ticks that are round in the unit people read, not in bytes: 5 GiB, not 5,000,000,000.
-function byteTicks(top, wanted) {
+function byteTicks(top, most) {
   const [unit, factor] = UNITS.find(([, size]) => top >= size) ?? ["B", 1];
-  const step = niceStep(top / factor, wanted), ticks = [];
+  const step = niceStep(top / factor, most), ticks = [];
   for (let index = 0; index * step * factor <= top; index++) {
     ticks.push([index * step * factor, index ? `${Number((index * step).toFixed(3))} ${unit}` : "0"]);
   }
   return ticks;
 }
 
-function eventTicks(from, to, wanted) {
-  const step = Math.max(1, niceStep(to - from, wanted)), ticks = [];
+function eventTicks(from, to, most) {
+  const step = Math.max(1, niceStep(to - from, most)), ticks = [];
   for (let value = Math.ceil(from / step) * step; value <= to; value += step) ticks.push(value);
   return ticks;
 }

@@ -1,7 +1,7 @@
 """Who holds a tensor that cannot be reached: the reference cycle it hangs on, or the last object that Python can see.
 
-Searches backwards, from the tensor to its referrers. Only for what no forward search has found, because each level looks
-through every object in the process.
+Searches backwards, from the tensor to its referrers. Only for what no forward search has found, because each level
+looks through every object in the process.
 """
 
 from __future__ import annotations

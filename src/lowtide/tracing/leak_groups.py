@@ -6,10 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from lowtide.tracing.leak_report import GRAPH, Birth, Holder, Leak, LeakKind
+from lowtide.tracing.leak_report import ANY_PLACE, GRAPH, Birth, Holder, Leak, LeakKind
 from lowtide.tracing.storage_births import Site
-
-_ANY_PLACE = "[...]"
 
 _Key = tuple[LeakKind, tuple[tuple[str, str, str], ...]]
 
@@ -47,7 +45,7 @@ def _key(survivor: Survivor) -> _Key:
 
 
 def _generic(name: str) -> str:
-    return _ANY_PLACE if name.startswith("[") else name
+    return ANY_PLACE if name.startswith("[") else name
 
 
 def _down_to_graph(holders: Sequence[Holder]) -> tuple[Holder, ...]:
@@ -97,7 +95,8 @@ def _common_chain(members: Sequence[Survivor]) -> tuple[Holder, ...]:
     longest = max(chains, key=len)
     names = [{chain[index].name for chain in chains if index < len(chain)} for index in range(len(longest))]
     return tuple(
-        replace(holder, name=_ANY_PLACE) if len(seen) > 1 else holder for holder, seen in zip(longest, names, strict=True)
+        replace(holder, name=ANY_PLACE) if len(seen) > 1 else holder
+        for holder, seen in zip(longest, names, strict=True)
     )
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
+from lowtide.compat import SavedTensor
 from lowtide.tracing.leak_holders import ObjectPath, frame_variables
 from lowtide.tracing.leak_report import GRAPH, Holder
 
@@ -38,6 +39,8 @@ class _Step(NamedTuple):
     """How many links of the path it takes."""
     holder: Holder | None
     """What it shows; None for a link that is only machinery."""
+    is_root: bool = False
+    """Whether a person can find this without what leads to it: a module's variable."""
 
 
 def describe(path: ObjectPath) -> tuple[Holder, ...]:
@@ -49,6 +52,8 @@ def describe(path: ObjectPath) -> tuple[Holder, ...]:
     while position + 1 < len(path):
         step = _next_step(path, position)
         position += step.length
+        if step.is_root:
+            holders.clear()
         if step.holder is not None and (not holders or step.holder != holders[-1]):
             holders.append(step.holder)
     return tuple(_join_submodules(holders))
@@ -71,17 +76,21 @@ def _next_step(path: ObjectPath, position: int) -> _Step:
         case types.TracebackType():
             return _Step(1, None)
         case types.ModuleType():
-            return _from_namespace(path, position, f"in module {_module_place(owner)}")
+            step = _from_namespace(path, position, f"in module {_module_place(_attributes(owner))}")
+            return step._replace(is_root=True)
         case type():
             return _from_namespace(path, position, f"of class {owner.__qualname__}")
         case dict() | list() | tuple() | deque():
             return _Step(1, _holder(held, _place_in(owner, held), ""))
         case Node():
             return _from_node(owner, path, position)
+        case SavedTensor():
+            return _Step(1, _holder(held, "", "saved for the backward"))
         case torch.Tensor() if isinstance(held, Node):
             return _Step(1, Holder(kind=GRAPH, name=held.name()))
         case torch.Tensor() if isinstance(held, torch.Tensor):
-            return _Step(1, _holder(held, "grad" if owner.is_leaf and owner.grad is held else "", "viewed by the tensor"))
+            # The other tensor is the one that it is a view of, or a part of a sparse one.
+            return _Step(1, _holder(held, "grad", "of the tensor") if owner.is_leaf and owner.grad is held else None)
         case BaseException() if isinstance(held, types.TracebackType):
             return _Step(1, None)
         case _:
@@ -93,19 +102,17 @@ def _from_function(owner: types.FunctionType, path: ObjectPath, position: int) -
     after = path[position + 2] if position + 2 < len(path) else None
     code = owner.__code__
     if held is owner.__closure__ and held is not None:
-        names = [name for name, cell in zip(code.co_freevars, held, strict=False) if cell is after]
-        return _Step(3, _holder(path[position + 3], *names[:1], where="closed over by it"))
+        cells = dict(zip(code.co_freevars, held, strict=True))
+        return _Step(3, _holder(path[position + 3], _name_in(cells, after), "closed over by it"))
     if held is owner.__defaults__ and held is not None:
-        names = [
-            name
-            for name, value in zip(code.co_varnames[: code.co_argcount][::-1], held[::-1], strict=False)
-            if value is after
-        ]
-        return _Step(2, _holder(after, *names[:1], where="as a default argument"))
+        last_arguments = code.co_varnames[: code.co_argcount][-len(held) :]
+        defaults = dict(zip(last_arguments, held, strict=True))
+        return _Step(2, _holder(after, _name_in(defaults, after), "as a default argument"))
     if held is owner.__kwdefaults__ and isinstance(held, dict):
         return _Step(2, _holder(after, _name_in(held, after), "as a default argument"))
     if held is owner.__globals__ and isinstance(held, dict):
-        return _Step(2, _holder(after, _name_in(held, after), f"in module {owner.__module__}"))
+        where = f"in module {_module_place(owner.__globals__)}"
+        return _Step(2, _holder(after, _name_in(held, after), where), is_root=True)
     return _from_instance(owner, path, position)
 
 
@@ -149,7 +156,7 @@ def _variable(frame: types.FrameType, value: object, suffix: str) -> Holder:
     code = frame.f_code
     name = next((name for name, candidate in frame_variables(frame) if candidate is value), "")
     if code.co_name == "<module>":
-        place = f"in module {frame.f_globals.get('__name__', '?')} ({Path(code.co_filename).name})"
+        place = f"in module {_module_place(frame.f_globals)}"
     else:
         place = f"in function {code.co_qualname} ({Path(code.co_filename).name}:{_line_of(code, name)})"
     return _holder(value, name, place + suffix if name else f"a temporary {place}{suffix}")
@@ -185,9 +192,8 @@ def _definition(thing: object) -> str:
     return inner.__qualname__ if isinstance(inner, type) else type(inner).__qualname__
 
 
-def _module_place(module: types.ModuleType) -> str:
-    file = _attributes(module).get("__file__")
-    name = _attributes(module).get("__name__", "?")
+def _module_place(variables: Mapping[str, object]) -> str:
+    file, name = variables.get("__file__"), variables.get("__name__", "?")
     return f"{name} ({Path(file).name})" if isinstance(file, str) else str(name)
 
 

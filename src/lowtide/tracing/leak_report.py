@@ -14,6 +14,9 @@ CYCLE = "reference cycle"
 UNSEEN = "native code"
 """Kind of the holder that stands for a reference which no Python object shows."""
 
+ANY_PLACE = "[...]"
+"""Name of a holder that stands for several entries of the container before it."""
+
 
 class LeakKind(enum.StrEnum):
     """Whether somebody holds the memory, or only the garbage collector can free it."""
@@ -29,16 +32,21 @@ class Holder:
     """One object in a chain of holders, and how the one before it knows it."""
 
     kind: str
-    """What it is: a type's name (`list`, `LossLogger`, `Tensor`), `forward hook`, `autograd graph`, `reference cycle`."""
+    """What it is: its type's name (`list`, `LossLogger`, `Tensor`), `forward hook`, `autograd graph` and the like."""
     name: str = ""
-    """Its variable, attribute, `[index]` or `['key']`; "" where it has none. `[...]` stands for several."""
+    """Its variable, attribute, `[index]` or `['key']`; "" where it has none. `[...]` stands for several entries."""
     where: str = ""
     """The place of that name: `in function train (train.py:31)`, `of LossLogger`."""
     detail: str = ""
     """What else helps to recognise it: a tensor's shape, dtype and whether it has a graph."""
 
     def __str__(self) -> str:
-        name = self.name if self.name.startswith("[") or not self.name else f"'{self.name}'"
+        # `[...]` says nothing that the container before it does not say.
+        name = self.name
+        if name == ANY_PLACE:
+            name = ""
+        elif name and not name.startswith("["):
+            name = f"'{name}'"
         return " ".join(part for part in (self.kind, name, self.detail, self.where) if part)
 
 
@@ -58,8 +66,8 @@ class Birth:
     """What the `count` storages hold together at the end."""
 
     def __str__(self) -> str:
-        place = " ".join(part for part in (self.module, f"({self.source})" if self.source else "") if part)
-        return f"{self.op or 'outside any operator'}{' in ' + place if place else ''}"
+        op = self.op or "no operator"
+        return op + (f" in {self.module}" if self.module else "") + (f" at {self.source}" if self.source else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,5 +143,5 @@ def _paragraph(index: int, leak: Leak) -> str:
     lines += [f"   made by {birth}: {format_bytes(birth.bytes)}" for birth in leak.births[:3]]
     if len(leak.births) > 3:
         rest = sum(birth.bytes for birth in leak.births[3:])
-        lines.append(f"   and in {len(leak.births) - 3} more places: {format_bytes(rest)}")
+        lines.append(f"   and {len(leak.births) - 3} more: {format_bytes(rest)}")
     return "\n".join(lines)

@@ -147,7 +147,9 @@ def _survivors(step: Callable[[], object], log: BirthLog, depths: Depths) -> lis
             site=collected.site,
             step=collected.step,
             bytes=collected.bytes,
-            holders=unreachable.get(collected.site.line, (Holder(kind=CYCLE, detail="gone before it could be examined"),)),
+            holders=unreachable.get(
+                collected.site.line, (Holder(kind=CYCLE, detail="gone before it could be examined"),)
+            ),
         )
         for collected in log.collected
         if in_every_third(births[collected.site.line], steps)
@@ -159,9 +161,10 @@ def _chains(step: Callable[[], object], suspects: dict[int, Born]) -> tuple[dict
     """The holders of each suspect, and those of the unreachable by the line of their birth."""
     if not suspects:
         return {}, {}
-    paths = shortest_paths(starting_points(step), suspects.keys())
+    # The step itself last: where a variable of the caller's holds it too, that has a name.
+    paths = shortest_paths([*starting_points(), [step]], suspects.keys())
     chains = {key: describe(path) for key, path in paths.items()}
-    del paths
+    del paths  # before the search backwards, which would find it
     unreached = {key: born for key, born in suspects.items() if key not in chains}
     by_line = _chains_of_unreachable(unreached)
     chains |= {key: by_line[born.site.line] for key, born in unreached.items()}
@@ -176,7 +179,7 @@ def _chains_of_unreachable(unreached: dict[int, Born]) -> dict[str, Chain]:
         return chains
     # They may have no Python object of their own, only a graph that hangs on one.
     owners = [tensor for tensor in living_tensors() if _may_own(tensor, unreached)]
-    paths = shortest_paths(owners, set(samples.values()))
+    paths = shortest_paths([owners], set(samples.values()))
     for line, key in samples.items():
         if key in paths:
             chains[line] = _anchored_chain(paths[key], ignored=[id(owners), id(paths), *map(id, paths.values())])
@@ -194,7 +197,8 @@ def _anchored_chain(path: tuple[object, ...], *, ignored: Sequence[int]) -> Chai
     chain = describe((*anchor.path[:-1], *path))
     if anchor.cycle:
         around = " -> ".join(str(holder) for holder in describe(anchor.cycle))
-        return (Holder(kind=CYCLE, detail=around), *chain)
+        # The chain starts with the object that the cycle ends with.
+        return (Holder(kind=CYCLE, detail=f"({around})"), *chain[1:])
     return (Holder(kind=UNSEEN, where="which Python cannot see into"), *chain)
 
 

@@ -16,13 +16,15 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import FrameType
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from lowtide.compat import TorchDispatchMode, plain_storage
+from lowtide.compat import WatchingMode, autograd_references, is_autograd_holder, plain_storage
 
 # Frames of these files are not where a person would look for a tensor's birth.
 _NOBODYS_FILES = (str(Path(torch.__file__).parent) + os.sep, "<frozen ", "<eval_with_key>")
@@ -46,22 +48,14 @@ class Site:
         return f"{self.source or self.op} {self.device}"
 
 
-class _StorageRef(weakref.ref[torch.UntypedStorage]):
-    __slots__ = ("key",)
-
-    def __init__(self, storage: torch.UntypedStorage, callback: Callable[[_StorageRef], None]) -> None:
-        super().__init__(storage, callback)  # type: ignore[call-arg]  # typeshed gives ref.__new__ no callback here
-        self.key = id(storage)
-
-    def __new__(cls, storage: torch.UntypedStorage, callback: Callable[[_StorageRef], None]) -> _StorageRef:
-        return super().__new__(cls, storage, callback)  # type: ignore[type-var]  # the callback takes the subclass
+StorageRef = weakref.ref[torch.UntypedStorage]
 
 
 @dataclass(slots=True)
 class Born:
     """One living storage that was born while the log watched."""
 
-    ref: _StorageRef
+    ref: StorageRef
     site: Site
     step: int
     bytes: int
@@ -87,7 +81,7 @@ class BirthLog:
         self.alive: dict[int, Born] = {}
         """By the `id` of the storage's Python object."""
         self.collected: list[Collected] = []
-        self._older: dict[int, _StorageRef] = {}
+        self._older: dict[int, StorageRef] = {}
         self._step = 0
         self._in_step = False
         self._collecting = False
@@ -102,9 +96,9 @@ class BirthLog:
         self._warnings.__enter__()
         warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
         # What exists already is not born later, even where a step touches it for the first time (a dataset in memory).
-        for tensor in living_tensors():
-            if (storage := storage_of(tensor)) is not None and id(storage) not in self._older:
-                self._older[id(storage)] = _StorageRef(storage, self._forget)
+        for holder in _with_graphs(living_tensors()):
+            if (storage := storage_of(holder)) is not None and id(storage) not in self._older:
+                self._older[id(storage)] = self._bell_for(storage)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -137,8 +131,7 @@ class BirthLog:
             return
         module = self._module_stack[-1] if self._module_stack else ""
         site = Site(op, module, _calling_line() if op else "", str(tensor.device))
-        ref = _StorageRef(storage, self._forget)
-        self.alive[ref.key] = Born(ref, site, self._step, storage.nbytes())
+        self.alive[id(storage)] = Born(self._bell_for(storage), site, self._step, storage.nbytes())
 
     def _end_step(self) -> None:
         self._module_stack.clear()
@@ -149,9 +142,13 @@ class BirthLog:
                 born.bytes = storage.nbytes()
         self._in_step = False
 
-    def _forget(self, ref: _StorageRef) -> None:
-        self._older.pop(ref.key, None)
-        born = self.alive.pop(ref.key, None)
+    def _bell_for(self, storage: torch.UntypedStorage) -> StorageRef:
+        return weakref.ref(storage, partial(self._forget, id(storage)))
+
+    def _forget(self, key: int, ref: StorageRef) -> None:
+        del ref
+        self._older.pop(key, None)
+        born = self.alive.pop(key, None)
         outlived_its_step = born is not None and (born.step < self._step or not self._in_step)
         if born is not None and self._collecting and outlived_its_step:
             self.collected.append(Collected(born.site, born.step, born.bytes))
@@ -180,14 +177,14 @@ class BirthLog:
         return self._module_paths[module]
 
 
-class _BirthMode(TorchDispatchMode):
+class _BirthMode(WatchingMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
     def __init__(self, log: BirthLog) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self._log = log
 
     def __torch_dispatch__(
         self,
-        func: torch._ops.OpOverload,
+        func: Callable[..., object],
         types: Sequence[type],
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
@@ -195,9 +192,11 @@ class _BirthMode(TorchDispatchMode):
         # A wrapper subclass first takes itself apart; its inner tensors come back here and are the ones with memory.
         if any(_is_wrapper(kind) for kind in types):
             return NotImplemented
+        # Of `aten.add.Tensor` the overload says little; a higher-order operator has none.
+        op = str(getattr(func, "overloadpacket", func))
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors_in(result):
-            self._log.see(tensor, str(func.overloadpacket))
+            self._log.see(tensor, op)
         return result
 
 
@@ -212,15 +211,24 @@ def storage_of(holder: object) -> torch.UntypedStorage | None:
 
 def living_tensors() -> list[torch.Tensor]:
     """Every tensor with a Python object, garbage in cycles included."""
-    # `isinstance` on a stranger may run its code (a lazy proxy's `__class__`); its type alone does not.
-    is_tensor: dict[type, bool] = {}
-    found: list[torch.Tensor] = []
-    for candidate in gc.get_objects():
-        kind = type(candidate)
-        if kind not in is_tensor:
-            is_tensor[kind] = torch.Tensor in kind.__mro__
-        if is_tensor[kind]:
-            found.append(candidate)
+    # By type: `isinstance` on a stranger may run its code (a lazy proxy's `__class__`).
+    kinds, waiting = {torch.Tensor}, [torch.Tensor]
+    while waiting:
+        new = set(type.__subclasses__(waiting.pop())) - kinds
+        kinds |= new
+        waiting += new
+    return [candidate for candidate in gc.get_objects() if type(candidate) in kinds]
+
+
+def _with_graphs(tensors: list[torch.Tensor]) -> list[object]:
+    """The tensors, and all that they hold through autograd: gradients and saved tensors may have no Python object."""
+    found: list[object] = list(tensors)
+    seen = {id(tensor) for tensor in tensors}
+    for holder in found:  # grows while it is read
+        for reference in autograd_references(holder):
+            if id(reference) not in seen and is_autograd_holder(type(reference)):
+                seen.add(id(reference))
+                found.append(reference)
     return found
 
 
@@ -238,10 +246,10 @@ def _tensors_in(result: object) -> Iterable[torch.Tensor]:
 
 
 def _calling_line() -> str:
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith(_NOBODYS_FILES) and file != __file__:
             return f"{Path(file).name}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]  # the loop ends at None
+        frame = frame.f_back
     return ""

@@ -5,6 +5,7 @@ It knows no blocks and no pools: only who uses which bytes. What is free is work
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 KiB, MiB = 1024, 1024**2
@@ -95,8 +96,12 @@ class NaiveAllocator:
         if self.capacity is None or self.reserved + segment <= self.capacity:
             return True
         if self.max_split < 2**60:
-            mine = [line for line in self.lines if not line.used and line.is_small == is_small and line.stream == stream]
-            oversize = sorted((line for line in mine if line.size >= self.max_split), key=lambda line: (line.size, line.start))
+            mine = [
+                line for line in self.lines if not line.used and line.is_small == is_small and line.stream == stream
+            ]
+            oversize = sorted(
+                (line for line in mine if line.size >= self.max_split), key=lambda line: (line.size, line.start)
+            )
             enough = [line for line in oversize if line.size >= max(need, self.max_split)]
             if enough:
                 self.lines.remove(enough[0])
@@ -115,6 +120,7 @@ class NaiveExpandable(NaiveAllocator):
 
     def __init__(self, capacity: int | None = None) -> None:
         super().__init__(capacity)
+        self.top = 0
         memory = capacity if capacity is not None else 4 * 1024 * 1024 * MiB
         self.address_space = memory + memory // 8
 
@@ -153,11 +159,13 @@ class NaiveExpandable(NaiveAllocator):
         page = self._page(line.is_small)
         edges = {line.start, line.start + line.size}
         for number in line.mapped:
-            edges |= {edge * page for edge in (number, number + 1) if (edge - 1 in line.mapped) != (edge in line.mapped)}
+            edges |= {
+                edge * page for edge in (number, number + 1) if (edge - 1 in line.mapped) != (edge in line.mapped)
+            }
         pieces = []
         for first, size in line.holes():
             cuts = [first, *sorted(edge for edge in edges if first < edge < first + size), first + size]
-            for low, high in zip(cuts, cuts[1:], strict=False):
+            for low, high in itertools.pairwise(cuts):
                 pieces.append((low, high - low, low // page in line.mapped))
         return pieces
 
@@ -182,8 +190,7 @@ class NaiveExpandable(NaiveAllocator):
             if line.is_small != is_small or line.stream != stream:
                 continue
             for hole, size in line.holes():
-                # A hole that begins with bare pages or with one free piece before them can be grown into from its start; one
-                # that begins otherwise, only from the piece right before the first bare page that leaves room enough.
+                # Growth starts at bare pages, or at the free piece right before them, and may run on to the hole's end.
                 inside = [piece for piece in self._pieces(line) if hole <= piece[0] < hole + size]
                 for index, (first, _, has_memory) in enumerate(inside):
                     if has_memory:
@@ -192,7 +199,7 @@ class NaiveExpandable(NaiveAllocator):
                     if hole + size - start >= need:
                         return (line, start) if self._map(line, start, need, page) else None
         space = -(-max(self.address_space, need) // page) * page
-        line = Line(-(-self.top // page) * page, space, is_small, stream)
+        line = Line((self.top // page + 1) * page, space, is_small, stream)
         self.top = line.start + space
         self.lines.append(line)
         return (line, line.start) if self._map(line, line.start, need, page) else None

@@ -13,51 +13,13 @@ a stream serves that stream only; `record_stream`, graph capture and private poo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from lowtide.errors import ConfigError, TraceError
 from lowtide.tracing.allocator.blocks import Block, Pool
 from lowtide.tracing.allocator.driver import AddressPolicy, DriverMemory
 from lowtide.tracing.allocator.expandable import ExpandableSegments
+from lowtide.tracing.allocator.full_error import AllocatorFullError
 from lowtide.tracing.allocator.settings import BLOCK_BYTES, SMALL_REQUEST_BYTES, AllocatorSettings
-from lowtide.units import format_bytes
-
-
-class AllocatorFullError(TraceError):
-    """The step does not fit on the card, even with all cached memory given back. Use less, or a larger card."""
-
-    def __init__(self, message: str, *, requested_bytes: int, allocated_bytes: int, reserved_bytes: int) -> None:
-        super().__init__(message)
-        self.requested_bytes = requested_bytes
-        """The request that failed."""
-        self.allocated_bytes = allocated_bytes
-        """In use at that moment."""
-        self.reserved_bytes = reserved_bytes
-        """Held by the allocator at that moment: in use, or in pieces of segments that are in use."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockInfo:
-    """One block of a snapshot."""
-
-    address: int
-    bytes: int
-    requested_bytes: int
-    """0 for a free block."""
-    is_allocated: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SegmentInfo:
-    """One segment of a snapshot: memory taken from the driver in one piece (or mapped in a row, when expandable)."""
-
-    address: int
-    bytes: int
-    stream: int
-    is_small: bool
-    is_expandable: bool
-    blocks: tuple[BlockInfo, ...]
-    """In order of address, without gaps."""
+from lowtide.tracing.allocator.snapshot import SegmentInfo, describe_segments
 
 
 class CachingAllocator:
@@ -192,11 +154,8 @@ class CachingAllocator:
     def snapshot(self) -> tuple[SegmentInfo, ...]:
         """All segments with their blocks, in order of address. Walks over everything, so not for hot loops."""
         blocks = [block for block in self._live.values() if block is not None]
-        for pools in self._pools.values():
-            blocks += [block for pool in pools for block in pool.free_blocks()]
-        heads = [block for block in blocks if block.prev is None or not block.prev.is_mapped]
-        heads.sort(key=lambda block: block.address)
-        return tuple(self._describe(head) for head in heads)
+        blocks += [block for pools in self._pools.values() for pool in pools for block in pool.free_blocks()]
+        return describe_segments(blocks, is_expandable=self._expandable is not None)
 
     def _add_stream(self, stream: int) -> tuple[Pool, Pool]:
         large_remainder = SMALL_REQUEST_BYTES + 1 if self._expandable is None else BLOCK_BYTES
@@ -248,7 +207,13 @@ class CachingAllocator:
             self.empty_cache()
             block = self._reserve(pool, size)
         if block is None:
-            raise self._full(size, requested_bytes)
+            raise AllocatorFullError(
+                self.settings,
+                requested_bytes=requested_bytes,
+                segment_bytes=self.settings.segment_bytes(size),
+                allocated_bytes=self.allocated_bytes,
+                reserved_bytes=self.reserved_bytes,
+            )
         return block
 
     def _reserve(self, pool: Pool, size: int) -> Block | None:
@@ -313,42 +278,6 @@ class CachingAllocator:
     def _not_alive(self, handle: int) -> TraceError:
         state = "is free already" if 0 <= handle < self._next_handle else "was never given out"
         return TraceError(f"allocator handle {handle} {state}; free each handle that malloc returned once")
-
-    def _full(self, size: int, requested_bytes: int) -> AllocatorFullError:
-        limits = (self.settings.capacity_bytes, self.settings.allowed_bytes)
-        limit = format_bytes(min(limit for limit in limits if limit is not None))
-        more = format_bytes(self.settings.segment_bytes(size))
-        in_use, pieces = self.allocated_bytes, self.reserved_bytes - self.allocated_bytes
-        return AllocatorFullError(
-            f"a request of {format_bytes(requested_bytes)} needs {more} more from a card of {limit}, of which"
-            f" {format_bytes(in_use)} are in use and {format_bytes(pieces)} are free in pieces that cannot be given"
-            " back; make the batch smaller, use a technique that saves memory, or choose a larger card",
-            requested_bytes=requested_bytes,
-            allocated_bytes=self.allocated_bytes,
-            reserved_bytes=self.reserved_bytes,
-        )
-
-    def _describe(self, head: Block) -> SegmentInfo:
-        blocks: list[BlockInfo] = []
-        block: Block | None = head
-        while block is not None and block.is_mapped:
-            blocks.append(
-                BlockInfo(
-                    address=block.address,
-                    bytes=block.size,
-                    requested_bytes=block.requested,
-                    is_allocated=block.is_allocated,
-                )
-            )
-            block = block.next
-        return SegmentInfo(
-            address=head.address,
-            bytes=sum(info.bytes for info in blocks),
-            stream=head.pool.stream,
-            is_small=head.pool.is_small,
-            is_expandable=self._expandable is not None,
-            blocks=tuple(blocks),
-        )
 
 
 def _least_extensible(pool: Pool, position: int) -> int:

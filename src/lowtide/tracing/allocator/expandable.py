@@ -61,9 +61,9 @@ class ExpandableSegments:
         page = self._page_bytes(pool)
         segment_bytes = -(-max(self._address_bytes, size) // page) * page
         # At a multiple of the page and above 0, so that pages can be told by their address.
-        start = (self._top // page + 1) * page
-        self._top = start + segment_bytes
-        segment = Block(pool, start, segment_bytes, is_mapped=False)
+        address = (self._top // page + 1) * page
+        self._top = address + segment_bytes
+        segment = Block(pool, address, segment_bytes, is_mapped=False)
         pool.add_unmapped(segment)
         return segment
 

@@ -1,0 +1,150 @@
+"""Autocast for the ghost device: the same operators are cast as on CUDA, and cast weights are cached as there.
+
+The lists are torch's own for CUDA. The cache matters for memory: a weight cast to bf16 lives until the autocast context ends,
+or as long as the backward needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide import compat
+from lowtide.tracing.ghost.tensor import Ghost
+
+LOWER_PRECISION = (
+    "_convolution.deprecated", "_convolution", "conv1d", "conv1d.padding", "conv2d", "conv2d.padding", "conv3d",
+    "conv3d.padding", "conv_tbc", "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input", "convolution",
+    "prelu", "addmm", "addmv", "addr", "matmul", "einsum", "mm", "mv", "linalg_vecdot", "linear", "addbmm", "baddbmm", "bmm",
+    "chain_matmul", "linalg_multi_dot", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "lstm_cell", "gru_cell",
+    "rnn_tanh_cell", "rnn_relu_cell", "_scaled_dot_product_flash_attention", "scaled_dot_product_attention",
+)  # fmt: skip
+
+FP32 = (
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh", "tan",
+    "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm", "group_norm",
+    "frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim", "cosine_similarity", "poisson_nll_loss",
+    "cosine_embedding_loss", "nll_loss", "nll_loss2d", "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss",
+    "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss",
+    "multi_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm", "logsumexp",
+    "upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_nearest3d", "_upsample_nearest_exact3d",
+    "upsample_linear1d", "upsample_bilinear2d", "_upsample_bilinear2d_aa", "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa",
+    "rms_norm",
+)  # fmt: skip
+
+FP32_SET_DTYPE = (
+    "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm", "linalg_matrix_norm.str_ord",
+    "sum", "sum.dim_IntList",
+)  # fmt: skip
+"""Computed in fp32 by passing `dtype=`, so that no cast copy is kept, unless the caller named a dtype."""
+
+WIDEST = ("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",
+          "scatter_add")  # fmt: skip
+"""All floating arguments are brought to the widest type among them."""
+
+
+class WeightCasts:
+    """Weights cast under the current autocast context."""
+
+    def __init__(self) -> None:
+        self._casts: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """The tensor in `dtype`; a trainable fp32 leaf is cast once per context."""
+        if not tensor.is_floating_point() or tensor.dtype is dtype or tensor.dtype is torch.float64 or not isinstance(tensor, Ghost):
+            return tensor
+        is_weight = tensor.requires_grad and tensor.is_leaf and tensor.dtype is torch.float32 and not tensor._is_view()
+        if not (is_weight and dtype is not torch.float32 and torch.is_autocast_cache_enabled()):
+            return tensor.to(dtype)
+        entry = self._casts.get(id(tensor))
+        if entry is None:
+            entry = (tensor, tensor.to(dtype))
+            self._casts[id(tensor)] = entry
+        return entry[1]
+
+    def clear(self) -> None:
+        """The context has ended."""
+        self._casts.clear()
+
+
+def register(casts: WeightCasts) -> list[torch.library.Library]:
+    """Give the ghost device CUDA's autocast rules; the returned libraries must be kept alive."""
+    fallback = torch.library.Library("_", "IMPL")
+    fallback.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    library = torch.library.Library("aten", "IMPL")
+    for names, make in ((LOWER_PRECISION, _lower), (FP32, _raise), (FP32_SET_DTYPE, _name_dtype), (WIDEST, _widen)):
+        for name in names:
+            overload = compat.find_overload(name)
+            if overload is not None:
+                library.impl(name, make(overload, casts), "AutocastPrivateUse1")
+    return [fallback, library]
+
+
+def _lower(overload: Any, casts: WeightCasts) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        dtype = torch.get_autocast_dtype("ghost")
+        with compat.without_autocast():
+            return overload(*_cast(args, casts, dtype), **_cast_mapping(kwargs, casts, dtype))
+
+    return kernel
+
+
+def _raise(overload: Any, casts: WeightCasts) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with compat.without_autocast():
+            return overload(*_cast(args, casts, torch.float32), **_cast_mapping(kwargs, casts, torch.float32))
+
+    return kernel
+
+
+def _name_dtype(overload: Any, casts: WeightCasts) -> Callable[..., Any]:
+    position = next((i for i, a in enumerate(overload._schema.arguments) if a.name == "dtype" and not a.kwarg_only), None)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        is_low = isinstance(args[0], Tensor) and args[0].dtype in (torch.bfloat16, torch.float16)
+        is_named = kwargs.get("dtype") is not None or (
+            position is not None and len(args) > position and args[position] is not None
+        )
+        if is_low and not is_named:
+            if position is not None and len(args) > position:
+                args = (*args[:position], torch.float32, *args[position + 1 :])
+            else:
+                kwargs = {**kwargs, "dtype": torch.float32}
+        with compat.without_autocast():
+            return overload(*args, **kwargs)
+
+    return kernel
+
+
+def _widen(overload: Any, casts: WeightCasts) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        dtype = torch.get_autocast_dtype("ghost")
+        if torch.float32 in _dtypes(args) or torch.float32 in _dtypes(list(kwargs.values())):
+            dtype = torch.float32
+        with compat.without_autocast():
+            return overload(*_cast(args, casts, dtype), **_cast_mapping(kwargs, casts, dtype))
+
+    return kernel
+
+
+def _dtypes(value: Any) -> set[torch.dtype]:
+    if isinstance(value, Tensor):
+        return {value.dtype} if value.is_floating_point() else set()
+    if isinstance(value, list | tuple):
+        return set().union(*(_dtypes(item) for item in value)) if value else set()
+    return set()
+
+
+def _cast(value: Any, casts: WeightCasts, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return casts.cast(value, dtype)
+    if isinstance(value, list | tuple):
+        return type(value)(_cast(item, casts, dtype) for item in value)
+    return value
+
+
+def _cast_mapping(values: dict[str, Any], casts: WeightCasts, dtype: torch.dtype) -> dict[str, Any]:
+    return {key: _cast(value, casts, dtype) for key, value in values.items()}

@@ -1,0 +1,74 @@
+"""What the trace must know of an operator before it runs one: its name, what it writes, whether chance is involved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+_CHANCE = ("rand", "bernoulli", "dropout", "normal", "uniform", "multinomial", "exponential", "geometric", "cauchy", "poisson")
+
+READERS = frozenset(
+    {
+        "aten._local_scalar_dense",
+        "aten.equal",
+        "aten.nonzero",
+        "aten.masked_select",
+        "aten.unique_consecutive",
+        "aten.unique_dim",
+        "aten._unique",
+        "aten._unique2",
+        "aten.repeat_interleave",
+        "aten.bincount",
+        "aten.allclose",
+    }
+)
+"""Operators whose result or whose result's shape depends on values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """An operator's schema, reduced to what the trace asks."""
+
+    name: str
+    writes: tuple[int, ...]
+    """Positions of the arguments it writes to."""
+    returns_written: tuple[int | None, ...]
+    """For each output the position of the argument it is, None for a new tensor or a view."""
+    written_names: tuple[str, ...]
+    """Written arguments that are keyword-only (`out=`)."""
+    is_chance: bool
+    reads_values: bool
+    device_position: int | None
+
+
+@lru_cache(maxsize=None)
+def describe(func: Any) -> Operator:
+    """The operator behind an overload such as `torch.ops.aten.mm.default`."""
+    schema = func._schema
+    name = schema.name.replace("::", ".")
+    positional = [argument for argument in schema.arguments if not argument.kwarg_only]
+    writes = tuple(i for i, a in enumerate(positional) if a.alias_info is not None and a.alias_info.is_write)
+    written_names = tuple(
+        a.name for a in schema.arguments if a.kwarg_only and a.alias_info is not None and a.alias_info.is_write
+    )
+    returned: list[int | None] = []
+    for result in schema.returns:
+        position = None
+        if result.alias_info is not None and result.alias_info.is_write:
+            for i in writes:
+                if positional[i].alias_info.before_set == result.alias_info.before_set:
+                    position = i
+        returned.append(position)
+    short = name.split(".")[-1]
+    return Operator(
+        name=name,
+        writes=writes,
+        returns_written=tuple(returned),
+        written_names=written_names,
+        is_chance=any(word in short for word in _CHANCE) or short.startswith("empty"),
+        reads_values=name in READERS and func is not torch.ops.aten.repeat_interleave.self_int,
+        device_position=None,
+    )

@@ -1,0 +1,230 @@
+"""Predict a step on ghosts: the part that runs inside the tracing subprocess."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
+
+from lowtide import config
+from lowtide.hardware import Hardware
+from lowtide.tracing.allocator import AllocatorSettings
+from lowtide.tracing.assemble import assemble
+from lowtide.tracing.blocks import recompute_blocks
+from lowtide.tracing.ghost.machine import GhostMachine
+from lowtide.tracing.ghost.mode import GhostMode
+from lowtide.tracing.ghost.tensor import Ghost
+from lowtide.tracing.ghost.values import Known
+from lowtide.tracing.recorder import Recorder
+from lowtide.tracing.settings import StepSettings, UpdateSchedule
+from lowtide.tracing.step_trace import Category, Phase, StepTrace, Target
+from lowtide.tracing.training_step import Loss, TrainingStep, choose_implementation, update_in_backward
+from lowtide.tracing.transport import TensorCard, unpack
+
+OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A prediction to make. `payload` packs (model, batch, optimizer or factory, loss)."""
+
+    name: str
+    payload: bytes
+    settings: StepSettings
+    hardware: Hardware
+    torch_version: str
+    allocator: AllocatorSettings
+
+
+@dataclass(slots=True)
+class Contents:
+    """What a job's payload holds."""
+
+    model: nn.Module
+    batch: Any
+    optimizer: torch.optim.Optimizer | OptimizerFactory | None
+    loss: Loss | None
+
+
+def predict(job: Job, on_progress: Callable[[str], None] = lambda _: None) -> StepTrace:
+    """Run the step twice on ghosts, the second time on record, and assemble the trace."""
+    machine = GhostMachine.get()
+    recorder = Recorder()
+    mode = machine.mode_for(recorder, job.hardware, job.torch_version)
+    with mode:
+        on_progress("placing the model")
+        step = _prepare(job, mode)
+        recorder.root = type(step.model).__name__
+        recorder.updater = type(step.optimizer).__name__ if step.optimizer is not None else ""
+        _name_weights(step.model, recorder)
+
+        def on_phase(phase: Phase) -> None:
+            recorder.phase = phase
+
+        with _module_paths(step.model, recorder):
+            _watch_gradients(step.model)
+            recorder.is_detailed = False
+            on_progress("tracing the first step")
+            step(machine.device.type, on_phase)
+            _name_optimizer_state(step)
+            recorder.is_detailed = True
+            first_event, first_op = len(recorder.log), len(recorder.op_names)
+            on_progress("tracing the steady step")
+            step(machine.device.type, on_phase)
+            _name_optimizer_state(step)
+    on_progress("replaying the allocator")
+    notes = [*mode.notes, *_attention_notes(machine)]
+    return assemble(
+        recorder,
+        first_event=first_event,
+        first_op=first_op,
+        model=job.name,
+        settings=config.to_plain(job.settings),
+        num_parameters=sum(parameter.numel() for parameter in step.model.parameters()),
+        target=Target(
+            card=job.hardware.name,
+            torch_version=job.torch_version,
+            context_bytes=job.hardware.context_bytes,
+            capacity_bytes=job.hardware.memory_bytes,
+        ),
+        allocator=job.allocator,
+        notes=tuple(notes),
+    )
+
+
+def _prepare(job: Job, mode: GhostMode) -> TrainingStep:
+    dtype = None if job.settings.precision is None else getattr(torch, job.settings.precision)
+    contents: Contents = unpack(job.payload, functools.partial(_make_ghost, mode, dtype))
+    model = contents.model
+    for tensor in _placement_order(model):
+        mode.recorder.log_birth(tensor.life)
+        tensor.life.category = Category.WEIGHTS
+    for life in list(mode.recorder.lives):  # the batch and whatever else came along, after the model
+        if not life.is_logged:
+            life.op, life.module = "batch", "(batch)"
+            life.category = Category.ACTIVATIONS
+            mode.recorder.log_birth(life)
+    optimizer = contents.optimizer
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
+    if job.settings.recompute:
+        recompute_blocks(model)
+    if optimizer is not None and job.settings.implementation is not None:
+        choose_implementation(optimizer, job.settings.implementation)
+    if optimizer is not None and job.settings.update is UpdateSchedule.IN_BACKWARD:
+        update_in_backward(optimizer)
+    return TrainingStep(model, contents.batch, optimizer, contents.loss, job.settings)
+
+
+def _make_ghost(mode: GhostMode, dtype: torch.dtype | None, card: TensorCard, values: Tensor | None) -> Tensor:
+    storage = _storages(mode).get(card.storage_key)
+    is_converted = dtype is not None and card.dtype.is_floating_point
+    target = dtype if is_converted and dtype is not None else card.dtype
+    if storage is None:
+        size = card.storage_bytes // card.dtype.itemsize * target.itemsize if is_converted else card.storage_bytes
+        storage = torch.empty(size, dtype=torch.uint8, device="meta")
+        _storages(mode)[card.storage_key] = storage
+    inner = torch.empty(0, dtype=target, device="meta").set_(storage.untyped_storage(), card.offset, card.shape, card.stride)
+    known = None if values is None else Known(values.to(target))
+    ghost = mode.place(inner, known=known, is_logged=False)
+    if ghost.life.shape != card.shape and len(card.shape) > len(ghost.life.shape):
+        ghost.life.shape = card.shape
+    ghost.life.shape, ghost.life.dtype = card.shape, str(target).removeprefix("torch.")
+    if card.is_parameter:
+        ghost._is_param = True  # type: ignore[attr-defined]
+    if card.requires_grad:
+        ghost.requires_grad_()
+    return ghost
+
+
+def _storages(mode: GhostMode) -> dict[int, Tensor]:
+    storages: dict[int, Tensor] = mode.__dict__.setdefault("_arrived_storages", {})
+    return storages
+
+
+def _placement_order(model: nn.Module) -> list[Ghost]:
+    """Parameters and buffers in the order `model.to(device)` moves them: children first."""
+    seen: dict[int, Ghost] = {}
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            visit(child)
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if isinstance(tensor, Ghost):
+                seen.setdefault(id(tensor), tensor)
+
+    visit(model)
+    return list(seen.values())
+
+
+def _name_weights(model: nn.Module, recorder: Recorder) -> None:
+    for path, module in model.named_modules():
+        for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
+            for name, tensor in tensors.items():
+                if isinstance(tensor, Ghost):
+                    tensor.life.module = path or recorder.root
+                    tensor.life.op = f"{kind} {name}"
+
+
+def _name_optimizer_state(step: TrainingStep) -> None:
+    if step.optimizer is None:
+        return
+    paths = {id(parameter): name.rpartition(".")[0] or name for name, parameter in step.model.named_parameters()}
+    for parameter, state in step.optimizer.state.items():
+        for name, value in state.items() if isinstance(state, dict) else ():
+            if isinstance(value, Ghost) and value.life.category is None:
+                value.life.category = Category.OPTIMIZER
+                value.life.op = f"state {name}"
+                value.life.module = paths.get(id(parameter), type(step.optimizer).__name__)
+
+
+def _watch_gradients(model: nn.Module) -> None:
+    """Mark each gradient's storage as soon as it is one; before the user's hooks, which may free it."""
+
+    def mark(parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if isinstance(gradient, Ghost):
+            gradient.life.category = Category.GRADIENTS
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            handle = parameter.register_post_accumulate_grad_hook(mark)
+            hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+            hooks.move_to_end(handle.id, last=False)
+
+
+class _module_paths:  # noqa: N801  (used as a context manager)
+    """Tell the recorder which module's forward runs."""
+
+    def __init__(self, model: nn.Module, recorder: Recorder) -> None:
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._recorder = recorder
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._handles = [
+            module_hooks.register_module_forward_pre_hook(self._enter),
+            module_hooks.register_module_forward_hook(self._leave, always_call=True),
+        ]
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._recorder.enter_module(self._paths.get(id(module), type(module).__name__))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._recorder.leave_module()
+
+
+def _attention_notes(machine: GhostMachine) -> list[str]:
+    notes = []
+    for backend, reason in machine.attention.chosen.items():
+        notes.append(f"attention runs on the {backend} backend" + (f" ({reason})" if reason else ""))
+    return notes

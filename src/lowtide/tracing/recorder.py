@@ -1,0 +1,200 @@
+"""Recorder: who allocated what, when, for which module, and when it was freed.
+
+The mode that watches operators (ghost or real) tells the recorder of every operator and every new storage; the storages
+tell of their own death through a weak reference. The recorder never holds a tensor.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from lowtide import compat
+from lowtide.tracing.step_trace import Category, Phase
+
+_OWN = str(Path(__file__).parent)
+_SKIPPED = (str(Path(torch.__file__).parent), _OWN, "<")
+"""Frames of torch and of the tracer say nothing about the user's model."""
+_PLUMBING = (_OWN, *(str(Path(torch.__file__).parent / part) for part in ("utils/_python_dispatch.py", "_dynamo", "_compile.py")))
+"""Frames between an operator and the mode that sees it."""
+
+
+@dataclass(slots=True, eq=False)
+class Life:
+    """One storage from birth to death; mutable while the trace runs."""
+
+    number: int
+    requested_bytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    module: str
+    op: str
+    source: str
+    phase: Phase | None
+    born_event: int
+    born_op: int
+    category: Category | None = None
+    """Set when known by role (a weight, a gradient...); the rest is told apart by when it dies."""
+    in_recompute: bool = False
+    is_logged: bool = True
+    died_event: int | None = None
+    on_device: bool = True
+    version: int = 0
+    """Counts writes, so that values computed ahead are not believed after them."""
+    uses: list[int] = field(default_factory=list)
+    reference: weakref.ref[torch.UntypedStorage] | None = None
+
+
+class Recorder:
+    """The growing record of a traced run."""
+
+    def __init__(self) -> None:
+        self.phase: Phase | None = None
+        """None while the model and the batch are being placed."""
+        self.lives: list[Life] = []
+        self.log: list[int] = []
+        """Life number for an allocation, its complement for a free."""
+        self.log_ops: list[int] = []
+        self.log_phases: list[Phase | None] = []
+        self.op_names: list[str] = []
+        self.op_modules: list[str] = []
+        self.op_sources: list[str] = []
+        self.op_phases: list[Phase | None] = []
+        self.op_seconds: list[float] = []
+        self.root = ""
+        """Stands for the outermost module, whose own path is empty."""
+        self.updater = ""
+        """Name of the optimizer: the "module" of what an update allocates."""
+        self.is_detailed = True
+        """Whether to find source lines; off in the warm-up step, which nobody sees."""
+        self._forward_stacks: dict[int, list[str]] = {}
+        self._nodes: dict[int, tuple[str, str]] = {}
+
+    # -- modules -----------------------------------------------------------------------------------------------------
+
+    def enter_module(self, path: str) -> None:
+        """A module's forward begins (also during a recomputation, in the backward's thread)."""
+        self._forward_stacks.setdefault(threading.get_ident(), []).append(path or self.root)
+
+    def leave_module(self) -> None:
+        """The innermost module's forward ends."""
+        self._forward_stacks[threading.get_ident()].pop()
+
+    @property
+    def _stack(self) -> list[str]:
+        return self._forward_stacks.get(threading.get_ident(), [])
+
+    # -- operators ---------------------------------------------------------------------------------------------------
+
+    def begin_op(self, name: str) -> int:
+        """An operator runs; returns its number."""
+        module, source = self._place()
+        self.op_names.append(name)
+        self.op_modules.append(module)
+        self.op_sources.append(source)
+        self.op_phases.append(self.phase)
+        self.op_seconds.append(0.0)
+        return len(self.op_names) - 1
+
+    def _place(self) -> tuple[str, str]:
+        """The module and the source line the running operator belongs to."""
+        stack = self._stack
+        if self.phase is Phase.UPDATE:
+            return self.updater, self._line() if self.is_detailed else ""
+        if self.phase is Phase.BACKWARD and not stack:
+            node = compat.current_node_number()
+            if node is not None:
+                return self._nodes.get(node, (self.root, ""))
+        place = (stack[-1] if stack else self.root), self._line() if self.is_detailed else ""
+        if self.phase is not None:
+            # The node of this operator was numbered just before the operator was dispatched.
+            self._nodes[compat.next_node_number() - 1] = place
+        return place
+
+    def is_called_from_engine(self) -> bool:
+        """Whether the running operator was called by autograd's C++ code and not by any Python function."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if not frame.f_code.co_filename.startswith(_PLUMBING):
+                return False
+            frame = frame.f_back
+        return True
+
+    def _line(self) -> str:
+        frame: FrameType | None = sys._getframe(4)
+        while frame is not None:
+            name = frame.f_code.co_filename
+            if not name.startswith(_SKIPPED):
+                return f"{name.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+            frame = frame.f_back
+        return ""
+
+    # -- storages ----------------------------------------------------------------------------------------------------
+
+    def allocate(
+        self,
+        nbytes: int,
+        shape: tuple[int, ...],
+        dtype: str,
+        *,
+        storage: torch.UntypedStorage | None = None,
+        category: Category | None = None,
+        on_device: bool = True,
+        is_logged: bool = True,
+    ) -> Life:
+        """A storage is born in the running operator. Without `storage`, the caller frees it by hand.
+
+        One that is not logged costs nothing until `log_birth`: a model is unpacked in one order and placed in another.
+        """
+        op = len(self.op_names) - 1
+        life = Life(
+            number=len(self.lives),
+            requested_bytes=nbytes,
+            shape=shape,
+            dtype=dtype,
+            module=self.op_modules[op] if op >= 0 else "",
+            op=self.op_names[op] if op >= 0 else "",
+            source=self.op_sources[op] if op >= 0 else "",
+            phase=self.phase,
+            born_event=len(self.log),
+            born_op=op,
+            category=category,
+            in_recompute=self.phase is Phase.BACKWARD and bool(self._stack),
+            on_device=on_device,
+        )
+        self.lives.append(life)
+        if on_device and nbytes and is_logged:
+            self._append(life.number)
+        life.is_logged = is_logged
+        if storage is not None:
+            life.reference = weakref.ref(storage, lambda _, life=life: self.free(life))  # type: ignore[misc]
+        return life
+
+    def free(self, life: Life) -> None:
+        """A storage dies."""
+        if life.died_event is None:
+            life.died_event = len(self.log)
+            if life.on_device and life.requested_bytes and life.is_logged:
+                self._append(~life.number)
+
+    def log_birth(self, life: Life) -> None:
+        """The allocation of a storage that was made without one."""
+        if not life.is_logged and life.on_device and life.requested_bytes:
+            life.is_logged, life.born_event = True, len(self.log)
+            self._append(life.number)
+
+    def _append(self, entry: int) -> None:
+        self.log.append(entry)
+        self.log_ops.append(len(self.op_names) - 1)
+        self.log_phases.append(self.phase)
+
+    def use(self, life: Life, op: int) -> None:
+        """An operator reads or writes a storage."""
+        if not life.uses or life.uses[-1] != op:
+            life.uses.append(op)

@@ -1,0 +1,68 @@
+"""StepSettings: how the step is run, where the model, the batch and the optimizer alone do not say."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from lowtide.errors import ConfigError
+
+
+class UpdateSchedule(enum.StrEnum):
+    """When weights are updated."""
+
+    DEFERRED = "deferred"
+    """In `optimizer.step()`, after the backward: all gradients exist at once."""
+    IN_BACKWARD = "in_backward"
+    """Each parameter as soon as its gradient is complete, which is then freed."""
+
+
+class Implementation(enum.StrEnum):
+    """Which of torch's implementations of an update runs."""
+
+    FOREACH = "foreach"
+    FUSED = "fused"
+    LOOP = "loop"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSettings:
+    """One training step: `accumulate` times forward, loss and backward, then one update and `zero_grad()`.
+
+    Fields left at None leave the model, the optimizer and torch's own defaults as they are.
+    """
+
+    autocast: str | None = None
+    """`bfloat16` or `float16`: the forward and the loss run under `torch.autocast` of that type."""
+    accumulate: int = 1
+    """Backward passes per update."""
+    precision: str | None = None
+    """`bfloat16`, `float16` or `float32`: convert the model, and floating point inputs with it, before the step."""
+    recompute: bool = False
+    """Checkpoint each repeated block: keep its inputs, run its forward again in the backward."""
+    update: UpdateSchedule = UpdateSchedule.DEFERRED
+    implementation: Implementation | None = None
+    """Of the optimizer; None: what the optimizer was built with, or torch's default on CUDA."""
+    attention: str | None = None
+    """`cudnn`, `flash`, `efficient` or `math`: allow this backend only (and math where it refuses)."""
+    max_grad_norm: float | None = None
+    """Clip with `torch.nn.utils.clip_grad_norm_` before the update."""
+    keep_gradients: bool = False
+    """`zero_grad(set_to_none=False)`: gradients stay allocated between steps."""
+
+    def __post_init__(self) -> None:
+        if self.accumulate < 1:
+            raise ConfigError(f"accumulate must be at least 1, got {self.accumulate}", key="accumulate")
+        for field, choices in {
+            "autocast": ("bfloat16", "float16"),
+            "precision": ("bfloat16", "float16", "float32"),
+            "attention": ("cudnn", "flash", "efficient", "math"),
+        }.items():
+            value = getattr(self, field)
+            if value is not None and value not in choices:
+                raise ConfigError(f"{field} must be one of {', '.join(choices)}, got {value!r}", key=field)
+        if self.update is UpdateSchedule.IN_BACKWARD and (self.accumulate > 1 or self.max_grad_norm is not None):
+            raise ConfigError(
+                "an update in the backward needs each gradient once and complete: it excludes accumulate > 1 and max_grad_norm",
+                key="update",
+            )

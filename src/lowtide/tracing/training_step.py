@@ -1,0 +1,133 @@
+"""The training step itself, in plain torch: what is traced, and what is observed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lowtide.errors import ConfigError, TraceError
+from lowtide.tracing.settings import Implementation, StepSettings, UpdateSchedule
+from lowtide.tracing.step_trace import Phase
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+_BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+
+
+class PhaseListener(Protocol):
+    """Is told which part of the step runs."""
+
+    def __call__(self, phase: Phase) -> None: ...
+
+
+@dataclass(slots=True)
+class TrainingStep:
+    """A model, its batch, its optimizer and how they are run: calling it makes one step."""
+
+    model: nn.Module
+    batch: Any
+    optimizer: torch.optim.Optimizer | None
+    loss: Loss | None
+    settings: StepSettings
+
+    def __call__(self, device_type: str, on_phase: PhaseListener) -> None:
+        """One step; `on_phase` hears of each phase before it begins."""
+        with self._attention():
+            for _ in range(self.settings.accumulate):
+                loss = self._forward(device_type, on_phase)
+                on_phase(Phase.BACKWARD)
+                loss.backward()
+        on_phase(Phase.UPDATE)
+        if self.optimizer is not None and self.settings.update is UpdateSchedule.DEFERRED:
+            if self.settings.max_grad_norm is not None:
+                nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm)
+            self.optimizer.step()
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=not self.settings.keep_gradients)
+        else:
+            self.model.zero_grad(set_to_none=not self.settings.keep_gradients)
+
+    def _forward(self, device_type: str, on_phase: PhaseListener) -> Tensor:
+        on_phase(Phase.FORWARD)
+        dtype = None if self.settings.autocast is None else getattr(torch, self.settings.autocast)
+        with torch.autocast(device_type, dtype=dtype) if dtype else contextlib.nullcontext():
+            # The loss phase begins when the outermost module returns; a model that computes its loss itself has none
+            # of its own there, and the recorder tells the two apart by what runs under the root module directly.
+            hook = self.model.register_forward_hook(lambda *_: on_phase(Phase.LOSS))
+            try:
+                loss = self.loss(self.model, self.batch) if self.loss is not None else _own_loss(self.model, self.batch)
+            finally:
+                hook.remove()
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            kind = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise TraceError(f"the loss must be a scalar tensor, got {kind}; pass loss=lambda model, batch: ... that returns one")
+        return loss
+
+    @contextlib.contextmanager
+    def _attention(self) -> Iterator[None]:
+        if self.settings.attention is None:
+            yield
+            return
+        backends = [SDPBackend.MATH]
+        if self.settings.attention != "math":
+            backends.insert(0, _BACKENDS[self.settings.attention])
+        with sdpa_kernel(backends):
+            yield
+
+
+def _own_loss(model: nn.Module, batch: Any) -> Tensor:
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    elif isinstance(batch, Sequence) and not isinstance(batch, str):
+        output = model(*batch)
+    else:
+        output = model(batch)
+    if isinstance(output, Tensor):
+        return output
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None:
+        raise TraceError(
+            f"{type(model).__name__} returned a {type(output).__name__} without a loss; add labels to the batch, or pass "
+            "loss=lambda model, batch: ..."
+        )
+    assert isinstance(loss, Tensor)
+    return loss
+
+
+def choose_implementation(optimizer: torch.optim.Optimizer, implementation: Implementation) -> None:
+    """Make the optimizer use one of torch's implementations."""
+    flags = {"foreach": implementation is Implementation.FOREACH, "fused": implementation is Implementation.FUSED}
+    for group in optimizer.param_groups:
+        if implementation is Implementation.FUSED and "fused" not in group:
+            raise ConfigError(f"{type(optimizer).__name__} has no fused implementation; leave `implementation` out", key="implementation")
+        group.update({key: value for key, value in flags.items() if key in group})
+
+
+def update_in_backward(optimizer: torch.optim.Optimizer) -> None:
+    """Update each parameter in the backward, by an optimizer of its own with the same settings, and free its gradient."""
+    kind = type(optimizer)
+    for group in optimizer.param_groups:
+        settings = {key: value for key, value in group.items() if key != "params" and key in optimizer.defaults}
+        for parameter in group["params"]:
+            if not parameter.requires_grad:
+                continue
+            single = kind([parameter], **settings)
+            if parameter in optimizer.state:
+                single.state[parameter] = optimizer.state[parameter]
+
+            def update(param: Tensor, single: torch.optim.Optimizer = single) -> None:
+                single.step()
+                single.zero_grad()
+
+            parameter.register_post_accumulate_grad_hook(update)
+            optimizer.state[parameter] = single.state[parameter]

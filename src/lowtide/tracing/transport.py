@@ -1,0 +1,117 @@
+"""Ship a model, its batch, its optimizer and its hooks to another process without their memory.
+
+Everything travels through cloudpickle; tensors travel as descriptions (size, strides, type, which storage) and, where they are
+small or hold integers, with their values. On arrival each becomes a ghost, the same object wherever it is referred to.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor
+
+MAX_VALUE_ELEMENTS = 2**22
+"""Integer and boolean tensors up to this size travel with their values: ids, masks, positions."""
+MAX_FLOAT_ELEMENTS = 4096
+"""Floating point ones: frequencies, scalars; never weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorCard:
+    """A tensor as a description."""
+
+    key: int
+    storage_key: int
+    storage_bytes: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    requires_grad: bool
+    is_parameter: bool
+    values: bytes | None
+
+
+class _Packer(cloudpickle.CloudPickler):  # type: ignore[misc]
+    """Replaces tensors by cards, and remembers which ones carry hooks."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: dict[int, Tensor] = {}
+
+    def persistent_id(self, obj: Any) -> TensorCard | None:
+        if not isinstance(obj, Tensor):
+            return None
+        self.tensors[id(obj)] = obj  # kept alive, so that the id stays its own
+        return _describe(obj)
+
+
+def _describe(tensor: Tensor) -> TensorCard:
+    storage = tensor.untyped_storage()
+    values = None
+    if tensor.device.type != "meta":
+        limit = MAX_FLOAT_ELEMENTS if tensor.is_floating_point() else MAX_VALUE_ELEMENTS
+        if tensor.numel() <= limit and not isinstance(tensor, torch.nn.Parameter):
+            buffer = io.BytesIO()
+            torch.save(tensor.detach().cpu().contiguous(), buffer)
+            values = buffer.getvalue()
+    return TensorCard(
+        key=id(tensor),
+        storage_key=storage._cdata,
+        storage_bytes=storage.nbytes(),
+        shape=tuple(tensor.shape),
+        stride=tuple(tensor.stride()),
+        offset=int(tensor.storage_offset()),
+        dtype=tensor.dtype,
+        requires_grad=tensor.requires_grad,
+        is_parameter=isinstance(tensor, torch.nn.Parameter),
+        values=values,
+    )
+
+
+def pack(payload: Any) -> bytes:
+    """The payload as bytes: no more than some kilobytes per layer, whatever the model's size."""
+    file = io.BytesIO()
+    packer = _Packer(file)
+    packer.dump(payload)
+    hooks = [
+        (tensor, tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
+        for tensor in list(packer.tensors.values())
+        if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)
+    ]
+    # Hooks refer back to tensors and optimizers, so they follow in the same pickle, where those are known already.
+    packer.dump(hooks)
+    return file.getvalue()
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, make: Callable[[TensorCard, Tensor | None], Tensor]) -> None:
+        super().__init__(file)
+        self._make = make
+        self._made: dict[int, Tensor] = {}
+
+    def persistent_load(self, card: TensorCard) -> Tensor:
+        tensor = self._made.get(card.key)
+        if tensor is None:
+            values = None if card.values is None else torch.load(io.BytesIO(card.values), weights_only=True)
+            tensor = self._made[card.key] = self._make(card, values)
+        return tensor
+
+
+def unpack(data: bytes, make: Callable[[TensorCard, Tensor | None], Tensor]) -> Any:
+    """The payload again; `make` turns cards into tensors."""
+    file = io.BytesIO(data)
+    unpacker = _Unpacker(file, make)
+    payload = unpacker.load()
+    for tensor, hooks, post_hooks in unpacker.load():
+        for hook in (hooks or {}).values():
+            tensor.register_hook(hook)
+        for hook in (post_hooks or {}).values():
+            tensor.register_post_accumulate_grad_hook(hook)
+    return payload

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lowtide.report.facts import Difference, Fit, WhatIfRow, differences, fit_of, instant_of, saving
+from lowtide.tracing.step_trace import Category, Phase
+from lowtide.units import GiB, MiB
+from tests.tracing.samples import TARGET, TraceBuilder, observed_like, tiny_trace, transformer_trace
+
+
+def test_the_instant_of_the_peak_is_named() -> None:
+    trace = tiny_trace()
+    moment = instant_of(trace, trace.peak_event)
+    assert (moment.phase, moment.op, moment.source) == (Phase.LOSS, "aten._log_softmax", "tiny.py:20")
+    assert moment.place == "(outside the model) aten._log_softmax"
+    assert instant_of(trace, 0).place == "head aten.mm"
+
+
+def test_before_the_step_there_is_no_op() -> None:
+    builder = TraceBuilder()
+    builder.allocate(MiB, Category.WEIGHTS)
+    trace = builder.build()
+    assert trace.peak_event == -1
+    assert instant_of(trace, trace.peak_event).place == "before the step begins"
+
+
+def test_an_event_before_the_first_op_is_known_by_what_it_allocates() -> None:
+    builder = TraceBuilder()
+    builder.enter(Phase.FORWARD)
+    builder.allocate(MiB, Category.WORKSPACE, module="handle")
+    assert instant_of(builder.build(), 0).module == "handle"
+
+
+def test_fit_counts_reserved_memory_and_the_context() -> None:
+    trace = tiny_trace()  # 20 MiB reserved
+    for capacity, fits, spare in ((540 * MiB, True, 0), (540 * MiB - 1, False, -1)):
+        fit = fit_of(replace(trace, target=replace(TARGET, context_bytes=520 * MiB, capacity_bytes=capacity)))
+        assert fit == Fit(needed_bytes=540 * MiB, capacity_bytes=capacity)
+        assert (fit.fits, fit.spare_bytes) == (fits, spare)
+    assert fit_of(replace(trace, target=replace(TARGET, capacity_bytes=0))) is None
+
+
+def test_differences_are_relative_to_the_observation() -> None:
+    predicted = transformer_trace(layers=2)
+    observed = observed_like(predicted, scale=1.25)
+    rows = {row.what: row for row in differences(predicted, observed)}
+    assert rows["peak allocated"].predicted_bytes == predicted.peak_bytes
+    assert rows["peak allocated"].observed_bytes == observed.peak_bytes
+    assert rows["peak allocated"].error == pytest.approx(1 / 1.25 - 1, abs=1e-4)
+    assert rows["highest in backward"].observed_bytes == observed.phase_peaks()[Phase.BACKWARD]
+    assert rows["activations at the peak"].predicted_bytes == predicted.at_peak[Category.ACTIVATIONS]
+    assert "gradients at the peak" not in rows  # none in either
+
+
+def test_an_error_against_nothing_is_no_number() -> None:
+    assert Difference(what="x", predicted_bytes=5, observed_bytes=0).error is None
+
+
+@pytest.mark.parametrize(
+    ("after", "text"), [(GiB, "2.0 GiB"), (3 * GiB, "nothing"), (4 * GiB, "costs 1.0 GiB"), (3 * GiB - 512, "512 B")]
+)
+def test_savings_in_words(after: int, text: str) -> None:
+    assert saving(WhatIfRow(technique="x", before_bytes=3 * GiB, after_bytes=after, reason="")) == text

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console, RenderableType
+
+from lowtide.report import tables
+from lowtide.report.facts import WhatIfRow, differences
+from lowtide.tracing.step_trace import Category, Phase, StepTrace
+from lowtide.units import GiB, MiB
+from tests.tracing.samples import TARGET, TraceBuilder, observed_like, tiny_trace, transformer_trace
+
+
+def text_of(part: RenderableType, *, width: int = 140) -> str:
+    console = Console(width=width, file=io.StringIO(), force_terminal=False)
+    with console.capture() as capture:
+        console.print(part)
+    return capture.get()
+
+
+def row_of(text: str, start: str) -> list[str]:
+    [line] = [line for line in text.splitlines() if line.lstrip("│ ").startswith(start)]
+    return line.strip("│ ").split()
+
+
+def test_the_headline_says_how_much_where_and_whether_it_fits() -> None:
+    text = text_of(tables.headline(tiny_trace()))
+    assert row_of(text, "peak allocated") == ["peak", "allocated", "19.0", "MiB", "19,922,944", "bytes"]
+    assert row_of(text, "peak reserved")[2:] == ["20.0", "MiB"]
+    assert row_of(text, "context beside it")[3:] == ["520.0", "MiB"]
+    assert "h200, 140.4 GiB: fits, 139.9 GiB to spare" in text
+    assert row_of(text, "the peak is in")[-1] == "loss"
+    assert "(outside the model) aten._log_softmax" in text
+    assert row_of(text, "line")[1:] == ["tiny.py:20"]
+    assert "tiny  1.05M parameters, predicted" in text
+
+
+def test_the_headline_of_a_step_that_does_not_fit() -> None:
+    trace = replace(tiny_trace(), target=replace(TARGET, card="toy-card", capacity_bytes=500 * MiB))
+    assert "toy-card, 500.0 MiB: does not fit, 40.0 MiB too much" in text_of(tables.headline(trace))
+
+
+def test_the_headline_without_a_known_card_or_context() -> None:
+    trace = replace(tiny_trace(), target=replace(TARGET, card="cpu", capacity_bytes=0, context_bytes=0))
+    text = text_of(tables.headline(trace))
+    assert "cpu, memory not known" in text
+    assert "context" not in text
+
+
+def test_the_headline_of_a_step_that_never_exceeds_its_start() -> None:
+    builder = TraceBuilder()
+    builder.allocate(MiB, Category.WEIGHTS)
+    assert row_of(text_of(tables.headline(builder.build())), "the peak is in")[4:] == [
+        "before",
+        "the",
+        "step",
+        "begins",
+    ]
+
+
+def test_categories_at_the_peak_sum_to_it() -> None:
+    text = text_of(tables.category_table(tiny_trace()))
+    assert row_of(text, "■ weights")[1:5] == ["weights", "4.0", "MiB", "21.1%"]
+    assert row_of(text, "■ optimizer")[1:5] == ["optimizer", "8.0", "MiB", "42.1%"]
+    assert row_of(text, "■ gradients")[1:] == ["gradients", "0", "B", "0.0%"]
+    assert row_of(text, "sum") == ["sum", "19.0", "MiB"]
+    # 8 of 19 MiB on a bar 24 wide: ten full blocks.
+    assert row_of(text, "■ optimizer")[5].count("█") == 10
+
+
+def test_phases_with_the_peak_marked() -> None:
+    text = text_of(tables.phase_table(tiny_trace()))
+    assert row_of(text, "forward")[1:4] == ["15.0", "MiB", "78.9%"]
+    assert row_of(text, "loss ◀ peak")[3:6] == ["19.0", "MiB", "100.0%"]
+    assert row_of(text, "update")[1:4] == ["12.0", "MiB", "63.2%"]
+    assert text.count("◀ peak") == 1
+
+
+def test_alive_rows_sum_to_the_peak() -> None:
+    trace = transformer_trace(layers=3)
+    text = text_of(tables.alive_table(trace, limit=4))
+    assert "smaller kinds" in text
+    assert row_of(text_of(tables.alive_table(tiny_trace())), "8.0 MiB") == [
+        *("8.0", "MiB", "1", "optimizer", "[2,", "1024,", "1024]", "float32", "head")
+    ]
+    assert "layers.*.mlp.up aten.addmm gpt.py:57" in text_of(tables.alive_table(trace))
+
+
+def test_largest_tensors_have_shape_type_and_origin() -> None:
+    [head, *rows] = text_of(tables.largest_table(tiny_trace(), limit=3)).splitlines()[1:]
+    assert head.split() == ["bytes", "category", "tensor", "made", "by"]
+    assert len(rows) == 3
+    row = "4.0 MiB temporaries [1024, 1024] float32 (outside the model) aten._log_softmax tiny.py:20"
+    assert row in [" ".join(line.split()) for line in rows]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_no_line_is_wider_than_the_terminal_and_no_number_breaks(width: int) -> None:
+    trace = transformer_trace(layers=2)
+    text = text_of(tables.trace_report(trace, observed=observed_like(trace)), width=width)
+    assert max(len(line) for line in text.splitlines()) <= width
+    assert "785.3 MiB" in text
+
+
+def test_names_are_not_markup() -> None:
+    builder = TraceBuilder(model="[red]model[/red]")
+    builder.enter(Phase.FORWARD)
+    builder.op("aten.mm", module="layers[0]", source="[bold].py:1")
+    builder.allocate(MiB, Category.ACTIVATIONS)
+    text = text_of(tables.trace_report(builder.build(notes=("see [link]",))))
+    for name in ("[red]model[/red]", "layers[0]", "[bold].py:1", "see [link]"):
+        assert name in text
+
+
+def test_predicted_against_observed() -> None:
+    predicted = transformer_trace(layers=2)
+    text = text_of(tables.comparison_table(differences(predicted, observed_like(predicted, scale=1.25))))
+    assert row_of(text, "peak allocated")[-1] == "-20.00%"
+
+
+def test_what_if() -> None:
+    rows = [
+        WhatIfRow(technique="recompute", before_bytes=3 * GiB, after_bytes=GiB, reason="Layers keep their input only."),
+        WhatIfRow(technique="fused", before_bytes=3 * GiB, after_bytes=3 * GiB, reason="The peak is at the loss."),
+    ]
+    text = text_of(tables.what_if_table(rows))
+    assert row_of(text, "recompute")[:7] == ["recompute", "3.0", "GiB", "1.0", "GiB", "2.0", "GiB"]
+    assert row_of(text, "fused")[5:] == ["nothing", "The", "peak", "is", "at", "the", "loss."]
+
+
+def test_the_report_has_every_part_once(capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tiny_trace()
+    text = text_of(tables.trace_report(trace, observed=replace_origin(trace)))
+    for title in ("Predicted against observed", "At the peak, by category", "Highest in each phase", "Notes"):
+        assert text.count(title) == 1
+    assert "the head is not tied" in text
+    assert capsys.readouterr().out == ""
+
+
+def replace_origin(trace: StepTrace) -> StepTrace:
+    return replace(trace, origin="observed")
