@@ -62,8 +62,11 @@ def autograd_references(holder: object) -> list[object]:
     return [reference for reference in references if reference is not None]
 
 
-def _saved_references(saved: Any) -> list[object]:  # torch's stub of SavedTensor lacks both
-    return [reference for reference in (saved.data, saved.unpack_hook) if reference is not None]
+def _saved_references(saved: Any) -> list[object]:  # Any: torch's stub of SavedTensor lacks both
+    try:
+        return [reference for reference in (saved.data, saved.unpack_hook) if reference is not None]
+    except RuntimeError:  # packed by hooks of C++, or freed by the backward
+        return []
 
 
 def _tensor_references(tensor: torch.Tensor) -> list[object]:
@@ -163,3 +166,15 @@ def treat_cuda_as(name: str, on_autocast_exit: Callable[[], None]) -> None:
 
     torch.autocast.__init__ = init  # type: ignore[method-assign]
     torch.clear_autocast_cache = clear
+
+
+def operators_with_fallback() -> list[str]:
+    """Operators that CPU and CUDA run in one kernel and that torch takes apart on any other device."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = [
+        name.removeprefix("aten::")
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("aten::") and has_kernel(name, "CompositeImplicitAutograd") and has_kernel(name, "CPU")
+    ]
+    # This one has a kernel for CUDA and none for the CPU.
+    return [*names, *(["_fused_rms_norm"] if find_overload("_fused_rms_norm") is not None else [])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 from torch.utils.checkpoint import checkpoint
 
 from lowtide.errors import ConfigError, ObserveError
@@ -268,6 +270,40 @@ class TestHeld:
         assert "partial 'step' in function" in text
         assert "list 'kept' of Slotted" in text
 
+    def test_variable_of_a_generator(self) -> None:
+        def epochs() -> Iterator[None]:
+            seen = []
+            while True:
+                seen.append(torch.randn(BATCH, WIDTH))
+                yield
+
+        running = epochs()
+        leak = the_leak(lambda: next(running))
+        generator, seen, _ = leak.holders
+        assert (generator.kind, generator.name) == ("generator", "running")
+        assert seen.name == "seen"
+        assert "epochs (test_leaks.py:" in seen.where
+        assert seen.where.endswith("a generator")
+
+    def test_hook_of_a_tensor(self) -> None:
+        def watch(weight: torch.Tensor) -> None:
+            grads: list[torch.Tensor] = []
+            weight.register_hook(grads.append)
+            weight.register_hook(lambda grad: grads.append(grad.clone()))
+
+        model = small_model()
+        watch(model[2].weight)
+
+        def step() -> None:
+            model(torch.randn(BATCH, WIDTH)).square().mean().backward()
+            model.zero_grad()
+
+        leak = the_leak(step)
+        assert leak.bytes_per_step == 2 * WIDTH * WIDTH * 4
+        text = holder_text(leak)
+        assert "Parameter 'weight'" in text
+        assert "tensor hook" in text
+
     def test_tensor_that_no_operator_made(self) -> None:
         numpy = pytest.importorskip("numpy")
         model, losses = small_model(), []
@@ -322,7 +358,7 @@ class TestHeld:
         def step() -> None:
             # The way back to the node leads through another node, in C++, where the collector is blind.
             output = KeepsItsOutput.apply(weight)
-            output.grad_fn.doubled = output * 2
+            output.grad_fn.negative = output.neg()
 
         leak = the_leak(step)
         assert leak.kind is LeakKind.HELD
@@ -593,10 +629,8 @@ class TestUnobtrusive:
         assert ref() is None
 
     def test_leaves_no_callback_hook_or_filter_behind(self) -> None:
-        import warnings
-
-        from torch.nn.modules import module as torch_module
-
+        clean = clean_sgd()
+        clean()  # torch imports more at first use, and that sets filters of its own
         before = (list(gc.callbacks), list(warnings.filters), gc.isenabled())
 
         def step() -> None:
@@ -604,7 +638,7 @@ class TestUnobtrusive:
 
         with pytest.raises(KeyError, match="from the user"):
             find_leaks(step, warmup=0)
-        find_leaks(clean_sgd(), steps=6, warmup=0)
+        find_leaks(clean, steps=6, warmup=0)
         assert (list(gc.callbacks), list(warnings.filters), gc.isenabled()) == before
         assert not torch_module._global_forward_hooks
         assert not torch_module._global_forward_pre_hooks

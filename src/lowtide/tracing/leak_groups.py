@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from lowtide.tracing.leak_report import ANY_PLACE, GRAPH, Birth, Holder, Leak, LeakKind
+from lowtide.tracing.leak_report import ANY_PLACE, GRAPH, Birth, Chain, Holder, Leak, LeakKind
 from lowtide.tracing.storage_births import Site
 
 _Key = tuple[LeakKind, tuple[tuple[str, str, str], ...]]
@@ -21,7 +21,7 @@ class Survivor:
     step: int
     """The measured step of its birth, from 1."""
     bytes: int
-    holders: tuple[Holder, ...]
+    holders: Chain
 
     @property
     def is_saved(self) -> bool:
@@ -48,7 +48,7 @@ def _generic(name: str) -> str:
     return ANY_PLACE if name.startswith("[") else name
 
 
-def _down_to_graph(holders: Sequence[Holder]) -> tuple[Holder, ...]:
+def _down_to_graph(holders: Sequence[Holder]) -> Chain:
     """Without what a graph holds inside: whoever holds the graph is the one to change."""
     for index, holder in enumerate(holders):
         if holder.kind == GRAPH:
@@ -88,7 +88,7 @@ def _leak(members: Sequence[Survivor], steps: int) -> Leak:
     )
 
 
-def _common_chain(members: Sequence[Survivor]) -> tuple[Holder, ...]:
+def _common_chain(members: Sequence[Survivor]) -> Chain:
     # The first member founded the group; an adopted one may have come by another way.
     own = [member for member in members if _key(member) == _key(members[0])]
     chains = [_down_to_graph(member.holders) for member in own]

@@ -50,6 +50,10 @@ class Holder:
         return " ".join(part for part in (self.kind, name, self.detail, self.where) if part)
 
 
+Chain = tuple[Holder, ...]
+"""Each holds the next; the last one owns the bytes."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Birth:
     """Where leaked storages were allocated."""
@@ -82,7 +86,7 @@ class Leak:
     """How many storages that is; views of one storage count once."""
     saved_bytes: int
     """The part of `total_bytes` that is held only by an autograd graph, as saved for a backward."""
-    holders: tuple[Holder, ...]
+    holders: Chain
     """From the variable that a person can find down to the tensor or graph that owns the bytes."""
     births: tuple[Birth, ...]
     """Where the storages were allocated, most bytes first."""

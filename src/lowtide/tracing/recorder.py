@@ -114,7 +114,8 @@ class Recorder:
         place = (stack[-1] if stack else self.root), self._line() if self.is_detailed else ""
         if self.phase is not None:
             # The node of this operator was numbered just before the operator was dispatched.
-            self._nodes[compat.next_node_number() - 1] = place
+            # An operator without a node of its own finds its predecessor's number there: the first one to claim it is right.
+            self._nodes.setdefault(compat.next_node_number() - 1, place)
         return place
 
     def is_called_from_engine(self) -> bool:

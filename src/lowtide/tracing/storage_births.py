@@ -91,8 +91,8 @@ class BirthLog:
 
     def __enter__(self) -> BirthLog:
         gc.callbacks.append(self._on_collection)
-        # A compiled module runs eagerly under a dispatch mode, and would warn about hooks that do it no harm. Once for
-        # all steps, because each change of the filters makes every warning appear anew.
+        # A compiled module would warn about hooks that do it no harm. Once for all steps, because each change of the
+        # filters makes every warning appear anew.
         self._warnings.__enter__()
         warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
         # What exists already is not born later, even where a step touches it for the first time (a dataset in memory).

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from lowtide.hardware import Hardware
-from lowtide.tracing.ghost import reductions
+from lowtide.tracing.ghost import convolutions, reductions
 from lowtide.tracing.ghost.operators import Operator
 
 MATRIX_PRODUCTS = frozenset(
@@ -47,12 +47,13 @@ class CudaCosts:
             if self._lt_workspace_bytes:
                 yield "cuBLASLt", self._lt_workspace_bytes
 
-    def passing(self, op: Operator, args: tuple[Any, ...], out: Any) -> Iterable[int]:
-        """Scratch that lives while the operator runs."""
+    def passing(self, op: Operator, args: tuple[Any, ...], out: Any) -> list[list[int]]:
+        """Scratch that lives while the operator runs: stages, one after the other."""
+        staged = _STAGED_RULES.get(op.name)
+        if staged is not None:
+            return staged(args, out, self._hardware.num_sms)
         rule = _RULES.get(op.name)
-        if rule is None:
-            return ()
-        return [nbytes for nbytes in rule(args, out, self._hardware.num_sms) if nbytes > 0]
+        return [] if rule is None else [rule(args, out, self._hardware.num_sms)]
 
     def seconds(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
         """Roofline: the longer of arithmetic and memory traffic."""
@@ -181,30 +182,6 @@ def _efficient_attention_backward(args: Any, out: Any, num_sms: int) -> list[int
     return [batch * heads * length * 4, batch * heads * rounded * (size + 1) * 4]
 
 
-def _convolution(args: Any, out: Any, num_sms: int) -> list[int]:
-    """cuDNN computes with channels last; tensors that have them first are rearranged, all three of them."""
-    return [_rearranged(args[0], args[1], out, args[3])]
-
-
-def _convolution_backward(args: Any, out: Any, num_sms: int) -> list[int]:
-    gradient, inputs, weight = args[0], args[1], args[2]
-    return [_copy_if_strided(gradient) if not _is_channels_last(inputs) else 0, _rearranged(inputs, weight, gradient, args[4])]
-
-
-def _rearranged(inputs: Tensor, weight: Tensor, output: Tensor, stride: Any) -> int:
-    if _is_channels_last(inputs) or inputs.dim() < 4:
-        return 0
-    is_depthwise = weight.size(1) == 1 and inputs.size(1) > 1
-    is_product = all(k == 1 for k in weight.shape[2:]) and all(s == 1 for s in stride)
-    if is_product or is_depthwise:
-        return 0
-    return _nbytes(inputs) + _nbytes(weight) + _nbytes(output)
-
-
-def _is_channels_last(tensor: Tensor) -> bool:
-    return tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
-
-
 _RULES: dict[str, Callable[[Any, Any, int], list[int]]] = {
     **dict.fromkeys(("aten.sum", "aten.mean", "aten.amax", "aten.amin", "aten.any", "aten.all", "aten.nansum", "aten.var"), _reduce),
     **dict.fromkeys(("aten.prod", "aten.argmax", "aten.argmin", "aten.max", "aten.min"), _reduce_one),
@@ -229,6 +206,8 @@ _RULES: dict[str, Callable[[Any, Any, int], list[int]]] = {
     "aten._scaled_dot_product_cudnn_attention_backward": _cudnn_attention_backward,
     "aten._scaled_dot_product_flash_attention_backward": _flash_attention_backward,
     "aten._scaled_dot_product_efficient_attention_backward": _efficient_attention_backward,
-    "aten.convolution": _convolution,
-    "aten.convolution_backward": _convolution_backward,
+}
+_STAGED_RULES: dict[str, Callable[[Any, Any, int], list[list[int]]]] = {
+    "aten.convolution": convolutions.forward_bytes,
+    "aten.convolution_backward": convolutions.backward_bytes,
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lowtide import compat
 from lowtide.hardware import Hardware
@@ -17,6 +18,7 @@ from lowtide.tracing.ghost.attention import Attention
 from lowtide.tracing.ghost.costs import CudaCosts
 from lowtide.tracing.ghost.mode import GhostMode
 from lowtide.tracing.ghost.tensor import Ghost
+from lowtide.tracing.ghost.values import Known
 from lowtide.tracing.recorder import Recorder
 
 
@@ -29,14 +31,17 @@ class GhostMachine:
         self.device = device.register()
         self._casts = autocast.WeightCasts()
         self._attention: Attention | None = None
+        self._mode: GhostMode | None = None
         self._libraries = autocast.register(self._casts)
         library = torch.library.Library("aten", "IMPL")
         library.impl("scaled_dot_product_attention", self._attend, "AutogradPrivateUse1")
         library.impl("scaled_dot_product_attention", self._attend, "PrivateUse1")
-        for name in ("_fused_rms_norm", "_fused_rms_norm_backward"):
-            # With a backend kernel of their own these keep their autograd formula; without, torch takes them apart.
-            if compat.find_overload(name) is not None:
-                library.impl(name, _never_called, "PrivateUse1")
+        for name in compat.operators_with_fallback():
+            library.impl(name, _never_called, "PrivateUse1")  # its presence keeps torch from taking the operator apart
+        # `torch.tensor(..., device=)` and indexing with a list make their tensors below any dispatch mode.
+        library.impl("empty.memory_format", self._empty, "PrivateUse1")
+        library.impl("empty_strided", self._empty_strided, "PrivateUse1")
+        library.impl("_copy_from", self._copy_from, "PrivateUse1")
         self._libraries.append(library)
         compat.allow_foreach_on(Ghost)
         compat.treat_cuda_as(self.device.type, self._casts.clear)
@@ -52,7 +57,7 @@ class GhostMachine:
         """The dispatch mode of a trace on a card under a torch version."""
         major, minor = (int(part) for part in torch_version.split("+")[0].split(".")[:2])
         self._attention = Attention(hardware.compute_capability, (major, minor))
-        mode = GhostMode(recorder, self.device, CudaCosts(hardware, torch_version))
+        mode = self._mode = GhostMode(recorder, self.device, CudaCosts(hardware, torch_version))
         mode.learn_owner_count()
         return mode
 
@@ -61,6 +66,23 @@ class GhostMachine:
         """The attention choices of the current trace."""
         assert self._attention is not None, "no trace has begun"
         return self._attention
+
+    def _empty(self, size: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+        return self._place(torch.empty(size, dtype=dtype, device="meta"))
+
+    def _empty_strided(self, size: Any, stride: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+        return self._place(torch.empty_strided(size, stride, dtype=dtype, device="meta"))
+
+    def _place(self, inner: Tensor) -> Tensor:
+        assert self._mode is not None, "no trace has begun"
+        return self._mode.place(inner)
+
+    def _copy_from(self, source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
+        if isinstance(target, Ghost):
+            target.life.version += 1
+            target.known_version = target.life.version
+            target.known = source.value() if isinstance(source, Ghost) else Known(source.detach().clone())
+        return target
 
     def _attend(self, *args: Any, **kwargs: Any) -> Any:
         return self.attention(*args, **kwargs)

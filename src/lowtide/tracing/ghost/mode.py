@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowtide import compat
 from lowtide.errors import BatchMismatchError, LowtideError, MissingKernelError, ValueReadError
-from lowtide.tracing.ghost.attention_shapes import SHAPES
+from lowtide.tracing.ghost.shapes import SHAPES
 from lowtide.tracing.ghost.operators import Operator, describe
 from lowtide.tracing.ghost.tensor import Ghost
 from lowtide.tracing.ghost.values import MAX_ELEMENTS, Known, balanced_choice
@@ -36,8 +36,8 @@ class Costs(Protocol):
         """Workspaces this call takes for good: (owner, bytes)."""
         ...
 
-    def passing(self, op: Operator, args: tuple[Any, ...], out: Any) -> Iterable[int]:
-        """Bytes needed while the operator runs, beside its outputs."""
+    def passing(self, op: Operator, args: tuple[Any, ...], out: Any) -> list[list[int]]:
+        """Bytes needed while the operator runs, beside its outputs: in stages, each freed before the next."""
         ...
 
     def seconds(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
@@ -198,12 +198,14 @@ class GhostMode(compat.TorchDispatchMode):
         for owner, nbytes in self.costs.lasting(op, args):
             life = self.recorder.allocate(nbytes, (nbytes,), "uint8", category=Category.WORKSPACE)
             life.module, life.op = owner, "workspace"
-        passing = [
-            self.recorder.allocate(nbytes, (nbytes,), "uint8", category=Category.WORKSPACE)
-            for nbytes in self.costs.passing(op, args, out)
-        ]
-        for life in reversed(passing):
-            self.recorder.free(life)
+        for stage in self.costs.passing(op, args, out):
+            scratch = [
+                self.recorder.allocate(nbytes, (nbytes,), "uint8", category=Category.WORKSPACE)
+                for nbytes in stage
+                if nbytes > 0
+            ]
+            for life in reversed(scratch):
+                self.recorder.free(life)
         self.recorder.op_seconds[-1] = self.costs.seconds(func, args, kwargs, out)
 
     # -- values ------------------------------------------------------------------------------------------------------

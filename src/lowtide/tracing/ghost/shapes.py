@@ -1,6 +1,7 @@
-"""Outputs of the fused attention kernels, in the layouts CUDA gives them: a later `.transpose(1, 2)` copies or not by that.
+"""Outputs of operators for which torch's own shape functions differ from CUDA, or refuse what CUDA takes.
 
-Each function makes meta tensors; the mode turns them into ghosts. Scratch memory is in `costs`.
+Fused attention: in the layouts CUDA gives them, since a later `.transpose(1, 2)` copies or not by that. Each function makes meta
+tensors; the mode turns them into ghosts. Scratch memory is in `costs`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from lowtide.tracing.ghost.convolutions import is_channels_last
 
 aten = torch.ops.aten
 META = torch.device("meta")
@@ -34,7 +37,7 @@ def _scalar() -> Tensor:
 
 def cudnn(query: Tensor, key: Tensor, value: Tensor, mask: Any, needs_sums: bool, *_: Any, **__: Any) -> tuple[Any, ...]:
     batch, heads, length, _size = query.shape
-    out = _like_query(query, heads, length, value.size(3))
+    out = _same_layout(query[..., : value.size(3)])
     sums = torch.empty(batch, heads, length, 1, dtype=torch.float32, device=META) if needs_sums else None
     return out, sums, None, None, length, key.size(2), _scalar(), _scalar(), None
 
@@ -77,6 +80,53 @@ def efficient_backward(
     return tuple(grads)
 
 
+def grouped_product(left: Tensor, right: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """Any floating type, as the CUDA fallback takes it; torch's shape function insists on bf16."""
+    dtype = left.dtype
+    if left.dim() == 2 and right.dim() == 2:
+        assert offsets is not None
+        return torch.empty(offsets.size(0), left.size(0), right.size(1), dtype=dtype, device=META)
+    if left.dim() == 2 or right.dim() == 2:
+        return torch.empty(left.size(-2), right.size(-1), dtype=dtype, device=META)
+    return torch.empty(left.size(0), left.size(1), right.size(2), dtype=dtype, device=META)
+
+
+def _format(*tensors: Tensor) -> torch.memory_format:
+    """cuDNN works with channels last as soon as the input or the weight has them last."""
+    return torch.channels_last if any(is_channels_last(t) for t in tensors) else torch.contiguous_format
+
+
+def convolution(inputs: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    out: Tensor = aten.convolution.default(inputs, weight, *args, **kwargs)
+    return torch.empty(out.shape, dtype=out.dtype, device=META, memory_format=_format(inputs, weight))
+
+
+def convolution_backward(gradient: Tensor, inputs: Tensor, weight: Tensor, *args: Any, **__: Any) -> tuple[Any, ...]:
+    wanted = args[-1]
+    layout = _format(inputs, weight)
+    return (
+        torch.empty(inputs.shape, dtype=inputs.dtype, device=META, memory_format=layout) if wanted[0] else None,
+        torch.empty(weight.shape, dtype=weight.dtype, device=META, memory_format=layout) if wanted[1] else None,
+        torch.empty(gradient.size(1), dtype=gradient.dtype, device=META) if wanted[2] else None,
+    )
+
+
+def batch_norm(inputs: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, *_: Any) -> tuple[Any, ...]:
+    statistics = torch.float32 if inputs.dtype in (torch.float16, torch.bfloat16) else inputs.dtype
+    size = inputs.size(1) if training else 0
+    saved = (torch.empty(size, dtype=statistics, device=META) for _ in range(2))
+    return torch.empty_like(inputs), *saved
+
+
+def batch_norm_backward(gradient: Tensor, inputs: Tensor, weight: Any, *args: Any) -> tuple[Any, ...]:
+    wanted, kind = args[-1], inputs.dtype if weight is None else weight.dtype
+    return (
+        torch.empty_like(inputs) if wanted[0] else None,
+        torch.empty(inputs.size(1), dtype=kind, device=META) if wanted[1] else None,
+        torch.empty(inputs.size(1), dtype=kind, device=META) if wanted[2] else None,
+    )
+
+
 SHAPES: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_cudnn_attention.default: cudnn,
     aten._scaled_dot_product_cudnn_attention_backward.default: cudnn_backward,
@@ -84,4 +134,9 @@ SHAPES: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
     aten._scaled_dot_product_efficient_attention.default: efficient,
     aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
+    aten._grouped_mm.default: grouped_product,
+    aten.convolution.default: convolution,
+    aten.convolution_backward.default: convolution_backward,
+    aten.native_batch_norm.default: batch_norm,
+    aten.native_batch_norm_backward.default: batch_norm_backward,
 }
