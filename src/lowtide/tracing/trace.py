@@ -1,0 +1,94 @@
+"""`lowtide.trace`: the memory of a training step, before it runs and without the card it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.errors import TooLargeError
+from lowtide.hardware import Hardware, find_hardware, known_hardware
+from lowtide.tracing.allocator import AllocatorSettings
+from lowtide.tracing.predict import Contents, Job, OptimizerFactory
+from lowtide.tracing.sandbox import run_job
+from lowtide.tracing.settings import StepSettings
+from lowtide.tracing.step_trace import StepTrace
+from lowtide.tracing.training_step import Loss
+from lowtide.tracing.transport import pack
+from lowtide.units import format_bytes
+
+
+def trace(
+    model: nn.Module,
+    batch: Any,
+    *,
+    optimizer: torch.optim.Optimizer | OptimizerFactory | None = None,
+    loss: Loss | None = None,
+    autocast: str | None = None,
+    settings: StepSettings | None = None,
+    hardware: str | Hardware = "h200",
+    torch_version: str | None = None,
+    allocator: AllocatorSettings | None = None,
+    name: str | None = None,
+    on_progress: Callable[[str], None] | None = None,
+) -> StepTrace:
+    """Predict a steady-state training step: what it allocates, when, and for which module.
+
+    Nothing is trained and no weight is touched: the model may be real, or live on the meta device at any size. The step
+    runs on tensors without memory in a subprocess, some seconds for a model of eight billion parameters.
+
+    Args:
+        model: In the precision and the mode (`train()`) it will be trained in.
+        batch: A mapping, for which `model(**batch).loss` is the loss; anything else together with `loss`. Integer inputs
+            are sent with their values, since models look at masks and positions.
+        optimizer: The optimizer, or a function from parameters to one; None traces forward and backward alone.
+        loss: `lambda model, batch: ...`, where the batch alone does not say.
+        autocast: `bfloat16` or `float16`, if forward and loss run under `torch.autocast`.
+        settings: Everything else about the step.
+        hardware: The card to predict for.
+        torch_version: The version it will run under; the installed one by default.
+        allocator: The allocator's settings, as in `PYTORCH_ALLOC_CONF`.
+        name: Shown in reports; the model's class by default.
+        on_progress: Is told what is being done.
+
+    Example:
+        >>> import torch
+        >>> from lowtide.models import resolve_model
+        >>> source = resolve_model("gpt-tiny")
+        >>> result = trace(source.build(torch.bfloat16), source.make_batch("2x64"), optimizer=torch.optim.AdamW)
+        >>> result.peak_bytes == sum(result.at_peak.values())
+        True
+    """
+    settings = settings or StepSettings()
+    if autocast is not None:
+        settings = replace(settings, autocast=autocast)
+    card = find_hardware(hardware) if isinstance(hardware, str) else hardware
+    job = Job(
+        name=name or type(model).__name__,
+        payload=pack(Contents(model, batch, optimizer, loss)),
+        settings=settings,
+        hardware=card,
+        torch_version=torch_version or torch.__version__.split("+")[0],
+        allocator=allocator or AllocatorSettings(),
+    )
+    result = run_job(job, on_progress)
+    _check_size(result)
+    return result
+
+
+def _check_size(result: StepTrace) -> None:
+    """A step may need several cards or the host; a single tensor larger than any card cannot run anywhere."""
+    largest_card = max(known_hardware(), key=lambda card: card.memory_bytes)
+    largest = max(result.allocations, key=lambda allocation: allocation.bytes, default=None)
+    if largest is not None and largest.bytes > largest_card.memory_bytes:
+        raise TooLargeError(
+            f"{largest.op} in {largest.module!r} needs one tensor of {format_bytes(largest.bytes)} ({list(largest.shape)} "
+            f"{largest.dtype}); the largest card known, {largest_card.name}, has {format_bytes(largest_card.memory_bytes)}. "
+            "Use a smaller batch or a shorter sequence.",
+            module=largest.module,
+            op=largest.op,
+            needed_bytes=largest.bytes,
+        )
