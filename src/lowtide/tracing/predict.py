@@ -63,19 +63,16 @@ def predict(job: Job, on_progress: Callable[[str], None] = lambda _: None) -> St
         recorder.updater = type(step.optimizer).__name__ if step.optimizer is not None else ""
         _name_weights(step.model, recorder)
 
-        def on_phase(phase: Phase) -> None:
-            recorder.phase = phase
-
         with _module_paths(step.model, recorder):
             _watch_gradients(step.model)
             recorder.is_detailed = False
             on_progress("tracing the first step")
-            step(machine.device.type, on_phase)
+            step(machine.device.type, recorder.begin_phase)
             _name_optimizer_state(step)
             recorder.is_detailed = True
             first_event, first_op = len(recorder.log), len(recorder.op_names)
             on_progress("tracing the steady step")
-            step(machine.device.type, on_phase)
+            step(machine.device.type, recorder.begin_phase)
             _name_optimizer_state(step)
     on_progress("replaying the allocator")
     notes = [*mode.notes, *_attention_notes(machine)]
@@ -203,6 +200,7 @@ class _module_paths:  # noqa: N801  (used as a context manager)
 
     def __init__(self, model: nn.Module, recorder: Recorder) -> None:
         self._paths = {id(module): path for path, module in model.named_modules()}
+        self._weighty = {id(module) for module in model.modules() if next(module.parameters(), None) is not None}
         self._recorder = recorder
         self._handles: list[Any] = []
 
@@ -220,7 +218,7 @@ class _module_paths:  # noqa: N801  (used as a context manager)
         self._recorder.enter_module(self._paths.get(id(module), type(module).__name__))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._recorder.leave_module()
+        self._recorder.leave_module(has_weights=id(module) in self._weighty)
 
 
 def _attention_notes(machine: GhostMachine) -> list[str]:

@@ -74,6 +74,7 @@ class Recorder:
         self.is_detailed = True
         """Whether to find source lines; off in the warm-up step, which nobody sees."""
         self._forward_stacks: dict[int, list[str]] = {}
+        self._loss_start: tuple[int, int] | None = None
         self._nodes: dict[int, tuple[str, str]] = {}
 
     # -- modules -----------------------------------------------------------------------------------------------------
@@ -82,9 +83,29 @@ class Recorder:
         """A module's forward begins (also during a recomputation, in the backward's thread)."""
         self._forward_stacks.setdefault(threading.get_ident(), []).append(path or self.root)
 
-    def leave_module(self) -> None:
+    def leave_module(self, *, has_weights: bool = False) -> None:
         """The innermost module's forward ends."""
-        self._forward_stacks[threading.get_ident()].pop()
+        stack = self._forward_stacks[threading.get_ident()]
+        stack.pop()
+        if has_weights and stack and self.phase is Phase.FORWARD:
+            self._loss_start = (len(self.log), len(self.op_names))
+
+    def begin_phase(self, phase: Phase) -> None:
+        """A phase of the step begins.
+
+        A model that computes its loss itself does so after the last of its modules that has weights: what came after
+        that is called loss when the forward has ended.
+        """
+        if self.phase is Phase.FORWARD and phase is not Phase.FORWARD and self._loss_start is not None:
+            event, op = self._loss_start
+            self.log_phases[event:] = [Phase.LOSS] * (len(self.log) - event)
+            self.op_phases[op:] = [Phase.LOSS] * (len(self.op_names) - op)
+            for life in reversed(self.lives):
+                if life.born_op < op:
+                    break
+                life.phase = Phase.LOSS
+        self._loss_start = None
+        self.phase = phase
 
     @property
     def _stack(self) -> list[str]:

@@ -61,8 +61,7 @@ class TrainingStep:
         on_phase(Phase.FORWARD)
         dtype = None if self.settings.autocast is None else getattr(torch, self.settings.autocast)
         with torch.autocast(device_type, dtype=dtype) if dtype else contextlib.nullcontext():
-            # The loss phase begins when the outermost module returns; a model that computes its loss itself has none
-            # of its own there, and the recorder tells the two apart by what runs under the root module directly.
+            # The loss phase begins at the latest when the outermost module returns (see Recorder.begin_phase).
             hook = self.model.register_forward_hook(lambda *_: on_phase(Phase.LOSS))
             try:
                 loss = self.loss(self.model, self.batch) if self.loss is not None else _own_loss(self.model, self.batch)

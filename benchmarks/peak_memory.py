@@ -1,0 +1,80 @@
+"""Predict the six eager rows of the published Peak Memory table (RTX 4090, torch 2.8, norms as separate operators).
+
+    python -m benchmarks.peak_memory
+
+The published runs are reproduced as they were: Deep One, batch 4 x 768, Adafactor without momentum, and for the `bfloat16` row
+fusion as well, which its text leaves out. Fusion means the update in the backward.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+
+import lowtide
+from lowtide.models import resolve_model
+from lowtide.models.deep_one_adafactor import DeepOneAdafactor
+from lowtide.tracing.settings import UpdateSchedule
+
+RESULTS = Path(__file__).resolve().parent / "results" / "peak_memory"
+
+ROWS: dict[str, tuple[float, bool, bool, bool]] = {
+    # name: published GiB, bf16, recompute, fused
+    "control": (21.165, False, False, False),
+    "optimizer fusion": (21.164, False, False, True),
+    "activation checkpoint": (12.529, False, True, False),
+    "fused + checkpoint": (7.425, False, True, True),
+    "bfloat16 (+ fused)": (12.418, True, False, True),
+    "bf16 + fused + checkpoint": (3.975, True, True, True),
+}
+
+
+def trace(bf16: bool, recompute: bool, fused: bool) -> lowtide.StepTrace:
+    """One configuration of the experiment on its own card and torch version."""
+    source = resolve_model("deep-one-1.6b", recompute=recompute)
+    return lowtide.trace(
+        source.build(torch.bfloat16 if bf16 else torch.float32),
+        source.make_batch("4x768"),
+        optimizer=DeepOneAdafactor,
+        settings=lowtide.StepSettings(update=UpdateSchedule.IN_BACKWARD if fused else UpdateSchedule.DEFERRED),
+        hardware="rtx-4090",
+        torch_version="2.8.0",
+        name="deep-one-1.6b",
+    )
+
+
+def main() -> None:
+    rows = []
+    for name, (published, bf16, recompute, fused) in ROWS.items():
+        result = trace(bf16, recompute, fused)
+        error = result.peak_bytes / 2**30 / published - 1
+        print(f"{name:28s} published {published:7.3f} predicted {result.peak_bytes / 2**30:7.3f} ({error:+.2%}) {result.peak_phase}", flush=True)
+        rows.append(
+            {
+                "name": name,
+                "published_gib": published,
+                "predicted_bytes": result.peak_bytes,
+                "peak_phase": str(result.peak_phase),
+                "at_peak": {str(category): nbytes for category, nbytes in result.at_peak.items()},
+            }
+        )
+    git = ["git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    record = {
+        "schema": "lowtide.peak_memory/1",
+        "commit": commit,
+        "hardware": "RTX 4090 (published), predicted without a GPU",
+        "torch": "2.8.0",
+        "date": time.strftime("%Y-%m-%d"),
+        "rows": rows,
+    }
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"{record['date']}_rtx-4090_{commit}.json").write_text(json.dumps(record, indent=1))
+
+
+if __name__ == "__main__":
+    main()
