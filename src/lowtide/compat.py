@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -178,3 +179,17 @@ def operators_with_fallback() -> list[str]:
     ]
     # This one has a kernel for CUDA and none for the CPU.
     return [*names, *(["_fused_rms_norm"] if find_overload("_fused_rms_norm") is not None else [])]
+
+
+def restore_registrations(model: torch.nn.Module) -> None:
+    """What transformers notes down when it constructs a model and a model that was unpickled lacks.
+
+    Without it a model that asks for its own hidden states gets none.
+    """
+    registry = getattr(sys.modules.get("transformers.utils.output_capturing"), "_CAN_RECORD_REGISTRY", None)
+    if registry is None:
+        return
+    for module in model.modules():
+        flags = getattr(module, "_can_record_outputs", None)
+        if flags:
+            registry.setdefault(str(type(module)), flags)

@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from lowtide.report.facts import Difference, Fit, WhatIfRow, differences, fit_of, instant_of, saving
+from lowtide.planning.what_if_row import WhatIfRow
+from lowtide.report.facts import Difference, Fit, differences, fit_of, saving
+from lowtide.tracing.instant import instant_of
 from lowtide.tracing.step_trace import Category, Phase
 from lowtide.units import GiB, MiB
 from tests.tracing.samples import TARGET, TraceBuilder, observed_like, tiny_trace, transformer_trace

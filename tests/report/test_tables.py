@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console, RenderableType
 
+from lowtide.planning.what_if_row import WhatIfRow
 from lowtide.report import tables
-from lowtide.report.facts import WhatIfRow, differences
+from lowtide.report.facts import differences
 from lowtide.tracing.step_trace import Category, Phase, StepTrace
 from lowtide.units import GiB, MiB
 from tests.tracing.samples import TARGET, TraceBuilder, observed_like, tiny_trace, transformer_trace

@@ -4,43 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lowtide.planning.what_if_row import WhatIfRow
 from lowtide.report.palette import STACK_ORDER
 from lowtide.tracing.step_trace import Phase, StepTrace
 from lowtide.units import format_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Instant:
-    """One moment of the step, in names."""
-
-    phase: Phase | None
-    """None before the step."""
-    module: str
-    op: str
-    source: str
-
-    @property
-    def place(self) -> str:
-        """Module and op on one line: `layers.3.mlp aten.mm`."""
-        if self.phase is None:
-            return "before the step begins"
-        return " ".join(part for part in (self.module or "(outside the model)", self.op) if part)
-
-
-def instant_of(trace: StepTrace, event: int) -> Instant:
-    """What was running at an event (-1: before the step)."""
-    if event < 0:
-        return Instant(phase=None, module="", op="", source="")
-    happened = trace.events[event]
-    allocation = trace.allocations[happened.allocation]
-    # An op without a name of its own (a workspace made before the first op) is known by what it allocated.
-    running = trace.ops[happened.op] if happened.op >= 0 else None
-    return Instant(
-        phase=happened.phase,
-        module=running.module if running else allocation.module,
-        op=running.name if running else allocation.op,
-        source=running.source if running else allocation.source,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,22 +72,6 @@ def differences(predicted: StepTrace, observed: StepTrace) -> list[Difference]:
         if at_ours[category] or at_theirs[category]
     ]
     return [Difference(what=what, predicted_bytes=mine, observed_bytes=other) for what, mine, other in rows]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WhatIfRow:
-    """One technique tried on top of what is already on."""
-
-    technique: str
-    before_bytes: int
-    after_bytes: int
-    reason: str
-    """One sentence: why it saves what it saves."""
-
-    @property
-    def saved_bytes(self) -> int:
-        """Negative when the technique raises the peak."""
-        return self.before_bytes - self.after_bytes
 
 
 def saving(row: WhatIfRow) -> str:

@@ -14,8 +14,8 @@ from importlib.resources import files
 from string import Template
 
 from lowtide.errors import ConfigError
+from lowtide.planning.what_if_row import WhatIfRow
 from lowtide.report import page_parts as parts
-from lowtide.report.facts import WhatIfRow
 from lowtide.report.palette import COLOURS, DARK_COLOURS, PEAK_COLOUR, STACK_ORDER
 from lowtide.report.sampling import MAX_POINTS
 from lowtide.report.timeline_data import timeline_data

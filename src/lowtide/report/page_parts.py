@@ -9,10 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from lowtide.report.alive import AliveGroup, group_alive, largest_alive
-from lowtide.report.facts import WhatIfRow, differences, fit_of, instant_of, saving
+from lowtide.planning.what_if_row import WhatIfRow
+from lowtide.report.facts import differences, fit_of, saving
 from lowtide.report.palette import STACK_ORDER
 from lowtide.report.phase_runs import phase_runs, run_peak
+from lowtide.tracing.alive import AliveGroup, group_alive, largest_alive
+from lowtide.tracing.instant import instant_of
 from lowtide.tracing.step_trace import Allocation, StepTrace
 from lowtide.units import format_bytes, format_count
 

@@ -19,10 +19,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from lowtide.errors import ConfigError
-from lowtide.report.facts import instant_of
 from lowtide.report.palette import COLOURS, PEAK_COLOUR, STACK_ORDER
 from lowtide.report.phase_runs import Axis, aligned_positions, phase_axis, phase_runs
 from lowtide.report.sampling import kept_positions
+from lowtide.tracing.instant import instant_of
 from lowtide.tracing.step_trace import StepTrace
 from lowtide.units import GiB, KiB, MiB, TiB, format_bytes
 

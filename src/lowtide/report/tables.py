@@ -15,9 +15,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from lowtide.report.alive import AliveGroup, group_alive, largest_alive
-from lowtide.report.facts import Difference, WhatIfRow, differences, fit_of, instant_of, saving
+from lowtide.planning.what_if_row import WhatIfRow
+from lowtide.report.facts import Difference, differences, fit_of, saving
 from lowtide.report.palette import COLOURS, PEAK_COLOUR, STACK_ORDER
+from lowtide.tracing.alive import AliveGroup, group_alive, largest_alive
+from lowtide.tracing.instant import instant_of
 from lowtide.tracing.step_trace import Allocation, StepTrace
 from lowtide.units import format_bytes, format_count
 

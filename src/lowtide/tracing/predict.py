@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
-from lowtide import config
+from lowtide import compat, config
 from lowtide.hardware import Hardware
 from lowtide.tracing.allocator import AllocatorSettings
 from lowtide.tracing.assemble import assemble
@@ -98,6 +98,7 @@ def _prepare(job: Job, mode: GhostMode) -> TrainingStep:
     dtype = None if job.settings.precision is None else getattr(torch, job.settings.precision)
     contents: Contents = unpack(job.payload, functools.partial(_make_ghost, mode, dtype))
     model = contents.model
+    compat.restore_registrations(model)
     for tensor in _placement_order(model):
         mode.recorder.log_birth(tensor.life)
         tensor.life.category = Category.WEIGHTS

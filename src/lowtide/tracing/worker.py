@@ -10,6 +10,7 @@ import os
 import pickle
 import struct
 import sys
+import traceback
 from typing import IO, Any
 
 import cloudpickle
@@ -38,8 +39,11 @@ def receive(stream: IO[bytes]) -> Any:
 
 def _portable(error: BaseException) -> BaseException:
     """The error itself where it survives the trip, else a TraceError that tells of it."""
-    from lowtide.errors import TraceError
+    from lowtide.errors import LowtideError, TraceError
 
+    if not isinstance(error, LowtideError):
+        trail = "".join(traceback.format_exception(error))
+        error.add_note(f"raised in the tracing subprocess:\n{trail}")
     try:
         pickle.loads(cloudpickle.dumps(error))
     except Exception:  # an exception class may fail to pickle in any way it likes

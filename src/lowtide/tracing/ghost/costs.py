@@ -135,7 +135,7 @@ def _embedding_backward(args: Any, out: Any, num_sms: int) -> list[int]:
     """Sorted by token, summed in segments of at most ten rows, in fp32; few tokens take a kernel without all that."""
     gradient, indices, num_weights = args[0], args[1], args[2]
     count = indices.numel()
-    if count <= 3072 and args[3] < 0:
+    if count <= 3072 and not args[4]:
         return [_copy_if_strided(gradient)]
     segments = min(count, num_weights)
     partial = count // 10 + segments
@@ -175,11 +175,26 @@ def _flash_attention_backward(args: Any, out: Any, num_sms: int) -> list[int]:
     return needed
 
 
-def _efficient_attention_backward(args: Any, out: Any, num_sms: int) -> list[int]:
-    query = args[1]
+def _efficient_attention_backward(args: Any, out: Any, num_sms: int) -> list[list[int]]:
+    """The query's gradient is summed in fp32 tiles, each with a lock of 16 bytes, whole tiles even for a part of one.
+
+    Row sums of gradient times output come first; in half precision the kernel makes them itself, in fp32 torch does, by way
+    of the whole product. Tile sizes as in torch's `mem_eff_attention/kernels/cutlassB.h` for compute capability 8 and newer.
+    """
+    gradient, query = args[0], args[1]
     batch, heads, length, size = query.shape
-    rounded = -(-length // 64) * 64
-    return [batch * heads * length * 4, batch * heads * rounded * (size + 1) * 4]
+    is_half = query.element_size() == 2
+    rows, columns = (64, 64) if size <= 64 else (128, 128 if is_half and size <= 128 else 64)
+    tiles = -(-length // rows) * -(-size // columns)
+    copied = _copy_if_strided(gradient.transpose(1, 2))
+    sums = 4 * batch * heads * length
+    summed = [copied, sums, 4 * batch * heads * tiles * (rows * columns + 4)]
+    return [summed] if is_half else [[copied, _nbytes(gradient), sums, sums], summed]
+
+
+def _upsample_backward(args: Any, out: Any, num_sms: int) -> list[int]:
+    is_same_size = list(args[1]) == list(args[2][2:])
+    return [] if is_same_size else [_copy_if_strided(args[0])]  # one to one is a plain copy into the output
 
 
 _RULES: dict[str, Callable[[Any, Any, int], list[int]]] = {
@@ -201,13 +216,13 @@ _RULES: dict[str, Callable[[Any, Any, int], list[int]]] = {
     "aten.index_put_": _index_put,
     "aten._index_put_impl_": _index_put,
     "aten.sort": _sort,
-    "aten.upsample_bilinear2d_backward": _first_strided,
-    "aten.upsample_nearest2d_backward": _first_strided,
+    "aten.upsample_bilinear2d_backward": _upsample_backward,
+    "aten.upsample_nearest2d_backward": _upsample_backward,
     "aten._scaled_dot_product_cudnn_attention_backward": _cudnn_attention_backward,
     "aten._scaled_dot_product_flash_attention_backward": _flash_attention_backward,
-    "aten._scaled_dot_product_efficient_attention_backward": _efficient_attention_backward,
 }
 _STAGED_RULES: dict[str, Callable[[Any, Any, int], list[list[int]]]] = {
     "aten.convolution": convolutions.forward_bytes,
     "aten.convolution_backward": convolutions.backward_bytes,
+    "aten._scaled_dot_product_efficient_attention_backward": _efficient_attention_backward,
 }

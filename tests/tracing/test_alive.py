@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lowtide.report.alive import group_alive, largest_alive
+from lowtide.tracing.alive import group_alive, largest_alive
 from lowtide.tracing.step_trace import Category, Phase
 from lowtide.units import MiB
 from tests.tracing.samples import TraceBuilder, tiny_trace, transformer_trace

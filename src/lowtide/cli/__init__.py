@@ -1,0 +1,3 @@
+"""The command line: thin commands over the library, and the only place that prints."""
+
+from __future__ import annotations

@@ -1,0 +1,71 @@
+"""The `lowtide` command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lowtide.cli.console import OUT, friendly_errors, progress, write_reports
+from lowtide.cli.demo import run_demo
+from lowtide.cli.explain import run_explain
+from lowtide.cli.request import make_request
+from lowtide.cli.summary import summarise
+from lowtide.report.html import Section
+from lowtide.report.tables import trace_report
+
+app = typer.Typer(
+    name="lowtide",
+    help="See the peak memory of a PyTorch training step before it runs, and why it is there.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Model = Annotated[str, typer.Argument(help="a built-in name (llama-8b), hf:FOLDER_OR_CONFIG, or package.module:factory")]
+Batch = Annotated[str | None, typer.Option(help="8x2048 (sequences x tokens) or 64x3x224x224 (images)")]
+Gpu = Annotated[str, typer.Option(help="the card to predict for")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="dtype=float32, optimizer=sgd, torch=2.11.0, step.recompute=true, step.autocast=bfloat16, ..."),
+]
+Json = Annotated[bool, typer.Option("--json", help="machine-readable figures on the standard output")]
+Report = Annotated[list[Path] | None, typer.Option(help="also write FILE.html, .png, .pdf or .json; may be repeated")]
+
+
+@app.command()
+def trace(
+    model: Model, batch: Batch = None, gpu: Gpu = "h200", set_: Set = None, json_: Json = False, report: Report = None
+) -> None:
+    """The predicted peak of a training step, by category and phase."""
+    with friendly_errors():
+        request = make_request(model, batch, gpu, set_ or [])
+        with progress("tracing") as on_progress:
+            result = request.run(on_progress)
+        if json_:
+            print(json.dumps(summarise(result), indent=2))
+        else:
+            OUT.print(trace_report(result))
+        write_reports(report or [], Section(trace=result), title=f"{result.model} on {result.target.card}")
+
+
+@app.command()
+def explain(
+    model: Model, batch: Batch = None, gpu: Gpu = "h200", set_: Set = None, json_: Json = False, report: Report = None
+) -> None:
+    """Why the peak is there, and what each technique would really save given the others."""
+    with friendly_errors():
+        run_explain(make_request(model, batch, gpu, set_ or []), as_json=json_, reports=report or [])
+
+
+@app.command()
+def demo(report: Annotated[Path, typer.Option(help="where the report goes")] = Path("lowtide-demo.html")) -> None:
+    """Predict a model for a card this machine does not have, then train a small GPT here and watch it."""
+    with friendly_errors():
+        run_demo(report)
+
+
+if __name__ == "__main__":
+    app()

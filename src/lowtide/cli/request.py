@@ -1,0 +1,84 @@
+"""TraceRequest: what a command is asked to trace, as data; every field can be set with `--set`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lowtide import config
+from lowtide.errors import UnknownNameError
+from lowtide.models import ModelSource, resolve_model
+from lowtide.tracing.settings import StepSettings
+from lowtide.tracing.step_trace import StepTrace
+from lowtide.tracing.trace import trace
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+    "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
+    "adafactor": torch.optim.Adafactor,
+    "rmsprop": torch.optim.RMSprop,
+    "adagrad": torch.optim.Adagrad,
+}
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceRequest:
+    """One step of one model on one card."""
+
+    model: str
+    """A built-in name, `hf:FOLDER_OR_CONFIG` or `package.module:factory`."""
+    batch: str | None = None
+    """`8x2048` (sequences x tokens) or `64x3x224x224` (images); the model's default where it is left out."""
+    gpu: str = "h200"
+    """The card to predict for."""
+    torch: str | None = None
+    """The torch version to predict for; the installed one where it is left out."""
+    dtype: str = "bfloat16"
+    """Type of the weights, and of everything computed from them without autocast: bfloat16, float16 or float32."""
+    optimizer: str = "adamw"
+    """adamw, adam, sgd, sgd-momentum, adafactor, rmsprop, adagrad, or none for forward and backward alone."""
+    step: StepSettings = field(default_factory=StepSettings)
+    """How the step is run."""
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZERS and self.optimizer != "none":
+            raise UnknownNameError("optimizer", self.optimizer, [*OPTIMIZERS, "none"])
+        if self.dtype not in DTYPES:
+            raise UnknownNameError("dtype", self.dtype, DTYPES)
+
+    def source(self) -> ModelSource:
+        """The model's source."""
+        return resolve_model(self.model)
+
+    def run(self, on_progress: Callable[[str], None]) -> StepTrace:
+        """Trace it."""
+        on_progress(f"building {self.model}")
+        source = self.source()
+        return trace(
+            source.build(DTYPES[self.dtype]),
+            self.make_batch(source),
+            optimizer=OPTIMIZERS.get(self.optimizer),
+            settings=self.step,
+            hardware=self.gpu,
+            torch_version=self.torch,
+            name=source.name,
+            on_progress=on_progress,
+        )
+
+    def make_batch(self, source: ModelSource) -> dict[str, torch.Tensor]:
+        """The batch, floating point inputs in the model's type."""
+        batch = source.make_batch(self.batch or source.default_batch)
+        dtype = DTYPES[self.dtype]
+        return {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()}
+
+
+def make_request(model: str, batch: str | None, gpu: str, overrides: list[str]) -> TraceRequest:
+    """The request of a command line: its flags, then its `--set` overrides on the same fields."""
+    return config.override(TraceRequest(model=model, batch=batch, gpu=gpu), overrides)
