@@ -10,6 +10,7 @@ made from records, never read back: what is between the markers is thrown away.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import sys
@@ -111,7 +112,7 @@ def percent(error: float) -> str:
 
 # The accuracy suite: predicted on a machine without a GPU, measured on the card
 
-_ACCURACY = ("accuracy", "lowtide.accuracy/1")
+_ACCURACY_SCHEMA = "lowtide.accuracy/1"
 _SIDES = ("allocated", "reserved")
 _CASE_TEXT = ("name", "family", "precision", "technique", "optimizer")
 _CASE_FIELDS = (
@@ -122,9 +123,8 @@ _CASE_FIELDS = (
 )
 
 
-def _cases(results: Path) -> tuple[Record, list[dict[str, object]]]:
-    folder, schema = _ACCURACY
-    record = newest(results / folder, schema)
+def _cases(results: Path, folder: str) -> tuple[Record, list[dict[str, object]]]:
+    record = newest(results / folder, _ACCURACY_SCHEMA)
     return record, record.rows("cases", _CASE_FIELDS)
 
 
@@ -149,9 +149,9 @@ def _phase_cell(case: dict[str, object]) -> str:
     return str(predicted) if predicted == measured else f"{predicted} (measured: {measured})"
 
 
-def accuracy(results: Path) -> str:
-    """Every case of the newest accuracy run."""
-    record, cases = _cases(results)
+def accuracy(results: Path, folder: str = "accuracy") -> str:
+    """Every case of the newest run of the suite, or of another folder of cases."""
+    record, cases = _cases(results, folder)
     header = ["case", "family", "precision", "technique", "optimizer", "peak in"]
     header += ["allocated GiB", "predicted GiB", "error", "reserved GiB", "predicted GiB", "error"]
     rows = [
@@ -165,9 +165,9 @@ def accuracy(results: Path) -> str:
     return table(header, rows, num_text=6) + f"\n\n{record.provenance}"
 
 
-def accuracy_summary(results: Path) -> str:
-    """How far the newest accuracy run is off: count, median, 95th percentile, worst."""
-    record, cases = _cases(results)
+def accuracy_summary(results: Path, folder: str = "accuracy") -> str:
+    """How far the newest run is off: count, median, 95th percentile, worst."""
+    record, cases = _cases(results, folder)
     rows = []
     for side in _SIDES:
         pairs = [(pair, str(case["name"])) for case in cases if (pair := _pair(case, side))]
@@ -203,6 +203,8 @@ def peak_memory(results: Path) -> str:
 RENDERERS: dict[str, Renderer] = {
     "accuracy": accuracy,
     "accuracy-summary": accuracy_summary,
+    "held-out": functools.partial(accuracy, folder="held_out"),
+    "held-out-summary": functools.partial(accuracy_summary, folder="held_out"),
     "peak-memory": peak_memory,
 }
 

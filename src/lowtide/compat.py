@@ -193,3 +193,77 @@ def restore_registrations(model: torch.nn.Module) -> None:
         flags = getattr(module, "_can_record_outputs", None)
         if flags:
             registry.setdefault(str(type(module)), flags)
+
+
+def operator_path(value: object) -> str | None:
+    """The dotted name below `torch` of an operator or an operator namespace, None for anything else.
+
+    They look like modules and cannot be pickled as such.
+    """
+    if isinstance(value, type(torch.ops)):
+        return "ops"
+    if isinstance(value, type(torch.ops.aten)):
+        return f"ops.{value.name}"
+    if isinstance(value, torch._ops.OpOverloadPacket | torch._ops.OpOverload):
+        return f"ops.{value}"
+    return None
+
+
+def operator_at(path: str) -> object:
+    """The operator or namespace that `operator_path` named."""
+    found: object = torch
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def post_accumulate_hooks(parameter: torch.Tensor) -> dict[int, Any]:
+    """The hooks that run when a parameter's gradient is complete, by number: the dictionary itself, {} without any."""
+    hooks: dict[int, Any] | None = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return {} if hooks is None else hooks
+
+
+def register_first_gradient_hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
+    """Run a hook when the parameter's gradient is complete, before those registered earlier; returns its handle."""
+    handle = parameter.register_post_accumulate_grad_hook(hook)
+    parameter._post_accumulate_grad_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+    return handle
+
+
+class MemoryProfile:
+    """A context that records every operator and every allocation of all threads that work for this one.
+
+    `roots` holds the profiler's event trees afterwards. The profiler sits below Python: it holds no tensor and makes
+    none, so autograd sums gradients in place as it would unwatched, which it does not under a dispatch mode.
+    """
+
+    def __init__(self) -> None:
+        self.roots: list[Any] = []
+        self._profile = torch.autograd.profiler.profile(use_kineto=True, record_shapes=True, profile_memory=True)
+
+    def __enter__(self) -> MemoryProfile:
+        self._profile.__enter__()
+        return self
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        self._profile.__exit__(kind, error, traceback)
+        if kind is None:
+            self.roots = self._profile.kineto_results.experimental_event_tree()
+
+
+def start_allocator_history(device: torch.device, max_entries: int) -> None:
+    """Let the CUDA allocator note each request with its Python stack; what it noted before is dropped."""
+    torch.cuda.memory._record_memory_history(
+        "all", context="alloc", stacks="python", max_entries=max_entries, device=device, clear_history=True
+    )
+
+
+def stop_allocator_history(device: torch.device) -> None:
+    """End what `start_allocator_history` began."""
+    torch.cuda.memory._record_memory_history(None, device=device)
+
+
+def allocator_history(device: torch.device) -> list[dict[str, Any]]:
+    """What the CUDA allocator noted, oldest first: `action`, `addr`, `size` as requested, and `frames`, innermost first."""
+    entries: list[dict[str, Any]] = torch.cuda.memory._snapshot(device)["device_traces"][device.index]
+    return entries

@@ -11,6 +11,7 @@ import torch
 from lowtide import config
 from lowtide.errors import UnknownNameError
 from lowtide.models import ModelSource, resolve_model
+from lowtide.models.deep_one_adafactor import DeepOneAdafactor
 from lowtide.tracing.settings import StepSettings
 from lowtide.tracing.step_trace import StepTrace
 from lowtide.tracing.trace import trace
@@ -23,6 +24,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adafactor": torch.optim.Adafactor,
     "rmsprop": torch.optim.RMSprop,
     "adagrad": torch.optim.Adagrad,
+    "deep-one-adafactor": DeepOneAdafactor,
 }
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -43,7 +45,7 @@ class TraceRequest:
     dtype: str = "bfloat16"
     """Type of the weights, and of everything computed from them without autocast: bfloat16, float16 or float32."""
     optimizer: str = "adamw"
-    """adamw, adam, sgd, sgd-momentum, adafactor, rmsprop, adagrad, or none for forward and backward alone."""
+    """adamw, adam, sgd, sgd-momentum, adafactor, rmsprop, adagrad, deep-one-adafactor, or none for forward and backward alone."""
     step: StepSettings = field(default_factory=StepSettings)
     """How the step is run."""
 

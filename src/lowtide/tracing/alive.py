@@ -30,14 +30,19 @@ class AliveGroup:
     bytes: int
 
 
-def group_alive(trace: StepTrace, event: int) -> list[AliveGroup]:
-    """All that is alive right after an event (-1: before the step), largest first; its bytes sum to the curve."""
+def group_alike(allocations: Iterable[Allocation]) -> list[list[Allocation]]:
+    """Sets of allocations that differ only in the numbers of their module path, in order of first appearance."""
     members: dict[tuple[object, ...], list[Allocation]] = {}
-    for allocation in trace.alive_at(event):
+    for allocation in allocations:
         pattern = _NUMBERED_PART.sub("*", allocation.module)
         key = (allocation.category, pattern, allocation.op, allocation.source, allocation.shape, allocation.dtype)
         members.setdefault(key, []).append(allocation)
-    groups = [_group(alike) for alike in members.values()]
+    return list(members.values())
+
+
+def group_alive(trace: StepTrace, event: int) -> list[AliveGroup]:
+    """All that is alive right after an event (-1: before the step), largest first; its bytes sum to the curve."""
+    groups = [describe(alike) for alike in group_alike(trace.alive_at(event))]
     return sorted(groups, key=lambda group: (-group.bytes, group.module, group.op))
 
 
@@ -46,7 +51,8 @@ def largest_alive(trace: StepTrace, event: int, limit: int) -> list[Allocation]:
     return sorted(trace.alive_at(event), key=lambda allocation: -allocation.bytes)[:limit]
 
 
-def _group(alike: list[Allocation]) -> AliveGroup:
+def describe(alike: list[Allocation]) -> AliveGroup:
+    """One line for allocations that are alike, as `group_alike` gives them."""
     first = alike[0]
     return AliveGroup(
         category=first.category,

@@ -1,26 +1,26 @@
-"""Turn a recorder's log into a StepTrace: replay the allocator over the whole history, keep the last step, name categories."""
+"""Turn a recorder's log into a StepTrace: keep the last step, with the memory it took, and name categories."""
 
 from __future__ import annotations
 
-from lowtide.tracing.allocator import AllocatorSettings, CachingAllocator
+from lowtide.tracing.memory_log import MemoryLog
 from lowtide.tracing.recorder import Life, Recorder
 from lowtide.tracing.step_trace import Allocation, Category, Event, Op, Phase, StepTrace, Target
 
 
 def assemble(
     recorder: Recorder,
+    memory: MemoryLog,
     *,
+    origin: str,
     first_event: int,
     first_op: int,
     model: str,
     settings: dict[str, object],
     num_parameters: int,
     target: Target,
-    allocator: AllocatorSettings,
     notes: tuple[str, ...],
 ) -> StepTrace:
     """The trace of what was logged from `first_event` on; what came before made the state the step starts from."""
-    replayed = _replay(recorder, allocator)
     backward_starts = [
         index
         for index in range(first_event, len(recorder.log))
@@ -36,7 +36,7 @@ def assemble(
     allocations = tuple(
         Allocation(
             requested_bytes=life.requested_bytes,
-            bytes=replayed.block_bytes[life.number],
+            bytes=memory.block_bytes[life.number],
             category=_category(life, backward_starts),
             module=life.module,
             op=life.op,
@@ -56,8 +56,8 @@ def assemble(
             is_free=entry < 0,
             op=max(recorder.log_ops[index] - first_op, 0),
             phase=recorder.log_phases[index] or Phase.FORWARD,
-            allocated_bytes=replayed.allocated[index],
-            reserved_bytes=replayed.reserved[index],
+            allocated_bytes=memory.allocated[index],
+            reserved_bytes=memory.reserved[index],
         )
         for index, entry in enumerate(recorder.log)
         if index >= first_event
@@ -74,41 +74,17 @@ def assemble(
     )
     return StepTrace(
         model=model,
-        origin="predicted",
+        origin=origin,
         target=target,
         settings=settings,
         num_parameters=num_parameters,
-        start_allocated_bytes=replayed.allocated[first_event - 1] if first_event else 0,
-        start_reserved_bytes=replayed.reserved[first_event - 1] if first_event else 0,
+        start_allocated_bytes=memory.allocated[first_event - 1] if first_event else 0,
+        start_reserved_bytes=memory.reserved[first_event - 1] if first_event else 0,
         ops=ops,
         allocations=allocations,
         events=events,
         notes=notes,
     )
-
-
-class _Replay:
-    """Allocated and reserved bytes after each event of a log, and each life's block."""
-
-    def __init__(self) -> None:
-        self.allocated: list[int] = []
-        self.reserved: list[int] = []
-        self.block_bytes: dict[int, int] = {}
-
-
-def _replay(recorder: Recorder, settings: AllocatorSettings) -> _Replay:
-    allocator = CachingAllocator(settings)
-    handles: dict[int, int] = {}
-    result = _Replay()
-    for entry in recorder.log:
-        if entry >= 0:
-            handle = handles[entry] = allocator.malloc(recorder.lives[entry].requested_bytes)
-            result.block_bytes[entry] = allocator.block_bytes(handle)
-        else:
-            allocator.free(handles.pop(~entry))
-        result.allocated.append(allocator.allocated_bytes)
-        result.reserved.append(allocator.reserved_bytes)
-    return result
 
 
 def _category(life: Life, backward_starts: list[int]) -> Category:

@@ -127,12 +127,12 @@ class Recorder:
         """The module and the source line the running operator belongs to."""
         stack = self._stack
         if self.phase is Phase.UPDATE:
-            return self.updater, self._line() if self.is_detailed else ""
+            return self.updater, self.line() if self.is_detailed else ""
         if self.phase is Phase.BACKWARD and not stack:
             node = compat.current_node_number()
             if node is not None:
                 return self._nodes.get(node, (self.root, ""))
-        place = (stack[-1] if stack else self.root), self._line() if self.is_detailed else ""
+        place = (stack[-1] if stack else self.root), self.line() if self.is_detailed else ""
         if self.phase is not None:
             # The node of this operator was numbered just before the operator was dispatched.
             # An operator without a node of its own finds its predecessor's number there: the first one to claim it is right.
@@ -148,8 +148,9 @@ class Recorder:
             frame = frame.f_back
         return True
 
-    def _line(self) -> str:
-        frame: FrameType | None = sys._getframe(4)
+    def line(self) -> str:
+        """`file.py:line` of the innermost frame that is neither torch's nor the tracer's; "" where there is none."""
+        frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             name = frame.f_code.co_filename
             if not name.startswith(_SKIPPED):

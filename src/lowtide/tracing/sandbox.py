@@ -49,7 +49,9 @@ class Sandbox:
                     if kind == "result":
                         result: StepTrace = content
                         return result
-                    if kind == "error":
+                    if kind == "fatal":
+                        self.close()
+                    if kind in ("error", "fatal"):
                         raise content
                     if on_progress is not None:
                         on_progress(content)

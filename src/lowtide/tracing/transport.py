@@ -16,6 +16,9 @@ import cloudpickle
 import torch
 from torch import Tensor
 
+from lowtide import compat
+from lowtide.errors import TraceError
+
 MAX_VALUE_ELEMENTS = 2**22
 """Integer and boolean tensors up to this size travel with their values: ids, masks, positions."""
 MAX_FLOAT_ELEMENTS = 4096
@@ -44,6 +47,10 @@ class _Packer(cloudpickle.CloudPickler):  # type: ignore[misc]
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.tensors: dict[int, Tensor] = {}
+
+    def reducer_override(self, obj: Any) -> Any:
+        found = compat.operator_path(obj)
+        return super().reducer_override(obj) if found is None else (compat.operator_at, (found,))
 
     def persistent_id(self, obj: Any) -> TensorCard | None:
         if not isinstance(obj, Tensor):
@@ -79,7 +86,13 @@ def pack(payload: Any) -> bytes:
     """The payload as bytes: no more than some kilobytes per layer, whatever the model's size."""
     file = io.BytesIO()
     packer = _Packer(file)
-    packer.dump(payload)
+    try:
+        packer.dump(payload)
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        raise TraceError(
+            f"the model, the batch, the optimizer or the loss cannot be sent to the tracing subprocess: {error}. Keep open "
+            "files, locks, loaders and the like out of them (as arguments of the loop, not attributes of the model)."
+        ) from error
     hooks = [
         (tensor, tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
         for tensor in list(packer.tensors.values())

@@ -6,6 +6,7 @@ failing backward on ghosts can abort it: both are reasons for it to be a process
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import struct
@@ -51,6 +52,12 @@ def _portable(error: BaseException) -> BaseException:
     return error
 
 
+def _end(answers: IO[bytes], error: BaseException) -> None:
+    """Answer with an error that would abort the process, then end it before it does."""
+    send(answers, ("fatal", _portable(error)))
+    os._exit(1)
+
+
 def main() -> None:
     """Serve jobs until the input ends."""
     answers = os.fdopen(os.dup(1), "wb")
@@ -70,7 +77,7 @@ def main() -> None:
             sys.path[:] = [*paths, *(path for path in sys.path if path not in paths)]
             os.chdir(folder)
             job = pickle.loads(job_data)
-            result = predict(job, lambda text: send(answers, ("progress", text)))
+            result = predict(job, lambda text: send(answers, ("progress", text)), functools.partial(_end, answers))
             send(answers, ("result", result))
         except BaseException as error:  # everything reaches the caller
             send(answers, ("error", _portable(error)))

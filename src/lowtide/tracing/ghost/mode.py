@@ -6,7 +6,8 @@ they are known, extra memory of the CUDA libraries from `costs`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -56,6 +57,8 @@ class GhostMode(compat.TorchDispatchMode):
         self.notes: dict[str, None] = {}
         """Assumptions made on the way, each once, in order."""
         self.sole_owner_count: int | None = None
+        self.on_fatal: Callable[[BaseException], None] | None = None
+        """Is told of an error in autograd's own thread: raised there it would abort the process (see `_fail`)."""
         self._lives: dict[int, Life] = {}
 
     # -- making ghosts -----------------------------------------------------------------------------------------------
@@ -83,7 +86,22 @@ class GhostMode(compat.TorchDispatchMode):
     # -- dispatch ----------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        try:
+            return self._dispatch(func, args, kwargs or {})
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell of an error at once where raising it would lose it.
+
+        Torch restores the current device while an exception passes through autograd's thread, through a Python guard that
+        must not fail and does, since the exception is still set: the process is aborted without a word of the cause.
+        """
+        if self.on_fatal is not None and threading.current_thread() is not threading.main_thread():
+            self.on_fatal(error)
+
+    def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         ghosts: list[Ghost] = []
         _collect(args, ghosts)
         if kwargs:
@@ -198,6 +216,8 @@ class GhostMode(compat.TorchDispatchMode):
         for owner, nbytes in self.costs.lasting(op, args):
             life = self.recorder.allocate(nbytes, (nbytes,), "uint8", category=Category.WORKSPACE)
             life.module, life.op = owner, "workspace"
+        # The rules see the meta tensors: they may ask for views and layouts without being recorded.
+        args, kwargs, out = _to_meta(args), {key: _to_meta(value) for key, value in kwargs.items()}, _to_meta(out)
         for stage in self.costs.passing(op, args, out):
             scratch = [
                 self.recorder.allocate(nbytes, (nbytes,), "uint8", category=Category.WORKSPACE)
@@ -241,12 +261,16 @@ class GhostMode(compat.TorchDispatchMode):
                 known_indices = _to_known(args[1])
                 if known_indices is not None:
                     return self._index_by_mask(func, op, args, kwargs, known_indices)
+            if op.name == "aten.masked_select" and (mask := _to_known(args[1])) is not None:
+                # How many are selected is known, though not which values.
+                count = int(mask.get().expand(torch.broadcast_shapes(args[0].shape, args[1].shape)).sum())
+                return self._ghost(torch.empty(count, dtype=args[0].dtype, device=META), None, on_device=True)
             if op.name == "aten._local_scalar_dense" and self.recorder.phase is Phase.UPDATE:
                 # Adafactor scales by the norm of the weights: a number that changes no shape and no lifetime.
                 self.notes["numbers that the optimizer reads back from the card were taken to be 1"] = None
                 return 1.0
             module = self.recorder.op_modules[-1]
-            source = self.recorder.op_sources[-1]
+            source = self.recorder.op_sources[-1] or self.recorder.line()
             raise ValueReadError(
                 f"{op.name} reads the values of a tensor in {module!r}{f' ({source})' if source else ''}, and they depend on "
                 "weights or chance, which a prediction does not have. Use lowtide.observe on a machine with a GPU, or "

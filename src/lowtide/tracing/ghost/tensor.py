@@ -57,6 +57,14 @@ class Ghost(Tensor):
         """How to compute the values, or None where they are not known (any more)."""
         return self.known if self.known_version == self.life.version else None
 
+    def tolist(self) -> Any:
+        """The values as lists; torch refuses this for every subclass, known values or not."""
+        known = self.value()
+        if known is None:
+            self.flatten()[0].item()  # the mode raises, and says where
+        assert known is not None
+        return known.get().tolist()
+
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"Ghost({list(self.shape)}, {self.dtype}, {self.device})"
 
