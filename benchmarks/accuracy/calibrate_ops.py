@@ -162,6 +162,8 @@ def others() -> list[Any]:
                 g = torch.randn_like(x)
                 w = rand(c, dtype=dtype)
                 tag = f"{n} {c} {s} {dtype} {layout}"
+                if layout is torch.channels_last:
+                    continue
                 out = aten.native_group_norm(x, w, w, n, c, s * s, 8, 1e-5)
                 add(f"group_norm {tag}", lambda: aten.native_group_norm(x, w, w, n, c, s * s, 8, 1e-5))
                 add(f"group_norm_backward {tag}",
@@ -212,6 +214,32 @@ def others() -> list[Any]:
     return rows
 
 
+def recurrent() -> list[Any]:
+    """cuDNN's recurrent layers: what the forward keeps and needs, and what the backward needs."""
+    rows = []
+    grid = itertools.product(
+        ("LSTM", "GRU", "RNN"), (1, 2, 3), (256, 512, 1024), (8, 32), (64, 256), (False, True), (0.0, 0.1), (torch.float32, torch.bfloat16)
+    )
+    for kind, layers, width, batch, length, both_ways, dropout, dtype in grid:
+        if (both_ways and dropout) or (dropout and layers == 1):
+            continue
+        try:
+            module = getattr(torch.nn, kind)(width, width, layers, batch_first=True, dropout=dropout, bidirectional=both_ways)
+            module = module.cuda().to(dtype)
+            module.flatten_parameters()
+            inputs = torch.randn(batch, length, width, device="cuda", dtype=dtype, requires_grad=True)
+            out = module(inputs)[0]
+            forward = cost(lambda: module(inputs)[0])
+            gradient = torch.randn_like(out)
+            wanted = [inputs, *module.parameters()]
+            backward = cost(lambda: torch.autograd.grad(out, wanted, gradient, retain_graph=True))
+            sizes = [p.numel() for p in module.parameters()]
+            rows.append([kind, layers, width, batch, length, both_ways, dropout, str(dtype), forward, backward, sum(sizes)])
+        except Exception as error:
+            rows.append([kind, layers, width, batch, length, both_ways, dropout, str(dtype), f"{type(error).__name__}: {error}"[:200]])
+    return rows
+
+
 def forked(call: Callable[[], Any]) -> Any:
     """The result of a call made in a process of its own, so that nothing is warm."""
     with tempfile.NamedTemporaryFile() as file:
@@ -231,7 +259,7 @@ def forked(call: Callable[[], Any]) -> Any:
 
 if __name__ == "__main__":
     result = {}
-    for call in (workspaces, only_addmm, others, convolutions):
+    for call in (workspaces, only_addmm, others, recurrent, convolutions):
         result[call.__name__] = forked(call)
         print(call.__name__, "done", flush=True)
     with open(sys.argv[1], "w") as file:

@@ -12,6 +12,7 @@ from lowtide import config
 from lowtide.errors import UnknownNameError
 from lowtide.models import ModelSource, resolve_model
 from lowtide.models.deep_one_adafactor import DeepOneAdafactor
+from lowtide.tracing.sandbox import shared_sandbox
 from lowtide.tracing.settings import StepSettings
 from lowtide.tracing.step_trace import StepTrace
 from lowtide.tracing.trace import trace
@@ -61,6 +62,7 @@ class TraceRequest:
 
     def run(self, on_progress: Callable[[str], None]) -> StepTrace:
         """Trace it."""
+        shared_sandbox().warm()
         on_progress(f"building {self.model}")
         source = self.source()
         return trace(

@@ -100,10 +100,9 @@ def explain(trace: StepTrace) -> Explanation:
 
 
 def _headline(trace: StepTrace) -> str:
-    cause = instant_of(trace, decisive_event(trace))
-    at = ", ".join(part for part in (cause.module, cause.source) if part)
-    place = where(trace, trace.peak_event) + (f" ({at})" if at else "")
-    return f"The peak of {format_bytes(trace.peak_bytes)} is {place}: {_main_load(trace)}."
+    cause, place = instant_of(trace, decisive_event(trace)), where(trace, trace.peak_event)
+    at = ", ".join(part for part in (cause.module, cause.source) if part and not place.endswith(part))
+    return f"The peak of {format_bytes(trace.peak_bytes)} is {place}{f' ({at})' if at else ''}: {_main_load(trace)}."
 
 
 def _main_load(trace: StepTrace) -> str:
@@ -137,7 +136,7 @@ def _composition(explanation: Explanation) -> str:
     parts = [
         f"{category.value} {format_bytes(size)} ({size / whole:.0%})"
         for category, size in sorted(explanation.at_peak.items(), key=lambda item: -item[1])
-        if size
+        if size >= whole / 200
     ]
     sentence = f"Alive there: {', '.join(parts)}"
     if explanation.alive:
@@ -151,12 +150,11 @@ def _composition(explanation: Explanation) -> str:
 def _idleness(explanation: Explanation) -> str:
     kind = explanation.idle[0]
     times = f" x{kind.count}" if kind.count > 1 else ""
-    waits = (
-        f"{format_seconds(kind.idle_s)} ({kind.idle_share:.0%} of the step)"
-        if explanation.is_timed
-        else f"{kind.idle_share:.0%} of the step"
-    )
+    label = f"{kind.module or '(outside the model)'} {kind.op}{times}"
+    waits = f"{kind.idle_share:.1%} of the step"
+    if explanation.is_timed:
+        waits = f"{format_seconds(kind.idle_s)} ({waits})"
     return (
-        f"Most idle is {kind.module or '(outside the model)'} {kind.op}{times} ({kind.category.value}, {format_bytes(kind.bytes)}): "
-        f"each lies unused for {waits}, mostly until the {kind.next_phase.value}."
+        f"Most idle is {label} ({kind.category.value}, {format_bytes(kind.bytes)}): each lies unused for {waits}, "
+        f"mostly until the {kind.next_phase.value}."
     )

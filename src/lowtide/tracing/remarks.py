@@ -1,4 +1,4 @@
-"""What stands out at the peak, one sentence each: copies of the logits, copies of the update, attention scores, unused memory."""
+"""What stands out at the peak, one sentence each: copies of the logits or of the update, attention scores, unused memory."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def _logits(trace: StepTrace) -> str | None:
     if copies is None or copies.count < 2 or copies.bytes < NOTABLE_SHARE * trace.peak_bytes:
         return None
     return (
-        f"{copies.number.capitalize()} tensors of the logits' size {list(copies.shape)} are alive at the peak "
-        f"({_share(trace, copies.bytes)}); a loss computed in chunks would hold a part of one."
+        f"{copies.number.capitalize()} tensors have the size of the logits {list(copies.shape)} at the peak "
+        f"({_share(trace, copies.bytes)}): the loss is computed over all positions at once."
     )
 
 
@@ -94,8 +94,8 @@ def _foreach(trace: StepTrace) -> str | None:
     if copies is None or copies.bytes < NOTABLE_SHARE * trace.peak_bytes:
         return None
     return (
-        f"The foreach update holds {copies.number} temporary tensors at the peak ({_share(trace, copies.bytes)}), because it "
-        "updates all parameters in one go; a fused or a for-loop step does not."
+        f"The foreach update holds {copies.number} temporary tensors at the peak ({_share(trace, copies.bytes)}), "
+        "because it updates all parameters in one go; a fused or a for-loop step does not."
     )
 
 
@@ -112,6 +112,6 @@ def _unused(trace: StepTrace) -> str | None:
     if unused < NOTABLE_SHARE * trace.peak_reserved_bytes:
         return None
     return (
-        f"The allocator reserves {format_bytes(trace.peak_reserved_bytes)}, {format_bytes(unused)} more than is ever in use: "
-        "blocks cached or split in sizes that no later request fits."
+        f"The allocator reserves {format_bytes(trace.peak_reserved_bytes)}, {format_bytes(unused)} more than is ever in "
+        "use: blocks cached or split in sizes that no later request fits."
     )

@@ -61,6 +61,11 @@ class Sandbox:
                 self.close()  # the answer to an abandoned question must not be taken for the next one's
                 raise
 
+    def warm(self) -> None:
+        """Start the subprocess now, so that it imports torch while the caller builds a model."""
+        with self._lock:
+            self._started()
+
     def close(self) -> None:
         """End the subprocess, if there is one."""
         process, self._process = self._process, None
