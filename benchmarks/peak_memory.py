@@ -52,7 +52,10 @@ def main() -> None:
     for name, (published, bf16, recompute, fused) in ROWS.items():
         result = trace(bf16, recompute, fused)
         error = result.peak_bytes / 2**30 / published - 1
-        print(f"{name:28s} published {published:7.3f} predicted {result.peak_bytes / 2**30:7.3f} ({error:+.2%}) {result.peak_phase}", flush=True)
+        print(
+            f"{name:28s} published {published:7.3f} predicted {result.peak_bytes / 2**30:7.3f} ({error:+.2%}) {result.peak_phase}",
+            flush=True,
+        )
         rows.append(
             {
                 "name": name,

@@ -14,6 +14,7 @@ import pickle
 import sys
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -215,16 +216,25 @@ def others() -> list[Any]:
 
 
 def recurrent() -> list[Any]:
-    """cuDNN's recurrent layers: what the forward keeps and needs, and what the backward needs."""
+    """CuDNN's recurrent layers: what the forward keeps and needs, and what the backward needs."""
     rows = []
     grid = itertools.product(
-        ("LSTM", "GRU", "RNN"), (1, 2, 3), (256, 512, 1024), (8, 32), (64, 256), (False, True), (0.0, 0.1), (torch.float32, torch.bfloat16)
+        ("LSTM", "GRU", "RNN"),
+        (1, 2, 3),
+        (256, 512, 1024),
+        (8, 32),
+        (64, 256),
+        (False, True),
+        (0.0, 0.1),
+        (torch.float32, torch.bfloat16),
     )
     for kind, layers, width, batch, length, both_ways, dropout, dtype in grid:
         if (both_ways and dropout) or (dropout and layers == 1):
             continue
         try:
-            module = getattr(torch.nn, kind)(width, width, layers, batch_first=True, dropout=dropout, bidirectional=both_ways)
+            module = getattr(torch.nn, kind)(
+                width, width, layers, batch_first=True, dropout=dropout, bidirectional=both_ways
+            )
             module = module.cuda().to(dtype)
             module.flatten_parameters()
             inputs = torch.randn(batch, length, width, device="cuda", dtype=dtype, requires_grad=True)
@@ -234,9 +244,23 @@ def recurrent() -> list[Any]:
             wanted = [inputs, *module.parameters()]
             backward = cost(lambda: torch.autograd.grad(out, wanted, gradient, retain_graph=True))
             sizes = [p.numel() for p in module.parameters()]
-            rows.append([kind, layers, width, batch, length, both_ways, dropout, str(dtype), forward, backward, sum(sizes)])
+            rows.append(
+                [kind, layers, width, batch, length, both_ways, dropout, str(dtype), forward, backward, sum(sizes)]
+            )
         except Exception as error:
-            rows.append([kind, layers, width, batch, length, both_ways, dropout, str(dtype), f"{type(error).__name__}: {error}"[:200]])
+            rows.append(
+                [
+                    kind,
+                    layers,
+                    width,
+                    batch,
+                    length,
+                    both_ways,
+                    dropout,
+                    str(dtype),
+                    f"{type(error).__name__}: {error}"[:200],
+                ]
+            )
     return rows
 
 
@@ -249,11 +273,11 @@ def forked(call: Callable[[], Any]) -> Any:
                 result = call()
             except Exception as error:
                 result = {"error": f"{type(error).__name__}: {error}"}
-            with open(file.name, "wb") as out:
+            with Path(file.name).open("wb") as out:
                 pickle.dump(result, out)
             os._exit(0)
         os.waitpid(pid, 0)
-        with open(file.name, "rb") as source:
+        with Path(file.name).open("rb") as source:
             return pickle.load(source)
 
 
@@ -262,5 +286,4 @@ if __name__ == "__main__":
     for call in (workspaces, only_addmm, others, recurrent, convolutions):
         result[call.__name__] = forked(call)
         print(call.__name__, "done", flush=True)
-    with open(sys.argv[1], "w") as file:
-        json.dump(result, file)
+        Path(sys.argv[1]).write_text(json.dumps(result))  # after each part: a run that is cut short keeps what it has

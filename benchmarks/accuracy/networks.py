@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import torch
@@ -48,10 +49,8 @@ class UNet(nn.Module):
         super().__init__()
         widths = [channels * 2**level for level in range(depth + 1)]
         self.stem = DoubleConv(3, widths[0])
-        self.down = nn.ModuleList(DoubleConv(a, b) for a, b in zip(widths, widths[1:], strict=False))
-        self.lift = nn.ModuleList(
-            nn.ConvTranspose2d(b, a, 2, stride=2) for a, b in zip(widths, widths[1:], strict=False)
-        )
+        self.down = nn.ModuleList(DoubleConv(a, b) for a, b in itertools.pairwise(widths))
+        self.lift = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, stride=2) for a, b in itertools.pairwise(widths))
         self.up = nn.ModuleList(DoubleConv(2 * a, a) for a in widths[:-1])
         self.head = nn.Conv2d(widths[0], classes, 1)
 

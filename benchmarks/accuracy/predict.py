@@ -65,7 +65,11 @@ def row(case: Case, measured: dict[str, Any], torch_version: str) -> dict[str, A
     try:
         trace = predict(case, torch_version)
     except lowtide.errors.LowtideError as error:
-        predicted = {"predicted_allocated_bytes": None, "predicted_reserved_bytes": None, "predicted_peak_phase": str(error)}
+        predicted = {
+            "predicted_allocated_bytes": None,
+            "predicted_reserved_bytes": None,
+            "predicted_peak_phase": str(error),
+        }
     else:
         phase = trace.peak_phase
         predicted = {
@@ -74,7 +78,8 @@ def row(case: Case, measured: dict[str, Any], torch_version: str) -> dict[str, A
             # The harness measures forward and loss together.
             "predicted_peak_phase": str(Phase.FORWARD if phase is Phase.LOSS else phase),
             "predicted_phase_peaks": {str(p): b for p, b in trace.phase_peaks().items()},
-            "named_share": sum(a.bytes for a in trace.alive_at(trace.peak_event) if a.module and a.op) / trace.peak_bytes,
+            "named_share": sum(a.bytes for a in trace.alive_at(trace.peak_event) if a.module and a.op)
+            / trace.peak_bytes,
         }
     peaks = measured["peaks"]
     return {
@@ -104,7 +109,9 @@ def main() -> None:
         if last["predicted_allocated_bytes"] is None:
             print(f"[{number}/{len(cases)}] {case.name}: {last['predicted_peak_phase']}", flush=True)
             continue
-        errors = [last[f"predicted_{side}_bytes"] / last[f"measured_{side}_bytes"] - 1 for side in ("allocated", "reserved")]
+        errors = [
+            last[f"predicted_{side}_bytes"] / last[f"measured_{side}_bytes"] - 1 for side in ("allocated", "reserved")
+        ]
         print(f"[{number}/{len(cases)}] {case.name}: allocated {errors[0]:+.2%}, reserved {errors[1]:+.2%}", flush=True)
     git = ["git", "-C", str(RESULTS), "describe", "--always", "--dirty"]
     commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()

@@ -32,7 +32,10 @@ def main() -> None:
             if facts["predicted_allocated_bytes"] is None:
                 print(case.name, "failed:", facts["predicted_peak_phase"])
                 continue
-            errors = [facts[f"predicted_{side}_bytes"] / facts[f"measured_{side}_bytes"] - 1 for side in ("allocated", "reserved")]
+            errors = [
+                facts[f"predicted_{side}_bytes"] / facts[f"measured_{side}_bytes"] - 1
+                for side in ("allocated", "reserved")
+            ]
             print(f"{case.name}: allocated {errors[0]:+.2%}, reserved {errors[1]:+.2%}", flush=True)
 
 

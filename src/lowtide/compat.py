@@ -115,14 +115,14 @@ def next_node_number() -> int:
 
 def current_node_number() -> int | None:
     """The sequence number of the autograd node that runs in this thread, None outside of any."""
-    node = torch._C._current_autograd_node()
-    return None if node is None else node._sequence_nr()
+    node: Any = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())
 
 
 def reference_count(tensor: torch.Tensor) -> int:
     """How many C++ owners a tensor has, its Python object included."""
-    count: int = tensor._use_count()
-    return count
+    counted: Any = tensor
+    return int(counted._use_count())
 
 
 def num_storage_owners(tensor: torch.Tensor) -> int:
@@ -140,7 +140,8 @@ def find_overload(name: str) -> object | None:
 
 def without_autocast() -> contextlib.AbstractContextManager[None]:
     """Run without the spare backend's autocast rules, inside one of them."""
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+    every_key: Any = torch._C.DispatchKey
+    keys = torch._C.DispatchKeySet(every_key.AutocastPrivateUse1)
     guard: contextlib.AbstractContextManager[None] = torch._C._ExcludeDispatchKeyGuard(keys)
     return guard
 
@@ -226,7 +227,10 @@ def post_accumulate_hooks(parameter: torch.Tensor) -> dict[int, Any]:
 def register_first_gradient_hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
     """Run a hook when the parameter's gradient is complete, before those registered earlier; returns its handle."""
     handle = parameter.register_post_accumulate_grad_hook(hook)
-    parameter._post_accumulate_grad_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+    hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks
+    # Autograd walks the dictionary itself, whose order `move_to_end` of an OrderedDict does not change.
+    for number in [number for number in hooks if number != handle.id]:
+        hooks[number] = hooks.pop(number)
     return handle
 
 
@@ -247,8 +251,13 @@ class MemoryProfile:
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         self._profile.__exit__(kind, error, traceback)
-        if kind is None:
+        if kind is None and self._profile.kineto_results is not None:
             self.roots = self._profile.kineto_results.experimental_event_tree()
+
+
+def is_profiling() -> bool:
+    """Whether a torch profiler watches this thread: torch has room for one."""
+    return bool(torch._C._autograd._profiler_enabled())
 
 
 def start_allocator_history(device: torch.device, max_entries: int) -> None:
@@ -264,6 +273,31 @@ def stop_allocator_history(device: torch.device) -> None:
 
 
 def allocator_history(device: torch.device) -> list[dict[str, Any]]:
-    """What the CUDA allocator noted, oldest first: `action`, `addr`, `size` as requested, and `frames`, innermost first."""
+    """What the CUDA allocator noted, oldest first.
+
+    Each entry has `action`, `addr`, `size` (as requested) and, for an allocation, `frames`, the innermost first.
+    """
     entries: list[dict[str, Any]] = torch.cuda.memory._snapshot(device)["device_traces"][device.index]
     return entries
+
+
+def tensor_hooks(tensor: torch.Tensor) -> list[Callable[..., object]]:
+    """The hooks that run when a tensor's gradient is computed or accumulated."""
+    hooks: list[Callable[..., object]] = list((tensor._backward_hooks or {}).values())
+    hooks += (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values()
+    return hooks
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Whether what autograd saves at this moment goes through `saved_tensors_hooks` (offloading, checkpointing)."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def allocator_segments() -> list[dict[str, Any]]:
+    """The CUDA allocator's segments, each with its `blocks` in order of address."""
+    segments: list[dict[str, Any]] = torch.cuda.memory_snapshot()
+    return segments
+
+
+ENGINE_FUNCTION = "_engine_run_backward"
+"""The Python function that enters autograd's engine: under it, until the next Python frame, everything is C++."""

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from lowtide.planning.what_if_row import WhatIfRow
-from lowtide.report.facts import Difference, Fit, differences, fit_of, saving
+from lowtide.report.facts import Fit, differences, fit_of, saving
+from lowtide.tracing.compare import Difference
 from lowtide.tracing.instant import instant_of
 from lowtide.tracing.step_trace import Category, Phase
 from lowtide.units import GiB, MiB

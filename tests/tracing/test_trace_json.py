@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.tracing.samples import tiny_trace, transformer_trace
 
 from lowtide.errors import BadRecordError
 from lowtide.tracing.step_trace import Allocation, Category, Event, Op, Phase, StepTrace, Target
 from lowtide.tracing.trace_json import load_trace, save_trace, trace_from_dict, trace_to_dict
+from tests.tracing.samples import tiny_trace, transformer_trace
 
 TEXT = st.text(max_size=6)
 SIZE = st.integers(0, 2**62)

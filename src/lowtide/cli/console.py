@@ -48,7 +48,9 @@ def write_reports(paths: list[Path], section: Section, title: str) -> None:
     for path in paths:
         name = path.name.lower()
         if not name.endswith(REPORT_SUFFIXES):
-            raise ConfigError(f"cannot write a report to {str(path)!r}: use one of {', '.join(REPORT_SUFFIXES)}", key="report")
+            raise ConfigError(
+                f"cannot write a report to {str(path)!r}: use one of {', '.join(REPORT_SUFFIXES)}", key="report"
+            )
         path.parent.mkdir(parents=True, exist_ok=True)
         if name.endswith(".html"):
             path.write_text(render_page([section], title=title), encoding="utf-8")

@@ -1,7 +1,7 @@
 """`lowtide demo`: the main job on what this machine has.
 
-Predicts a large model for a card the machine does not have and explains its peak; then trains a small GPT here, really, while observing
-it; writes one report with both.
+Predicts a large model for a card the machine does not have and explains its peak; then trains a small GPT here, really,
+while observing it; writes one report with both.
 """
 
 from __future__ import annotations
@@ -50,7 +50,11 @@ def _train_small() -> tuple[StepTrace, StepTrace, list[float]]:
     batch = {key: value.to(device) for key, value in source.make_batch(SMALL_BATCH).items()}
     with progress(f"predicting {SMALL}") as on_progress:
         predicted = trace(
-            source.build(torch.float32), source.make_batch(SMALL_BATCH), optimizer=torch.optim.AdamW, name=SMALL, on_progress=on_progress
+            source.build(torch.float32),
+            source.make_batch(SMALL_BATCH),
+            optimizer=torch.optim.AdamW,
+            name=SMALL,
+            on_progress=on_progress,
         )
     torch.manual_seed(0)
     model = source.build(torch.float32).to_empty(device=device)

@@ -24,12 +24,16 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Model = Annotated[str, typer.Argument(help="a built-in name (llama-8b), hf:FOLDER_OR_CONFIG, or package.module:factory")]
+Model = Annotated[
+    str, typer.Argument(help="a built-in name (llama-8b), hf:FOLDER_OR_CONFIG, or package.module:factory")
+]
 Batch = Annotated[str | None, typer.Option(help="8x2048 (sequences x tokens) or 64x3x224x224 (images)")]
 Gpu = Annotated[str, typer.Option(help="the card to predict for")]
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", help="dtype=float32, optimizer=sgd, torch=2.11.0, step.recompute=true, step.autocast=bfloat16, ..."),
+    typer.Option(
+        "--set", help="dtype=float32, optimizer=sgd, torch=2.11.0, step.recompute=true, step.autocast=bfloat16, ..."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="machine-readable figures on the standard output")]
 Report = Annotated[list[Path] | None, typer.Option(help="also write FILE.html, .png, .pdf or .json; may be repeated")]

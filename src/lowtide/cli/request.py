@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lowtide import config
 from lowtide.errors import UnknownNameError
@@ -76,7 +77,7 @@ class TraceRequest:
             on_progress=on_progress,
         )
 
-    def make_batch(self, source: ModelSource) -> dict[str, torch.Tensor]:
+    def make_batch(self, source: ModelSource) -> dict[str, Tensor]:
         """The batch, floating point inputs in the model's type."""
         batch = source.make_batch(self.batch or source.default_batch)
         dtype = DTYPES[self.dtype]

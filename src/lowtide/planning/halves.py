@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def batch_size(batch: Any) -> int | None:
-    """The first dimension that all tensors of a batch share, those of size 1 (which are broadcast) aside; None if none."""
+    """The first dimension that all tensors of a batch share, apart from those of size 1; None if they share none."""
     sizes = {tensor.shape[0] for tensor in _tensors(batch) if tensor.dim()}
     if len(sizes) > 1:
         sizes.discard(1)
@@ -22,7 +22,8 @@ def half_of(batch: Any) -> Any:
     Copies, because a view would bring the storage of the whole batch along.
     """
     size = batch_size(batch)
-    assert size is not None and size % 2 == 0, "ask batch_size first"
+    assert size is not None, "ask batch_size first"
+    assert size % 2 == 0, f"{size} has no half"
     return _map(
         batch, lambda tensor: tensor[: size // 2].clone() if tensor.dim() and tensor.shape[0] == size else tensor
     )

@@ -1,7 +1,7 @@
 """Why a technique saves what it saves: one sentence from the traces before and after it.
 
-Nothing here is looked up in a table of savings. A technique has a *subject*, the tensors it acts on; what matters is how
-much of the subject is alive at the peak, before and after, and where the peak goes.
+Nothing here is looked up in a table of savings. A technique has a *subject*, the tensors it acts on; what matters is
+how much of the subject is alive at the peak, before and after, and where the peak goes.
 """
 
 from __future__ import annotations
@@ -28,6 +28,12 @@ class Subject:
     matches: Callable[[Allocation], bool]
     when_absent: Callable[[Place], str] = lambda place: "where none of them is alive"
     """Why none of them is alive at a peak there; follows "the peak is at the loss, "."""
+    when_ineffective: str = "not one allocation of the step changes"
+    """What to say when the step is the same with the technique as without."""
+    what_stays: Callable[[Allocation], bool] = lambda item: False
+    """Those of them that the technique should have changed and did not; told with the saving."""
+    why_stays: str = ""
+    """Follows their bytes: `stay in float32`."""
 
     def bytes_at(self, trace: StepTrace, event: int) -> int:
         """Bytes of the subject alive right after an event."""
@@ -51,9 +57,16 @@ def is_nothing(before: StepTrace, after: StepTrace) -> bool:
     return abs(before.peak_bytes - after.peak_bytes) < NOTHING_SHARE * before.peak_bytes
 
 
+def is_same(before: StepTrace, after: StepTrace) -> bool:
+    """Whether two steps allocate the same at every instant: the technique never took effect."""
+    return bool(np.array_equal(before.curve, after.curve))
+
+
 def reason(subject: Subject, before: StepTrace, after: StepTrace) -> str:
     """One sentence on what the technique with this subject did to the peak."""
     held, left = (subject.bytes_at(trace, trace.peak_event) for trace in (before, after))
+    if is_same(before, after):
+        return f"{subject.when_ineffective}."
     if is_nothing(before, after):
         return _why_nothing(subject, before, after, held, left)
     noun = subject.noun
@@ -63,7 +76,13 @@ def reason(subject: Subject, before: StepTrace, after: StepTrace) -> str:
     else:
         verb = "fall" if left < held else "rise"
         sentence = f"the {noun} alive at the peak {verb} from {format_bytes(held)} to {format_bytes(left)}"
+        sentence += _what_stays(subject, after)
     return f"{sentence}{_other_changes(subject, before, after)}; {_move(before, after)}."
+
+
+def _what_stays(subject: Subject, after: StepTrace) -> str:
+    stays = sum(item.bytes for item in after.alive_at(after.peak_event) if subject.what_stays(item))
+    return f", of which {format_bytes(stays)} {subject.why_stays}" if stays >= 0.05 * after.peak_bytes else ""
 
 
 def _why_nothing(subject: Subject, before: StepTrace, after: StepTrace, held: int, left: int) -> str:
@@ -89,29 +108,29 @@ def _elsewhere(subject: Subject, trace: StepTrace) -> str:
     highest = int(np.argmax(np.where(curve >= 0.9 * most, trace.curve, 0)))
     total = format_bytes(int(trace.curve[highest]))
     place = where(trace, highest - 1)
-    return f"; they reach {format_bytes(most)} {place}, where only {total} are alive in all"
+    return f"; the {subject.noun} reach {format_bytes(most)} {place}, where only {total} are alive in all"
 
 
 def _other_changes(subject: Subject, before: StepTrace, after: StepTrace) -> str:
     """The categories outside the subject that change most at the peak, when they matter beside the saving."""
-    changes = {
-        category: tuple(
-            sum(
-                item.bytes
-                for item in trace.alive_at(trace.peak_event)
-                if item.category is category and not subject.matches(item)
-            )
-            for trace in (before, after)
-        )
-        for category in Category
-    }
     least = 0.1 * max(abs(before.peak_bytes - after.peak_bytes), NOTHING_SHARE * before.peak_bytes)
+    old, new = (_outside(subject, trace) for trace in (before, after))
+    partly = {item.category for item in before.allocations if subject.matches(item)}
     told = [
-        f"{category.value} {'rise' if new > old else 'fall'} from {format_bytes(old)} to {format_bytes(new)}"
-        for category, (old, new) in sorted(changes.items(), key=lambda item: -abs(item[1][1] - item[1][0]))
-        if abs(new - old) >= least
+        f"{'other ' if category in partly else ''}{category.value} from {format_bytes(old[category])} "
+        f"to {format_bytes(new[category])}"
+        for category in sorted(Category, key=lambda category: -abs(new[category] - old[category]))
+        if abs(new[category] - old[category]) >= least
     ]
     return f" ({', '.join(told[:2])})" if told else ""
+
+
+def _outside(subject: Subject, trace: StepTrace) -> dict[Category, int]:
+    """Bytes at the peak by category, without the subject's."""
+    totals = dict.fromkeys(Category, 0)
+    for item in trace.alive_at(trace.peak_event):
+        totals[item.category] += 0 if subject.matches(item) else item.bytes
+    return totals
 
 
 def _move(before: StepTrace, after: StepTrace) -> str:

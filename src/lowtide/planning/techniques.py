@@ -1,4 +1,4 @@
-"""The techniques that what-if knows, each a small value: what it changes, when it applies, and which tensors it acts on.
+"""The techniques that what-if knows: what each changes, when it applies, and which tensors it acts on.
 
 A later technique joins by an entry in `TECHNIQUES`.
 """
@@ -61,7 +61,12 @@ class Bfloat16:
 
     def subject(self, trace: StepTrace) -> Subject:
         """All floating point tensors."""
-        return Subject(noun="float32 tensors", matches=lambda item: item.dtype == "float32")
+        return Subject(
+            noun="floating point tensors",
+            matches=lambda item: item.dtype in ("float32", "bfloat16", "float16"),
+            what_stays=lambda item: item.dtype == "float32",
+            why_stays="stay in float32",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +106,7 @@ class Recompute:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBackend:
-    """The attention backend that is not in use: a fused one where attention runs on math, and math where it is fused."""
+    """The kind of attention backend that is not in use: fused where attention runs on math, math where it is fused."""
 
     to_math: bool
 
@@ -115,8 +120,6 @@ class AttentionBackend:
         kinds = {"_safe_softmax" in op.name for op in trace.ops if _is_attention(op.name)}
         if not kinds:
             return "the model does not call scaled_dot_product_attention"
-        if self.to_math not in kinds and problem.settings.attention != "math" and not self.to_math:
-            return "it is on already"
         if kinds == {self.to_math}:
             return "it is on already"
         if not self.to_math and problem.settings.attention != "math":
@@ -138,6 +141,7 @@ class AttentionBackend:
             noun="tensors of the attention",
             matches=lambda item: item.module in modules and item.category in kinds,
             when_absent=lambda place: "where hardly any tensor of the attention is alive",
+            when_ineffective="the model chooses the backend of its attention itself, so nothing changes",
         )
 
 
@@ -153,7 +157,7 @@ class UpdateImplementation:
         if problem.optimizer is None:
             return "the step has no optimizer"
         if self.implementation is Implementation.FUSED:
-            if any(op.name.startswith("aten._fused_ada") or op.name.startswith("aten._fused_sgd") for op in trace.ops):
+            if any(op.name.startswith(_FUSED_UPDATES) for op in trace.ops):
                 return "it is on already"
             return _why_not_fused(problem)
         if not any(op.name.startswith("aten._foreach") for op in trace.ops):
@@ -251,6 +255,9 @@ TECHNIQUES: tuple[Technique, ...] = (
     Accumulate(),
 )
 """All techniques, in the order of the table."""
+
+
+_FUSED_UPDATES = ("aten._fused_ada", "aten._fused_sgd")
 
 
 def _with(problem: Problem, **changes: object) -> Problem:

@@ -7,11 +7,11 @@ row is traced, and techniques that save nothing are tried again together with th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lowtide.errors import LowtideError
 from lowtide.planning.problem import Problem
-from lowtide.planning.reasons import NOTHING_SHARE, is_nothing, reason
+from lowtide.planning.reasons import NOTHING_SHARE, is_nothing, is_same, reason
 from lowtide.planning.techniques import TECHNIQUES, Technique
 from lowtide.planning.what_if_row import WhatIfRow
 from lowtide.tracing.step_trace import StepTrace
@@ -86,8 +86,9 @@ def what_if(
     """
     search = _Search(_Tried((), problem, base), on_progress)
     singles = search.try_each(techniques)
-    search.expected += len(list(_combinations(singles, base)))
-    for combination in _combinations(singles, base):
+    combinations = _combinations(singles, base)
+    search.expected += len(combinations)
+    for combination in combinations:
         search.try_together(combination)
     return WhatIf(rows=tuple(search.rows), skipped=tuple(search.skipped))
 
@@ -137,7 +138,7 @@ class _Search:
         names = " + ".join(technique.name for technique in partners)
         why = reason(last.subject(before.trace), before.trace, after.trace)
         saved = format_bytes(before.trace.peak_bytes - after.trace.peak_bytes)
-        self._row(after, f"{last.name} saves {saved} on top of {names}, which moved the peak: {why}")
+        self._row(after, f"{last.name} saves {saved} on top of {names}: {why}")
 
     def _row(self, after: _Tried, why: str) -> None:
         self.rows.append(
@@ -171,21 +172,22 @@ class _Search:
 
 
 def _combinations(singles: Sequence[_Tried], base: StepTrace) -> list[tuple[Technique, ...]]:
-    """Each technique that saves nothing alone, behind the best others: one of them, then two."""
+    """Each technique that saves nothing alone, behind those that save most: one of them, then two."""
     saving = sorted(
         (tried for tried in singles if tried.trace.peak_bytes < base.peak_bytes * (1 - NOTHING_SHARE)),
         key=lambda tried: tried.trace.peak_bytes,
     )
-    idle = [tried.techniques[0] for tried in singles if is_nothing(base, tried.trace)]
     found: list[tuple[Technique, ...]] = []
-    for technique in idle:
-        partners = [tried.techniques[0] for tried in saving]
-        found += [(partner, technique) for partner in partners[:_NUM_PARTNERS]]
-        if len(partners) >= _NUM_PARTNERS:
-            found.append((*partners[:_NUM_PARTNERS], technique))
+    seen: set[str] = set()
+    for tried in singles:
+        technique = tried.techniques[0]
+        noun = technique.subject(base).noun
+        # Of two that act on the same tensors (fused and for-loop steps) the first speaks for both.
+        if noun in seen or not is_nothing(base, tried.trace) or is_same(base, tried.trace):
+            continue
+        seen.add(noun)
+        partners = [other for other in saving if technique.why_not(other.problem, other.trace) is None][:_NUM_PARTNERS]
+        found += [(other.techniques[0], technique) for other in partners]
+        if len(partners) == _NUM_PARTNERS:
+            found.append((*(other.techniques[0] for other in partners), technique))
     return found
-
-
-def with_technique(problem: Problem, technique: Technique) -> Problem:
-    """The step with a technique on, so that others can be tried on top of it."""
-    return replace(technique.apply(problem))

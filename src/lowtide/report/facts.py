@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowtide.planning.what_if_row import WhatIfRow
-from lowtide.report.palette import STACK_ORDER
-from lowtide.tracing.step_trace import Phase, StepTrace
+from lowtide.tracing.compare import Difference, compare
+from lowtide.tracing.step_trace import StepTrace
 from lowtide.units import format_bytes
 
 
@@ -37,41 +37,9 @@ def fit_of(trace: StepTrace) -> Fit | None:
     return Fit(needed_bytes=needed, capacity_bytes=trace.target.capacity_bytes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """One quantity, predicted and observed."""
-
-    what: str
-    predicted_bytes: int
-    observed_bytes: int
-
-    @property
-    def error(self) -> float | None:
-        """Relative to the observation; None when nothing was observed."""
-        if self.observed_bytes == 0:
-            return None
-        return (self.predicted_bytes - self.observed_bytes) / self.observed_bytes
-
-
 def differences(predicted: StepTrace, observed: StepTrace) -> list[Difference]:
     """Peaks, then the peak of each phase, then each category at the peak of its own trace."""
-    rows = [
-        ("peak allocated", predicted.peak_bytes, observed.peak_bytes),
-        ("peak reserved", predicted.peak_reserved_bytes, observed.peak_reserved_bytes),
-    ]
-    ours, theirs = predicted.phase_peaks(), observed.phase_peaks()
-    rows += [
-        (f"highest in {phase.value}", ours.get(phase, 0), theirs.get(phase, 0))
-        for phase in Phase
-        if phase in ours or phase in theirs
-    ]
-    at_ours, at_theirs = predicted.at_peak, observed.at_peak
-    rows += [
-        (f"{category.value} at the peak", at_ours[category], at_theirs[category])
-        for category in STACK_ORDER
-        if at_ours[category] or at_theirs[category]
-    ]
-    return [Difference(what=what, predicted_bytes=mine, observed_bytes=other) for what, mine, other in rows]
+    return list(compare(predicted, observed).differences)
 
 
 def saving(row: WhatIfRow) -> str:

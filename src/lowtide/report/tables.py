@@ -16,9 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from lowtide.planning.what_if_row import WhatIfRow
-from lowtide.report.facts import Difference, differences, fit_of, saving
+from lowtide.report.facts import differences, fit_of, saving
 from lowtide.report.palette import COLOURS, PEAK_COLOUR, STACK_ORDER
 from lowtide.tracing.alive import AliveGroup, group_alive, largest_alive
+from lowtide.tracing.compare import Difference
 from lowtide.tracing.instant import instant_of
 from lowtide.tracing.step_trace import Allocation, StepTrace
 from lowtide.units import format_bytes, format_count

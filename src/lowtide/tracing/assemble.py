@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from lowtide.tracing.memory_log import MemoryLog
 from lowtide.tracing.recorder import Life, Recorder
 from lowtide.tracing.step_trace import Allocation, Category, Event, Op, Phase, StepTrace, Target
@@ -15,7 +17,7 @@ def assemble(
     first_event: int,
     first_op: int,
     model: str,
-    settings: dict[str, object],
+    settings: Mapping[str, object],
     num_parameters: int,
     target: Target,
     notes: tuple[str, ...],
@@ -24,7 +26,8 @@ def assemble(
     backward_starts = [
         index
         for index in range(first_event, len(recorder.log))
-        if recorder.log_phases[index] is Phase.BACKWARD and (index == 0 or recorder.log_phases[index - 1] is not Phase.BACKWARD)
+        if recorder.log_phases[index] is Phase.BACKWARD
+        and (index == 0 or recorder.log_phases[index - 1] is not Phase.BACKWARD)
     ]
     shown: list[Life] = []
     numbers: dict[int, int] = {}
@@ -76,7 +79,7 @@ def assemble(
         model=model,
         origin=origin,
         target=target,
-        settings=settings,
+        settings=dict(settings),
         num_parameters=num_parameters,
         start_allocated_bytes=memory.allocated[first_event - 1] if first_event else 0,
         start_reserved_bytes=memory.reserved[first_event - 1] if first_event else 0,

@@ -28,7 +28,7 @@ class IdleGroup:
     bytes: int
     """Of all of them together."""
     idle_s: float
-    """Seconds one of them lies idle between its uses, on average; what outlives the step also waits for the next one."""
+    """Seconds one of them lies idle between its uses, on average; what outlives the step waits for the next one too."""
     idle_share: float
     """The same as a share of the step."""
     byte_seconds: float
@@ -39,7 +39,7 @@ class IdleGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassCounts:
-    """Large tensors alive at the peak, by the number of passes (a forward with its loss, a backward, an update) that use them."""
+    """Large tensors alive at the peak, by how many passes use them: a forward with its loss, a backward, an update."""
 
     once: int
     twice: int
@@ -59,10 +59,11 @@ class PassCounts:
         """The counts in words."""
         if not self.total:
             return "No use of a large tensor was recorded."
+        share = self.twice_bytes / self.total_bytes
         return (
-            f"Of the {self.total:,} large tensors alive at the peak {self.twice:,} ({self.twice_bytes / self.total_bytes:.0%} "
-            f"of their bytes) are used in exactly two passes, {self.forward_and_backward:,} of them in the forward and then in "
-            f"the backward; {self.once:,} in one pass and {self.more:,} in three or more."
+            f"Of the {self.total:,} large tensors alive at the peak {self.twice:,} ({share:.0%} of their bytes) are "
+            f"used in exactly two passes, {self.forward_and_backward:,} of them in the forward and then in the "
+            f"backward; {self.once:,} in one pass and {self.more:,} in three or more."
         )
 
 
@@ -75,7 +76,7 @@ def idle_tensors(trace: StepTrace, limit: int = 10) -> tuple[IdleGroup, ...]:
 
 
 def pass_counts(trace: StepTrace) -> PassCounts:
-    """In how many passes the large tensors alive at the peak are used; what dies in the pass that made it says nothing."""
+    """In how many passes the large tensors alive at the peak are used."""
     passes = _pass_of_each_op(trace)
     alive = list(_large(trace, trace.alive_at(trace.peak_event)))
     touched = [sorted({passes[use] for use in allocation.uses}) for allocation in alive]

@@ -59,8 +59,8 @@ def observe(
 
     Example:
         >>> import torch
-        >>> model = torch.nn.Linear(100, 10)
-        >>> result = observe(model, torch.ones(5, 100), loss=lambda model, x: model(x).sum(), optimizer=torch.optim.AdamW)
+        >>> model, batch = torch.nn.Linear(100, 10), torch.ones(5, 100)
+        >>> result = observe(model, batch, loss=lambda model, x: model(x).sum(), optimizer=torch.optim.AdamW)
         >>> result.origin, result.at_peak["weights"]  # 1010 parameters of 4 bytes
         ('observed', 4040)
     """
@@ -79,5 +79,9 @@ def observe(
     run = observe_on_host if device.type == "cpu" else observe_on_cuda
     with applied(model, optimizer, settings):
         return run(
-            step, name=name or type(model).__name__, steps=steps, notes=notes, on_progress=on_progress or (lambda _: None)
+            step,
+            name=name or type(model).__name__,
+            steps=steps,
+            notes=notes,
+            on_progress=on_progress or (lambda _: None),
         )

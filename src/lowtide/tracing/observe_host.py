@@ -8,6 +8,8 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,9 +27,11 @@ from lowtide.units import format_bytes
 
 NUM_LAST_EVENTS = 5
 """How many allocations an out-of-memory error tells of."""
+_PLUMBING = (str(Path(__file__).parent), str(Path(torch.__file__).parent / "utils" / "_python_dispatch.py"))
+"""Frames between an operator and the mode that sees it."""
 
 
-class HostMode(compat.WatchingMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
+class HostMode(compat.WatchingMode):
     """Runs every operator as it is, and tells the recorder what it made, read and wrote. Holds no tensor."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -119,7 +123,7 @@ class HostMode(compat.WatchingMode):  # type: ignore[no-untyped-call]  # torch's
         """
         if func is not torch.ops.aten.add.Tensor or self.recorder.phase is not Phase.BACKWARD:
             return None
-        if not self.recorder.is_called_from_engine():
+        if not _is_called_from_engine():
             return None
         old = args[0]
         if compat.num_storage_owners(old) > 1 or not _is_dense(old):
@@ -147,7 +151,7 @@ class HostMode(compat.WatchingMode):  # type: ignore[no-untyped-call]  # torch's
             leaf = torch.ones(2, requires_grad=True)
             total = (leaf.sin() * leaf.cos()).sum()
             self.recorder.phase = Phase.BACKWARD
-            total.backward()
+            torch.autograd.backward(total)
         del leaf, total
         self.close()
         self.recorder = recorder
@@ -183,9 +187,7 @@ def observe_on_host(
             model=name,
             settings=config.to_plain(step.settings),
             num_parameters=sum(parameter.numel() for parameter in step.model.parameters()),
-            target=Target(
-                card="cpu", torch_version=torch.__version__.split("+")[0], context_bytes=0, capacity_bytes=0
-            ),
+            target=Target(card="cpu", torch_version=torch.__version__.split("+")[0], context_bytes=0, capacity_bytes=0),
             notes=(*notes, "bytes are those of the tensors: scratch memory inside the host's kernels is not seen"),
         )
     finally:
@@ -224,9 +226,10 @@ def _out_of_memory(recorder: Recorder, error: RuntimeError) -> str:
         for life in (recorder.lives[entry] for entry in recorder.log[-50:] if entry >= 0)
     ][-NUM_LAST_EVENTS:]
     return (
-        f"the host ran out of memory: {recorder.op_names[-1]} in {recorder.op_modules[-1] or '(outside the model)'!r}, in "
-        f"the {recorder.phase or 'preparation'}, asked for {size} with {format_bytes(memory.allocated[-1])} in tensors of "
-        f"the step. Last allocations: {'; '.join(last)}. Use a smaller batch, or lowtide.trace, which needs no memory."
+        f"the host ran out of memory: {recorder.op_names[-1]} in {recorder.op_modules[-1]!r}, in the "
+        f"{recorder.phase or 'preparation'}, asked for {size} with {format_bytes(memory.allocated[-1])} in tensors "
+        f"of the step. Last allocations: {'; '.join(last)}. Use a smaller batch, or lowtide.trace, which "
+        "needs no memory."
     )
 
 
@@ -241,10 +244,20 @@ def _collect(value: Any, found: list[Tensor]) -> None:
             _collect(item, found)
 
 
+def _is_called_from_engine() -> bool:
+    """Whether autograd's C++ code called the running operator: on the host it runs in the thread that asked for it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_PLUMBING):
+        frame = frame.f_back
+    return frame is None or frame.f_code.co_name == compat.ENGINE_FUNCTION
+
+
 def _is_dense(tensor: Tensor) -> bool:
     """Whether its elements lie without gaps or overlaps, in any order of dimensions."""
     expected = 1
-    for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1):
+    for stride, size in sorted(
+        (stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1
+    ):
         if stride != expected:
             return False
         expected *= size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from lowtide.tracing.ghost.tensor import Ghost
 from lowtide.tracing.ghost.values import Known
 from lowtide.tracing.memory_log import replay
 from lowtide.tracing.recorder import Recorder
+from lowtide.tracing.repeat import RepeatedBlocks
 from lowtide.tracing.roles import GradientWatch, ModulePaths, state_roles, weight_roles
 from lowtide.tracing.settings import StepSettings, UpdateSchedule
 from lowtide.tracing.step_trace import Category, StepTrace, Target
@@ -40,6 +41,8 @@ class Job:
     hardware: Hardware
     torch_version: str
     allocator: AllocatorSettings
+    repeat_blocks: bool = True
+    """Trace identical blocks once; the trace is the same either way."""
 
 
 @dataclass(slots=True)
@@ -61,6 +64,19 @@ def predict(
 
     `on_fatal` is told of errors that cannot be raised (see `GhostMode.on_fatal`).
     """
+    try:
+        return _predict(job, on_progress, on_fatal)
+    except _RunAgainError:
+        return _predict(replace(job, repeat_blocks=False), on_progress, on_fatal)
+
+
+class _RunAgainError(Exception):
+    """With identical blocks traced once, the step failed or turned out not to be a repetition."""
+
+
+def _predict(
+    job: Job, on_progress: Callable[[str], None], on_fatal: Callable[[BaseException], None] | None
+) -> StepTrace:
     machine = GhostMachine.get()
     recorder = Recorder()
     mode = machine.mode_for(recorder, job.hardware, job.torch_version)
@@ -72,16 +88,24 @@ def predict(
         recorder.updater = type(step.optimizer).__name__ if step.optimizer is not None else ""
         _name_weights(step.model, recorder)
 
-        with ModulePaths(step.model, recorder), GradientWatch(step.model, _mark_gradient):
-            recorder.is_detailed = False
-            on_progress("tracing the first step")
-            step(machine.device.type, recorder.begin_phase)
-            _name_optimizer_state(step)
-            recorder.is_detailed = True
-            first_event, first_op = len(recorder.log), len(recorder.op_names)
-            on_progress("tracing the steady step")
-            step(machine.device.type, recorder.begin_phase)
-            _name_optimizer_state(step)
+        repeated = RepeatedBlocks(step.model, mode, is_on=job.repeat_blocks)
+        try:
+            with ModulePaths(step.model, recorder), GradientWatch(step.model, _mark_gradient), repeated:
+                recorder.is_detailed = False
+                on_progress("tracing the first step")
+                step(machine.device.type, recorder.begin_phase)
+                _name_optimizer_state(step)
+                repeated.check()
+                recorder.is_detailed = True
+                first_event, first_op = len(recorder.log), len(recorder.op_names)
+                on_progress("tracing the steady step")
+                step(machine.device.type, recorder.begin_phase)
+                _name_optimizer_state(step)
+            recorder, first_event, first_op = repeated.unroll(first_event, first_op)
+        except Exception as error:
+            if repeated.windows:  # whatever went wrong may be the stand-ins' fault
+                raise _RunAgainError from error
+            raise
     on_progress("replaying the allocator")
     notes = [*mode.notes, *_attention_notes(machine), *_limits(step.model)]
     return assemble(
@@ -136,7 +160,9 @@ def _make_ghost(mode: GhostMode, dtype: torch.dtype | None, card: TensorCard, va
         size = card.storage_bytes // card.dtype.itemsize * target.itemsize if is_converted else card.storage_bytes
         storage = torch.empty(size, dtype=torch.uint8, device="meta")
         _storages(mode)[card.storage_key] = storage
-    inner = torch.empty(0, dtype=target, device="meta").set_(storage.untyped_storage(), card.offset, card.shape, card.stride)
+    inner = torch.empty(0, dtype=target, device="meta").set_(
+        storage.untyped_storage(), card.offset, card.shape, card.stride
+    )
     known = None if values is None else Known(values.to(target))
     ghost = mode.place(inner, known=known, is_logged=False)
     if ghost.life.shape != card.shape and len(card.shape) > len(ghost.life.shape):
@@ -189,7 +215,9 @@ def _mark_gradient(gradient: Tensor) -> None:
 def _limits(model: nn.Module) -> list[str]:
     """What is known to be predicted wrongly."""
     if any(isinstance(module, nn.RNNBase) for module in model.modules()):
-        return ["recurrent layers are traced step by step, cuDNN's fused kernel needs less: the true peak is lower (29% in one case)"]
+        return [
+            "recurrent layers are traced step by step, cuDNN's fused kernel needs less: the true peak is lower (29% in one case)"
+        ]
     return []
 
 

@@ -28,17 +28,19 @@ def device_of(model: nn.Module) -> torch.device:
     kind = type(model).__name__
     if torch.device("meta") in found:
         raise ObserveError(
-            f"{found[torch.device('meta')]!r} of {kind} is on the meta device, which has shapes and no memory: there is "
-            "nothing to run. Use lowtide.trace to predict the step, or model.to_empty(device=...) and load weights first."
+            f"{found[torch.device('meta')]!r} of {kind} is on the meta device, which has shapes and no memory: there "
+            "is nothing to run. Use lowtide.trace to predict the step, or load weights into model.to_empty(device=...)."
         )
     if len(found) > 1:
         places = ", ".join(f"{device} (such as {name!r})" for device, name in found.items())
         raise ObserveError(
-            f"{kind} is on {len(found)} devices: {places}. A step is observed on one; move the model with model.to(...)."
+            f"{kind} is on {len(found)} devices: {places}. A step is observed on one: move it with model.to(...)."
         )
     device = next(iter(found), torch.device("cpu"))
     if device.type not in ("cpu", "cuda"):
-        raise ObserveError(f"{kind} is on {device}; only steps on cpu and cuda can be observed. Move it with model.to(...).")
+        raise ObserveError(
+            f"{kind} is on {device}; only steps on cpu and cuda can be observed. Move it with model.to(...)."
+        )
     return device
 
 
@@ -52,8 +54,8 @@ def move_batch(batch: Any, device: torch.device) -> tuple[Any, set[torch.device]
                 return value
             if value.device.type == "meta":
                 raise ObserveError(
-                    f"the batch has a tensor of shape {list(value.shape)} on the meta device, which has no values to run "
-                    "on. Make the batch on the host or on the model's device."
+                    f"the batch has a tensor of shape {list(value.shape)} on the meta device, which has no values to "
+                    "run on. Make the batch on the host or on the model's device."
                 )
             moved.add(value.device)
             return value.to(device)
@@ -79,8 +81,8 @@ def check_precision(model: nn.Module, settings: StepSettings) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and parameter.dtype != wanted:
             raise ConfigError(
-                f"precision is {settings.precision}, but {name!r} is {str(parameter.dtype).removeprefix('torch.')}: observe "
-                f"runs the model as it is. Convert it first with model.to(torch.{settings.precision}).",
+                f"precision is {settings.precision}, but {name!r} is {str(parameter.dtype).removeprefix('torch.')}: "
+                f"observe runs the model as it is. Convert it first with model.to(torch.{settings.precision}).",
                 key="precision",
             )
 
@@ -107,7 +109,7 @@ def applied(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings:
             else:
                 block.__dict__["forward"] = forward
         for group, old in zip(_groups(optimizer), flags, strict=True):
-            group.update(old)
+            group.update(old.items())
         for parameter, known in hooks:
             for number in set(compat.post_accumulate_hooks(parameter)) - known:
                 del compat.post_accumulate_hooks(parameter)[number]

@@ -19,9 +19,13 @@ from lowtide import compat
 from lowtide.tracing.step_trace import Category, Phase
 
 _OWN = str(Path(__file__).parent)
+_STEP = str(Path(__file__).with_name("training_step.py"))
 _SKIPPED = (str(Path(torch.__file__).parent), _OWN, "<")
 """Frames of torch and of the tracer say nothing about the user's model."""
-_PLUMBING = (_OWN, *(str(Path(torch.__file__).parent / part) for part in ("utils/_python_dispatch.py", "_dynamo", "_compile.py")))
+_PLUMBING = (
+    _OWN,
+    *(str(Path(torch.__file__).parent / part) for part in ("utils/_python_dispatch.py", "_dynamo", "_compile.py")),
+)
 """Frames between an operator and the mode that sees it."""
 
 
@@ -153,6 +157,8 @@ class Recorder:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             name = frame.f_code.co_filename
+            if name == _STEP:
+                break  # what called the step is not part of it
             if not name.startswith(_SKIPPED):
                 return f"{name.rsplit('/', 1)[-1]}:{frame.f_lineno}"
             frame = frame.f_back

@@ -1,4 +1,4 @@
-"""What stands out at the peak, one sentence each: copies of the logits or of the update, attention scores, unused memory."""
+"""What stands out at the peak, one sentence each: copies of logits, copies of an update, scores, unused memory."""
 
 from __future__ import annotations
 
@@ -109,9 +109,9 @@ def _attention(trace: StepTrace) -> str | None:
 
 def _unused(trace: StepTrace) -> str | None:
     unused = trace.peak_reserved_bytes - trace.peak_bytes
-    if unused < NOTABLE_SHARE * trace.peak_reserved_bytes:
+    if unused <= NOTABLE_SHARE * trace.peak_reserved_bytes:
         return None
     return (
-        f"The allocator reserves {format_bytes(trace.peak_reserved_bytes)}, {format_bytes(unused)} more than is ever in "
-        "use: blocks cached or split in sizes that no later request fits."
+        f"The allocator reserves {format_bytes(trace.peak_reserved_bytes)}, {format_bytes(unused)} more than is "
+        "ever in use: blocks cached or split in sizes that no later request fits."
     )

@@ -57,7 +57,7 @@ def state_roles(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> It
 class GradientWatch:
     """A context in which `on_gradient` is told of each parameter's gradient as soon as it is complete.
 
-    Before the user's own hooks, which may free it. The hooks go when the context ends. They hold `on_gradient` and nothing of the model.
+    Before the user's own hooks, which may free it. The hooks go when the context ends; they hold nothing of the model.
     """
 
     def __init__(self, model: nn.Module, on_gradient: Callable[[Tensor], None]) -> None:

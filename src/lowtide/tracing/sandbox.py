@@ -41,9 +41,10 @@ class Sandbox:
         """
         with self._lock:
             process = self._started()
-            assert process.stdin is not None and process.stdout is not None
+            assert process.stdin is not None
+            assert process.stdout is not None
             try:
-                worker.send(process.stdin, (list(sys.path), os.getcwd(), cloudpickle.dumps(job)))
+                worker.send(process.stdin, (list(sys.path), str(Path.cwd()), cloudpickle.dumps(job)))
                 while True:
                     kind, content = worker.receive(process.stdout)
                     if kind == "result":
@@ -84,7 +85,7 @@ class Sandbox:
         if self._process is not None and is_alive:
             return self._process
         self._process = None
-        self._stderr = tempfile.TemporaryFile()
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the subprocess)
         self._owner = os.getpid()
         # No CUDA in there, even where there is a card: a prediction must not depend on it, nor take memory on it.
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": _python_path()}

@@ -111,7 +111,7 @@ def _scores_and_intermediates(trace: StepTrace) -> tuple[int, int]:
 
 
 def attention_scores(trace: StepTrace, event: int) -> list[Allocation]:
-    """The matrices of queries by keys alive right after an event: of a softmax inside a module, and of its neighbours."""
+    """The matrices of queries by keys alive after an event: softmaxes inside a module and neighbours of their size."""
     sides = {
         (item.module, item.shape[-2:])
         for item in trace.allocations

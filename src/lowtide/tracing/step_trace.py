@@ -10,16 +10,12 @@ operator call; `Allocation.uses` is in ops, because a tensor is used without any
 from __future__ import annotations
 
 import enum
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-
-from lowtide.errors import BadRecordError
 
 SCHEMA_VERSION = 1
 
@@ -130,7 +126,7 @@ class StepTrace:
     origin: str
     """`predicted` or `observed`."""
     target: Target
-    settings: dict[str, object]
+    settings: Mapping[str, object]
     """The resolved `StepSettings` the step ran under."""
     num_parameters: int
     start_allocated_bytes: int

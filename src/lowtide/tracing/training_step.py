@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -27,7 +28,9 @@ _BACKENDS = {
 class PhaseListener(Protocol):
     """Is told which part of the step runs."""
 
-    def __call__(self, phase: Phase) -> None: ...
+    def __call__(self, phase: Phase) -> None:
+        """This phase begins now."""
+        ...
 
 
 @dataclass(slots=True)
@@ -64,12 +67,14 @@ class TrainingStep:
             # The loss phase begins at the latest when the outermost module returns (see Recorder.begin_phase).
             hook = self.model.register_forward_hook(lambda *_: on_phase(Phase.LOSS))
             try:
-                loss = self.loss(self.model, self.batch) if self.loss is not None else _own_loss(self.model, self.batch)
+                loss: Any = (self.loss or _own_loss)(self.model, self.batch)
             finally:
                 hook.remove()
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             kind = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise TraceError(f"the loss must be a scalar tensor, got {kind}; pass loss=lambda model, batch: ... that returns one")
+            raise TraceError(
+                f"the loss must be a scalar tensor, got {kind}; pass loss=lambda model, batch: ... that returns one"
+            )
         return loss
 
     @contextlib.contextmanager
@@ -108,19 +113,25 @@ def choose_implementation(optimizer: torch.optim.Optimizer, implementation: Impl
     flags = {"foreach": implementation is Implementation.FOREACH, "fused": implementation is Implementation.FUSED}
     for group in optimizer.param_groups:
         if implementation is Implementation.FUSED and "fused" not in group:
-            raise ConfigError(f"{type(optimizer).__name__} has no fused implementation; leave `implementation` out", key="implementation")
+            raise ConfigError(
+                f"{type(optimizer).__name__} has no fused implementation; leave `implementation` out",
+                key="implementation",
+            )
         group.update({key: value for key, value in flags.items() if key in group})
 
 
 def update_in_backward(optimizer: torch.optim.Optimizer) -> None:
     """Update each parameter in the backward, by an optimizer of its own with the same settings, and free its gradient."""
     kind = type(optimizer)
+    accepted = inspect.signature(kind).parameters
     for group in optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key != "params" and key in optimizer.defaults}
         for parameter in group["params"]:
             if not parameter.requires_grad:
                 continue
-            single = kind([parameter], **settings)
+            # Defaults may hold more than the constructor takes: AdamW's `decoupled_weight_decay` is Adam's.
+            single = kind([parameter], **{key: value for key, value in settings.items() if key in accepted})
+            single.param_groups[0].update(settings)
             if parameter in optimizer.state:
                 single.state[parameter] = optimizer.state[parameter]
 

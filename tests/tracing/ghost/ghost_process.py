@@ -77,7 +77,7 @@ class Lab:
         return len(self.recorder.log) - self.base
 
     @property
-    def ops(self) -> list[str]:
+    def calls(self) -> list[str]:
         return self.recorder.op_names
 
 
@@ -87,9 +87,7 @@ class GhostProcess:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __call__(
-        self, function: Callable[[Lab], Any], *, hardware: str = "h200", torch_version: str = "2.11.0"
-    ) -> Any:
+    def __call__(self, function: Callable[[Lab], Any], *, hardware: str = "h200", torch_version: str = "2.11.0") -> Any:
         if self._process is None:
             path = os.pathsep.join([str(REPO / "src"), str(REPO)])
             self._process = subprocess.Popen(

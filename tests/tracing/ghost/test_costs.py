@@ -140,7 +140,9 @@ def test_efficient_attention_copies_a_gradient_whose_tokens_are_outermost() -> N
 def test_the_backward_of_an_embedding(
     gradient: Tensor, indices: Tensor, num_weights: int, padding: int, measured: int
 ) -> None:
-    assert_meets(scratch(aten.embedding_dense_backward.default, gradient, indices, num_weights, padding, False), measured)
+    assert_meets(
+        scratch(aten.embedding_dense_backward.default, gradient, indices, num_weights, padding, False), measured
+    )
 
 
 @pytest.mark.parametrize(

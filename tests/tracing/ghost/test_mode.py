@@ -107,10 +107,10 @@ class TestOperators:
             x = lab.ghost(32, 64, needs_grad=True)
             weight = lab.ghost(64, needs_grad=True)
             start = lab.live_bytes
-            first = len(lab.ops)
+            first = len(lab.calls)
             y = F.rms_norm(x * 1.0, (64,), weight)
             rows = 4 * 32
-            return lab.ops[first:], lab.live_bytes - start, 4 * 32 * 64 * 2 + rows if y is not None else 0
+            return lab.calls[first:], lab.live_bytes - start, 4 * 32 * 64 * 2 + rows if y is not None else 0
 
         ops, grown, expected = ghosts(step)
         assert [op for op in ops if op != "aten.detach"] == ["aten.mul", "aten._fused_rms_norm"]
@@ -145,7 +145,9 @@ class TestOperators:
             finally:
                 library._destroy()
 
-        with pytest.raises(MissingKernelError, match=r"lowtide_tests.opaque, called in 'layers.3.mlp'.*register_fake") as info:
+        with pytest.raises(
+            MissingKernelError, match=r"lowtide_tests.opaque, called in 'layers.3.mlp'.*register_fake"
+        ) as info:
             ghosts(step)
         assert (info.value.module, info.value.op) == ("layers.3.mlp", "lowtide_tests.opaque")
 
@@ -154,7 +156,9 @@ class TestOperators:
             lab.recorder.enter_module("head")
             lab.ghost(4, 5) @ lab.ghost(6, 7)
 
-        with pytest.raises(BatchMismatchError, match=r"aten.mm in 'head' does not accept \[4, 5\] float32, \[6, 7\]") as info:
+        with pytest.raises(
+            BatchMismatchError, match=r"aten.mm in 'head' does not accept \[4, 5\] float32, \[6, 7\]"
+        ) as info:
             ghosts(step)
         assert (info.value.module, info.value.op) == ("head", "aten.mm")
 
@@ -188,7 +192,13 @@ class TestValues:
         def step(lab: Lab) -> list[object]:
             x = lab.known(ids)
             position = (x == 9).nonzero()
-            return [int(x.max()), (x + 1).sum().item(), x.cumsum(-1)[:, -1].tolist(), position.tolist(), float(x.float().mean())]
+            return [
+                int(x.max()),
+                (x + 1).sum().item(),
+                x.cumsum(-1)[:, -1].tolist(),
+                position.tolist(),
+                float(x.float().mean()),
+            ]
 
         assert ghosts(step) == [9, int((ids + 1).sum()), [16, 9], [[0, 2]], float(ids.float().mean())]
 
@@ -313,9 +323,9 @@ class TestGradientSums:
             total = graph(x).sum()
             lab.recorder.phase = lab.phase.BACKWARD
             lab.mark()
-            first = len(lab.ops)
+            first = len(lab.calls)
             total.backward()
-            return sum(op == "aten.add" for op in lab.ops[first:]), sum(op == "aten.add" for op, _ in lab.births)
+            return sum(op == "aten.add" for op in lab.calls[first:]), sum(op == "aten.add" for op, _ in lab.births)
 
         num_sums, num_new = real_sums(graph)
         assert num_sums > 0

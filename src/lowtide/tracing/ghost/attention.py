@@ -45,7 +45,9 @@ class Call:
     needs_grad: bool
 
 
-def choose(call: Call, capability: tuple[int, int], torch_version: tuple[int, int], enabled: frozenset[Backend]) -> Backend:
+def choose(
+    call: Call, capability: tuple[int, int], torch_version: tuple[int, int], enabled: frozenset[Backend]
+) -> Backend:
     """The first backend in torch's order of preference that takes the call."""
     prefers_cudnn = capability[0] in (9, 10) and torch_version >= (2, 10)
     order = [Backend.FLASH, Backend.EFFICIENT, Backend.MATH]
@@ -132,12 +134,15 @@ class Attention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        """Attention, by the backend the target card would take."""
         call = Call(
             dtype=query.dtype,
             query=tuple(query.shape),
             key=tuple(key.shape),
             value=tuple(value.shape),
-            last_strides=tuple(t.stride(-1) for t in (query, key, value, attn_mask) if t is not None and t.size(-1) != 1),
+            last_strides=tuple(
+                t.stride(-1) for t in (query, key, value, attn_mask) if t is not None and t.size(-1) != 1
+            ),
             mask=None if attn_mask is None else tuple(attn_mask.shape),
             mask_needs_grad=attn_mask is not None and attn_mask.requires_grad,
             dropout=dropout_p,
@@ -159,7 +164,9 @@ class Attention:
             padding = -query.size(-1) % 8
             if padding:
                 query, key, value = (torch.nn.functional.pad(t, (0, padding)) for t in (query, key, value))
-            out: Tensor = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, **options)[0]
+            out: Tensor = aten._scaled_dot_product_flash_attention(
+                query, key, value, dropout_p, is_causal, False, **options
+            )[0]
             return out[..., : out.size(-1) - padding] if padding else out
         mask = _as_bias(attn_mask, query, float("-inf"))
         if backend is Backend.EFFICIENT:
@@ -197,11 +204,20 @@ def _aligned(mask: Tensor) -> Tensor:
 
 
 def _math(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, is_causal: bool, scale: float, gqa: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    is_causal: bool,
+    scale: float,
+    gqa: bool,
 ) -> Tensor:
     """The composite path, as torch spells it: half precision is raised to fp32, the mask is added in place."""
     dtype = query.dtype
-    is_half = dtype in (torch.float16, torch.bfloat16) and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    is_half = (
+        dtype in (torch.float16, torch.bfloat16) and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    )
     if is_causal:
         ones = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
         mask = _as_bias(ones, query, float("-inf"))

@@ -16,8 +16,8 @@ from lowtide import compat
 from lowtide.tracing.ghost.tensor import Ghost
 
 LOWER_PRECISION = (
-    "_convolution.deprecated", "_convolution", "conv1d", "conv1d.padding", "conv2d", "conv2d.padding", "conv3d",
-    "conv3d.padding", "conv_tbc", "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input", "convolution",
+    "_convolution.deprecated", "_convolution", "conv1d", "conv2d", "conv3d",
+    "conv_tbc", "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input", "convolution",
     "prelu", "addmm", "addmv", "addr", "matmul", "einsum", "mm", "mv", "linalg_vecdot", "linear", "addbmm", "baddbmm", "bmm",
     "chain_matmul", "linalg_multi_dot", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "lstm_cell", "gru_cell",
     "rnn_tanh_cell", "rnn_relu_cell", "_scaled_dot_product_flash_attention", "scaled_dot_product_attention",
@@ -30,13 +30,16 @@ FP32 = (
     "cosine_embedding_loss", "nll_loss", "nll_loss2d", "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss",
     "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss",
     "multi_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm", "logsumexp",
-    "upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_nearest3d", "_upsample_nearest_exact3d",
-    "upsample_linear1d", "upsample_bilinear2d", "_upsample_bilinear2d_aa", "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa",
+    "upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_nearest2d", "_upsample_nearest_exact2d",
+    "upsample_nearest3d", "_upsample_nearest_exact3d",
+    "upsample_linear1d", "upsample_bilinear2d", "_upsample_bilinear2d_aa", "upsample_trilinear3d",
+    "upsample_bicubic2d", "_upsample_bicubic2d_aa",
     "rms_norm",
 )  # fmt: skip
 
 FP32_SET_DTYPE = (
-    "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm", "linalg_matrix_norm.str_ord",
+    "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm",
+    "linalg_matrix_norm", "linalg_matrix_norm.str_ord",
     "sum", "sum.dim_IntList",
 )  # fmt: skip
 """Computed in fp32 by passing `dtype=`, so that no cast copy is kept, unless the caller named a dtype."""
@@ -54,7 +57,12 @@ class WeightCasts:
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """The tensor in `dtype`; a trainable fp32 leaf is cast once per context."""
-        if not tensor.is_floating_point() or tensor.dtype is dtype or tensor.dtype is torch.float64 or not isinstance(tensor, Ghost):
+        if (
+            not tensor.is_floating_point()
+            or tensor.dtype is dtype
+            or tensor.dtype is torch.float64
+            or not isinstance(tensor, Ghost)
+        ):
             return tensor
         is_weight = tensor.requires_grad and tensor.is_leaf and tensor.dtype is torch.float32 and not tensor._is_view()
         if not (is_weight and dtype is not torch.float32 and torch.is_autocast_cache_enabled()):
@@ -101,7 +109,9 @@ def _raise(overload: Any, casts: WeightCasts) -> Callable[..., Any]:
 
 
 def _name_dtype(overload: Any, casts: WeightCasts) -> Callable[..., Any]:
-    position = next((i for i, a in enumerate(overload._schema.arguments) if a.name == "dtype" and not a.kwarg_only), None)
+    position = next(
+        (i for i, a in enumerate(overload._schema.arguments) if a.name == "dtype" and not a.kwarg_only), None
+    )
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         is_low = isinstance(args[0], Tensor) and args[0].dtype in (torch.bfloat16, torch.float16)

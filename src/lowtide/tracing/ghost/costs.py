@@ -10,16 +10,25 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
 
 from lowtide.hardware import Hardware
 from lowtide.tracing.ghost import convolutions, reductions
+from lowtide.tracing.ghost.arithmetic import num_flops
 from lowtide.tracing.ghost.operators import Operator
 
 MATRIX_PRODUCTS = frozenset(
-    {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.addbmm", "aten._addmm_activation", "aten.mv", "aten.addmv", "aten.dot"}
+    {
+        "aten.mm",
+        "aten.addmm",
+        "aten.bmm",
+        "aten.baddbmm",
+        "aten.addbmm",
+        "aten._addmm_activation",
+        "aten.mv",
+        "aten.addmv",
+        "aten.dot",
+    }
 )
 EFFICIENCY = 0.7
 """Share of the card's best rates that ordinary kernels reach; only the shape of the time axis depends on it."""
@@ -35,7 +44,7 @@ class CudaCosts:
         self._warm: set[tuple[int, str]] = set()
 
     def lasting(self, op: Operator, args: tuple[Any, ...]) -> Iterable[tuple[str, int]]:
-        """cuBLAS keeps one workspace per thread that calls it: the main one, and autograd's."""
+        """CuBLAS keeps one workspace per thread that calls it: the main one, and autograd's."""
         if op.name not in MATRIX_PRODUCTS or not self._workspace_bytes:
             return
         thread = threading.get_ident()
@@ -55,17 +64,17 @@ class CudaCosts:
         rule = _RULES.get(op.name)
         return [] if rule is None else [rule(args, out, self._hardware.num_sms)]
 
-    def seconds(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
+    def seconds(self, op: Operator, args: tuple[Any, ...], out: Any) -> float:
         """Roofline: the longer of arithmetic and memory traffic."""
         hardware = self._hardware
-        tensors = [t for t in (*_tensors(args), *_tensors(out)) if t.device.type != "cpu"]
+        tensors = [*_tensors(args), *_tensors(out)]
         moved = sum(t.numel() * t.element_size() for t in tensors)
         seconds = moved / (hardware.memory_bytes_per_s * EFFICIENCY) if hardware.memory_bytes_per_s else 0.0
-        formula = flop_registry.get(func._overloadpacket)
-        if formula is not None and tensors:
+        flops = num_flops(op.name, args, out)
+        if flops:
             rate = hardware.flops(str(tensors[0].dtype), allow_tf32=False)
             if rate:
-                seconds = max(seconds, formula(*args, **kwargs, out_val=out) / (rate * EFFICIENCY))
+                seconds = max(seconds, flops / (rate * EFFICIENCY))
         return seconds
 
 
@@ -198,7 +207,9 @@ def _upsample_backward(args: Any, out: Any, num_sms: int) -> list[int]:
 
 
 _RULES: dict[str, Callable[[Any, Any, int], list[int]]] = {
-    **dict.fromkeys(("aten.sum", "aten.mean", "aten.amax", "aten.amin", "aten.any", "aten.all", "aten.nansum", "aten.var"), _reduce),
+    **dict.fromkeys(
+        ("aten.sum", "aten.mean", "aten.amax", "aten.amin", "aten.any", "aten.all", "aten.nansum", "aten.var"), _reduce
+    ),
     **dict.fromkeys(("aten.prod", "aten.argmax", "aten.argmin", "aten.max", "aten.min"), _reduce_one),
     "aten.linalg_vector_norm": _reduce_norm,
     "aten._softmax_backward_data": _softmax_backward,

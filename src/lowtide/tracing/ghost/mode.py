@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lowtide import compat
 from lowtide.errors import BatchMismatchError, LowtideError, MissingKernelError, ValueReadError
-from lowtide.tracing.ghost.shapes import SHAPES
 from lowtide.tracing.ghost.operators import Operator, describe
+from lowtide.tracing.ghost.shapes import SHAPES
 from lowtide.tracing.ghost.tensor import Ghost
 from lowtide.tracing.ghost.values import MAX_ELEMENTS, Known, balanced_choice
 from lowtide.tracing.recorder import Life, Recorder
@@ -26,6 +26,9 @@ META = torch.device("meta")
 HOST = torch.device("cpu")
 HOST_GHOST_BYTES = 2**20
 """Host tensors above this that the step makes (offloaded activations) become ghosts too."""
+
+SAME_TYPES = frozenset({"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.addmv", "aten.mv", "aten.dot"})
+"""Operators that refuse arguments of different types on CUDA; torch's shape functions let them pass."""
 
 aten = torch.ops.aten
 
@@ -41,7 +44,7 @@ class Costs(Protocol):
         """Bytes needed while the operator runs, beside its outputs: in stages, each freed before the next."""
         ...
 
-    def seconds(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
+    def seconds(self, op: Operator, args: tuple[Any, ...], out: Any) -> float:
         """Estimated time on the card."""
         ...
 
@@ -50,7 +53,7 @@ class GhostMode(compat.TorchDispatchMode):
     """The dispatch mode of one trace."""
 
     def __init__(self, recorder: Recorder, device: torch.device, costs: Costs) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.recorder = recorder
         self.device = device
         self.costs = costs
@@ -157,6 +160,8 @@ class GhostMode(compat.TorchDispatchMode):
         if device is not None:
             kwargs = {**kwargs, "device": META}
             kwargs.pop("pin_memory", None)
+        if op.name in SAME_TYPES and len({ghost.dtype for ghost in ghosts}) > 1:
+            raise TypeError("all of them must have the same type")
         shapes = SHAPES.get(func)
         if shapes is not None:
             out = shapes(*_to_meta(args), **{key: _to_meta(value) for key, value in kwargs.items()})
@@ -167,7 +172,7 @@ class GhostMode(compat.TorchDispatchMode):
         values = self._values(func, op, args, kwargs)
         result = self._wrap(op, args, kwargs, out, values, on_device)
         if on_device:
-            self._charge(func, op, args, kwargs, result)
+            self._charge(op, args, result)
         if func is aten.topk.default and values is None:
             self._assume_balance(args, result)
         return result
@@ -180,18 +185,18 @@ class GhostMode(compat.TorchDispatchMode):
         for name in op.written_names:
             self._written(kwargs.get(name), op, None)
         if isinstance(out, Tensor):
-            position = op.returns_written[0] if op.returns_written else None
-            if position is not None:
-                return args[position]
+            returned = op.returns_written[0] if op.returns_written else None
+            if returned is not None:
+                return args[returned]
             if op.written_names:
                 return kwargs[op.written_names[0]]
             return self._ghost(out, values and values(None), on_device)
         if isinstance(out, list | tuple):
             results = []
             for index, item in enumerate(out):
-                position = op.returns_written[index] if index < len(op.returns_written) else None
-                if position is not None and isinstance(item, Tensor):
-                    results.append(args[position])
+                returned = op.returns_written[index] if index < len(op.returns_written) else None
+                if returned is not None and isinstance(item, Tensor):
+                    results.append(args[returned])
                 elif isinstance(item, Tensor) and item.device.type == "meta":
                     results.append(self._ghost(item, values and values(index), on_device))
                 else:
@@ -211,13 +216,13 @@ class GhostMode(compat.TorchDispatchMode):
                 ghost.life.version += 1
                 ghost.known, ghost.known_version = known, ghost.life.version
 
-    def _charge(self, func: Any, op: Operator, args: Any, kwargs: Any, out: Any) -> None:
+    def _charge(self, op: Operator, args: Any, out: Any) -> None:
         """What the card's libraries need besides the outputs."""
         for owner, nbytes in self.costs.lasting(op, args):
             life = self.recorder.allocate(nbytes, (nbytes,), "uint8", category=Category.WORKSPACE)
             life.module, life.op = owner, "workspace"
         # The rules see the meta tensors: they may ask for views and layouts without being recorded.
-        args, kwargs, out = _to_meta(args), {key: _to_meta(value) for key, value in kwargs.items()}, _to_meta(out)
+        args, out = _to_meta(args), _to_meta(out)
         for stage in self.costs.passing(op, args, out):
             scratch = [
                 self.recorder.allocate(nbytes, (nbytes,), "uint8", category=Category.WORKSPACE)
@@ -226,7 +231,7 @@ class GhostMode(compat.TorchDispatchMode):
             ]
             for life in reversed(scratch):
                 self.recorder.free(life)
-        self.recorder.op_seconds[-1] = self.costs.seconds(func, args, kwargs, out)
+        self.recorder.op_seconds[-1] = self.costs.seconds(op, args, out)
 
     # -- values ------------------------------------------------------------------------------------------------------
 
@@ -240,7 +245,9 @@ class GhostMode(compat.TorchDispatchMode):
         known_kwargs = _to_known(kwargs)
         if known_kwargs is None:
             return None
-        known_kwargs = {key: HOST if key == "device" and value is not None else value for key, value in known_kwargs.items()}
+        known_kwargs = {
+            key: HOST if key == "device" and value is not None else value for key, value in known_kwargs.items()
+        }
         if op.writes:
             # The recipe may be evaluated after more writes: it works on a copy of what it writes to.
             def run(*values: Any, **options: Any) -> Any:
@@ -311,7 +318,9 @@ class GhostMode(compat.TorchDispatchMode):
 
     def _is_gradient_sum(self, func: Any) -> bool:
         """Whether autograd's engine itself adds two gradients: in the backward, with no Python code calling."""
-        return func is aten.add.Tensor and self.recorder.phase is Phase.BACKWARD and self.recorder.is_called_from_engine()
+        return (
+            func is aten.add.Tensor and self.recorder.phase is Phase.BACKWARD and self.recorder.is_called_from_engine()
+        )
 
     def _sum_in_place(self, args: Any) -> Ghost | None:
         """Autograd adds gradients in place where it holds the only reference; under a dispatch mode it never does."""
@@ -345,7 +354,11 @@ class GhostMode(compat.TorchDispatchMode):
 
     def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operator on real host tensors: run it, unless it would make a large one (an offload buffer)."""
-        if self.recorder.phase is not None and describe(func).name in ("aten.empty", "aten.empty_strided", "aten.zeros"):
+        if self.recorder.phase is not None and describe(func).name in (
+            "aten.empty",
+            "aten.empty_strided",
+            "aten.zeros",
+        ):
             inner = func(*args, **{**{k: v for k, v in kwargs.items() if k != "pin_memory"}, "device": META})
             if inner.untyped_storage().nbytes() >= HOST_GHOST_BYTES:
                 return self._ghost(inner, None, on_device=False)
@@ -396,7 +409,13 @@ def _to_known(value: Any) -> Any:
 
 
 def _has_mask_index(op: Operator, args: Any) -> bool:
-    if op.name not in ("aten.index", "aten.index_put", "aten.index_put_", "aten._index_put_impl_", "aten._unsafe_index"):
+    if op.name not in (
+        "aten.index",
+        "aten.index_put",
+        "aten.index_put_",
+        "aten._index_put_impl_",
+        "aten._unsafe_index",
+    ):
         return False
     return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1])
 

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
 
-_CHANCE = ("rand", "bernoulli", "dropout", "normal", "uniform", "multinomial", "exponential", "geometric", "cauchy", "poisson")
+_CHANCE = (
+    "rand",
+    "bernoulli",
+    "dropout",
+    "normal",
+    "uniform",
+    "multinomial",
+    "exponential",
+    "geometric",
+    "cauchy",
+    "poisson",
+)
 
 READERS = frozenset(
     {
@@ -44,7 +55,7 @@ class Operator:
     device_position: int | None
 
 
-@lru_cache(maxsize=None)
+@cache
 def describe(func: Any) -> Operator:
     """The operator behind an overload such as `torch.ops.aten.mm.default`."""
     schema = func._schema

@@ -46,7 +46,7 @@ def describe(tensor: Tensor, dims: Sequence[int], accumulator_bytes: int) -> Red
     reduces_fastest = not kept or (bool(reduced_strides) and min(reduced_strides) < min(kept)[0])
     vector = 1
     if not reduces_fastest and kept and min(kept)[0] == 1:
-        others = [s for s in (*reduced_strides, *(stride for stride, _ in kept if stride != 1))]
+        others = [*reduced_strides, *(stride for stride, _ in kept if stride != 1)]
         for candidate in (4, 2):
             if min(kept)[1] % candidate == 0 and all(stride % candidate == 0 for stride in others):
                 vector = candidate

@@ -26,7 +26,8 @@ def _like_query(query: Tensor, heads: int, length: int, size: int) -> Tensor:
 
 def _same_layout(tensor: Tensor) -> Tensor:
     """A new tensor whose dimensions are stored in the same order, without gaps."""
-    order = sorted(range(tensor.dim()), key=lambda d: (-tensor.stride(d), d))
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda d: (-strides[d], d))
     packed = torch.empty([tensor.size(d) for d in order], dtype=tensor.dtype, device=META)
     return packed.permute([order.index(d) for d in range(tensor.dim())])
 
@@ -35,7 +36,9 @@ def _scalar() -> Tensor:
     return torch.empty((), dtype=torch.int64, device=META)
 
 
-def cudnn(query: Tensor, key: Tensor, value: Tensor, mask: Any, needs_sums: bool, *_: Any, **__: Any) -> tuple[Any, ...]:
+def cudnn(
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, needs_sums: bool, *_: Any, **__: Any
+) -> tuple[Any, ...]:
     batch, heads, length, _size = query.shape
     out = _same_layout(query[..., : value.size(3)])
     sums = torch.empty(batch, heads, length, 1, dtype=torch.float32, device=META) if needs_sums else None
@@ -58,7 +61,9 @@ def flash_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: 
     return tuple(_like_query(t, t.size(1), t.size(2), t.size(3)) for t in (query, key, value))
 
 
-def efficient(query: Tensor, key: Tensor, value: Tensor, mask: Any, needs_sums: bool, *_: Any, **__: Any) -> tuple[Any, ...]:
+def efficient(
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, needs_sums: bool, *_: Any, **__: Any
+) -> tuple[Any, ...]:
     batch, heads, length, _size = query.shape
     out = _like_query(query, heads, length, value.size(3))
     padded = -(-length // 32) * 32 if needs_sums else 0
@@ -92,7 +97,7 @@ def grouped_product(left: Tensor, right: Tensor, offsets: Tensor | None = None, 
 
 
 def _format(*tensors: Tensor) -> torch.memory_format:
-    """cuDNN works with channels last as soon as the input or the weight has them last."""
+    """CuDNN works with channels last as soon as the input or the weight has them last."""
     return torch.channels_last if any(is_channels_last(t) for t in tensors) else torch.contiguous_format
 
 
@@ -111,7 +116,9 @@ def convolution_backward(gradient: Tensor, inputs: Tensor, weight: Tensor, *args
     )
 
 
-def batch_norm(inputs: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, *_: Any) -> tuple[Any, ...]:
+def batch_norm(
+    inputs: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, *_: Any
+) -> tuple[Any, ...]:
     statistics = torch.float32 if inputs.dtype in (torch.float16, torch.bfloat16) else inputs.dtype
     size = inputs.size(1) if training else 0
     saved = (torch.empty(size, dtype=statistics, device=META) for _ in range(2))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Ghost(Tensor):
     """A tensor without memory. Made by the ghost mode only."""
 
-    inner: Tensor
+    inner: Tensor  # type: ignore[assignment]
     """The meta tensor: size, strides, dtype, and which storage."""
     life: Life
     """The record of the storage, shared by all its views."""
@@ -30,6 +30,7 @@ class Ghost(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor, device: torch.device, life: Life, known: Known | None = None) -> Ghost:
+        """A ghost of a meta tensor on a device."""
         ghost: Ghost = Tensor._make_wrapper_subclass(
             cls,
             inner.size(),
@@ -65,9 +66,9 @@ class Ghost(Tensor):
         assert known is not None
         return known.get().tolist()
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"Ghost({list(self.shape)}, {self.dtype}, {self.device})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise RuntimeError(f"{func} was called on a ghost tensor outside the trace it belongs to")

@@ -1,0 +1,211 @@
+"""Which blocks of a model are alike: same classes, same tensors, same settings, in one `ModuleList` or `Sequential`.
+
+Alike is decided before anything runs, and strictly: what cannot be compared (a foreign object that is not the very same
+one) makes two blocks different. The only difference allowed is a block's own number, as in `layer_idx`, and only where the
+block's code hands that number on (to a cache, say) without computing or deciding anything with it.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide import compat
+from lowtide.tracing.ghost.tensor import Ghost
+
+_STANDARD = frozenset(vars(nn.Module())) | {"_hf_hook", "_is_hf_initialized"}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PLAIN = (bool, float, complex, str, bytes, type(None), type, torch.dtype, torch.device, torch.memory_format)
+_PER_LAYER_STORES = frozenset({"layers", "is_updated", "key_cache", "value_cache"})
+"""Attributes of key/value caches that a layer looks itself up in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """A block's description: equal for blocks that behave alike, up to `numbers`."""
+
+    structure: tuple[Any, ...]
+    numbers: tuple[tuple[type, str, int], ...]
+    """Integer settings with the class and the attribute they are found in."""
+
+
+def describe(block: nn.Module) -> Signature | None:
+    """The signature of a block; None for one that has hooks, whose effects nobody can foresee."""
+    paths = {id(module): path for path, module in block.named_modules()}
+    tensors: dict[int, str] = {}
+    numbers: list[tuple[type, str, int]] = []
+    structure: list[Any] = []
+    for path, module in block.named_modules():
+        if has_hooks(module):
+            return None
+        for kind in ("_parameters", "_buffers"):
+            for name, tensor in getattr(module, kind).items():
+                if tensor is None:
+                    structure.append((path, kind, name))
+                    continue
+                if any(not _is_own(hook) for hook in compat.tensor_hooks(tensor)):
+                    return None
+                place = tensors.setdefault(id(tensor), f"{path}.{name}")
+                structure.append((path, kind, name, place, _describe_tensor(tensor)))
+    words = _Words(paths, tensors, numbers)
+    for path, module in block.named_modules():
+        settings = vars(module)
+        names = settings.keys() - _STANDARD
+        described = tuple((name, words.describe(settings[name], type(module), name)) for name in sorted(names))
+        structure.append((path, type(module), module.training, tuple(module._modules), described))
+    return Signature(tuple(structure), tuple(numbers))
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether anything but the module's own code runs when it is called."""
+    return any(getattr(module, name) for name in _HOOKS)
+
+
+def are_alike(first: Signature, second: Signature, distance: int) -> bool:
+    """Whether two blocks, `distance` apart in their list, have one signature but for their own numbers."""
+    if first.structure != second.structure or len(first.numbers) != len(second.numbers):
+        return False
+    for (kind, name, left), (_, _, right) in zip(first.numbers, second.numbers, strict=True):
+        if left != right and (right - left != distance or _decides_by(kind, name)):
+            return False
+    return True
+
+
+def equal_runs(model: nn.Module, shortest: int) -> Iterator[list[tuple[str, nn.Module]]]:
+    """Runs of at least `shortest` neighbours that are alike, with their paths; the outermost ones only."""
+
+    def visit(path: str, module: nn.Module) -> Iterator[list[tuple[str, nn.Module]]]:
+        children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
+        inside: set[int] = set()
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(children) >= shortest:
+            for run in _split(children):
+                if len(run) >= shortest and len({id(block) for _, block in run}) == len(run):
+                    inside.update(id(block) for _, block in run)
+                    yield run
+        for child_path, child in children:
+            if id(child) not in inside:
+                yield from visit(child_path, child)
+
+    yield from visit("", model)
+
+
+def _split(children: list[tuple[str, nn.Module]]) -> Iterator[list[tuple[str, nn.Module]]]:
+    run: list[tuple[str, nn.Module]] = []
+    first: Signature | None = None
+    for path, child in children:
+        signature = describe(child)
+        if first is None or signature is None or not are_alike(first, signature, len(run)):
+            if run:
+                yield run
+            run, first = [], signature
+        run.append((path, child))
+    yield run
+
+
+def _describe_tensor(tensor: Tensor) -> tuple[Any, ...]:
+    known = tensor.value() if isinstance(tensor, Ghost) else None
+    values = None if known is None else known.get()
+    return (
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.dtype,
+        tensor.device,
+        tensor.requires_grad,
+        type(tensor),
+        None if values is None else values.contiguous().flatten().view(torch.uint8).numpy().tobytes(),
+    )
+
+
+def _is_own(hook: Any) -> bool:
+    """The tracer's own hooks, which mark gradients and update in the backward, do the same to every parameter."""
+    return str(getattr(hook, "__module__", "")).startswith("lowtide.tracing.")
+
+
+class _Words:
+    """Describes attribute values, relative to one block."""
+
+    def __init__(self, paths: dict[int, str], tensors: dict[int, str], numbers: list[tuple[type, str, int]]) -> None:
+        self._paths = paths
+        self._tensors = tensors
+        self._numbers = numbers
+
+    def describe(self, value: Any, kind: type, name: str) -> Any:
+        if isinstance(value, _PLAIN):
+            return type(value), value
+        if type(value) is int:
+            self._numbers.append((kind, name, value))
+            return int
+        if isinstance(value, Tensor):
+            return "tensor", self._tensors.get(id(value), id(value))
+        if isinstance(value, nn.Module):
+            return "module", self._paths.get(id(value), id(value))
+        if type(value) in (tuple, list, torch.Size):
+            return type(value), tuple(self.describe(item, kind, name) for item in value)
+        if type(value) is dict:
+            return dict, tuple((key, self.describe(item, kind, name)) for key, item in value.items())
+        if isinstance(value, types.MethodType):
+            return "method", value.__func__, self.describe(value.__self__, kind, name)
+        if isinstance(value, functools.partial):
+            parts = (value.func, list(value.args), dict(value.keywords))
+            return "partial", *(self.describe(part, kind, name) for part in parts)
+        if isinstance(value, types.FunctionType):
+            cells = [cell.cell_contents for cell in value.__closure__ or ()]
+            parts = (cells, list(value.__defaults__ or ()), dict(value.__kwdefaults__ or {}))
+            return "function", value.__code__, *(self.describe(part, kind, name) for part in parts)
+        return "object", id(value)
+
+
+@functools.cache
+def _decides_by(kind: type, name: str) -> bool:
+    """Whether a method of the class computes or decides something with `self.name`, instead of handing it on."""
+    for base in kind.__mro__:
+        if base in (nn.Module, object):
+            continue
+        for function in vars(base).values():
+            if isinstance(function, types.FunctionType) and function.__name__ not in ("__init__", "extra_repr"):
+                code = function.__code__
+                # Decorators wrap: the function itself is then found in a closure.
+                inner = [cell.cell_contents for cell in function.__closure__ or () if _is_function(cell)]
+                if any(_branches(candidate, name) for candidate in (code, *(f.__code__ for f in inner))):
+                    return True
+    return False
+
+
+def _is_function(cell: types.CellType) -> bool:
+    try:
+        return isinstance(cell.cell_contents, types.FunctionType)
+    except ValueError:  # an empty cell
+        return False
+
+
+def _branches(code: types.CodeType, name: str) -> bool:
+    if name not in code.co_names:
+        return any(_branches(const, name) for const in code.co_consts if isinstance(const, types.CodeType))
+    instructions = [
+        i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "NOP", "EXTENDED_ARG", "PRECALL")
+    ]
+    for position, instruction in enumerate(instructions):
+        if instruction.opname != "LOAD_ATTR" or instruction.argval != name:
+            continue
+        store = instructions[position - 2].argval if position >= 2 else None
+        following = instructions[position + 1].opname
+        if following in ("BINARY_SUBSCR", "STORE_SUBSCR") or (
+            following == "BINARY_OP" and instructions[position + 1].argrepr == "[]"
+        ):
+            if store in _PER_LAYER_STORES:
+                continue
+            return True
+        # Handed on: what follows must bring it to a call before it meets an operation.
+        for later in instructions[position + 1 :]:
+            if later.opname.startswith("CALL"):
+                break
+            if not later.opname.startswith(("LOAD_", "KW_NAMES", "BUILD_", "PUSH_NULL", "COPY_FREE", "DICT_", "LIST_")):
+                return True
+    return any(_branches(const, name) for const in code.co_consts if isinstance(const, types.CodeType))

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from lowtide.errors import TraceError
+from lowtide.models.batches import TokenBatch
+from lowtide.models.deep_one import DeepOne, DeepOneConfig
+from lowtide.models.deep_one_adafactor import DeepOneAdafactor
+from lowtide.models.registry import resolve_model
+from lowtide.planning.problem import Problem
+from lowtide.planning.techniques import Recompute, UpdateImplementation, UpdateInBackward
+from lowtide.planning.what_if import Progress, WhatIf, what_if
+from lowtide.planning.what_if_row import WhatIfRow
+from lowtide.tracing.settings import Implementation, StepSettings
+from lowtide.tracing.step_trace import Category, StepTrace
+from lowtide.units import MiB
+
+CONFIG = DeepOneConfig(
+    vocab_size=2048, context_length=96, num_layers=10, hidden_size=256, intermediate_size=672, num_heads=4
+)
+"""The Peak Memory experiment in small: many tokens for its weights, so that activations outweigh gradients."""
+
+
+@pytest.fixture(scope="module")
+def deep_one() -> Problem:
+    with torch.device("meta"):
+        model = DeepOne(CONFIG)
+    batch = TokenBatch(vocab_size=2048, default_batch=8, default_length=96, max_length=None)("8x96")
+    return Problem(model=model, batch=batch, optimizer=DeepOneAdafactor)
+
+
+@pytest.fixture(scope="module")
+def base(deep_one: Problem) -> StepTrace:
+    return deep_one.trace()
+
+
+@pytest.fixture(scope="module")
+def answer(deep_one: Problem, base: StepTrace) -> WhatIf:
+    return what_if(deep_one, base, techniques=[Recompute(), UpdateInBackward()])
+
+
+def row(answer: WhatIf, technique: str) -> WhatIfRow:
+    [found] = [row for row in answer.rows if row.technique == technique]
+    return found
+
+
+def gradient_bytes(problem: Problem) -> int:
+    return sum(parameter.numel() * 4 for parameter in problem.model.parameters())
+
+
+def test_an_update_in_the_backward_alone_saves_nothing(answer: WhatIf, base: StepTrace) -> None:
+    alone = row(answer, "optimizer in backward")
+    assert abs(alone.saved_bytes) < 0.005 * base.peak_bytes
+    assert alone.reason.startswith("the peak is at the loss, before any gradient exists; the gradients reach ")
+
+
+def test_recompute_moves_the_peak_to_where_gradients_are(answer: WhatIf, base: StepTrace) -> None:
+    recompute = row(answer, "recompute")
+    assert base.at_peak[Category.GRADIENTS] == 0
+    assert recompute.saved_bytes > 0.2 * base.peak_bytes
+    assert "the activations alive at the peak fall from" in recompute.reason
+    assert "(gradients from 0 B to" in recompute.reason
+
+
+def test_together_they_save_the_gradients_too(answer: WhatIf, deep_one: Problem) -> None:
+    together, recompute = row(answer, "recompute + optimizer in backward"), row(answer, "recompute")
+    extra = together.saved_bytes - recompute.saved_bytes
+    # All gradients but those that the first layers have not made yet; one matrix's update comes instead.
+    assert 0.7 * gradient_bytes(deep_one) < extra < gradient_bytes(deep_one)
+    assert together.reason.startswith("optimizer in backward saves ")
+    assert " on top of recompute: the gradients alive at the peak fall from " in together.reason
+
+
+def test_on_top_of_recompute_it_saves_about_the_gradients(deep_one: Problem, answer: WhatIf) -> None:
+    recomputed = replace(deep_one, settings=StepSettings(recompute=True))
+    on_top = what_if(recomputed, recomputed.trace(), techniques=[Recompute(), UpdateInBackward()])
+    [only] = on_top.rows
+    assert only.before_bytes == row(answer, "recompute").after_bytes
+    assert only.after_bytes == row(answer, "recompute + optimizer in backward").after_bytes
+    [skipped] = on_top.skipped
+    assert (skipped.technique, skipped.reason) == ("recompute", "it is on already")
+
+
+def test_all_techniques_on_a_step_whose_peak_is_in_the_update() -> None:
+    source = resolve_model("gpt-tiny")
+    problem = Problem(model=source.build(None), batch=source.make_batch("2x16"), optimizer=torch.optim.AdamW)
+    base = problem.trace()
+    parameters = sum(parameter.numel() * 4 for parameter in problem.model.parameters())
+    seen: list[Progress] = []
+    answer = what_if(problem, base, on_progress=seen.append)
+
+    assert "the peak is in the update, after the last activation is freed" in row(answer, "recompute").reason
+    fused = row(answer, "fused step")
+    # foreach keeps one copy of all parameters, rounded up to blocks.
+    assert 0.8 * parameters < fused.saved_bytes < 1.1 * parameters
+    assert fused.reason.startswith(
+        "the temporary copies of the foreach update alive at the peak fall from 3.2 MiB to 0 B"
+    )
+    bf16 = row(answer, "bf16")
+    # Weights, gradients, two moments and the foreach copy lose half of their bytes each.
+    assert bf16.saved_bytes == pytest.approx(5 * parameters / 2, rel=0.02)
+    assert [progress.number for progress in seen] == sorted({progress.number for progress in seen})
+    assert all(progress.number <= progress.total for progress in seen)
+    assert seen[0].technique == "bf16"
+    assert {row.before_bytes for row in answer.rows} == {base.peak_bytes}
+    assert answer.skipped[0].technique == "fused attention"
+
+
+def test_accumulation_halves_what_grows_with_the_batch() -> None:
+    source = resolve_model("gpt-tiny")
+    problem = Problem(model=source.build(None), batch=source.make_batch("16x128"), optimizer=torch.optim.SGD)
+    base = problem.trace()
+    answer = what_if(problem, base)
+    halved = row(answer, "accumulation (half the batch, twice)")
+    grows = base.at_peak[Category.ACTIVATIONS] + base.at_peak[Category.TEMPORARIES]
+    kept_gradients = sum(parameter.numel() * 4 for parameter in problem.model.parameters())
+    assert halved.saved_bytes == pytest.approx(grows / 2 - kept_gradients, abs=2 * MiB)
+    math = row(answer, "math attention")
+    # Four layers keep the fp32 scores of 16 sequences and 4 heads.
+    assert -math.saved_bytes > 4 * 16 * 4 * 128 * 128 * 4 / 2
+    assert "the tensors of the attention alive at the peak rise" in math.reason
+
+
+def test_a_technique_that_cannot_be_traced_is_skipped_with_the_reason() -> None:
+    class Loose(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * self.scale).sum()
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4))
+
+    problem = Problem(
+        model=Loose(), batch=torch.ones(2, 4), optimizer=lambda parameters: torch.optim.RMSprop(parameters)
+    )
+    answer = what_if(problem, problem.trace(), techniques=[UpdateImplementation("fused step", Implementation.FUSED)])
+    assert answer.rows == ()
+    assert answer.skipped[0].reason.startswith("it could not be traced: RMSprop has no fused implementation")
+
+
+def test_a_step_that_fails_by_itself_is_an_error() -> None:
+    problem = Problem(model=nn.Linear(2, 2), batch=torch.ones(2, 2), optimizer=torch.optim.SGD)
+    with pytest.raises(TraceError, match="the loss must be a scalar"):
+        problem.trace()

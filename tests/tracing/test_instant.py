@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+from lowtide.tracing.instant import decisive_event, instant_of
+from lowtide.tracing.step_trace import Category, Phase
+from lowtide.units import GiB, MiB
+from tests.tracing.samples import TraceBuilder, tiny_trace
+
+
+def test_instant_of_the_peak_names_op_and_line() -> None:
+    trace = tiny_trace()
+    instant = instant_of(trace, trace.peak_event)
+    assert (instant.phase, instant.op, instant.source) == (Phase.LOSS, "aten._log_softmax", "tiny.py:20")
+
+
+def test_a_scalar_on_top_is_not_the_cause() -> None:
+    builder = TraceBuilder()
+    builder.enter(Phase.LOSS)
+    builder.op("aten._log_softmax", source="loss.py:1")
+    builder.allocate(GiB, Category.ACTIVATIONS)
+    builder.op("aten.sum", source="loss.py:2")
+    gone = builder.allocate(100 * MiB, Category.TEMPORARIES)
+    builder.free(gone)
+    builder.op("aten.nan_to_num", source="loss.py:3")
+    held = builder.allocate(100 * MiB, Category.TEMPORARIES)
+    builder.allocate(4, Category.ACTIVATIONS)
+    trace = builder.build()
+    assert trace.peak_event == 4
+    assert trace.events[decisive_event(trace)].allocation == held
+
+
+def test_what_was_freed_before_the_peak_is_not_the_cause() -> None:
+    builder = TraceBuilder()
+    builder.enter(Phase.LOSS)
+    builder.op("aten.mm")
+    kept = builder.allocate(GiB, Category.ACTIVATIONS)
+    builder.op("aten.cat")
+    builder.free(builder.allocate(2 * MiB, Category.TEMPORARIES))
+    for _ in range(5000):
+        builder.allocate(512, Category.ACTIVATIONS)
+    trace = builder.build()
+    assert trace.events[decisive_event(trace)].allocation == kept
+
+
+def test_a_step_that_allocates_nothing_has_no_cause() -> None:
+    builder = TraceBuilder()
+    builder.allocate(MiB, Category.WEIGHTS)
+    assert decisive_event(builder.build()) == -1
