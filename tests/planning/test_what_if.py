@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,13 @@ from lowtide.models.deep_one import DeepOne, DeepOneConfig
 from lowtide.models.deep_one_adafactor import DeepOneAdafactor
 from lowtide.models.registry import resolve_model
 from lowtide.planning.problem import Problem
-from lowtide.planning.techniques import Recompute, UpdateImplementation, UpdateInBackward
+from lowtide.planning.techniques import (
+    Accumulate,
+    AttentionBackend,
+    Recompute,
+    UpdateImplementation,
+    UpdateInBackward,
+)
 from lowtide.planning.what_if import Progress, WhatIf, what_if
 from lowtide.planning.what_if_row import WhatIfRow
 from lowtide.tracing.settings import Implementation, StepSettings
@@ -20,7 +27,7 @@ from lowtide.tracing.step_trace import Category, StepTrace
 from lowtide.units import MiB
 
 CONFIG = DeepOneConfig(
-    vocab_size=2048, context_length=96, num_layers=10, hidden_size=256, intermediate_size=672, num_heads=4
+    vocab_size=1024, context_length=96, num_layers=6, hidden_size=512, intermediate_size=1344, num_heads=4
 )
 """The Peak Memory experiment in small: many tokens for its weights, so that activations outweigh gradients."""
 
@@ -29,7 +36,7 @@ CONFIG = DeepOneConfig(
 def deep_one() -> Problem:
     with torch.device("meta"):
         model = DeepOne(CONFIG)
-    batch = TokenBatch(vocab_size=2048, default_batch=8, default_length=96, max_length=None)("8x96")
+    batch = TokenBatch(vocab_size=1024, default_batch=8, default_length=96, max_length=None)("8x96")
     return Problem(model=model, batch=batch, optimizer=DeepOneAdafactor)
 
 
@@ -55,7 +62,10 @@ def gradient_bytes(problem: Problem) -> int:
 def test_an_update_in_the_backward_alone_saves_nothing(answer: WhatIf, base: StepTrace) -> None:
     alone = row(answer, "optimizer in backward")
     assert abs(alone.saved_bytes) < 0.005 * base.peak_bytes
-    assert alone.reason.startswith("the peak is at the loss, before any gradient exists; the gradients reach ")
+    assert re.match(
+        r"the peak is (at|in the backward of) the loss, before any gradient exists; the gradients reach \d",
+        alone.reason,
+    )
 
 
 def test_recompute_moves_the_peak_to_where_gradients_are(answer: WhatIf, base: StepTrace) -> None:
@@ -114,7 +124,7 @@ def test_accumulation_halves_what_grows_with_the_batch() -> None:
     source = resolve_model("gpt-tiny")
     problem = Problem(model=source.build(None), batch=source.make_batch("16x128"), optimizer=torch.optim.SGD)
     base = problem.trace()
-    answer = what_if(problem, base)
+    answer = what_if(problem, base, techniques=[Accumulate(), AttentionBackend(to_math=True)])
     halved = row(answer, "accumulation (half the batch, twice)")
     grows = base.at_peak[Category.ACTIVATIONS] + base.at_peak[Category.TEMPORARIES]
     kept_gradients = sum(parameter.numel() * 4 for parameter in problem.model.parameters())

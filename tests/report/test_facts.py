@@ -7,33 +7,9 @@ import pytest
 from lowtide.planning.what_if_row import WhatIfRow
 from lowtide.report.facts import Fit, differences, fit_of, saving
 from lowtide.tracing.compare import Difference
-from lowtide.tracing.instant import instant_of
 from lowtide.tracing.step_trace import Category, Phase
 from lowtide.units import GiB, MiB
-from tests.tracing.samples import TARGET, TraceBuilder, observed_like, tiny_trace, transformer_trace
-
-
-def test_the_instant_of_the_peak_is_named() -> None:
-    trace = tiny_trace()
-    moment = instant_of(trace, trace.peak_event)
-    assert (moment.phase, moment.op, moment.source) == (Phase.LOSS, "aten._log_softmax", "tiny.py:20")
-    assert moment.place == "(outside the model) aten._log_softmax"
-    assert instant_of(trace, 0).place == "head aten.mm"
-
-
-def test_before_the_step_there_is_no_op() -> None:
-    builder = TraceBuilder()
-    builder.allocate(MiB, Category.WEIGHTS)
-    trace = builder.build()
-    assert trace.peak_event == -1
-    assert instant_of(trace, trace.peak_event).place == "before the step begins"
-
-
-def test_an_event_before_the_first_op_is_known_by_what_it_allocates() -> None:
-    builder = TraceBuilder()
-    builder.enter(Phase.FORWARD)
-    builder.allocate(MiB, Category.WORKSPACE, module="handle")
-    assert instant_of(builder.build(), 0).module == "handle"
+from tests.tracing.samples import TARGET, observed_like, tiny_trace, transformer_trace
 
 
 def test_fit_counts_reserved_memory_and_the_context() -> None:

@@ -6,10 +6,27 @@ from lowtide.units import GiB, MiB
 from tests.tracing.samples import TraceBuilder, tiny_trace
 
 
-def test_instant_of_the_peak_names_op_and_line() -> None:
+def test_the_instant_of_the_peak_is_named() -> None:
     trace = tiny_trace()
-    instant = instant_of(trace, trace.peak_event)
-    assert (instant.phase, instant.op, instant.source) == (Phase.LOSS, "aten._log_softmax", "tiny.py:20")
+    moment = instant_of(trace, trace.peak_event)
+    assert (moment.phase, moment.op, moment.source) == (Phase.LOSS, "aten._log_softmax", "tiny.py:20")
+    assert moment.place == "(outside the model) aten._log_softmax"
+    assert instant_of(trace, 0).place == "head aten.mm"
+
+
+def test_before_the_step_there_is_no_op() -> None:
+    builder = TraceBuilder()
+    builder.allocate(MiB, Category.WEIGHTS)
+    trace = builder.build()
+    assert trace.peak_event == -1
+    assert instant_of(trace, trace.peak_event).place == "before the step begins"
+
+
+def test_an_event_before_the_first_op_is_known_by_what_it_allocates() -> None:
+    builder = TraceBuilder()
+    builder.enter(Phase.FORWARD)
+    builder.allocate(MiB, Category.WORKSPACE, module="handle")
+    assert instant_of(builder.build(), 0).module == "handle"
 
 
 def test_a_scalar_on_top_is_not_the_cause() -> None:

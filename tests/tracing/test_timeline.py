@@ -25,9 +25,9 @@ def make_gpt() -> tuple[GPT, dict[str, Tensor]]:
     return GPT(TINY), {"input_ids": ids, "labels": ids.clone()}
 
 
-def bytes_by_module(trace: StepTrace) -> Counter[str]:
+def bytes_by_module(trace: StepTrace, event: int) -> Counter[str]:
     sizes: Counter[str] = Counter()
-    for allocation in trace.alive_at(trace.peak_event):
+    for allocation in trace.alive_at(event):
         sizes[allocation.module] += allocation.bytes
     return sizes
 
@@ -38,7 +38,7 @@ def bytes_by_module(trace: StepTrace) -> Counter[str]:
         StepSettings(),
         StepSettings(recompute=True),
         StepSettings(accumulate=2),
-        StepSettings(autocast="bfloat16"),
+        StepSettings(autocast="float16"),
         StepSettings(update=UpdateSchedule.IN_BACKWARD),
         StepSettings(max_grad_norm=1.0, keep_gradients=True),
     ],
@@ -52,15 +52,17 @@ def test_two_ways_of_observing_agree(settings: StepSettings) -> None:
     with applied(model, optimizer, settings):
         profiled, raw_peak = profile_step(TrainingStep(model, batch, optimizer, None, settings))
     assert profiled.peak_bytes == raw_peak
-    # The mode does not see what kernels allocate for themselves; at these sizes a few scalars.
-    assert watched.peak_bytes == pytest.approx(raw_peak, abs=64)
-    assert watched.peak_phase is profiled.peak_phase
-    for category in set(Category) - {Category.WORKSPACE, Category.TEMPORARIES}:
-        assert watched.at_peak[category] == profiled.at_peak[category], category
-    ours, theirs = bytes_by_module(watched), bytes_by_module(profiled)
-    assert {module: size for module, size in (ours - theirs).items() if size > 64} == {}
-    for phase, peak in profiled.phase_peaks().items():
-        assert watched.phase_peaks()[phase] == pytest.approx(peak, rel=0.01), phase
+    # The mode does not see the kernels' own scratch, nor the random states that checkpoints keep.
+    seen = profiled.curve - profiled.stacked[Category.WORKSPACE]
+    event = int(seen.argmax()) - 1
+    slack = 64 + (TINY.num_layers * torch.get_rng_state().nbytes if settings.recompute else 0)
+    assert seen.max() - slack <= watched.peak_bytes <= seen.max()
+    assert watched.peak_phase is profiled.events[event].phase
+    ours, theirs = watched.at_peak, profiled.by_category_at(event)
+    for category in set(Category) - {Category.WORKSPACE}:
+        assert theirs[category] - slack <= ours[category] <= theirs[category], category
+    by_module, truth = bytes_by_module(watched, watched.peak_event), bytes_by_module(profiled, event)
+    assert {module: size for module, size in (by_module - truth).items() if size > 64} == {}
 
 
 def test_the_profiled_trace_is_consistent() -> None:

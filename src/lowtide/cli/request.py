@@ -11,12 +11,13 @@ from torch import Tensor
 
 from lowtide import config
 from lowtide.errors import UnknownNameError
+from lowtide.hardware import find_hardware
 from lowtide.models import ModelSource, resolve_model
 from lowtide.models.deep_one_adafactor import DeepOneAdafactor
+from lowtide.planning.problem import Problem
 from lowtide.tracing.sandbox import shared_sandbox
 from lowtide.tracing.settings import StepSettings
 from lowtide.tracing.step_trace import StepTrace
-from lowtide.tracing.trace import trace
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -57,27 +58,26 @@ class TraceRequest:
         if self.dtype not in DTYPES:
             raise UnknownNameError("dtype", self.dtype, DTYPES)
 
-    def source(self) -> ModelSource:
-        """The model's source."""
-        return resolve_model(self.model)
+    def problem(self) -> Problem:
+        """The step to trace: the model is built on the meta device, whatever its size."""
+        source = resolve_model(self.model)
+        return Problem(
+            model=source.build(DTYPES[self.dtype]),
+            batch=self._make_batch(source),
+            optimizer=OPTIMIZERS.get(self.optimizer),
+            settings=self.step,
+            hardware=find_hardware(self.gpu),
+            torch_version=self.torch,
+            name=source.name,
+        )
 
     def run(self, on_progress: Callable[[str], None]) -> StepTrace:
         """Trace it."""
         shared_sandbox().warm()
         on_progress(f"building {self.model}")
-        source = self.source()
-        return trace(
-            source.build(DTYPES[self.dtype]),
-            self.make_batch(source),
-            optimizer=OPTIMIZERS.get(self.optimizer),
-            settings=self.step,
-            hardware=self.gpu,
-            torch_version=self.torch,
-            name=source.name,
-            on_progress=on_progress,
-        )
+        return self.problem().trace(on_progress)
 
-    def make_batch(self, source: ModelSource) -> dict[str, Tensor]:
+    def _make_batch(self, source: ModelSource) -> dict[str, Tensor]:
         """The batch, floating point inputs in the model's type."""
         batch = source.make_batch(self.batch or source.default_batch)
         dtype = DTYPES[self.dtype]

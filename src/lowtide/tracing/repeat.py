@@ -214,7 +214,9 @@ class Run:
         if template.keeps_output:
             kept.append(self.mode.place(output.inner.detach()))  # type: ignore[attr-defined]
         if template.source is not None:
-            output = _Stand.apply(tensors[template.source], output, _Backward(self, turn, call, kept, tensors[template.source]))  # type: ignore[no-untyped-call]
+            source = tensors[template.source]
+            # In a list, because a node that returns a tensor it was given makes a view of it.
+            output = _Stand.apply(source, [output], _Backward(self, turn, call, kept, source))  # type: ignore[no-untyped-call]
         call.leave = Position.of(self.mode.recorder)
         turn.calls.append(call)
         turn.last_node = compat.next_node_number()
@@ -225,7 +227,7 @@ class Run:
     def _make(self, copy: TensorCopy, call: Call, segment: str, storages: dict[int, torch.UntypedStorage]) -> Ghost:
         storage = storages.get(copy.index)
         if storage is None:
-            storage = torch.empty(copy.storage_bytes, dtype=torch.uint8, device=META).untyped_storage()
+            storage = torch.UntypedStorage(copy.storage_bytes, device="meta")
             storages[copy.index] = storage
         ghost = self.mode.place(copy.make(storage), is_logged=False)
         ghost.life.is_logged = True  # its birth is written down by `unroll`; its death is real
@@ -317,9 +319,9 @@ class _Stand(torch.autograd.Function):
     """The node that stands for a block."""
 
     @staticmethod
-    def forward(ctx: Any, source: Tensor, output: Tensor, backward: _Backward) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, source: Tensor, output: list[Tensor], backward: _Backward) -> Tensor:  # type: ignore[override]
         ctx.backward_of_block = backward
-        return output
+        return output.pop()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]

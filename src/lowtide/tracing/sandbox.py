@@ -43,23 +43,26 @@ class Sandbox:
             process = self._started()
             assert process.stdin is not None
             assert process.stdout is not None
+            is_answered = False
             try:
                 worker.send(process.stdin, (list(sys.path), str(Path.cwd()), cloudpickle.dumps(job)))
                 while True:
                     kind, content = worker.receive(process.stdout)
+                    is_answered = kind != "progress"
                     if kind == "result":
                         result: StepTrace = content
                         return result
                     if kind == "fatal":
                         self.close()
-                    if kind in ("error", "fatal"):
+                    if is_answered:
                         raise content
                     if on_progress is not None:
                         on_progress(content)
             except (EOFError, BrokenPipeError) as error:
                 raise self._crashed(process, job) from error
-            except KeyboardInterrupt:
-                self.close()  # the answer to an abandoned question must not be taken for the next one's
+            except BaseException:  # an interrupt, or whatever `on_progress` raises
+                if not is_answered:
+                    self.close()  # the answer to an abandoned question must not be taken for the next one's
                 raise
 
     def warm(self) -> None:

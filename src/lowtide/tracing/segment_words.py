@@ -122,17 +122,19 @@ class _Reader:
             uses=sorted(uses, key=lambda use: (use[1], str(use[0]))),
         )
 
-    def check_closed(self, stand_ins: set[Role]) -> None:
-        """What a block makes and nobody stands in for must live and die inside the block's own segments."""
+    def late_deaths(self, stand_ins: set[Role]) -> dict[int, Role]:
+        """The events in which tensors that the block made, and that nobody stands in for, die outside its segments."""
+        deaths: dict[int, Role] = {}
         for number, role in self._own.items():
             life = self._recorder.lives[number]
             if role in stand_ins:
                 continue
-            is_counted = life.on_device and life.requested_bytes and life.is_logged
-            if is_counted and life.died_event is not None and not self._is_inside(life.died_event, 0):
-                raise CannotRepeat(f"{self._path}: a tensor of {life.op} in {life.module} outlives the block")
             if not all(self._is_inside(op, 1) for op in life.uses):
                 raise CannotRepeat(f"{self._path}: a tensor of {life.op} in {life.module} is used outside the block")
+            is_counted = life.on_device and life.requested_bytes and life.is_logged
+            if is_counted and life.died_event is not None and not self._is_inside(life.died_event, 0):
+                deaths[life.died_event] = role
+        return deaths
 
     def _is_inside(self, index: int, axis: int) -> bool:
         return any(start[axis] <= index < stop[axis] for start, stop in self.spans)
@@ -178,18 +180,38 @@ def _span(call: Call | None, segment: str) -> tuple[Position, Position] | None:
     return None if start is None or stop is None else (start, stop)
 
 
-def agree(recorder: Recorder, run: RunRecord) -> dict[tuple[int, str], Words]:
-    """The words of each replaced turn's segments, on which the blocks that ran for real agree.
+@dataclass(frozen=True, slots=True)
+class Procession:
+    """Deaths of tensors that some holder outside the blocks lets go of, block after block (a cache of keys and values)."""
+
+    event: int
+    """Before which event of the record the deaths of the replaced blocks belong."""
+    roles: tuple[Role, ...]
+    """What each block loses, in order."""
+    is_ascending: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What the real blocks of a run have in common."""
+
+    words: dict[tuple[int, str], Words]
+    """By turn and segment."""
+    processions: list[Procession]
+
+
+def agree(recorder: Recorder, run: RunRecord) -> Agreement:
+    """What the blocks that ran for real tell about those that were replaced.
 
     Raises:
-        CannotRepeat: They do not.
+        CannotRepeat: They do not agree.
     """
     users: dict[int, list[Life]] = defaultdict(list)
     for life in recorder.lives:
         for op in life.uses:
             users[op].append(life)
     count = len(run.paths)
-    readers = [_Reader(recorder, run, rank, users) for rank in (count - 2, 1, count - 3)]
+    readers = [_Reader(recorder, run, rank, users) for rank in (1, count - 3, count - 2)]
     words: dict[tuple[int, str], Words] = {}
     stand_ins: set[Role] = set()
     for turn, calls in enumerate(run.turns):
@@ -205,6 +227,31 @@ def agree(recorder: Recorder, run: RunRecord) -> dict[tuple[int, str], Words]:
                 raise CannotRepeat(f"{run.paths[0]}: the {segment} of its blocks is not the same")
             if first is not None:
                 words[turn, segment] = first
-    for reader in readers:
-        reader.check_closed(stand_ins)
-    return words
+    deaths = [reader.late_deaths(stand_ins) for reader in readers]
+    return Agreement(words, _processions(recorder, run.paths[0], *deaths))
+
+
+def _processions(
+    recorder: Recorder, path: str, first: dict[int, Role], middle: dict[int, Role], last: dict[int, Role]
+) -> list[Procession]:
+    """The deaths of block 1, N-3 and N-2 in events that follow each other directly, in this order or in the reverse one."""
+    found: list[Procession] = []
+    covered = 0
+    for start in sorted(first):
+        if start - 1 in first:
+            continue
+        size = next(n for n in range(1, len(first) + 1) if start + n not in first)
+        for is_ascending in (True, False):
+            begin = start if is_ascending else start - 2 * size
+            order = (first, middle, last) if is_ascending else (last, middle, first)
+            parts = [[part.get(begin + k * size + i) for i in range(size)] for k, part in enumerate(order)]
+            events = range(max(begin, 0), begin + 3 * size)
+            is_whole = None not in parts[0] and parts[0] == parts[1] == parts[2]
+            if is_whole and len({(recorder.log_ops[event], recorder.log_phases[event]) for event in events}) == 1:
+                gap = begin + size if is_ascending else start
+                found.append(Procession(gap, tuple(role for role in parts[0] if role is not None), is_ascending))
+                covered += size
+                break
+    if not covered == len(first) == len(middle) == len(last):
+        raise CannotRepeat(f"{path}: tensors outlive its blocks, and not in the blocks' order")
+    return found

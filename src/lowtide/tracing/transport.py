@@ -66,7 +66,8 @@ def _describe(tensor: Tensor) -> TensorCard:
         limit = MAX_FLOAT_ELEMENTS if tensor.is_floating_point() else MAX_VALUE_ELEMENTS
         if tensor.numel() <= limit and not isinstance(tensor, torch.nn.Parameter):
             buffer = io.BytesIO()
-            torch.save(tensor.detach().cpu().contiguous(), buffer)
+            # A clone: a slice would be saved with the whole storage it is a part of.
+            torch.save(tensor.detach().cpu().clone(memory_format=torch.contiguous_format), buffer)
             values = buffer.getvalue()
     return TensorCard(
         key=id(tensor),

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from lowtide.tracing.recorder import Life, Recorder
 from lowtide.tracing.repeat_calls import CannotRepeat, Position
-from lowtide.tracing.segment_words import Role, RunRecord, Window, Words, agree
+from lowtide.tracing.segment_words import Procession, Role, RunRecord, Window, Words, agree
 
 
 def unroll(
@@ -26,16 +26,13 @@ def unroll(
     """
     writer = _Writer(recorder, runs)
     cursor = Position(0, 0, 0)
-    new_event, new_op = first_event, first_op
-    for window in [*windows, None]:
-        start = Position.of(recorder) if window is None else window.start
-        if cursor.events <= first_event <= start.events and cursor.ops <= first_op <= start.ops:
-            new_event = first_event - cursor.events + len(writer.log)
-            new_op = first_op - cursor.ops + len(writer.record.op_names)
-        writer.copy(cursor, start)
-        if window is not None:
-            writer.fill(window)
-            cursor = window.stop
+    for window in windows:
+        writer.copy(cursor, window.start)
+        writer.fill(window)
+        cursor = window.stop
+    writer.copy(cursor, Position.of(recorder))
+    new_event = writer.new_events.get(first_event, len(writer.log))
+    new_op = writer.new_ops.get(first_op, len(writer.record.op_names))
     return writer.finish(), new_event, new_op
 
 
@@ -50,7 +47,8 @@ class _Writer:
         }
         self._made: dict[tuple[str, int, int, str], list[Life]] = {}
         """The lives of each filled window, by run, rank, turn and segment."""
-        self._new_ops: dict[int, int] = {}
+        self.new_events: dict[int, int] = {}
+        self.new_ops: dict[int, int] = {}
         self._more_uses: dict[Life, list[int]] = defaultdict(list)
         self.log: list[tuple[Life, bool]] = []
         self.record = Recorder()
@@ -60,23 +58,39 @@ class _Writer:
         """A span in which everything was real."""
         old, new = self._old, self.record
         shift = len(new.op_names) - start.ops
-        ops, events = slice(start.ops, stop.ops), slice(start.events, stop.events)
+        ops = slice(start.ops, stop.ops)
         for op in range(start.ops, stop.ops):
-            self._new_ops[op] = op + shift
+            self.new_ops[op] = op + shift
         new.op_names += old.op_names[ops]
         new.op_modules += old.op_modules[ops]
         new.op_sources += old.op_sources[ops]
         new.op_phases += old.op_phases[ops]
         new.op_seconds += old.op_seconds[ops]
         new.lives += old.lives[start.lives : stop.lives]
-        self.log += [(old.lives[entry if entry >= 0 else ~entry], entry < 0) for entry in old.log[events]]
-        new.log_ops += [op + shift for op in old.log_ops[events]]
-        new.log_phases += old.log_phases[events]
+        for event in range(start.events, stop.events):
+            entry, op, phase = old.log[event], old.log_ops[event] + shift, old.log_phases[event]
+            self.new_events[event] = len(self.log)
+            for run, procession in self._gaps.get(event, ()):
+                deaths = self._deaths(run, procession)
+                self.log += [(life, True) for life in deaths]
+                new.log_ops += [op] * len(deaths)
+                new.log_phases += [phase] * len(deaths)
+            self.log.append((old.lives[entry if entry >= 0 else ~entry], entry < 0))
+            new.log_ops.append(op)
+            new.log_phases.append(phase)
+
+    def _deaths(self, run: RunRecord, procession: Procession) -> list[Life]:
+        ranks = range(2, len(run.paths) - 3)
+        return [
+            self._made[run.paths[0], rank, turn, segment][index]
+            for rank in (ranks if procession.is_ascending else reversed(ranks))
+            for _, turn, segment, index in procession.roles
+        ]
 
     def fill(self, window: Window) -> None:
         """A window: what the block's alike did, in this block's names."""
         run = self._runs[window.run]
-        words = self._words[window.run].get((window.turn, window.segment))
+        words = self._agreements[window.run].words.get((window.turn, window.segment))
         if words is None:
             raise CannotRepeat(f"{window.run}: there is no template for a {window.segment}")
         call, new = window.call, self.record
@@ -107,8 +121,8 @@ class _Writer:
         """Number everything anew."""
         new = self.record
         for life in self._old.lives:
-            life.uses = [self._new_ops[op] for op in life.uses if op in self._new_ops]
-            life.born_op = self._new_ops.get(life.born_op, life.born_op)
+            life.uses = [self.new_ops[op] for op in life.uses if op in self.new_ops]
+            life.born_op = self.new_ops.get(life.born_op, life.born_op)
         for life, more in self._more_uses.items():
             life.uses = sorted({*life.uses, *more})
         for number, life in enumerate(new.lives):

@@ -40,13 +40,13 @@ def forward_bytes(args: Any, out: Any, num_sms: int) -> Stages:
 def backward_bytes(args: Any, out: Any, num_sms: int) -> Stages:
     """Scratch of `aten.convolution_backward`: first for the input's gradient, then for the weight's."""
     gradient, inputs, weight, stride = args[0], args[1], args[2], args[4]
-    wants_input = args[10][0]
+    wants_input, wants_weight = args[10][0], args[10][1]
     copied = 0
     if not gradient.is_contiguous() and not is_channels_last(inputs):
         copied = _bytes(gradient)
     if _is_depthwise(inputs, weight):
         is_large = weight.size(-1) >= 5 and inputs.size(-1) >= 28 and inputs.dtype is torch.float32
-        if is_channels_last(inputs) and is_large:
+        if is_channels_last(inputs) and is_large and wants_weight:
             return [[copied, int(DEPTHWISE_FACTOR * _bytes(inputs))]]
         return [[copied]]
     if is_channels_last(inputs):
@@ -57,7 +57,7 @@ def backward_bytes(args: Any, out: Any, num_sms: int) -> Stages:
         return [[copied]]
     rearranged = _rearranged(inputs, weight, gradient)
     weight_stage = [copied, rearranged + _split_bytes(weight, args[9])]
-    return [[copied, rearranged], weight_stage] if wants_input else [weight_stage]
+    return [*([[copied, rearranged]] if wants_input else []), *([weight_stage] if wants_weight else [])]
 
 
 def _split_bytes(weight: Tensor, groups: int) -> int:

@@ -170,8 +170,10 @@ class GhostMode(compat.TorchDispatchMode):
         else:
             out = func(*_to_meta(args), **{key: _to_meta(value) for key, value in kwargs.items()})
         values = self._values(func, op, args, kwargs)
+        num_lives = len(self.recorder.lives)
         result = self._wrap(op, args, kwargs, out, values, on_device)
-        if on_device:
+        is_view = len(self.recorder.lives) == num_lives and not op.writes and not op.written_names
+        if on_device and not is_view:
             self._charge(op, args, result)
         if func is aten.topk.default and values is None:
             self._assume_balance(args, result)
@@ -354,11 +356,9 @@ class GhostMode(compat.TorchDispatchMode):
 
     def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operator on real host tensors: run it, unless it would make a large one (an offload buffer)."""
-        if self.recorder.phase is not None and describe(func).name in (
-            "aten.empty",
-            "aten.empty_strided",
-            "aten.zeros",
-        ):
+        makers = ("aten.empty", "aten.empty_strided", "aten.zeros")
+        is_meta = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta"
+        if self.recorder.phase is not None and not is_meta and describe(func).name in makers:
             inner = func(*args, **{**{k: v for k, v in kwargs.items() if k != "pin_memory"}, "device": META})
             if inner.untyped_storage().nbytes() >= HOST_GHOST_BYTES:
                 return self._ghost(inner, None, on_device=False)
