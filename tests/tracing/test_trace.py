@@ -425,7 +425,8 @@ class TestBadInput:
             model, batch = nn.Linear(8, 1 << 20), (torch.empty(1 << 20, 8),)
         with pytest.raises(TooLargeError, match=r"one tensor of 4.0 TiB \(\[1048576, 1048576\] float32\)") as info:
             trace(model, batch, loss=lambda m, b: m(*b).sum())
-        assert info.value.needed_bytes is not None and info.value.needed_bytes >= 4 << 40
+        assert info.value.needed_bytes is not None
+        assert info.value.needed_bytes >= 4 << 40
 
     def test_a_loss_that_is_no_scalar(self) -> None:
         with pytest.raises(TraceError, match=r"scalar tensor, got a tensor of shape \[16, 128\]"):
@@ -476,7 +477,9 @@ class TestBadInput:
     def test_what_cannot_be_pickled_is_named(self) -> None:
         model = MLP()
         model.lock = threading.Lock()
-        with pytest.raises(TraceError, match=r"cannot be sent to the tracing subprocess: .*lock.*Keep open files, locks"):
+        with pytest.raises(
+            TraceError, match=r"cannot be sent to the tracing subprocess: .*lock.*Keep open files, locks"
+        ):
             trace(model, self.batch)
 
     def test_printing_does_not_disturb(self) -> None:

@@ -47,7 +47,12 @@ def test_a_tensor_as_a_description() -> None:
     _, arrivals = sent({"view": view})
     card = arrivals.cards[0]
     assert (card.shape, card.stride, card.offset) == ((10, 6), (1, 10), 10)
-    assert (card.storage_bytes, card.dtype, card.requires_grad, card.is_parameter) == (200, torch.bfloat16, False, False)
+    assert (card.storage_bytes, card.dtype, card.requires_grad, card.is_parameter) == (
+        200,
+        torch.bfloat16,
+        False,
+        False,
+    )
 
 
 def test_one_tensor_stays_one_tensor() -> None:
@@ -71,7 +76,8 @@ def test_tied_weights_stay_tied_and_frozen_ones_frozen() -> None:
     got, _ = sent(model)
     assert got["a"].weight is got["b"].weight
     assert not got["a"].bias.requires_grad
-    assert isinstance(got["b"].bias, nn.Parameter) and got["b"].bias.requires_grad
+    assert isinstance(got["b"].bias, nn.Parameter)
+    assert got["b"].bias.requires_grad
 
 
 def test_the_optimizer_keeps_to_the_models_parameters() -> None:
@@ -118,7 +124,9 @@ def test_hooks_travel_and_refer_to_the_same_objects() -> None:
 
 def test_operators_travel_though_they_look_like_modules() -> None:
     got, _ = sent([torch.ops.aten.add, torch.ops.aten, torch.ops, lambda x: torch.ops.aten.relu(x)])
-    assert got[0] is torch.ops.aten.add and got[1] is torch.ops.aten and got[2] is torch.ops
+    assert got[0] is torch.ops.aten.add
+    assert got[1] is torch.ops.aten
+    assert got[2] is torch.ops
     assert torch.equal(got[3](torch.tensor([-1.0, 2.0])), torch.tensor([0.0, 2.0]))
 
 

@@ -36,7 +36,7 @@ def run_demo(report: Path) -> None:
     OUT.print(Rule(f"2. {SMALL}, batch {SMALL_BATCH}: predicted, then trained here and observed"))
     predicted, observed, losses = _train_small()
     OUT.print(f"loss {losses[0]:.3f} before, {losses[-1]:.3f} after {len(losses)} steps of training on one batch")
-    OUT.print(phase_table(observed), comparison_table(compare(predicted, observed)))
+    OUT.print(phase_table(observed), comparison_table(compare(predicted, observed).differences))
     sections = [Section(trace=large, explanation=story), Section(trace=predicted, observed=observed)]
     report.parent.mkdir(parents=True, exist_ok=True)
     report.write_text(render_page(sections, title="Lowtide demo"), encoding="utf-8")
@@ -53,6 +53,7 @@ def _train_small() -> tuple[StepTrace, StepTrace, list[float]]:
             source.build(torch.float32),
             source.make_batch(SMALL_BATCH),
             optimizer=torch.optim.AdamW,
+            hardware="h200" if device == "cuda" else "cpu",
             name=SMALL,
             on_progress=on_progress,
         )

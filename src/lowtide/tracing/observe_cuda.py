@@ -2,7 +2,7 @@
 
 Three records of the same step are joined. The profiler gives each block's true size and the operator that asked for it
 (`profile_events`); the allocator's snapshot gives what was in use before; the allocator's history gives the size that
-was requested and the line of code. The allocator's own statistics have the last word: peaks that differ are told.
+was requested, the line of code, and the changes that the profiler missed (`allocator_history`). The allocator's own statistics have the last word: peaks that differ are told.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from lowtide import compat, config
 from lowtide.errors import ObserveError
 from lowtide.hardware import cublas_workspace_bytes, known_hardware, parse_cublas_workspace_config
 from lowtide.hardware.profile import LT_WORKSPACE_BYTES
+from lowtide.tracing.allocator_history import complete_changes
 from lowtide.tracing.assemble import assemble
 from lowtide.tracing.profile_events import Marks, read_timeline
 from lowtide.tracing.recorder import Recorder
@@ -76,7 +77,8 @@ def _record(step: TrainingStep, marks: Marks, device: torch.device, *, name: str
     blocks = used_blocks(
         compat.allocator_segments(), named_tensors(step, recorder.root), workspace_sizes(device), device
     )
-    record = StepRecord(recorder, blocks, torch.cuda.memory_reserved(device))
+    start_reserved_bytes = torch.cuda.memory_reserved(device)
+    record = StepRecord(recorder, blocks, start_reserved_bytes)
     marks.is_on = True
     try:
         with compat.MemoryProfile() as profile:
@@ -85,7 +87,10 @@ def _record(step: TrainingStep, marks: Marks, device: torch.device, *, name: str
     finally:
         marks.is_on = False
     peaks = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-    record.walk(read_timeline(profile.roots, device), requests_in(compat.allocator_history(device)))
+    history = compat.allocator_history(device)
+    timeline = read_timeline(profile.roots, device)
+    timeline.changes = complete_changes(timeline.changes, history, blocks, start_reserved_bytes)
+    record.walk(timeline, requests_in(history))
     record.finish({address: role for address, (_, role) in named_tensors(step, recorder.root).items()})
     trace = assemble(
         recorder,

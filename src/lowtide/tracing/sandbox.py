@@ -41,29 +41,37 @@ class Sandbox:
         """
         with self._lock:
             process = self._started()
-            assert process.stdin is not None
-            assert process.stdout is not None
-            is_answered = False
             try:
-                worker.send(process.stdin, (list(sys.path), str(Path.cwd()), cloudpickle.dumps(job)))
-                while True:
-                    kind, content = worker.receive(process.stdout)
-                    is_answered = kind != "progress"
-                    if kind == "result":
-                        result: StepTrace = content
-                        return result
-                    if kind == "fatal":
-                        self.close()
-                    if is_answered:
-                        raise content
+                self._send(process, job)
+                kind, content = self._receive(process, job)
+                while kind == "progress":
                     if on_progress is not None:
                         on_progress(content)
-            except (EOFError, BrokenPipeError) as error:
-                raise self._crashed(process, job) from error
+                    kind, content = self._receive(process, job)
             except BaseException:  # an interrupt, or whatever `on_progress` raises
-                if not is_answered:
-                    self.close()  # the answer to an abandoned question must not be taken for the next one's
+                self.close()  # the answer to an abandoned question must not be taken for the next one's
                 raise
+            if kind == "fatal":
+                self.close()
+            if kind != "result":
+                raise content
+            result: StepTrace = content
+            return result
+
+    def _send(self, process: subprocess.Popen[bytes], job: Job) -> None:
+        assert process.stdin is not None
+        request = (list(sys.path), str(Path.cwd()), cloudpickle.dumps(job))
+        try:
+            worker.send(process.stdin, request)
+        except BrokenPipeError as error:
+            raise self._crashed(process, job) from error
+
+    def _receive(self, process: subprocess.Popen[bytes], job: Job) -> Any:
+        assert process.stdout is not None
+        try:
+            return worker.receive(process.stdout)
+        except EOFError as error:
+            raise self._crashed(process, job) from error
 
     def warm(self) -> None:
         """Start the subprocess now, so that it imports torch while the caller builds a model."""

@@ -42,9 +42,12 @@ class _Writer:
     def __init__(self, old: Recorder, runs: list[RunRecord]) -> None:
         self._old = old
         self._runs = {run.paths[0]: run for run in runs}
-        self._words = {
-            run.paths[0]: agree(old, run) for run in runs if any(map(run.is_replaced, range(len(run.turns))))
-        }
+        replaced = [run for run in runs if any(map(run.is_replaced, range(len(run.turns))))]
+        self._agreements = {run.paths[0]: agree(old, run) for run in replaced}
+        self._gaps: dict[int, list[tuple[RunRecord, Procession]]] = defaultdict(list)
+        for run in replaced:
+            for procession in self._agreements[run.paths[0]].processions:
+                self._gaps[procession.event].append((run, procession))
         self._made: dict[tuple[str, int, int, str], list[Life]] = {}
         """The lives of each filled window, by run, rank, turn and segment."""
         self.new_events: dict[int, int] = {}

@@ -41,7 +41,7 @@ class Lab:
 
     def ghost(self, *shape: int, dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> Any:
         """A tensor on the card whose values are not known: a weight, say."""
-        ghost = self.mode.place(torch.empty(*shape, dtype=dtype, device="meta"))
+        ghost = self.mode.place(torch.empty(shape, dtype=dtype, device="meta"))
         return ghost.requires_grad_() if needs_grad else ghost
 
     def known(self, values: Tensor) -> Any:
@@ -97,7 +97,8 @@ class GhostProcess:
                 env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
                 cwd=REPO,
             )
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         worker.send(self._process.stdin, cloudpickle.dumps((function, hardware, torch_version)))
         is_error, content = worker.receive(self._process.stdout)
         if is_error:
@@ -106,7 +107,8 @@ class GhostProcess:
 
     def close(self) -> None:
         if self._process is not None:
-            assert self._process.stdin is not None and self._process.stdout is not None
+            assert self._process.stdin is not None
+            assert self._process.stdout is not None
             self._process.stdin.close()
             self._process.wait(timeout=60)
             self._process.stdout.close()

@@ -146,7 +146,8 @@ def attend(lab: Lab, dtype: torch.dtype, **options: object) -> tuple[list[tuple[
     query, key, value = (lab.ghost(BATCH, HEADS, LENGTH, SIZE, dtype=dtype, needs_grad=True) for _ in range(3))
     lab.mark()
     out = F.scaled_dot_product_attention(query, key, value, **options)  # type: ignore[arg-type]
-    assert out.shape == query.shape and out.dtype is dtype
+    assert out.shape == query.shape
+    assert out.dtype is dtype
     return lab.outputs, [str(backend) for backend in lab.machine.attention.chosen]
 
 

@@ -114,7 +114,11 @@ MET_IN_MODELS = [
     (201458176, "fwd", dict(shape=(8, 128, 128, 128), out=64, kernel=2, stride=2, is_transposed=True)),  # unet-fp32
     (25756160, "fwd", dict(shape=(8, 128, 64, 64), out=256, kernel=3, padding=1, dtype="bfloat16")),  # unet-bf16
     (8462848, "fwd", dict(shape=(4, 32, 128, 128), out=64, kernel=3, stride=2, padding=1)),  # segformer-fp32
-    (96559616, "fwd", dict(shape=(64, 192, 56, 56), out=192, kernel=3, stride=2, padding=1, groups=3, dtype="bfloat16")),
+    (
+        96559616,
+        "fwd",
+        dict(shape=(64, 192, 56, 56), out=192, kernel=3, stride=2, padding=1, groups=3, dtype="bfloat16"),
+    ),
     (40501760, "both", dict(shape=(64, 2048, 7, 7), out=512, kernel=1)),  # resnet-fp32-sgd
     (316670976, "both", dict(shape=(64, 256, 56, 56), out=512, kernel=1, stride=2)),  # resnet-fp32-sgd
     (66880000, "both", dict(shape=(64, 128, 56, 56), out=128, kernel=3, stride=2, padding=1, dtype="bfloat16")),
@@ -123,7 +127,11 @@ MET_IN_MODELS = [
     (54522368, "both", dict(shape=(8, 1024, 16, 16), out=1024, kernel=3, padding=1)),  # unet-fp32
     (205520384, "both", dict(shape=(8, 128, 256, 256), out=64, kernel=3, padding=1, dtype="bfloat16")),  # unet-bf16
     (34602496, "both", dict(shape=(8, 1024, 32, 32), out=512, kernel=3, padding=1, dtype="bfloat16")),  # unet-bf16
-    (102695424, "both", dict(shape=(8, 128, 128, 128), out=64, kernel=2, stride=2, is_transposed=True, dtype="bfloat16")),
+    (
+        102695424,
+        "both",
+        dict(shape=(8, 128, 128, 128), out=64, kernel=2, stride=2, is_transposed=True, dtype="bfloat16"),
+    ),
     (72909312, "both", dict(shape=(64, 128, 56, 56), out=192, kernel=1, stride=2, dtype="bfloat16")),  # regnet-autocast
     (104857600, "weight", dict(shape=(64, 3, 224, 224), out=32, kernel=3, stride=2, padding=1, dtype="bfloat16")),
 ]

@@ -239,13 +239,13 @@ class TestSeconds:
     def test_a_product_is_bound_by_arithmetic(self) -> None:
         card = find_hardware("h200")
         left, out = bf16(8192, 8192), bf16(8192, 8192)
-        seconds = CudaCosts(card, "2.11.0").seconds(aten.mm.default, (left, left), {}, out)
+        seconds = CudaCosts(card, "2.11.0").seconds(describe(aten.mm.default), (left, left), out)
         assert card.bf16_flops is not None
         assert seconds == pytest.approx(2 * 8192**3 / (card.bf16_flops * 0.7))
 
     def test_a_sum_is_bound_by_memory(self) -> None:
         card = find_hardware("h200")
         x = f32(1 << 20)
-        seconds = CudaCosts(card, "2.11.0").seconds(aten.add.Tensor, (x, x), {}, x)
+        seconds = CudaCosts(card, "2.11.0").seconds(describe(aten.add.Tensor), (x, x), x)
         assert card.memory_bytes_per_s is not None
         assert seconds == pytest.approx(3 * 4 * (1 << 20) / (card.memory_bytes_per_s * 0.7))

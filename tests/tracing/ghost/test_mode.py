@@ -52,7 +52,8 @@ class TestStorages:
             lab.mark()
             same = x.reshape(15)
             copy = x.t().reshape(15)
-            assert same.life is x.life and copy.life is not x.life
+            assert same.life is x.life
+            assert copy.life is not x.life
             return lab.births
 
         assert ghosts(step) == [("aten.clone", 60)]

@@ -165,8 +165,10 @@ class GhostMode(compat.TorchDispatchMode):
         shapes = SHAPES.get(func)
         if shapes is not None:
             out = shapes(*_to_meta(args), **{key: _to_meta(value) for key, value in kwargs.items()})
-        elif op.name.startswith("aten._fused_") and op.name.endswith("_"):
-            out = None  # fused optimizers write in place and return nothing; they have no meta function
+        elif op.name.startswith(("aten._fused_", "aten._foreach_")) and op.name.endswith("_"):
+            # Optimizers' operators that write in place return nothing. The fused ones have no meta function, and that of the
+            # others takes most of an update's time to compute shapes that are known.
+            out = None
         else:
             out = func(*_to_meta(args), **{key: _to_meta(value) for key, value in kwargs.items()})
         values = self._values(func, op, args, kwargs)

@@ -1,0 +1,191 @@
+"""Every private torch touchpoint still does what the rest relies on, under the torch that is installed."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowtide import compat
+
+
+class TestNodeNumbers:
+    def test_a_node_gets_the_number_that_was_announced(self) -> None:
+        x = torch.randn(2, requires_grad=True)
+        announced = compat.next_node_number()
+        y = x.sin()
+        assert compat.next_node_number() == announced + 1
+        assert y.grad_fn is not None
+        assert y.grad_fn._sequence_nr() == announced
+
+    def test_the_running_node_is_known_inside_it_and_nowhere_else(self) -> None:
+        seen: list[int | None] = []
+
+        class Watched(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx: Any, gradient: Tensor) -> Tensor:
+                seen.append(compat.current_node_number())
+                return gradient
+
+        out = Watched.apply(torch.randn(2, requires_grad=True))
+        expected = out.grad_fn._sequence_nr()
+        out.sum().backward()
+        assert seen == [expected]
+        assert compat.current_node_number() is None
+
+
+class TestCounts:
+    def test_owners_of_a_storage(self) -> None:
+        tensor = torch.empty(4)
+        assert compat.num_storage_owners(tensor) == 1
+        view = tensor[1:]
+        assert compat.num_storage_owners(tensor) == compat.num_storage_owners(view) == 2
+        del view
+        assert compat.num_storage_owners(tensor) == 1
+
+    def test_owners_of_a_tensor_grow_with_each_holder_in_cpp(self) -> None:
+        tensor = torch.randn(3, requires_grad=True).exp()
+        before = compat.reference_count(tensor)
+        product = tensor * tensor  # saves it for the backward
+        assert compat.reference_count(tensor) > before
+        del product
+        assert compat.reference_count(tensor) == before
+
+
+class TestOperators:
+    @pytest.mark.parametrize("name", ["mm", "sum.dim_IntList", "add.Tensor", "native_layer_norm"])
+    def test_overloads_by_name(self, name: str) -> None:
+        overload = compat.find_overload(name)
+        assert isinstance(overload, torch._ops.OpOverload)
+        full = name if "." in name else f"{name}.default"
+        assert str(overload) == f"aten.{full}"
+
+    @pytest.mark.parametrize("name", ["no_such_operator", "sum.no_such_overload"])
+    def test_what_this_torch_has_not(self, name: str) -> None:
+        assert compat.find_overload(name) is None
+
+    def test_operators_that_other_devices_take_apart(self) -> None:
+        names = compat.operators_with_fallback()
+        assert len(names) == len(set(names))
+        # On a card these are one kernel each; a device without one of its own would see the parts.
+        assert {"silu_backward", "_fused_rms_norm"} <= {name.partition(".")[0] for name in names}
+        assert all(torch._C._dispatch_has_kernel(f"aten::{name}") for name in names)
+
+    @pytest.mark.parametrize("value", [torch.ops, torch.ops.aten, torch.ops.aten.add, torch.ops.aten.add.Tensor])
+    def test_there_and_back_by_name(self, value: object) -> None:
+        path = compat.operator_path(value)
+        assert path is not None
+        assert compat.operator_at(path) is value
+
+    def test_other_objects_are_no_operators(self) -> None:
+        assert compat.operator_path(torch.nn) is None
+        assert compat.operator_path(torch.add) is None
+
+
+class TestGradientHooks:
+    def test_the_late_hook_runs_first(self) -> None:
+        parameter, order = nn.Parameter(torch.ones(2)), []
+        parameter.register_post_accumulate_grad_hook(lambda p: order.append("user's"))
+        parameter.register_post_accumulate_grad_hook(lambda p: order.append("user's second"))
+        handle = compat.register_first_gradient_hook(parameter, lambda p: order.append("ours"))
+        parameter.sum().backward()
+        assert order == ["ours", "user's", "user's second"]
+        handle.remove()
+        parameter.sum().backward()
+        assert order[3:] == ["user's", "user's second"]
+
+    def test_handles_of_earlier_hooks_still_remove_them(self) -> None:
+        parameter, order = nn.Parameter(torch.ones(2)), []
+        first = parameter.register_post_accumulate_grad_hook(lambda p: order.append("first"))
+        compat.register_first_gradient_hook(parameter, lambda p: order.append("ours"))
+        first.remove()
+        parameter.sum().backward()
+        assert order == ["ours"]
+
+    def test_the_dictionary_of_hooks(self) -> None:
+        parameter = nn.Parameter(torch.ones(2))
+        assert not compat.post_accumulate_hooks(parameter)
+        handle = parameter.register_post_accumulate_grad_hook(print)
+        assert list(compat.post_accumulate_hooks(parameter)) == [handle.id]
+
+
+class TestAutogradReferences:
+    def test_saved_tensors_are_found_from_the_node(self) -> None:
+        x = torch.randn(3, requires_grad=True)
+        y = x.exp()
+        found = compat.autograd_references(y.grad_fn)
+        assert any(isinstance(item, Tensor) and item.data_ptr() == y.data_ptr() for item in found)
+
+    def test_a_tensor_refers_to_node_base_and_gradient(self) -> None:
+        x = torch.randn(3, requires_grad=True)
+        x.sum().backward()
+        assert any(item is x.grad for item in compat.autograd_references(x))
+        y = x * 2
+        assert any(item is y.grad_fn for item in compat.autograd_references(y))
+        view = y[1:]
+        assert any(item is y for item in compat.autograd_references(view))
+
+    def test_a_freed_graph_has_nothing_left(self) -> None:
+        y = torch.randn(3, requires_grad=True).exp()
+        y.sum().backward()
+        assert not any(isinstance(item, Tensor) for item in compat.autograd_references(y.grad_fn))
+
+    def test_which_types_have_any(self) -> None:
+        node = (torch.ones(1, requires_grad=True) * 2).grad_fn
+        assert compat.is_autograd_holder(Tensor)
+        assert compat.is_autograd_holder(nn.Parameter)
+        assert compat.is_autograd_holder(type(node))
+        assert not compat.is_autograd_holder(nn.Module)
+
+
+class TestStorages:
+    def test_one_python_object_for_as_long_as_the_storage_lives(self) -> None:
+        tensor = torch.empty(5)
+        storage = compat.plain_storage(tensor)
+        assert storage is compat.plain_storage(tensor[2:])
+        died: list[int] = []
+        reference = weakref.ref(storage, lambda _: died.append(1))
+        del storage
+        gc.collect()
+        assert reference() is not None
+        del tensor
+        assert died == [1]
+
+    @pytest.mark.parametrize("tensor", [torch.empty(3, device="meta"), torch.eye(3).to_sparse()])
+    def test_none_where_there_are_no_bytes_of_its_own(self, tensor: Tensor) -> None:
+        assert compat.plain_storage(tensor) is None
+
+
+def test_watching_changes_no_result() -> None:
+    class Watch(compat.WatchingMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.randn(4, requires_grad=True)
+    with Watch() as watch:
+        y = (x * 2).sum()
+        y.backward()
+    assert watch.names[:2] == ["aten.mul.Tensor", "aten.sum.default"]
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full((4,), 2.0))
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_profiling_is_noticed(is_on: bool) -> None:
+    if is_on:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            assert compat.is_profiling()
+    assert not compat.is_profiling()

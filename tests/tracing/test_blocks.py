@@ -1,0 +1,88 @@
+"""Repeated blocks: which ones are found, and that recomputing them changes neither values nor gradients."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from lowtide.tracing.blocks import recompute_blocks, repeated_blocks
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(width, width), 0
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        self.calls += 1
+        return x + self.layer(x).tanh() * scale
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for layer in self.layers:
+            x = layer(x, scale=0.5)
+        return self.head(x)
+
+
+def names(model: nn.Module) -> list[str]:
+    return [name for name, _ in repeated_blocks(model)]
+
+
+def test_layers_of_a_list_in_order() -> None:
+    assert names(Stack()) == ["layers.0", "layers.1", "layers.2"]
+
+
+def test_a_chain_of_plain_layers_is_no_stack() -> None:
+    assert names(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == []
+    assert names(nn.ModuleDict({"a": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])})) == []
+
+
+def test_only_the_outermost_of_nested_stacks() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.ModuleList(Block() for _ in range(2))
+
+    model = nn.ModuleDict({"stages": nn.ModuleList(Outer() for _ in range(2))})
+    assert names(model) == ["stages.0", "stages.1"]
+
+
+def test_stacks_side_by_side() -> None:
+    model = nn.ModuleDict({side: nn.ModuleList(Block() for _ in range(2)) for side in ("encoder", "decoder")})
+    assert names(model) == ["encoder.0", "encoder.1", "decoder.0", "decoder.1"]
+
+
+def test_members_without_weights_are_passed_over() -> None:
+    model = nn.ModuleDict({"body": nn.Sequential(Block(), nn.ReLU(), Block())})
+    assert names(model) == ["body.0", "body.2"]
+
+
+def test_recomputing_runs_each_block_twice_and_changes_no_gradient() -> None:
+    plain, model = Stack(), None
+    model = copy.deepcopy(plain)
+    assert recompute_blocks(model) == 3
+    x = torch.randn(5, 4)
+    for network in (plain, model):
+        network(x).square().sum().backward()
+    assert [block.calls for block in plain.layers] == [1, 1, 1]
+    assert [block.calls for block in model.layers] == [2, 2, 2]
+    for (name, expected), (_, found) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
+        assert torch.equal(expected.grad, found.grad), name
+
+
+def test_without_gradients_nothing_is_recomputed() -> None:
+    model = Stack()
+    recompute_blocks(model)
+    with torch.no_grad():
+        model(torch.randn(2, 4))
+    assert [block.calls for block in model.layers] == [1, 1, 1]

@@ -1,0 +1,173 @@
+"""The recorder: births, deaths, uses, and the names that operators go by."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+
+from lowtide.tracing.recorder import Recorder
+from lowtide.tracing.step_trace import Category, Phase
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    recorder = Recorder()
+    recorder.root, recorder.updater, recorder.phase = "Net", "AdamW", Phase.FORWARD
+    return recorder
+
+
+def test_a_storage_tells_of_its_own_death(recorder: Recorder) -> None:
+    recorder.begin_op("aten.empty")
+    tensor = torch.empty(10)
+    life = recorder.allocate(40, (10,), "float32", storage=tensor.untyped_storage())
+    view = tensor[2:]
+    del tensor
+    assert life.died_event is None  # the view holds it
+    del view
+    assert life.died_event == 1
+    assert recorder.log == [life.number, ~life.number]
+
+
+def test_the_recorder_holds_no_tensor(recorder: Recorder) -> None:
+    recorder.begin_op("aten.empty")
+    tensor = torch.empty(10)
+    recorder.allocate(40, (10,), "float32", storage=tensor.untyped_storage())
+    assert not [holder for holder in gc.get_referrers(tensor) if holder is recorder.__dict__]
+
+
+def test_a_life_dies_once(recorder: Recorder) -> None:
+    recorder.begin_op("aten.mm")
+    life = recorder.allocate(512, (512,), "uint8", category=Category.WORKSPACE)
+    recorder.free(life)
+    recorder.free(life)
+    assert recorder.log == [0, ~0]
+
+
+@pytest.mark.parametrize("options", [{"on_device": False}, {"is_logged": False}])
+def test_what_is_not_on_the_device_or_not_logged_makes_no_event(recorder: Recorder, options: dict[str, bool]) -> None:
+    recorder.begin_op("aten.empty")
+    life = recorder.allocate(100, (100,), "uint8", **options)
+    recorder.free(life)
+    assert recorder.log == []
+    assert life.died_event == 0
+
+
+def test_an_empty_storage_makes_no_event(recorder: Recorder) -> None:
+    recorder.begin_op("aten.empty")
+    recorder.free(recorder.allocate(0, (0,), "float32"))
+    assert recorder.log == []
+
+
+def test_a_birth_logged_later_counts_from_then(recorder: Recorder) -> None:
+    recorder.begin_op("unpack")
+    early = recorder.allocate(8, (8,), "uint8", is_logged=False)
+    recorder.allocate(16, (16,), "uint8")
+    recorder.log_birth(early)
+    recorder.log_birth(early)
+    assert recorder.log == [1, 0]
+    assert early.born_event == 1
+
+
+def test_operators_carry_module_line_and_phase(recorder: Recorder) -> None:
+    recorder.enter_module("layers.0")
+    recorder.enter_module("layers.0.mlp")
+    first = recorder.begin_op("aten.mm")
+    recorder.leave_module()
+    second = recorder.begin_op("aten.add")
+    recorder.leave_module()
+    third = recorder.begin_op("aten.sum")
+    assert [recorder.op_modules[i] for i in (first, second, third)] == ["layers.0.mlp", "layers.0", "Net"]
+    assert all(source.startswith("test_recorder.py:") for source in recorder.op_sources)
+    assert recorder.op_phases == [Phase.FORWARD] * 3
+
+
+def test_the_outermost_module_goes_by_the_roots_name(recorder: Recorder) -> None:
+    recorder.enter_module("")
+    assert recorder.op_modules[recorder.begin_op("aten.mm")] == "Net"
+
+
+def test_an_update_belongs_to_the_optimizer(recorder: Recorder) -> None:
+    recorder.begin_phase(Phase.UPDATE)
+    assert recorder.op_modules[recorder.begin_op("aten._foreach_mul_")] == "AdamW"
+
+
+def test_without_detail_no_lines_are_looked_up(recorder: Recorder) -> None:
+    recorder.is_detailed = False
+    assert recorder.op_sources[recorder.begin_op("aten.mm")] == ""
+
+
+def test_each_thread_has_modules_of_its_own(recorder: Recorder) -> None:
+    recorder.enter_module("main")
+    found: list[str] = []
+
+    def work() -> None:
+        recorder.enter_module("other")
+        found.append(recorder.op_modules[recorder.begin_op("aten.mm")])
+        recorder.leave_module()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == ["other"]
+    assert recorder.op_modules[recorder.begin_op("aten.mm")] == "main"
+
+
+def test_a_backward_goes_by_the_names_of_its_forward(recorder: Recorder) -> None:
+    """The node that an operator makes has the operator's place; the backward runs under that node."""
+    x = torch.randn(3, requires_grad=True)
+    seen: list[str] = []
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value):  # type: ignore[no-untyped-def]
+            recorder.begin_op("aten.watched")
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+            seen.append(recorder.op_modules[recorder.begin_op("aten.watched_backward")])
+            return gradient
+
+    for path in ("a", "b"):
+        recorder.enter_module(path)
+        x = Watched.apply(x)
+        recorder.leave_module()
+    recorder.begin_phase(Phase.BACKWARD)
+    x.sum().backward()
+    assert seen == ["b", "a"]
+
+
+def test_the_loss_begins_after_the_last_module_with_weights(recorder: Recorder) -> None:
+    recorder.enter_module("")
+    recorder.enter_module("head")
+    recorder.begin_op("aten.mm")
+    logits = recorder.allocate(100, (100,), "uint8")
+    recorder.leave_module(has_weights=True)
+    recorder.begin_op("aten._log_softmax")
+    scores = recorder.allocate(100, (100,), "uint8")
+    recorder.leave_module(has_weights=True)
+    recorder.begin_phase(Phase.BACKWARD)
+    assert recorder.op_phases == [Phase.FORWARD, Phase.LOSS]
+    assert recorder.log_phases == [Phase.FORWARD, Phase.LOSS]
+    assert (logits.phase, scores.phase) == (Phase.FORWARD, Phase.LOSS)
+
+
+def test_what_is_born_while_a_module_runs_in_the_backward_is_recomputed(recorder: Recorder) -> None:
+    recorder.begin_phase(Phase.BACKWARD)
+    recorder.begin_op("aten.mm_backward")
+    plain = recorder.allocate(4, (1,), "float32")
+    recorder.enter_module("layers.1")
+    recorder.begin_op("aten.mm")
+    again = recorder.allocate(4, (1,), "float32")
+    assert (plain.in_recompute, again.in_recompute) == (False, True)
+
+
+def test_uses_are_listed_once_an_operator(recorder: Recorder) -> None:
+    recorder.begin_op("aten.mm")
+    life = recorder.allocate(4, (1,), "float32")
+    for op in (0, 0, 3, 3, 5):
+        recorder.use(life, op)
+    assert life.uses == [0, 3, 5]

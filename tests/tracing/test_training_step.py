@@ -1,0 +1,224 @@
+"""The step itself, on the CPU: the same weights as a loop written by hand, the phases in order."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lowtide.errors import ConfigError, TraceError
+from lowtide.tracing.settings import Implementation, StepSettings
+from lowtide.tracing.step_trace import Phase
+from lowtide.tracing.training_step import TrainingStep, choose_implementation, update_in_backward
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).tanh()).square().mean()
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.1)
+
+
+def ran(settings: StepSettings, model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> list[Phase]:
+    phases: list[Phase] = []
+    TrainingStep(model, (x,), optimizer, None, settings)("cpu", phases.append)
+    return phases
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "by_hand"),
+    [
+        (StepSettings(), lambda m, o, x: (m(x).backward(), o.step(), o.zero_grad())),
+        (StepSettings(accumulate=2), lambda m, o, x: (m(x).backward(), m(x).backward(), o.step(), o.zero_grad())),
+        (
+            StepSettings(max_grad_norm=0.01),
+            lambda m, o, x: (m(x).backward(), nn.utils.clip_grad_norm_(m.parameters(), 0.01), o.step(), o.zero_grad()),
+        ),
+    ],
+)
+def test_the_same_weights_as_by_hand(settings: StepSettings, by_hand: Callable[..., Any]) -> None:
+    model = Net()
+    other = copy.deepcopy(model)
+    x = torch.randn(3, 4)
+    optimizer, reference = adamw(model.parameters()), adamw(other.parameters())
+    for _ in range(3):
+        ran(settings, model, optimizer, x)
+        by_hand(other, reference, x)
+    assert same(model, other)
+
+
+def test_an_update_in_the_backward_is_the_same_update() -> None:
+    model = Net()
+    other = copy.deepcopy(model)
+    x = torch.randn(3, 4)
+    optimizer, reference = adamw(model.parameters()), adamw(other.parameters())
+    update_in_backward(optimizer)
+    for _ in range(3):
+        model(x).backward()
+        assert all(p.grad is None for p in model.parameters())  # freed as soon as it was used
+        other(x).backward()
+        reference.step()
+        reference.zero_grad()
+    assert same(model, other)
+    assert set(optimizer.state) == set(model.parameters())
+
+
+def test_an_update_in_the_backward_takes_over_existing_state() -> None:
+    model = Net()
+    other = copy.deepcopy(model)
+    x = torch.randn(3, 4)
+    optimizer, reference = adamw(model.parameters()), adamw(other.parameters())
+    for network, opt in ((model, optimizer), (other, reference)):
+        ran(StepSettings(), network, opt, x)
+    update_in_backward(optimizer)
+    model(x).backward()
+    ran(StepSettings(), other, reference, x)
+    assert same(model, other)
+
+
+def test_the_phases_in_order() -> None:
+    model = Net()
+    once = [Phase.FORWARD, Phase.LOSS, Phase.BACKWARD]
+    assert ran(StepSettings(), model, adamw(model.parameters()), torch.randn(3, 4)) == [*once, Phase.UPDATE]
+    phases = ran(StepSettings(accumulate=3), model, adamw(model.parameters()), torch.randn(3, 4))
+    assert phases == [*once * 3, Phase.UPDATE]
+
+
+def test_no_hook_stays_behind_even_after_an_error() -> None:
+    class Broken(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ZeroDivisionError
+
+    model = Broken()
+    with pytest.raises(ZeroDivisionError):
+        ran(StepSettings(), model, adamw(model.parameters()), torch.randn(3, 4))
+    assert not model._forward_hooks
+
+
+@pytest.mark.parametrize(("keep", "is_none"), [(True, False), (False, True)])
+def test_gradients_stay_or_go(keep: bool, is_none: bool) -> None:
+    model = Net()
+    ran(StepSettings(keep_gradients=keep), model, adamw(model.parameters()), torch.randn(3, 4))
+    assert all((p.grad is None) == is_none for p in model.parameters())
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+def test_autocast_covers_forward_and_loss_only() -> None:
+    dtypes: list[torch.dtype] = []
+    is_on: dict[Phase, bool] = {}
+
+    class Watched(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.a(x)
+            dtypes.append(out.dtype)
+            return out.float().mean()
+
+    step = TrainingStep(Watched(), (torch.randn(3, 4),), None, None, StepSettings(autocast="bfloat16"))
+    step("cpu", lambda phase: is_on.update({phase: torch.is_autocast_enabled("cpu")}))
+    assert dtypes == [torch.bfloat16]
+    assert (is_on[Phase.LOSS], is_on[Phase.BACKWARD], is_on[Phase.UPDATE]) == (True, False, False)
+
+
+@dataclass
+class Output:
+    loss: Tensor
+
+
+@pytest.mark.parametrize(
+    ("batch", "wrap"),
+    [
+        ({"x": torch.ones(3, 4)}, lambda loss: Output(loss)),
+        ({"x": torch.ones(3, 4)}, lambda loss: {"loss": loss}),
+        ((torch.ones(3, 4),), lambda loss: loss),
+        ([torch.ones(3, 4)], lambda loss: Output(loss)),
+        (torch.ones(3, 4), lambda loss: loss),
+    ],
+)
+def test_batches_and_outputs_of_every_kind(batch: Any, wrap: Callable[[Tensor], Any]) -> None:
+    class Model(Net):
+        def forward(self, x: Tensor) -> Any:
+            return wrap(super().forward(x))
+
+    model = Model()
+    TrainingStep(model, batch, None, None, StepSettings(keep_gradients=True))("cpu", lambda phase: None)
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_loss_function_gets_model_and_batch() -> None:
+    batch = {"x": torch.ones(3, 4), "y": torch.zeros(3, 8)}
+    loss = lambda model, batch: F.mse_loss(model.a(batch["x"]), batch["y"])  # noqa: E731
+    model = Net()
+    TrainingStep(model, batch, None, loss, StepSettings(keep_gradients=True))("cpu", lambda phase: None)
+    assert model.a.weight.grad is not None
+    assert model.b.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (lambda loss: loss.expand(3), r"scalar tensor, got a tensor of shape \[3\]"),
+        (lambda loss: {"logits": loss}, "Model returned a dict without a loss; add labels"),
+        (lambda loss: {"loss": None}, "without a loss"),
+        (lambda loss: (loss,), "Model returned a tuple without a loss"),
+    ],
+)
+def test_what_is_no_loss(output: Callable[[Tensor], Any], message: str) -> None:
+    class Model(Net):
+        def forward(self, x: Tensor) -> Any:
+            return output(super().forward(x))
+
+    with pytest.raises(TraceError, match=message):
+        TrainingStep(Model(), (torch.ones(3, 4),), None, None, StepSettings())("cpu", lambda phase: None)
+
+
+class TestImplementation:
+    @pytest.mark.parametrize(
+        ("implementation", "foreach", "fused"),
+        [
+            (Implementation.FOREACH, True, False),
+            (Implementation.FUSED, False, True),
+            (Implementation.LOOP, False, False),
+        ],
+    )
+    def test_flags(self, implementation: Implementation, foreach: bool, fused: bool) -> None:
+        optimizer = adamw(Net().parameters())
+        choose_implementation(optimizer, implementation)
+        assert (optimizer.param_groups[0]["foreach"], optimizer.param_groups[0]["fused"]) == (foreach, fused)
+
+    def test_an_optimizer_without_a_fused_form(self) -> None:
+        optimizer = torch.optim.RMSprop(Net().parameters())
+        with pytest.raises(ConfigError, match="RMSprop has no fused implementation"):
+            choose_implementation(optimizer, Implementation.FUSED)
+        choose_implementation(optimizer, Implementation.LOOP)
+        assert optimizer.param_groups[0]["foreach"] is False
+
+
+@pytest.mark.parametrize(("attention", "is_math"), [("math", True), ("flash", True)])
+def test_only_the_chosen_attention_and_math_are_allowed(attention: str, is_math: bool) -> None:
+    seen: list[tuple[bool, bool, bool]] = []
+
+    class Model(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            cuda = torch.backends.cuda
+            seen.append((cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()))
+            return super().forward(x)
+
+    TrainingStep(Model(), (torch.ones(3, 4),), None, None, StepSettings(attention=attention))("cpu", lambda phase: None)
+    assert seen == [(attention == "flash", False, is_math)]
+    assert torch.backends.cuda.mem_efficient_sdp_enabled()
