@@ -102,7 +102,9 @@ def test_the_record_equals_the_allocators_statistics(
         a for a in observed.alive_at(observed.peak_event) if a.category is Category.ACTIVATIONS and a.born is not None
     ]
     assert sum(a.bytes for a in kept if a.source) >= 0.9 * sum(a.bytes for a in kept)
-    backward = [op for op in observed.ops if op.phase is Phase.BACKWARD]
+    # Updates that run inside the backward belong to the optimizer, not to a module.
+    updater = type(made).__name__
+    backward = [op for op in observed.ops if op.phase is Phase.BACKWARD and op.module != updater]
     assert sum("." in op.module for op in backward) >= 0.5 * len(backward)
 
 

@@ -1,7 +1,7 @@
 """Scratch memory of CUDA operators against an H200 (torch 2.11, cuDNN 9.19): peak less what was left after the call.
 
-All rows are calls of the accuracy suite's models, measured one operator at a time. Each was picked for its shape, not for
-how well the rule meets it; the rows a rule misses stand in `MISSED`, with what it misses.
+All rows are calls of the accuracy suite's models, measured one operator at a time. Those that a rule misses stand in `MISSED`,
+with what it misses.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _meta(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...] |
 
 def assert_meets(predicted: int, measured: int) -> None:
     """A large block keeps a rest below 1 MiB, which the card's figure holds and a sum of requests does not."""
-    assert predicted - 512 <= measured <= predicted + MiB
+    assert predicted <= measured <= predicted + MiB
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------

@@ -308,6 +308,19 @@ def through_slices(x: Tensor) -> Tensor:
     return x[:2].sin() * x[2:].cos()
 
 
+def passed_on(x: Tensor, hook: Callable[[Tensor], None] | None = None) -> Tensor:
+    y = x * 1.0
+    cosine = y.cos()
+    same = y + 0  # its gradient goes on to y as it is, and before that of the cosine
+    if hook is not None:
+        same.register_hook(hook)
+    return cosine * cosine + same * same
+
+
+def held(x: Tensor) -> Tensor:
+    return passed_on(x, [].append)  # the user keeps the first gradient: it must not be added to
+
+
 def expanded(x: Tensor) -> Tensor:
     return x.sum() + x.sin()  # one of the gradients is a number seen as a matrix: nothing to add to in place
 
@@ -315,7 +328,9 @@ def expanded(x: Tensor) -> Tensor:
 class TestGradientSums:
     """Autograd adds in place where nobody else holds the gradient; the allocations must be those of real CUDA."""
 
-    @pytest.mark.parametrize("graph", [sines, shared, three_terms, twice, through_views, through_slices, expanded])
+    @pytest.mark.parametrize(
+        "graph", [sines, shared, three_terms, twice, passed_on, held, through_views, through_slices, expanded]
+    )
     def test_as_many_sums_allocate_as_on_a_real_device(
         self, ghosts: GhostProcess, graph: Callable[[Tensor], Tensor]
     ) -> None:
@@ -330,21 +345,5 @@ class TestGradientSums:
 
         num_sums, num_new = real_sums(graph)
         assert num_sums > 0
+        assert num_new > 0 or graph is not held  # or the test would prove nothing
         assert ghosts(step) == (num_sums, num_new)
-
-    def test_a_gradient_somebody_holds_is_not_overwritten(self, ghosts: GhostProcess) -> None:
-        def step(lab: Lab) -> int:
-            x = lab.ghost(4, 4, needs_grad=True)
-            held: list[Tensor] = []
-            y = x * 1.0
-            y.register_hook(held.append)
-            a = y.sin()
-            a.register_hook(held.append)
-            total = (a + y.cos()).sum()
-            lab.recorder.phase = lab.phase.BACKWARD
-            lab.mark()
-            total.backward()
-            assert len(held) == 2
-            return len({ghost.life.number for ghost in held})
-
-        assert ghosts(step) == 2

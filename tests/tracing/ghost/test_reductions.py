@@ -48,7 +48,7 @@ MEASURED = [
     ("float32", (2048, 32000), None, (0,), 147457024),  # deberta-v2-fp32
 ]
 # fmt: on
-"""Every seventh of the 305 different reductions in the suite's models that stage, every twentieth of those that do not."""
+"""Of the 305 different reductions in the suite's models: every seventh that stages, every twentieth that does not, the largest."""
 
 
 def blocks_of(nbytes: int) -> int:
@@ -67,8 +67,7 @@ def test_as_measured_on_the_card(
     staging, semaphores = staging_bytes(describe(tensor, dims, 4), H200_SMS)
     exact = blocks_of(staging) + blocks_of(semaphores)
     # A block of the large pool is not split when less than 1 MiB would be left of it: the card's figure may hold that too.
-    # The figure is also net of what the output itself gave back, which is at most one block of 512.
-    assert exact - 512 <= measured <= exact + MiB
+    assert exact <= measured <= exact + MiB
 
 
 def test_a_bias_gradient_by_hand() -> None:

@@ -13,40 +13,40 @@ BACKWARD_ATTENTION = 2.5
 def num_flops(name: str, args: tuple[Any, ...], out: Any) -> float:
     """Operations of one call; 0 for operators that are bound by memory traffic anyway."""
     formula = _FORMULAS.get(name)
-    return 0.0 if formula is None else formula(args, out)
+    return 0.0 if formula is None else float(formula(args, out))
 
 
-def _product(left: int) -> Callable[[tuple[Any, ...], Any], float]:
-    def formula(args: tuple[Any, ...], out: Any) -> float:
+def _product(left: int) -> Callable[[tuple[Any, ...], Any], Any]:
+    def formula(args: tuple[Any, ...], out: Any) -> Any:
         return 2.0 * math.prod(out.shape) * args[left].shape[-1]
 
     return formula
 
 
-def _grouped_product(args: tuple[Any, ...], out: Any) -> float:
+def _grouped_product(args: tuple[Any, ...], out: Any) -> Any:
     if args[0].dim() == 2 and args[1].dim() == 2:  # the weights' gradients: each row is used by one group only
         return 2.0 * math.prod(out.shape[1:]) * args[0].shape[-1]
     return 2.0 * math.prod(out.shape) * args[0].shape[-1]
 
 
-def _attention(scale: float, first: int) -> Callable[[tuple[Any, ...], Any], float]:
-    def formula(args: tuple[Any, ...], out: Any) -> float:
+def _attention(scale: float, first: int) -> Callable[[tuple[Any, ...], Any], Any]:
+    def formula(args: tuple[Any, ...], out: Any) -> Any:
         query, key = args[first], args[first + 1]
         batch, heads, length, size = query.shape
-        return float(scale * 4.0 * batch * heads * length * key.shape[2] * size)
+        return scale * 4.0 * batch * heads * length * key.shape[2] * size
 
     return formula
 
 
-def _convolution(args: tuple[Any, ...], out: Any) -> float:
-    return float(2.0 * math.prod(out.shape) * math.prod(args[1].shape[1:]))
+def _convolution(args: tuple[Any, ...], out: Any) -> Any:
+    return 2.0 * math.prod(out.shape) * math.prod(args[1].shape[1:])
 
 
-def _convolution_backward(args: tuple[Any, ...], out: Any) -> float:
+def _convolution_backward(args: tuple[Any, ...], out: Any) -> Any:
     return 4.0 * math.prod(args[0].shape) * math.prod(args[2].shape[1:])
 
 
-_FORMULAS: dict[str, Callable[[tuple[Any, ...], Any], float]] = {
+_FORMULAS: dict[str, Callable[[tuple[Any, ...], Any], Any]] = {
     "aten.mm": _product(0),
     "aten.bmm": _product(0),
     "aten.addmm": _product(1),

@@ -6,6 +6,7 @@ they are known, extra memory of the CUDA libraries from `costs`.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -331,7 +332,7 @@ class GhostMode(compat.TorchDispatchMode):
         old = args[0]
         if not isinstance(old, Ghost) or compat.num_storage_owners(old.inner) > 1:
             return None
-        owners = compat.reference_count(old)
+        owners = compat.reference_count(old) + sys.getrefcount(old)  # in C++, and of its Python object: a user's hook
         if self.sole_owner_count is None:
             self.sole_owner_count = owners
         if owners > self.sole_owner_count:
