@@ -153,8 +153,8 @@ class _Words:
         if isinstance(value, types.MethodType):
             return "method", value.__func__, self.describe(value.__self__, kind, name)
         if isinstance(value, functools.partial):
-            parts = (value.func, list(value.args), dict(value.keywords))
-            return "partial", *(self.describe(part, kind, name) for part in parts)
+            bound = (value.func, list(value.args), dict(value.keywords))
+            return "partial", *(self.describe(part, kind, name) for part in bound)
         if isinstance(value, types.FunctionType):
             cells = [cell.cell_contents for cell in value.__closure__ or ()]
             parts = (cells, list(value.__defaults__ or ()), dict(value.__kwdefaults__ or {}))

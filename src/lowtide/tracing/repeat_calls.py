@@ -17,7 +17,7 @@ from lowtide.tracing.ghost.tensor import Ghost
 from lowtide.tracing.recorder import Recorder
 
 
-class CannotRepeat(Exception):
+class CannotRepeatError(Exception):
     """The step is not the repetition it seemed to be: it has to be traced in full."""
 
 
@@ -34,7 +34,8 @@ class Position(NamedTuple):
         return cls(len(recorder.log), len(recorder.op_names), len(recorder.lives))
 
 
-class TensorCopy(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorCopy:
     """How to make a tensor like one that a block made."""
 
     index: int
@@ -117,7 +118,9 @@ class Template:
         tensor, rest = (output[0], output[1:]) if type(output) is tuple and output else (output, ())
         others: list[Ghost] = []
         described = flatten(rest, others)
-        if not isinstance(tensor, Ghost) or others or "object" in str(described) or tensor.value() is not None:
+        if not isinstance(tensor, Ghost) or others or "object" in str(described):
+            return None
+        if tensor.value() is not None or tensor._is_view():
             return None
         sources = [index for index, candidate in enumerate(tensors) if candidate.requires_grad]
         if tensor.life.number < call.enter.lives or not tensor.life.on_device or len(sources) != tensor.requires_grad:

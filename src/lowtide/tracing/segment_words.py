@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowtide.tracing.recorder import Life, Recorder
-from lowtide.tracing.repeat_calls import Call, CannotRepeat, Position
+from lowtide.tracing.repeat_calls import Call, CannotRepeatError, Position
 from lowtide.tracing.step_trace import Phase
 
 Role = tuple[Any, ...]
@@ -41,7 +41,7 @@ class Window:
         """Where it is over."""
         end = self.call.leave if self.segment == "forward" else self.call.end
         if end is None:
-            raise CannotRepeat(f"{self.run}: a backward has no end")
+            raise CannotRepeatError(f"{self.run}: a backward has no end")
         return end
 
 
@@ -107,10 +107,11 @@ class _Reader:
             entry = recorder.log[index]
             role = self._role(entry if entry >= 0 else ~entry, call, inputs, segment)
             events.append((role, entry < 0, recorder.log_ops[index] - start.ops, recorder.log_phases[index]))
-        uses = []
-        for op in range(start.ops, stop.ops):
-            for life in self._users.get(op, ()):
-                uses.append((self._role(life.number, call, inputs, segment), op - start.ops))
+        uses = [
+            (self._role(life.number, call, inputs, segment), op - start.ops)
+            for op in range(start.ops, stop.ops)
+            for life in self._users.get(op, ())
+        ]
         return Words(
             names=recorder.op_names[ops],
             modules=[self._relative(module) for module in recorder.op_modules[ops]],
@@ -130,7 +131,9 @@ class _Reader:
             if role in stand_ins:
                 continue
             if not all(self._is_inside(op, 1) for op in life.uses):
-                raise CannotRepeat(f"{self._path}: a tensor of {life.op} in {life.module} is used outside the block")
+                raise CannotRepeatError(
+                    f"{self._path}: a tensor of {life.op} in {life.module} is used outside the block"
+                )
             is_counted = life.on_device and life.requested_bytes and life.is_logged
             if is_counted and life.died_event is not None and not self._is_inside(life.died_event, 0):
                 deaths[life.died_event] = role
@@ -204,7 +207,7 @@ def agree(recorder: Recorder, run: RunRecord) -> Agreement:
     """What the blocks that ran for real tell about those that were replaced.
 
     Raises:
-        CannotRepeat: They do not agree.
+        CannotRepeatError: They do not agree.
     """
     users: dict[int, list[Life]] = defaultdict(list)
     for life in recorder.lives:
@@ -218,13 +221,13 @@ def agree(recorder: Recorder, run: RunRecord) -> Agreement:
         if not run.is_replaced(turn):
             continue
         if len(calls) != count:
-            raise CannotRepeat(f"{run.paths[0]}: {len(calls)} of {count} blocks were called")
+            raise CannotRepeatError(f"{run.paths[0]}: {len(calls)} of {count} blocks were called")
         for call in calls:
             stand_ins |= {("own", turn, segment, index) for segment, index in call.stand_ins}
         for segment in SEGMENTS:
             first, *others = (reader.read(turn, segment) for reader in readers)
             if any(other != first for other in others):
-                raise CannotRepeat(f"{run.paths[0]}: the {segment} of its blocks is not the same")
+                raise CannotRepeatError(f"{run.paths[0]}: the {segment} of its blocks is not the same")
             if first is not None:
                 words[turn, segment] = first
     deaths = [reader.late_deaths(stand_ins) for reader in readers]
@@ -253,5 +256,5 @@ def _processions(
                 covered += size
                 break
     if not covered == len(first) == len(middle) == len(last):
-        raise CannotRepeat(f"{path}: tensors outlive its blocks, and not in the blocks' order")
+        raise CannotRepeatError(f"{path}: tensors outlive its blocks, and not in the blocks' order")
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from lowtide.tracing.recorder import Life, Recorder
-from lowtide.tracing.repeat_calls import CannotRepeat, Position
+from lowtide.tracing.repeat_calls import CannotRepeatError, Position
 from lowtide.tracing.segment_words import Procession, Role, RunRecord, Window, Words, agree
 
 
@@ -22,7 +22,7 @@ def unroll(
         first_op: an op: both are returned as they are numbered in the new record.
 
     Raises:
-        CannotRepeat: The record does not bear it out that the blocks do the same.
+        CannotRepeatError: The record does not bear it out that the blocks do the same.
     """
     writer = _Writer(recorder, runs)
     cursor = Position(0, 0, 0)
@@ -95,7 +95,7 @@ class _Writer:
         run = self._runs[window.run]
         words = self._agreements[window.run].words.get((window.turn, window.segment))
         if words is None:
-            raise CannotRepeat(f"{window.run}: there is no template for a {window.segment}")
+            raise CannotRepeatError(f"{window.run}: there is no template for a {window.segment}")
         call, new = window.call, self.record
         path, base = run.paths[call.rank], len(new.op_names)
         new.op_names += words.names
@@ -175,7 +175,7 @@ class _Writer:
             return life
         real = self._old.lives[stand_in]
         if real.requested_bytes != nbytes:
-            raise CannotRepeat(f"{path}: a stand-in has {real.requested_bytes} bytes in place of {nbytes}")
+            raise CannotRepeatError(f"{path}: a stand-in has {real.requested_bytes} bytes in place of {nbytes}")
         real.shape, real.dtype, real.module, real.op, real.source = shape, dtype, life.module, op, source
         real.phase, real.category, real.in_recompute = phase, category, in_recompute
         return real
@@ -205,4 +205,4 @@ class _Writer:
         num_stand_ins = sum(segment == window.segment for segment, _ in window.call.stand_ins)
         if stop.ops != start.ops or len(died) != len(entries) or died != expected or num_lives != num_stand_ins:
             path = self._runs[window.run].paths[window.call.rank]
-            raise CannotRepeat(f"{path}: tensors do not die in its {window.segment} as they should")
+            raise CannotRepeatError(f"{path}: tensors do not die in its {window.segment} as they should")
