@@ -42,7 +42,9 @@ class TestTrace:
 
     def test_settings_reach_the_step(self) -> None:
         plain = figures("trace", "gpt-tiny", "--batch", "8x128", "--set", "dtype=float32")
-        lean = figures("trace", "gpt-tiny", "--batch", "8x128", "--set", "dtype=float32", "--set", "step.recompute=true")
+        lean = figures(
+            "trace", "gpt-tiny", "--batch", "8x128", "--set", "dtype=float32", "--set", "step.recompute=true"
+        )
         assert lean["settings"]["recompute"] is True
         assert lean["at_peak"]["activations"] < plain["at_peak"]["activations"]
         assert lean["at_peak"]["weights"] == plain["at_peak"]["weights"]
@@ -99,7 +101,10 @@ def test_demo_predicts_trains_and_reports(tmp_path: Path, monkeypatch: pytest.Mo
     result = run("demo", "--report", str(report))
     assert result.exit_code == 0, result.stderr
     assert "llama-tiny" in result.stdout
-    first, last = (float(result.stdout.split("loss ")[1].split()[0]), float(result.stdout.split("before, ")[1].split()[0]))
+    first, last = (
+        float(result.stdout.split("loss ")[1].split()[0]),
+        float(result.stdout.split("before, ")[1].split()[0]),
+    )
     assert last < first
     page = report.read_text(encoding="utf-8")
     assert "llama-tiny" in page
