@@ -14,7 +14,7 @@ SavedTensor = torch._C._autograd.SavedTensor
 """What a node of a graph, or a checkpoint, keeps for the backward: a tensor, or what a hook packed it into."""
 
 
-class WatchingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
+class WatchingMode(TorchDispatchMode):  # torch's __init_subclass__ has no types
     """A dispatch mode for watching real steps: no side effects of its own, and it lets higher-order operators pass."""
 
     # torch refuses these under a mode that does not say so (flex_attention run eagerly, for one).

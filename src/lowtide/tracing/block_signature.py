@@ -23,8 +23,12 @@ from lowtide.tracing.ghost.tensor import Ghost
 _STANDARD = frozenset(vars(nn.Module())) | {"_hf_hook", "_is_hf_initialized"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLAIN = (bool, float, complex, str, bytes, type(None), type, torch.dtype, torch.device, torch.memory_format)
-_PER_LAYER_STORES = frozenset({"layers", "is_updated", "key_cache", "value_cache"})
-"""Attributes of key/value caches that a layer looks itself up in."""
+_CACHE_STORES = frozenset({"layers", "is_updated", "key_cache", "value_cache"})
+"""Attributes of caches of keys and values that a layer looks itself up in."""
+_CACHE_METHODS = frozenset({"update", "get", "get_seq_length"})
+"""Methods of those that take a layer's number."""
+_SILENT = ("CACHE", "NOP", "EXTENDED_ARG", "PRECALL", "RESUME")
+_LOADS = ("LOAD_", "KW_NAMES", "BUILD_", "PUSH_NULL", "DICT_", "LIST_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,12 @@ def are_alike(first: Signature, second: Signature, distance: int) -> bool:
         if left != right and (right - left != distance or _decides_by(kind, name)):
             return False
     return True
+
+
+def own_numbers(first: Signature, second: Signature) -> set[tuple[type, str]]:
+    """The settings, by class and name, in which two blocks that are alike differ."""
+    pairs = zip(first.numbers, second.numbers, strict=True)
+    return {(kind, name) for (kind, name, left), (_, _, right) in pairs if left != right}
 
 
 def equal_runs(model: nn.Module, shortest: int) -> Iterator[list[tuple[str, nn.Module]]]:
@@ -163,22 +173,35 @@ class _Words:
 
 
 @functools.cache
-def _decides_by(kind: type, name: str) -> bool:
-    """Whether a method of the class computes or decides something with `self.name`, instead of handing it on."""
+def codes_of(kind: type) -> frozenset[types.CodeType]:
+    """The code of a class's own methods, decorated and nested ones included."""
+    found: set[types.CodeType] = set()
+
+    def visit(function: types.FunctionType) -> None:
+        stack = [function.__code__]
+        while stack:
+            code = stack.pop()
+            found.add(code)
+            stack += [const for const in code.co_consts if isinstance(const, types.CodeType)]
+        for cell in function.__closure__ or ():  # a decorator keeps the function itself in one
+            if _holds_function(cell) and cell.cell_contents.__code__ not in found:
+                visit(cell.cell_contents)
+
     for base in kind.__mro__:
-        if base in (nn.Module, object):
-            continue
-        for function in vars(base).values():
-            if isinstance(function, types.FunctionType) and function.__name__ not in ("__init__", "extra_repr"):
-                code = function.__code__
-                # Decorators wrap: the function itself is then found in a closure.
-                inner = [cell.cell_contents for cell in function.__closure__ or () if _is_function(cell)]
-                if any(_branches(candidate, name) for candidate in (code, *(f.__code__ for f in inner))):
-                    return True
-    return False
+        if base not in (nn.Module, object):
+            for name, function in vars(base).items():
+                if isinstance(function, types.FunctionType) and name not in ("__init__", "extra_repr"):
+                    visit(function)
+    return frozenset(found)
 
 
-def _is_function(cell: types.CellType) -> bool:
+@functools.cache
+def _decides_by(kind: type, name: str) -> bool:
+    """Whether a method of the class does anything with `self.name` but looking itself up in a cache."""
+    return any(name in code.co_names and _branches(code, name) for code in codes_of(kind))
+
+
+def _holds_function(cell: types.CellType) -> bool:
     try:
         return isinstance(cell.cell_contents, types.FunctionType)
     except ValueError:  # an empty cell
@@ -186,26 +209,32 @@ def _is_function(cell: types.CellType) -> bool:
 
 
 def _branches(code: types.CodeType, name: str) -> bool:
-    if name not in code.co_names:
-        return any(_branches(const, name) for const in code.co_consts if isinstance(const, types.CodeType))
-    instructions = [
-        i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "NOP", "EXTENDED_ARG", "PRECALL")
-    ]
+    instructions = [i for i in dis.get_instructions(code) if i.opname not in _SILENT]
     for position, instruction in enumerate(instructions):
-        if instruction.opname != "LOAD_ATTR" or instruction.argval != name:
+        if instruction.argval != name or instruction.opname in ("LOAD_CONST", "KW_NAMES"):
             continue
-        store = instructions[position - 2].argval if position >= 2 else None
-        following = instructions[position + 1].opname
-        if following in ("BINARY_SUBSCR", "STORE_SUBSCR") or (
-            following == "BINARY_OP" and instructions[position + 1].argrepr == "[]"
-        ):
-            if store in _PER_LAYER_STORES:
-                continue
+        if not instruction.opname.startswith("LOAD_ATTR") or position + 1 == len(instructions):
             return True
-        # Handed on: what follows must bring it to a call before it meets an operation.
-        for later in instructions[position + 1 :]:
-            if later.opname.startswith("CALL"):
-                break
-            if not later.opname.startswith(("LOAD_", "KW_NAMES", "BUILD_", "PUSH_NULL", "COPY_FREE", "DICT_", "LIST_")):
+        following = instructions[position + 1]
+        if following.opname in ("BINARY_SUBSCR", "STORE_SUBSCR") or following.argrepr == "[]":
+            # What is looked into was loaded just before `self` was.
+            if position < 2 or instructions[position - 2].argval not in _CACHE_STORES:
                 return True
-    return any(_branches(const, name) for const in code.co_consts if isinstance(const, types.CodeType))
+        elif not _is_argument(instructions, position):
+            return True
+    return False
+
+
+def _is_argument(instructions: list[dis.Instruction], position: int) -> bool:
+    """Whether what is loaded at a position goes into the call of one of a cache's methods."""
+    for later in instructions[position + 1 :]:
+        if later.opname.startswith("CALL"):
+            break
+        if not later.opname.startswith(_LOADS):
+            return False
+    for earlier in reversed(instructions[: position - 1]):
+        if earlier.opname == "LOAD_METHOD" or (earlier.opname == "LOAD_ATTR" and earlier.argval in _CACHE_METHODS):
+            return earlier.argval in _CACHE_METHODS
+        if not earlier.opname.startswith(_LOADS):
+            return False
+    return False

@@ -2,7 +2,8 @@
 
 Three records of the same step are joined. The profiler gives each block's true size and the operator that asked for it
 (`profile_events`); the allocator's snapshot gives what was in use before; the allocator's history gives the size that
-was requested, the line of code, and the changes that the profiler missed (`allocator_history`). The allocator's own statistics have the last word: peaks that differ are told.
+was requested, the line of code, and the changes that the profiler missed (`allocator_history`). The allocator's own
+statistics have the last word: peaks that differ are told.
 """
 
 from __future__ import annotations

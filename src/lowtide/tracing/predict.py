@@ -169,7 +169,7 @@ def _make_ghost(mode: GhostMode, dtype: torch.dtype | None, card: TensorCard, va
         ghost.life.shape = card.shape
     ghost.life.shape, ghost.life.dtype = card.shape, str(target).removeprefix("torch.")
     if card.is_parameter:
-        ghost._is_param = True  # type: ignore[attr-defined]
+        ghost._is_param = True
     if card.requires_grad:
         ghost.requires_grad_()
     return ghost

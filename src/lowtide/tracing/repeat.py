@@ -13,6 +13,7 @@ on, and a hook there splits the record exactly.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable
@@ -44,6 +45,7 @@ class RepeatedBlocks:
         self._members: dict[int, tuple[Run, int]] = {}
         self._originals: dict[type[nn.Module], Callable[..., Any] | None] = {}
         self._runs: list[Run] = []
+        self._stack = contextlib.ExitStack()
         uses = _num_uses(model)
         for blocks in block_signature.equal_runs(model, SHORTEST_RUN) if is_on else ():
             if all(_num_uses(block).items() <= uses.items() for _, block in blocks):  # no weight is shared
@@ -55,8 +57,11 @@ class RepeatedBlocks:
         for kind in {type(block) for run in self._runs for block in run.blocks}:
             self._originals[kind] = vars(kind).get("__call__")
             kind.__call__ = self._wrap(kind.__call__)  # type: ignore[method-assign]
+        for run in self._runs:
+            self._stack.enter_context(run.watch)
 
     def __exit__(self, *_: object) -> None:
+        self._stack.close()
         for kind, original in self._originals.items():
             if original is None:
                 del kind.__call__

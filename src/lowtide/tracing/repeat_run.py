@@ -12,6 +12,7 @@ from lowtide import compat
 from lowtide.tracing import block_signature
 from lowtide.tracing.ghost.mode import META, GhostMode
 from lowtide.tracing.ghost.tensor import Ghost
+from lowtide.tracing.number_watch import NumberWatch
 from lowtide.tracing.repeat_calls import (
     Call,
     CannotRepeatError,
@@ -40,6 +41,9 @@ class Run:
         self.has_repeated = False
         self._parameters = [list(block.parameters()) for block in self.blocks]
         self._signature = block_signature.describe(self.blocks[1])
+        other = block_signature.describe(self.blocks[2])
+        assert self._signature is not None and other is not None, "blocks that are alike have a signature"
+        self.watch = NumberWatch(block_signature.own_numbers(self._signature, other))
 
     def record(self) -> RunRecord:
         """What `unroll` needs to know."""
@@ -91,7 +95,9 @@ class Run:
         recorder = self.mode.recorder
         before = [owners(tensor) for tensor in tensors] if rank == 1 else []
         enter = Position.of(recorder)
+        self.watch.is_on = True
         output = original(*args, **kwargs)
+        self.watch.is_on = False
         call = Call(
             rank=rank,
             inputs=tuple(tensor.life.number for tensor in tensors),
@@ -101,7 +107,8 @@ class Run:
         )
         turn.calls.append(call)
         turn.last_node = compat.next_node_number()
-        if rank == 1 and block_signature.describe(self.blocks[1]) == self._signature:
+        is_alone = not self.watch.strangers and not self.watch.is_blind
+        if rank == 1 and is_alone and block_signature.describe(self.blocks[1]) == self._signature:
             after = [owners(tensor) for tensor in tensors]
             keeps = tuple(
                 any(a > b for a, b in zip(now, then, strict=True)) for now, then in zip(after, before, strict=True)

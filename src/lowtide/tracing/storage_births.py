@@ -177,7 +177,7 @@ class BirthLog:
         return self._module_paths[module]
 
 
-class _BirthMode(WatchingMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
+class _BirthMode(WatchingMode):  # torch's __init_subclass__ has no types
     def __init__(self, log: BirthLog) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self._log = log

@@ -4,8 +4,8 @@ cuDNN's fast kernels want channels last, in multiples of 16 bytes. Tensors that 
 workspace, all three of them: input, weight and output. A 1x1 convolution of stride one is a matrix product on the tensors as
 they are, and a depthwise one has a kernel of its own.
 
-That is a rule, and cuDNN picks among many kernels by heuristics of its own. Measured on an H200 (cuDNN 9.19), 73% of 4,600 calls with
-operands above 4 MiB need what the rule says to within 15% or 4 MiB; the misses are mostly weight gradients of 1x1
+That is a rule, and cuDNN picks among many kernels by heuristics of its own. Measured on an H200 (cuDNN 9.19), 73% of
+4,600 calls with operands above 4 MiB need what the rule says to within 15% or 4 MiB; the misses are mostly weight gradients of 1x1
 convolutions, fp32 with channels last, and inputs of three channels (see tests/tracing/ghost/test_convolutions.py). What a
 step allocates at its peak hardly feels them, what the allocator reserves does, by some percent.
 """
