@@ -82,9 +82,12 @@ def are_alike(first: Signature, second: Signature, distance: int) -> bool:
     return True
 
 
-def own_numbers(first: Signature, second: Signature) -> set[tuple[type, str]]:
+def own_numbers(first: nn.Module, second: nn.Module) -> set[tuple[type, str]]:
     """The settings, by class and name, in which two blocks that are alike differ."""
-    pairs = zip(first.numbers, second.numbers, strict=True)
+    left_signature, right_signature = describe(first), describe(second)
+    if left_signature is None or right_signature is None:
+        return set()
+    pairs = zip(left_signature.numbers, right_signature.numbers, strict=True)
     return {(kind, name) for (kind, name, left), (_, _, right) in pairs if left != right}
 
 

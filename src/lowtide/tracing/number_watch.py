@@ -18,14 +18,21 @@ from lowtide.tracing.block_signature import codes_of
 class NumberWatch:
     """A context in which reads of some attributes of some classes are seen, while `is_on`."""
 
-    def __init__(self, numbers: set[tuple[type, str]]) -> None:
+    def __init__(self) -> None:
         self.is_on = False
+        self.is_blind = False
+        """Whether something cannot be watched."""
         self.strangers: set[types.CodeType] = set()
         """Code outside the classes that has read one of the attributes."""
-        # A class attribute of that name would be hidden by the watch.
-        self._watched = [(kind, name) for kind, name in numbers if not hasattr(kind, name)]
-        self.is_blind = len(self._watched) < len(numbers)
-        """Whether something cannot be watched."""
+        self._watched: set[tuple[type, str]] = set()
+
+    def add(self, numbers: set[tuple[type, str]]) -> None:
+        """Watch these attributes, by class and name."""
+        for kind, name in numbers:
+            if hasattr(kind, name):  # a default that belongs to the class; the watch would hide it
+                self.is_blind = True
+            else:
+                self._watched.add((kind, name))
 
     def __enter__(self) -> None:
         for kind, name in self._watched:

@@ -107,7 +107,7 @@ def _predict(
                 raise _RunAgainError from error
             raise
     on_progress("replaying the allocator")
-    notes = [*mode.notes, *_attention_notes(machine), *_limits(step.model)]
+    notes = [*mode.notes, *_attention_notes(machine)]
     return assemble(
         recorder,
         replay(recorder, job.allocator),
@@ -210,15 +210,6 @@ def _name_optimizer_state(step: TrainingStep) -> None:
 def _mark_gradient(gradient: Tensor) -> None:
     if isinstance(gradient, Ghost):
         gradient.life.category = Category.GRADIENTS
-
-
-def _limits(model: nn.Module) -> list[str]:
-    """What is known to be predicted wrongly."""
-    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
-        return [
-            "recurrent layers are traced step by step, cuDNN's fused kernel needs less: the true peak is lower (29% in one case)"
-        ]
-    return []
 
 
 def _attention_notes(machine: GhostMachine) -> list[str]:

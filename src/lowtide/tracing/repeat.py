@@ -13,7 +13,6 @@ on, and a hook there splits the record exactly.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from torch import nn
 from lowtide.tracing import block_signature
 from lowtide.tracing.ghost.mode import GhostMode
 from lowtide.tracing.ghost.tensor import Ghost
+from lowtide.tracing.number_watch import NumberWatch
 from lowtide.tracing.recorder import Recorder
 from lowtide.tracing.repeat_calls import CannotRepeatError
 from lowtide.tracing.repeat_run import Run
@@ -45,23 +45,23 @@ class RepeatedBlocks:
         self._members: dict[int, tuple[Run, int]] = {}
         self._originals: dict[type[nn.Module], Callable[..., Any] | None] = {}
         self._runs: list[Run] = []
-        self._stack = contextlib.ExitStack()
+        self._watch = NumberWatch()
         uses = _num_uses(model)
         for blocks in block_signature.equal_runs(model, SHORTEST_RUN) if is_on else ():
             if all(_num_uses(block).items() <= uses.items() for _, block in blocks):  # no weight is shared
-                run = Run(blocks, mode, self.windows)
+                run = Run(blocks, mode, self.windows, self._watch)
                 self._runs.append(run)
+                self._watch.add(block_signature.own_numbers(blocks[1][1], blocks[2][1]))
                 self._members |= {id(block): (run, rank) for rank, (_, block) in enumerate(blocks)}
 
     def __enter__(self) -> None:
         for kind in {type(block) for run in self._runs for block in run.blocks}:
             self._originals[kind] = vars(kind).get("__call__")
             kind.__call__ = self._wrap(kind.__call__)  # type: ignore[method-assign]
-        for run in self._runs:
-            self._stack.enter_context(run.watch)
+        self._watch.__enter__()
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        self._watch.__exit__()
         for kind, original in self._originals.items():
             if original is None:
                 del kind.__call__

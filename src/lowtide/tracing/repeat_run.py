@@ -31,7 +31,9 @@ from lowtide.tracing.segment_words import RunRecord, Window
 class Run:
     """A run of blocks that are alike, and their calls."""
 
-    def __init__(self, blocks: Sequence[tuple[str, nn.Module]], mode: GhostMode, windows: list[Window]) -> None:
+    def __init__(
+        self, blocks: Sequence[tuple[str, nn.Module]], mode: GhostMode, windows: list[Window], watch: NumberWatch
+    ) -> None:
         self.paths = [path for path, _ in blocks]
         self.blocks = [block for _, block in blocks]
         self.failure = ""
@@ -41,9 +43,7 @@ class Run:
         self.has_repeated = False
         self._parameters = [list(block.parameters()) for block in self.blocks]
         self._signature = block_signature.describe(self.blocks[1])
-        other = block_signature.describe(self.blocks[2])
-        assert self._signature is not None and other is not None, "blocks that are alike have a signature"
-        self.watch = NumberWatch(block_signature.own_numbers(self._signature, other))
+        self._numbers = watch
 
     def record(self) -> RunRecord:
         """What `unroll` needs to know."""
@@ -95,9 +95,9 @@ class Run:
         recorder = self.mode.recorder
         before = [owners(tensor) for tensor in tensors] if rank == 1 else []
         enter = Position.of(recorder)
-        self.watch.is_on = True
+        self._numbers.is_on = True
         output = original(*args, **kwargs)
-        self.watch.is_on = False
+        self._numbers.is_on = False
         call = Call(
             rank=rank,
             inputs=tuple(tensor.life.number for tensor in tensors),
@@ -107,7 +107,7 @@ class Run:
         )
         turn.calls.append(call)
         turn.last_node = compat.next_node_number()
-        is_alone = not self.watch.strangers and not self.watch.is_blind
+        is_alone = not self._numbers.strangers and not self._numbers.is_blind
         if rank == 1 and is_alone and block_signature.describe(self.blocks[1]) == self._signature:
             after = [owners(tensor) for tensor in tensors]
             keeps = tuple(

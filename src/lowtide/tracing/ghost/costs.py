@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from lowtide.hardware import Hardware
-from lowtide.tracing.ghost import convolutions, reductions
+from lowtide.tracing.ghost import convolutions, recurrent, reductions
 from lowtide.tracing.ghost.arithmetic import num_flops
 from lowtide.tracing.ghost.operators import Operator
 
@@ -235,5 +235,7 @@ _RULES: dict[str, Callable[[Any, Any, int], list[int]]] = {
 _STAGED_RULES: dict[str, Callable[[Any, Any, int], list[list[int]]]] = {
     "aten.convolution": convolutions.forward_bytes,
     "aten.convolution_backward": convolutions.backward_bytes,
+    "aten._cudnn_rnn": recurrent.forward_bytes,
+    "aten._cudnn_rnn_backward": recurrent.backward_bytes,
     "aten._scaled_dot_product_efficient_attention_backward": _efficient_attention_backward,
 }

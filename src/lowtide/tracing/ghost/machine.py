@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowtide import compat
 from lowtide.hardware import Hardware
-from lowtide.tracing.ghost import autocast, device
+from lowtide.tracing.ghost import autocast, device, recurrent
 from lowtide.tracing.ghost.attention import Attention
 from lowtide.tracing.ghost.costs import CudaCosts
 from lowtide.tracing.ghost.mode import GhostMode
@@ -36,6 +36,8 @@ class GhostMachine:
         library = torch.library.Library("aten", "IMPL")
         library.impl("scaled_dot_product_attention", self._attend, "AutogradPrivateUse1")
         library.impl("scaled_dot_product_attention", self._attend, "PrivateUse1")
+        for name, kernel in recurrent.KERNELS.items():
+            library.impl(name, kernel, "AutogradPrivateUse1")
         for name in compat.operators_with_fallback():
             library.impl(name, _never_called, "PrivateUse1")  # its presence keeps torch from taking the operator apart
         # `torch.tensor(..., device=)` and indexing with a list make their tensors below any dispatch mode.

@@ -204,6 +204,8 @@ class GhostMode(compat.TorchDispatchMode):
                     results.append(args[returned])
                 elif isinstance(item, Tensor) and item.device.type == "meta":
                     results.append(self._ghost(item, values and values(index), on_device))
+                elif isinstance(item, list):
+                    results.append([self._ghost(part, None, on_device) for part in item])
                 else:
                     results.append(item)
             return type(out)(results) if type(out) in (list, tuple) else tuple(results)

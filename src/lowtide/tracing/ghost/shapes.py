@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.tracing.ghost import recurrent
 from lowtide.tracing.ghost.convolutions import is_channels_last
 
 aten = torch.ops.aten
@@ -146,4 +147,6 @@ SHAPES: dict[Any, Callable[..., Any]] = {
     aten.convolution_backward.default: convolution_backward,
     aten.native_batch_norm.default: batch_norm,
     aten.native_batch_norm_backward.default: batch_norm_backward,
+    aten._cudnn_rnn.default: recurrent.forward_shapes,
+    aten._cudnn_rnn_backward.default: recurrent.backward_shapes,
 }
