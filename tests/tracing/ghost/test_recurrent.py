@@ -41,8 +41,8 @@ def test_measured(
     # The last states and allocator slack are in the measured figure as well: some tenths of a percent.
     assert sum(part.nbytes for part in (out[0], out[3])) == pytest.approx(kept, rel=0.01)
     (stage,) = recurrent.forward_bytes(args, out, 132)
-    # Narrow layers take another kernel, which needs up to twice as much.
-    least, most = (0.45, 1.05) if width <= 256 else (0.75, 1.35)
+    # Narrow layers take another kernel, which needs up to twice as much; so, less so, do small batches both ways.
+    least, most = (0.45, 1.05) if width <= 256 else (0.65, 1.35)
     assert least * scratch <= sum(stage) <= most * scratch
 
 
