@@ -103,7 +103,7 @@ def _predict(
                 _name_optimizer_state(step)
             recorder, first_event, first_op = repeated.unroll(first_event, first_op)
         except Exception as error:
-            if repeated.windows:  # whatever went wrong may be the stand-ins' fault
+            if repeated.is_active:  # whatever went wrong may be the stand-ins' fault
                 raise _RunAgainError from error
             raise
     on_progress("replaying the allocator")

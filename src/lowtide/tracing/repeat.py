@@ -82,6 +82,11 @@ class RepeatedBlocks:
 
         return call
 
+    @property
+    def is_active(self) -> bool:
+        """Whether any block is watched."""
+        return bool(self._runs)
+
     def check(self) -> None:
         """Raise if the blocks turn out not to repeat each other; after each step, so that no more time is lost."""
         for run in self._runs:
