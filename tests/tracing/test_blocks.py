@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 
-from lowtide.tracing.blocks import recompute_blocks, repeated_blocks
+from lowtide.tracing.blocks import caching_configs, recompute_blocks, repeated_blocks
 
 
 class Block(nn.Module):
@@ -86,3 +87,12 @@ def test_without_gradients_nothing_is_recomputed() -> None:
     with torch.no_grad():
         model(torch.randn(2, 4))
     assert [block.calls for block in model.layers] == [1, 1, 1]
+
+
+def test_recomputation_turns_the_key_value_cache_off() -> None:
+    model = nn.Sequential(nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(2)))
+    model.config = SimpleNamespace(use_cache=True)  # type: ignore[assignment]
+    assert caching_configs(model) == [model.config]
+    recompute_blocks(model)
+    assert model.config.use_cache is False  # type: ignore[union-attr]
+    assert caching_configs(model) == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -31,9 +33,23 @@ def _repeats(container: nn.Module) -> bool:
     return any(kinds.count(kind) >= 2 for kind in set(kinds) if not issubclass(kind, simple))
 
 
+def caching_configs(model: nn.Module) -> list[Any]:
+    """Configurations of Hugging Face models that keep keys and values of past tokens.
+
+    A recomputed block would put its own into the cache a second time; transformers' switch for recomputation turns the
+    cache off as well.
+    """
+    found = {
+        id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None
+    }
+    return [config for config in found.values() if getattr(config, "use_cache", False) is True]
+
+
 def recompute_blocks(model: nn.Module) -> int:
-    """Checkpoint each repeated block in place (non-reentrant); returns how many there are."""
+    """Checkpoint each repeated block in place (non-reentrant), key-value caches off; returns how many blocks there are."""
     blocks = repeated_blocks(model)
+    for config in caching_configs(model):
+        config.use_cache = False
     for _, block in blocks:
         forward = block.forward
 

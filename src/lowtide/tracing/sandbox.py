@@ -101,7 +101,7 @@ class Sandbox:
         # No CUDA in there, even where there is a card: a prediction must not depend on it, nor take memory on it.
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": _python_path()}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "lowtide.tracing.worker"],
+            [sys.executable, "-c", "from lowtide.tracing.worker import main; main()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,

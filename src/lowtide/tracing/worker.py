@@ -1,6 +1,6 @@
 """The tracing subprocess: reads jobs from its standard input, answers on what was its standard output.
 
-Run as `python -m lowtide.tracing.worker`. It turns itself into a ghost machine, which changes torch for the whole process, and a
+Started by `Sandbox`, as `main()` in an interpreter of its own. It turns itself into a ghost machine, which changes torch for the whole process, and a
 failing backward on ghosts can abort it: both are reasons for it to be a process of its own.
 """
 
@@ -83,7 +83,3 @@ def main() -> None:
             send(answers, ("error", _portable(error)))
     answers.flush()
     os._exit(0)  # autograd's device thread does not survive an ordinary interpreter shutdown
-
-
-if __name__ == "__main__":
-    main()
