@@ -68,7 +68,8 @@ def row(case: Case, measured: dict[str, Any], torch_version: str) -> dict[str, A
         predicted = {
             "predicted_allocated_bytes": None,
             "predicted_reserved_bytes": None,
-            "predicted_peak_phase": str(error),
+            "predicted_peak_phase": "failed",
+            "error": str(error),
         }
     else:
         phase = trace.peak_phase
@@ -107,7 +108,7 @@ def main() -> None:
         rows.append(row(case, measured["cases"][case.name], version))
         last = rows[-1]
         if last["predicted_allocated_bytes"] is None:
-            print(f"[{number}/{len(cases)}] {case.name}: {last['predicted_peak_phase']}", flush=True)
+            print(f"[{number}/{len(cases)}] {case.name}: {last['error']}", flush=True)
             continue
         errors = [
             last[f"predicted_{side}_bytes"] / last[f"measured_{side}_bytes"] - 1 for side in ("allocated", "reserved")

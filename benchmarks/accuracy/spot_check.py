@@ -30,7 +30,7 @@ def main() -> None:
         if case.name in names:
             facts = row(case, measured["cases"][case.name], measured["torch"].split("+")[0])
             if facts["predicted_allocated_bytes"] is None:
-                print(case.name, "failed:", facts["predicted_peak_phase"])
+                print(case.name, "failed:", facts["error"])
                 continue
             errors = [
                 facts[f"predicted_{side}_bytes"] / facts[f"measured_{side}_bytes"] - 1

@@ -301,3 +301,34 @@ def allocator_segments() -> list[dict[str, Any]]:
 
 ENGINE_FUNCTION = "_engine_run_backward"
 """The Python function that enters autograd's engine: under it, until the next Python frame, everything is C++."""
+
+
+def without_dispatch() -> contextlib.AbstractContextManager[None]:
+    """Run operators on a wrapper itself: of use only where they change its shape and touch no data."""
+    guard: contextlib.AbstractContextManager[None] = torch._C._DisableTorchDispatch()
+    return guard
+
+
+def parametrized_names(module: object) -> list[str] | None:
+    """The tensors of a module that `torch.nn.utils.parametrize` computes; None for a module without any."""
+    if not isinstance(module, torch.nn.Module) or not torch.nn.utils.parametrize.is_parametrized(module):
+        return None
+    return list(vars(module)["_modules"]["parametrizations"])
+
+
+def rebuild_parametrized(kind: type[torch.nn.Module], names: list[str]) -> torch.nn.Module:
+    """An empty module of a class that computes these tensors; its state is still to come."""
+    module = kind.__new__(kind)
+    torch.nn.Module.__init__(module)
+    torch.nn.utils.parametrize._inject_new_class(module)
+    for name in names:
+        torch.nn.utils.parametrize._inject_property(module, name)
+    return module
+
+
+def without_modes() -> contextlib.AbstractContextManager[None]:
+    """Run operators as they are, unseen by the dispatch modes of this thread."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    modes: contextlib.AbstractContextManager[None] = _disable_current_modes()
+    return modes

@@ -14,11 +14,33 @@ from tests.tracing.samples import TARGET, observed_like, tiny_trace, transformer
 
 def test_fit_counts_reserved_memory_and_the_context() -> None:
     trace = tiny_trace()  # 20 MiB reserved
-    for capacity, fits, spare in ((540 * MiB, True, 0), (540 * MiB - 1, False, -1)):
-        fit = fit_of(replace(trace, target=replace(TARGET, context_bytes=520 * MiB, capacity_bytes=capacity)))
-        assert fit == Fit(needed_bytes=540 * MiB, capacity_bytes=capacity)
-        assert (fit.fits, fit.spare_bytes) == (fits, spare)
+    context, least = 520 * MiB, tiny_trace().peak_bytes + 520 * MiB
+    assert least < 540 * MiB
+    for capacity, fits, tightly, spare in (
+        (540 * MiB, True, False, 0),
+        (
+            540 * MiB - 1,
+            False,
+            True,
+            540 * MiB - 1 - least,
+        ),  # with cached blocks given back, only what is in use counts
+        (least, False, True, 0),
+        (least - 1, False, False, least - 1 - 540 * MiB),
+    ):
+        fit = fit_of(replace(trace, target=replace(TARGET, context_bytes=context, capacity_bytes=capacity)))
+        expected = Fit(needed_bytes=540 * MiB, least_bytes=least, capacity_bytes=capacity, is_context_known=True)
+        assert fit == expected
+        assert (fit.fits, fit.fits_tightly, fit.spare_bytes) == (fits, tightly, spare)
     assert fit_of(replace(trace, target=replace(TARGET, capacity_bytes=0))) is None
+
+
+def test_the_verdict_says_how_much_and_what_is_not_known() -> None:
+    fit = Fit(needed_bytes=30 * GiB, least_bytes=20 * GiB, capacity_bytes=24 * GiB, is_context_known=False)
+    assert fit.verdict == (
+        "fits only if cached blocks are given back, 4.0 GiB to spare then (CUDA context not known, not counted)"
+    )
+    assert replace(fit, capacity_bytes=10 * GiB, is_context_known=True).verdict == "does not fit, 10.0 GiB too much"
+    assert replace(fit, capacity_bytes=32 * GiB, is_context_known=True).verdict == "fits, 2.0 GiB to spare"
 
 
 def test_differences_are_relative_to_the_observation() -> None:
@@ -38,7 +60,7 @@ def test_an_error_against_nothing_is_no_number() -> None:
 
 
 @pytest.mark.parametrize(
-    ("after", "text"), [(GiB, "2.0 GiB"), (3 * GiB, "nothing"), (4 * GiB, "costs 1.0 GiB"), (3 * GiB - 512, "512 B")]
+    ("after", "text"), [(GiB, "2.0 GiB"), (3 * GiB, "nothing"), (4 * GiB, "costs 1.0 GiB"), (3 * GiB - 512, "nothing")]
 )
 def test_savings_in_words(after: int, text: str) -> None:
     assert saving(WhatIfRow(technique="x", before_bytes=3 * GiB, after_bytes=after, reason="")) == text

@@ -11,7 +11,7 @@ import typer
 from lowtide.cli.console import OUT, friendly_errors, progress, write_reports
 from lowtide.cli.demo import run_demo
 from lowtide.cli.explain import run_explain
-from lowtide.cli.request import make_request
+from lowtide.cli.request import make_request, settable
 from lowtide.cli.summary import summarise
 from lowtide.report.html import Section
 from lowtide.report.tables import trace_report
@@ -21,6 +21,7 @@ app = typer.Typer(
     help="See the peak memory of a PyTorch training step before it runs, and why it is there.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -39,7 +40,7 @@ Json = Annotated[bool, typer.Option("--json", help="machine-readable figures on 
 Report = Annotated[list[Path] | None, typer.Option(help="also write FILE.html, .png, .pdf or .json; may be repeated")]
 
 
-@app.command()
+@app.command(epilog=settable())
 def trace(
     model: Model, batch: Batch = None, gpu: Gpu = "h200", set_: Set = None, json_: Json = False, report: Report = None
 ) -> None:
@@ -55,7 +56,7 @@ def trace(
         write_reports(report or [], Section(trace=result), title=f"{result.model} on {result.target.card}")
 
 
-@app.command()
+@app.command(epilog=settable())
 def explain(
     model: Model, batch: Batch = None, gpu: Gpu = "h200", set_: Set = None, json_: Json = False, report: Report = None
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lowtide import config
 from lowtide.errors import UnknownNameError
-from lowtide.hardware import find_hardware
-from lowtide.models import ModelSource, resolve_model
+from lowtide.hardware import find_hardware, known_hardware
+from lowtide.models import ModelSource, built_in_names, resolve_model
 from lowtide.models.deep_one_adafactor import DeepOneAdafactor
 from lowtide.planning.problem import Problem
 from lowtide.tracing.sandbox import shared_sandbox
@@ -82,6 +82,19 @@ class TraceRequest:
         batch = source.make_batch(self.batch or source.default_batch)
         dtype = DTYPES[self.dtype]
         return {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()}
+
+
+def settable() -> str:
+    """What `--set` takes, for the help text."""
+    own = [f.name for f in fields(TraceRequest) if f.name not in ("model", "step", "batch", "gpu")]
+    keys = [*own, *(f"step.{f.name}" for f in fields(StepSettings))]
+    lines = [
+        f"**--set** takes {', '.join(f'`{key}`' for key in keys)}.",
+        f"Models: {', '.join(built_in_names())}.",
+        f"Cards: {', '.join(card.name for card in known_hardware())}.",
+        f"Optimizers: {', '.join(OPTIMIZERS)}, none.",
+    ]
+    return "\n\n".join(lines)
 
 
 def make_request(model: str, batch: str | None, gpu: str, overrides: list[str]) -> TraceRequest:

@@ -95,6 +95,14 @@ def _find(spec: str) -> Callable[[], object]:
         raise ConfigError(
             f"{spec} is {type(found).__name__}, which cannot be called; name a function that returns the model"
         )
+    try:
+        inspect.signature(found).bind()
+    except TypeError as error:
+        raise ConfigError(
+            f"{spec} cannot be called without arguments ({error}); name a function that needs none"
+        ) from error
+    except ValueError:
+        pass  # a builtin without a signature: the call itself will tell
     return cast("Callable[[], object]", found)
 
 

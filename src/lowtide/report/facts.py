@@ -16,7 +16,10 @@ class Fit:
 
     needed_bytes: int
     """Peak of reserved memory and the context beside it."""
+    least_bytes: int
+    """The same with allocated memory: what remains when the allocator gives cached blocks back, as it does on a full card."""
     capacity_bytes: int
+    is_context_known: bool
 
     @property
     def fits(self) -> bool:
@@ -24,17 +27,38 @@ class Fit:
         return self.needed_bytes <= self.capacity_bytes
 
     @property
+    def fits_tightly(self) -> bool:
+        """Whether it goes onto the card only if cached blocks are given back, which costs time and may fail for fragmentation."""
+        return not self.fits and self.least_bytes <= self.capacity_bytes
+
+    @property
     def spare_bytes(self) -> int:
         """What is left; negative when it does not fit."""
-        return self.capacity_bytes - self.needed_bytes
+        return self.capacity_bytes - (self.least_bytes if self.fits_tightly else self.needed_bytes)
+
+    @property
+    def verdict(self) -> str:
+        """In words, with the amount."""
+        if self.fits:
+            words = f"fits, {format_bytes(self.spare_bytes)} to spare"
+        elif self.fits_tightly:
+            words = f"fits only if cached blocks are given back, {format_bytes(self.spare_bytes)} to spare then"
+        else:
+            words = f"does not fit, {format_bytes(self.least_bytes - self.capacity_bytes)} too much"
+        return words if self.is_context_known else f"{words} (CUDA context not known, not counted)"
 
 
 def fit_of(trace: StepTrace) -> Fit | None:
     """How the step fits its card; None when the card's memory is not known."""
     if trace.target.capacity_bytes <= 0:
         return None
-    needed = trace.peak_reserved_bytes + trace.target.context_bytes
-    return Fit(needed_bytes=needed, capacity_bytes=trace.target.capacity_bytes)
+    context = trace.target.context_bytes
+    return Fit(
+        needed_bytes=trace.peak_reserved_bytes + context,
+        least_bytes=trace.peak_bytes + context,
+        capacity_bytes=trace.target.capacity_bytes,
+        is_context_known=context > 0,
+    )
 
 
 def differences(predicted: StepTrace, observed: StepTrace) -> list[Difference]:
@@ -42,8 +66,14 @@ def differences(predicted: StepTrace, observed: StepTrace) -> list[Difference]:
     return list(compare(predicted, observed).differences)
 
 
+NOTHING_SHARE = 0.001
+"""Of the peak: a difference below this is rounding of blocks, not a saving."""
+
+
 def saving(row: WhatIfRow) -> str:
     """A saving in words: `3.6 GiB`, `nothing`, or `costs 1.2 GiB` when the peak rises."""
+    if abs(row.saved_bytes) < NOTHING_SHARE * row.before_bytes:
+        return "nothing"
     if row.saved_bytes < 0:
         return f"costs {format_bytes(-row.saved_bytes)}"
     return format_bytes(row.saved_bytes) if row.saved_bytes else "nothing"

@@ -49,10 +49,7 @@ def figures(trace: StepTrace) -> str:
         items.append(("Context", _bytes(trace.target.context_bytes), "beside it, outside the allocator"))
     fit = fit_of(trace)
     if fit is not None:
-        verdict = f"fits, {format_bytes(fit.spare_bytes)} to spare"
-        if not fit.fits:
-            verdict = f"does not fit, {format_bytes(-fit.spare_bytes)} too much"
-        detail = Markup(f'<b class="{"fits" if fit.fits else "too-large"}">{escape(verdict)}</b>')
+        detail = Markup(f'<b class="{"fits" if fit.fits else "too-large"}">{escape(fit.verdict)}</b>')
         items.append((trace.target.card, _bytes(fit.capacity_bytes), detail))
     cards = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{_text(value)}<small>{_text(detail)}</small></dd></div>"

@@ -61,7 +61,8 @@ def headline(trace: StepTrace) -> Panel:
     facts.add_row("the peak is in", Text(moment.phase.value if moment.phase else moment.place, style="bold"))
     if moment.phase is not None:
         facts.add_row("at", Text(moment.place))
-        facts.add_row("line", Text(moment.source or "unknown"))
+        if moment.source:
+            facts.add_row("line", Text(moment.source))
     title = Text.assemble((trace.model, "bold"), f"  {format_count(trace.num_parameters)} parameters, {trace.origin}")
     return Panel(facts, title=title, title_align="left", expand=False, padding=(1, 2))
 
@@ -122,16 +123,14 @@ def comparison_table(rows: Iterable[Difference]) -> Table:
     return table
 
 
-def what_if_table(rows: Sequence[WhatIfRow]) -> Table:
-    """What each technique would do to the peak, and why."""
-    table = _table("What would lower the peak", "technique", ">before", ">after", ">saves", "because")
+def what_if_table(rows: Sequence[WhatIfRow]) -> Group:
+    """What each technique would do to the peak, and below it why: reasons are sentences and want the whole width."""
+    table = _table("What would lower the peak", "technique", ">before", ">after", ">saves")
     for row in rows:
         saved = Text(saving(row))
         saved.stylize(_GOOD if row.saved_bytes > 0 else _BAD if row.saved_bytes < 0 else _QUIET)
-        table.add_row(
-            Text(row.technique), format_bytes(row.before_bytes), format_bytes(row.after_bytes), saved, Text(row.reason)
-        )
-    return table
+        table.add_row(Text(row.technique), format_bytes(row.before_bytes), format_bytes(row.after_bytes), saved)
+    return Group(table, "", *(Text.assemble((row.technique, "bold"), f": {row.reason}") for row in rows))
 
 
 def notes(lines: Sequence[str]) -> Panel:
@@ -158,9 +157,7 @@ def _fit_line(trace: StepTrace) -> Text:
     if fit is None:
         return Text(f"{card}, memory not known")
     line = Text(f"{card}, {format_bytes(fit.capacity_bytes)}: ")
-    if fit.fits:
-        return line.append(f"fits, {format_bytes(fit.spare_bytes)} to spare", style=_GOOD)
-    return line.append(f"does not fit, {format_bytes(-fit.spare_bytes)} too much", style=_BAD)
+    return line.append(fit.verdict, style=_GOOD if fit.fits else _BAD)
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -15,6 +15,7 @@ from lowtide.hardware import Hardware
 from lowtide.tracing.allocator import AllocatorSettings
 from lowtide.tracing.assemble import assemble
 from lowtide.tracing.blocks import recompute_blocks
+from lowtide.tracing.ghost.literal_devices import LiteralDevices, cuda_functions
 from lowtide.tracing.ghost.machine import GhostMachine
 from lowtide.tracing.ghost.mode import GhostMode
 from lowtide.tracing.ghost.tensor import Ghost
@@ -81,7 +82,7 @@ def _predict(
     recorder = Recorder()
     mode = machine.mode_for(recorder, job.hardware, job.torch_version)
     mode.on_fatal = on_fatal
-    with mode:
+    with mode, LiteralDevices(machine.device), cuda_functions(job.hardware.compute_capability):
         on_progress("placing the model")
         step = _prepare(job, mode)
         recorder.root = type(step.model).__name__
@@ -106,6 +107,7 @@ def _predict(
             if repeated.is_active:  # whatever went wrong may be the stand-ins' fault
                 raise _RunAgainError from error
             raise
+    recorder.is_closed = True
     on_progress("replaying the allocator")
     notes = [*mode.notes, *_attention_notes(machine)]
     return assemble(

@@ -12,6 +12,7 @@ import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -51,6 +52,10 @@ class Life:
     on_device: bool = True
     version: int = 0
     """Counts writes, so that values computed ahead are not believed after them."""
+    content: Any = None
+    """Values of the whole storage and their dtype, where known (see `ghost.contents`)."""
+    content_version: int = 0
+    """The version they belong to."""
     uses: list[int] = field(default_factory=list)
     reference: weakref.ref[torch.UntypedStorage] | None = None
 
@@ -77,6 +82,8 @@ class Recorder:
         """Name of the optimizer: the "module" of what an update allocates."""
         self.is_detailed = True
         """Whether to find source lines; off in the warm-up step, which nobody sees."""
+        self.is_closed = False
+        """Whether the run is over: what the garbage collector finds later belongs to no step."""
         self._forward_stacks: dict[int, list[str]] = {}
         self._loss_start: tuple[int, int] | None = None
         self._nodes: dict[int, tuple[str, str]] = {}
@@ -207,7 +214,7 @@ class Recorder:
 
     def free(self, life: Life) -> None:
         """A storage dies."""
-        if life.died_event is None:
+        if life.died_event is None and not self.is_closed:
             life.died_event = len(self.log)
             if life.on_device and life.requested_bytes and life.is_logged:
                 self._append(~life.number)

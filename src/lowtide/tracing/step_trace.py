@@ -25,6 +25,9 @@ Bytes = npt.NDArray[np.int64]
 class Category(enum.StrEnum):
     """What a byte is for."""
 
+    def __repr__(self) -> str:
+        return repr(self.value)  # in a printed dict the plain word says all
+
     WEIGHTS = "weights"
     """Parameters and buffers."""
     GRADIENTS = "gradients"
@@ -118,7 +121,7 @@ class Target:
     """Memory of the card. 0 where unknown."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class StepTrace:
     """One steady-state step: the second or later, when optimizer state and workspaces exist already."""
 
@@ -138,6 +141,10 @@ class StepTrace:
     notes: tuple[str, ...] = ()
     """What the reader must know: assumptions made, values invented, warnings."""
     schema_version: int = field(default=SCHEMA_VERSION)
+
+    def __repr__(self) -> str:
+        peak = f"peak {self.peak_bytes / 2**30:.3f} GiB in the {self.peak_phase}"
+        return f"StepTrace({self.model!r}, {self.origin} for {self.target.card}, {peak}, {len(self.events)} events)"
 
     @cached_property
     def curve(self) -> Bytes:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.errors import TooLargeError
+from lowtide.errors import ConfigError, TooLargeError
 from lowtide.hardware import Hardware, find_hardware, known_hardware
 from lowtide.tracing.allocator import AllocatorSettings
 from lowtide.tracing.predict import Contents, Job, OptimizerFactory
@@ -62,21 +62,61 @@ def trace(
         >>> result.peak_bytes == sum(result.at_peak.values())
         True
     """
+    _check_arguments(model, optimizer)
     settings = settings or StepSettings()
     if autocast is not None:
         settings = replace(settings, autocast=autocast)
     card = find_hardware(hardware) if isinstance(hardware, str) else hardware
     job = Job(
         name=name or type(model).__name__,
-        payload=pack(Contents(model, batch, optimizer, loss)),
+        payload=pack(Contents(model, batch, optimizer, loss), batch),
         settings=settings,
         hardware=card,
-        torch_version=torch_version or torch.__version__.split("+")[0],
+        torch_version=_checked_version(torch_version or torch.__version__),
         allocator=allocator or AllocatorSettings(),
     )
     result = run_job(job, on_progress)
     _check_size(result)
     return result
+
+
+def _check_arguments(model: object, optimizer: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}", key="model")
+    if optimizer is None:
+        return
+    if not callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer must be a torch optimizer, its class or a function from parameters to one, got {optimizer!r}; "
+            "for example optimizer=torch.optim.AdamW",
+            key="optimizer",
+        )
+    trainable = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    if not trainable:
+        raise ConfigError(
+            f"{type(model).__name__} has no parameter that requires a gradient, so nothing to train", key="model"
+        )
+    if isinstance(optimizer, torch.optim.Optimizer):
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if not held & trainable:
+            raise ConfigError(
+                f"the {type(optimizer).__name__} holds {len(held)} parameters, none of them of this "
+                f"{type(model).__name__}; build it from this model's parameters",
+                key="optimizer",
+            )
+
+
+def _checked_version(version: str) -> str:
+    plain = version.split("+")[0]
+    parts = plain.split(".")
+    if len(parts) < 2 or not all(part.isdigit() for part in parts[:2]):
+        raise ConfigError(f"torch_version must look like 2.11.0, got {version!r}", key="torch_version")
+    if not (2, 8) <= (int(parts[0]), int(parts[1])) <= (2, 13):
+        raise ConfigError(
+            f"the rules for torch {plain} are not known; predictions are made for torch 2.8 to 2.13",
+            key="torch_version",
+        )
+    return plain
 
 
 def _check_size(result: StepTrace) -> None:

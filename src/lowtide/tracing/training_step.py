@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lowtide.errors import ConfigError, TraceError
+from lowtide.errors import BatchMismatchError, ConfigError, TraceError
 from lowtide.tracing.settings import Implementation, StepSettings, UpdateSchedule
 from lowtide.tracing.step_trace import Phase
 
@@ -90,12 +90,23 @@ class TrainingStep:
 
 
 def _own_loss(model: nn.Module, batch: Any) -> Tensor:
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     if isinstance(batch, Mapping):
-        output = model(**batch)
+        args, kwargs = (), {str(key): value for key, value in batch.items()}
     elif isinstance(batch, Sequence) and not isinstance(batch, str):
-        output = model(*batch)
+        args, kwargs = tuple(batch), {}
     else:
-        output = model(batch)
+        args, kwargs = (batch,), {}
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise BatchMismatchError(
+            f"{type(model).__name__}.forward cannot be called with the batch ({error}); give a batch with the names it "
+            "takes, or pass loss=lambda model, batch: ...",
+            module=type(model).__name__,
+        ) from error
+    output = model(*args, **kwargs)
     if isinstance(output, Tensor):
         return output
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)

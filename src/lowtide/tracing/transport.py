@@ -6,9 +6,14 @@ small or hold integers, with their values. On arrival each becomes a ghost, the 
 
 from __future__ import annotations
 
+import contextvars
+import dataclasses
+import importlib
 import io
 import pickle
-from collections.abc import Callable
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +28,8 @@ MAX_VALUE_ELEMENTS = 2**22
 """Integer and boolean tensors up to this size travel with their values: ids, masks, positions."""
 MAX_FLOAT_ELEMENTS = 4096
 """Floating point ones: frequencies, scalars; never weights."""
+MAX_BATCH_ELEMENTS = 2**24
+"""Floating point ones of the batch: models drop padded images and mask targets by their values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,26 +51,73 @@ class TensorCard:
 class _Packer(cloudpickle.CloudPickler):  # type: ignore[misc]
     """Replaces tensors by cards, and remembers which ones carry hooks."""
 
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: io.BytesIO, batch: Any = None) -> None:
         super().__init__(file)
         self.tensors: dict[int, Tensor] = {}
+        self._batch = {id(tensor) for tensor in _tensors_in(batch)}
 
     def reducer_override(self, obj: Any) -> Any:
         found = compat.operator_path(obj)
-        return super().reducer_override(obj) if found is None else (compat.operator_at, (found,))
+        if found is not None:
+            return compat.operator_at, (found,)
+        if _is_context_variable(obj):
+            # A function sent by value (a hook that is a closure) brings the globals it uses; these belong to a process.
+            home = _home_of(obj)
+            return NotImplemented if home is None else (_global_at, home)
+        names = compat.parametrized_names(obj)
+        if names is not None:
+            # The class was made for this one module and refuses to be pickled; it is made again.
+            return compat.rebuild_parametrized, (type(obj).__mro__[1], names), dict(vars(obj))
+        return super().reducer_override(obj)
 
     def persistent_id(self, obj: Any) -> TensorCard | None:
         if not isinstance(obj, Tensor):
             return None
         self.tensors[id(obj)] = obj  # kept alive, so that the id stays its own
-        return _describe(obj)
+        return _describe(obj, MAX_BATCH_ELEMENTS if id(obj) in self._batch else MAX_FLOAT_ELEMENTS)
 
 
-def _describe(tensor: Tensor) -> TensorCard:
+def _is_context_variable(value: object) -> bool:
+    """Whether a value is a context variable, or a wrapper around one as transformers has it."""
+    if isinstance(value, contextvars.ContextVar):
+        return True
+    return not isinstance(value, type | types.ModuleType) and any(
+        isinstance(held, contextvars.ContextVar) for held in getattr(value, "__dict__", {}).values()
+    )
+
+
+def _home_of(value: object) -> tuple[str, str] | None:
+    """The module and the name under which a global can be imported."""
+    for module_name, module in list(sys.modules.items()):
+        for name, candidate in list(getattr(module, "__dict__", {}).items()):
+            if candidate is value:
+                return module_name, name
+    return None
+
+
+def _global_at(module_name: str, name: str) -> Any:
+    return getattr(importlib.import_module(module_name), name)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors_in(item)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _tensors_in(getattr(value, field.name))
+
+
+def _describe(tensor: Tensor, max_float_elements: int) -> TensorCard:
     storage = tensor.untyped_storage()
     values = None
     if tensor.device.type != "meta":
-        limit = MAX_FLOAT_ELEMENTS if tensor.is_floating_point() else MAX_VALUE_ELEMENTS
+        limit = max_float_elements if tensor.is_floating_point() else MAX_VALUE_ELEMENTS
         if tensor.numel() <= limit and not isinstance(tensor, torch.nn.Parameter):
             buffer = io.BytesIO()
             # A clone: a slice would be saved with the whole storage it is a part of.
@@ -83,10 +137,13 @@ def _describe(tensor: Tensor) -> TensorCard:
     )
 
 
-def pack(payload: Any) -> bytes:
-    """The payload as bytes: no more than some kilobytes per layer, whatever the model's size."""
+def pack(payload: Any, batch: Any = None) -> bytes:
+    """The payload as bytes: no more than some kilobytes per layer, whatever the model's size.
+
+    `batch` is the part of it whose floating point values go along.
+    """
     file = io.BytesIO()
-    packer = _Packer(file)
+    packer = _Packer(file, batch)
     try:
         packer.dump(payload)
     except (TypeError, AttributeError, pickle.PicklingError) as error:

@@ -1,6 +1,7 @@
 """The tracing subprocess: reads jobs from its standard input, answers on what was its standard output.
 
-Started by `Sandbox`, as `main()` in an interpreter of its own. It turns itself into a ghost machine, which changes torch for the whole process, and a
+Started by `Sandbox`, as `main()` in an interpreter of its own. It turns itself into a ghost machine, which changes torch for
+the whole process, and a
 failing backward on ghosts can abort it: both are reasons for it to be a process of its own.
 """
 

@@ -152,8 +152,9 @@ class Attention:
         )
         backend = choose(call, self._capability, self._version, _enabled())
         if backend not in self.chosen:
-            reasons = [f"{b}: {r}" for b in Backend if (r := why_not(b, call, self._capability)) is not None]
-            self.chosen[backend] = "; ".join(reasons)
+            better = list(Backend)[: list(Backend).index(backend)]
+            reasons = [f"{b} does not take it: {r}" for b in better if (r := why_not(b, call, self._capability))]
+            self.chosen[backend] = "; ".join(reasons) if backend is Backend.MATH else ""
         options: dict[str, Any] = {"scale": scale if scale is not None else 1 / math.sqrt(query.size(-1))}
         if backend is Backend.CUDNN:
             mask = _as_bias(attn_mask, query, -65504.0)

@@ -201,6 +201,10 @@ def _efficient_attention_backward(args: Any, out: Any, num_sms: int) -> list[lis
     return [summed] if is_half else [[copied, _nbytes(gradient), sums, sums], summed]
 
 
+def _ctc_backward(args: Any, out: Any, num_sms: int) -> list[int]:
+    return [_nbytes(args[6])]  # the backward variables, in a table like that of the forward ones
+
+
 def _upsample_backward(args: Any, out: Any, num_sms: int) -> list[int]:
     is_same_size = list(args[1]) == list(args[2][2:])
     return [] if is_same_size else [_copy_if_strided(args[0])]  # one to one is a plain copy into the output
@@ -227,6 +231,7 @@ _RULES: dict[str, Callable[[Any, Any, int], list[int]]] = {
     "aten.index_put_": _index_put,
     "aten._index_put_impl_": _index_put,
     "aten.sort": _sort,
+    "aten._ctc_loss_backward": _ctc_backward,
     "aten.upsample_bilinear2d_backward": _upsample_backward,
     "aten.upsample_nearest2d_backward": _upsample_backward,
     "aten._scaled_dot_product_cudnn_attention_backward": _cudnn_attention_backward,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowtide import compat
 from lowtide.hardware import Hardware
-from lowtide.tracing.ghost import autocast, device, recurrent
+from lowtide.tracing.ghost import autocast, contents, device, matching, recurrent
 from lowtide.tracing.ghost.attention import Attention
 from lowtide.tracing.ghost.costs import CudaCosts
 from lowtide.tracing.ghost.mode import GhostMode
@@ -44,9 +44,11 @@ class GhostMachine:
         library.impl("empty.memory_format", self._empty, "PrivateUse1")
         library.impl("empty_strided", self._empty_strided, "PrivateUse1")
         library.impl("_copy_from", self._copy_from, "PrivateUse1")
+        library.impl("_local_scalar_dense", self._number, "PrivateUse1")
         self._libraries.append(library)
         compat.allow_foreach_on(Ghost)
         compat.treat_cuda_as(self.device.type, self._casts.clear)
+        matching.accept_ghosts(self._note)
 
     @classmethod
     def get(cls) -> GhostMachine:
@@ -81,10 +83,16 @@ class GhostMachine:
 
     def _copy_from(self, source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
         if isinstance(target, Ghost):
-            target.life.version += 1
-            target.known_version = target.life.version
-            target.known = source.value() if isinstance(source, Ghost) else Known(source.detach().clone())
+            contents.written(target, source.value() if isinstance(source, Ghost) else Known(source.detach().clone()))
         return target
+
+    def _number(self, tensor: Tensor) -> Any:
+        assert self._mode is not None, "no trace has begun"
+        return self._mode.__torch_dispatch__(torch.ops.aten._local_scalar_dense.default, (), (tensor,))
+
+    def _note(self, text: str) -> None:
+        if self._mode is not None:
+            self._mode.notes.setdefault(text)
 
     def _attend(self, *args: Any, **kwargs: Any) -> Any:
         return self.attention(*args, **kwargs)

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from lowtide import compat
 from lowtide.errors import BatchMismatchError, LowtideError, MissingKernelError, ValueReadError
+from lowtide.tracing.ghost import contents, ctc
+from lowtide.tracing.ghost.assumptions import assumed
 from lowtide.tracing.ghost.operators import Operator, describe
 from lowtide.tracing.ghost.shapes import SHAPES
 from lowtide.tracing.ghost.tensor import Ghost
-from lowtide.tracing.ghost.values import MAX_ELEMENTS, Known, balanced_choice
+from lowtide.tracing.ghost.values import MAX_ELEMENTS, Known
 from lowtide.tracing.recorder import Life, Recorder
 from lowtide.tracing.step_trace import Category, Phase
 
@@ -69,7 +71,9 @@ class GhostMode(compat.TorchDispatchMode):
 
     def place(self, inner: Tensor, *, known: Known | None = None, is_logged: bool = True) -> Ghost:
         """A ghost on the device for a meta tensor: of a new storage, or of one placed before."""
-        return Ghost(inner, self.device, self._life_of(inner, on_device=True, is_logged=is_logged), known)
+        ghost = Ghost(inner, self.device, self._life_of(inner, on_device=True, is_logged=is_logged), known)
+        contents.begin(ghost)
+        return ghost
 
     def _life_of(self, inner: Tensor, *, on_device: bool, is_logged: bool = True) -> Life:
         storage = inner.untyped_storage()
@@ -157,6 +161,8 @@ class GhostMode(compat.TorchDispatchMode):
                 return summed
         if op.name in ("aten.is_pinned", "aten.record_stream"):
             return False
+        if op.is_view_in_place:
+            return self._view_in_place(func, op, args, kwargs)
         on_device = device.type == self.device.type if device is not None else any(g.life.on_device for g in ghosts)
         if device is not None:
             kwargs = {**kwargs, "device": META}
@@ -164,7 +170,9 @@ class GhostMode(compat.TorchDispatchMode):
         if op.name in SAME_TYPES and len({ghost.dtype for ghost in ghosts}) > 1:
             raise TypeError("all of them must have the same type")
         shapes = SHAPES.get(func)
-        if shapes is not None:
+        if func in ctc.SHAPES:
+            out = ctc.SHAPES[func](*args, **kwargs)
+        elif shapes is not None:
             out = shapes(*_to_meta(args), **{key: _to_meta(value) for key, value in kwargs.items()})
         elif op.name.startswith(("aten._fused_", "aten._foreach_")) and op.name.endswith("_"):
             # Optimizers' operators that write in place return nothing. The fused ones have no meta function, and that of the
@@ -178,8 +186,8 @@ class GhostMode(compat.TorchDispatchMode):
         is_view = len(self.recorder.lives) == num_lives and not op.writes and not op.written_names
         if on_device and not is_view:
             self._charge(op, args, result)
-        if func is aten.topk.default and values is None:
-            self._assume_balance(args, result)
+        if values is None and not op.writes and not op.written_names:
+            self._assume(op, args, result)
         return result
 
     # -- outputs -----------------------------------------------------------------------------------------------------
@@ -214,14 +222,25 @@ class GhostMode(compat.TorchDispatchMode):
     def _ghost(self, inner: Tensor, known: Known | None, on_device: bool) -> Ghost:
         life = self._life_of(inner, on_device=on_device)
         self.recorder.use(life, len(self.recorder.op_names) - 1)
-        return Ghost(inner, self.device if life.on_device else HOST, life, known)
+        ghost = Ghost(inner, self.device if life.on_device else HOST, life, known)
+        contents.begin(ghost)
+        return ghost
+
+    def _view_in_place(self, func: Any, op: Operator, args: Any, kwargs: Any) -> Any:
+        """`x.unsqueeze_(0)`: the shape of the ghost itself changes, and of the meta tensor inside; no byte does."""
+        ghost, values = args[0], self._values(func, op, args, kwargs)
+        func(ghost.inner, *args[1:], **kwargs)
+        with compat.without_dispatch():
+            func(*args, **kwargs)
+        ghost.known = None if values is None else values(None)
+        ghost.known_version = ghost.life.version
+        return ghost
 
     def _written(self, target: Any, op: Operator, values: Any) -> None:
         for ghost in target if isinstance(target, list | tuple) else (target,):
             if isinstance(ghost, Ghost):
                 known = values(None) if values is not None and ghost is target and len(op.writes) == 1 else None
-                ghost.life.version += 1
-                ghost.known, ghost.known_version = known, ghost.life.version
+                contents.written(ghost, known)
 
     def _charge(self, op: Operator, args: Any, out: Any) -> None:
         """What the card's libraries need besides the outputs."""
@@ -314,12 +333,11 @@ class GhostMode(compat.TorchDispatchMode):
         out = func(*_to_meta(new_args), **{key: _to_meta(value) for key, value in kwargs.items()})
         return self._wrap(op, new_args, kwargs, out, None, on_device=True)
 
-    def _assume_balance(self, args: Any, result: Any) -> None:
-        source, count = args[0], args[1]
-        if count < source.shape[-1] and (len(args) < 3 or args[2] in (-1, source.dim() - 1)):
-            make = balanced_choice(source.shape[:-1], source.shape[-1], count)
-            result[1].known = Known(func=make)
-            result[1].known_version = result[1].life.version
+    def _assume(self, op: Operator, args: Any, result: Any) -> None:
+        found = assumed(op, args, result, lambda text: self.notes.setdefault(text))
+        if found is not None:
+            ghost, ghost.known = found
+            ghost.known_version = ghost.life.version
 
     # -- the engine's sums -------------------------------------------------------------------------------------------
 

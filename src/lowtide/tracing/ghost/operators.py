@@ -21,6 +21,9 @@ _CHANCE = (
     "poisson",
 )
 
+_OTHER_STORAGE = ("resize_", "resize_as_", "set_", "set_data", "_resize_output_")
+"""Tagged by torch as in-place views, and give their argument other bytes as well."""
+
 READERS = frozenset(
     {
         "aten._local_scalar_dense",
@@ -52,7 +55,8 @@ class Operator:
     """Written arguments that are keyword-only (`out=`)."""
     is_chance: bool
     reads_values: bool
-    device_position: int | None
+    is_view_in_place: bool
+    """Changes the shape of its argument, not its bytes: `unsqueeze_`."""
 
 
 @cache
@@ -81,5 +85,5 @@ def describe(func: Any) -> Operator:
         written_names=written_names,
         is_chance=any(word in short for word in _CHANCE) or short.startswith("empty"),
         reads_values=name in READERS and func is not torch.ops.aten.repeat_interleave.self_int,
-        device_position=None,
+        is_view_in_place=torch.Tag.inplace_view in func.tags and short not in _OTHER_STORAGE,
     )

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lowtide import compat
+from lowtide.tracing.ghost import contents
+
 if TYPE_CHECKING:
     from lowtide.tracing.ghost.values import Known
     from lowtide.tracing.recorder import Life
@@ -56,15 +59,28 @@ class Ghost(Tensor):
 
     def value(self) -> Known | None:
         """How to compute the values, or None where they are not known (any more)."""
-        return self.known if self.known_version == self.life.version else None
+        return self.known if self.known_version == self.life.version else contents.seen_through(self)
 
     def tolist(self) -> Any:
         """The values as lists; torch refuses this for every subclass, known values or not."""
+        return self._read().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The values as an array; torch refuses this for every subclass, known values or not."""
+        return self._read().numpy(force=force)
+
+    def __format__(self, form: str) -> str:
+        """Models make names of numbers (`f"expert_{index}"`); torch writes those of a subclass as it prints tensors."""
+        known = self.value() if self.dim() == 0 else None
+        return object.__format__(self, form) if known is None else format(self._read().item(), form)
+
+    def _read(self) -> Tensor:
         known = self.value()
         if known is None:
             self.flatten()[0].item()  # the mode raises, and says where
         assert known is not None
-        return known.get().tolist()
+        with compat.without_modes():
+            return known.get()
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"Ghost({list(self.shape)}, {self.dtype}, {self.device})"
