@@ -72,11 +72,11 @@ def main() -> None:
         "commit": commit,
         "hardware": "RTX 4090 (published), predicted without a GPU",
         "torch": "2.8.0",
-        "date": time.strftime("%Y-%m-%d"),
+        "date": time.strftime("%Y-%m-%d %H:%M"),
         "rows": rows,
     }
     RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / f"{record['date']}_rtx-4090_{commit}.json").write_text(json.dumps(record, indent=1))
+    (RESULTS / f"{record['date'].replace(' ', 'T').replace(':', '')}_rtx-4090_{commit}.json").write_text(json.dumps(record, indent=1))
 
 
 if __name__ == "__main__":

@@ -123,12 +123,12 @@ def main() -> None:
         "torch": measured["torch"],
         "predicted_with": f"torch {torch.__version__} on a CPU",
         "measured": options.measured.name,
-        "date": time.strftime("%Y-%m-%d"),
+        "date": time.strftime("%Y-%m-%d %H:%M"),
         "cases": rows,
     }
     folder = RESULTS / ("held_out" if options.held_out else "accuracy")
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{record['date']}_h200_{commit}.json"
+    path = folder / f"{record['date'].replace(' ', 'T').replace(':', '')}_h200_{commit}.json"
     path.write_text(json.dumps(record, indent=1))
     print(path)
 
