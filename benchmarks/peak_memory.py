@@ -76,7 +76,8 @@ def main() -> None:
         "rows": rows,
     }
     RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / f"{record['date'].replace(' ', 'T').replace(':', '')}_rtx-4090_{commit}.json").write_text(json.dumps(record, indent=1))
+    stamp = time.strftime("%Y-%m-%dT%H%M")
+    (RESULTS / f"{stamp}_rtx-4090_{commit}.json").write_text(json.dumps(record, indent=1))
 
 
 if __name__ == "__main__":

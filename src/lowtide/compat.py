@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -332,3 +333,10 @@ def without_modes() -> contextlib.AbstractContextManager[None]:
 
     modes: contextlib.AbstractContextManager[None] = _disable_current_modes()
     return modes
+
+
+def uncompiled(function: object) -> object | None:
+    """The function that `torch.compile` was given, None for anything it did not return."""
+    if not isinstance(function, types.FunctionType):
+        return None
+    return getattr(function, "_torchdynamo_orig_callable", None)

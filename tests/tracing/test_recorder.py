@@ -171,3 +171,14 @@ def test_uses_are_listed_once_an_operator(recorder: Recorder) -> None:
     for op in (0, 0, 3, 3, 5):
         recorder.use(life, op)
     assert life.uses == [0, 3, 5]
+
+
+def test_what_dies_after_the_run_is_not_recorded(recorder: Recorder) -> None:
+    """The garbage collector may find a cycle at any time, also while the trace is put together."""
+    recorder.begin_op("aten.empty")
+    tensor = torch.empty(10)
+    life = recorder.allocate(40, (10,), "float32", storage=tensor.untyped_storage())
+    recorder.is_closed = True
+    del tensor
+    assert life.died_event is None
+    assert len(recorder.log) == 1

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lowtide.errors import (
     BatchMismatchError,
+    ConfigError,
     MissingKernelError,
     TooLargeError,
     TraceCrashedError,
@@ -484,6 +485,27 @@ class TestBadInput:
 
     def test_printing_does_not_disturb(self) -> None:
         assert (trace(Noisy(), self.batch).curve == trace(MLP(), self.batch).curve).all()
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.LBFGS, lambda parameters: torch.optim.LBFGS(parameters)])
+def test_an_optimizer_that_runs_the_step_itself_is_refused(optimizer: Any) -> None:
+    with pytest.raises(ConfigError, match="LBFGS runs the forward and the backward itself"):
+        trace(nn.Linear(4, 4), (torch.zeros(2, 4),), optimizer=optimizer, loss=lambda m, b: m(*b).sum())
+
+
+def test_a_model_that_leaves_cycles_behind_is_traced() -> None:
+    """Python frees them whenever it likes: also between the replay of the allocator and the trace's assembly."""
+
+    class Cyclic(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = super().forward(x)
+            for _ in range(500):
+                knot: list[Any] = [out * 1.0]
+                knot.append(knot)
+            return out.mean()
+
+    result = trace(Cyclic(4, 4), (torch.zeros(2, 4),))
+    assert result.peak_bytes == sum(result.at_peak.values())
 
 
 def test_progress_is_told() -> None:

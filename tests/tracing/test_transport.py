@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,6 +14,8 @@ from torch import Tensor, nn
 
 from lowtide.errors import TraceError
 from lowtide.tracing.transport import MAX_FLOAT_ELEMENTS, MAX_VALUE_ELEMENTS, TensorCard, pack, unpack
+
+CONTEXT: contextvars.ContextVar[int] = contextvars.ContextVar("CONTEXT", default=0)
 
 
 class Arrivals:
@@ -128,6 +133,57 @@ def test_operators_travel_though_they_look_like_modules() -> None:
     assert got[1] is torch.ops.aten
     assert got[2] is torch.ops
     assert torch.equal(got[3](torch.tensor([-1.0, 2.0])), torch.tensor([0.0, 2.0]))
+
+
+def test_the_batch_travels_with_its_values() -> None:
+    """Models drop images that are all padding, and mask targets that are zero."""
+    images, weights = torch.rand(2, MAX_FLOAT_ELEMENTS), torch.rand(2, MAX_FLOAT_ELEMENTS)
+
+    @dataclass
+    class Batch:
+        images: list[Tensor]
+
+    batch = {"nested": Batch([images])}
+    arrivals = Arrivals()
+    unpack(pack([weights, batch], batch), arrivals)
+    assert arrivals.values[0] is None
+    assert arrivals.values[1] is not None
+    assert torch.equal(arrivals.values[1], images)
+
+
+@pytest.mark.parametrize("make", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm])
+def test_a_parametrized_module_travels_and_computes_its_weight(make: Callable[[nn.Module], nn.Module]) -> None:
+    model = nn.Sequential(make(nn.Linear(3, 4)), nn.Linear(4, 2))
+    got, _ = sent(model)
+    assert type(got[0]).__mro__[1] is nn.Linear
+    assert [name for name, _ in got.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert got.state_dict().keys() == model.state_dict().keys()
+    assert got[0].weight.shape == (4, 3)
+    assert got[0].weight.grad_fn is not None
+    assert got(torch.empty(5, 3, device="meta")).shape == (5, 2)
+    assert isinstance(model[0].weight, Tensor)  # the original is as it was
+
+
+def test_a_context_variable_is_the_other_sides_own() -> None:
+    """A hook that closes over one of its module's: transformers captures hidden states that way."""
+
+    def hook() -> object:
+        return CONTEXT
+
+    hook.__module__ = "__main__"  # as a closure: sent by value, with the globals it uses
+    got, _ = sent([hook])
+    assert got[0]() is CONTEXT
+
+
+def test_a_compiled_function_travels_uncompiled() -> None:
+    got, _ = sent([torch.compile(lambda x: x + 1)])
+    assert got[0](2) == 3
+
+
+@pytest.mark.parametrize("model", [nn.Sequential(nn.LazyLinear(3)), torch.jit.script(nn.Linear(2, 2))])
+def test_modules_that_cannot_travel_are_told(model: nn.Module) -> None:
+    with pytest.raises(TraceError, match="cannot be sent"):
+        pack(model)
 
 
 def test_what_cannot_travel_is_told_with_advice() -> None:

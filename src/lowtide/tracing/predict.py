@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import compat, config
+from lowtide.errors import ConfigError
 from lowtide.hardware import Hardware
 from lowtide.tracing.allocator import AllocatorSettings
 from lowtide.tracing.assemble import assemble
 from lowtide.tracing.blocks import recompute_blocks
-from lowtide.tracing.ghost.literal_devices import LiteralDevices, cuda_functions
+from lowtide.tracing.ghost.cuda_module import cuda_functions
+from lowtide.tracing.ghost.literal_devices import LiteralDevices
 from lowtide.tracing.ghost.machine import GhostMachine
 from lowtide.tracing.ghost.mode import GhostMode
 from lowtide.tracing.ghost.tensor import Ghost
@@ -82,7 +84,7 @@ def _predict(
     recorder = Recorder()
     mode = machine.mode_for(recorder, job.hardware, job.torch_version)
     mode.on_fatal = on_fatal
-    with mode, LiteralDevices(machine.device), cuda_functions(job.hardware.compute_capability):
+    with mode, LiteralDevices(machine.device), cuda_functions(job.hardware):
         on_progress("placing the model")
         step = _prepare(job, mode)
         recorder.root = type(step.model).__name__
@@ -145,6 +147,12 @@ def _prepare(job: Job, mode: GhostMode) -> TrainingStep:
     optimizer = contents.optimizer
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(
+            "LBFGS runs the forward and the backward itself, as often as it likes (its step needs a closure), so there is no "
+            "one step to predict; trace with another optimizer, or observe a run",
+            key="optimizer",
+        )
     if job.settings.recompute:
         recompute_blocks(model)
     if optimizer is not None and job.settings.implementation is not None:

@@ -83,6 +83,13 @@ def trace(
 def _check_arguments(model: object, optimizer: object) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}", key="model")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ConfigError(
+            f"the model is wrapped in DistributedDataParallel, which cannot leave its process group; trace model.module, and "
+            f"add the wrapper's buckets: {format_bytes(_gradient_bytes(model))}, a second copy of the gradients, unless it "
+            "was made with gradient_as_bucket_view=True",
+            key="model",
+        )
     if optimizer is None:
         return
     if not callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
@@ -104,6 +111,10 @@ def _check_arguments(model: object, optimizer: object) -> None:
                 f"{type(model).__name__}; build it from this model's parameters",
                 key="optimizer",
             )
+
+
+def _gradient_bytes(model: nn.Module) -> int:
+    return sum(weight.numel() * weight.element_size() for weight in model.parameters() if weight.requires_grad)
 
 
 def _checked_version(version: str) -> str:

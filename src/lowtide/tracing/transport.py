@@ -64,6 +64,9 @@ class _Packer(cloudpickle.CloudPickler):  # type: ignore[misc]
             # A function sent by value (a hook that is a closure) brings the globals it uses; these belong to a process.
             home = _home_of(obj)
             return NotImplemented if home is None else (_global_at, home)
+        original = compat.uncompiled(obj)
+        if original is not None:
+            return _same, (original,)
         names = compat.parametrized_names(obj)
         if names is not None:
             # The class was made for this one module and refuses to be pickled; it is made again.
@@ -84,6 +87,10 @@ def _is_context_variable(value: object) -> bool:
     return not isinstance(value, type | types.ModuleType) and any(
         isinstance(held, contextvars.ContextVar) for held in getattr(value, "__dict__", {}).values()
     )
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _home_of(value: object) -> tuple[str, str] | None:
@@ -146,7 +153,7 @@ def pack(payload: Any, batch: Any = None) -> bytes:
     packer = _Packer(file, batch)
     try:
         packer.dump(payload)
-    except (TypeError, AttributeError, pickle.PicklingError) as error:
+    except (TypeError, AttributeError, ValueError, RuntimeError, pickle.PicklingError) as error:
         raise TraceError(
             f"the model, the batch, the optimizer or the loss cannot be sent to the tracing subprocess: {error}. Keep open "
             "files, locks, loaders and the like out of them (as arguments of the loop, not attributes of the model)."

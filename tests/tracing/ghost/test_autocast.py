@@ -35,9 +35,11 @@ def names_in_header(macro: str) -> set[str]:
 def test_the_lists_are_those_of_torchs_header(macro: str) -> None:
     ours = set(LISTS[macro])
     assert len(ours) == len(LISTS[macro])
-    # Another version may have operators this one has not; those must at least not be unknown to it.
-    assert names_in_header(macro) <= ours
-    assert all(compat.find_overload(name) is None for name in ours - names_in_header(macro))
+    # Overloads for named dimensions, which later versions dropped, are not used by models.
+    theirs = {name for name in names_in_header(macro) if "dimname" not in name.lower()}
+    assert theirs <= ours
+    # Another version may have operators this one has not, or cast some that it does not.
+    assert all(name in autocast.SINCE or compat.find_overload(name) is None for name in ours - theirs)
 
 
 LOW, FULL = torch.bfloat16, torch.float32

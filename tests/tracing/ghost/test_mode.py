@@ -78,6 +78,31 @@ class TestStorages:
 
         assert ghosts(step) == (0, True)
 
+    def test_a_shape_changed_in_place_is_seen_outside(self, ghosts: GhostProcess) -> None:
+        """`CatBackward` cuts the gradient by the shapes of what was joined."""
+
+        def step(lab: Lab) -> tuple[object, ...]:
+            x = lab.ghost(2, 5, needs_grad=True)
+            lab.mark()
+            y = (x * 1.0).unsqueeze_(1)
+            shapes = [tuple(y.shape), tuple(y.squeeze_(1).t_().shape), tuple(y.transpose_(0, 1).unsqueeze_(1).shape)]
+            events = lab.num_events
+            torch.cat([y, lab.ghost(2, 3, 5)], 1).sum().backward()
+            return shapes, events, tuple(x.grad.shape)
+
+        assert ghosts(step) == ([(2, 1, 5), (5, 2), (2, 1, 5)], 1, (2, 5))
+
+    def test_a_shape_changed_in_place_keeps_the_values(self, ghosts: GhostProcess) -> None:
+        ids = torch.arange(6).view(2, 3)
+
+        def step(lab: Lab) -> tuple[object, ...]:
+            x = lab.known(ids)
+            row = x[1]
+            x.t_()
+            return x.tolist(), row.tolist()
+
+        assert ghosts(step) == (ids.t().tolist(), ids[1].tolist())
+
     def test_an_empty_tensor_costs_nothing(self, ghosts: GhostProcess) -> None:
         assert ghosts(lambda lab: (lab.mark(), torch.empty(0, 5, device="ghost") + 1, lab.num_events)[2]) == 0
 
@@ -215,6 +240,29 @@ class TestValues:
 
         num = int(mask.sum())
         assert ghosts(step) == [(num, 2), (num, 3), tuple(ids.unique().shape), (num * 3,), tuple(ids.bincount().shape)]
+
+    def test_setting_by_a_mask_that_is_not_known_needs_no_values(self, ghosts: GhostProcess) -> None:
+        def step(lab: Lab) -> tuple[object, ...]:
+            x, value = lab.ghost(4, 3) * 1.0, lab.ghost(1)
+            lab.mark()
+            mask = x > 0
+            x[mask] = 0.0
+            y = torch.index_put(x, (mask,), value)
+            return tuple(x.shape), tuple(y.shape), [nbytes for op, nbytes in lab.births if "index_put" in op]
+
+        assert ghosts(step) == ((4, 3), (4, 3), [48])
+
+    def test_numbers_make_names_lists_and_arrays(self, ghosts: GhostProcess) -> None:
+        def step(lab: Lab) -> list[object]:
+            x = lab.known(torch.tensor([4, 7]))
+            listed = torch.tensor([x[0], x[1] + 1], device=x.device)
+            return [f"expert_{x[1]}", f"{x[0]:03d}", listed.tolist(), x.cpu().numpy().sum()]
+
+        assert ghosts(step) == ["expert_7", "004", [4, 8], 11]
+
+    def test_large_values_are_read_for_real(self, ghosts: GhostProcess) -> None:
+        """Above `HOST_GHOST_BYTES` what the step makes on the host is a ghost; what a value is computed from is not."""
+        assert ghosts(lambda lab: sum(torch.zeros(2**18 + 1, device="ghost").tolist())) == 0
 
     def test_a_read_of_weights_says_where(self, ghosts: GhostProcess) -> None:
         def step(lab: Lab) -> None:

@@ -107,3 +107,14 @@ def test_grouped_products(left: tuple[int, ...], right: tuple[int, ...], shape: 
     """Tokens sorted by expert times a matrix an expert; and the gradient of these matrices."""
     offsets = torch.empty(3, dtype=torch.int32, device=META)
     assert SHAPES[aten._grouped_mm.default](meta(*left), meta(*right), offsets).shape == shape
+
+
+def test_the_fused_gru_cell_keeps_five_numbers_a_unit() -> None:
+    """As in torch's `RNN.cu`."""
+    batch, size = 4, 6
+    state, gates = meta(batch, size), meta(batch, 3 * size)
+    out, workspace = SHAPES[aten._thnn_fused_gru_cell.default](gates, gates, state)
+    assert (out.shape, workspace.shape) == ((batch, size), (batch, 5 * size))
+    grads = SHAPES[aten._thnn_fused_gru_cell_backward.default](state, workspace, True)
+    assert [tuple(grad.shape) for grad in grads] == [(batch, 18), (batch, 18), (batch, size), (18,), (18,)]
+    assert SHAPES[aten._thnn_fused_gru_cell_backward.default](state, workspace, False)[3:] == (None, None)

@@ -49,10 +49,16 @@ WIDEST = ("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "gr
 """All floating arguments are brought to the widest type among them."""
 
 
+SINCE = {"rms_norm": (2, 12)}
+"""Operators that older versions of torch do not cast; 2.11 was looked up, where exactly the change came was not."""
+
+
 class WeightCasts:
     """Weights cast under the current autocast context."""
 
     def __init__(self) -> None:
+        self.torch_version = (2, 13)
+        """Of the target."""
         self._casts: dict[int, tuple[Tensor, Tensor]] = {}
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -101,8 +107,12 @@ def _lower(overload: Any, casts: WeightCasts) -> Callable[..., Any]:
 
 
 def _raise(overload: Any, casts: WeightCasts) -> Callable[..., Any]:
+    since = SINCE.get(overload._overloadpacket.__name__, (0, 0))
+
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with compat.without_autocast():
+            if casts.torch_version < since:
+                return overload(*args, **kwargs)
             return overload(*_cast(args, casts, torch.float32), **_cast_mapping(kwargs, casts, torch.float32))
 
     return kernel

@@ -61,6 +61,7 @@ class GhostMachine:
         """The dispatch mode of a trace on a card under a torch version."""
         major, minor = (int(part) for part in torch_version.split("+")[0].split(".")[:2])
         self._attention = Attention(hardware.compute_capability, (major, minor))
+        self._casts.torch_version = (major, minor)
         mode = self._mode = GhostMode(recorder, self.device, CudaCosts(hardware, torch_version))
         mode.learn_owner_count()
         return mode

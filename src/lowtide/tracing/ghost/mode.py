@@ -16,11 +16,12 @@ from torch import Tensor
 
 from lowtide import compat
 from lowtide.errors import BatchMismatchError, LowtideError, MissingKernelError, ValueReadError
-from lowtide.tracing.ghost import contents, ctc
+from lowtide.tracing.ghost import contents
 from lowtide.tracing.ghost.assumptions import assumed
 from lowtide.tracing.ghost.operators import Operator, describe
 from lowtide.tracing.ghost.shapes import SHAPES
 from lowtide.tracing.ghost.tensor import Ghost
+from lowtide.tracing.ghost.value_shapes import VALUE_SHAPES
 from lowtide.tracing.ghost.values import MAX_ELEMENTS, Known
 from lowtide.tracing.recorder import Life, Recorder
 from lowtide.tracing.step_trace import Category, Phase
@@ -32,6 +33,8 @@ HOST_GHOST_BYTES = 2**20
 
 SAME_TYPES = frozenset({"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.addmv", "aten.mv", "aten.dot"})
 """Operators that refuse arguments of different types on CUDA; torch's shape functions let them pass."""
+
+INDEX_PUTS = ("aten.index_put", "aten.index_put_", "aten._index_put_impl_")
 
 aten = torch.ops.aten
 
@@ -170,8 +173,8 @@ class GhostMode(compat.TorchDispatchMode):
         if op.name in SAME_TYPES and len({ghost.dtype for ghost in ghosts}) > 1:
             raise TypeError("all of them must have the same type")
         shapes = SHAPES.get(func)
-        if func in ctc.SHAPES:
-            out = ctc.SHAPES[func](*args, **kwargs)
+        if func in VALUE_SHAPES:
+            out = VALUE_SHAPES[func](*args, **kwargs)
         elif shapes is not None:
             out = shapes(*_to_meta(args), **{key: _to_meta(value) for key, value in kwargs.items()})
         elif op.name.startswith(("aten._fused_", "aten._foreach_")) and op.name.endswith("_"):
@@ -290,6 +293,11 @@ class GhostMode(compat.TorchDispatchMode):
         """An operator that needs values: its real result where they are known."""
         values = self._values(func, op, args, kwargs)
         if values is None:
+            if op.name in INDEX_PUTS and _to_known(args[1]) is None:
+                # Whichever elements are meant: the result has the shape of what is written to.
+                written = None if op.writes else self._ghost(torch.empty_like(args[0].inner), None, on_device=True)
+                self._written(args[0] if op.writes else None, op, None)
+                return args[0] if written is None else written
             if op.name.startswith("aten.index"):
                 known_indices = _to_known(args[1])
                 if known_indices is not None:
@@ -311,6 +319,9 @@ class GhostMode(compat.TorchDispatchMode):
                 module=module,
                 op=op.name,
             )
+        if op.writes:
+            self._written(args[0], op, values)
+            return args[0]
         result = values(None).get()
         if not isinstance(result, Tensor | list | tuple):
             return result
@@ -336,7 +347,8 @@ class GhostMode(compat.TorchDispatchMode):
     def _assume(self, op: Operator, args: Any, result: Any) -> None:
         found = assumed(op, args, result, lambda text: self.notes.setdefault(text))
         if found is not None:
-            ghost, ghost.known = found
+            ghost, known = found
+            ghost.known = known
             ghost.known_version = ghost.life.version
 
     # -- the engine's sums -------------------------------------------------------------------------------------------
@@ -380,6 +392,8 @@ class GhostMode(compat.TorchDispatchMode):
     def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operator on real host tensors: run it, unless it would make a large one (an offload buffer)."""
         makers = ("aten.empty", "aten.empty_strided", "aten.zeros")
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}  # there is no card to pin it for
         is_meta = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta"
         if self.recorder.phase is not None and not is_meta and describe(func).name in makers:
             inner = func(*args, **{**{k: v for k, v in kwargs.items() if k != "pin_memory"}, "device": META})
@@ -434,9 +448,7 @@ def _to_known(value: Any) -> Any:
 def _has_mask_index(op: Operator, args: Any) -> bool:
     if op.name not in (
         "aten.index",
-        "aten.index_put",
-        "aten.index_put_",
-        "aten._index_put_impl_",
+        *INDEX_PUTS,
         "aten._unsafe_index",
     ):
         return False

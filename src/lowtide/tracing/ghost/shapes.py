@@ -135,6 +135,17 @@ def batch_norm_backward(gradient: Tensor, inputs: Tensor, weight: Any, *args: An
     )
 
 
+def gru_cell(input_gates: Tensor, hidden_gates: Tensor, state: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    """Torch's fused cell (`RNN.cu`): the new state, and five numbers a unit for the backward."""
+    return torch.empty_like(state), torch.empty(state.size(0), 5 * state.size(1), dtype=state.dtype, device=META)
+
+
+def gru_cell_backward(grad: Tensor, workspace: Tensor, has_bias: bool) -> tuple[Any, ...]:
+    gates = [torch.empty(grad.size(0), 3 * grad.size(1), dtype=grad.dtype, device=META) for _ in range(2)]
+    biases = [torch.empty(3 * grad.size(1), dtype=grad.dtype, device=META) if has_bias else None for _ in range(2)]
+    return *gates, torch.empty_like(grad), *biases
+
+
 SHAPES: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_cudnn_attention.default: cudnn,
     aten._scaled_dot_product_cudnn_attention_backward.default: cudnn_backward,
@@ -145,6 +156,8 @@ SHAPES: dict[Any, Callable[..., Any]] = {
     aten._grouped_mm.default: grouped_product,
     aten.convolution.default: convolution,
     aten.convolution_backward.default: convolution_backward,
+    aten._thnn_fused_gru_cell.default: gru_cell,
+    aten._thnn_fused_gru_cell_backward.default: gru_cell_backward,
     aten.native_batch_norm.default: batch_norm,
     aten.native_batch_norm_backward.default: batch_norm_backward,
     aten._cudnn_rnn.default: recurrent.forward_shapes,
