@@ -21,6 +21,8 @@ from lowtide.tracing.ghost.tensor import Ghost
 from lowtide.tracing.ghost.values import Known
 from lowtide.tracing.recorder import Recorder
 
+aten = torch.ops.aten
+
 
 class GhostMachine:
     """The process-wide part of tracing. `mode_for` gives the part that belongs to one trace."""
@@ -89,7 +91,7 @@ class GhostMachine:
 
     def _number(self, tensor: Tensor) -> Any:
         assert self._mode is not None, "no trace has begun"
-        return self._mode.__torch_dispatch__(torch.ops.aten._local_scalar_dense.default, (), (tensor,))
+        return self._mode.__torch_dispatch__(aten._local_scalar_dense.default, (), (tensor,))
 
     def _note(self, text: str) -> None:
         if self._mode is not None:
