@@ -74,3 +74,20 @@ def test_a_choice_is_spread_evenly(ghosts: GhostProcess, choose: str) -> None:
 def test_the_largest_of_all_is_a_number_and_stays_unknown(ghosts: GhostProcess) -> None:
     with pytest.raises(ValueReadError):
         ghosts(lambda lab: lab.ghost(4, 3).max().item())
+
+
+def test_an_assumption_keeps_nothing_alive(ghosts: GhostProcess) -> None:
+    def step(lab: Lab) -> tuple[int, int]:
+        import gc
+
+        x = lab.ghost(2, 12, 4)
+        start = lab.live_bytes
+        gc.disable()
+        for choose in (x.argmax, x.max, x.topk, x.isnan, x.isinf):
+            choose(1) if choose == x.topk else choose(-1) if choose in (x.argmax, x.max) else choose()
+        (x > 0).all()
+        gc.enable()
+        return start, lab.live_bytes
+
+    start, end = ghosts(step)
+    assert start == end

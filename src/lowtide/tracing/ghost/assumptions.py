@@ -55,9 +55,10 @@ def _choice(op: Operator, args: Any, result: Any, note: Note) -> tuple[Any, Know
     if dim not in (-1, source.dim() - 1) or not source.dim() or count >= source.shape[-1]:
         return None
     make = balanced_choice(source.shape[:-1], source.shape[-1], count)
+    shape = chosen.shape  # not the tensor itself: it holds the recipe, and would live until the next garbage collection
 
     def choose() -> torch.Tensor:
         note(BALANCE)
-        return make().view(chosen.shape)
+        return make().view(shape)
 
     return chosen, Known(func=choose)
