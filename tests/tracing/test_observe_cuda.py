@@ -56,10 +56,14 @@ def test_history_gives_sizes_and_the_users_line() -> None:
             "action": "alloc",
             "addr": 4096,
             "size": 700,
-            "frames": [frame(f"{own}/nn/functional.py", 9), frame("/home/me/net.py", 12), frame("/home/me/run.py", 3)],
+            "frames": [
+                frame(f"{own}/nn/functional.py", 9),
+                frame("/somewhere/net.py", 12),
+                frame("/somewhere/run.py", 3),
+            ],
         },
         {"action": "free_requested", "addr": 4096, "size": 700},
-        {"action": "alloc", "addr": 8192, "size": 8, "frames": [frame(step_file, 50), frame("/home/me/run.py", 3)]},
+        {"action": "alloc", "addr": 8192, "size": 8, "frames": [frame(step_file, 50), frame("/somewhere/run.py", 3)]},
         {"action": "alloc", "addr": 9000, "size": 9},
     ]
     assert requests_in(entries) == [
@@ -74,8 +78,8 @@ def test_out_of_memory_in_words() -> None:
     marks.begin_phase(Phase.FORWARD)
     marks.enter_module("layers.3.mlp")
     entries = [
-        {"action": "alloc", "addr": 1, "size": GiB, "frames": [frame("/home/me/net.py", 7)]},
-        {"action": "oom", "size": 20 * GiB, "frames": [frame("/home/me/net.py", 8)]},
+        {"action": "alloc", "addr": 1, "size": GiB, "frames": [frame("/somewhere/net.py", 7)]},
+        {"action": "oom", "size": 20 * GiB, "frames": [frame("/somewhere/net.py", 8)]},
     ]
     text = out_of_memory(marks, entries, 130 * GiB, 140 * GiB)
     assert "in the forward at net.py:8, the last module entered being 'layers.3.mlp'" in text
