@@ -189,3 +189,15 @@ def test_profiling_is_noticed(is_on: bool) -> None:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
             assert compat.is_profiling()
     assert not compat.is_profiling()
+
+
+def test_the_module_inside_a_compiled_one() -> None:
+    plain = nn.Linear(2, 2)
+    assert compat.compiled_original(torch.compile(plain)) is plain
+    assert compat.compiled_original(plain) is None
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_views_share_the_key_of_their_storage(device: str) -> None:
+    whole, other = torch.zeros(4, device=device), torch.zeros(4, device=device)
+    assert compat.storage_key(whole[2:]) == compat.storage_key(whole) != compat.storage_key(other)

@@ -12,12 +12,18 @@ import lowtide
 # Changing this list is changing the API: say so in the commit.
 PUBLIC = (
     "MemoryMonitor",
+    "Plan",
+    "Session",
+    "StaticPartition",
     "StepSettings",
     "StepTrace",
+    "WarmUp",
     "compare",
     "errors",
     "explain",
     "find_leaks",
+    "make_plan",
+    "manage",
     "observe",
     "trace",
 )

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 from lowtide import errors
+from lowtide.planning.hand_plan import make_plan
+from lowtide.planning.plan import Plan
+from lowtide.planning.static_partition import StaticPartition
+from lowtide.planning.warm_up import WarmUp
+from lowtide.runtime.manage import manage
+from lowtide.runtime.session import Session
 from lowtide.tracing.compare import compare
 from lowtide.tracing.explain import explain
 from lowtide.tracing.leaks import find_leaks
@@ -14,12 +20,18 @@ from lowtide.tracing.trace import trace
 
 __all__ = [
     "MemoryMonitor",
+    "Plan",
+    "Session",
+    "StaticPartition",
     "StepSettings",
     "StepTrace",
+    "WarmUp",
     "compare",
     "errors",
     "explain",
     "find_leaks",
+    "make_plan",
+    "manage",
     "observe",
     "trace",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -335,8 +336,123 @@ def without_modes() -> contextlib.AbstractContextManager[None]:
     return modes
 
 
+def push_mode_below(mode: TorchDispatchMode) -> None:
+    """Put a dispatch mode of this thread below all that are there, where it stays until `remove_mode`.
+
+    A `with` block around another mode takes the topmost mode away at its end, whichever that is. Below the others a
+    mode is never the one that is taken by mistake, however the blocks around it begin and end.
+    """
+    above = []
+    while torch._C._len_torch_dispatch_stack():
+        above.append(torch._C._pop_torch_dispatch_stack(None))
+    torch._C._push_on_torch_dispatch_stack(mode)
+    for other in reversed(above):
+        torch._C._push_on_torch_dispatch_stack(other)
+
+
+def has_mode(mode: TorchDispatchMode) -> bool:
+    """Whether a dispatch mode is on this thread's stack; while one runs an operator, torch takes it off."""
+    num_modes = torch._C._len_torch_dispatch_stack()
+    return any(torch._C._get_dispatch_stack_at(index) is mode for index in range(num_modes))
+
+
+def remove_mode(mode: TorchDispatchMode) -> None:
+    """Take a dispatch mode off this thread's stack, wherever it is; nothing happens where it is not."""
+    if not has_mode(mode):
+        return
+    above = []
+    while (top := torch._C._pop_torch_dispatch_stack(None)) is not mode:
+        above.append(top)
+    for other in reversed(above):
+        torch._C._push_on_torch_dispatch_stack(other)
+
+
 def uncompiled(function: object) -> object | None:
     """The function that `torch.compile` was given, None for anything it did not return."""
     if not isinstance(function, types.FunctionType):
         return None
     return getattr(function, "_torchdynamo_orig_callable", None)
+
+
+def compiled_original(module: torch.nn.Module) -> torch.nn.Module | None:
+    """The module inside what `torch.compile` returned, None for anything else."""
+    # By name: importing the class would import the compiler, for seconds, where nobody compiles.
+    if type(module).__name__ != "OptimizedModule":
+        return None
+    original = vars(module)["_modules"].get("_orig_mod")
+    return original if isinstance(original, torch.nn.Module) else None
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share a storage, on meta too; valid while both live."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def lock_host_memory(buffer: torch.Tensor) -> str | None:
+    """Lock a host tensor's memory for copies; what CUDA answered where it could not, None where it did.
+
+    Registered memory has exactly the tensor's size; torch's own locked allocations are rounded up to a power of two.
+    """
+    answer = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
+    return None if int(answer) == 0 else str(answer)
+
+
+def unlock_host_memory(buffer: torch.Tensor) -> None:
+    """Undo `lock_host_memory`."""
+    torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+
+
+def backward_number() -> int | None:
+    """A number that tells the backward that this thread is running from others; None outside of one."""
+    number = int(torch._C._current_graph_task_id())
+    return None if number < 0 else number
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Have the running backward call this at its end, in the thread that called `backward`. Not called if it fails."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def replace_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """What `module(...)` runs from now on, hooks and compiled code included; returns what it ran before.
+
+    None, also as the answer, is the module's own way. torch keeps `Module.compile`'s result in this place, and leaves it
+    out of copies and pickles: a copy of a managed model is a plain one.
+    """
+    before: Callable[..., Any] | None = module._compiled_call_impl
+    module._compiled_call_impl = call
+    return before
+
+
+def plain_call(module: torch.nn.Module) -> Callable[..., Any]:
+    """What `module(...)` runs when nothing replaced it."""
+    call: Callable[..., Any] = module._call_impl
+    return call
+
+
+def without_torch_function() -> contextlib.AbstractContextManager[None]:
+    """Call torch functions on tensor subclasses as if they were plain tensors."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[Any]]:
+    """The hooks that users registered before and after this optimizer's step."""
+    return list(optimizer._optimizer_step_pre_hooks.values()), list(optimizer._optimizer_step_post_hooks.values())
+
+
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Tell learning rate schedulers that `step` was called: they warn otherwise."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def shallow_optimizer(
+    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: Any
+) -> torch.optim.Optimizer:
+    """An optimizer of the same class and settings over other parameters and state, without the user's hooks."""
+    shadow = object.__new__(type(optimizer))
+    shadow.__dict__.update(optimizer.__dict__)
+    shadow.__dict__.pop("step", None)
+    shadow.param_groups, shadow.state = groups, state
+    shadow._optimizer_step_pre_hooks = OrderedDict()
+    shadow._optimizer_step_post_hooks = OrderedDict()
+    return shadow

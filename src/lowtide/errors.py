@@ -3,10 +3,25 @@
     LowtideError
     ├── ConfigError (ValueError)            a setting is wrong, unknown or of the wrong type
     ├── UnknownNameError (ValueError)       a model, card or recipe of that name does not exist
+    ├── PlanError (ValueError)              a plan is for another model, or its budgets cannot hold it
     ├── BadRecordError (ValueError)         a saved file is corrupt or of another version
     ├── MissingExtraError (ImportError)     an optional package is not installed
     ├── HardwareError (RuntimeError)        a device is missing or cannot be measured
     ├── ObserveError (RuntimeError)         a real step could not be recorded
+    ├── BudgetError (RuntimeError)          a tier does not have the bytes that are asked of it
+    │   └── EmulatedOutOfMemoryError        an operator went over the budget of an emulated device
+    ├── ChunkStateError (RuntimeError)      a chunk was about to make a move that its table forbids
+    ├── SessionError (RuntimeError)         a managed model cannot do what was asked
+    │   ├── ModelChangedError               the model is no longer the one that was managed
+    │   ├── UnsupportedOptimizerError       the optimizer cannot be run chunk by chunk
+    │   ├── StaleBackwardError              a backward through weights that were updated since
+    │   ├── SecondBackwardError             a second backward where weights are updated in the first
+    │   ├── GradientGoneError               a gradient that was used up in backward
+    │   ├── HigherOrderError                gradients of gradients through streamed weights
+    │   ├── NonFiniteLossError              the loss is NaN or infinite
+    │   └── StepLostError                   a backward broke off: its step must be repeated
+    ├── GraphAliveError (RuntimeError)      memory would have to move while a graph points into it
+    ├── OwnershipError (ValueError)         bytes are given back twice, or by one who does not hold them
     └── TraceError (RuntimeError)           a step could not be predicted
         ├── ValueReadError                  the model reads the values of tensors
         ├── MissingKernelError              an operator has no fake kernel
@@ -108,6 +123,17 @@ class BadRecordError(LowtideError, ValueError):
     """A saved file cannot be read: not JSON, cut short, or written under another schema version. Make it again."""
 
 
+class PlanError(LowtideError, ValueError):
+    """A plan does not fit: made for another model, or with budgets that cannot hold it. Make it again, or change it."""
+
+    def __init__(self, message: str, *, needed_bytes: int | None = None, group: str | None = None) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+        """What the plan takes at least of the budget that is too small; None where no budget is."""
+        self.group = group
+        """The group that needs most of it; None where no single one is to blame."""
+
+
 class MissingExtraError(LowtideError, ImportError):
     """A feature needs a package that is not installed. Run `command`."""
 
@@ -125,6 +151,84 @@ class HardwareError(LowtideError, RuntimeError):
 
 class ObserveError(LowtideError, RuntimeError):
     """A real step could not be recorded, or only in part. The message says which part and what to change."""
+
+
+class BudgetError(LowtideError, RuntimeError):
+    """A tier does not have the bytes that are asked of it. Raise its budget, or ask less of it: the message says how."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        tier: str,
+        needed_bytes: int,
+        free_bytes: int,
+        budget_bytes: int,
+        owner: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.tier = tier
+        """Whose budget it is: `device`, `host`, `pinned` or the name of a buffer."""
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
+        self.budget_bytes = budget_bytes
+        self.owner = owner
+        """For whom the bytes were asked; None where the budget itself is what cannot be had."""
+
+
+class ChunkStateError(LowtideError, RuntimeError):
+    """A chunk was about to make a move that its table forbids: a fault of Lowtide's, to be reported."""
+
+
+class SessionError(LowtideError, RuntimeError):
+    """A managed model cannot do what was asked. The message says in what condition model and optimizer are."""
+
+
+class ModelChangedError(SessionError):
+    """The model is no longer the one that was managed. Close the session, change the model, and manage it again."""
+
+
+class UnsupportedOptimizerError(SessionError):
+    """The optimizer looks across parameters or needs a closure, so that no chunk can be updated by itself."""
+
+
+class StaleBackwardError(SessionError):
+    """A backward through weights that were updated since its forward: plain torch refuses it as well."""
+
+
+class SecondBackwardError(SessionError):
+    """A second backward before `step()` where weights are updated in backward. Use the deferred schedule for that."""
+
+
+class GradientGoneError(SessionError):
+    """A gradient was read that was used up in backward. Use the deferred schedule to read or change gradients."""
+
+
+class HigherOrderError(SessionError):
+    """Gradients of gradients through streamed weights. Make the named group resident."""
+
+
+class NonFiniteLossError(SessionError):
+    """The loss of the step is NaN or infinite. Nothing was updated."""
+
+
+class StepLostError(SessionError):
+    """A backward broke off. The message says which weights moved; `zero_grad()` and repeat the step."""
+
+
+class EmulatedOutOfMemoryError(BudgetError):
+    """An operator went over the budget of an emulated device, where a real one would have run out of memory.
+
+    Its result is freed already. Raise the device's budget, or let the plan stream or recompute more.
+    """
+
+
+class GraphAliveError(LowtideError, RuntimeError):
+    """Memory would have to move while an autograd graph points into it. Drop the graph (the loss, its outputs) first."""
+
+
+class OwnershipError(LowtideError, ValueError):
+    """Bytes are given back twice, taken twice under one name, or given back by one who does not hold them."""
 
 
 class TraceError(LowtideError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Repeated blocks: which ones are found, and that recomputing them changes neither values nor gradients."""
+"""Recomputing the repeated blocks changes neither values nor gradients."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-from lowtide.tracing.blocks import caching_configs, recompute_blocks, repeated_blocks
+from lowtide.tracing.blocks import caching_configs, recompute_blocks
 
 
 class Block(nn.Module):
@@ -33,39 +33,6 @@ class Stack(nn.Module):
         for layer in self.layers:
             x = layer(x, scale=0.5)
         return self.head(x)
-
-
-def names(model: nn.Module) -> list[str]:
-    return [name for name, _ in repeated_blocks(model)]
-
-
-def test_layers_of_a_list_in_order() -> None:
-    assert names(Stack()) == ["layers.0", "layers.1", "layers.2"]
-
-
-def test_a_chain_of_plain_layers_is_no_stack() -> None:
-    assert names(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == []
-    assert names(nn.ModuleDict({"a": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])})) == []
-
-
-def test_only_the_outermost_of_nested_stacks() -> None:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.ModuleList(Block() for _ in range(2))
-
-    model = nn.ModuleDict({"stages": nn.ModuleList(Outer() for _ in range(2))})
-    assert names(model) == ["stages.0", "stages.1"]
-
-
-def test_stacks_side_by_side() -> None:
-    model = nn.ModuleDict({side: nn.ModuleList(Block() for _ in range(2)) for side in ("encoder", "decoder")})
-    assert names(model) == ["encoder.0", "encoder.1", "decoder.0", "decoder.1"]
-
-
-def test_members_without_weights_are_passed_over() -> None:
-    model = nn.ModuleDict({"body": nn.Sequential(Block(), nn.ReLU(), Block())})
-    assert names(model) == ["body.0", "body.2"]
 
 
 def test_recomputing_runs_each_block_twice_and_changes_no_gradient() -> None:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from lowtide.cli.check import run_check_command
 from lowtide.cli.console import OUT, friendly_errors, progress, write_reports
 from lowtide.cli.demo import run_demo
 from lowtide.cli.explain import run_explain
@@ -63,6 +64,19 @@ def explain(
     """Why the peak is there, and what each technique would really save given the others."""
     with friendly_errors():
         run_explain(make_request(model, batch, gpu, set_ or []), as_json=json_, reports=report or [])
+
+
+@app.command()
+def check(
+    recipe: Annotated[Path, typer.Argument(help="a recipe: FILE.yaml or FILE.json")],
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="steps=5, plan.weights=resident, optimizer.settings.lr=1e-4, ...")
+    ] = None,
+    json_: Json = False,
+) -> None:
+    """Train a recipe managed and plainly from the same weights; fails on a difference beyond its tolerance."""
+    with friendly_errors():
+        run_check_command(recipe, set_ or [], as_json=json_)
 
 
 @app.command()

@@ -11,10 +11,10 @@ from typing import Protocol
 
 import torch
 
+from lowtide.memory.blocks import repeated_blocks
 from lowtide.planning.halves import batch_size, half_of
 from lowtide.planning.problem import Problem
 from lowtide.planning.reasons import Subject
-from lowtide.tracing.blocks import repeated_blocks
 from lowtide.tracing.place import Place
 from lowtide.tracing.remarks import is_foreach_copy
 from lowtide.tracing.settings import Implementation, StepSettings, UpdateSchedule

@@ -1,4 +1,4 @@
-"""One self-contained HTML page for one or more traces: no network, no library, works offline and on a phone.
+"""One self-contained HTML page for traces and sessions: no network, no library, works offline and on a phone.
 
 The page is `page.html` with the style sheet, the data and the scripts put into it. A content security policy in its
 head forbids every request, so that a report of a private model can be opened anywhere.
@@ -15,14 +15,17 @@ from string import Template
 
 from lowtide.errors import ConfigError
 from lowtide.planning.what_if_row import WhatIfRow
+from lowtide.report import markup
 from lowtide.report import page_parts as parts
 from lowtide.report.palette import COLOURS, DARK_COLOURS, PEAK_COLOUR, STACK_ORDER
 from lowtide.report.sampling import MAX_POINTS
+from lowtide.report.session_section import SessionSection, section_data, section_html
 from lowtide.report.timeline_data import timeline_data
 from lowtide.tracing.step_trace import StepTrace
 from lowtide.units import format_count
 
-_SCRIPTS = ("units.js", "timeline.js", "timeline_input.js", "page.js")
+_TRACE_SCRIPTS = ("timeline.js", "timeline_input.js")
+_SESSION_SCRIPTS = ("gantt.js", "gantt_rows.js", "gantt_input.js")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,24 +74,37 @@ def render_html(
     return render_page(sections, title=title, max_points=max_points)
 
 
-def render_page(sections: Sequence[Section], *, title: str, max_points: int = MAX_POINTS) -> str:
-    """The page for sections put together by hand.
+def render_page(sections: Sequence[Section | SessionSection], *, title: str, max_points: int = MAX_POINTS) -> str:
+    """The page for sections put together by hand: steps and sessions, in the order given.
 
     Raises:
         ConfigError: There is no section to show.
     """
     if not sections:
         raise ConfigError("a report needs at least one trace, got none; pass what lowtide.trace or observe returned")
-    data = [timeline_data(section.trace, observed=section.observed, max_points=max_points) for section in sections]
-    body = "".join(_section(section, index) for index, section in enumerate(sections))
+    data = [
+        section_data(section)
+        if isinstance(section, SessionSection)
+        else timeline_data(section.trace, observed=section.observed, max_points=max_points)
+        for section in sections
+    ]
+    body = "".join(
+        section_html(section, index) if isinstance(section, SessionSection) else _section(section, index)
+        for index, section in enumerate(sections)
+    )
+    has_sessions = any(isinstance(section, SessionSection) for section in sections)
+    has_traces = any(isinstance(section, Section) for section in sections)
+    styles = ("page.css", *(("gantt.css",) if has_sessions else ()))
+    # A page carries only the scripts that it uses: the base set is most of a small report.
+    scripts = ("units.js", *(_TRACE_SCRIPTS * has_traces), *(_SESSION_SCRIPTS * has_sessions), "page.js")
     return Template(_read("page.html")).substitute(
         title=escape(title),
         contents=_contents(sections),
         body=body,
-        style=_colours() + _read("page.css"),
+        style=_colours() + "".join(map(_read, styles)),
         # "<" could end the script element, wherever a name holds it; inside JSON it can only be in a string.
         data=json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c"),
-        script="\n".join(_read(name) for name in _SCRIPTS),
+        script="\n".join(map(_read, scripts)),
     )
 
 
@@ -129,18 +145,24 @@ def _section(section: Section, index: int) -> str:
     pieces += [parts.alive_table(trace), parts.largest_table(trace)]
     pieces.append(f"<details><summary>The timeline as a table</summary>{parts.timeline_table(trace)}</details>")
     pieces.append(f"<details><summary>Settings</summary>{parts.settings_table(trace)}</details>")
-    pieces.append(parts.notes((*trace.notes, *(observed.notes if observed else ()))))
+    pieces.append(markup.notes((*trace.notes, *(observed.notes if observed else ()))))
     return "".join([*pieces, "</section>"])
 
 
-def _contents(sections: Sequence[Section]) -> str:
+def _contents(sections: Sequence[Section | SessionSection]) -> str:
     if len(sections) == 1:
         return ""
-    links = "".join(
-        f'<li><a href="#trace-{index}">{escape(section.trace.model)}</a> {escape(section.trace.origin)}</li>'
-        for index, section in enumerate(sections)
+    names = (
+        (section.name, "session")
+        if isinstance(section, SessionSection)
+        else (section.trace.model, section.trace.origin)
+        for section in sections
     )
-    return f'<nav aria-label="Traces"><ul>{links}</ul></nav>'
+    links = "".join(
+        f'<li><a href="#trace-{index}">{escape(name)}</a> {escape(kind)}</li>'
+        for index, (name, kind) in enumerate(names)
+    )
+    return f'<nav aria-label="Sections"><ul>{links}</ul></nav>'
 
 
 def _colours() -> str:

@@ -6,7 +6,6 @@ Every name from a model is wrapped in `Text`, never passed as markup: `layers[0]
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
 
 from rich.bar import Bar
 from rich.console import Group, RenderableType
@@ -18,6 +17,7 @@ from rich.text import Text
 from lowtide.planning.what_if_row import WhatIfRow
 from lowtide.report.facts import differences, fit_of, saving
 from lowtide.report.palette import COLOURS, PEAK_COLOUR, STACK_ORDER
+from lowtide.report.terminal_table import titled_table
 from lowtide.tracing.alive import AliveGroup, group_alive, largest_alive
 from lowtide.tracing.compare import Difference
 from lowtide.tracing.instant import instant_of
@@ -69,7 +69,7 @@ def headline(trace: StepTrace) -> Panel:
 
 def category_table(trace: StepTrace) -> Table:
     """Bytes by category at the peak, with bar and share; the last row is their sum."""
-    table = _table("At the peak, by category", "category", ">bytes", ">share", "")
+    table = titled_table("At the peak, by category", "category", ">bytes", ">share", "")
     at_peak, whole = trace.at_peak, max(trace.peak_bytes, 1)
     for category in STACK_ORDER:
         size = at_peak[category]
@@ -83,7 +83,7 @@ def category_table(trace: StepTrace) -> Table:
 
 def phase_table(trace: StepTrace) -> Table:
     """The highest allocated bytes of each phase; the peak's phase is marked."""
-    table = _table("Highest in each phase", "phase", ">bytes", ">of the peak", "")
+    table = titled_table("Highest in each phase", "phase", ">bytes", ">of the peak", "")
     whole = max(trace.peak_bytes, 1)
     for phase, size in trace.phase_peaks().items():
         at_peak = trace.peak_event >= 0 and phase is trace.peak_phase
@@ -95,7 +95,7 @@ def phase_table(trace: StepTrace) -> Table:
 
 def alive_table(trace: StepTrace, *, limit: int = 10) -> Table:
     """What is alive at the peak, equal tensors of equal layers counted together; rows sum to the peak."""
-    table = _table("Alive at the peak, equal layers together", ">bytes", ">count", *_TENSOR_COLUMNS)
+    table = titled_table("Alive at the peak, equal layers together", ">bytes", ">count", *_TENSOR_COLUMNS)
     groups = group_alive(trace, trace.peak_event)
     for group in groups[:limit]:
         table.add_row(format_bytes(group.bytes), f"{group.count}", *_tensor_cells(group))
@@ -108,7 +108,7 @@ def alive_table(trace: StepTrace, *, limit: int = 10) -> Table:
 
 def largest_table(trace: StepTrace, *, limit: int = 10) -> Table:
     """The largest single tensors alive at the peak, with where each comes from."""
-    table = _table("Largest tensors at the peak", ">bytes", *_TENSOR_COLUMNS)
+    table = titled_table("Largest tensors at the peak", ">bytes", *_TENSOR_COLUMNS)
     for item in largest_alive(trace, trace.peak_event, limit):
         table.add_row(format_bytes(item.bytes), *_tensor_cells(item))
     return table
@@ -116,7 +116,7 @@ def largest_table(trace: StepTrace, *, limit: int = 10) -> Table:
 
 def comparison_table(rows: Iterable[Difference]) -> Table:
     """Predicted against observed."""
-    table = _table("Predicted against observed", "", ">predicted", ">observed", ">error")
+    table = titled_table("Predicted against observed", "", ">predicted", ">observed", ">error")
     for row in rows:
         error = "" if row.error is None else f"{row.error:+.2%}"
         table.add_row(row.what, format_bytes(row.predicted_bytes), format_bytes(row.observed_bytes), error)
@@ -125,7 +125,7 @@ def comparison_table(rows: Iterable[Difference]) -> Table:
 
 def what_if_table(rows: Sequence[WhatIfRow]) -> Group:
     """What each technique would do to the peak, and below it why: reasons are sentences and want the whole width."""
-    table = _table("What would lower the peak", "technique", ">before", ">after", ">saves")
+    table = titled_table("What would lower the peak", "technique", ">before", ">after", ">saves")
     for row in rows:
         saved = Text(saving(row))
         saved.stylize(_GOOD if row.saved_bytes > 0 else _BAD if row.saved_bytes < 0 else _QUIET)
@@ -158,15 +158,3 @@ def _fit_line(trace: StepTrace) -> Text:
         return Text(f"{card}, memory not known")
     line = Text(f"{card}, {format_bytes(fit.capacity_bytes)}: ")
     return line.append(fit.verdict, style=_GOOD if fit.fits else _BAD)
-
-
-def _table(title: str, *columns: str) -> Table:
-    # A leading ">" marks a column of numbers, right-aligned so that digits line up, "<" one of text; neither wraps.
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in columns:
-        if column.startswith((">", "<")):
-            justify: Literal["left", "right"] = "right" if column[0] == ">" else "left"
-            table.add_column(column[1:], justify=justify, no_wrap=True, header_style=_QUIET)
-        else:
-            table.add_column(column, overflow="fold", header_style=_QUIET)
-    return table

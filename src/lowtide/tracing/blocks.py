@@ -1,4 +1,4 @@
-"""The repeated blocks of a model: the layers of a transformer, the stages of a network built from equal parts."""
+"""Recomputation of a model's repeated blocks in the backward."""
 
 from __future__ import annotations
 
@@ -8,29 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-
-def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Members of the outermost `ModuleList`s and `Sequential`s that hold at least two modules of one class, in order."""
-    found: list[tuple[str, nn.Module]] = []
-
-    def visit(path: str, module: nn.Module) -> None:
-        for name, child in module.named_children():
-            child_path = f"{path}.{name}" if path else name
-            if isinstance(child, nn.ModuleList | nn.Sequential) and _repeats(child):
-                for index, member in child.named_children():
-                    if next(member.parameters(), None) is not None:
-                        found.append((f"{child_path}.{index}", member))
-            else:
-                visit(child_path, child)
-
-    visit("", model)
-    return found
-
-
-def _repeats(container: nn.Module) -> bool:
-    kinds = [type(child) for child in container.children() if next(child.parameters(), None) is not None]
-    simple = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.LayerNorm, nn.BatchNorm2d, nn.Embedding)
-    return any(kinds.count(kind) >= 2 for kind in set(kinds) if not issubclass(kind, simple))
+from lowtide.memory.blocks import repeated_blocks
 
 
 def caching_configs(model: nn.Module) -> list[Any]:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from lowtide import compat
 from lowtide.errors import ConfigError, ObserveError
-from lowtide.tracing.blocks import caching_configs, recompute_blocks, repeated_blocks
+from lowtide.memory.blocks import repeated_blocks
+from lowtide.tracing.blocks import caching_configs, recompute_blocks
 from lowtide.tracing.settings import StepSettings, UpdateSchedule
 from lowtide.tracing.training_step import choose_implementation, update_in_backward
 

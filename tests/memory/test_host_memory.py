@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lowtide.tracing.host_memory import HostMemory
+from lowtide.memory.host_memory import HostMemory
 from lowtide.units import GiB, MiB
 
 MACHINE_BYTES = 64 * GiB

@@ -1,0 +1,9 @@
+"""Experiments as data: recipes, and the check of a managed run against plain PyTorch."""
+
+from __future__ import annotations
+
+from lowtide.lab.check import run_check
+from lowtide.lab.check_report import CheckReport
+from lowtide.lab.recipe import Recipe, read_recipe
+
+__all__ = ["CheckReport", "Recipe", "read_recipe", "run_check"]

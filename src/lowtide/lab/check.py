@@ -1,0 +1,171 @@
+"""The check: one recipe trained plainly and under management, from the same weights, on the same batches.
+
+On the CPU the managed run has an emulated device, so that a check needs no GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from lowtide.errors import ConfigError, HardwareError
+from lowtide.lab.check_report import CheckReport, compare_tensors
+from lowtide.lab.recipe import PlanRecipe, Recipe
+from lowtide.lab.training import Batch, make_batches, make_model, make_optimizer, train
+from lowtide.models import ModelSource, resolve_model
+from lowtide.planning.hand_plan import make_plan
+from lowtide.planning.plan import Plan
+from lowtide.runtime.manage import manage
+from lowtide.runtime.session_stats import SessionStats
+
+OnProgress = Callable[[str], None]
+
+
+def run_check(recipe: Recipe, on_progress: OnProgress | None = None) -> CheckReport:
+    """Train the recipe's model plainly, then managed, and compare losses and weights.
+
+    The plain run comes first and is gone, but for its weights on the host, before the managed one starts: the device
+    must be able to hold it.
+
+    Args:
+        recipe: What to train, and under which plan.
+        on_progress: Called with a few words at each step.
+
+    Raises:
+        ConfigError: The recipe does not fit the model, or the plain run does not stay finite.
+        HardwareError: The recipe's device is not there.
+    """
+    say = on_progress or (lambda _: None)
+    device = find_device(recipe.device)
+    source = resolve_model(recipe.model)
+    batch = make_batches(recipe, source)
+    with _comparable(device, recipe.torch_dtype):
+        plain_losses, plain_weights = _run_plain(recipe, source, batch, device, say)
+        _check_finite(plain_losses)
+        managed_losses, managed_weights, stats = _run_managed(recipe, source, batch, device, say)
+    say("comparing weights")
+    return CheckReport(
+        recipe=recipe,
+        device=str(device),
+        plain_losses=plain_losses,
+        managed_losses=managed_losses,
+        differing_weights=compare_tensors(plain_weights, managed_weights),
+        stats=stats,
+    )
+
+
+def find_device(name: str | None) -> torch.device:
+    """The device of that name; without a name, the GPU where there is one.
+
+    Raises:
+        ConfigError: The name is none of torch's, or not one that a session runs on.
+        HardwareError: There is no such device here.
+    """
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"{name!r} is no device; use cpu, cuda or cuda:0", key="device") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"a session runs on cpu or cuda, not on {name!r}", key="device")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise HardwareError(
+            f"there is no device {name!r}: torch sees {torch.cuda.device_count()} CUDA devices; set device=cpu to check "
+            "on an emulated one"
+        )
+    return device
+
+
+def plan_of(recipe: PlanRecipe, model: torch.nn.Module) -> Plan:
+    """The recipe's plan for a model."""
+    return make_plan(
+        model,
+        weights=recipe.weights,
+        update=recipe.update,
+        schedule=recipe.schedule,
+        prefetch_depth=recipe.prefetch_depth,
+        device_memory=recipe.device_memory,
+        host_memory=recipe.host_memory,
+        window_memory=recipe.window_memory,
+    )
+
+
+def _run_plain(
+    recipe: Recipe, source: ModelSource, batch: Callable[[int], Batch], device: torch.device, say: OnProgress
+) -> tuple[tuple[float, ...], dict[str, Tensor]]:
+    model = make_model(recipe, source).to(device)
+    optimizer = make_optimizer(recipe.optimizer, model)
+    on_step = _steps("plain", recipe, say)
+    losses = train(recipe, model, optimizer, batch, device=device, on_step=on_step)
+    return losses, _on_host(model)
+
+
+def _run_managed(
+    recipe: Recipe, source: ModelSource, batch: Callable[[int], Batch], device: torch.device, say: OnProgress
+) -> tuple[tuple[float, ...], dict[str, Tensor], SessionStats]:
+    model = make_model(recipe, source)
+    optimizer = make_optimizer(recipe.optimizer, model)
+    plan = plan_of(recipe.plan, model)
+    on_step = _steps("managed", recipe, say)
+    with manage(model, optimizer, plan, device=device) as session:
+        losses = train(recipe, model, optimizer, batch, device=device, on_step=on_step)
+        session.settle()
+        stats = session.stats()
+    # After the session: what `close` gives back is what a user keeps.
+    return losses, _on_host(model), stats
+
+
+def _steps(kind: str, recipe: Recipe, say: OnProgress) -> Callable[[int, float], None]:
+    return lambda step, loss: say(f"{kind} run, step {step + 1} of {recipe.steps}, loss {loss:.4f}")
+
+
+def _on_host(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
+
+
+def _check_finite(losses: tuple[float, ...]) -> None:
+    for step, loss in enumerate(losses):
+        if not math.isfinite(loss):
+            raise ConfigError(
+                f"the loss of the plain run is {loss} at step {step + 1}, so that there is nothing to compare with; lower "
+                "optimizer.settings.lr, set max_grad_norm, or use another dtype",
+                key="optimizer.settings.lr",
+            )
+
+
+@contextlib.contextmanager
+def _comparable(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """Settings under which two plain runs give the same bits, taken back afterwards."""
+    if device.type == "cuda":
+        with _deterministic():
+            yield
+        return
+    # oneDNN's half precision kernels use instructions that some processors lack, and the process dies on those. None
+    # leaves the other flags as they are; setting them too, as `mkldnn.flags` does, warns where there is no Intel card.
+    was_enabled = bool(torch.backends.mkldnn.set_flags(None, None, None, None)[0])
+    torch.backends.mkldnn.set_flags(was_enabled and dtype == torch.float32, None, None, None)
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.set_flags(was_enabled, None, None, None)
+
+
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    # cuBLAS reads this when its handle is made, and torch refuses deterministic matmuls without it.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)

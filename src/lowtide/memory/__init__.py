@@ -1,0 +1,1 @@
+"""Where bytes live: tiers, groups, chunks, pools, movement and eviction. Knows nothing of training."""

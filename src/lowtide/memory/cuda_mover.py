@@ -1,0 +1,167 @@
+"""The mover of a CUDA device: two streams for copies beside the computation's, and events between them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from lowtide import compat
+from lowtide.errors import BudgetError
+from lowtide.memory.mover import Copied, Ticket
+from lowtide.units import format_bytes
+
+POISON = 0xFF
+MAX_KEPT_BYTES = 1 << 28
+"""Gradients that wait for their copy to the host, kept alive; beyond it the computation waits for the oldest copy."""
+
+
+class CudaTicket:
+    """An event on a stream."""
+
+    def __init__(self, stream: torch.cuda.Stream, origin: torch.cuda.Event | None) -> None:
+        self.event = torch.cuda.Event(enable_timing=True)
+        self.event.record(stream)
+        self._origin = origin
+
+    def is_done(self) -> bool:
+        """Whether the stream has passed the event."""
+        return bool(self.event.query())
+
+    def wait(self) -> None:
+        """Wait on the host."""
+        self.event.synchronize()
+
+    def time_s(self) -> float:
+        """Seconds from the mover's start, by the device's clock."""
+        self.event.synchronize()
+        return 0.0 if self._origin is None else self._origin.elapsed_time(self.event) / 1000
+
+
+class CudaMover:
+    """See `memory.mover`. Made on the thread and device of the training loop.
+
+    Args:
+        device: The CUDA device.
+        poison: Fill memory with NaN when it comes and when it goes: a missing event then shows in the loss.
+    """
+
+    def __init__(self, device: torch.device, *, poison: bool = False) -> None:
+        self._device = device
+        self._poison = poison
+        self._in = torch.cuda.Stream(device)
+        self._out = torch.cuda.Stream(device)
+        self._origin = torch.cuda.Event(enable_timing=True)
+        self._origin.record(torch.cuda.current_stream(device))
+        self.started_s = time.perf_counter()
+        self._before_next_fetch: list[Ticket] = []
+        self._kept: deque[tuple[CudaTicket, torch.Tensor]] = deque()
+        self._kept_bytes = 0
+
+    @property
+    def device(self) -> torch.device:
+        """The CUDA device."""
+        return self._device
+
+    def device_buffer(self, num_bytes: int) -> torch.Tensor:
+        """Memory from the copy stream's own pool, so that no activation ever takes its place."""
+        with torch.cuda.stream(self._in):
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        """Locked memory of exactly this size: torch's own locked allocations are rounded up to a power of two."""
+        buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        if num_bytes and (fault := compat.lock_host_memory(buffer)):
+            raise BudgetError(
+                f"{format_bytes(num_bytes)} of host memory could not be locked for copies ({fault}); "
+                "give a smaller pinned_memory, or keep more groups resident",
+                tier="pinned",
+                needed_bytes=num_bytes,
+                free_bytes=0,
+                budget_bytes=0,
+            )
+        return buffer
+
+    def free_host_buffer(self, buffer: torch.Tensor) -> None:
+        """Unlock it."""
+        if buffer.numel():
+            compat.unlock_host_memory(buffer)
+
+    def grow(self, buffer: torch.Tensor) -> None:
+        """Memory from the same pool."""
+        with torch.cuda.stream(self._in):
+            buffer.untyped_storage().resize_(buffer.nbytes)
+            if self._poison:
+                self._pass_barrier()
+                buffer.fill_(POISON)
+
+    def shrink(self, buffer: torch.Tensor, after: Sequence[Ticket]) -> None:
+        """Free it; whoever gets the memory next comes after `after`."""
+        self._before_next_fetch.extend(after)
+        with torch.cuda.stream(self._in):
+            if self._poison:
+                self._pass_barrier()
+                buffer.fill_(POISON)
+            buffer.untyped_storage().resize_(0)
+
+    def to_device(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Ticket] = ()) -> Copied:
+        """Copy on the stream of copies to the device."""
+        with torch.cuda.stream(self._in), torch.no_grad():
+            self._pass_barrier()
+            for ticket in after:
+                self._in.wait_event(_event(ticket))
+            started = CudaTicket(self._in, self._origin)
+            target.copy_(source, non_blocking=True)
+            return Copied(started, CudaTicket(self._in, self._origin))
+
+    def to_host(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Ticket] = ()) -> Copied:
+        """Copy on the stream of copies to the host, after all that the computation was told so far."""
+        for ticket in after:
+            self._out.wait_event(_event(ticket))
+        with torch.cuda.stream(self._out), torch.no_grad():
+            started = CudaTicket(self._out, self._origin)
+            target.copy_(source, non_blocking=True)
+            ended = CudaTicket(self._out, self._origin)
+        self._keep(ended, source)
+        return Copied(started, ended)
+
+    def now(self) -> CudaTicket:
+        """An event on the current stream."""
+        return CudaTicket(self._current(), self._origin)
+
+    def compute_after(self, ticket: Ticket) -> None:
+        """The current stream waits."""
+        self._current().wait_event(_event(ticket))
+
+    def drain(self) -> None:
+        """Wait for both streams."""
+        self._in.synchronize()
+        self._out.synchronize()
+        self._kept.clear()
+        self._kept_bytes = 0
+
+    def _current(self) -> torch.cuda.Stream:
+        device = self._device
+        return torch.cuda.current_stream(device)
+
+    def _pass_barrier(self) -> None:
+        for ticket in self._before_next_fetch:
+            self._in.wait_event(_event(ticket))
+        self._before_next_fetch.clear()
+
+    def _keep(self, ended: CudaTicket, source: torch.Tensor) -> None:
+        # The source belongs to the computation's stream: freed before the copy has read it, the computation would
+        # write over it. Where too much waits, the computation waits for the oldest copy, not the host.
+        self._kept.append((ended, source))
+        self._kept_bytes += source.nbytes
+        while self._kept and (self._kept[0][0].is_done() or self._kept_bytes > MAX_KEPT_BYTES):
+            ticket, oldest = self._kept.popleft()
+            self.compute_after(ticket)
+            self._kept_bytes -= oldest.nbytes
+
+
+def _event(ticket: Ticket) -> torch.cuda.Event:
+    assert isinstance(ticket, CudaTicket), "a ticket of another mover"
+    return ticket.event

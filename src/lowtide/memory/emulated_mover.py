@@ -1,0 +1,171 @@
+"""The mover of an emulated device: both tiers are host memory, and every copy happens as late as it may.
+
+A copy is put in its queue and runs when something that must come after it asks for it, in the order of its queue. So a
+ticket that nobody waits for is a copy that has not happened, and its reader finds poison: what a GPU would do once in
+a thousand steps happens here every time. With `eagerness` copies also run early, at random.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from lowtide.memory.mover import Copied, Ticket
+
+POISON = 0xFF
+"""Fills memory that holds nothing: four of them are a NaN in every floating-point format."""
+
+
+class EmulatedTicket:
+    """Done when the copy that it stands for has run; the computation itself runs at once, so its tickets are done."""
+
+    def __init__(self, mover: EmulatedMover, *, is_done: bool = False) -> None:
+        self._mover = mover
+        self._is_done = is_done
+        self._time_s = mover.clock_s() if is_done else 0.0
+
+    def is_done(self) -> bool:
+        """Whether the copy has run."""
+        return self._is_done
+
+    def wait(self) -> None:
+        """Run the copies up to this one."""
+        if not self._is_done:
+            self._mover.run_until(self)
+
+    def time_s(self) -> float:
+        """When it ran."""
+        self.wait()
+        return self._time_s
+
+    def happen(self) -> None:
+        """Called by the mover when the point is reached."""
+        self._is_done = True
+        self._time_s = self._mover.clock_s()
+
+
+class _Copy:
+    def __init__(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Ticket], copied: Copied) -> None:
+        self.target, self.source, self.after, self.copied = target, source, tuple(after), copied
+
+
+class EmulatedMover:
+    """See the module's docstring. Thread-safe: host updates wait for tickets in their own thread.
+
+    Args:
+        eagerness: Chance of running the oldest waiting copy at each call; 0 runs each as late as it may.
+        seed: Of the chance.
+    """
+
+    def __init__(self, *, eagerness: float = 0.0, seed: int = 0) -> None:
+        self._started_s = time.perf_counter()
+        self._lock = threading.RLock()
+        self._queues: dict[str, deque[_Copy]] = {"to device": deque(), "to host": deque()}
+        self._before_next_fetch: list[Ticket] = []
+        self._eagerness, self._random = eagerness, random.Random(seed)
+
+    @property
+    def device(self) -> torch.device:
+        """The CPU."""
+        return torch.device("cpu")
+
+    def clock_s(self) -> float:
+        """Seconds since the mover was made."""
+        return time.perf_counter() - self._started_s
+
+    def device_buffer(self, num_bytes: int) -> torch.Tensor:
+        """Ordinary memory, poisoned."""
+        return torch.full((num_bytes,), POISON, dtype=torch.uint8)
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        """Ordinary memory, poisoned."""
+        return torch.full((num_bytes,), POISON, dtype=torch.uint8)
+
+    def free_host_buffer(self, buffer: torch.Tensor) -> None:
+        """Poisoned, so that a late reader shows."""
+        buffer.fill_(POISON)
+
+    def grow(self, buffer: torch.Tensor) -> None:
+        """Memory full of poison."""
+        storage = buffer.untyped_storage()
+        assert storage.nbytes() == 0, "the buffer has memory already"
+        storage.resize_(buffer.nbytes)
+        buffer.fill_(POISON)
+
+    def shrink(self, buffer: torch.Tensor, after: Sequence[Ticket]) -> None:
+        """Poison and free. Copies in `after` run first; any other that still reads the buffer fails later."""
+        for ticket in after:
+            ticket.wait()
+        self._before_next_fetch.extend(after)
+        buffer.fill_(POISON)
+        buffer.untyped_storage().resize_(0)
+
+    def to_device(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Ticket] = ()) -> Copied:
+        """Queue the copy."""
+        with self._lock:
+            after = [*after, *self._before_next_fetch]
+            self._before_next_fetch.clear()
+        return self._queue("to device", target, source, after)
+
+    def to_host(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Ticket] = ()) -> Copied:
+        """Queue the copy."""
+        return self._queue("to host", target, source, after)
+
+    def now(self) -> EmulatedTicket:
+        """The computation runs at once: this point has been reached."""
+        self._maybe_run_some()
+        return EmulatedTicket(self, is_done=True)
+
+    def compute_after(self, ticket: Ticket) -> None:
+        """The next operator reads what the ticket stands for: it must have happened."""
+        ticket.wait()
+
+    def drain(self) -> None:
+        """Run all copies."""
+        with self._lock:
+            for queue in self._queues.values():
+                while queue:
+                    self._run_first(queue)
+
+    def run_until(self, ticket: EmulatedTicket) -> None:
+        """Run the copies of the ticket's queue up to it."""
+        with self._lock:
+            for queue in self._queues.values():
+                if any(ticket in (copy.copied.started, copy.copied.ended) for copy in queue):
+                    while not ticket.is_done():
+                        self._run_first(queue)
+                    return
+            assert ticket.is_done(), "a ticket of another mover"
+
+    def _queue(self, name: str, target: torch.Tensor, source: torch.Tensor, after: Sequence[Ticket]) -> Copied:
+        copied = Copied(EmulatedTicket(self), EmulatedTicket(self))
+        with self._lock:
+            self._queues[name].append(_Copy(target, source, after, copied))
+        self._maybe_run_some()
+        return copied
+
+    def _run_first(self, queue: deque[_Copy]) -> None:
+        # Dependencies first: they may be in the other queue, and never behind this one in its own.
+        copy = queue[0]
+        for ticket in copy.after:
+            ticket.wait()
+        if not queue or queue[0] is not copy:
+            return
+        queue.popleft()
+        copy.copied.started.happen()  # type: ignore[attr-defined]
+        with torch.no_grad():
+            copy.target.copy_(copy.source)
+        copy.copied.ended.happen()  # type: ignore[attr-defined]
+
+    def _maybe_run_some(self) -> None:
+        if not self._eagerness:
+            return
+        with self._lock:
+            for queue in self._queues.values():
+                if queue and self._random.random() < self._eagerness:
+                    self._run_first(queue)

@@ -1,0 +1,231 @@
+"""Groups: which parameters are needed together, and the modules whose call needs them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from lowtide import compat
+from lowtide.errors import ConfigError, UnknownNameError
+from lowtide.memory.blocks import SIMPLE_KINDS, repeated_blocks
+from lowtide.memory.layout_types import GroupSpec, ParameterSpec
+from lowtide.memory.unmanaged import unmanaged_parameters as unmanaged_parameters
+from lowtide.units import MiB
+
+REST = ""
+"""Name and window of the group of everything that has no group of its own: open for as long as the model runs."""
+LEAST_GROUP_BYTES = MiB
+LEAST_GROUP_SHARE = 0.02
+"""A module outside the repeated blocks is a group of its own from this size, or this share of the model, on."""
+
+
+def find_groups(model: nn.Module, given: Mapping[str, Sequence[str]] | None = None) -> tuple[GroupSpec, ...]:
+    """The groups of a model, in the order of its modules, the rest (named "") last.
+
+    Each repeated block is a group; so is each other module that is called, holds all its parameters itself and is
+    large enough (an embedding, a head). What remains, norms for the most part, is the rest group. Parameters that
+    modules of several groups use (the same `Parameter` under several names) form a group that each of them opens.
+    Parameters that cannot be managed are in no group: see `unmanaged_parameters`. Nothing is read but names and shapes:
+    the model may be on meta.
+
+    Args:
+        model: The model, as it will be trained.
+        given: Path of a module that is called, to the names of the parameters (or prefixes of them, such as the path
+            itself) that its call needs. Replaces the automatic choice for those parameters.
+
+    Raises:
+        UnknownNameError: `given` names a module or a parameter that the model does not have.
+        ConfigError: `given` names a parameter twice, a module that is never called, or nothing that can be managed.
+
+    Example:
+        >>> model = nn.Sequential(nn.Embedding(50, 8), nn.Tanh(), nn.Linear(8, 50))
+        >>> [(group.name, group.nbytes) for group in find_groups(model)]
+        [('0', 1600), ('2', 1800)]
+    """
+    parameters = _managed(model)
+    windows = _Windows(model, given or {}, parameters)
+    members: dict[tuple[str, ...], list[_Managed]] = {}
+    for parameter in parameters:
+        members.setdefault(windows.of(parameter), []).append(parameter)
+    members = _small_ones_to_the_rest(members, windows)
+
+    def position(key: tuple[str, ...]) -> tuple[bool, int]:
+        return key == (REST,), min(windows.order[window] for window in key if window != REST or key == (REST,))
+
+    return tuple(
+        GroupSpec(
+            name=key[0] if len(key) == 1 else members[key][0].spec.name,
+            windows=key,
+            parameters=tuple(parameter.spec for parameter in members[key]),
+        )
+        for key in sorted(members, key=position)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Managed:
+    """A parameter that can be managed, with every name that it has."""
+
+    spec: ParameterSpec
+    names: tuple[str, ...]
+
+
+def _managed(model: nn.Module) -> list[_Managed]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    left_out = {name for name, _ in unmanaged_parameters(model)}
+    return [
+        _Managed(
+            spec=ParameterSpec(
+                name=name,
+                shape=tuple(parameter.shape),
+                stride=parameter.stride(),
+                dtype=parameter.dtype,
+                requires_grad=parameter.requires_grad,
+                nbytes=parameter.numel() * parameter.element_size(),
+            ),
+            names=tuple(names[id(parameter)]),
+        )
+        for name, parameter in model.named_parameters()
+        if name not in left_out
+    ]
+
+
+class _Windows:
+    """Which module's call needs a parameter, by the parameter's names."""
+
+    def __init__(self, model: nn.Module, given: Mapping[str, Sequence[str]], parameters: list[_Managed]) -> None:
+        modules = dict(model.named_modules(remove_duplicate=False))
+        self.order = {path: index for index, path in enumerate(modules)}
+        self.given = _given_windows(model, modules, given, parameters)
+        self.explicit = frozenset(given)
+        units = {id(module): path for path, module in reversed(list(_called_units(model)))}
+        # By module: one that stands at two places is one window.
+        self.automatic = {path: units[id(module)] for path, module in modules.items() if id(module) in units}
+        equal = _equal_blocks(model)
+        self.sized = {window for path, window in self.automatic.items() if id(modules[path]) not in equal}
+        """Windows that must be large enough to be worth a group of their own."""
+
+    def of(self, parameter: _Managed) -> tuple[str, ...]:
+        """All windows that need the parameter, in module order."""
+        found = {self._of_name(name) for name in parameter.names}
+        return tuple(sorted(found, key=self.order.__getitem__))
+
+    def _of_name(self, name: str) -> str:
+        if name in self.given:
+            return self.given[name]
+        path = name
+        while path:
+            path = path.rpartition(".")[0]
+            if path in self.automatic:
+                return self.automatic[path]
+        return REST
+
+
+def _given_windows(
+    model: nn.Module, modules: dict[str, nn.Module], given: Mapping[str, Sequence[str]], parameters: list[_Managed]
+) -> dict[str, str]:
+    """Parameter name to given window."""
+    all_names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    managed = {name for parameter in parameters for name in parameter.names}
+    found: dict[str, str] = {}
+    for window, prefixes in given.items():
+        if window not in modules:
+            raise UnknownNameError("module", window, modules)
+        if window != REST and not is_called(modules[window]):
+            raise ConfigError(
+                f"the group {window!r} would never open: {type(modules[window]).__name__} has no forward of its own; "
+                "give the path of a module that is called",
+                key=window,
+            )
+        for prefix in prefixes:
+            named = [name for name in all_names if not prefix or name == prefix or name.startswith(f"{prefix}.")]
+            if not named:
+                raise UnknownNameError("parameter or module with parameters", prefix, [*all_names, *modules])
+            usable = [name for name in named if name in managed]
+            if not usable:
+                reason = next(reason for name, reason in unmanaged_parameters(model) if name in named)
+                raise ConfigError(f"{prefix!r} of the group {window!r} cannot be managed: {reason}", key=window)
+            for name in usable:
+                if found.setdefault(name, window) != window:
+                    raise ConfigError(
+                        f"the parameter {name!r} is given to two groups, {found[name]!r} and {window!r}; "
+                        "name it in one of them",
+                        key=window,
+                    )
+    return found
+
+
+def _small_ones_to_the_rest(
+    members: dict[tuple[str, ...], list[_Managed]], windows: _Windows
+) -> dict[tuple[str, ...], list[_Managed]]:
+    """What is too small for a group of its own joins the rest, which is open whenever the model runs."""
+    total = sum(parameter.spec.nbytes for group in members.values() for parameter in group)
+    least = min(LEAST_GROUP_BYTES, LEAST_GROUP_SHARE * total)
+    kept: dict[tuple[str, ...], list[_Managed]] = {}
+    rest: list[_Managed] = list(members.get((REST,), []))
+    for key, group in members.items():
+        size = sum(parameter.spec.nbytes for parameter in group)
+        is_block = len(key) == 1 and key[0] not in windows.sized
+        if key != (REST,) and (is_block or size >= least or not windows.explicit.isdisjoint(key)):
+            kept[key] = group
+        elif key != (REST,):
+            rest += group
+    if rest:
+        order = {id(p): index for index, p in enumerate(p for group in members.values() for p in group)}
+        kept[(REST,)] = sorted(rest, key=lambda parameter: order[id(parameter)])
+    return kept
+
+
+def _called_units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that may be windows: blocks, and outside them the smallest modules that are surely called."""
+    blocks = {id(block) for _, block in repeated_blocks(model)}
+
+    def visit(path: str, module: nn.Module, in_block: bool) -> Iterator[tuple[str, nn.Module]]:
+        in_block = in_block or id(module) in blocks
+        # The model itself is the rest group's window.
+        if path and is_called(module) and (in_block or is_leaf(module)):
+            yield path, module
+            return
+        for name, child in module.named_children():
+            if next(child.parameters(), None) is not None:
+                yield from visit(f"{path}.{name}" if path else name, child, in_block)
+
+    yield from visit("", model, in_block=False)
+
+
+def _equal_blocks(model: nn.Module) -> set[int]:
+    """Ids of the blocks that there are several of; a norm or a head at the end of their container is none."""
+    blocks = [(block, type(compat.compiled_original(block) or block)) for _, block in repeated_blocks(model)]
+    kinds = Counter(kind for _, kind in blocks)
+    return {id(block) for block, kind in blocks if kinds[kind] > 1 and not issubclass(kind, SIMPLE_KINDS)}
+
+
+def is_called(module: nn.Module) -> bool:
+    """Whether calling the module can do anything: a `ModuleList` or a `ParameterList` is only walked through."""
+    # `torch.compile` puts the forward on the instance.
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Whether nothing inside the module is sure to be called by itself.
+
+    So for modules that hold all their parameters themselves, and for those that read their children's weights instead
+    of calling them (attention's output projection; the whole layer on the fast path of an encoder) or compile them
+    together with everything around them.
+    """
+    if isinstance(module, nn.MultiheadAttention | nn.RNNBase | nn.TransformerEncoderLayer):
+        return True
+    if compat.compiled_original(module) is not None:
+        return True
+    skipped = () if compat.parametrized_names(module) is None else ("parametrizations",)
+    return not any(
+        is_called(inner) and next(inner.parameters(), None) is not None
+        for name, child in module.named_children()
+        if name not in skipped
+        for inner in child.modules()
+    )

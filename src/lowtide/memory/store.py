@@ -1,0 +1,228 @@
+"""ChunkStore: which groups are on the device. Opens, closes, prefetches and drops them inside a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from lowtide.errors import BudgetError
+from lowtide.memory.access_order import AccessOrder
+from lowtide.memory.chunk import Chunk, StoredGroup
+from lowtide.memory.chunk_state import ChunkState
+from lowtide.memory.eviction import Candidate, choose_leaving
+from lowtide.memory.mover import Copied, Mover, Ticket
+from lowtide.units import format_bytes
+
+
+class Books(Protocol):
+    """Counts device bytes: a tier, or the tracked memory of an emulated device."""
+
+    def charge(self, num_bytes: int, owner: str) -> None:
+        """Bytes are taken; raises when they are not there."""
+
+    def credit(self, num_bytes: int, owner: str) -> None:
+        """Bytes are given back."""
+
+
+class StoreListener(Protocol):
+    """Is told what happens, for statistics and pictures."""
+
+    def on_copy(self, chunk: Chunk, copied: Copied, reason: str) -> None:
+        """A copy was issued: `weights` or `upload` to the device, `write back` to the host."""
+
+    def on_present(self, chunk: Chunk, at: Ticket) -> None:
+        """The chunk has bytes on the device from here."""
+
+    def on_absent(self, chunk: Chunk, at: Ticket) -> None:
+        """The chunk has none from here."""
+
+    def on_wait(self, group: StoredGroup, reached: Ticket, copied: Sequence[Copied]) -> None:
+        """The computation reached this point and continues when the copies are done."""
+
+
+class ChunkStore:
+    """The groups of one model.
+
+    Args:
+        groups: All of them, resident and streamed, each chunk in state HOST or RESIDENT.
+        mover: Issues the copies.
+        books: Where device bytes of streamed chunks are counted.
+        window_bytes: How many device bytes streamed chunks may take together.
+        prefetch_depth: How many groups ahead are fetched.
+        listener: Is told what happens.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[StoredGroup],
+        mover: Mover,
+        books: Sequence[Books],
+        *,
+        window_bytes: int,
+        prefetch_depth: int,
+        listener: StoreListener,
+    ) -> None:
+        self.groups = {group.name: group for group in groups}
+        self.window_bytes = window_bytes
+        self.used_bytes = 0
+        self.peak_bytes = 0
+        self.order = AccessOrder()
+        self._mover = mover
+        self._books = tuple(books)
+        self._depth = prefetch_depth
+        self._listener = listener
+
+    def open(self, name: str) -> None:
+        """Bring the group to the device, make the computation wait for it, and hold it there until `close`."""
+        group = self.groups[name]
+        if group.num_open == 0 and not group.is_resident:
+            self.order.access(name)
+            self._require(group)
+            self._wait_for_copies(group)
+        elif group.num_open == 0:
+            self.refresh(name)
+        group.num_open += 1
+        self.prefetch()
+
+    def close(self, name: str) -> None:
+        """One window less holds the group; without any it may leave."""
+        group = self.groups[name]
+        assert group.num_open > 0, f"group {name!r} was closed more often than opened"
+        group.num_open -= 1
+        if group.num_open or group.is_resident:
+            return
+        now = self._mover.now()
+        for chunk in group.chunks:
+            chunk.last_use = now
+            if chunk.state is not ChunkState.RESIDENT:
+                assert chunk.state is not ChunkState.DIRTY, f"chunk {chunk.spec.name} was updated and not written back"
+                chunk.become(ChunkState.IDLE)
+
+    def write_back(self, chunk: Chunk) -> None:
+        """The computation changed the open chunk's device bytes: copy them to the host."""
+        assert chunk.host is not None
+        chunk.become(ChunkState.DIRTY)
+        chunk.become(ChunkState.WRITING_BACK)
+        chunk.written = self._mover.to_host(chunk.host, chunk.device, [self._mover.now()])
+        self._listener.on_copy(chunk, chunk.written, "write back")
+
+    def prefetch(self) -> None:
+        """Fetch the next groups, as far as the depth, the budget and pending updates on the host allow."""
+        for name in self.order.upcoming(self._depth):
+            group = self.groups[name]
+            missing = _missing(group)
+            if not missing or any(chunk.host_work is not None and not chunk.host_work.is_done() for chunk in missing):
+                continue
+            if not self._make_room(group, nearer_than=self.order.distance(name)):
+                return
+            self._fetch(missing)
+
+    def refresh(self, name: str) -> None:
+        """Bring resident weights that the host has updated to the device; the computation waits for them."""
+        for chunk in self.groups[name].chunks:
+            if chunk.state is ChunkState.RESIDENT and chunk.host_work is not None and chunk.host is not None:
+                work, chunk.host_work = chunk.host_work, None
+                work.wait()
+                copied = self._mover.to_device(chunk.device, chunk.host, [self._mover.now()])
+                self._mover.compute_after(copied.ended)
+                self._listener.on_copy(chunk, copied, "upload")
+
+    def drop(self, name: str) -> None:
+        """Take the group's copies off the device: the host's bytes have changed, or are about to."""
+        group = self.groups[name]
+        assert group.num_open == 0, f"group {name!r} is in use"
+        for chunk in group.chunks:
+            if chunk.state in (ChunkState.IDLE, ChunkState.FETCHING):
+                self._release(chunk)
+
+    def drop_all(self) -> None:
+        """Take every idle copy off the device."""
+        for group in self.groups.values():
+            if group.num_open == 0:
+                self.drop(group.name)
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _require(self, group: StoredGroup) -> None:
+        missing = _missing(group)
+        if not missing:
+            return
+        if not self._make_room(group, nearer_than=None):
+            needed = sum(chunk.spec.nbytes for chunk in missing)
+            held = ", ".join(other.name or "(rest)" for other in self.groups.values() if other.num_open) or "none"
+            raise BudgetError(
+                f"group {group.name or '(rest)'} needs {format_bytes(needed)} of the device's window for streamed "
+                f"groups, which has {format_bytes(self.window_bytes)} and {format_bytes(self.used_bytes)} in use "
+                f"(open groups: {held}); raise window_memory or device_memory, or keep an open group resident",
+                tier="device",
+                needed_bytes=needed,
+                free_bytes=self.window_bytes - self.used_bytes,
+                budget_bytes=self.window_bytes,
+                owner=group.name,
+            )
+        self._fetch(missing)
+
+    def _make_room(self, group: StoredGroup, *, nearer_than: int | None) -> bool:
+        needed = sum(chunk.spec.nbytes for chunk in _missing(group))
+        short = self.used_bytes + needed - self.window_bytes
+        if short <= 0:
+            return True
+        candidates = [
+            Candidate(group=other.name, num_bytes=idle, distance=self.order.distance(other.name))
+            for other in self.groups.values()
+            if other is not group and other.num_open == 0 and (idle := _idle_bytes(other))
+        ]
+        leaving = choose_leaving(candidates, short, nearer_than=nearer_than)
+        if leaving is None:
+            return False
+        for name in leaving:
+            self.drop(name)
+        return True
+
+    def _fetch(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            if chunk.host_work is not None:
+                work, chunk.host_work = chunk.host_work, None
+                work.wait()
+            assert chunk.host is not None
+            num_bytes = chunk.spec.nbytes
+            for books in self._books:
+                books.charge(num_bytes, chunk.spec.name)
+            self.used_bytes += num_bytes
+            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+            chunk.become(ChunkState.FETCHING)
+            self._mover.grow(chunk.device)
+            after = [chunk.written.ended] if chunk.written is not None else []
+            chunk.fetched = self._mover.to_device(chunk.device, chunk.host, after)
+            chunk.num_fetches += 1
+            self._listener.on_present(chunk, chunk.fetched.started)
+            self._listener.on_copy(chunk, chunk.fetched, "weights")
+
+    def _wait_for_copies(self, group: StoredGroup) -> None:
+        reached = self._mover.now()
+        fetching = [chunk for chunk in group.chunks if chunk.state is ChunkState.FETCHING]
+        for chunk in group.chunks:
+            if chunk.state is ChunkState.FETCHING:
+                assert chunk.fetched is not None
+                self._mover.compute_after(chunk.fetched.ended)
+            if chunk.state is not ChunkState.RESIDENT:
+                chunk.become(ChunkState.IN_USE)
+        if fetching:
+            self._listener.on_wait(group, reached, [chunk.fetched for chunk in fetching if chunk.fetched is not None])
+
+    def _release(self, chunk: Chunk) -> None:
+        after = chunk.pending_device_reads
+        self._listener.on_absent(chunk, after[0])
+        self._mover.shrink(chunk.device, after)
+        chunk.become(ChunkState.HOST)
+        self.used_bytes -= chunk.spec.nbytes
+        for books in self._books:
+            books.credit(chunk.spec.nbytes, chunk.spec.name)
+
+
+def _missing(group: StoredGroup) -> list[Chunk]:
+    return [chunk for chunk in group.chunks if chunk.state is ChunkState.HOST]
+
+
+def _idle_bytes(group: StoredGroup) -> int:
+    return sum(chunk.spec.nbytes for chunk in group.chunks if chunk.state in (ChunkState.IDLE, ChunkState.FETCHING))

@@ -1,0 +1,159 @@
+"""Plans written by hand: a word for all groups, or one for each."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+from torch import nn
+
+from lowtide.errors import ConfigError, UnknownNameError
+from lowtide.memory.groups import REST, find_groups
+from lowtide.memory.layout import lay_out
+from lowtide.memory.layout_types import ChunkSpec, Layout
+from lowtide.planning.check_plan import check_plan as check_plan
+from lowtide.planning.placement import assemble, is_always_open, is_trained
+from lowtide.planning.plan import Budgets, Plan, Schedule, Site, Weights
+from lowtide.planning.window_need import window_bytes_needed as window_bytes_needed
+from lowtide.units import parse_bytes
+
+DEFAULT = "*"
+"""The key of a mapping that stands for all groups that it does not name."""
+
+Size = str | int
+E = TypeVar("E", bound=enum.StrEnum)
+
+
+def make_plan(
+    model: nn.Module | Layout,
+    *,
+    weights: Weights | str | Mapping[str, Weights | str] = Weights.STREAMED,
+    update: Site | str | float | Mapping[str, Site | str | float] = Site.HOST,
+    schedule: Schedule | str = Schedule.DEFERRED,
+    prefetch_depth: int = 1,
+    cached_buffers: int = 2,
+    defragment_every: int = 0,
+    device_memory: Size | None = None,
+    host_memory: Size | None = None,
+    pinned_memory: Size | None = None,
+    window_memory: Size | None = None,
+) -> Plan:
+    """A plan from a few words, checked against the model.
+
+    Args:
+        model: The model, or its layout where the groups or the chunk size were chosen by hand.
+        weights: `resident` or `streamed`, for all groups or by name, "*" for those not named. The rest group "", and
+            tied groups that it shares, are open for the whole step and are resident unless they are named.
+        update: `device` or `host`, likewise. A number from 0 to 1 is the share of the trained bytes that the host
+            updates, those whose gradients come first in backward: the last ones. For a group by name, the share of
+            that group.
+        schedule: When the updates run.
+        prefetch_depth: How many groups ahead are copied to the device.
+        cached_buffers: Released buffers kept per size class.
+        defragment_every: Steps between two defragmentations of the host arena.
+        device_memory: What may be reserved on the device, such as "14GiB"; likewise the other budgets.
+        host_memory: Of weights, gradients, optimizer state and staging on the host.
+        pinned_memory: The part of the host's that may be locked.
+        window_memory: The part of the device's for the windows of streamed groups.
+
+    Raises:
+        UnknownNameError: A mapping names a group that the model does not have.
+        ConfigError: A word, a share or a size is not one.
+        PlanError: The budgets cannot hold the weights.
+
+    Example:
+        >>> model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50))
+        >>> plan = make_plan(model, weights={"*": "streamed", "0": "resident"}, device_memory="1MiB")
+        >>> [(group.name, group.weights.value) for group in plan.groups]
+        [('0', 'resident'), ('1', 'streamed')]
+    """
+    layout = model if isinstance(model, Layout) else lay_out(find_groups(model))
+    placed = _weights_by_group(layout, weights)
+    sites = _sites_by_chunk(layout, update)
+    plan = assemble(
+        layout,
+        resident={name for name, word in placed.items() if word is Weights.RESIDENT},
+        on_device={name for name, site in sites.items() if site is Site.DEVICE},
+        schedule=_word(Schedule, schedule, "schedule"),
+        prefetch_depth=prefetch_depth,
+        cached_buffers=cached_buffers,
+        defragment_every=defragment_every,
+        budgets=Budgets(
+            device_bytes=_size(device_memory),
+            host_bytes=_size(host_memory),
+            pinned_bytes=_size(pinned_memory),
+            window_bytes=_size(window_memory),
+        ),
+    )
+    check_plan(plan, layout)
+    return plan
+
+
+def host_chunks(chunks: Iterable[ChunkSpec], share: float) -> set[str]:
+    """Names of the last chunks that together hold at least `share` of the trained bytes; frozen ones do not count."""
+    trained = [chunk for chunk in chunks if is_trained(chunk)]
+    wanted = share * sum(chunk.nbytes for chunk in trained)
+    found: set[str] = set()
+    taken = 0
+    for chunk in reversed(trained):
+        if taken >= wanted:
+            break
+        found.add(chunk.name)
+        taken += chunk.nbytes
+    return found
+
+
+def _weights_by_group(layout: Layout, weights: Weights | str | Mapping[str, Weights | str]) -> dict[str, Weights]:
+    named = weights if isinstance(weights, Mapping) else {DEFAULT: weights}
+    _refuse_unknown(layout, named, "weights")
+    words = {name: _word(Weights, word, f"weights[{name!r}]") for name, word in named.items()}
+    default = words.get(DEFAULT, Weights.STREAMED)
+    return {
+        group.name: words.get(group.name, Weights.RESIDENT if is_always_open(group) else default)
+        for group in layout.groups
+    }
+
+
+def _sites_by_chunk(layout: Layout, update: Site | str | float | Mapping[str, Site | str | float]) -> dict[str, Site]:
+    named = update if isinstance(update, Mapping) else {DEFAULT: update}
+    _refuse_unknown(layout, named, "update")
+    sites: dict[str, Site] = {}
+    unnamed = [chunk for chunk in layout.chunks if chunk.group not in named]
+    choices: dict[str, object] = {DEFAULT: Site.HOST, **named}
+    for name, choice in choices.items():
+        chunks = unnamed if name == DEFAULT else layout.chunks_of(name)
+        if isinstance(choice, str):
+            site = _word(Site, choice, f"update[{name!r}]")
+            sites |= {chunk.name: site for chunk in chunks}
+            continue
+        if isinstance(choice, bool) or not isinstance(choice, int | float) or not 0 <= choice <= 1:
+            raise ConfigError(
+                f"update[{name!r}] is {choice!r}; give 'device', 'host' or the share of the host, from 0 to 1",
+                key="update",
+            )
+        on_host = host_chunks(chunks, choice)
+        sites |= {
+            chunk.name: Site.HOST if chunk.name in on_host or not is_trained(chunk) else Site.DEVICE for chunk in chunks
+        }
+    return sites
+
+
+def _refuse_unknown(layout: Layout, named: Mapping[str, object], key: str) -> None:
+    known = [group.name for group in layout.groups]
+    for name in named:
+        # The rest may be named though every parameter has a group of its own: it is then empty.
+        if name not in (DEFAULT, REST) and name not in known:
+            raise UnknownNameError(f"group ({key})", name, known)
+
+
+def _word(kind: type[E], word: str, key: str) -> E:
+    try:
+        return kind(word)
+    except ValueError:
+        choices = " or ".join(repr(member.value) for member in kind)
+        raise ConfigError(f"{key} is {word!r}; give {choices}", key=key) from None
+
+
+def _size(size: Size | None) -> int | None:
+    return None if size is None else parse_bytes(size)

@@ -1,0 +1,139 @@
+"""Placement: which groups are resident, which chunks the device updates, and the device bytes that this takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from lowtide.errors import ConfigError
+from lowtide.memory.groups import REST
+from lowtide.memory.layout_types import ChunkSpec, GroupSpec, Layout
+from lowtide.planning.plan import Budgets, GroupPlan, Plan, Schedule, Site, Weights
+from lowtide.planning.window_need import group_sizes, window_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkBytes:
+    """Device bytes that chunks take at once under a plan. Activations, and gradients on their way to the host, do not
+    belong to them.
+    """
+
+    resident_bytes: int
+    """Weights of resident groups."""
+    window_bytes: int
+    """What the windows of streamed groups may take."""
+    gradient_bytes: int
+    """Of chunks that the device updates: all of them, or under `in_backward` those of one group."""
+    state_bytes: int
+    """Optimizer state of chunks that the device updates."""
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return self.resident_bytes + self.window_bytes + self.gradient_bytes + self.state_bytes
+
+
+def chunk_bytes_on_device(layout: Layout, plan: Plan, *, state_bytes_per_parameter_byte: float) -> ChunkBytes:
+    """What a plan's chunks take of the device."""
+    sites = {(group.name, number): site for group in plan.groups for number, site in enumerate(group.sites)}
+    resident = {group.name for group in plan.groups if group.weights is Weights.RESIDENT}
+    streamed = {group.name for group in plan.groups} - resident
+    sizes = group_sizes(layout)
+    updated = {
+        group.name: sum(
+            chunk.nbytes
+            for number, chunk in enumerate(layout.chunks_of(group.name))
+            if is_trained(chunk) and sites[group.name, number] is Site.DEVICE
+        )
+        for group in layout.groups
+    }
+    windows = plan.budgets.window_bytes
+    return ChunkBytes(
+        resident_bytes=sum(sizes[name] for name in resident),
+        window_bytes=window_bytes(layout, streamed, plan.prefetch_depth) if windows is None else windows,
+        gradient_bytes=gradient_bytes(updated, plan.schedule),
+        state_bytes=state_bytes(sum(updated.values()), state_bytes_per_parameter_byte),
+    )
+
+
+def gradient_bytes(updated: dict[str, int], schedule: Schedule) -> int:
+    """Device bytes of finished gradients, from the bytes of each group that the device updates."""
+    return max(updated.values(), default=0) if schedule is Schedule.IN_BACKWARD else sum(updated.values())
+
+
+def state_bytes(updated_bytes: int, state_bytes_per_parameter_byte: float) -> int:
+    """Bytes of optimizer state beside so many bytes of parameters."""
+    if not 0 <= state_bytes_per_parameter_byte < math.inf:
+        raise ConfigError(
+            f"state_bytes_per_parameter_byte is {state_bytes_per_parameter_byte}; give 0 or more, such as 2 for Adam in "
+            "the parameters' own dtype",
+            key="state_bytes_per_parameter_byte",
+        )
+    return math.ceil(updated_bytes * state_bytes_per_parameter_byte)
+
+
+def assemble(
+    layout: Layout,
+    *,
+    resident: Collection[str],
+    on_device: Collection[str],
+    schedule: Schedule,
+    budgets: Budgets,
+    prefetch_depth: int = 1,
+    cached_buffers: int = 2,
+    defragment_every: int = 0,
+) -> Plan:
+    """The plan in which these groups are resident, these chunks are updated on the device, and all else is the host's."""
+    return Plan(
+        groups=tuple(
+            GroupPlan(
+                name=group.name,
+                weights=Weights.RESIDENT if group.name in resident else Weights.STREAMED,
+                sites=tuple(
+                    Site.DEVICE if chunk.name in on_device else Site.HOST for chunk in layout.chunks_of(group.name)
+                ),
+                weight_bytes=group.nbytes,
+            )
+            for group in layout.groups
+        ),
+        fingerprint=layout.fingerprint,
+        chunk_bytes=layout.chunk_bytes,
+        schedule=schedule,
+        prefetch_depth=prefetch_depth,
+        cached_buffers=cached_buffers,
+        defragment_every=defragment_every,
+        budgets=budgets,
+    )
+
+
+def by_first_use(layout: Layout) -> list[str]:
+    """Names of the groups in the order in which a step first needs them: the rest of the model from its beginning."""
+    return [group.name for group in sorted(layout.groups, key=lambda group: not is_always_open(group))]
+
+
+def most_that_fit(names: list[str], needed: Callable[[frozenset[str]], int], room_bytes: int) -> frozenset[str] | None:
+    """The longest beginning of `names` whose need is within the room; None where not even the empty one is.
+
+    The need must not fall when a name is added: the search is by halves.
+    """
+    if needed(frozenset()) > room_bytes:
+        return None
+    fits, too_many = 0, len(names) + 1
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        if needed(frozenset(names[:middle])) <= room_bytes:
+            fits = middle
+        else:
+            too_many = middle
+    return frozenset(names[:fits])
+
+
+def is_always_open(group: GroupSpec) -> bool:
+    """Whether the group is needed for as long as the model runs, so that streaming it saves nothing in a step."""
+    return REST in group.windows
+
+
+def is_trained(chunk: ChunkSpec) -> bool:
+    """Whether the chunk's parameters have gradients; trained and frozen ones do not share a chunk."""
+    return chunk.spans[0].parameter.requires_grad

@@ -1,0 +1,106 @@
+"""Plan: what to keep, what to stream and where each chunk is updated. Frozen, versioned data, written as JSON."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from lowtide.errors import ConfigError
+from lowtide.units import format_bytes
+
+PLAN_VERSION = 1
+
+
+class Weights(enum.StrEnum):
+    """Where a group's weights are between its uses."""
+
+    RESIDENT = "resident"
+    """On the device, always: no copy, no hook, all its bytes of the device."""
+    STREAMED = "streamed"
+    """On the host; a copy comes to the device when the group's module runs, forward and backward."""
+
+
+class Site(enum.StrEnum):
+    """Where a chunk's optimizer step runs, and so where its state and its finished gradient live."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+class Schedule(enum.StrEnum):
+    """When the optimizer's work is done."""
+
+    DEFERRED = "deferred"
+    """In `optimizer.step()`: gradients are readable until then; clipping, scaling and accumulation work as ever."""
+    IN_BACKWARD = "in_backward"
+    """As soon as a chunk's gradient is complete: no gradient outlives its group, one backward a step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPlan:
+    """One group's lot."""
+
+    name: str
+    weights: Weights
+    sites: tuple[Site, ...]
+    """One for each chunk of the group, in order. Groups that are not trained have sites too; they are not used."""
+    weight_bytes: int | None = None
+    """Bytes of its parameters when the plan was made: where a plan is for another model, it can say what differs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budgets:
+    """Bytes that may be used. None: what the tier has."""
+
+    device_bytes: int | None = None
+    """What the allocator may reserve on the device, activations and workspaces included."""
+    host_bytes: int | None = None
+    """Weights, gradients, optimizer state and staging on the host, pinned or not."""
+    pinned_bytes: int | None = None
+    """The part of the host's bytes that may be locked for copies."""
+    window_bytes: int | None = None
+    """Device bytes for streamed groups. None: what the largest group and its prefetched successors need."""
+
+    def __post_init__(self) -> None:
+        for key in ("device_bytes", "host_bytes", "pinned_bytes", "window_bytes"):
+            size = getattr(self, key)
+            if size is not None and size < 0:
+                raise ConfigError(f"{key} is {size}; give 0 or more", key=key)
+        for part, whole in (("pinned_bytes", "host_bytes"), ("window_bytes", "device_bytes")):
+            size, limit = getattr(self, part), getattr(self, whole)
+            if size is not None and limit is not None and size > limit:
+                raise ConfigError(
+                    f"{part} is {format_bytes(size)}, more than the {format_bytes(limit)} of {whole} that it is a part "
+                    f"of; lower {part} or raise {whole}",
+                    key=part,
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How one model is to be trained: made for a layout, and refused for another."""
+
+    groups: tuple[GroupPlan, ...]
+    fingerprint: str
+    """`Layout.fingerprint` of the model it was made for."""
+    chunk_bytes: int
+    """`Layout.chunk_bytes`, so that the same chunks can be made again."""
+    schedule: Schedule = Schedule.DEFERRED
+    prefetch_depth: int = 1
+    """How many groups ahead of the running one are copied to the device."""
+    cached_buffers: int = 2
+    """Released buffers kept per size class for the next request; 0 keeps none."""
+    defragment_every: int = 0
+    """Steps between two defragmentations of the host arena; 0: only when a request fails for fragmentation."""
+    budgets: Budgets = Budgets()
+    version: int = PLAN_VERSION
+
+    def __post_init__(self) -> None:
+        if self.version != PLAN_VERSION:
+            raise ConfigError(
+                f"this plan has version {self.version}, this Lowtide reads version {PLAN_VERSION}; make the plan again",
+                key="version",
+            )
+        for key in ("prefetch_depth", "cached_buffers", "defragment_every"):
+            if getattr(self, key) < 0:
+                raise ConfigError(f"{key} is {getattr(self, key)}; give 0 or more", key=key)

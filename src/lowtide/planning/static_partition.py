@@ -1,0 +1,103 @@
+"""Static partition: a fixed share of the device for chunks, decided before anything runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowtide.errors import ConfigError, PlanError
+from lowtide.memory.layout_types import Layout
+from lowtide.planning.placement import assemble, by_first_use, gradient_bytes, is_trained, most_that_fit, state_bytes
+from lowtide.planning.plan import Budgets, Plan, Schedule
+from lowtide.planning.window_need import group_sizes, largest_window, window_bytes
+from lowtide.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaticPartition:
+    """How the device is divided between chunks and everything else.
+
+    Example:
+        >>> StaticPartition(share=0.5).chunk_room_bytes(1000)
+        500
+    """
+
+    share: float
+    """Share of the device's bytes that chunks may use, above 0, at most 1: the weights of resident groups, their
+    gradients and optimizer state, and the windows of streamed groups. The remainder is for activations, temporaries,
+    workspaces, and gradients on their way to the host."""
+    prefetch_depth: int = 1
+    """How many groups ahead of the running one have room in the windows."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ConfigError(f"share is {self.share}; give a share of the device above 0, at most 1", key="share")
+        if self.prefetch_depth < 0:
+            raise ConfigError(f"prefetch_depth is {self.prefetch_depth}; give 0 or more", key="prefetch_depth")
+
+    def chunk_room_bytes(self, device_bytes: int) -> int:
+        """What chunks may use of a device of so many bytes."""
+        return int(self.share * device_bytes)
+
+
+def partition(
+    layout: Layout,
+    device_bytes: int,
+    config: StaticPartition,
+    *,
+    state_bytes_per_parameter_byte: float,
+    schedule: Schedule = Schedule.DEFERRED,
+) -> Plan:
+    """The plan that fills the chunks' share of the device, in the order in which a step first uses the groups.
+
+    Room for the windows of the groups that stay streamed comes first. Then groups become resident, updated on the
+    device, until the next one would not fit with its weights, gradients (under `in_backward` those of the largest
+    group alone) and state; the others are streamed and updated on the host.
+
+    Args:
+        layout: Of the model.
+        device_bytes: What may be reserved on the device in all.
+        config: The share.
+        state_bytes_per_parameter_byte: Optimizer state beside each byte of trained parameters: 2 for Adam in the
+            parameters' own dtype, 4 for fp32 moments of bf16 parameters, 0 for SGD without momentum.
+        schedule: When the updates run.
+
+    Raises:
+        PlanError: The share cannot hold the windows.
+    """
+    sizes = group_sizes(layout)
+    trained = dict.fromkeys(sizes, 0)
+    for chunk in layout.chunks:
+        trained[chunk.group] += chunk.nbytes if is_trained(chunk) else 0
+
+    def needed(resident: frozenset[str]) -> int:
+        updated = {name: trained[name] for name in resident}
+        return (
+            sum(sizes[name] for name in resident)
+            + gradient_bytes(updated, schedule)
+            + state_bytes(sum(updated.values()), state_bytes_per_parameter_byte)
+            + window_bytes(layout, sizes.keys() - resident, config.prefetch_depth)
+        )
+
+    room = config.chunk_room_bytes(device_bytes)
+    resident = most_that_fit(by_first_use(layout), needed, room)
+    if resident is None:
+        window, alone = largest_window(layout, sizes)
+        raise PlanError(
+            f"a share of {config.share:g} of {format_bytes(device_bytes)} is {format_bytes(room)}, and the windows of "
+            f"streamed groups need {format_bytes(needed(frozenset()))} ({format_bytes(alone)} of it for "
+            f"{window or 'the model'!r} alone); raise the share or the device budget, lower prefetch_depth from "
+            f"{config.prefetch_depth}, or split that group",
+            needed_bytes=needed(frozenset()),
+            group=window,
+        )
+    return assemble(
+        layout,
+        resident=resident,
+        on_device={chunk.name for chunk in layout.chunks if chunk.group in resident},
+        schedule=schedule,
+        prefetch_depth=config.prefetch_depth,
+        budgets=Budgets(
+            device_bytes=device_bytes,
+            window_bytes=window_bytes(layout, sizes.keys() - resident, config.prefetch_depth),
+        ),
+    )

@@ -1,0 +1,231 @@
+"""Plans from one observed step: a careful plan for it, and the plan that its samples allow afterwards.
+
+For models that cannot be traced. The first step runs with few chunks on the device, while at each moment (a group's
+module about to run, forward or backward) the bytes in use are written down. What is not chunks at the fullest moment,
+the activations above all, is what the plan for all further steps has to leave free.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lowtide.errors import ConfigError, PlanError
+from lowtide.memory.layout_types import Layout
+from lowtide.planning.placement import (
+    assemble,
+    by_first_use,
+    gradient_bytes,
+    is_always_open,
+    is_trained,
+    most_that_fit,
+    state_bytes,
+)
+from lowtide.planning.plan import Budgets, Plan, Schedule
+from lowtide.planning.window_need import group_sizes, largest_window, window_bytes
+from lowtide.units import format_bytes
+
+
+class MonitorMode(enum.StrEnum):
+    """What a sample of the observed step holds."""
+
+    PEAKS = "peaks"
+    """The most that was in use since the moment before: exact, from the allocator's own counters."""
+    BOUNDARIES = "boundaries"
+    """What is in use at the moment itself: what rises and falls inside a module is missed, and the plan that comes of it
+    uses more of the device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmUp:
+    """How much of the device and the host a plan from an observed step may use."""
+
+    warm_up_share: float = 0.1
+    """Share of the device budget (`device_share` of the device) that chunks may use in the observed step. More makes it
+    faster, less leaves more to its activations, which nobody knows yet. The largest group's window always has room."""
+    device_share: float = 0.9
+    """Share of the device's bytes that may be used at all: the device budget."""
+    host_share: float = 0.8
+    """Share of the host's bytes that may be used: the host budget."""
+    margin_share: float = 0.8
+    """Share of the margin (what weights, windows and the fullest moment leave of the budget) that optimizer state and
+    gradients on the device may use."""
+    monitor: MonitorMode = MonitorMode.PEAKS
+    prefetch_depth: int = 1
+    """How many groups ahead are copied; fewer where there is no room for as many."""
+
+    def __post_init__(self) -> None:
+        for key in ("warm_up_share", "device_share", "host_share", "margin_share"):
+            share = getattr(self, key)
+            least_is_zero = key in ("warm_up_share", "margin_share")
+            if not (0 <= share <= 1 if least_is_zero else 0 < share <= 1):
+                least = "from 0" if least_is_zero else "above 0"
+                raise ConfigError(f"{key} is {share}; give a share {least} to 1", key=key)
+        if self.prefetch_depth < 0:
+            raise ConfigError(f"prefetch_depth is {self.prefetch_depth}; give 0 or more", key="prefetch_depth")
+
+    def quota_bytes(self, device_bytes: int) -> int:
+        """The budget on a device of so many bytes."""
+        return int(self.device_share * device_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MomentSample:
+    """Device memory at one moment of the observed step."""
+
+    moment: int
+    """Counts from 0 through the step."""
+    group: str
+    """The group that is about to run."""
+    phase: str
+    """`forward`, `backward` or `update`."""
+    used_bytes: int
+    """All that was in use, as `MonitorMode` says."""
+    chunk_bytes: int
+    """What chunks held of it. Of a peak: the least they held since the moment before, so that the rest is not
+    underestimated."""
+
+    @property
+    def other_bytes(self) -> int:
+        """What was no chunk: activations, temporaries, workspaces."""
+        return max(0, self.used_bytes - self.chunk_bytes)
+
+
+def warm_up_plan(layout: Layout, config: WarmUp, device_bytes: int, *, host_bytes: int | None = None) -> Plan:
+    """The plan of the observed step: all is streamed and updated on the host, but for the rest group, which is open
+    all the time and therefore resident.
+
+    Raises:
+        PlanError: The budget cannot hold the largest group.
+    """
+    quota = config.quota_bytes(device_bytes)
+    sizes = group_sizes(layout)
+    resident = {group.name for group in layout.groups if is_always_open(group)}
+    resident_bytes = sum(sizes[name] for name in resident)
+    window, alone = largest_window(layout, sizes.keys() - resident)
+    if resident_bytes + alone > quota:
+        raise _too_small(config, device_bytes, resident_bytes, window, alone, other=0)
+    return assemble(
+        layout,
+        resident=resident,
+        on_device=(),
+        schedule=Schedule.DEFERRED,
+        prefetch_depth=config.prefetch_depth,
+        budgets=_budgets(
+            config,
+            device_bytes,
+            host_bytes,
+            window_bytes=max(alone, int(config.warm_up_share * quota) - resident_bytes),
+        ),
+    )
+
+
+def plan_after(
+    layout: Layout,
+    samples: Iterable[MomentSample],
+    config: WarmUp,
+    device_bytes: int,
+    *,
+    state_bytes_per_parameter_byte: float,
+    schedule: Schedule = Schedule.DEFERRED,
+    host_bytes: int | None = None,
+) -> Plan:
+    """The plan for all steps after the observed one.
+
+    The room is the device budget without what was no chunk at the fullest moment. It goes first to the windows of
+    streamed groups, then to the weights of groups in the order of their first use, which become resident until the next
+    does not fit. Of what is left, the margin, `margin_share` goes to gradients and state of the first chunks, which the
+    device updates; the host updates the others.
+
+    Args:
+        layout: Of the model.
+        samples: Of the observed step.
+        config: The shares.
+        device_bytes: Of the whole device.
+        state_bytes_per_parameter_byte: Optimizer state beside each byte of trained parameters: 2 for Adam in the
+            parameters' own dtype.
+        schedule: When the updates run.
+        host_bytes: Of the whole host; None leaves the host without a budget.
+
+    Raises:
+        PlanError: There are no samples, or the room cannot hold the largest group.
+    """
+    other = max((sample.other_bytes for sample in samples), default=None)
+    if other is None:
+        raise PlanError(
+            "there are no samples of a warm-up step to plan from; run one step under the warm-up plan first"
+        )
+    room = config.quota_bytes(device_bytes) - other
+    sizes = group_sizes(layout)
+    always = frozenset(group.name for group in layout.groups if is_always_open(group))
+    others = [name for name in by_first_use(layout) if name not in always]
+    for depth in range(config.prefetch_depth, -1, -1):
+
+        def weights_and_windows(chosen: frozenset[str], depth: int = depth) -> int:
+            resident = always | chosen
+            return sum(sizes[name] for name in resident) + window_bytes(layout, sizes.keys() - resident, depth)
+
+        chosen = most_that_fit(others, weights_and_windows, room)
+        if chosen is not None:
+            break
+    else:
+        window, alone = largest_window(layout, sizes.keys() - always)
+        raise _too_small(config, device_bytes, sum(sizes[name] for name in always), window, alone, other=other)
+    margin = room - weights_and_windows(chosen)
+    return assemble(
+        layout,
+        resident=always | chosen,
+        on_device=first_chunks(
+            layout, math.floor(config.margin_share * margin), state_bytes_per_parameter_byte, schedule
+        ),
+        schedule=schedule,
+        prefetch_depth=depth,
+        budgets=_budgets(
+            config,
+            device_bytes,
+            host_bytes,
+            window_bytes=window_bytes(layout, sizes.keys() - (always | chosen), depth),
+        ),
+    )
+
+
+def first_chunks(
+    layout: Layout, room_bytes: int, state_bytes_per_parameter_byte: float, schedule: Schedule
+) -> frozenset[str]:
+    """Names of the first trained chunks whose gradients and optimizer state together fit the room."""
+    chunks = {chunk.name: chunk for chunk in layout.chunks if is_trained(chunk)}
+
+    def needed(names: frozenset[str]) -> int:
+        updated: dict[str, int] = {}
+        for name in names:
+            updated[chunks[name].group] = updated.get(chunks[name].group, 0) + chunks[name].nbytes
+        return gradient_bytes(updated, schedule) + state_bytes(sum(updated.values()), state_bytes_per_parameter_byte)
+
+    found = most_that_fit(list(chunks), needed, room_bytes)
+    assert found is not None, "nothing needs no bytes"
+    return found
+
+
+def _budgets(config: WarmUp, device_bytes: int, host_bytes: int | None, *, window_bytes: int) -> Budgets:
+    return Budgets(
+        device_bytes=config.quota_bytes(device_bytes),
+        host_bytes=None if host_bytes is None else int(config.host_share * host_bytes),
+        window_bytes=window_bytes,
+    )
+
+
+def _too_small(
+    config: WarmUp, device_bytes: int, resident_bytes: int, window: str, window_alone: int, *, other: int
+) -> PlanError:
+    needed = resident_bytes + window_alone + other
+    return PlanError(
+        f"the device budget of {format_bytes(config.quota_bytes(device_bytes))} ({config.device_share:g} of "
+        f"{format_bytes(device_bytes)}) cannot hold {format_bytes(needed)}: {format_bytes(window_alone)} of weights that "
+        f"{window or 'the model'!r} needs at once, {format_bytes(resident_bytes)} that are always needed, and "
+        f"{format_bytes(other)} that were no chunks at the fullest moment; raise device_share or the device's bytes, make "
+        "the batch smaller, or split that group",
+        needed_bytes=needed,
+        group=window,
+    )

@@ -1,0 +1,1 @@
+"""A model under management: the session, its windows, its updates, and what really happened."""

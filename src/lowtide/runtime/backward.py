@@ -1,0 +1,42 @@
+"""BackwardTask: one running backward, and what it has opened."""
+
+from __future__ import annotations
+
+from lowtide.runtime.unit import Bound, Unit
+from lowtide.runtime.window import Visit
+
+
+class BackwardTask:
+    """Lives from the first gradient that reaches a managed module to the end of the backward."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.units: dict[str, Unit] = {}
+        self.open_visits: list[Visit] = []
+
+    def enter(self, unit: Unit) -> None:
+        """The backward uses the unit: gradients on the host are set aside, so that autograd starts afresh."""
+        if unit.name in self.units:
+            return
+        self.units[unit.name] = unit
+        unit.num_tasks += 1
+        if unit.num_tasks == 1:
+            for bound in unit.bounds:
+                bound.has_fired = False
+                if is_away(bound):
+                    bound.stashed, bound.parameter.grad = bound.parameter.grad, None
+
+    def leave(self) -> list[Unit]:
+        """The backward is over; the units that no other backward uses."""
+        left: list[Unit] = []
+        for unit in self.units.values():
+            unit.num_tasks -= 1
+            if unit.num_tasks == 0:
+                left.append(unit)
+        self.units.clear()
+        return left
+
+
+def is_away(bound: Bound) -> bool:
+    """Whether the gradient goes to the host."""
+    return bound.twin is not None

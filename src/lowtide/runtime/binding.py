@@ -1,0 +1,187 @@
+"""Bind a model's parameters to chunks: make the chunks' memory, take the values over, and give them back at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lowtide.memory.chunk import Chunk, StoredGroup, view_of
+from lowtide.memory.chunk_state import ChunkState
+from lowtide.memory.layout_types import ChunkSpec, GroupSpec, Layout, ParameterSpec
+from lowtide.memory.mover import Mover
+from lowtide.memory.store import Books
+from lowtide.planning.plan import GroupPlan, Plan, Schedule, Site, Weights
+from lowtide.runtime.host_pool import HostPool
+from lowtide.runtime.unit import Bound, Unit
+from lowtide.runtime.veil import unveil
+
+Fill = Callable[[ParameterSpec, nn.Parameter, torch.Tensor], None]
+"""Writes a parameter's values into a view: from the parameter itself, or from a file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostNeed:
+    """Host bytes that a plan needs for one model, by what they are for."""
+
+    weight_bytes: int
+    gradient_bytes: int
+    staging_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All together."""
+        return self.weight_bytes + self.gradient_bytes + self.staging_bytes
+
+
+def host_need(layout: Layout, plan: Plan, *, has_optimizer: bool) -> HostNeed:
+    """What the host must hold: weights of streamed chunks, twins of resident ones, deferred gradients, staging."""
+    weights = gradients = largest = largest_parameter = 0
+    for group in plan.groups:
+        for chunk, site in zip(layout.chunks_of(group.name), group.sites, strict=True):
+            is_updated = has_optimizer and site is Site.HOST and chunk.spans[0].parameter.requires_grad
+            if group.weights is Weights.STREAMED or is_updated:
+                weights += chunk.nbytes
+            if is_updated:
+                largest = max(largest, chunk.nbytes)
+                largest_parameter = max(largest_parameter, *(span.parameter.nbytes for span in chunk.spans))
+                if plan.schedule is Schedule.DEFERRED:
+                    gradients += chunk.nbytes
+    staging = 2 * (largest if plan.schedule is Schedule.IN_BACKWARD else largest_parameter)
+    return HostNeed(
+        weight_bytes=weights, gradient_bytes=gradients, staging_bytes=_padded(staging) + 4096 * bool(staging)
+    )
+
+
+class Binder:
+    """Makes the units of one session, group by group, so that no second copy of the whole model ever exists."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        plan: Plan,
+        mover: Mover,
+        pool: HostPool,
+        books: Books,
+        *,
+        has_optimizer: bool,
+        on_device_buffer: Callable[[torch.Tensor], None],
+    ) -> None:
+        self._plan = plan
+        self._layout = layout
+        self._mover = mover
+        self._pool = pool
+        self._books = books
+        self._has_optimizer = has_optimizer
+        self._on_device_buffer = on_device_buffer
+        self._parameters = dict(model.named_parameters())
+        self._owners: dict[int, list[tuple[nn.Module, str]]] = {}
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    self._owners.setdefault(id(parameter), []).append((module, name))
+
+    def bind(self, spec: GroupSpec, plan: GroupPlan, fill: Fill) -> Unit:
+        """Make one group's chunks, and point its parameters to them."""
+        is_resident = plan.weights is Weights.RESIDENT
+        chunks: list[Chunk] = []
+        bounds: list[Bound] = []
+        for chunk_spec, site in zip(self._layout.chunks_of(spec.name), plan.sites, strict=True):
+            chunk, bound = self._bind_chunk(chunk_spec, site, fill, is_resident=is_resident)
+            chunks.append(chunk)
+            bounds += bound
+        return Unit(StoredGroup(spec, chunks), bounds, is_resident=is_resident)
+
+    def _bind_chunk(self, spec: ChunkSpec, site: Site, fill: Fill, *, is_resident: bool) -> tuple[Chunk, list[Bound]]:
+        is_updated = self._has_optimizer and site is Site.HOST and spec.spans[0].parameter.requires_grad
+        host = self._pool.allocate(f"weights {spec.name}", spec.nbytes) if is_updated or not is_resident else None
+        self._books.charge(spec.nbytes, spec.name)
+        device = self._mover.device_buffer(spec.nbytes)
+        self._on_device_buffer(device)
+        homes = (
+            self._pool.allocate(f"gradients {spec.name}", spec.nbytes)
+            if is_updated and self._plan.schedule is Schedule.DEFERRED
+            else None
+        )
+        chunk = Chunk(spec, host, device)
+        bounds: list[Bound] = []
+        for span in spec.spans:
+            parameter = self._parameters[span.parameter.name]
+            host_view = None if host is None else view_of(host, span.offset_bytes, span.parameter)
+            device_view = view_of(device, span.offset_bytes, span.parameter)
+            assert isinstance(parameter, nn.Parameter)
+            with torch.no_grad():
+                fill(span.parameter, parameter, device_view if host_view is None else host_view)
+                if is_resident and host_view is not None:
+                    device_view.copy_(host_view)
+            home = device_view if is_resident else host_view
+            assert home is not None
+            if parameter.is_meta:
+                # The object stays the user's; a meta tensor cannot be given real data.
+                torch.utils.swap_tensors(parameter, nn.Parameter(home, requires_grad=parameter.requires_grad))
+            else:
+                parameter.data = home
+            bound = Bound(parameter, span.parameter, chunk, site, host_view=host_view, device_view=device_view)
+            bound.owners = self._owners[id(parameter)]
+            if is_updated:
+                bound.twin = host_view if is_resident else parameter.detach()
+            if homes is not None:
+                bound.gradient_home = view_of(homes, span.offset_bytes, span.parameter)
+            bounds.append(bound)
+        if is_resident:
+            chunk.become(ChunkState.RESIDENT)
+        else:
+            self._mover.shrink(device, [])
+            self._books.credit(spec.nbytes, spec.name)
+        return chunk, bounds
+
+
+def move_part(units: dict[str, Unit], key: str, flat: torch.Tensor) -> None:
+    """The arena moved a chunk's weights or gradients on the host: point everything to the new place."""
+    kind, _, name = key.partition(" ")
+    for unit in units.values():
+        for bound in unit.bounds:
+            chunk = bound.chunk
+            if chunk.spec.name != name:
+                continue
+            offset = next(span.offset_bytes for span in chunk.spec.spans if span.parameter.name == bound.spec.name)
+            view = view_of(flat, offset, bound.spec)
+            if kind == "gradients":
+                _move_gradient(bound, view)
+                continue
+            chunk.host = flat
+            bound.host_view = view
+            if unit.is_resident:
+                bound.twin = view if bound.twin is not None else None
+            elif not unit.looks_at_device:
+                bound.parameter.data = view
+                bound.twin = bound.parameter.detach() if bound.twin is not None else None
+
+
+def _move_gradient(bound: Bound, view: torch.Tensor) -> None:
+    old = bound.gradient_home
+    bound.gradient_home = view
+    if bound.gradient is not None and old is not None:
+        is_home = bound.gradient.data_ptr() == old.data_ptr()
+        if is_home:
+            bound.gradient.data = view
+
+
+def release(unit: Unit, original: dict[int, torch.device]) -> None:
+    """Give a unit's parameters memory of their own again, on the device where they came from."""
+    for bound in unit.bounds:
+        parameter = bound.parameter
+        unveil(parameter)
+        device = original.get(id(parameter), parameter.device)
+        gradient = parameter.grad
+        parameter.grad = None
+        parameter.data = parameter.data.to(device, copy=True)
+        if gradient is not None:
+            parameter.grad = gradient.detach().to(device, copy=True)
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // 512) * 512

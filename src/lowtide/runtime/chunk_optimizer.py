@@ -1,0 +1,134 @@
+"""ChunkOptimizer: runs the user's own torch optimizer on some of its parameters at a time.
+
+The step of an elementwise or per-parameter optimizer is the same whether it is given all parameters at once or one
+chunk after the other. So each chunk gets a shadow: an object of the optimizer's own class, with the same settings, over
+the chunk's tensors and their entries of the optimizer's state. The kernels and the choice between a loop, foreach and
+fused are torch's and the user's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lowtide import compat
+from lowtide.errors import UnsupportedOptimizerError
+
+Settings = tuple[Mapping[str, Any], ...]
+"""The settings of each param group at one moment: learning rate, decay, and the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One tensor to update, and the parameter under which its state is kept."""
+
+    parameter: torch.Tensor
+    target: torch.Tensor
+    """The parameter itself, or its twin on the host; its `.grad` is the gradient."""
+
+
+class ChunkOptimizer:
+    """Wraps the user's optimizer; owns nothing.
+
+    Raises:
+        UnsupportedOptimizerError: The optimizer looks across parameters, needs a closure, or keeps counters in its
+            param groups, which a step by chunks would advance several times.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self._group_of: dict[int, int] = {}
+        self.refresh_groups()
+        _refuse_what_looks_across(optimizer)
+
+    def refresh_groups(self) -> None:
+        """Read again which parameter is in which group."""
+        self._group_of = {
+            id(parameter): index
+            for index, group in enumerate(self.optimizer.param_groups)
+            for parameter in group["params"]
+        }
+
+    def knows(self, parameter: torch.Tensor) -> bool:
+        """Whether the optimizer has the parameter."""
+        return id(parameter) in self._group_of
+
+    def settings(self) -> Settings:
+        """The groups' settings now. Tensors are copied: a scheduler may change them before the update runs."""
+        return tuple(
+            {
+                key: value.clone() if isinstance(value, torch.Tensor) else value
+                for key, value in group.items()
+                if key != "params"
+            }
+            for group in self.optimizer.param_groups
+        )
+
+    def claim_state(self, updates: Sequence[Update]) -> None:
+        """Make the state's entries exist, in the thread that owns the dictionary."""
+        for update in updates:
+            self.optimizer.state[update.parameter]  # a defaultdict: looking makes the entry
+
+    def run(self, updates: Sequence[Update], settings: Settings) -> None:
+        """One optimizer step on these tensors."""
+        groups: dict[int, dict[str, Any]] = {}
+        for update in updates:
+            index = self._group_of[id(update.parameter)]
+            group = groups.setdefault(index, {**settings[index], "params": []})
+            group["params"].append(update.target)
+        state = {update.target: self.optimizer.state[update.parameter] for update in updates}
+        compat.shallow_optimizer(self.optimizer, list(groups.values()), state).step()
+
+    def place_state(self, parameter: torch.Tensor, device: torch.device) -> None:
+        """Move a parameter's state to where its update runs: it was made or loaded elsewhere."""
+        state = self.optimizer.state.get(parameter)
+        if not state:
+            return
+        group = self.optimizer.param_groups[self._group_of[id(parameter)]]
+        for key, value in state.items():
+            if not isinstance(value, torch.Tensor) or value.device == device:
+                continue
+            # torch keeps the step count on the host, unless the kernel reads it there.
+            if key == "step" and not (group.get("capturable") or group.get("fused")):
+                continue
+            state[key] = value.to(device)
+
+
+def _refuse_what_looks_across(optimizer: torch.optim.Optimizer) -> None:
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedOptimizerError(
+            f"{name} takes its step over all parameters at once and calls a closure several times, so no chunk can be "
+            "updated by itself; use an elementwise optimizer such as AdamW, or train this model without Lowtide"
+        )
+    for index, group in enumerate(optimizer.param_groups):
+        probe = torch.zeros(2, 2)
+        probe.grad = torch.zeros(2, 2)
+        before = {key: value for key, value in group.items() if key != "params"}
+        if isinstance(before.get("lr"), torch.Tensor):
+            before["lr"] = before["lr"].detach().cpu().clone()
+        after = {**before, "params": [probe]}
+        try:
+            compat.shallow_optimizer(optimizer, [after], {probe: {}}).step()
+        except Exception as error:
+            raise UnsupportedOptimizerError(
+                f"{name} could not take a step on one parameter alone (param group {index}): "
+                f"{type(error).__name__}: {error}; Lowtide updates chunk by chunk, which needs an elementwise or "
+                "per-parameter optimizer"
+            ) from error
+        changed = sorted(key for key in before if after[key] is not before[key] and not _same(after[key], before[key]))
+        changed += sorted(set(after) - set(before) - {"params"})
+        if changed:
+            raise UnsupportedOptimizerError(
+                f"{name} changes {', '.join(changed)} of its param group {index} in each step; a step by chunks would "
+                "change it once for every chunk, so Lowtide refuses it"
+            )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
+    return bool(one == other)

@@ -1,0 +1,27 @@
+"""Clipping by the global norm, over gradients on the device and on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+
+def clip_by_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+    """Scale the gradients in place so that their norm is at most `max_norm`; returns the norm they had.
+
+    The norm is the fp32 norm of the fp32 norms of the gradients, in the order of the parameters, wherever each gradient
+    lies; the factor is torch's. Waits for gradients that are still on their way to the host.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        return torch.tensor(0.0)
+    with torch.no_grad():
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+        device = next((norm.device for norm in norms if norm.device.type != "cpu"), norms[0].device)
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        by_device = {gradient.device: factor.to(gradient.device) for gradient in gradients}
+        for gradient in gradients:
+            gradient.mul_(by_device[gradient.device].to(gradient.dtype))
+    return total

@@ -1,0 +1,436 @@
+"""Engine: carries out the plan. Opens and closes groups around module calls and backwards, and starts updates.
+
+Everything here runs in the thread of the training loop, or in autograd's while the loop waits for it; only host updates
+run beside it. See `runtime.window` for when a group's backward starts and ends, `runtime.unit` for where parameters look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from lowtide import compat
+from lowtide.errors import HigherOrderError, NonFiniteLossError, SecondBackwardError, StaleBackwardError
+from lowtide.memory.access_order import AccessOrder
+from lowtide.memory.chunk import Chunk, StoredGroup
+from lowtide.memory.chunk_state import ChunkState
+from lowtide.memory.mover import Copied, Mover, Ticket
+from lowtide.memory.store import ChunkStore
+from lowtide.planning.plan import Schedule, Site
+from lowtide.runtime.backward import BackwardTask, is_away
+from lowtide.runtime.chunk_optimizer import Settings
+from lowtide.runtime.gradients import GradientMover
+from lowtide.runtime.host_worker import HostWorker
+from lowtide.runtime.recording import Recorder
+from lowtide.runtime.tensors import tensors_in
+from lowtide.runtime.unit import Bound, Unit
+from lowtide.runtime.updater import Updater
+from lowtide.runtime.window import Visit, Window
+
+
+class Engine:
+    """See the module's docstring. Made by `manage`, which connects `store` and `updater` before the first call."""
+
+    store: ChunkStore
+    updater: Updater | None
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        mover: Mover,
+        gradients: GradientMover,
+        worker: HostWorker,
+        recorder: Recorder,
+        schedule: Schedule,
+    ) -> None:
+        self.units = {unit.name: unit for unit in units}
+        self.mover = mover
+        self.recorder = recorder
+        self.schedule = schedule
+        self.worker = worker
+        self.updater = None
+        self.lost: str | None = None
+        """Why the last step must be repeated; None where nothing broke."""
+        self._gradients = gradients
+        self._tasks: dict[int, BackwardTask] = {}
+        self._orders: dict[tuple[bool, bool], AccessOrder] = {}
+        self._running: list[tuple[Window, Ticket]] = []
+        self._visit_started: dict[int, Ticket] = {}
+        self._loss: torch.Tensor | None = None
+        self._is_finite: torch.Tensor | None = None
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def watch_gradients(self) -> None:
+        """Be told when a parameter's gradient is complete, where that is not simply left to autograd."""
+        for unit in self.units.values():
+            if unit.is_resident and self.schedule is Schedule.DEFERRED and not any(map(is_away, unit.bounds)):
+                continue
+            for bound in unit.bounds:
+                if bound.parameter.requires_grad:
+                    hook = partial(self._on_gradient, unit, bound)
+                    self._handles.append(bound.parameter.register_post_accumulate_grad_hook(hook))
+
+    def stop_watching(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def forward_begins(self, window: Window) -> None:
+        """Open the module's groups."""
+        is_in_backward = compat.backward_number() is not None
+        if not is_in_backward:
+            self.check_broken()
+            self.worker.check()
+            if window.path == "" and not self._running:
+                self._begin_cycle(window)
+        self.recorder.phase = "backward" if is_in_backward else "forward"
+        for unit in window.units:
+            unit.check_unchanged()
+        opened: list[Unit] = []
+        try:
+            for unit in window.units:
+                self._open(unit)
+                opened.append(unit)
+        except BaseException:
+            for unit in opened:
+                self._close(unit)
+            raise
+        self._running.append((window, self.mover.now()))
+
+    def forward_ends(self, window: Window) -> None:
+        """Close them."""
+        running, started = self._running.pop()
+        assert running is window, f"the call of {window.path} ended before that of {running.path} inside it"
+        if window.units:
+            self.recorder.on_compute(window.units[0].name, self.recorder.phase, started, self.mover.now())
+        for unit in window.units:
+            self._close(unit)
+
+    def model_returned(self, window: Window, output: object) -> None:
+        """Remember the loss, if the model computes it: a step on a loss that is not finite is refused."""
+        del window
+        self._loss = None
+        if torch.is_grad_enabled() and compat.backward_number() is None:
+            for tensor in tensors_in(output):
+                if tensor.dim() == 0 and tensor.requires_grad and tensor.is_floating_point():
+                    self._loss = tensor.detach()
+                    break
+        elif compat.backward_number() is None:
+            self._rest()
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def backward_reached(self, visit: Visit, gradient: torch.Tensor) -> None:
+        """A gradient arrived at a module's output: open its groups."""
+        window = visit.window
+        if torch.is_grad_enabled() and any(not unit.is_resident for unit in window.units):
+            raise HigherOrderError(
+                f"create_graph=True asks for gradients of gradients through {window.path or 'the model'}, whose "
+                "weights are streamed and gone by then; make its group resident. Nothing was updated"
+            )
+        task = self._current_task(gradient)
+        if visit.backward == task.number:
+            return
+        for unit, generation in zip(window.units, visit.generations, strict=True):
+            self._refuse_old_weights(unit, generation)
+        self.recorder.phase = "backward"
+        visit.backward = task.number
+        for unit in window.units:
+            self._open(unit)
+            task.enter(unit)
+        visit.waiting_for = {
+            id(bound.parameter) for unit in window.units for bound in unit.bounds if bound.parameter.requires_grad
+        }
+        visit.is_open = True
+        task.open_visits.append(visit)
+        self._visit_started[id(visit)] = self.mover.now()
+
+    def backward_left(self, visit: Visit) -> None:
+        """A gradient left through a module's input: its backward is over."""
+        task = self._tasks.get(visit.backward) if visit.backward is not None else None
+        if task is not None and visit.is_open:
+            self._end_visit(task, visit)
+
+    def _on_gradient(self, unit: Unit, bound: Bound, parameter: torch.Tensor) -> None:
+        number = compat.backward_number()
+        assert number is not None
+        if unit.num_tasks == 0:
+            if not unit.is_resident:
+                return  # used outside its module's call, on the host: autograd has put the gradient where it belongs
+            self._refuse_old_weights(unit, unit.generation)
+            self._current_task(None).enter(unit)
+        task = self._current_task(None)
+        if unit.is_consumed:
+            self._refuse_old_weights(unit, unit.generation)
+        if is_away(bound):
+            self._gradients.take(bound)
+        bound.has_fired = True
+        for visit in list(task.open_visits):
+            if unit in visit.window.units:
+                visit.waiting_for.discard(id(parameter))
+                if not visit.num_inputs and not visit.waiting_for:
+                    self._end_visit(task, visit)
+        if self.schedule is Schedule.IN_BACKWARD:
+            self._complete(unit, task, is_last=False)
+
+    def _end_visit(self, task: BackwardTask, visit: Visit) -> None:
+        visit.is_open = False
+        task.open_visits.remove(visit)
+        for unit in visit.window.units:
+            unit.visits.discard(visit)
+            if self.schedule is Schedule.IN_BACKWARD:
+                self._complete(unit, task, is_last=False)
+        started = self._visit_started.pop(id(visit))
+        if visit.window.units:
+            self.recorder.on_compute(visit.window.units[0].name, "backward", started, self.mover.now())
+        for unit in visit.window.units:
+            self._close(unit)
+
+    def _end_task(self, number: int) -> None:
+        task = self._tasks.pop(number)
+        for visit in list(task.open_visits):
+            self._end_visit(task, visit)
+        if self.schedule is Schedule.IN_BACKWARD:
+            for unit in task.units.values():
+                self._complete(unit, task, is_last=True)
+        for unit in task.leave():
+            unit.look_at_host()
+            for bound in unit.bounds:
+                if is_away(bound) and self.schedule is Schedule.DEFERRED:
+                    self._gradients.expose(bound)
+                bound.has_fired = False
+            self.guard(unit)
+        self.store.prefetch()
+
+    def _complete(self, unit: Unit, task: BackwardTask, *, is_last: bool) -> None:
+        """Update the chunks whose gradients are complete."""
+        assert self.updater is not None
+        if not is_last and any(visit.backward != task.number for visit in unit.visits):
+            return  # another use of the same weights is still to come
+        for chunk in unit.group.chunks:
+            bounds = [bound for bound in unit.bounds if bound.chunk is chunk and bound.parameter.requires_grad]
+            fired = [bound for bound in bounds if bound.has_fired]
+            if not fired or (len(fired) < len(bounds) and not is_last):
+                continue
+            if not any(self.updater.optimizer.knows(bound.parameter) for bound in fired):
+                continue
+            self._update_chunk(unit, chunk, fired)
+
+    def _update_chunk(self, unit: Unit, chunk: Chunk, fired: list[Bound]) -> None:
+        assert self.updater is not None
+        settings = self.updater.optimizer.settings()
+        trained = [bound for bound in fired if self.updater.optimizer.knows(bound.parameter)]
+        for bound in fired:
+            bound.has_fired = False
+        if trained[0].site is Site.HOST:
+            self.updater.update_on_host(unit, chunk, trained, settings)
+        else:
+            self._open(unit)
+            started = self.mover.now()
+            self.updater.update_here(trained, (), settings)
+            for bound in trained:
+                bound.parameter.grad = None
+            if not unit.is_resident:
+                self.store.write_back(chunk)
+            self.recorder.on_compute(unit.name, "update", started, self.mover.now())
+            self._close(unit)
+        unit.generation += 1
+        unit.is_consumed = True
+
+    # -- between steps -------------------------------------------------------------------------------------------------
+
+    def check_broken(self) -> None:
+        """After a backward that raised: put everything back where it belongs, and remember that the step is lost."""
+        if compat.backward_number() is not None or not self._tasks:
+            return
+        moved = sorted(unit.label for unit in self.units.values() if unit.is_consumed)
+        for task in list(self._tasks.values()):
+            for visit in list(task.open_visits):
+                visit.is_open = False
+                task.open_visits.remove(visit)
+                self._visit_started.pop(id(visit), None)
+                for unit in visit.window.units:
+                    self._close(unit)
+            for unit in task.leave():
+                unit.look_at_host()
+                for bound in unit.bounds:
+                    if is_away(bound) and self.schedule is Schedule.DEFERRED:
+                        self._gradients.expose(bound)
+                    bound.has_fired = False
+                self.guard(unit)
+        self._tasks.clear()
+        self.store.order.forget_cycle()
+        if moved:
+            self.lost = (
+                "the backward of this step raised after it had updated "
+                f"{len(moved)} of {len(self.units)} groups ({', '.join(moved[:8])}{', ...' if len(moved) > 8 else ''}); "
+                "these have taken the step, the others have not. Load a checkpoint, or call zero_grad() to go on"
+            )
+        else:
+            self.lost = (
+                "the backward of this step raised, so its gradients are incomplete; weights and optimizer are as "
+                "before the step. Call zero_grad() and repeat the step"
+            )
+
+    def check_finite(self) -> None:
+        """Refuse a step whose loss was not finite."""
+        finite, self._is_finite = self._is_finite, None
+        if finite is not None and not bool(finite):
+            raise NonFiniteLossError(
+                "the loss of this step is NaN or infinite; nothing was updated, weights and optimizer are as before "
+                "the step, and the gradients are what that loss gave. Call zero_grad(), look at the batch and the "
+                "learning rate, and go on"
+            )
+
+    def is_quiet(self) -> bool:
+        """Whether no graph is alive, no window open and no work on the host's memory under way."""
+        if self._running or self._tasks:
+            return False
+        for unit in self.units.values():
+            if unit.visits or unit.group.num_open or any(chunk.host_work is not None for chunk in unit.group.chunks):
+                return False
+            if unit.looks_at_device and not unit.is_resident:
+                return False
+            if any(bound.pending for bound in unit.bounds):
+                return False
+        self.mover.drain()
+        return True
+
+    def settle_unit(self, unit: Unit) -> None:
+        """Somebody looks at a parameter: wait for its true value, and forget copies that a write would leave behind."""
+        if unit.group.num_open:
+            return
+        if compat.backward_number() is None:
+            self.check_broken()
+        for chunk in unit.group.chunks:
+            if chunk.state is not ChunkState.RESIDENT:
+                chunk.settle_host()
+        if unit.is_resident:
+            self.store.refresh(unit.name)
+        else:
+            self.store.drop(unit.name)
+            unit.look_at_host()
+        self.guard(unit)
+
+    def guard(self, unit: Unit) -> None:
+        """Veil the unit's parameters if something is pending for them, else leave them plain."""
+        if unit.group.num_open:
+            return
+        is_pending = unit.is_consumed or any(
+            chunk.host_work is not None
+            or chunk.state in (ChunkState.IDLE, ChunkState.FETCHING)
+            or (chunk.written is not None and not chunk.written.ended.is_done())
+            for chunk in unit.group.chunks
+        )
+        if is_pending or (unit.looks_at_device and not unit.is_resident):
+            unit.veil()
+        else:
+            unit.unveil()
+
+    def veil_gradient(self, bound: Bound) -> None:
+        """An update on the host reads the user's gradient: a look at it waits."""
+        self._gradients.veil(bound)
+
+    def update_streamed_on_device(self, unit: Unit, chunk: Chunk, bounds: Sequence[Bound], settings: Settings) -> None:
+        """Bring streamed weights to the device for their step there, and write them back."""
+        assert self.updater is not None
+        self.recorder.phase = "update"
+        self._open(unit)
+        started = self.mover.now()
+        self.updater.update_here(bounds, (), settings)
+        self.store.write_back(chunk)
+        self.recorder.on_compute(unit.name, "update", started, self.mover.now())
+        self._close(unit)
+        unit.look_at_host()
+        self.guard(unit)
+
+    # -- told by the store ---------------------------------------------------------------------------------------------
+
+    def on_copy(self, chunk: Chunk, copied: Copied, reason: str) -> None:
+        """For the statistics."""
+        self.recorder.on_copy(chunk, copied, reason)
+
+    def on_present(self, chunk: Chunk, at: Ticket) -> None:
+        """A copy on the device goes out of date when somebody writes to the parameter: watch it."""
+        self.recorder.on_present(chunk, at)
+        unit = self.units[chunk.spec.group]
+        if not unit.group.num_open:
+            unit.veil()
+
+    def on_absent(self, chunk: Chunk, at: Ticket) -> None:
+        """For the statistics."""
+        self.recorder.on_absent(chunk, at)
+
+    def on_wait(self, group: StoredGroup, reached: Ticket, copied: Sequence[Copied]) -> None:
+        """For the statistics."""
+        self.recorder.on_wait(group, reached, copied)
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _open(self, unit: Unit) -> None:
+        self.store.open(unit.name)
+        unit.look_at_device()
+
+    def _close(self, unit: Unit) -> None:
+        self.store.close(unit.name)
+        if unit.group.num_open:
+            return
+        if not unit.is_resident and any(chunk.host_work is not None for chunk in unit.group.chunks):
+            # The host is changing the weights: the copy on the device is the old one.
+            self.store.drop(unit.name)
+        self.guard(unit)
+
+    def _rest(self) -> None:
+        """No graph was made: parameters look at the host again."""
+        if self._running or self._tasks:
+            return
+        for unit in self.units.values():
+            if not unit.group.num_open and not unit.visits:
+                unit.look_at_host()
+                self.guard(unit)
+
+    def _begin_cycle(self, window: Window) -> None:
+        key = (window.module.training, torch.is_grad_enabled())
+        self.store.order.end_cycle()
+        self.store.order = self._orders.setdefault(key, self.store.order if not self._orders else AccessOrder())
+        self.recorder.begin_step()
+
+    def _current_task(self, gradient: torch.Tensor | None) -> BackwardTask:
+        number = compat.backward_number()
+        assert number is not None
+        task = self._tasks.get(number)
+        if task is None:
+            self._judge(gradient)
+            task = self._tasks[number] = BackwardTask(number)
+            compat.call_after_backward(partial(self._end_task, number))
+        return task
+
+    def _judge(self, gradient: torch.Tensor | None) -> None:
+        """Note whether the loss is finite: by its value where the model returned it, else by the first gradient."""
+        loss, self._loss = self._loss, None
+        evidence = loss if loss is not None else gradient
+        if evidence is None:
+            return
+        with torch.no_grad():
+            # A sum is not finite where an element is not, and makes no tensor of the gradient's size.
+            finite = torch.isfinite(evidence.sum(dtype=torch.promote_types(evidence.dtype, torch.float32)))
+        self._is_finite = finite if self._is_finite is None else self._is_finite & finite
+        if self.schedule is Schedule.IN_BACKWARD:
+            self.check_finite()
+
+    def _refuse_old_weights(self, unit: Unit, generation: int) -> None:
+        if unit.is_consumed:
+            raise SecondBackwardError(
+                f"a second backward reached group {unit.label} before step(), and the first one has updated its "
+                "weights already. Use the schedule 'deferred' to accumulate gradients over several backwards"
+            )
+        if unit.generation != generation:
+            raise StaleBackwardError(
+                f"this backward goes through the weights of group {unit.label} as they were {unit.generation - generation} "
+                "update(s) ago, and they are gone; run the forward again after optimizer.step(). Nothing was updated"
+            )

@@ -1,0 +1,142 @@
+"""GradientMover: takes finished gradients from the device to the host, and adds them to what is there.
+
+Deferred, a gradient lands in a home of its own on the host, where the user finds it as `p.grad`. In backward it lands in
+a staging buffer of its chunk, which the update gives back. A second gradient before the update is added on the host, in
+the order in which autograd would add it.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from lowtide.memory.allocation_cache import AllocationCache
+from lowtide.memory.chunk import Chunk, view_of
+from lowtide.memory.mover import Mover, Ticket
+from lowtide.planning.plan import Schedule
+from lowtide.runtime.host_worker import HostWorker
+from lowtide.runtime.recording import Recorder
+from lowtide.runtime.tensors import same_memory
+from lowtide.runtime.unit import Bound
+from lowtide.runtime.veil import unveil, veil
+
+
+class GradientLease:
+    """Veils a gradient on the host until it is complete and no update reads it."""
+
+    def __init__(self, bound: Bound) -> None:
+        self._bound = bound
+
+    def settle(self) -> None:
+        """Wait for the copies and the update, and unveil it."""
+        self._bound.settle_gradient()
+        if self._bound.gradient is not None:
+            unveil(self._bound.gradient)
+
+    def check_gradient(self) -> None:
+        """A gradient has none itself."""
+
+
+class GradientMover:
+    """See the module's docstring."""
+
+    def __init__(
+        self, mover: Mover, worker: HostWorker, cache: AllocationCache, schedule: Schedule, recorder: Recorder
+    ) -> None:
+        self._mover = mover
+        self._worker = worker
+        self._cache = cache
+        self._schedule = schedule
+        self._recorder = recorder
+
+    def take(self, bound: Bound) -> None:
+        """The parameter's gradient is complete on the device: send it to the host and let it go there."""
+        gradient = bound.parameter.grad
+        assert gradient is not None
+        bound.parameter.grad = None
+        is_first = not bound.has_fired
+        if self._schedule is Schedule.IN_BACKWARD:
+            home = self._staged(bound)
+        else:
+            if bound.stashed is not None and is_first:
+                # Accumulation: what is there already belongs to the user, wherever it lies.
+                bound.gradient, is_first = bound.stashed, False
+                unveil(bound.gradient)
+            elif is_first:
+                self._leave_old_gradient(bound)
+            assert bound.gradient is not None
+            # Not the user's own object: that one is veiled before the copy has happened.
+            home = same_memory(bound.gradient)
+        if is_first:
+            bound.pending.append(self._send(bound, home, gradient))
+        else:
+            self._send_and_add(bound, home, gradient)
+        bound.has_fired = True
+
+    def expose(self, bound: Bound) -> None:
+        """Backward is over: the user finds the gradient on the host at the parameter."""
+        gradient = bound.gradient if bound.has_fired else bound.stashed
+        bound.stashed = None
+        if gradient is None:
+            return
+        parameter = bound.parameter
+        if parameter.device == gradient.device:
+            parameter.grad = gradient
+        else:
+            # A parameter on the device may have a gradient on the host, but not be given one.
+            data = parameter.data
+            parameter.data = bound.host_view if bound.host_view is not None else gradient.detach()
+            parameter.grad = gradient
+            parameter.data = data
+        self.veil(bound)
+
+    def veil(self, bound: Bound) -> None:
+        """A look at the user's gradient waits for what is pending for it."""
+        if bound.pending and bound.gradient is not None and bound.parameter.grad is bound.gradient:
+            veil(bound.gradient, GradientLease(bound))
+
+    def _staged(self, bound: Bound) -> torch.Tensor:
+        chunk = bound.chunk
+        if chunk.staging is None:
+            chunk.staging = self._cache.take(chunk.spec.nbytes)
+        if bound.gradient is None or not bound.has_fired:
+            bound.gradient = _home_in(chunk, chunk.staging, bound)
+        return bound.gradient
+
+    def _leave_old_gradient(self, bound: Bound) -> None:
+        """A new gradient is written where the last one lay, unless somebody still holds that one."""
+        assert bound.gradient_home is not None
+        old = bound.gradient
+        # Two references: the attribute and the local name; `getrefcount` adds its own.
+        if old is not None and sys.getrefcount(old) > 3:
+            bound.settle_gradient()
+            unveil(old)
+            old.data = old.detach().clone()
+        bound.gradient = bound.gradient_home.view_as(bound.gradient_home)
+
+    def _send(self, bound: Bound, target: torch.Tensor, gradient: torch.Tensor) -> Ticket:
+        copied = self._mover.to_host(target, gradient, [self._mover.now()])
+        self._recorder.on_gradient(bound.chunk, copied, gradient.nbytes)
+        return copied.ended
+
+    def _send_and_add(self, bound: Bound, total: torch.Tensor, gradient: torch.Tensor) -> None:
+        buffer = self._cache.take(max(gradient.nbytes, 1))
+        staging = view_of(buffer, 0, bound.spec)
+        before = tuple(bound.pending)
+        arrived = self._send(bound, staging, gradient)
+
+        def add() -> None:
+            for earlier in before:
+                earlier.wait()
+            arrived.wait()
+            with torch.no_grad():
+                total.add_(staging)
+            self._cache.give_back(buffer)
+
+        bound.pending.append(self._worker.submit(add))
+
+
+def _home_in(chunk: Chunk, buffer: torch.Tensor, bound: Bound) -> torch.Tensor:
+    span = next(span for span in chunk.spec.spans if span.parameter.name == bound.spec.name)
+    return view_of(buffer, span.offset_bytes, bound.spec)

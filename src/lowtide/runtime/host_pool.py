@@ -1,0 +1,101 @@
+"""HostPool: the session's host memory for weights, gradients and staging, as one locked buffer with narrowed views."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from lowtide.errors import BudgetError
+from lowtide.memory.allocation_cache import AllocationCache, CacheCounts
+from lowtide.memory.arena import Arena, ArenaCounts
+from lowtide.memory.mover import Mover
+from lowtide.runtime.host_worker import HostWorker
+
+
+class HostPool:
+    """Hands out parts of one buffer; staging goes through a cache, so that equal requests find it ready.
+
+    Staging that is asked for while all of it is in use waits for the host's oldest work, which gives some back: the
+    computation is slowed down to the host's pace instead of taking memory without end.
+
+    Args:
+        num_bytes: Of the whole buffer.
+        on_move: Told where a part lies after a defragmentation.
+        may_move: Whether parts may be moved now.
+    """
+
+    def __init__(
+        self,
+        mover: Mover,
+        worker: HostWorker,
+        num_bytes: int,
+        *,
+        cached_buffers: int,
+        defragment_every: int,
+        on_move: Callable[[str, torch.Tensor], None],
+        may_move: Callable[[], bool],
+        poison: bool,
+    ) -> None:
+        self.buffer = mover.host_buffer(num_bytes)
+        self._mover = mover
+        self._worker = worker
+        self._lock = threading.RLock()
+        self._num_staged = 0
+        self._staged: dict[int, str] = {}
+        self._arena = Arena(
+            self.buffer,
+            on_move,
+            may_move=lambda: may_move() and not self._staged,
+            defragment_every=defragment_every,
+            name="host",
+            poison=poison,
+        )
+        self.staging = AllocationCache(self._take_staging, cached_buffers, self._free_staging, poison=poison)
+
+    def allocate(self, key: str, num_bytes: int) -> torch.Tensor:
+        """A part that stays until `free`."""
+        with self._lock:
+            return self._arena.allocate(key, num_bytes)
+
+    def free(self, key: str) -> None:
+        """Give a part back."""
+        with self._lock:
+            self._arena.free(key)
+
+    def tick(self) -> None:
+        """A step is over: the arena may tidy up."""
+        with self._lock:
+            self._arena.tick()
+
+    def counts(self) -> tuple[CacheCounts, ArenaCounts]:
+        """What the cache and the arena did so far."""
+        return self.staging.counts, self._arena.counts
+
+    @property
+    def used_bytes(self) -> int:
+        """What is handed out."""
+        return self._arena.capacity_bytes - self._arena.free_bytes
+
+    def close(self) -> None:
+        """Unlock the buffer; views of it must be gone."""
+        self.staging.clear()
+        self._mover.free_host_buffer(self.buffer)
+
+    def _take_staging(self, num_bytes: int) -> torch.Tensor:
+        while True:
+            try:
+                with self._lock:
+                    key = f"staging {self._num_staged}"
+                    buffer = self._arena.allocate(key, num_bytes)
+                    self._num_staged += 1
+                    self._staged[buffer.data_ptr()] = key
+                    return buffer
+            except BudgetError:
+                if not self._worker.wait_for_oldest():
+                    raise
+
+    def _free_staging(self, buffer: torch.Tensor) -> None:
+        with self._lock:
+            self._arena.free(self._staged.pop(buffer.data_ptr()))

@@ -1,0 +1,293 @@
+"""Machinery: the parts of one session, put together and taken apart."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from lowtide.memory.capacity import host_capacity_bytes, pinned_capacity_bytes
+from lowtide.memory.chunk import Chunk
+from lowtide.memory.layout_types import Layout
+from lowtide.memory.mover import Mover
+from lowtide.memory.store import Books, ChunkStore
+from lowtide.memory.tier import Tier
+from lowtide.planning.plan import Plan, Schedule
+from lowtide.planning.window_need import window_bytes_needed
+from lowtide.runtime.backward import is_away
+from lowtide.runtime.binding import Binder, Fill, host_need, move_part, release
+from lowtide.runtime.chunk_optimizer import ChunkOptimizer
+from lowtide.runtime.engine import Engine
+from lowtide.runtime.gradients import GradientMover
+from lowtide.runtime.host_pool import HostPool
+from lowtide.runtime.host_worker import HostWorker
+from lowtide.runtime.managed_optimizer import ManagedOptimizer
+from lowtide.runtime.recording import Recorder, is_resident
+from lowtide.runtime.session_stats import CacheRow, ChunkRow, SessionStats, TierRow
+from lowtide.runtime.timeline import Timeline
+from lowtide.runtime.tracked_memory import TrackedMemory
+from lowtide.runtime.unit import Unit
+from lowtide.runtime.updater import Updater
+from lowtide.runtime.window import Window
+
+
+class Machinery:
+    """Everything that a session owns. Built in one go, taken apart by `close`.
+
+    Args:
+        mover: Of the device; an emulated one comes with `tracked`.
+        tracked: The emulated device's books; None on a real one.
+        fill: Where each parameter's values come from.
+        poison: Fill memory that holds nothing with NaN.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        plan: Plan,
+        layout: Layout,
+        mover: Mover,
+        *,
+        tracked: TrackedMemory | None,
+        fill: Fill,
+        max_grad_norm: float | None,
+        poison: bool,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.plan = plan
+        self._layout = layout
+        self._mover = mover
+        self._tracked = tracked
+        self._clock_origin_s = time.perf_counter()
+        self._original = {id(parameter): parameter.device for parameter in model.parameters() if not parameter.is_meta}
+        self._need = host_need(layout, plan, has_optimizer=optimizer is not None)
+        self._host = Tier("host", _budget(plan.budgets.host_bytes, host_capacity_bytes()))
+        self._pinned = Tier("pinned", _budget(plan.budgets.pinned_bytes, pinned_capacity_bytes()))
+        for tier in (self._host, self._pinned):
+            for what in ("weights", "gradients", "staging"):
+                tier.charge(getattr(self._need, f"{what.removesuffix('s')}_bytes"), what)
+        self._device = Tier("device", plan.budgets.device_bytes if plan.budgets.device_bytes is not None else 1 << 62)
+        self._books: Books = tracked if tracked is not None else self._device
+        self._recorder = Recorder()
+        self._worker = HostWorker()
+        self._units: dict[str, Unit] = {}
+        # An emulated device's host memory must not be born on the device.
+        with contextlib.nullcontext() if tracked is None else tracked.on_host():
+            self._pool = HostPool(
+                mover,
+                self._worker,
+                self._need.total_bytes,
+                cached_buffers=plan.cached_buffers,
+                defragment_every=plan.defragment_every,
+                on_move=lambda key, flat: move_part(self._units, key, flat),
+                may_move=self._is_quiet,
+                poison=poison,
+            )
+        if tracked is not None:
+            tracked.exclude(self._pool.buffer)
+        self._units = self._bind(fill)
+        self._engine = self._make_engine()
+        self._windows = self._make_windows()
+        self._managed = self._make_optimizer(max_grad_norm)
+        for window in self._windows:
+            window.install()
+
+    # -- asked by the session ------------------------------------------------------------------------------------------
+
+    @property
+    def last_grad_norm(self) -> torch.Tensor | None:
+        """The norm before clipping."""
+        return None if self._managed is None else self._managed.last_norm
+
+    def settle(self) -> None:
+        """Wait until every update is made and every copy is done."""
+        for unit in self._units.values():
+            self._engine.settle_unit(unit)
+        self._worker.check()
+        self._mover.drain()
+
+    def timeline(self) -> Timeline:
+        """What the lanes did in the last steps."""
+        self._mover.drain()
+        resident = [chunk for chunk in self._chunks() if is_resident(chunk)]
+        return self._recorder.timeline(self._mover.now(), is_emulated=self._tracked is not None, resident=resident)
+
+    def stats(self) -> SessionStats:
+        """What happened so far."""
+        timeline = self.timeline()
+        cache, _ = self._pool.counts()
+        length_s = max(timeline.end_s - timeline.start_s, 1e-12)
+        present: dict[str, float] = {}
+        for span in timeline.residency:
+            present[span.chunk] = present.get(span.chunk, 0.0) + span.duration_s
+        plans = {group.name: group for group in self.plan.groups}
+        rows = tuple(
+            ChunkRow(
+                name=chunk.name,
+                group=chunk.group,
+                num_bytes=chunk.nbytes,
+                weights=plans[chunk.group].weights.value,
+                site=site.value,
+                num_fetches=live.num_fetches,
+                resident_share=min(1.0, present.get(chunk.name, 0.0) / length_s),
+            )
+            for group in self.plan.groups
+            for chunk, site, live in zip(
+                self._layout.chunks_of(group.name), group.sites, self._units[group.name].group.chunks, strict=True
+            )
+        )
+        return SessionStats(
+            num_steps=self._recorder.step,
+            moved=self._recorder.moved(),
+            exposed_copy_s=timeline.exposed_copy_s(),
+            seconds=self._recorder.seconds(timeline),
+            chunks=rows,
+            cache=CacheRow(hits=cache.num_hits, misses=cache.num_misses, held_bytes=cache.held_bytes),
+            tiers=self._tiers(),
+            is_emulated=self._tracked is not None,
+        )
+
+    def close(self) -> None:
+        """Take everything apart; model and optimizer are plain afterwards, whatever condition the session was in."""
+        try:
+            self._engine.check_broken()
+            self.settle()
+        finally:
+            self._worker.close()
+            for window in self._windows:
+                window.remove()
+            self._engine.stop_watching()
+            if self._managed is not None:
+                self._managed.remove()
+            for unit in self._units.values():
+                unit.is_consumed = False
+                unit.look_at_host()
+                release(unit, self._original)
+            self._return_state()
+            self._pool.close()
+            if self._tracked is not None:
+                self._tracked.stop()
+
+    # -- putting together ----------------------------------------------------------------------------------------------
+
+    def _bind(self, fill: Fill) -> dict[str, Unit]:
+        binder = Binder(
+            self.model,
+            self._layout,
+            self.plan,
+            self._mover,
+            self._pool,
+            self._books,
+            has_optimizer=self.optimizer is not None,
+            on_device_buffer=lambda buffer: None if self._tracked is None else self._tracked.exclude_charged(buffer),
+        )
+        groups = {group.name: group for group in self._layout.groups}
+        return {plan.name: binder.bind(groups[plan.name], plan, fill) for plan in self.plan.groups}
+
+    def _make_engine(self) -> Engine:
+        gradients = GradientMover(self._mover, self._worker, self._pool.staging, self.plan.schedule, self._recorder)
+        engine = Engine(
+            list(self._units.values()), self._mover, gradients, self._worker, self._recorder, self.plan.schedule
+        )
+        window_bytes = self.plan.budgets.window_bytes
+        engine.store = ChunkStore(
+            [unit.group for unit in self._units.values()],
+            self._mover,
+            [self._books],
+            window_bytes=window_bytes if window_bytes is not None else window_bytes_needed(self._layout, self.plan),
+            prefetch_depth=self.plan.prefetch_depth,
+            listener=engine,
+        )
+        for unit in self._units.values():
+            unit.settler = engine
+        return engine
+
+    def _make_windows(self) -> list[Window]:
+        by_path: dict[str, list[Unit]] = {}
+        for unit in self._units.values():
+            if unit.is_resident and not any(map(is_away, unit.bounds)):
+                continue
+            for path in unit.group.spec.windows:
+                by_path.setdefault(path, []).append(unit)
+        if by_path or self.plan.schedule is Schedule.IN_BACKWARD:
+            by_path.setdefault("", [])
+        return [
+            Window(self.model.get_submodule(path), path, tuple(units), self._engine) for path, units in by_path.items()
+        ]
+
+    def _make_optimizer(self, max_grad_norm: float | None) -> ManagedOptimizer | None:
+        is_plain = self.plan.schedule is Schedule.DEFERRED and not self._windows and max_grad_norm is None
+        if self.optimizer is None or is_plain:
+            return None
+        chunk_optimizer = ChunkOptimizer(self.optimizer)
+        updater = Updater(
+            chunk_optimizer,
+            self._engine.store,
+            self._worker,
+            self._pool.staging,
+            self._recorder,
+            clock_origin_s=self._clock_origin_s,
+        )
+        self._engine.updater = updater
+        self._engine.watch_gradients()
+        updater.place_state(list(self._units.values()), self._mover.device)
+        managed = ManagedOptimizer(self.optimizer, self._engine, updater, max_grad_norm=max_grad_norm)
+        managed.install()
+        return managed
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _is_quiet(self) -> bool:
+        """Whether nothing points into the host's memory but what `move_part` knows."""
+        return bool(self._units) and self._engine.is_quiet()
+
+    def _chunks(self) -> Sequence[Chunk]:
+        return [chunk for unit in self._units.values() for chunk in unit.group.chunks]
+
+    def _return_state(self) -> None:
+        if self.optimizer is None:
+            return
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                state = self.optimizer.state.get(parameter, {})
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor) and key != "step" and value.device != parameter.device:
+                        state[key] = value.to(parameter.device)
+
+    def _tiers(self) -> tuple[TierRow, ...]:
+        store = self._engine.store
+        resident = sum(chunk.spec.nbytes for chunk in self._chunks() if is_resident(chunk))
+        budget = self.plan.budgets.device_bytes
+        if self._tracked is not None:
+            peak = self._tracked.peak_bytes
+        elif self._mover.device.type == "cuda":
+            peak = torch.cuda.max_memory_reserved(self._mover.device)
+        else:
+            peak = resident + store.peak_bytes
+        return (
+            TierRow(tier="device", peak_bytes=peak, budget_bytes=budget),
+            TierRow(
+                tier="device chunks",
+                peak_bytes=resident + store.peak_bytes,
+                predicted_bytes=resident + min(store.window_bytes, self._streamed_bytes()),
+            ),
+            TierRow(
+                tier="host",
+                peak_bytes=self._host.peak_bytes,
+                budget_bytes=self._host.budget_bytes,
+                predicted_bytes=self._need.total_bytes,
+            ),
+            TierRow(tier="pinned", peak_bytes=self._pinned.peak_bytes, budget_bytes=self._pinned.budget_bytes),
+        )
+
+    def _streamed_bytes(self) -> int:
+        return sum(chunk.spec.nbytes for chunk in self._chunks() if not is_resident(chunk))
+
+
+def _budget(given: int | None, capacity: int) -> int:
+    return capacity if given is None else given

@@ -1,0 +1,145 @@
+"""manage: put a model under management, so that it trains inside the memory there is, under an unchanged loop."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from lowtide.errors import SessionError
+from lowtide.memory.cuda_mover import CudaMover
+from lowtide.memory.emulated_mover import EmulatedMover
+from lowtide.memory.groups import find_groups
+from lowtide.memory.layout import lay_out
+from lowtide.memory.layout_types import ParameterSpec
+from lowtide.memory.mover import Mover
+from lowtide.memory.unmanaged import unmanaged_parameters
+from lowtide.planning.check_plan import check_plan
+from lowtide.planning.plan import Plan, Schedule
+from lowtide.runtime.machinery import Machinery
+from lowtide.runtime.session import Session
+from lowtide.runtime.tracked_memory import TrackedMemory
+from lowtide.runtime.weight_file import WeightFile
+
+_MANAGED: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
+"""Open sessions by the `id` of their model."""
+
+
+def manage(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    plan: Plan,
+    *,
+    device: torch.device | str | None = None,
+    weights: str | Path | None = None,
+    max_grad_norm: float | None = None,
+    poison: bool | None = None,
+) -> Session:
+    """Carry out a plan: spread the model's weights, gradients and optimizer state over device and host.
+
+    The training loop stays as it is. Parameters are the same objects as before; between their uses they hold the true
+    value, on the device for a resident group and on the host for a streamed one. `Session.close` undoes everything.
+
+    Args:
+        model: On the CPU, on the device, or on meta with `weights`.
+        optimizer: Made from the model's parameters; None to run the model without training it.
+        plan: Made for this model, for example by `make_plan`.
+        device: A CUDA device; "cpu" emulates one in host memory. By default the current CUDA device, if there is one.
+        weights: A safetensors file, or a folder of them, to fill a model on meta from, group by group.
+        max_grad_norm: Clip the gradients by their global norm in each `optimizer.step()`.
+        poison: Fill memory that holds nothing with NaN, so that a fault shows. By default on an emulated device only.
+
+    Raises:
+        PlanError: The plan is for another model, or its budgets cannot hold the largest group.
+        BudgetError: A tier has not the bytes that the plan asks of it.
+        SessionError: The model is managed already, or its parameters have no values.
+        UnsupportedOptimizerError: The optimizer cannot be run chunk by chunk.
+    """
+    open_session = _MANAGED.get(id(model))
+    if open_session is not None and open_session.is_open:
+        raise SessionError("this model is under management already; close that session first")
+    if max_grad_norm is not None and plan.schedule is Schedule.IN_BACKWARD:
+        raise SessionError(
+            f"max_grad_norm={max_grad_norm} needs all gradients before the first update, and the schedule 'in_backward' "
+            "updates each chunk as soon as its own is there; use the schedule 'deferred'"
+        )
+    layout = lay_out(find_groups(model), chunk_bytes=plan.chunk_bytes)
+    check_plan(plan, layout)
+    _require_values(model, weights)
+    target = _device(device)
+    tracked = None if target.type == "cuda" else TrackedMemory(plan.budgets.device_bytes)
+    mover: Mover = EmulatedMover() if tracked is not None else CudaMover(target, poison=bool(poison))
+    if target.type == "cuda" and plan.budgets.device_bytes is not None:
+        total = torch.cuda.get_device_properties(target).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, plan.budgets.device_bytes / total), target)
+    file = None if weights is None else WeightFile(weights)
+    machinery = Machinery(
+        model,
+        optimizer,
+        plan,
+        layout,
+        mover,
+        tracked=tracked,
+        fill=_copy_values if file is None else file.fill,
+        max_grad_norm=max_grad_norm,
+        poison=poison if poison is not None else tracked is not None,
+    )
+    _place_the_rest(model, target, tracked, file)
+    if tracked is not None:
+        tracked.start()
+    if target.type == "cuda":
+        torch.cuda.synchronize(target)
+    session = Session(machinery)
+    _MANAGED[id(model)] = session
+    return session
+
+
+def _copy_values(spec: ParameterSpec, parameter: nn.Parameter, home: torch.Tensor) -> None:
+    del spec
+    home.copy_(parameter.data)
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    target = torch.device(device)
+    is_any_cuda = target.type == "cuda" and "cuda:" not in str(target)
+    return torch.device("cuda", torch.cuda.current_device()) if is_any_cuda else target
+
+
+def _require_values(model: nn.Module, weights: str | Path | None) -> None:
+    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if empty and weights is None:
+        raise SessionError(
+            f"{len(empty)} parameters are on the meta device and have no values, the first is {empty[0]}; give "
+            "weights=FILE_OR_FOLDER of safetensors, or build the model on the CPU"
+        )
+
+
+def _place_the_rest(
+    model: nn.Module, target: torch.device, tracked: TrackedMemory | None, file: WeightFile | None
+) -> None:
+    """Buffers and parameters that are not managed go to the device whole."""
+    named = dict(model.named_parameters())
+    for name, _ in unmanaged_parameters(model):
+        if name in named:
+            named[name].data = named[name].data.to(target)
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            full_name = f"{path}.{name}" if path else name
+            if buffer.is_meta:
+                if file is None or full_name not in file:
+                    raise SessionError(
+                        f"buffer {full_name} is on the meta device and no weight file has it; build the model so that "
+                        "only parameters are on meta, or set the buffer before you manage the model"
+                    )
+                module._buffers[name] = file.tensor(full_name).to(target)
+            else:
+                module._buffers[name] = buffer.to(target)
+    if tracked is not None:
+        for buffer in model.buffers():
+            tracked.include(buffer)

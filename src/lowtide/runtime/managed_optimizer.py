@@ -1,0 +1,197 @@
+"""ManagedOptimizer: makes the user's own optimizer object step through the session.
+
+The object stays the user's: schedulers, scalers and param groups go on working, because they hold this very object.
+Only its `step` and `zero_grad` are replaced, as attributes of the instance, and put back by `close`.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from lowtide import compat
+from lowtide.errors import StepLostError
+from lowtide.planning.plan import Schedule, Site
+from lowtide.runtime.chunk_optimizer import Settings
+from lowtide.runtime.clipping import clip_by_norm
+from lowtide.runtime.engine import Engine
+from lowtide.runtime.unit import Unit
+from lowtide.runtime.updater import Updater
+
+
+class ManagedOptimizer:
+    """Steps an optimizer by chunks.
+
+    Args:
+        optimizer: The user's.
+        engine: Knows the units and their condition.
+        updater: Runs the updates.
+        max_grad_norm: Clip the gradients to this norm before each step; None leaves them.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, engine: Engine, updater: Updater, *, max_grad_norm: float | None
+    ) -> None:
+        self._optimizer = optimizer
+        self._engine = engine
+        self._updater = updater
+        self._max_grad_norm = max_grad_norm
+        self.last_norm: torch.Tensor | None = None
+        """The norm before clipping, of the last step with `max_grad_norm`."""
+        self._replaced: dict[str, object] = {}
+        self._handles: list[Any] = []
+
+    def install(self) -> None:
+        """Take over `step` and `zero_grad`, and be asked before state is read or after it is loaded."""
+        session = self
+
+        def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            return session._step(closure)
+
+        def zero_grad(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+            session._zero_grad(set_to_none)
+
+        for name, function in (("step", step), ("zero_grad", zero_grad)):
+            if name in vars(self._optimizer):
+                self._replaced[name] = vars(self._optimizer)[name]
+            # Bound methods: schedulers wrap `step.__func__`.
+            setattr(self._optimizer, name, types.MethodType(function, self._optimizer))
+        self._handles = [
+            self._optimizer.register_state_dict_pre_hook(lambda optimizer: self.settle()),
+            self._optimizer.register_load_state_dict_pre_hook(lambda optimizer, state: self.settle()),
+            self._optimizer.register_load_state_dict_post_hook(lambda optimizer: self._after_load()),
+        ]
+
+    def remove(self) -> None:
+        """Give the optimizer back as it was."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for name in ("step", "zero_grad"):
+            vars(self._optimizer).pop(name, None)
+            if name in self._replaced:
+                setattr(self._optimizer, name, self._replaced[name])
+        self._replaced.clear()
+
+    def settle(self) -> None:
+        """Wait until every update has been made."""
+        for unit in self._engine.units.values():
+            self._engine.settle_unit(unit)
+        self._engine.worker.check()
+
+    def _after_load(self) -> None:
+        self._updater.optimizer.refresh_groups()
+        self._updater.place_state(list(self._engine.units.values()), self._engine.mover.device)
+
+    # -- the two methods -----------------------------------------------------------------------------------------------
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
+        engine = self._engine
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        engine.check_broken()
+        engine.worker.check()
+        if engine.lost is not None:
+            raise StepLostError(engine.lost)
+        engine.check_finite()
+        before, after = compat.step_hooks(self._optimizer)
+        for hook in before:
+            hook(self._optimizer, (), {})
+        self._updater.optimizer.refresh_groups()
+        self._update()
+        for unit in engine.units.values():
+            if unit.is_consumed:
+                unit.is_consumed = False
+                engine.guard(unit)
+        for hook in after:
+            hook(self._optimizer, (), {})
+        compat.mark_stepped(self._optimizer)
+        return result
+
+    def _zero_grad(self, set_to_none: bool) -> None:
+        self._engine.check_broken()
+        self._engine.lost = None
+        for unit in self._engine.units.values():
+            if unit.is_consumed:
+                # Given up between backward and step: the weights have moved, the gradients are gone.
+                unit.is_consumed = False
+                self._engine.guard(unit)
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if set_to_none:
+                    parameter.grad = None
+                else:
+                    if parameter.grad.grad_fn is not None:
+                        parameter.grad.detach_()
+                    else:
+                        parameter.grad.requires_grad_(False)
+                    parameter.grad.zero_()
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _update(self) -> None:
+        optimizer = self._updater.optimizer
+        settings = optimizer.settings()
+        units = list(self._engine.units.values())
+        if self._max_grad_norm is not None:
+            parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+            self.last_norm = clip_by_norm(parameters, self._max_grad_norm)
+        managed = {id(bound.parameter) for unit in units for bound in unit.bounds}
+        loose = [
+            parameter
+            for group in self._optimizer.param_groups
+            for parameter in group["params"]
+            if id(parameter) not in managed
+        ]
+        if self._engine.schedule is Schedule.IN_BACKWARD:
+            self._updater.update_here((), loose, settings)
+            return
+        self._update_resident(units, loose, settings)
+        for unit in units:
+            self._update_unit(unit, settings)
+
+    def _update_resident(self, units: Sequence[Unit], loose: Sequence[torch.Tensor], settings: Settings) -> None:
+        """All that stays on the device in one step, as plain torch takes it."""
+        known = self._updater.optimizer
+        bounds = [
+            bound
+            for unit in units
+            if unit.is_resident
+            for bound in unit.bounds
+            if bound.site is Site.DEVICE and known.knows(bound.parameter)
+        ]
+        for unit in units:
+            if unit.is_resident and any(bound.parameter.grad is not None for bound in unit.bounds):
+                unit.generation += 1
+        self._updater.update_here(bounds, loose, settings)
+
+    def _update_unit(self, unit: Unit, settings: Settings) -> None:
+        """A unit's chunks on the host, and its streamed ones on the device."""
+        engine, known = self._engine, self._updater.optimizer
+        is_updated = False
+        for chunk in unit.group.chunks:
+            bounds = [
+                bound
+                for bound in unit.bounds
+                if bound.chunk is chunk and known.knows(bound.parameter) and bound.parameter.grad is not None
+            ]
+            if not bounds:
+                continue
+            if bounds[0].site is Site.HOST:
+                self._updater.update_on_host(unit, chunk, bounds, settings)
+                engine.store.drop(unit.name)
+                for bound in bounds:
+                    engine.veil_gradient(bound)
+            elif not unit.is_resident:
+                engine.update_streamed_on_device(unit, chunk, bounds, settings)
+            is_updated = is_updated or not unit.is_resident
+        if is_updated:
+            unit.generation += 1
+        engine.guard(unit)

@@ -1,0 +1,84 @@
+"""Session: a model under management, with its optimizer."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from lowtide.errors import SessionError
+from lowtide.planning.plan import Plan
+from lowtide.runtime.session_stats import SessionStats
+from lowtide.runtime.timeline import Timeline
+
+if TYPE_CHECKING:
+    from lowtide.runtime.machinery import Machinery
+
+
+class Session:
+    """What `manage` gives back. The model and the optimizer are the user's own objects.
+
+    Example:
+        >>> import lowtide
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> with lowtide.manage(model, optimizer, lowtide.make_plan(model)) as session:
+        ...     model(torch.ones(3, 4)).sum().backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> session.is_open
+        False
+    """
+
+    def __init__(self, machinery: Machinery) -> None:
+        self._machinery: Machinery | None = machinery
+        self.model: nn.Module = machinery.model
+        self.optimizer: torch.optim.Optimizer | None = machinery.optimizer
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the model is under management."""
+        return self._machinery is not None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that is being carried out."""
+        return self._open().plan
+
+    @property
+    def last_grad_norm(self) -> torch.Tensor | None:
+        """The norm of the gradients before clipping, where `max_grad_norm` was given; None before the first step."""
+        return self._open().last_grad_norm
+
+    def stats(self) -> SessionStats:
+        """Bytes moved, time, residency and peaks so far. Waits for the work that is under way."""
+        return self._open().stats()
+
+    def timeline(self) -> Timeline:
+        """What each lane did in the last steps, and which chunks were on the device."""
+        return self._open().timeline()
+
+    def settle(self) -> None:
+        """Wait until every update is made and every copy is done."""
+        self._open().settle()
+
+    def close(self) -> None:
+        """Give the plain model and optimizer back, each parameter where it was before. May be repeated."""
+        if self._machinery is not None:
+            machinery, self._machinery = self._machinery, None
+            machinery.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self) -> Machinery:
+        if self._machinery is None:
+            raise SessionError("this session is closed; the model and the optimizer are plain again. Manage them anew")
+        return self._machinery

@@ -1,0 +1,181 @@
+"""SessionStats: what a session did since its first step, in numbers: bytes moved, time, residency, peaks.
+
+The numbers are sums over all steps, unlike a `Timeline`, which may hold the last steps only. They are written as JSON
+under the schema `lowtide.session_stats/1` and read back strictly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lowtide.config import from_plain, to_plain
+from lowtide.errors import BadRecordError, ConfigError
+from lowtide.plain_text import Plain
+from lowtide.runtime.timeline import Reason
+
+SCHEMA = "lowtide.session_stats/1"
+
+_AGAIN = "take the statistics again with session.stats(), or read an undamaged copy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovedRow:
+    """Copies in one direction for one reason."""
+
+    direction: str
+    """`to device` or `to host`, as the lanes are called."""
+    reason: Reason
+    num_bytes: int
+    num_copies: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseSeconds:
+    """Time on the compute lane by phase; waiting is apart from the phases, so that the four sum to the whole."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    update_s: float = 0.0
+    waiting_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """All four together."""
+        return math.fsum((self.forward_s, self.backward_s, self.update_s, self.waiting_s))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkRow:
+    """One chunk: what the plan says of it and how often it travelled."""
+
+    name: str
+    group: str
+    num_bytes: int
+    weights: str
+    """`resident` or `streamed`."""
+    site: str
+    """Where it is updated: `device` or `host`."""
+    num_fetches: int
+    resident_share: float
+    """The part of the session's time, 0 to 1, in which it held bytes of the device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheRow:
+    """The cache of released buffers."""
+
+    hits: int = 0
+    misses: int = 0
+    held_bytes: int = 0
+    """Kept at this moment for the next request."""
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Hits of all requests; None before the first request."""
+        requests = self.hits + self.misses
+        return self.hits / requests if requests else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierRow:
+    """The most bytes one tier held at once."""
+
+    tier: str
+    peak_bytes: int
+    budget_bytes: int | None = None
+    predicted_bytes: int | None = None
+
+    @property
+    def prediction_error(self) -> float | None:
+        """Predicted over observed, less 1; None where either is missing."""
+        if self.predicted_bytes is None or self.peak_bytes == 0:
+            return None
+        return self.predicted_bytes / self.peak_bytes - 1
+
+    @property
+    def is_within_budget(self) -> bool | None:
+        """Whether the peak kept to the budget; None without one."""
+        return None if self.budget_bytes is None else self.peak_bytes <= self.budget_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionStats:
+    """What `session.stats()` gives."""
+
+    num_steps: int
+    moved: tuple[MovedRow, ...]
+    """One row for each direction and reason that occurred."""
+    exposed_copy_s: float
+    """Time in which compute stood still for a copy or an update, that is, the copy time that was not hidden."""
+    seconds: PhaseSeconds
+    chunks: tuple[ChunkRow, ...]
+    """In the order of the layout."""
+    cache: CacheRow
+    tiers: tuple[TierRow, ...]
+    is_emulated: bool = False
+    """The device was a tier of host memory: the times say nothing about a GPU."""
+
+    def moved_bytes(self, direction: str | None = None, reason: Reason | None = None) -> int:
+        """Bytes copied, in one direction and for one reason where these are given."""
+        return sum(
+            row.num_bytes
+            for row in self.moved
+            if direction in (None, row.direction) and (reason is None or row.reason is reason)
+        )
+
+    def to_dict(self) -> dict[str, Plain]:
+        """Plain data for JSON; `from_dict` is its inverse.
+
+        Raises:
+            ConfigError: A number is not finite.
+        """
+        return {"schema": SCHEMA, **to_plain(self)}
+
+    @classmethod
+    def from_dict(cls, record: object) -> SessionStats:
+        """The statistics that `to_dict` wrote.
+
+        Raises:
+            BadRecordError: The schema is another one, a key is unknown or missing, or a value does not fit.
+        """
+        if not isinstance(record, dict):
+            raise BadRecordError(f"statistics of a session are a mapping, got {type(record).__name__}; {_AGAIN}")
+        if record.get("schema") != SCHEMA:
+            raise BadRecordError(f"the schema is {record.get('schema')!r}, this Lowtide reads {SCHEMA!r}; {_AGAIN}")
+        try:
+            stats = from_plain(cls, {key: value for key, value in record.items() if key != "schema"})
+        except ConfigError as error:
+            raise BadRecordError(f"these are not statistics of a session: {error}; {_AGAIN}") from error
+        for complaint in _out_of_range(stats):
+            raise BadRecordError(f"{complaint}; {_AGAIN}")
+        return stats
+
+
+def _out_of_range(stats: SessionStats) -> Iterator[str]:
+    """What no session could have counted. Checked when reading only: a session's own numbers must never stop it."""
+    numbers: dict[str, float | None] = {
+        "num_steps": stats.num_steps,
+        "exposed_copy_s": stats.exposed_copy_s,
+        "cache.hits": stats.cache.hits,
+        "cache.misses": stats.cache.misses,
+        "cache.held_bytes": stats.cache.held_bytes,
+    }
+    numbers |= {f"seconds.{key}_s": getattr(stats.seconds, f"{key}_s") for key in _PHASE_KEYS}
+    for row in stats.moved:
+        what = f"moved {row.direction}, {row.reason}"
+        numbers |= {f"{what}: num_bytes": row.num_bytes, f"{what}: num_copies": row.num_copies}
+    for chunk in stats.chunks:
+        numbers |= {f"{chunk.name}: num_bytes": chunk.num_bytes, f"{chunk.name}: num_fetches": chunk.num_fetches}
+        if not 0.0 <= chunk.resident_share <= 1.0 + 1e-9:
+            yield f"the resident share of chunk {chunk.name!r} is {chunk.resident_share}, not between 0 and 1"
+    for tier in stats.tiers:
+        for key in ("peak_bytes", "budget_bytes", "predicted_bytes"):
+            numbers[f"{tier.tier}: {key}"] = getattr(tier, key)
+    for key, number in numbers.items():
+        if number is not None and number < 0:
+            yield f"{key} is {number}, which is below 0"
+
+
+_PHASE_KEYS = ("forward", "backward", "update", "waiting")

@@ -1,0 +1,176 @@
+"""Unit: one group at run time. Its parameters look at the device inside a window and at the host otherwise.
+
+The Parameter objects are the user's own and stay the same for the whole session; what changes is where their data is.
+
+Note [Where a streamed parameter looks]
+From the first window of a step to the end of its backward a streamed parameter keeps looking at its device view, also
+while the chunk is away: to look back and forth would give it a new gradient accumulator at each turn on CUDA, and the
+gradients of a parameter that is used twice would be added in another order than plain torch's. While the chunk is away
+the parameter is veiled, so that whoever looks gets the host's value; see `runtime.veil`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import nn
+
+from lowtide.errors import GradientGoneError, ModelChangedError
+from lowtide.memory.chunk import Chunk, StoredGroup
+from lowtide.memory.layout_types import ParameterSpec
+from lowtide.memory.mover import Ticket
+from lowtide.planning.plan import Site
+from lowtide.runtime.host_worker import Job
+from lowtide.runtime.veil import unveil, veil
+
+if TYPE_CHECKING:
+    from lowtide.runtime.window import Visit
+
+
+class Bound:
+    """One managed parameter: the user's object and its two homes."""
+
+    def __init__(
+        self,
+        parameter: nn.Parameter,
+        spec: ParameterSpec,
+        chunk: Chunk,
+        site: Site,
+        *,
+        host_view: torch.Tensor | None,
+        device_view: torch.Tensor,
+    ) -> None:
+        self.parameter = parameter
+        self.spec = spec
+        self.chunk = chunk
+        self.site = site
+        self.host_view = host_view
+        self.device_view = device_view
+        self.twin: torch.Tensor | None = None
+        """What the host updates: shares the host's memory, and the parameter's version where that is its data."""
+        self.gradient_home: torch.Tensor | None = None
+        """Where a deferred gradient lands on the host."""
+        self.stashed: torch.Tensor | None = None
+        """The gradient on the host from before this backward, set aside while the parameter looks at the device."""
+        self.gradient: torch.Tensor | None = None
+        """The gradient on the host that this backward is making."""
+        self.pending: list[Ticket | Job] = []
+        """What must happen before the gradient on the host is complete."""
+        self.has_fired = False
+        """Whether this backward brought a gradient."""
+        self.owners: list[tuple[nn.Module, str]] = []
+        """Modules and names under which the model has it."""
+
+    def settle_gradient(self) -> None:
+        """Wait until the gradient on the host is complete."""
+        while self.pending:
+            self.pending.pop(0).wait()
+
+
+class Unit:
+    """A group with its parameters. Also the lease of its veiled parameters."""
+
+    def __init__(self, group: StoredGroup, bounds: list[Bound], *, is_resident: bool) -> None:
+        self.group = group
+        self.bounds = bounds
+        self.is_resident = is_resident
+        self.generation = 0
+        """Counts updates: a visit remembers which weights it saw."""
+        self.visits: weakref.WeakSet[Visit] = weakref.WeakSet()
+        """Forward calls whose graph still lives and whose backward has not passed."""
+        self.is_consumed = False
+        """Updated in backward; until `step()` no second backward and no look at a gradient."""
+        self.num_tasks = 0
+        """Backwards that have opened it and not ended."""
+        self.looks_at_device = is_resident
+        self.settler: Settler | None = None
+
+    @property
+    def name(self) -> str:
+        """The group's name."""
+        return self.group.name
+
+    @property
+    def label(self) -> str:
+        """The name for people."""
+        return self.group.name or "(rest of the model)"
+
+    def look_at_device(self) -> None:
+        """Point the parameters to the open chunk and let the model see plain ones."""
+        if not self.looks_at_device:
+            for bound in self.bounds:
+                unveil(bound.parameter)
+                self._adopt_foreign_data(bound)
+                bound.parameter.data = bound.device_view
+            self.looks_at_device = True
+        else:
+            for bound in self.bounds:
+                unveil(bound.parameter)
+
+    def look_at_host(self) -> None:
+        """Point the parameters to the host's bytes."""
+        if self.looks_at_device and not self.is_resident:
+            for bound in self.bounds:
+                unveil(bound.parameter)
+                assert bound.host_view is not None
+                bound.parameter.data = bound.host_view
+            self.looks_at_device = False
+
+    def veil(self) -> None:
+        """From now on a look at a parameter settles the group first."""
+        for bound in self.bounds:
+            veil(bound.parameter, self)
+
+    def unveil(self) -> None:
+        """Parameters are what they seem."""
+        for bound in self.bounds:
+            unveil(bound.parameter)
+
+    def settle(self) -> None:
+        """Somebody looks at a parameter of the group: make its value true."""
+        assert self.settler is not None
+        self.settler.settle_unit(self)
+
+    def check_gradient(self) -> None:
+        """Refuse a look at a gradient that was used up."""
+        if self.is_consumed:
+            raise GradientGoneError(
+                f"the gradients of group {self.label} were used up in backward, where its weights were updated; they "
+                "cannot be read, clipped, scaled or set between backward() and step(). Weights and optimizer are those "
+                "of the new step. Use the schedule 'deferred' to work on gradients"
+            )
+
+    def check_unchanged(self) -> None:
+        """Refuse a model whose parameters are not the managed ones any more."""
+        for bound in self.bounds:
+            for module, name in bound.owners:
+                if module._parameters.get(name) is not bound.parameter:
+                    raise ModelChangedError(
+                        f"parameter {bound.spec.name} of group {self.label} was replaced after the model was managed "
+                        f"({type(module).__name__}.{name} is another object now); call session.close(), change the "
+                        "model, and manage it again. Nothing was updated"
+                    )
+
+    def _adopt_foreign_data(self, bound: Bound) -> None:
+        """User code may have given the parameter other memory (`p.data = x`, `model.cuda()`): take the values over."""
+        parameter, home = bound.parameter, bound.host_view
+        assert home is not None
+        if parameter.data_ptr() == home.data_ptr() and parameter.dtype == home.dtype:
+            return
+        if parameter.shape != home.shape or parameter.dtype != home.dtype:
+            raise ModelChangedError(
+                f"parameter {bound.spec.name} of group {self.label} became {parameter.dtype} {tuple(parameter.shape)} "
+                f"after the model was managed as {home.dtype} {tuple(home.shape)}; call session.close(), change the "
+                "model, and manage it again. Nothing was updated"
+            )
+        with torch.no_grad():
+            home.copy_(parameter.data)
+
+
+class Settler(Protocol):
+    """What a unit calls when somebody looks at one of its parameters."""
+
+    def settle_unit(self, unit: Unit) -> None:
+        """Make the unit's parameters true and plain."""

@@ -1,0 +1,108 @@
+"""Updater: runs the optimizer on chunks, on the device at once and on the host in the worker."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from lowtide.memory.allocation_cache import AllocationCache
+from lowtide.memory.chunk import Chunk
+from lowtide.memory.store import ChunkStore
+from lowtide.planning.plan import Site
+from lowtide.runtime.chunk_optimizer import ChunkOptimizer, Settings, Update
+from lowtide.runtime.host_worker import HostWorker
+from lowtide.runtime.recording import Recorder
+from lowtide.runtime.tensors import same_memory
+from lowtide.runtime.unit import Bound, Unit
+
+
+class Updater:
+    """See the module's docstring.
+
+    Args:
+        clock_origin_s: `perf_counter` at the mover's start, so that the host's spans share its clock.
+    """
+
+    def __init__(
+        self,
+        optimizer: ChunkOptimizer,
+        store: ChunkStore,
+        worker: HostWorker,
+        cache: AllocationCache,
+        recorder: Recorder,
+        *,
+        clock_origin_s: float,
+    ) -> None:
+        self.optimizer = optimizer
+        self._store = store
+        self._worker = worker
+        self._cache = cache
+        self._recorder = recorder
+        self._clock_origin_s = clock_origin_s
+
+    def update_here(self, bounds: Sequence[Bound], loose: Sequence[torch.Tensor], settings: Settings) -> None:
+        """One step on parameters that look at the device, gradients beside them, and on unmanaged ones."""
+        parameters = [bound.parameter for bound in bounds] + list(loose)
+        updates = [Update(parameter, parameter) for parameter in parameters if parameter.grad is not None]
+        if updates:
+            self.optimizer.run(updates, settings)
+
+    def update_on_host(self, unit: Unit, chunk: Chunk, bounds: Sequence[Bound], settings: Settings) -> None:
+        """One step on the host for a chunk whose gradients are there or on their way. Returns at once."""
+        updates: list[Update] = []
+        awaited = [waiting for bound in bounds for waiting in bound.pending]
+        for bound in bounds:
+            assert bound.twin is not None
+            # Another object over the same memory: the user's gradient may be veiled, and would wait for this very job.
+            bound.twin.grad = _gradient_of(bound)
+            updates.append(Update(bound.parameter, bound.twin))
+        self.optimizer.claim_state(updates)
+        fetched, written, staging = chunk.fetched, chunk.written, chunk.staging
+        chunk.staging = None
+        step = self._recorder.step
+
+        def update() -> None:
+            for waiting in awaited:
+                waiting.wait()
+            # A fetch may still be reading the bytes that this is about to change, or a write-back be filling them.
+            for copied in (fetched, written):
+                if copied is not None:
+                    copied.ended.wait()
+            started_s = time.perf_counter()
+            self.optimizer.run(updates, settings)
+            for item in updates:
+                item.target.grad = None
+            if staging is not None:
+                self._cache.give_back(staging)
+            self._recorder.on_host_update(
+                chunk.spec.name,
+                step,
+                started_s - self._clock_origin_s,
+                time.perf_counter() - self._clock_origin_s,
+                chunk.spec.nbytes,
+            )
+
+        job = self._worker.submit(update)
+        chunk.host_work = job
+        for bound in bounds:
+            if staging is None:
+                bound.pending.append(job)
+            else:
+                # The gradient's memory goes back with the staging buffer.
+                bound.pending.clear()
+                bound.gradient = None
+
+    def place_state(self, units: Sequence[Unit], device: torch.device) -> None:
+        """Move optimizer state to where each chunk is updated."""
+        for unit in units:
+            for bound in unit.bounds:
+                if self.optimizer.knows(bound.parameter):
+                    site = device if bound.site is Site.DEVICE else torch.device("cpu")
+                    self.optimizer.place_state(bound.parameter, site)
+
+
+def _gradient_of(bound: Bound) -> torch.Tensor | None:
+    gradient = bound.gradient if bound.chunk.staging is not None else bound.parameter.grad
+    return None if gradient is None else same_memory(gradient)

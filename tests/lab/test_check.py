@@ -1,0 +1,124 @@
+"""The check itself: managed runs that are the same as plain ones pass, a run with one wrong weight does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lowtide.errors import ConfigError, HardwareError, LowtideError
+from lowtide.lab import check
+from lowtide.lab.check import find_device, plan_of, run_check
+from lowtide.lab.recipe import OptimizerRecipe, PlanRecipe, Recipe, read_recipe
+from lowtide.planning.plan import Schedule, Site, Weights
+from lowtide.units import parse_bytes
+
+RECIPES = sorted((Path(__file__).resolve().parents[2] / "recipes" / "check").glob("*.yaml"))
+SMALL = Recipe(model="gpt-tiny", batch="2x16", device="cpu", steps=3)
+
+Manage = Callable[..., Any]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_the_recipes_pass_and_keep_their_budgets(path: Path) -> None:
+    recipe = replace(read_recipe(path), device="cpu")
+    words: list[str] = []
+    report = run_check(recipe, words.append)
+    assert report.first_difference is None
+    assert report.passed
+    assert len(report.plain_losses) == recipe.steps
+    assert report.plain_losses[-1] < report.plain_losses[0]
+    assert report.stats.is_emulated
+    assert report.stats.num_steps >= recipe.steps
+    assert report.stats.moved_bytes() > 0
+    device = next(tier for tier in report.stats.tiers if tier.tier == "device")
+    assert device.is_within_budget
+    assert recipe.plan.device_memory is not None
+    assert device.budget_bytes == parse_bytes(recipe.plan.device_memory)
+    assert any(f"plain run, step {recipe.steps} of {recipe.steps}" in text for text in words)
+    assert any(f"managed run, step {recipe.steps} of {recipe.steps}" in text for text in words)
+
+
+def test_a_resident_run_is_the_same_too() -> None:
+    assert run_check(replace(SMALL, plan=PlanRecipe(weights=Weights.RESIDENT, update=Site.DEVICE))).is_identical
+
+
+def with_a_wrong_weight(real: Manage, amount: float) -> Manage:
+    def wrong(model: torch.nn.Module, *arguments: Any, **settings: Any) -> Any:
+        with torch.no_grad():
+            model.get_parameter("layers.2.mlp.up.weight")[0, 0] += amount
+        return real(model, *arguments, **settings)
+
+    return wrong
+
+
+def test_one_wrong_weight_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "manage", with_a_wrong_weight(check.manage, 0.25))
+    report = run_check(SMALL)
+    assert not report.passed
+    assert report.first_differing_step == 0
+    assert 0 < report.max_loss_difference < 0.1
+    assert 0.2 < report.max_weight_difference < 0.3
+    assert "layers.2.mlp.up.weight" in {tensor.name for tensor in report.differing_weights}
+    assert run_check(replace(SMALL, tolerance=0.5)).passed
+
+
+def test_settings_are_put_back_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    class BrokenOffError(Exception):
+        pass
+
+    def stop(*_: Any, **__: Any) -> Any:
+        assert not torch.backends.mkldnn.enabled
+        raise BrokenOffError
+
+    before = torch.backends.mkldnn.enabled, torch.are_deterministic_algorithms_enabled()
+    monkeypatch.setattr(check, "manage", stop)
+    with pytest.raises(BrokenOffError):
+        run_check(replace(SMALL, dtype="bfloat16"))
+    assert (torch.backends.mkldnn.enabled, torch.are_deterministic_algorithms_enabled()) == before
+
+
+def test_a_run_that_diverges_is_no_reference() -> None:
+    optimizer = OptimizerRecipe(name="sgd", settings={"lr": 1e30})
+    with pytest.raises(ConfigError, match=r"loss of the plain run is \S+ at step \d, so that there is nothing"):
+        run_check(replace(SMALL, optimizer=optimizer))
+
+
+def test_a_budget_that_cannot_hold_the_model_is_refused() -> None:
+    with pytest.raises(LowtideError, match="KiB"):
+        run_check(replace(SMALL, plan=PlanRecipe(device_memory="64KiB")))
+
+
+def test_a_plan_has_what_the_recipe_says() -> None:
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Embedding(50, 8), torch.nn.Linear(8, 50))
+    recipe = PlanRecipe(
+        weights={"*": Weights.STREAMED, "0": Weights.RESIDENT},
+        update=Site.DEVICE,
+        schedule=Schedule.IN_BACKWARD,
+        prefetch_depth=3,
+        device_memory="1MiB",
+        host_memory="2MiB",
+        window_memory="512KiB",
+    )
+    plan = plan_of(recipe, model)
+    assert {group.name: group.weights for group in plan.groups} == {"0": Weights.RESIDENT, "1": Weights.STREAMED}
+    assert {site for group in plan.groups for site in group.sites} == {Site.DEVICE}
+    assert (plan.schedule, plan.prefetch_depth) == (Schedule.IN_BACKWARD, 3)
+    budgets = plan.budgets
+    assert (budgets.device_bytes, budgets.host_bytes, budgets.window_bytes) == (2**20, 2**21, 2**19)
+
+
+def test_devices() -> None:
+    assert find_device("cpu") == torch.device("cpu")
+    assert find_device(None).type == ("cuda" if torch.cuda.is_available() else "cpu")
+    with pytest.raises(ConfigError, match="'gpu' is no device; use cpu, cuda"):
+        find_device("gpu")
+    with pytest.raises(ConfigError, match="not on 'meta'"):
+        find_device("meta")
+    with pytest.raises(HardwareError, match=f"torch sees {torch.cuda.device_count()} CUDA devices"):
+        find_device("cuda:99")

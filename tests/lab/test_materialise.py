@@ -1,0 +1,118 @@
+"""First weights for models from the meta device: real, tied as before, and the same for the same seed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lowtide.errors import ConfigError
+from lowtide.lab.materialise import materialise
+from lowtide.models import resolve_model
+
+
+def drawn(spec: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(7)
+    return materialise(resolve_model(spec).build(dtype), name=spec, dtype=dtype)
+
+
+def same(first: nn.Module, second: nn.Module) -> bool:
+    pairs = zip(first.state_dict().items(), second.state_dict().items(), strict=True)
+    return all(name == other and torch.equal(a, b) for (name, a), (other, b) in pairs)
+
+
+@pytest.mark.parametrize("spec", ["gpt-tiny", "llama-tiny", "deep-one-tiny"])
+def test_built_in_models(spec: str) -> None:
+    model = drawn(spec)
+    assert same(model, drawn(spec))
+    source = resolve_model(spec)
+    loss = model(**source.make_batch("2x16")).loss
+    # An untrained model knows nothing: its loss is that of a guess among 256 bytes.
+    assert loss.item() == pytest.approx(torch.tensor(256.0).log().item(), rel=0.1)
+    assert {parameter.dtype for parameter in drawn(spec, torch.bfloat16).parameters()} == {torch.bfloat16}
+
+
+def test_a_tied_weight_stays_one() -> None:
+    model = drawn("gpt-tiny")
+    assert model.get_parameter("head.weight") is model.get_parameter("token_embedding.weight")
+
+
+def hugging_face_config(folder: Path) -> str:
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32,
+        "tie_word_embeddings": True,
+    }
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return f"hf:{folder}"
+
+
+def test_hugging_face_models_are_as_their_constructor_makes_them(tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    spec = hugging_face_config(tmp_path)
+    model = drawn(spec)
+    assert isinstance(model, LlamaForCausalLM)
+    torch.manual_seed(7)
+    built = LlamaForCausalLM(model.config)
+    assert same(model, built)
+    # Buffers that are in no state dict, such as the rotary frequencies, must be real too.
+    for (name, buffer), (_, other) in zip(model.named_buffers(), built.named_buffers(), strict=True):
+        assert torch.equal(buffer, other), name
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert {parameter.dtype for parameter in drawn(spec, torch.bfloat16).parameters()} == {torch.bfloat16}
+    assert torch.get_default_dtype() == torch.float32
+
+
+class Scale(nn.Module):
+    """Holds a parameter that nobody can draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+
+class Tied(nn.Module):
+    """Two layers of one weight, without a reset of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.second = nn.Linear(4, 4, bias=False)
+        self.second.weight = self.first.weight
+
+
+def test_other_models_are_drawn_module_by_module() -> None:
+    with torch.device("meta"):
+        model = Tied()
+    torch.manual_seed(7)
+    made = materialise(model, name="tied", dtype=torch.float32)
+    assert made.first.weight is made.second.weight
+    assert made.first.weight.abs().max() <= 0.5  # uniform within 1/sqrt(4)
+    assert made.first.weight.std() > 0
+    assert torch.equal(made.norm.running_var, torch.ones(4))
+
+
+def test_a_module_that_cannot_be_drawn_is_named() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), Scale())
+    with pytest.raises(ConfigError, match="my-model cannot be given first weights: Scale at 1 holds tensors"):
+        materialise(model, name="my-model", dtype=torch.float32)
+
+
+def test_a_real_model_is_left_alone() -> None:
+    model = nn.Linear(3, 3)
+    weight = model.weight.detach().clone()
+    assert materialise(model, name="linear", dtype=torch.float32) is model
+    assert torch.equal(model.weight, weight)

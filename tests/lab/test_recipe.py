@@ -1,0 +1,163 @@
+"""Recipes: what a file may say, and how a wrong one is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowtide.config import to_plain, write_config
+from lowtide.errors import ConfigError
+from lowtide.lab.recipe import OPTIMIZERS, Constant, LinearWarmup, OptimizerRecipe, PlanRecipe, Recipe, read_recipe
+from lowtide.planning.plan import Schedule, Site, Weights
+
+
+def read(tmp_path: Path, text: str, *overrides: str) -> Recipe:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(text, encoding="utf-8")
+    return read_recipe(file, list(overrides))
+
+
+def test_a_whole_recipe(tmp_path: Path) -> None:
+    recipe = read(
+        tmp_path,
+        """
+model: gpt-tiny
+batch: 2x64
+dtype: bfloat16
+device: cpu
+steps: 12
+seed: 3
+accumulation: 2
+max_grad_norm: 1
+optimizer:
+  name: adamw
+  settings: {lr: 1e-3, betas: [0.9, 0.95], weight_decay: 0.1, foreach: false}
+  decay_matrices_only: true
+scheduler: {kind: linear-warmup, warmup_steps: 4}
+plan:
+  weights: {"*": streamed, head: resident}
+  update: 0.25
+  prefetch_depth: 2
+  device_memory: 14GiB
+  window_memory: 1048576
+tolerance: 1e-6
+""",
+    )
+    assert recipe == Recipe(
+        model="gpt-tiny",
+        batch="2x64",
+        dtype="bfloat16",
+        device="cpu",
+        steps=12,
+        seed=3,
+        accumulation=2,
+        max_grad_norm=1.0,
+        optimizer=OptimizerRecipe(
+            name="adamw",
+            settings={"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "foreach": False},
+            decay_matrices_only=True,
+        ),
+        scheduler=LinearWarmup(warmup_steps=4),
+        plan=PlanRecipe(
+            weights={"*": Weights.STREAMED, "head": Weights.RESIDENT},
+            update=0.25,
+            prefetch_depth=2,
+            device_memory="14GiB",
+            window_memory=1048576,
+        ),
+        tolerance=1e-6,
+    )
+    assert recipe.torch_dtype is torch.bfloat16
+
+
+def test_only_the_model_is_needed(tmp_path: Path) -> None:
+    recipe = read(tmp_path, "model: gpt-tiny\n")
+    assert recipe.tolerance == 0.0
+    assert recipe.scheduler == Constant()
+    assert recipe.plan == PlanRecipe(weights=Weights.STREAMED, update=Site.HOST, schedule=Schedule.DEFERRED)
+
+
+def test_written_and_read_back(tmp_path: Path) -> None:
+    recipe = Recipe(
+        model="gpt-tiny",
+        optimizer=OptimizerRecipe(name="sgd", settings={"lr": 0.1, "momentum": 0.9, "foreach": None}),
+        scheduler=LinearWarmup(warmup_steps=2),
+        plan=PlanRecipe(update={"*": Site.DEVICE}, schedule=Schedule.IN_BACKWARD),
+    )
+    write_config(recipe, tmp_path / "again.yaml")
+    assert read_recipe(tmp_path / "again.yaml") == recipe
+    assert to_plain(recipe)["scheduler"] == {"kind": "linear-warmup", "warmup_steps": 2}
+
+
+def test_overrides(tmp_path: Path) -> None:
+    recipe = read(
+        tmp_path,
+        "model: gpt-tiny\n",
+        "plan.update=device",
+        "plan.weights=resident",
+        "optimizer.settings.lr=1e-4",
+        "scheduler.kind=linear-warmup",
+        "scheduler.warmup_steps=3",
+    )
+    assert recipe.plan.update is Site.DEVICE
+    assert recipe.plan.weights is Weights.RESIDENT
+    assert recipe.optimizer.settings == {"lr": 1e-4}
+    assert recipe.scheduler == LinearWarmup(warmup_steps=3)
+    assert read(tmp_path, "model: gpt-tiny\n", "plan.update=0.5").plan.update == 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("batch: 2x64", "missing key 'model'"),
+        ("{model: a, bach: 2x64}", "unknown key 'bach'; did you mean 'batch'"),
+        ("{model: a, plan: {weigths: resident}}", "unknown key 'plan.weigths'; did you mean 'weights'"),
+        ("{model: a, plan: {weights: {head: residnt}}}", "did you mean 'resident'"),
+        ("{model: a, plan: {schedule: in-backward}}", "did you mean 'in_backward'"),
+        ("{model: a, plan: {update: 1.5}}", "1.5 is not between 0 and 1"),
+        ("{model: a, plan: {update: {head: -0.5}}}", "-0.5 is not between 0 and 1"),
+        ("{model: a, plan: {device_memory: 14GiX}}", "unknown unit 'GiX'"),
+        ("{model: a, plan: {prefetch_depth: -1}}", "prefetch_depth is -1; give 0 or more"),
+        ("{model: a, optimizer: {name: adamv}}", "no optimizer named 'adamv'; did you mean 'adam"),
+        (
+            "{model: a, optimizer: {settings: {betaz: [0.9, 0.9]}}}",
+            "adamw takes no setting 'betaz'; did you mean 'beta",
+        ),
+        ("{model: a, optimizer: {settings: {params: 1}}}", "adamw takes no setting 'params'"),
+        ("{model: a, optimizer: {decay_matrices_only: true}}", "no weight_decay above 0"),
+        ("{model: a, scheduler: {kind: linear-warmup}}", "missing key 'scheduler.warmup_steps'"),
+        ("{model: a, scheduler: {warmup_steps: 3}}", "'scheduler.kind' is missing"),
+        ("{model: a, scheduler: {kind: linear-warmup, warmup_steps: 0}}", "warmup_steps is 0; give 1 or more"),
+        ("{model: a, steps: 2, scheduler: {kind: linear-warmup, warmup_steps: 3}}", "more than the 2 steps"),
+        ("{model: a, steps: 0}", "steps is 0; give 1 or more"),
+        ("{model: a, accumulation: 0}", "accumulation is 0"),
+        ("{model: a, seed: -1}", "seed is -1"),
+        ("{model: a, tolerance: -1e-9}", "tolerance is -1e-09"),
+        ("{model: a, max_grad_norm: 0}", "max_grad_norm is 0.0; give a number above 0"),
+        ("{model: a, dtype: float8}", "must be one of 'float32', 'bfloat16', 'float16'"),
+        ("{model: a, max_grad_norm: 1, plan: {schedule: in_backward}}", "needs all gradients before the first"),
+        ("{model: a, accumulation: 2, plan: {schedule: in_backward}}", "allows one backward to an update"),
+    ],
+)
+def test_wrong_recipes_say_what_is_wrong(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, text)
+    assert message in str(caught.value)
+    assert "recipe.yaml" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_steps_without_a_closure(name: str) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3, 2))
+    parameter.grad = torch.ones_like(parameter)
+    OPTIMIZERS[name]([parameter]).step()
+    assert not torch.equal(parameter, torch.ones(3, 2))
+
+
+def test_the_recipes_of_the_repository_can_be_read(repo_root: Path) -> None:
+    files = sorted((repo_root / "recipes" / "check").glob("*.yaml"))
+    assert len(files) >= 3
+    for file in files:
+        assert read_recipe(file).tolerance == 0.0

@@ -1,0 +1,135 @@
+"""Plans by hand: words for all, overrides by name, shares."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowtide.errors import ConfigError, UnknownNameError
+from lowtide.memory.layout_types import Layout
+from lowtide.planning.hand_plan import host_chunks, make_plan
+from lowtide.planning.placement import is_trained
+from lowtide.planning.plan import Budgets, Plan, Schedule, Site, Weights
+from lowtide.units import GiB, MiB
+from tests.memory.small_layouts import group, layout, random_layouts
+from tests.zoo import ZOO
+
+MODEL = layout(
+    group("embedding", [2048]),
+    group("layers.0", [1024, 1024]),
+    group("layers.1", [1024, 1024]),
+    group("adapter", [1024, 1024], frozen=(0,)),
+    group("", [512]),
+    chunk_bytes=1024,
+)
+
+
+def weights(plan: Plan) -> dict[str, str]:
+    return {spec.name: spec.weights.value for spec in plan.groups}
+
+
+def sites(plan: Plan) -> dict[str, str]:
+    return {spec.name: "".join(site.value[0] for site in spec.sites) for spec in plan.groups}
+
+
+def test_by_default_all_is_streamed_but_the_rest() -> None:
+    plan = make_plan(MODEL)
+    assert weights(plan) == dict.fromkeys(("embedding", "layers.0", "layers.1", "adapter"), "streamed") | {
+        "": "resident"
+    }
+    assert {site for spec in plan.groups for site in spec.sites} == {Site.HOST}
+    assert (plan.fingerprint, plan.chunk_bytes) == (MODEL.fingerprint, 1024)
+    assert (plan.schedule, plan.budgets) == (Schedule.DEFERRED, Budgets())
+
+
+def test_the_rest_is_streamed_when_it_is_named() -> None:
+    assert weights(make_plan(MODEL, weights={"": "streamed"}))[""] == "streamed"
+
+
+def test_a_tied_group_that_is_always_open_is_resident() -> None:
+    tied = layout(group("table", [512], windows=("", "embedding")), group("head", [512]))
+    assert weights(make_plan(tied)) == {"table": "resident", "head": "streamed"}
+
+
+def test_overrides_by_name() -> None:
+    plan = make_plan(
+        MODEL,
+        weights={"*": Weights.RESIDENT, "layers.1": "streamed"},
+        update={"*": "device", "layers.0": 0.5, "layers.1": Site.HOST},
+    )
+    assert weights(plan) == dict.fromkeys(("embedding", "layers.0", "adapter", ""), "resident") | {
+        "layers.1": "streamed"
+    }
+    assert sites(plan) == {"embedding": "d", "layers.0": "dh", "layers.1": "hh", "adapter": "dd", "": "d"}
+
+
+def test_a_share_goes_to_the_host_from_the_end() -> None:
+    # Trained: 2048 + 2048 + 2048 + 1024 + 512 bytes; a third is 2560.
+    assert sites(make_plan(MODEL, update=1 / 3)) == {
+        "embedding": "d",
+        "layers.0": "dd",
+        "layers.1": "dh",
+        "adapter": "hh",
+        "": "h",
+    }
+
+
+@given(random_layouts(), st.floats(0, 1))
+def test_the_share_is_reached_and_no_chunk_too_many(made: Layout, share: float) -> None:
+    trained = [chunk for chunk in made.chunks if is_trained(chunk)]
+    on_host = host_chunks(made.chunks, share)
+    held = [chunk for chunk in trained if chunk.name in on_host]
+    assert held == trained[len(trained) - len(held) :]
+    wanted = share * sum(chunk.nbytes for chunk in trained)
+    assert sum(chunk.nbytes for chunk in held) >= wanted
+    assert not held or sum(chunk.nbytes for chunk in held[1:]) < wanted
+
+
+def test_a_model_is_laid_out() -> None:
+    plan = make_plan(ZOO["gpt"].build(False, torch.float32), device_memory="1 MiB", schedule="in_backward")
+    assert [spec.name for spec in plan.groups][:2] == ["token_embedding.weight", "layers.0"]
+    assert plan.schedule is Schedule.IN_BACKWARD
+
+
+def test_sizes_and_settings_arrive() -> None:
+    plan = make_plan(
+        MODEL,
+        prefetch_depth=3,
+        cached_buffers=0,
+        defragment_every=7,
+        device_memory="14GiB",
+        host_memory=GiB,
+        pinned_memory="1MiB",
+        window_memory="2MiB",
+    )
+    assert plan.budgets == Budgets(device_bytes=14 * GiB, host_bytes=GiB, pinned_bytes=MiB, window_bytes=2 * MiB)
+    assert (plan.prefetch_depth, plan.cached_buffers, plan.defragment_every) == (3, 0, 7)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"weights": {"layer.0": "resident"}}, r"no group \(weights\) named 'layer.0'; did you mean 'layers.0'"),
+        ({"update": {"layers.9": "host"}}, r"no group \(update\) named 'layers.9'"),
+        ({"weights": "on the device"}, "is 'on the device'; give 'resident' or 'streamed'"),
+        ({"weights": {"layers.0": "host"}}, r"weights\['layers.0'\] is 'host'"),
+        ({"update": "disk"}, "is 'disk'; give 'device' or 'host'"),
+        ({"update": 1.5}, "is 1.5; give 'device', 'host' or the share of the host, from 0 to 1"),
+        ({"update": {"layers.0": True}}, r"update\['layers.0'\] is True"),
+        ({"update": float("nan")}, "is nan"),
+        ({"schedule": "late"}, "schedule is 'late'; give 'deferred' or 'in_backward'"),
+        ({"device_memory": "14 apples"}, "unknown unit 'apples'"),
+    ],
+)
+def test_words_that_are_none(settings: dict[str, Any], message: str) -> None:
+    kind = UnknownNameError if "no group" in message else ConfigError
+    with pytest.raises(kind, match=message):
+        make_plan(MODEL, **settings)
+
+
+def test_the_rest_may_be_named_where_there_is_none() -> None:
+    assert weights(make_plan(layout(group("a", [5])), weights={"": "resident"})) == {"a": "streamed"}
