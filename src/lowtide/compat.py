@@ -456,3 +456,24 @@ def shallow_optimizer(
     shadow._optimizer_step_pre_hooks = OrderedDict()
     shadow._optimizer_step_post_hooks = OrderedDict()
     return shadow
+
+
+def oldest_node(ends: list[Any], since: int) -> Any:  # nodes have no public type
+    """Of the graph nodes that these lead to and that were made since a node number, the oldest; None without one."""
+    found: Any = None
+    oldest = sys.maxsize
+    seen: set[Any] = set()
+    waiting = list(ends)
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        # Accumulations of gradients have the largest number there is, so that they run at once.
+        number = int(node._sequence_nr())
+        if number < since or number > sys.maxsize // 2:
+            continue
+        if number < oldest:
+            found, oldest = node, number
+        waiting += [following for following, _ in node.next_functions]
+    return found

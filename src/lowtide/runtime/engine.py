@@ -143,20 +143,18 @@ class Engine:
         for unit in window.units:
             self._open(unit)
             task.enter(unit)
-        visit.waiting_for = {
-            id(bound.parameter) for unit in window.units for bound in unit.bounds if bound.parameter.requires_grad
-        }
         visit.is_open = True
         task.open_visits.append(visit)
         self._visit_started[id(visit)] = self.mover.now()
 
     def backward_left(self, visit: Visit) -> None:
-        """A gradient left through a module's input: its backward is over."""
+        """The oldest node of a module's call has run: its backward is over."""
         task = self._tasks.get(visit.backward) if visit.backward is not None else None
         if task is not None and visit.is_open:
             self._end_visit(task, visit)
 
     def _on_gradient(self, unit: Unit, bound: Bound, parameter: torch.Tensor) -> None:
+        del parameter
         number = compat.backward_number()
         assert number is not None
         if unit.num_tasks == 0:
@@ -170,11 +168,6 @@ class Engine:
         if is_away(bound):
             self._gradients.take(bound)
         bound.has_fired = True
-        for visit in list(task.open_visits):
-            if unit in visit.window.units:
-                visit.waiting_for.discard(id(parameter))
-                if not visit.num_inputs and not visit.waiting_for:
-                    self._end_visit(task, visit)
         if self.schedule is Schedule.IN_BACKWARD:
             self._complete(unit, task, is_last=False)
 
@@ -229,6 +222,7 @@ class Engine:
             bound.has_fired = False
         if trained[0].site is Site.HOST:
             self.updater.update_on_host(unit, chunk, trained, settings)
+            self._forget_old_copy(unit)
         else:
             self._open(unit)
             started = self.mover.now()
@@ -380,10 +374,14 @@ class Engine:
         self.store.close(unit.name)
         if unit.group.num_open:
             return
-        if not unit.is_resident and any(chunk.host_work is not None for chunk in unit.group.chunks):
-            # The host is changing the weights: the copy on the device is the old one.
-            self.store.drop(unit.name)
+        self._forget_old_copy(unit)
         self.guard(unit)
+
+    def _forget_old_copy(self, unit: Unit) -> None:
+        """Where the host is changing the weights, a copy on the device is the old one."""
+        is_changing = any(chunk.host_work is not None for chunk in unit.group.chunks)
+        if is_changing and not unit.is_resident and not unit.group.num_open:
+            self.store.drop(unit.name)
 
     def _rest(self) -> None:
         """No graph was made: parameters look at the host again."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from lowtide.errors import BudgetError
+from lowtide.errors import BudgetError, GraphAliveError
 from lowtide.memory.allocation_cache import AllocationCache, CacheCounts
 from lowtide.memory.arena import Arena, ArenaCounts
 from lowtide.memory.mover import Mover
+from lowtide.memory.tier import Tier
 from lowtide.runtime.host_worker import HostWorker
 
 
@@ -21,7 +22,8 @@ class HostPool:
     computation is slowed down to the host's pace instead of taking memory without end.
 
     Args:
-        num_bytes: Of the whole buffer.
+        num_bytes: Of the whole buffer, which is on the tiers' books already.
+        tiers: Charged for what does not fit the buffer.
         on_move: Told where a part lies after a defragmentation.
         may_move: Whether parts may be moved now.
     """
@@ -31,6 +33,7 @@ class HostPool:
         mover: Mover,
         worker: HostWorker,
         num_bytes: int,
+        tiers: Sequence[Tier],
         *,
         cached_buffers: int,
         defragment_every: int,
@@ -44,6 +47,8 @@ class HostPool:
         self._lock = threading.RLock()
         self._num_staged = 0
         self._staged: dict[int, str] = {}
+        self._extras: set[int] = set()
+        self._tiers = tuple(tiers)
         self._arena = Arena(
             self.buffer,
             on_move,
@@ -92,10 +97,24 @@ class HostPool:
                     self._num_staged += 1
                     self._staged[buffer.data_ptr()] = key
                     return buffer
-            except BudgetError:
+            except (BudgetError, GraphAliveError):
                 if not self._worker.wait_for_oldest():
-                    raise
+                    return self._extra(num_bytes)
+
+    def _extra(self, num_bytes: int) -> torch.Tensor:
+        """Memory beside the buffer: gradients of more chunks than foreseen are unfinished at once."""
+        for tier in self._tiers:
+            tier.charge(num_bytes, "staging beside the arena")
+        buffer = self._mover.host_buffer(num_bytes)
+        self._extras.add(buffer.data_ptr())
+        return buffer
 
     def _free_staging(self, buffer: torch.Tensor) -> None:
         with self._lock:
-            self._arena.free(self._staged.pop(buffer.data_ptr()))
+            if buffer.data_ptr() in self._extras:
+                self._extras.discard(buffer.data_ptr())
+                for tier in self._tiers:
+                    tier.credit(buffer.nbytes, "staging beside the arena")
+                self._mover.free_host_buffer(buffer)
+            else:
+                self._arena.free(self._staged.pop(buffer.data_ptr()))

@@ -82,6 +82,7 @@ class Machinery:
                 mover,
                 self._worker,
                 self._need.total_bytes,
+                (self._host, self._pinned),
                 cached_buffers=plan.cached_buffers,
                 defragment_every=plan.defragment_every,
                 on_move=lambda key, flat: move_part(self._units, key, flat),

@@ -1,12 +1,12 @@
 """Windows: what happens around the call of a module whose groups are managed, forward and backward.
 
 Note [When a group's backward starts and ends]
-It starts when the first gradient arrives at one of the module's outputs: a hook on each of them opens the groups. It
-ends when the first gradient leaves through one of the module's inputs. Each input that needs a gradient enters the
-module as a view of its own, made right before the call. Autograd runs what is ready in the order of creation, latest
-first; the views are older than every node of the module, so when one of them is reached, all nodes of the module have
-run. A module whose inputs need no gradient (an embedding) has ended when all its parameters have their gradients, and
-in any case at the end of the backward.
+It starts when the gradient of one of the module's outputs is complete: a hook on each of them opens the groups. It ends
+when the oldest node of the module's graph has run. Autograd runs what is ready in the order of creation, latest first,
+so all other nodes of the module have run by then; only the accumulation of the last gradients is still to come. Nothing
+is put into the graph for this: a view around an input would group the sum of a gradient that comes from several places
+in another way, and round it otherwise than plain torch. A call whose oldest node is never reached, because its output
+is not used, ends with the backward.
 
 Note [Recomputation]
 A checkpoint around the module calls it again in the middle of its backward, and may break the call off by an exception
@@ -16,14 +16,14 @@ the second call's graph is never run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from lowtide import compat
-from lowtide.runtime.tensors import map_tensors, tensors_in
+from lowtide.runtime.tensors import tensors_in
 from lowtide.runtime.unit import Unit
 
 
@@ -36,30 +36,24 @@ class Visit:
         self.backward: int | None = None
         """The backward that opened it last; it may be run again by another, where the graph was retained."""
         self.is_open = False
-        self.num_inputs = 0
-        self.waiting_for: set[int] = set()
-        """Parameters whose gradients end the visit where no input does."""
         self._listener = listener
 
-    def watch_input(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A view for this call alone, whose gradient tells that the module's backward is over."""
-        if not tensor.requires_grad or tensor.layout is not torch.strided:
-            return tensor
-        view = tensor.view_as(tensor)
-        self.num_inputs += 1
-        view.register_hook(self._on_input_gradient)
-        return view
-
-    def watch_output(self, tensor: torch.Tensor) -> None:
-        """The first gradient of an output opens the groups."""
-        if tensor.requires_grad and tensor.grad_fn is not None:
+    def watch(self, outputs: Iterable[torch.Tensor], since: int) -> bool:
+        """Hook the call's graph; False where the call has made none that could need its weights."""
+        reached = [tensor for tensor in outputs if tensor.requires_grad and tensor.grad_fn is not None]
+        last = compat.oldest_node([tensor.grad_fn for tensor in reached], since)
+        if last is None:
+            return False
+        for tensor in reached:
             tensor.register_hook(self._on_output_gradient)
+        last.register_hook(self._on_last_node)
+        return True
 
     def _on_output_gradient(self, gradient: torch.Tensor) -> None:
         self._listener.backward_reached(self, gradient)
 
-    def _on_input_gradient(self, gradient: torch.Tensor) -> None:
-        del gradient
+    def _on_last_node(self, inputs: object, outputs: object) -> None:
+        del inputs, outputs
         self._listener.backward_left(self)
 
 
@@ -79,7 +73,7 @@ class WindowListener(Protocol):
         """A gradient arrived at an output of the visit."""
 
     def backward_left(self, visit: Visit) -> None:
-        """A gradient left through an input of the visit."""
+        """The oldest node of the visit has run."""
 
 
 class Window:
@@ -123,14 +117,11 @@ class Window:
 
     def _visit(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         visit = Visit(self, self._listener)
-        args = tuple(map_tensors(value, visit.watch_input) for value in args)
-        kwargs = {key: map_tensors(value, visit.watch_input) for key, value in kwargs.items()}
+        since = compat.next_node_number()
         entered = {id(tensor) for tensor in tensors_in((args, kwargs))}
         output = inner(*args, **kwargs)
-        for tensor in tensors_in(output):
-            # What passes through unchanged has no node of the module; its gradient comes after the module's.
-            if id(tensor) not in entered:
-                visit.watch_output(tensor)
-        for unit in self.units:
-            unit.visits.add(visit)
+        # What passes through unchanged has no node of the module; its gradient comes after the module's.
+        if visit.watch((tensor for tensor in tensors_in(output) if id(tensor) not in entered), since):
+            for unit in self.units:
+                unit.visits.add(visit)
         return output
