@@ -19,6 +19,7 @@ PUBLIC = (
     "StepTrace",
     "WarmUp",
     "compare",
+    "empty_weights",
     "errors",
     "explain",
     "find_leaks",

@@ -7,6 +7,7 @@ from lowtide.planning.hand_plan import make_plan
 from lowtide.planning.plan import Plan
 from lowtide.planning.static_partition import StaticPartition
 from lowtide.planning.warm_up import WarmUp
+from lowtide.runtime.empty_weights import empty_weights
 from lowtide.runtime.manage import manage
 from lowtide.runtime.session import Session
 from lowtide.tracing.compare import compare
@@ -27,6 +28,7 @@ __all__ = [
     "StepTrace",
     "WarmUp",
     "compare",
+    "empty_weights",
     "errors",
     "explain",
     "find_leaks",

@@ -68,7 +68,10 @@ class CudaMover:
     def device_buffer(self, num_bytes: int) -> torch.Tensor:
         """Memory from the copy stream's own pool, so that no activation ever takes its place."""
         with torch.cuda.stream(self._in):
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        # Under deterministic algorithms torch fills new memory, on the stream where it was taken.
+        self._current().wait_stream(self._in)
+        return buffer
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         """Locked memory of exactly this size: torch's own locked allocations are rounded up to a power of two."""

@@ -158,6 +158,9 @@ class EmulatedMover:
             return
         queue.popleft()
         copy.copied.started.happen()  # type: ignore[attr-defined]
+        # torch would write to address 0, and take the process down with it.
+        for tensor, what in ((copy.target, "to"), (copy.source, "from")):
+            assert tensor.untyped_storage().nbytes() or not tensor.numel(), f"a copy {what} memory that was released"
         with torch.no_grad():
             copy.target.copy_(copy.source)
         copy.copied.ended.happen()  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -82,7 +83,12 @@ class ChunkStore:
         elif group.num_open == 0:
             self.refresh(name)
         group.num_open += 1
-        self.prefetch()
+        try:
+            self.prefetch()
+        except BaseException:
+            # The caller has nothing open, and will not close it.
+            self.close(name)
+            raise
 
     def close(self, name: str) -> None:
         """One window less holds the group; without any it may leave."""
@@ -123,7 +129,8 @@ class ChunkStore:
             if chunk.state is ChunkState.RESIDENT and chunk.host_work is not None and chunk.host is not None:
                 work, chunk.host_work = chunk.host_work, None
                 work.wait()
-                copied = self._mover.to_device(chunk.device, chunk.host, [self._mover.now()])
+                # Noted as a fetch: the host's next update must not change the bytes under it.
+                copied = chunk.fetched = self._mover.to_device(chunk.device, chunk.host, [self._mover.now()])
                 self._mover.compute_after(copied.ended)
                 self._listener.on_copy(chunk, copied, "upload")
 
@@ -185,18 +192,25 @@ class ChunkStore:
                 work, chunk.host_work = chunk.host_work, None
                 work.wait()
             assert chunk.host is not None
-            num_bytes = chunk.spec.nbytes
-            for books in self._books:
-                books.charge(num_bytes, chunk.spec.name)
-            self.used_bytes += num_bytes
-            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+            self._take_memory(chunk)
             chunk.become(ChunkState.FETCHING)
-            self._mover.grow(chunk.device)
             after = [chunk.written.ended] if chunk.written is not None else []
             chunk.fetched = self._mover.to_device(chunk.device, chunk.host, after)
             chunk.num_fetches += 1
             self._listener.on_present(chunk, chunk.fetched.started)
             self._listener.on_copy(chunk, chunk.fetched, "weights")
+
+    def _take_memory(self, chunk: Chunk) -> None:
+        """All or nothing: where one of the books or the device itself refuses, nothing is counted."""
+        num_bytes = chunk.spec.nbytes
+        with contextlib.ExitStack() as undo:
+            for books in self._books:
+                books.charge(num_bytes, chunk.spec.name)
+                undo.callback(books.credit, num_bytes, chunk.spec.name)
+            self._mover.grow(chunk.device)
+            undo.pop_all()
+        self.used_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
     def _wait_for_copies(self, group: StoredGroup) -> None:
         reached = self._mover.now()

@@ -91,15 +91,7 @@ class Engine:
         self.recorder.phase = "backward" if is_in_backward else "forward"
         for unit in window.units:
             unit.check_unchanged()
-        opened: list[Unit] = []
-        try:
-            for unit in window.units:
-                self._open(unit)
-                opened.append(unit)
-        except BaseException:
-            for unit in opened:
-                self._close(unit)
-            raise
+        self._open_all(window.units)
         self._running.append((window, self.mover.now()))
 
     def forward_ends(self, window: Window) -> None:
@@ -128,20 +120,20 @@ class Engine:
     def backward_reached(self, visit: Visit, gradient: torch.Tensor) -> None:
         """A gradient arrived at a module's output: open its groups."""
         window = visit.window
+        task = self._current_task(gradient)
         if torch.is_grad_enabled() and any(not unit.is_resident for unit in window.units):
             raise HigherOrderError(
                 f"create_graph=True asks for gradients of gradients through {window.path or 'the model'}, whose "
                 "weights are streamed and gone by then; make its group resident. Nothing was updated"
             )
-        task = self._current_task(gradient)
         if visit.backward == task.number:
             return
         for unit, generation in zip(window.units, visit.generations, strict=True):
             self._refuse_old_weights(unit, generation)
         self.recorder.phase = "backward"
         visit.backward = task.number
+        self._open_all(window.units)
         for unit in window.units:
-            self._open(unit)
             task.enter(unit)
         visit.is_open = True
         task.open_visits.append(visit)
@@ -366,9 +358,24 @@ class Engine:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
+    def _open_all(self, units: Sequence[Unit]) -> None:
+        opened: list[Unit] = []
+        try:
+            for unit in units:
+                self._open(unit)
+                opened.append(unit)
+        except BaseException:
+            for unit in opened:
+                self._close(unit)
+            raise
+
     def _open(self, unit: Unit) -> None:
         self.store.open(unit.name)
-        unit.look_at_device()
+        try:
+            unit.look_at_device()
+        except BaseException:
+            self.store.close(unit.name)
+            raise
 
     def _close(self, unit: Unit) -> None:
         self.store.close(unit.name)

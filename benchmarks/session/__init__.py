@@ -1,0 +1,1 @@
+"""Measure managed training on a GPU beside plain torch, one process a row."""

@@ -1,0 +1,192 @@
+"""One row: one training configuration in a process of its own. Prints one JSON object on its last line.
+
+python -m benchmarks.session.row '{"model": "3.14b", "batch": "8x2048", "kind": "streamed", ...}'
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SIZES: dict[str, dict[str, int]] = {
+    # hidden, layers, ffn, heads, key-value heads, vocabulary
+    "1b": {"h": 2048, "l": 16, "f": 8192, "a": 32, "k": 8, "v": 32000},
+    "3.14b": {"h": 3072, "l": 26, "f": 8192, "a": 24, "k": 24, "v": 32000},
+    "8b": {"h": 4096, "l": 32, "f": 14336, "a": 32, "k": 8, "v": 128256},
+    "tiny": {"h": 64, "l": 4, "f": 128, "a": 4, "k": 4, "v": 128},
+}
+
+
+def build(name: str, *, on: str) -> Any:
+    """A Hugging Face Llama in bf16 that recomputes each layer, as its own switch does it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    s = SIZES[name]
+    config = LlamaConfig(
+        hidden_size=s["h"],
+        num_hidden_layers=s["l"],
+        intermediate_size=s["f"],
+        num_attention_heads=s["a"],
+        num_key_value_heads=s["k"],
+        vocab_size=s["v"],
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(on):
+            model = LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
+    model.gradient_checkpointing_enable()
+    return model.train()
+
+
+def optimizer_of(name: str, model: Any) -> torch.optim.Optimizer | None:
+    """The row's optimizer."""
+    if name == "none":
+        return None
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=1e-3)
+    if name == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    raise SystemExit(f"no optimizer {name}")
+
+
+def host_rss_bytes() -> int:
+    """What the process occupies now."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmRSS"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def run(row: dict[str, Any]) -> dict[str, Any]:
+    """Train the row's steps and report."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        torch.backends.mkldnn.enabled = False  # some processors lack what its bf16 kernels use
+    kind = row.get("kind", "plain")
+    if row.get("memory_limit") and device == "cuda":
+        from lowtide.units import parse_bytes
+
+        limit = parse_bytes(row["memory_limit"])
+        torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
+    started = time.perf_counter()
+    # Weights are drawn on the device, which takes no time there, and moved to where the row wants them.
+    session = None
+    if row.get("from_file"):
+        import lowtide
+
+        with lowtide.empty_weights():
+            model = build(row["model"], on="cpu")
+    else:
+        model = build(row["model"], on=device)
+        if kind != "plain":
+            model = model.to("cpu")
+            torch.cuda.empty_cache() if device == "cuda" else None
+    optimizer = optimizer_of(row.get("optimizer", "none"), model)
+    built_s = time.perf_counter() - started
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if kind != "plain":
+        import lowtide
+
+        plan = lowtide.make_plan(
+            model,
+            weights=row.get("weights", "streamed"),
+            update=row.get("update", "device"),
+            schedule=row.get("schedule", "deferred"),
+            prefetch_depth=row.get("prefetch_depth", 1),
+            device_memory=row.get("device_memory"),
+        )
+        begun = time.perf_counter()
+        session = lowtide.manage(
+            model, optimizer, plan, max_grad_norm=row.get("max_grad_norm"), weights=row.get("from_file")
+        )
+        managed_s = time.perf_counter() - begun
+    rows, length = (int(part) for part in row["batch"].split("x"))
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, SIZES[row["model"]]["v"], (rows, length), generator=generator).to(device)
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    times, losses = [], []
+    for step in range(row.get("warm_up", 3) + row.get("steps", 8)):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        begun = time.perf_counter()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            model.zero_grad()
+        # The value is read at the end of each step, as loops do that print it, and so that steps do not run into each other.
+        losses.append(loss.item())
+        if row.get("synchronize", True) and device == "cuda":
+            torch.cuda.synchronize()
+        if step >= row.get("warm_up", 3):
+            times.append(time.perf_counter() - begun)
+    result: dict[str, Any] = {
+        **row,
+        "parameters": parameters,
+        "built_s": built_s,
+        "step_s": times,
+        "median_s": statistics.median(times),
+        "losses": losses,
+        "host_rss_bytes": host_rss_bytes(),
+        "host_peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+    if device == "cuda":
+        result["max_allocated_bytes"] = torch.cuda.max_memory_allocated()
+        result["max_reserved_bytes"] = torch.cuda.max_memory_reserved()
+    if session is not None:
+        stats = session.stats()
+        timeline = session.timeline()
+        leads = [overlap.lead_s for overlap in timeline.overlaps()]
+        result["managed_s"] = managed_s
+        result["stats"] = {key: value for key, value in stats.to_dict().items() if key != "chunks"}
+        result["num_chunks"] = len(stats.chunks)
+        result["overlap"] = {
+            "num_copies": len(leads),
+            "num_late": sum(lead <= 0 for lead in leads),
+            "least_lead_s": min(leads, default=None),
+        }
+        if row.get("trace_to"):
+            from lowtide.report.perfetto import write_perfetto
+
+            write_perfetto(timeline.last_steps(1), Path(row["trace_to"]))
+    return result
+
+
+def main() -> None:
+    row = json.loads(sys.argv[1])
+    try:
+        result = run(row)
+    except torch.OutOfMemoryError as error:
+        result = {**row, "failed": "out of memory", "message": str(error)[:500]}
+    except Exception as error:  # a failure is a result
+        import traceback
+
+        result = {
+            **row,
+            "failed": type(error).__name__,
+            "message": f"{error}"[:2000],
+            "where": traceback.format_exc()[-3000:],
+        }
+    print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""empty_weights: build a model whose parameters have no memory yet, while its buffers are real."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def empty_weights() -> Iterator[None]:
+    """Inside, parameters of new modules are on the meta device: building takes no time and no memory.
+
+    Buffers keep their values, unlike under `torch.device("meta")`: what a model computes once (frequencies of a rotary
+    embedding) is not in any weight file. `manage(..., weights=FILE)` fills the parameters, group by group. Only one
+    thread may build models meanwhile: torch's registration of parameters is exchanged for all.
+
+    Example:
+        >>> with empty_weights():
+        ...     layer = nn.BatchNorm1d(3)
+        >>> layer.weight.device.type, layer.running_var.device.type
+        ('meta', 'cpu')
+    """
+    register = nn.Module.register_parameter
+
+    def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is None or type(parameter) is not nn.Parameter:
+            return
+        empty = nn.Parameter(torch.empty_like(parameter.data, device="meta"), requires_grad=parameter.requires_grad)
+        module._parameters[name] = empty
+
+    nn.Module.register_parameter = register_empty  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]

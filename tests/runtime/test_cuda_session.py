@@ -1,0 +1,94 @@
+"""On a GPU: bit-identical under deterministic algorithms, poisoned buffers, budgets held by the allocator's own limit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from tests.runtime.test_identity import PLACES, place_name, two_groups, warm_up_then_decay
+from tests.zoo import ZOO, ZooModel, assert_same, train, zoo
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+class HostStep:
+    """The reference for updates on the host: plain torch, whose gradients are copied to the CPU and stepped there."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.twins = {name: nn.Parameter(value.detach().cpu()) for name, value in model.named_parameters()}
+        twin_of = {id(value): self.twins[name] for name, value in model.named_parameters()}
+        groups = [
+            {**group, "params": [twin_of[id(parameter)] for parameter in group["params"]]}
+            for group in two_groups(model)
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=1e-2)
+
+    def step(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            self.twins[name].grad = None if parameter.grad is None else parameter.grad.detach().cpu()
+        self.optimizer.step()
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(self.twins[name])
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+
+def run(
+    model: ZooModel, place: dict[str, Any] | None, *, dtype: torch.dtype, **loop: Any
+) -> tuple[nn.Module, list[float]]:
+    """From the same seed on the GPU; host updates have their own reference, because a CPU's sums are not a GPU's."""
+    network = model.build(True, dtype)
+    batches = model.batches(20, device="cuda")
+    if place is not None and "plain" not in place:
+        optimizer = torch.optim.AdamW(two_groups(network), lr=1e-2)
+        session = lowtide.manage(network, optimizer, lowtide.make_plan(network, **place), poison=True)
+        losses = train(
+            network, optimizer, batches, scheduler=warm_up_then_decay(optimizer), loss=model.loss, seed=7, **loop
+        )
+        session.close()
+        return network, losses
+    network.to("cuda")
+    if place is not None:
+        step = HostStep(network)
+        scheduler = warm_up_then_decay(step.optimizer)
+        losses = train(network, step, batches, scheduler=scheduler, loss=model.loss, seed=7, **loop)  # type: ignore[arg-type]
+    else:
+        optimizer = torch.optim.AdamW(two_groups(network), lr=1e-2)
+        losses = train(
+            network, optimizer, batches, scheduler=warm_up_then_decay(optimizer), loss=model.loss, seed=7, **loop
+        )
+    return network, losses
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("schedule", ["deferred", "in_backward"])
+@pytest.mark.parametrize("place", PLACES, ids=place_name)
+@pytest.mark.parametrize("name", tuple(ZOO))
+def test_identity(name: str, place: dict[str, Any], schedule: str, dtype: torch.dtype) -> None:
+    is_on_host = place["update"] == "host"
+    loop: dict[str, Any] = {}
+    if schedule == "deferred":
+        loop = {"accumulation": 4}
+        if not is_on_host:
+            loop["clip"] = 1.0
+    plain = run(zoo(name), {"plain": True} if is_on_host else None, dtype=dtype, **loop)
+    managed = run(zoo(name), {**place, "schedule": schedule}, dtype=dtype, **loop)
+    assert_same(plain[0].cpu(), managed[0].cpu(), plain[1], managed[1])
