@@ -101,11 +101,10 @@ def test_demo_predicts_trains_and_reports(tmp_path: Path, monkeypatch: pytest.Mo
     result = run("demo", "--report", str(report))
     assert result.exit_code == 0, result.stderr
     assert "llama-tiny" in result.stdout
-    first, last = (
-        float(result.stdout.split("loss ")[1].split()[0]),
-        float(result.stdout.split("before, ")[1].split()[0]),
-    )
-    assert last < first
+    text = " ".join(result.stdout.split())
+    assert "All 12 losses are the same, bit for bit; the budget held" in text
+    assert float(text.split(" times the budget")[0].split()[-1]) > 3
     page = report.read_text(encoding="utf-8")
     assert "llama-tiny" in page
-    assert "gpt-tiny" in page
+    assert "A small GPT, managed" in page
+    assert "emulated device" in page

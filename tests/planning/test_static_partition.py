@@ -24,7 +24,8 @@ def resident(plan: Plan) -> list[str]:
 
 
 def by_share(share: float, schedule: Schedule = Schedule.DEFERRED) -> Plan:
-    return partition(MODEL, 64 * KB, StaticPartition(share=share), state_bytes_per_parameter_byte=2, schedule=schedule)
+    config = StaticPartition(share=share, schedule=schedule)
+    return partition(MODEL, 64 * KB, config, state_bytes_per_parameter_byte=2)
 
 
 def test_turning_the_share_changes_the_bytes() -> None:
@@ -79,10 +80,10 @@ def test_a_depth_that_is_none() -> None:
 def test_never_over_the_share_and_not_a_group_too_few(
     made: Layout, device_bytes: int, share: float, depth: int, state: float, schedule: Schedule
 ) -> None:
-    config = StaticPartition(share=share, prefetch_depth=depth)
+    config = StaticPartition(share=share, prefetch_depth=depth, schedule=schedule)
 
     def plan_for(room_bytes: int) -> Plan:
-        return partition(made, room_bytes, config, state_bytes_per_parameter_byte=state, schedule=schedule)
+        return partition(made, room_bytes, config, state_bytes_per_parameter_byte=state)
 
     if window_bytes(made, [spec.name for spec in made.groups], depth) > config.chunk_room_bytes(device_bytes):
         with pytest.raises(PlanError, match="the windows of streamed groups need"):

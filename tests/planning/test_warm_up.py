@@ -104,7 +104,9 @@ class TestThePlanAfterwards:
         assert found[MonitorMode.PEAKS] < found[MonitorMode.BOUNDARIES]
 
     def test_in_backward_more_is_updated_on_the_device(self) -> None:
-        deferred, in_backward = (num_on_device(after(sample(60 * KB), schedule=schedule)) for schedule in Schedule)
+        deferred, in_backward = (
+            num_on_device(after(sample(60 * KB), config=WarmUp(schedule=schedule))) for schedule in Schedule
+        )
         assert in_backward > deferred
 
     def test_prefetch_gives_way_before_the_plan_fails(self) -> None:
@@ -154,11 +156,12 @@ def least_bytes(made: Layout) -> int:
 def test_never_over_the_quota(
     made: Layout, seen: list[MomentSample], config: WarmUp, device_bytes: int, state: float, schedule: Schedule
 ) -> None:
+    config = replace(config, schedule=schedule)
     other = max(moment.other_bytes for moment in seen)
     quota = config.quota_bytes(device_bytes)
 
     def make() -> Plan:
-        return plan_after(made, seen, config, device_bytes, state_bytes_per_parameter_byte=state, schedule=schedule)
+        return plan_after(made, seen, config, device_bytes, state_bytes_per_parameter_byte=state)
 
     if least_bytes(made) + other > quota:
         with pytest.raises(PlanError, match="that were no chunks at the fullest moment"):
@@ -192,6 +195,10 @@ def test_the_observed_step_is_within_the_quota(made: Layout, config: WarmUp, dev
         ({"host_share": 1.5}, "host_share is 1.5"),
         ({"margin_share": float("nan")}, "margin_share is nan"),
         ({"prefetch_depth": -1}, "prefetch_depth is -1"),
+        ({"cached_buffers": -1}, "cached_buffers is -1"),
+        ({"defragment_every": -1}, "defragment_every is -1"),
+        ({"device_memory": "much"}, "much"),
+        ({"host_memory": "much"}, "much"),
     ],
 )
 def test_shares_that_are_none(settings: dict[str, Any], message: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from torch import nn
 
 import lowtide
-from tests.zoo import ZOO, Scheduler, ZooModel, assert_same, bf16_safe, train, zoo
+from tests.zoo import ZOO, Scheduler, ZooModel, assert_same_tensors, bf16_safe, train, zoo
 
 MODELS = tuple(ZOO)
 PLACES = (
@@ -36,26 +38,50 @@ def warm_up_then_decay(optimizer: torch.optim.Optimizer) -> Scheduler:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4) * 0.95**step)
 
 
+@dataclass(frozen=True)
+class Loop:
+    """How a run trains; the plain run of each is made once."""
+
+    dtype: torch.dtype = torch.float32
+    dropout: bool = True
+    accumulation: int = 1
+    clip: float | None = None
+    set_to_none: bool = True
+
+
 def run(
-    model: ZooModel,
-    place: dict[str, Any] | None,
-    *,
-    dtype: torch.dtype = torch.float32,
-    dropout: bool = True,
-    steps: int = 20,
-    **loop: Any,
-) -> tuple[nn.Module, list[float]]:
-    """Train from the same seed, plainly or under management."""
-    network = model.build(dropout, dtype)
+    model: ZooModel, loop: Loop, place: dict[str, Any] | None = None
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Twenty steps from the same seed, plainly or under management: the weights and buffers at the end, and the losses."""
+    network = model.build(loop.dropout, loop.dtype)
     optimizer = torch.optim.AdamW(two_groups(network), lr=1e-2)
     session = None if place is None else lowtide.manage(network, optimizer, lowtide.make_plan(network, **place))
-    torch.manual_seed(7)
     losses = train(
-        network, optimizer, model.batches(steps), scheduler=warm_up_then_decay(optimizer), loss=model.loss, **loop
+        network,
+        optimizer,
+        model.batches(20),
+        accumulation=loop.accumulation,
+        clip=loop.clip,
+        set_to_none=loop.set_to_none,
+        scheduler=warm_up_then_decay(optimizer),
+        loss=model.loss,
+        seed=7,
     )
     if session is not None:
         session.close()
-    return network, losses
+    return network.state_dict(), losses
+
+
+@cache
+def plain(name: str, loop: Loop) -> tuple[dict[str, torch.Tensor], list[float]]:
+    return run(zoo(name), loop)
+
+
+def check(name: str, loop: Loop, place: dict[str, Any]) -> None:
+    weights, losses = plain(name, loop)
+    managed_weights, managed_losses = run(zoo(name), loop, place)
+    assert losses == managed_losses
+    assert_same_tensors(weights, managed_weights)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,15 +93,23 @@ def safe_bf16() -> Iterator[None]:
 
 @pytest.mark.parametrize("place", PLACES, ids=place_name)
 @pytest.mark.parametrize("name", MODELS)
-def test_deferred_with_clipping_and_schedule(name: str, place: dict[str, Any]) -> None:
-    plain = run(zoo(name), None, clip=1.0)
-    managed = run(zoo(name), place, clip=1.0)
-    assert_same(plain[0], managed[0], plain[1], managed[1])
+def test_deferred_with_dropout_clipping_and_schedule(name: str, place: dict[str, Any]) -> None:
+    check(name, Loop(clip=1.0), place)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=place_name)
+@pytest.mark.parametrize("name", MODELS)
+def test_deferred_bf16_accumulating(name: str, place: dict[str, Any]) -> None:
+    check(name, Loop(dtype=torch.bfloat16, dropout=False, accumulation=4, clip=1.0, set_to_none=False), place)
 
 
 @pytest.mark.parametrize("place", PLACES, ids=place_name)
 @pytest.mark.parametrize("name", MODELS)
 def test_in_backward(name: str, place: dict[str, Any]) -> None:
-    plain = run(zoo(name), None)
-    managed = run(zoo(name), {**place, "schedule": "in_backward"})
-    assert_same(plain[0], managed[0], plain[1], managed[1])
+    check(name, Loop(), {**place, "schedule": "in_backward"})
+
+
+@pytest.mark.parametrize("place", PLACES, ids=place_name)
+@pytest.mark.parametrize("name", MODELS)
+def test_in_backward_bf16(name: str, place: dict[str, Any]) -> None:
+    check(name, Loop(dtype=torch.bfloat16, dropout=False), {**place, "schedule": "in_backward"})

@@ -1,30 +1,70 @@
 """`lowtide demo`: the main job on what this machine has.
 
-Predicts a large model for a card the machine does not have and explains its peak; then trains a small GPT here, really,
-while observing it; writes one report with both.
+Predicts a large model for a card the machine does not have and explains its peak; then trains a small GPT here twice,
+plainly and inside a device budget that is a fraction of what the plain run takes, and shows that the losses are the
+same and the budget held; writes one report with both. Without a GPU the device is emulated in host memory.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from rich.rule import Rule
+from rich.table import Table
 
 from lowtide.cli.console import ERR, OUT, progress
 from lowtide.cli.request import TraceRequest
-from lowtide.models import resolve_model
+from lowtide.models.gpt import GPT, GPTConfig
+from lowtide.planning.hand_plan import make_plan
 from lowtide.report.html import Section, render_page
-from lowtide.report.tables import category_table, comparison_table, headline, phase_table
-from lowtide.tracing.compare import compare
+from lowtide.report.session_section import SessionSection
+from lowtide.report.stats_tables import stats_tables
+from lowtide.report.tables import category_table, headline
+from lowtide.runtime.manage import manage
+from lowtide.runtime.session_stats import SessionStats
+from lowtide.runtime.timeline import Timeline
+from lowtide.runtime.tracked_memory import TrackedMemory
 from lowtide.tracing.explain import explain
-from lowtide.tracing.observe import observe
-from lowtide.tracing.settings import Implementation, StepSettings
-from lowtide.tracing.step_trace import StepTrace
-from lowtide.tracing.trace import trace
+from lowtide.units import format_bytes, format_seconds, parse_bytes
 
 LARGE = TraceRequest(model="llama-8b", batch="1x2048", gpu="rtx-4090")
-SMALL, SMALL_BATCH, SMALL_STEPS = "gpt-tiny", "8x128", 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What the second half trains, and inside how much."""
+
+    config: GPTConfig
+    batch: tuple[int, int]
+    budget: str
+    """Of the device, a fraction of what the plain run takes."""
+    steps: int = 12
+
+
+ON_HOST = Training(
+    config=GPTConfig(vocab_size=512, context_length=64, num_layers=12, hidden_size=256, num_heads=8),
+    batch=(2, 32),
+    budget="30MiB",
+)
+ON_GPU = Training(
+    config=GPTConfig(vocab_size=8192, context_length=256, num_layers=24, hidden_size=1280, num_heads=20),
+    batch=(4, 256),
+    budget="2GiB",
+    steps=20,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One of the two runs."""
+
+    losses: list[float]
+    peak_bytes: int
+    seconds: float
 
 
 def run_demo(report: Path) -> None:
@@ -34,48 +74,103 @@ def run_demo(report: Path) -> None:
         large = LARGE.run(on_progress)
     story = explain(large).text
     OUT.print(headline(large), category_table(large), story, "")
-    OUT.print(Rule(f"2. {SMALL}, batch {SMALL_BATCH}: predicted, then trained here and observed"))
-    predicted, observed, losses = _train_small()
-    OUT.print(f"loss {losses[0]:.3f} before, {losses[-1]:.3f} after {len(losses)} steps of training on one batch")
-    rows = compare(predicted, observed).differences
-    if observed.target.card == "cpu":
-        rows = tuple(row for row in rows if row.what != "peak reserved")
-    OUT.print(phase_table(observed), comparison_table(rows))
-    sections = [Section(trace=large, explanation=story), Section(trace=predicted, observed=observed)]
+    training = ON_GPU if torch.cuda.is_available() else ON_HOST
+    device = "GPU" if torch.cuda.is_available() else "device, emulated in host memory"
+    OUT.print(Rule(f"2. a small GPT, trained here inside {training.budget} of a {device}"))
+    with progress("plain PyTorch") as on_progress:
+        plain = _train_plainly(training, on_progress)
+    with progress("managed") as on_progress:
+        managed, stats, timeline = _train_managed(training, on_progress)
+    verdict = _verdict(training, plain, managed)
+    OUT.print(_side_by_side(plain, managed), verdict, "", stats_tables(stats))
+    session = SessionSection(stats=stats, timeline=timeline, name="A small GPT, managed", notes=(verdict,))
     report.parent.mkdir(parents=True, exist_ok=True)
-    report.write_text(render_page(sections, title="Lowtide demo"), encoding="utf-8")
+    page = render_page([Section(trace=large, explanation=story), session], title="Lowtide demo")
+    report.write_text(page, encoding="utf-8")
     ERR.print(f"wrote {report}: open it in a browser")
 
 
-def _train_small() -> tuple[StepTrace, StepTrace, list[float]]:
-    """A small GPT predicted, trained for some steps and observed, on a GPU where there is one."""
-    source = resolve_model(SMALL)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    batch = {key: value.to(device) for key, value in source.make_batch(SMALL_BATCH).items()}
-    with progress(f"predicting {SMALL}") as on_progress:
-        predicted = trace(
-            source.build(torch.float32),
-            source.make_batch(SMALL_BATCH),
-            optimizer=torch.optim.AdamW,
-            hardware="h200" if device == "cuda" else "cpu",
-            # On the host torch updates one parameter after the other, and nothing is reserved ahead.
-            settings=StepSettings(implementation=None if device == "cuda" else Implementation.LOOP),
-            name=SMALL,
-            on_progress=on_progress,
-        )
+def _train_plainly(training: Training, on_progress: Callable[[str], None]) -> Run:
+    """As PyTorch does it, all on the device; without a GPU its bytes are counted as those of an emulated one are."""
+    if torch.cuda.is_available():
+        model, optimizer = _build(training)
+        model.to("cuda")
+        torch.cuda.reset_peak_memory_stats()
+        run = _loop(model, optimizer, training, on_progress)
+        return Run(run.losses, torch.cuda.max_memory_allocated(), run.seconds)
+    tracked = TrackedMemory(None)
+    tracked.start()
+    try:
+        model, optimizer = _build(training)
+        tracked.reset_peak()
+        run = _loop(model, optimizer, training, on_progress)
+    finally:
+        tracked.stop()
+    return Run(run.losses, tracked.peak_bytes, run.seconds)
+
+
+def _train_managed(training: Training, on_progress: Callable[[str], None]) -> tuple[Run, SessionStats, Timeline]:
+    """The same loop under management: weights streamed, all optimizer state on the host."""
+    model, optimizer = _build(training)
+    update = "device" if torch.cuda.is_available() else "host"
+    schedule = "in_backward" if torch.cuda.is_available() else "deferred"
+    plan = make_plan(
+        model, weights="streamed", update=update, schedule=schedule, device_memory=training.budget, prefetch_depth=1
+    )
+    with manage(model, optimizer, plan) as session:
+        run = _loop(model, optimizer, training, on_progress)
+        stats, timeline = session.stats(), session.timeline()
+    return Run(run.losses, stats.tiers[0].peak_bytes, run.seconds), stats, timeline
+
+
+def _build(training: Training) -> tuple[GPT, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = source.build(torch.float32).to_empty(device=device)
-    model.reset_parameters()  # type: ignore[operator]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model = GPT(training.config)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def _loop(model: GPT, optimizer: torch.optim.Optimizer, training: Training, on_progress: Callable[[str], None]) -> Run:
+    """The loop that both runs share."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, training.config.vocab_size, training.batch, generator=generator).to(device)
+    torch.manual_seed(2)
     losses = []
-    with progress(f"training {SMALL}") as on_progress:
-        for step in range(SMALL_STEPS):
-            loss = model(**batch).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(float(loss.detach()))
-            on_progress(f"step {step + 1} of {SMALL_STEPS}, loss {losses[-1]:.3f}")
-    with progress(f"observing {SMALL}") as on_progress:
-        observed = observe(model, batch, optimizer=optimizer, name=SMALL, on_progress=on_progress)
-    return predicted, observed, losses
+    begun = time.perf_counter()
+    for step in range(training.steps):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+        on_progress(f"step {step + 1} of {training.steps}, loss {losses[-1]:.3f}")
+    return Run(losses, 0, time.perf_counter() - begun)
+
+
+def _side_by_side(plain: Run, managed: Run) -> Table:
+    table = Table(title="The same loop, the same seed")
+    for column in ("", "first loss", "last loss", "device peak", "time a step"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name, run in (("plain PyTorch", plain), ("Lowtide", managed)):
+        table.add_row(
+            name,
+            f"{run.losses[0]:.6f}",
+            f"{run.losses[-1]:.6f}",
+            format_bytes(run.peak_bytes),
+            format_seconds(run.seconds / len(run.losses)),
+        )
+    return table
+
+
+def _verdict(training: Training, plain: Run, managed: Run) -> str:
+    budget = parse_bytes(training.budget)
+    if plain.losses == managed.losses:
+        same = f"All {len(plain.losses)} losses are the same, bit for bit"
+    else:
+        largest = max(abs(one - other) for one, other in zip(plain.losses, managed.losses, strict=True))
+        same = f"The losses differ by at most {largest:.2g}"
+    held = "the budget held" if managed.peak_bytes <= budget else "THE BUDGET WAS EXCEEDED"
+    return (
+        f"{same}; {held}: {format_bytes(managed.peak_bytes)} of {format_bytes(budget)}, where plain PyTorch takes "
+        f"{format_bytes(plain.peak_bytes)}, {plain.peak_bytes / budget:.1f} times the budget."
+    )

@@ -21,7 +21,7 @@ class AccessOrder:
         >>> for name in ("a", "b", "b", "a"): order.access(name)
         >>> order.end_cycle()
         >>> order.access("a"); list(order.upcoming(2)), order.distance("a")
-        (['b', 'a'], 3)
+        (['b', 'a'], 2)
     """
 
     def __init__(self) -> None:

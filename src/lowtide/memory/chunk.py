@@ -43,6 +43,9 @@ class Chunk:
         self.written: Copied | None = None
         self.last_use: Ticket | None = None
         self.host_work: HostWork | None = None
+        self.is_touched = True
+        """Whether user code may have written the device's bytes since the host last knew them. For resident chunks that
+        the host updates: it takes them over first."""
         self.num_fetches = 0
         self.staging: torch.Tensor | None = None
         """On the host, for gradients that are used up in backward: taken for one update, given back by it."""

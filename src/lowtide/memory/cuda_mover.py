@@ -10,12 +10,10 @@ import torch
 
 from lowtide import compat
 from lowtide.errors import BudgetError
-from lowtide.memory.mover import Copied, Ticket
+from lowtide.memory.mover import MAX_KEPT_BYTES, Copied, Ticket
 from lowtide.units import format_bytes
 
 POISON = 0xFF
-MAX_KEPT_BYTES = 1 << 28
-"""Gradients that wait for their copy to the host, kept alive; beyond it the computation waits for the oldest copy."""
 
 
 class CudaTicket:
@@ -45,10 +43,12 @@ class CudaMover:
 
     Args:
         device: The CUDA device.
+        max_kept_bytes: Sources of copies to the host that may wait; beyond it the computation waits for the oldest.
         poison: Fill memory with NaN when it comes and when it goes: a missing event then shows in the loss.
     """
 
-    def __init__(self, device: torch.device, *, poison: bool = False) -> None:
+    def __init__(self, device: torch.device, *, max_kept_bytes: int = MAX_KEPT_BYTES, poison: bool = False) -> None:
+        self._max_kept_bytes = max_kept_bytes
         self._device = device
         self._poison = poison
         self._in = torch.cuda.Stream(device)
@@ -159,7 +159,7 @@ class CudaMover:
         # write over it. Where too much waits, the computation waits for the oldest copy, not the host.
         self._kept.append((ended, source))
         self._kept_bytes += source.nbytes
-        while self._kept and (self._kept[0][0].is_done() or self._kept_bytes > MAX_KEPT_BYTES):
+        while self._kept and (self._kept[0][0].is_done() or self._kept_bytes > self._max_kept_bytes):
             ticket, oldest = self._kept.popleft()
             self.compute_after(ticket)
             self._kept_bytes -= oldest.nbytes

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lowtide.memory.mover import Copied, Ticket
+from lowtide.memory.mover import MAX_KEPT_BYTES, Copied, Ticket
 
 POISON = 0xFF
 """Fills memory that holds nothing: four of them are a NaN in every floating-point format."""
@@ -58,11 +58,13 @@ class EmulatedMover:
     """See the module's docstring. Thread-safe: host updates wait for tickets in their own thread.
 
     Args:
+        max_kept_bytes: Sources of copies to the host that may wait on the device: beyond it the oldest copy runs.
         eagerness: Chance of running the oldest waiting copy at each call; 0 runs each as late as it may.
         seed: Of the chance.
     """
 
-    def __init__(self, *, eagerness: float = 0.0, seed: int = 0) -> None:
+    def __init__(self, *, max_kept_bytes: int = MAX_KEPT_BYTES, eagerness: float = 0.0, seed: int = 0) -> None:
+        self._max_kept_bytes = max_kept_bytes
         self._started_s = time.perf_counter()
         self._lock = threading.RLock()
         self._queues: dict[str, deque[_Copy]] = {"to device": deque(), "to host": deque()}
@@ -113,8 +115,13 @@ class EmulatedMover:
         return self._queue("to device", target, source, after)
 
     def to_host(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Ticket] = ()) -> Copied:
-        """Queue the copy."""
-        return self._queue("to host", target, source, after)
+        """Queue the copy; the source stays on the device until it runs."""
+        copied = self._queue("to host", target, source, after)
+        with self._lock:
+            queue = self._queues["to host"]
+            while queue and sum(copy.source.nbytes for copy in queue) > self._max_kept_bytes:
+                self._run_first(queue)
+        return copied
 
     def now(self) -> EmulatedTicket:
         """The computation runs at once: this point has been reached."""

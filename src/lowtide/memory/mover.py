@@ -20,6 +20,9 @@ from typing import Protocol
 
 import torch
 
+MAX_KEPT_BYTES = 1 << 28
+"""Gradients that wait on the device for their copy to the host, unless told otherwise."""
+
 
 class Ticket(Protocol):
     """A point in one of the queues."""

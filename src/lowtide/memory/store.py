@@ -134,6 +134,13 @@ class ChunkStore:
                 self._mover.compute_after(copied.ended)
                 self._listener.on_copy(chunk, copied, "upload")
 
+    def take_over(self, chunk: Chunk) -> None:
+        """Bring a resident chunk's weights to the host, where the user may have changed them, before an update there."""
+        if chunk.state is ChunkState.RESIDENT and chunk.is_touched and chunk.host is not None:
+            chunk.is_touched = False
+            chunk.written = self._mover.to_host(chunk.host, chunk.device, [self._mover.now()])
+            self._listener.on_copy(chunk, chunk.written, "write back")
+
     def drop(self, name: str) -> None:
         """Take the group's copies off the device: the host's bytes have changed, or are about to."""
         group = self.groups[name]

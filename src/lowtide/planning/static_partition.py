@@ -9,7 +9,7 @@ from lowtide.memory.layout_types import Layout
 from lowtide.planning.placement import assemble, by_first_use, gradient_bytes, is_trained, most_that_fit, state_bytes
 from lowtide.planning.plan import Budgets, Plan, Schedule
 from lowtide.planning.window_need import group_sizes, largest_window, window_bytes
-from lowtide.units import format_bytes
+from lowtide.units import format_bytes, parse_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,14 +25,26 @@ class StaticPartition:
     """Share of the device's bytes that chunks may use, above 0, at most 1: the weights of resident groups, their
     gradients and optimizer state, and the windows of streamed groups. The remainder is for activations, temporaries,
     workspaces, and gradients on their way to the host."""
+    device_memory: str | int | None = None
+    """The device's bytes, such as "14GiB", of which `share` is a part; also what may be reserved there at all. None: the
+    whole card. An emulated device has no size of its own and needs one."""
     prefetch_depth: int = 1
     """How many groups ahead of the running one have room in the windows."""
+    schedule: Schedule = Schedule.DEFERRED
+    """When the updates run."""
+    cached_buffers: int = 2
+    """Released buffers kept per size class; 0 keeps none."""
+    defragment_every: int = 0
+    """Steps between two defragmentations of the host arena."""
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
             raise ConfigError(f"share is {self.share}; give a share of the device above 0, at most 1", key="share")
-        if self.prefetch_depth < 0:
-            raise ConfigError(f"prefetch_depth is {self.prefetch_depth}; give 0 or more", key="prefetch_depth")
+        for key in ("prefetch_depth", "cached_buffers", "defragment_every"):
+            if getattr(self, key) < 0:
+                raise ConfigError(f"{key} is {getattr(self, key)}; give 0 or more", key=key)
+        if self.device_memory is not None:
+            parse_bytes(self.device_memory)
 
     def chunk_room_bytes(self, device_bytes: int) -> int:
         """What chunks may use of a device of so many bytes."""
@@ -45,7 +57,6 @@ def partition(
     config: StaticPartition,
     *,
     state_bytes_per_parameter_byte: float,
-    schedule: Schedule = Schedule.DEFERRED,
 ) -> Plan:
     """The plan that fills the chunks' share of the device, in the order in which a step first uses the groups.
 
@@ -55,11 +66,10 @@ def partition(
 
     Args:
         layout: Of the model.
-        device_bytes: What may be reserved on the device in all.
+        device_bytes: What may be reserved on the device in all: `config.device_memory` in bytes, or the card's.
         config: The share.
         state_bytes_per_parameter_byte: Optimizer state beside each byte of trained parameters: 2 for Adam in the
             parameters' own dtype, 4 for fp32 moments of bf16 parameters, 0 for SGD without momentum.
-        schedule: When the updates run.
 
     Raises:
         PlanError: The share cannot hold the windows.
@@ -73,7 +83,7 @@ def partition(
         updated = {name: trained[name] for name in resident}
         return (
             sum(sizes[name] for name in resident)
-            + gradient_bytes(updated, schedule)
+            + gradient_bytes(updated, config.schedule)
             + state_bytes(sum(updated.values()), state_bytes_per_parameter_byte)
             + window_bytes(layout, sizes.keys() - resident, config.prefetch_depth)
         )
@@ -94,8 +104,10 @@ def partition(
         layout,
         resident=resident,
         on_device={chunk.name for chunk in layout.chunks if chunk.group in resident},
-        schedule=schedule,
+        schedule=config.schedule,
         prefetch_depth=config.prefetch_depth,
+        cached_buffers=config.cached_buffers,
+        defragment_every=config.defragment_every,
         budgets=Budgets(
             device_bytes=device_bytes,
             window_bytes=window_bytes(layout, sizes.keys() - resident, config.prefetch_depth),

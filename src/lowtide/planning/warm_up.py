@@ -1,8 +1,8 @@
 """Plans from one observed step: a careful plan for it, and the plan that its samples allow afterwards.
 
 For models that cannot be traced. The first step runs with few chunks on the device, while at each moment (a group's
-module about to run, forward or backward) the bytes in use are written down. What is not chunks at the fullest moment,
-the activations above all, is what the plan for all further steps has to leave free.
+module about to run or just done, forward or backward) the bytes in use are written down. What is not chunks at the
+fullest moment, the activations above all, is what the plan for all further steps has to leave free.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lowtide.planning.placement import (
 )
 from lowtide.planning.plan import Budgets, Plan, Schedule
 from lowtide.planning.window_need import group_sizes, largest_window, window_bytes
-from lowtide.units import format_bytes
+from lowtide.units import format_bytes, parse_bytes
 
 
 class MonitorMode(enum.StrEnum):
@@ -53,8 +53,19 @@ class WarmUp:
     """Share of the margin (what weights, windows and the fullest moment leave of the budget) that optimizer state and
     gradients on the device may use."""
     monitor: MonitorMode = MonitorMode.PEAKS
+    device_memory: str | int | None = None
+    """The device's bytes, such as "14GiB", of which the budget is a share. None: the whole card. An emulated device has
+    no size of its own and needs one."""
+    host_memory: str | int | None = None
+    """The host's bytes, of which the budget is a share. None: this machine's, or its container's."""
     prefetch_depth: int = 1
     """How many groups ahead are copied; fewer where there is no room for as many."""
+    schedule: Schedule = Schedule.DEFERRED
+    """When the updates run, in the observed step too."""
+    cached_buffers: int = 2
+    """Released buffers kept per size class; 0 keeps none."""
+    defragment_every: int = 0
+    """Steps between two defragmentations of the host arena."""
 
     def __post_init__(self) -> None:
         for key in ("warm_up_share", "device_share", "host_share", "margin_share"):
@@ -63,8 +74,12 @@ class WarmUp:
             if not (0 <= share <= 1 if least_is_zero else 0 < share <= 1):
                 least = "from 0" if least_is_zero else "above 0"
                 raise ConfigError(f"{key} is {share}; give a share {least} to 1", key=key)
-        if self.prefetch_depth < 0:
-            raise ConfigError(f"prefetch_depth is {self.prefetch_depth}; give 0 or more", key="prefetch_depth")
+        for key in ("prefetch_depth", "cached_buffers", "defragment_every"):
+            if getattr(self, key) < 0:
+                raise ConfigError(f"{key} is {getattr(self, key)}; give 0 or more", key=key)
+        for size in (self.device_memory, self.host_memory):
+            if size is not None:
+                parse_bytes(size)
 
     def quota_bytes(self, device_bytes: int) -> int:
         """The budget on a device of so many bytes."""
@@ -78,7 +93,7 @@ class MomentSample:
     moment: int
     """Counts from 0 through the step."""
     group: str
-    """The group that is about to run."""
+    """The group whose module is about to run or has just run."""
     phase: str
     """`forward`, `backward` or `update`."""
     used_bytes: int
@@ -111,8 +126,10 @@ def warm_up_plan(layout: Layout, config: WarmUp, device_bytes: int, *, host_byte
         layout,
         resident=resident,
         on_device=(),
-        schedule=Schedule.DEFERRED,
+        schedule=config.schedule,
         prefetch_depth=config.prefetch_depth,
+        cached_buffers=config.cached_buffers,
+        defragment_every=config.defragment_every,
         budgets=_budgets(
             config,
             device_bytes,
@@ -129,7 +146,6 @@ def plan_after(
     device_bytes: int,
     *,
     state_bytes_per_parameter_byte: float,
-    schedule: Schedule = Schedule.DEFERRED,
     host_bytes: int | None = None,
 ) -> Plan:
     """The plan for all steps after the observed one.
@@ -146,7 +162,6 @@ def plan_after(
         device_bytes: Of the whole device.
         state_bytes_per_parameter_byte: Optimizer state beside each byte of trained parameters: 2 for Adam in the
             parameters' own dtype.
-        schedule: When the updates run.
         host_bytes: Of the whole host; None leaves the host without a budget.
 
     Raises:
@@ -178,10 +193,12 @@ def plan_after(
         layout,
         resident=always | chosen,
         on_device=first_chunks(
-            layout, math.floor(config.margin_share * margin), state_bytes_per_parameter_byte, schedule
+            layout, math.floor(config.margin_share * margin), state_bytes_per_parameter_byte, config.schedule
         ),
-        schedule=schedule,
+        schedule=config.schedule,
         prefetch_depth=depth,
+        cached_buffers=config.cached_buffers,
+        defragment_every=config.defragment_every,
         budgets=_budgets(
             config,
             device_bytes,

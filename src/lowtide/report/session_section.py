@@ -48,7 +48,8 @@ def section_html(section: SessionSection, index: int) -> str:
         f'<header><h2 id="name-{index}">{escape(section.name)}{badge}</h2><p>{steps}</p></header>',
         figures(stats),
     ]
-    if overlap := overlap_line(timeline):
+    # An emulated copy runs as late as it may, to show a missing wait: when it began says nothing.
+    if not section.is_emulated and (overlap := overlap_line(timeline)):
         pieces.append(f'<p class="where">{escape(overlap)}</p>')
     if timeline.spans or timeline.residency:
         pieces.append(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,12 @@ from lowtide.runtime.veil import unveil
 
 Fill = Callable[[ParameterSpec, nn.Parameter, torch.Tensor], None]
 """Writes a parameter's values into a view: from the parameter itself, or from a file."""
+
+
+def copy_values(spec: ParameterSpec, parameter: nn.Parameter, home: torch.Tensor) -> None:
+    """Fill from the parameter itself."""
+    del spec
+    home.copy_(parameter.data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +83,8 @@ class Binder:
         self._books = books
         self._has_optimizer = has_optimizer
         self._on_device_buffer = on_device_buffer
+        self.bounds: list[Bound] = []
+        """What was bound so far, in the middle of a group as well."""
         self._parameters = dict(model.named_parameters())
         self._owners: dict[int, list[tuple[nn.Module, str]]] = {}
         for module in model.modules():
@@ -131,6 +139,7 @@ class Binder:
             if homes is not None:
                 bound.gradient_home = view_of(homes, span.offset_bytes, span.parameter)
             bounds.append(bound)
+            self.bounds.append(bound)
         if is_resident:
             chunk.become(ChunkState.RESIDENT)
         else:
@@ -170,11 +179,13 @@ def _move_gradient(bound: Bound, view: torch.Tensor) -> None:
             bound.gradient.data = view
 
 
-def release(unit: Unit, original: dict[int, torch.device]) -> None:
-    """Give a unit's parameters memory of their own again, on the device where they came from."""
-    for bound in unit.bounds:
+def release(bounds: Iterable[Bound], original: dict[int, torch.device]) -> None:
+    """Give parameters memory of their own again, on the device where they came from."""
+    for bound in bounds:
         parameter = bound.parameter
         unveil(parameter)
+        if bound.gradient is not None:
+            unveil(bound.gradient)
         device = original.get(id(parameter), parameter.device)
         gradient = parameter.grad
         parameter.grad = None

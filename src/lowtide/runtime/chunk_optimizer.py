@@ -17,8 +17,15 @@ import torch
 from lowtide import compat
 from lowtide.errors import UnsupportedOptimizerError
 
-Settings = tuple[Mapping[str, Any], ...]
-"""The settings of each param group at one moment: learning rate, decay, and the rest."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What an update needs to know of the optimizer, at one moment: the update itself may run later."""
+
+    groups: tuple[Mapping[str, Any], ...]
+    """Of each param group: learning rate, decay, and the rest."""
+    scaler: Mapping[str, Any]
+    """What a GradScaler leaves to the kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +65,7 @@ class ChunkOptimizer:
 
     def settings(self) -> Settings:
         """The groups' settings now. Tensors are copied: a scheduler may change them before the update runs."""
-        return tuple(
+        groups = tuple(
             {
                 key: value.clone() if isinstance(value, torch.Tensor) else value
                 for key, value in group.items()
@@ -66,21 +73,29 @@ class ChunkOptimizer:
             }
             for group in self.optimizer.param_groups
         )
+        return Settings(groups=groups, scaler=compat.scaler_values(self.optimizer))
 
     def claim_state(self, updates: Sequence[Update]) -> None:
         """Make the state's entries exist, in the thread that owns the dictionary."""
         for update in updates:
             self.optimizer.state[update.parameter]  # a defaultdict: looking makes the entry
 
+    def forget_empty_state(self) -> None:
+        """Drop entries that were made for an update that keeps no state: plain torch has none there."""
+        for parameter in [parameter for parameter, state in self.optimizer.state.items() if state == {}]:
+            del self.optimizer.state[parameter]
+
     def run(self, updates: Sequence[Update], settings: Settings) -> None:
         """One optimizer step on these tensors."""
         groups: dict[int, dict[str, Any]] = {}
         for update in updates:
             index = self._group_of[id(update.parameter)]
-            group = groups.setdefault(index, {**settings[index], "params": []})
+            group = groups.setdefault(index, {**settings.groups[index], "params": []})
             group["params"].append(update.target)
         state = {update.target: self.optimizer.state[update.parameter] for update in updates}
-        compat.shallow_optimizer(self.optimizer, list(groups.values()), state).step()
+        shadow = compat.shallow_optimizer(self.optimizer, list(groups.values()), state)
+        vars(shadow).update(settings.scaler)
+        compat.step_without_hooks(shadow)
 
     def place_state(self, parameter: torch.Tensor, device: torch.device) -> None:
         """Move a parameter's state to where its update runs: it was made or loaded elsewhere."""
@@ -112,7 +127,7 @@ def _refuse_what_looks_across(optimizer: torch.optim.Optimizer) -> None:
             before["lr"] = before["lr"].detach().cpu().clone()
         after = {**before, "params": [probe]}
         try:
-            compat.shallow_optimizer(optimizer, [after], {probe: {}}).step()
+            compat.step_without_hooks(compat.shallow_optimizer(optimizer, [after], {probe: {}}))
         except Exception as error:
             raise UnsupportedOptimizerError(
                 f"{name} could not take a step on one parameter alone (param group {index}): "

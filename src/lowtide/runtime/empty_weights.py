@@ -32,7 +32,7 @@ def empty_weights() -> Iterator[None]:
         empty = nn.Parameter(torch.empty_like(parameter.data, device="meta"), requires_grad=parameter.requires_grad)
         module._parameters[name] = empty
 
-    nn.Module.register_parameter = register_empty  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_empty  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

@@ -8,11 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 
 from lowtide import compat
-from lowtide.errors import HigherOrderError, NonFiniteLossError, SecondBackwardError, StaleBackwardError
+from lowtide.errors import (
+    HigherOrderError,
+    NonFiniteLossError,
+    SecondBackwardError,
+    SessionError,
+    StaleBackwardError,
+)
 from lowtide.memory.access_order import AccessOrder
 from lowtide.memory.chunk import Chunk, StoredGroup
 from lowtide.memory.chunk_state import ChunkState
@@ -28,6 +35,13 @@ from lowtide.runtime.tensors import tensors_in
 from lowtide.runtime.unit import Bound, Unit
 from lowtide.runtime.updater import Updater
 from lowtide.runtime.window import Visit, Window
+
+
+class Observer(Protocol):
+    """Looks at the device's memory."""
+
+    def moment(self, group: str, phase: str) -> None:
+        """A group's window has opened or is about to close."""
 
 
 class Engine:
@@ -51,6 +65,8 @@ class Engine:
         self.schedule = schedule
         self.worker = worker
         self.updater = None
+        self.observer: Observer | None = None
+        """Asked at each opening and closing of a window; None costs nothing."""
         self.lost: str | None = None
         """Why the last step must be repeated; None where nothing broke."""
         self._gradients = gradients
@@ -61,6 +77,7 @@ class Engine:
         self._loss: torch.Tensor | None = None
         self._is_finite: torch.Tensor | None = None
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._is_stopped = False
 
     def watch_gradients(self) -> None:
         """Be told when a parameter's gradient is complete, where that is not simply left to autograd."""
@@ -72,8 +89,9 @@ class Engine:
                     hook = partial(self._on_gradient, unit, bound)
                     self._handles.append(bound.parameter.register_post_accumulate_grad_hook(hook))
 
-    def stop_watching(self) -> None:
-        """Remove the hooks."""
+    def stop(self) -> None:
+        """The session ends: remove the hooks, and refuse what graphs that outlive it ask for."""
+        self._is_stopped = True
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -93,9 +111,13 @@ class Engine:
             unit.check_unchanged()
         self._open_all(window.units)
         self._running.append((window, self.mover.now()))
+        if self.observer is not None:
+            self.observer.moment(_name_of(window), self.recorder.phase)
 
     def forward_ends(self, window: Window) -> None:
         """Close them."""
+        if self.observer is not None:
+            self.observer.moment(_name_of(window), self.recorder.phase)
         running, started = self._running.pop()
         assert running is window, f"the call of {window.path} ended before that of {running.path} inside it"
         if window.units:
@@ -120,6 +142,13 @@ class Engine:
     def backward_reached(self, visit: Visit, gradient: torch.Tensor) -> None:
         """A gradient arrived at a module's output: open its groups."""
         window = visit.window
+        if self._is_stopped:
+            if all(unit.is_resident for unit in window.units):
+                return
+            raise SessionError(
+                f"this backward goes through the streamed weights of {window.path or 'the model'} in a session that was "
+                "closed since; they are gone. Run the forward again: the model is plain now, and nothing was updated"
+            )
         task = self._current_task(gradient)
         if torch.is_grad_enabled() and any(not unit.is_resident for unit in window.units):
             raise HigherOrderError(
@@ -138,6 +167,8 @@ class Engine:
         visit.is_open = True
         task.open_visits.append(visit)
         self._visit_started[id(visit)] = self.mover.now()
+        if self.observer is not None:
+            self.observer.moment(_name_of(window), "backward")
 
     def backward_left(self, visit: Visit) -> None:
         """The oldest node of a module's call has run: its backward is over."""
@@ -164,6 +195,8 @@ class Engine:
             self._complete(unit, task, is_last=False)
 
     def _end_visit(self, task: BackwardTask, visit: Visit) -> None:
+        if self.observer is not None:
+            self.observer.moment(_name_of(visit.window), "backward")
         visit.is_open = False
         task.open_visits.remove(visit)
         for unit in visit.window.units:
@@ -216,15 +249,9 @@ class Engine:
             self.updater.update_on_host(unit, chunk, trained, settings)
             self._forget_old_copy(unit)
         else:
-            self._open(unit)
-            started = self.mover.now()
-            self.updater.update_here(trained, (), settings)
+            self._update_open(unit, chunk, trained, settings)
             for bound in trained:
                 bound.parameter.grad = None
-            if not unit.is_resident:
-                self.store.write_back(chunk)
-            self.recorder.on_compute(unit.name, "update", started, self.mover.now())
-            self._close(unit)
         unit.generation += 1
         unit.is_consumed = True
 
@@ -248,6 +275,9 @@ class Engine:
                     if is_away(bound) and self.schedule is Schedule.DEFERRED:
                         self._gradients.expose(bound)
                     bound.has_fired = False
+                if not unit.is_resident and not unit.group.num_open:
+                    # An update that broke off may have left its traces in the copy; the host has the truth.
+                    self.store.drop(unit.name)
                 self.guard(unit)
         self._tasks.clear()
         self.store.order.forget_cycle()
@@ -263,6 +293,11 @@ class Engine:
                 "before the step. Call zero_grad() and repeat the step"
             )
 
+    def forget_step(self) -> None:
+        """The user gave the step up or begins the next: whatever was wrong with the last one is over."""
+        self.lost = None
+        self._is_finite = None
+
     def check_finite(self) -> None:
         """Refuse a step whose loss was not finite."""
         finite, self._is_finite = self._is_finite, None
@@ -273,16 +308,22 @@ class Engine:
                 "learning rate, and go on"
             )
 
+    def is_idle(self) -> bool:
+        """Whether no graph is alive and no window open."""
+        if self._running or self._tasks or compat.backward_number() is not None:
+            return False
+        return not any(unit.visits or unit.group.num_open for unit in self.units.values())
+
     def is_quiet(self) -> bool:
-        """Whether no graph is alive, no window open and no work on the host's memory under way."""
-        if self._running or self._tasks:
+        """Whether it is idle and no work on the host's memory is under way."""
+        if not self.is_idle():
             return False
         for unit in self.units.values():
-            if unit.visits or unit.group.num_open or any(chunk.host_work is not None for chunk in unit.group.chunks):
+            if any(chunk.host_work is not None for chunk in unit.group.chunks):
                 return False
             if unit.looks_at_device and not unit.is_resident:
                 return False
-            if any(bound.pending for bound in unit.bounds):
+            if any(not waiting.is_done() for bound in unit.bounds for waiting in bound.pending):
                 return False
         self.mover.drain()
         return True
@@ -298,17 +339,20 @@ class Engine:
                 chunk.settle_host()
         if unit.is_resident:
             self.store.refresh(unit.name)
+            for chunk in unit.group.chunks:
+                chunk.is_touched = True
         else:
             self.store.drop(unit.name)
             unit.look_at_host()
         self.guard(unit)
 
     def guard(self, unit: Unit) -> None:
-        """Veil the unit's parameters if something is pending for them, else leave them plain."""
+        """Veil the unit's parameters if something is pending for them, or a write must be noticed; else leave them plain."""
         if unit.group.num_open:
             return
         is_pending = unit.is_consumed or any(
             chunk.host_work is not None
+            or (unit.is_resident and chunk.host is not None and not chunk.is_touched)
             or chunk.state in (ChunkState.IDLE, ChunkState.FETCHING)
             or (chunk.written is not None and not chunk.written.ended.is_done())
             for chunk in unit.group.chunks
@@ -324,16 +368,30 @@ class Engine:
 
     def update_streamed_on_device(self, unit: Unit, chunk: Chunk, bounds: Sequence[Bound], settings: Settings) -> None:
         """Bring streamed weights to the device for their step there, and write them back."""
-        assert self.updater is not None
         self.recorder.phase = "update"
+        try:
+            self._update_open(unit, chunk, bounds, settings)
+        except BaseException:
+            # The copy may be half updated; the host has the weights from before.
+            if not unit.group.num_open:
+                self.store.drop(unit.name)
+            raise
+        finally:
+            unit.look_at_host()
+            self.guard(unit)
+
+    def _update_open(self, unit: Unit, chunk: Chunk, bounds: Sequence[Bound], settings: Settings) -> None:
+        """One step on the device, in a window of its own; streamed weights are written back."""
+        assert self.updater is not None
         self._open(unit)
-        started = self.mover.now()
-        self.updater.update_here(bounds, (), settings)
-        self.store.write_back(chunk)
-        self.recorder.on_compute(unit.name, "update", started, self.mover.now())
-        self._close(unit)
-        unit.look_at_host()
-        self.guard(unit)
+        try:
+            started = self.mover.now()
+            self.updater.update_here(bounds, (), settings)
+            if not unit.is_resident:
+                self.store.write_back(chunk)
+            self.recorder.on_compute(unit.name, "update", started, self.mover.now())
+        finally:
+            self._close(unit)
 
     # -- told by the store ---------------------------------------------------------------------------------------------
 
@@ -412,6 +470,8 @@ class Engine:
         if task is None:
             self._judge(gradient)
             task = self._tasks[number] = BackwardTask(number)
+            if self.updater is not None:
+                self.updater.optimizer.refresh_groups()  # one may have been added since the last step
             compat.call_after_backward(partial(self._end_task, number))
         return task
 
@@ -439,3 +499,7 @@ class Engine:
                 f"this backward goes through the weights of group {unit.label} as they were {unit.generation - generation} "
                 "update(s) ago, and they are gone; run the forward again after optimizer.step(). Nothing was updated"
             )
+
+
+def _name_of(window: Window) -> str:
+    return window.units[0].name if window.units else window.path

@@ -64,6 +64,8 @@ class GradientMover:
                 bound.gradient, is_first = bound.stashed, False
                 unveil(bound.gradient)
             elif is_first:
+                # What a loop that never looks at a gradient leaves behind: the copy and the update of the last step.
+                bound.pending = [waiting for waiting in bound.pending if not waiting.is_done()]
                 self._leave_old_gradient(bound)
             assert bound.gradient is not None
             # Not the user's own object: that one is veiled before the copy has happened.

@@ -52,7 +52,7 @@ class HostPool:
         self._arena = Arena(
             self.buffer,
             on_move,
-            may_move=lambda: may_move() and not self._staged,
+            may_move=lambda: may_move() and self._has_let_go(),
             defragment_every=defragment_every,
             name="host",
             poison=poison,
@@ -98,7 +98,10 @@ class HostPool:
                     self._staged[buffer.data_ptr()] = key
                     return buffer
             except (BudgetError, GraphAliveError):
-                if not self._worker.wait_for_oldest():
+                if self.staging.counts.held_bytes:
+                    # Kept for requests of another size, which must not make this one take memory beside the buffer.
+                    self.staging.clear()
+                elif not self._worker.wait_for_oldest():
                     return self._extra(num_bytes)
 
     def _extra(self, num_bytes: int) -> torch.Tensor:
@@ -108,6 +111,11 @@ class HostPool:
         buffer = self._mover.host_buffer(num_bytes)
         self._extras.add(buffer.data_ptr())
         return buffer
+
+    def _has_let_go(self) -> bool:
+        """Give kept staging back to the arena; whether none of it is in use."""
+        self.staging.clear()
+        return not self._staged
 
     def _free_staging(self, buffer: torch.Tensor) -> None:
         with self._lock:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -15,16 +16,19 @@ from lowtide.memory.layout_types import Layout
 from lowtide.memory.mover import Mover
 from lowtide.memory.store import Books, ChunkStore
 from lowtide.memory.tier import Tier
+from lowtide.planning.check_plan import check_plan
 from lowtide.planning.plan import Plan, Schedule
 from lowtide.planning.window_need import window_bytes_needed
 from lowtide.runtime.backward import is_away
-from lowtide.runtime.binding import Binder, Fill, host_need, move_part, release
+from lowtide.runtime.binding import Binder, Fill, copy_values, host_need, move_part, release
 from lowtide.runtime.chunk_optimizer import ChunkOptimizer
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.gradients import GradientMover
 from lowtide.runtime.host_pool import HostPool
 from lowtide.runtime.host_worker import HostWorker
+from lowtide.runtime.legacy import Legacy, forget_device_memory, place_gradient
 from lowtide.runtime.managed_optimizer import ManagedOptimizer
+from lowtide.runtime.observer import ObservedStore, StepObserver
 from lowtide.runtime.recording import Recorder, is_resident
 from lowtide.runtime.session_stats import CacheRow, ChunkRow, SessionStats, TierRow
 from lowtide.runtime.timeline import Timeline
@@ -42,6 +46,8 @@ class Machinery:
         tracked: The emulated device's books; None on a real one.
         fill: Where each parameter's values come from.
         poison: Fill memory that holds nothing with NaN.
+        observer: Watches the device's memory at each opening and closing of a window.
+        legacy: Of the machinery before, where the session goes on under another plan; its tracker is stopped.
     """
 
     def __init__(
@@ -56,6 +62,8 @@ class Machinery:
         fill: Fill,
         max_grad_norm: float | None,
         poison: bool,
+        observer: StepObserver | None = None,
+        legacy: Legacy | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -63,8 +71,16 @@ class Machinery:
         self._layout = layout
         self._mover = mover
         self._tracked = tracked
-        self._clock_origin_s = time.perf_counter()
-        self._original = {id(parameter): parameter.device for parameter in model.parameters() if not parameter.is_meta}
+        self._max_grad_norm = max_grad_norm
+        self._poison = poison
+        self._observer = observer
+        self._legacy = legacy
+        self._clock_origin_s = time.perf_counter() if legacy is None else legacy.clock_origin_s
+        self._original = (
+            {id(parameter): parameter.device for parameter in model.parameters() if not parameter.is_meta}
+            if legacy is None
+            else legacy.original
+        )
         self._need = host_need(layout, plan, has_optimizer=optimizer is not None)
         self._host = Tier("host", _budget(plan.budgets.host_bytes, host_capacity_bytes()))
         self._pinned = Tier("pinned", _budget(plan.budgets.pinned_bytes, pinned_capacity_bytes()))
@@ -73,9 +89,11 @@ class Machinery:
                 tier.charge(getattr(self._need, f"{what.removesuffix('s')}_bytes"), what)
         self._device = Tier("device", plan.budgets.device_bytes if plan.budgets.device_bytes is not None else 1 << 62)
         self._books: Books = tracked if tracked is not None else self._device
-        self._recorder = Recorder()
+        self._recorder = Recorder() if legacy is None else legacy.recorder
         self._worker = HostWorker()
         self._units: dict[str, Unit] = {}
+        self.moved_along: list[tuple[nn.Module, str, torch.device]] = [] if legacy is None else legacy.moved_along
+        """Buffers and unmanaged parameters, and where they were before: `close` takes them back."""
         # An emulated device's host memory must not be born on the device.
         with contextlib.nullcontext() if tracked is None else tracked.on_host():
             self._pool = HostPool(
@@ -91,12 +109,22 @@ class Machinery:
             )
         if tracked is not None:
             tracked.exclude(self._pool.buffer)
-        self._units = self._bind(fill)
-        self._engine = self._make_engine()
-        self._windows = self._make_windows()
-        self._managed = self._make_optimizer(max_grad_norm)
-        for window in self._windows:
-            window.install()
+        with contextlib.ExitStack() as undo:
+            # Where anything below is refused, the model is as it was.
+            undo.callback(self._pool.close)
+            binder = self._make_binder()
+            undo.callback(release, binder.bounds, self._original)
+            groups = {group.name: group for group in layout.groups}
+            for group in plan.groups:
+                self._units[group.name] = binder.bind(groups[group.name], group, fill)
+            for bound in binder.bounds:
+                place_gradient(bound, is_copied=legacy is not None)
+            self._engine = self._make_engine()
+            self._windows = self._make_windows()
+            self._managed = self._make_optimizer(max_grad_norm)
+            for window in self._windows:
+                window.install()
+            undo.pop_all()
 
     # -- asked by the session ------------------------------------------------------------------------------------------
 
@@ -109,6 +137,8 @@ class Machinery:
         """Wait until every update is made and every copy is done."""
         for unit in self._units.values():
             self._engine.settle_unit(unit)
+            for bound in unit.bounds:
+                bound.settle_gradient()
         self._worker.check()
         self._mover.drain()
 
@@ -121,6 +151,7 @@ class Machinery:
     def stats(self) -> SessionStats:
         """What happened so far."""
         timeline = self.timeline()
+        seconds = self._recorder.seconds(timeline)
         cache, _ = self._pool.counts()
         length_s = max(timeline.end_s - timeline.start_s, 1e-12)
         present: dict[str, float] = {}
@@ -143,10 +174,10 @@ class Machinery:
             )
         )
         return SessionStats(
-            num_steps=self._recorder.step,
+            num_steps=self._recorder.num_updates or self._recorder.step,
             moved=self._recorder.moved(),
-            exposed_copy_s=timeline.exposed_copy_s(),
-            seconds=self._recorder.seconds(timeline),
+            exposed_copy_s=seconds.waiting_s,
+            seconds=seconds,
             chunks=rows,
             cache=CacheRow(hits=cache.num_hits, misses=cache.num_misses, held_bytes=cache.held_bytes),
             tiers=self._tiers(),
@@ -155,29 +186,119 @@ class Machinery:
 
     def close(self) -> None:
         """Take everything apart; model and optimizer are plain afterwards, whatever condition the session was in."""
+        error = self._settle_for_good()
+        for window in self._windows:
+            window.remove()
+        self._engine.stop()
+        if self._managed is not None:
+            self._managed.remove()
+        if self._tracked is not None:
+            # Before the parameters get memory of their own: that is no longer the session's.
+            self._tracked.stop()
+        for unit in self._units.values():
+            unit.is_consumed = False
+            unit.look_at_host()
+            release(unit.bounds, self._original)
+        self._return_rest()
+        self._return_state()
+        self._pool.close()
+        if error is not None:
+            raise error
+
+    def is_quiet(self) -> bool:
+        """Whether the last step went well and nothing of it is left, so that `follow` may be called."""
+        if self._engine.lost is not None or not self._engine.is_idle():
+            return False
+        self.settle()
+        return self._engine.is_quiet()
+
+    def follow(self, plan: Plan) -> Machinery:
+        """Take this apart and put the session together anew for another plan; `is_quiet` must hold.
+
+        Weights, gradients and optimizer state are carried over exactly, the optimizer stays wrapped, and steps, copies
+        and fetches are counted on. The host holds the weights a second time while this runs.
+        """
+        check_plan(plan, self._layout)
+        legacy = self._hand_over()
         try:
-            self._engine.check_broken()
-            self.settle()
-        finally:
-            self._worker.close()
-            for window in self._windows:
-                window.remove()
-            self._engine.stop_watching()
-            if self._managed is not None:
-                self._managed.remove()
-            for unit in self._units.values():
-                unit.is_consumed = False
-                unit.look_at_host()
-                release(unit, self._original)
+            machinery = Machinery(
+                self.model,
+                self.optimizer,
+                plan,
+                self._layout,
+                self._mover,
+                tracked=self._tracked,
+                fill=copy_values,
+                max_grad_norm=self._max_grad_norm,
+                poison=self._poison,
+                legacy=legacy,
+            )
+        except BaseException:
+            if legacy.managed is not None:
+                legacy.managed.remove()
+            self._return_rest()
             self._return_state()
-            self._pool.close()
-            if self._tracked is not None:
-                self._tracked.stop()
+            raise
+        if self._tracked is not None:
+            self._tracked.start()
+        return machinery
+
+    def _hand_over(self) -> Legacy:
+        self._worker.close()
+        for window in self._windows:
+            window.remove()
+        self._engine.stop()
+        peak_bytes = next(row.peak_bytes for row in self._tiers() if row.tier == "device")
+        host = torch.device("cpu")
+        with contextlib.nullcontext() if self._tracked is None else self._tracked.on_host():
+            for unit in self._units.values():
+                release(unit.bounds, dict.fromkeys(map(id, (bound.parameter for bound in unit.bounds)), host))
+        if self._tracked is not None:
+            # What the next machinery makes is counted by itself.
+            self._tracked.stop()
+        forget_device_memory(self._units.values(), self._books)
+        self._pool.close()
+        return Legacy(
+            original=self._original,
+            moved_along=self.moved_along,
+            recorder=self._recorder,
+            clock_origin_s=self._clock_origin_s,
+            managed=self._managed,
+            num_fetches={chunk.spec.name: chunk.num_fetches for chunk in self._chunks()},
+            peak_bytes=peak_bytes,
+        )
+
+    def _settle_for_good(self) -> Exception | None:
+        """Settle what can be settled; the first error, for when everything has been given back."""
+        errors: list[Exception] = []
+
+        def attempt(settle: Callable[[], None]) -> bool:
+            try:
+                settle()
+            except Exception as error:
+                errors.append(error)
+                return False
+            return True
+
+        attempt(self._engine.check_broken)
+        self._worker.close()
+        self._mover.drain()
+        for unit in self._units.values():
+            # A failed update is forgotten once it has been reported: what follows it gets its turn.
+            for _ in range(len(unit.group.chunks) + 1):
+                if attempt(partial(self._engine.settle_unit, unit)):
+                    break
+            for bound in unit.bounds:
+                while not attempt(bound.settle_gradient):
+                    pass
+        attempt(self._worker.check)
+        self._mover.drain()
+        return errors[0] if errors else None
 
     # -- putting together ----------------------------------------------------------------------------------------------
 
-    def _bind(self, fill: Fill) -> dict[str, Unit]:
-        binder = Binder(
+    def _make_binder(self) -> Binder:
+        return Binder(
             self.model,
             self._layout,
             self.plan,
@@ -187,8 +308,6 @@ class Machinery:
             has_optimizer=self.optimizer is not None,
             on_device_buffer=lambda buffer: None if self._tracked is None else self._tracked.exclude_charged(buffer),
         )
-        groups = {group.name: group for group in self._layout.groups}
-        return {plan.name: binder.bind(groups[plan.name], plan, fill) for plan in self.plan.groups}
 
     def _make_engine(self) -> Engine:
         gradients = GradientMover(self._mover, self._worker, self._pool.staging, self.plan.schedule, self._recorder)
@@ -196,7 +315,7 @@ class Machinery:
             list(self._units.values()), self._mover, gradients, self._worker, self._recorder, self.plan.schedule
         )
         window_bytes = self.plan.budgets.window_bytes
-        engine.store = ChunkStore(
+        engine.store = (ChunkStore if self._observer is None else ObservedStore)(
             [unit.group for unit in self._units.values()],
             self._mover,
             [self._books],
@@ -206,6 +325,12 @@ class Machinery:
         )
         for unit in self._units.values():
             unit.settler = engine
+        if self._observer is not None:
+            self._observer.watch(engine.store, sum(chunk.spec.nbytes for chunk in self._chunks() if is_resident(chunk)))
+            engine.observer = self._observer
+        if self._legacy is not None:
+            for chunk in self._chunks():
+                chunk.num_fetches = self._legacy.num_fetches[chunk.spec.name]
         return engine
 
     def _make_windows(self) -> list[Window]:
@@ -222,8 +347,9 @@ class Machinery:
         ]
 
     def _make_optimizer(self, max_grad_norm: float | None) -> ManagedOptimizer | None:
+        installed = None if self._legacy is None else self._legacy.managed
         is_plain = self.plan.schedule is Schedule.DEFERRED and not self._windows and max_grad_norm is None
-        if self.optimizer is None or is_plain:
+        if self.optimizer is None or (is_plain and installed is None):
             return None
         chunk_optimizer = ChunkOptimizer(self.optimizer)
         updater = Updater(
@@ -237,18 +363,32 @@ class Machinery:
         self._engine.updater = updater
         self._engine.watch_gradients()
         updater.place_state(list(self._units.values()), self._mover.device)
-        managed = ManagedOptimizer(self.optimizer, self._engine, updater, max_grad_norm=max_grad_norm)
+        after_step = self._pool.tick if self.plan.defragment_every else None
+        if installed is not None:
+            installed.serve(self._engine, updater, after_step)
+            return installed
+        managed = ManagedOptimizer(
+            self.optimizer, self._engine, updater, max_grad_norm=max_grad_norm, after_step=after_step
+        )
         managed.install()
         return managed
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _is_quiet(self) -> bool:
-        """Whether nothing points into the host's memory but what `move_part` knows."""
-        return bool(self._units) and self._engine.is_quiet()
+        """Whether nothing points into the host's memory but what `move_part` knows. Waits for updates, if that helps."""
+        return bool(self._units) and self.is_quiet()
 
     def _chunks(self) -> Sequence[Chunk]:
         return [chunk for unit in self._units.values() for chunk in unit.group.chunks]
+
+    def _return_rest(self) -> None:
+        for module, name, device in self.moved_along:
+            buffer, parameter = module._buffers.get(name), module._parameters.get(name)
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+            elif parameter is not None:
+                parameter.data = parameter.data.to(device)
 
     def _return_state(self) -> None:
         if self.optimizer is None:
@@ -270,6 +410,10 @@ class Machinery:
             peak = torch.cuda.max_memory_reserved(self._mover.device)
         else:
             peak = resident + store.peak_bytes
+        if self._legacy is not None:
+            peak = max(peak, self._legacy.peak_bytes)
+        if self._observer is not None:
+            peak = max(peak, self._observer.gauge.highest_bytes)
         return (
             TierRow(tier="device", peak_bytes=peak, budget_bytes=budget),
             TierRow(

@@ -13,12 +13,16 @@ from lowtide.memory.cuda_mover import CudaMover
 from lowtide.memory.emulated_mover import EmulatedMover
 from lowtide.memory.groups import find_groups
 from lowtide.memory.layout import lay_out
-from lowtide.memory.layout_types import ParameterSpec
 from lowtide.memory.mover import Mover
 from lowtide.memory.unmanaged import unmanaged_parameters
 from lowtide.planning.check_plan import check_plan
 from lowtide.planning.plan import Plan, Schedule
+from lowtide.planning.static_partition import StaticPartition
+from lowtide.planning.warm_up import WarmUp
+from lowtide.runtime.binding import copy_values
 from lowtide.runtime.machinery import Machinery
+from lowtide.runtime.observer import CudaGauge, StepObserver, TrackedGauge
+from lowtide.runtime.own_plan import WarmUpPlans, partition_plan
 from lowtide.runtime.session import Session
 from lowtide.runtime.tracked_memory import TrackedMemory
 from lowtide.runtime.weight_file import WeightFile
@@ -30,7 +34,7 @@ _MANAGED: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionar
 def manage(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    plan: Plan,
+    plan: Plan | StaticPartition | WarmUp,
     *,
     device: torch.device | str | None = None,
     weights: str | Path | None = None,
@@ -45,14 +49,18 @@ def manage(
     Args:
         model: On the CPU, on the device, or on meta with `weights`.
         optimizer: Made from the model's parameters; None to run the model without training it.
-        plan: Made for this model, for example by `make_plan`.
+        plan: Made for this model, for example by `make_plan`; or how one is to be made: a `StaticPartition` at once, a
+            `WarmUp` after one observed training step.
         device: A CUDA device; "cpu" emulates one in host memory. By default the current CUDA device, if there is one.
         weights: A safetensors file, or a folder of them, to fill a model on meta from, group by group.
         max_grad_norm: Clip the gradients by their global norm in each `optimizer.step()`.
         poison: Fill memory that holds nothing with NaN, so that a fault shows. By default on an emulated device only.
 
     Raises:
-        PlanError: The plan is for another model, or its budgets cannot hold the largest group.
+        PlanError: The plan is for another model, or its budgets cannot hold the largest group. Of a `WarmUp` also
+            raised by the second training step.
+        ConfigError: A `StaticPartition` or a `WarmUp` lacks what it needs: the size of an emulated device, or an
+            optimizer.
         BudgetError: A tier has not the bytes that the plan asks of it.
         SessionError: The model is managed already, or its parameters have no values.
         UnsupportedOptimizerError: The optimizer cannot be run chunk by chunk.
@@ -65,16 +73,31 @@ def manage(
             f"max_grad_norm={max_grad_norm} needs all gradients before the first update, and the schedule 'in_backward' "
             "updates each chunk as soon as its own is there; use the schedule 'deferred'"
         )
-    layout = lay_out(find_groups(model), chunk_bytes=plan.chunk_bytes)
+    layout = lay_out(find_groups(model), chunk_bytes=plan.chunk_bytes if isinstance(plan, Plan) else None)
+    target = _device(device)
+    plans = WarmUpPlans.on(layout, plan, optimizer, target) if isinstance(plan, WarmUp) else None
+    if isinstance(plan, StaticPartition):
+        plan = partition_plan(layout, plan, optimizer, target)
+    elif plans is not None:
+        plan = plans.first()
+    assert isinstance(plan, Plan)
     check_plan(plan, layout)
     _require_values(model, weights)
-    target = _device(device)
     tracked = None if target.type == "cuda" else TrackedMemory(plan.budgets.device_bytes)
-    mover: Mover = EmulatedMover() if tracked is not None else CudaMover(target, poison=bool(poison))
+    # The gradients of one group may wait for their copies while the next group computes.
+    kept_bytes = max((group.nbytes for group in layout.groups), default=0)
+    mover: Mover = (
+        EmulatedMover(max_kept_bytes=kept_bytes)
+        if tracked is not None
+        else CudaMover(target, max_kept_bytes=kept_bytes, poison=bool(poison))
+    )
     if target.type == "cuda" and plan.budgets.device_bytes is not None:
         total = torch.cuda.get_device_properties(target).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, plan.budgets.device_bytes / total), target)
     file = None if weights is None else WeightFile(weights)
+    observer = None
+    if plans is not None:
+        observer = StepObserver(CudaGauge(target) if tracked is None else TrackedGauge(tracked), plans.config.monitor)
     machinery = Machinery(
         model,
         optimizer,
@@ -82,23 +105,25 @@ def manage(
         layout,
         mover,
         tracked=tracked,
-        fill=_copy_values if file is None else file.fill,
+        fill=copy_values if file is None else file.fill,
         max_grad_norm=max_grad_norm,
         poison=poison if poison is not None else tracked is not None,
+        observer=observer,
     )
-    _place_the_rest(model, target, tracked, file)
-    if tracked is not None:
-        tracked.start()
+    try:
+        _place_the_rest(model, target, file, machinery.moved_along)
+        if tracked is not None:
+            for buffer in model.buffers():
+                tracked.include(buffer)
+            tracked.start()
+    except BaseException:
+        machinery.close()
+        raise
     if target.type == "cuda":
         torch.cuda.synchronize(target)
-    session = Session(machinery)
+    session = Session(machinery, observer, None if plans is None else plans.after)
     _MANAGED[id(model)] = session
     return session
-
-
-def _copy_values(spec: ParameterSpec, parameter: nn.Parameter, home: torch.Tensor) -> None:
-    del spec
-    home.copy_(parameter.data)
 
 
 def _device(device: torch.device | str | None) -> torch.device:
@@ -119,12 +144,17 @@ def _require_values(model: nn.Module, weights: str | Path | None) -> None:
 
 
 def _place_the_rest(
-    model: nn.Module, target: torch.device, tracked: TrackedMemory | None, file: WeightFile | None
+    model: nn.Module,
+    target: torch.device,
+    file: WeightFile | None,
+    moved: list[tuple[nn.Module, str, torch.device]],
 ) -> None:
-    """Buffers and parameters that are not managed go to the device whole."""
+    """Buffers and parameters that are not managed go to the device whole; `moved` is told where they came from."""
     named = dict(model.named_parameters())
     for name, _ in unmanaged_parameters(model):
         if name in named:
+            path, _, last = name.rpartition(".")
+            moved.append((model.get_submodule(path), last, named[name].device))
             named[name].data = named[name].data.to(target)
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
@@ -139,7 +169,5 @@ def _place_the_rest(
                     )
                 module._buffers[name] = file.tensor(full_name).to(target)
             else:
+                moved.append((module, name, buffer.device))
                 module._buffers[name] = buffer.to(target)
-    if tracked is not None:
-        for buffer in model.buffers():
-            tracked.include(buffer)

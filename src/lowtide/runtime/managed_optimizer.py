@@ -30,35 +30,58 @@ class ManagedOptimizer:
         engine: Knows the units and their condition.
         updater: Runs the updates.
         max_grad_norm: Clip the gradients to this norm before each step; None leaves them.
+        after_step: Called at the end of each step.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, engine: Engine, updater: Updater, *, max_grad_norm: float | None
+        self,
+        optimizer: torch.optim.Optimizer,
+        engine: Engine,
+        updater: Updater,
+        *,
+        max_grad_norm: float | None,
+        after_step: Callable[[], None] | None = None,
     ) -> None:
         self._optimizer = optimizer
-        self._engine = engine
-        self._updater = updater
+        self.serve(engine, updater, after_step)
         self._max_grad_norm = max_grad_norm
         self.last_norm: torch.Tensor | None = None
         """The norm before clipping, of the last step with `max_grad_norm`."""
         self._replaced: dict[str, object] = {}
+        self._installed: dict[str, object] = {}
+        self._is_installed = False
         self._handles: list[Any] = []
+
+    def serve(self, engine: Engine, updater: Updater, after_step: Callable[[], None] | None) -> None:
+        """Step through these from now on: the session goes on under another plan."""
+        self._engine = engine
+        self._updater = updater
+        self._after_step = after_step
 
     def install(self) -> None:
         """Take over `step` and `zero_grad`, and be asked before state is read or after it is loaded."""
         session = self
+        self._is_installed = True
 
+        # Both go on working when the session is closed: a scheduler may have put its wrapper around them by then.
         def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            return session._step(closure)
+            if session._is_installed:
+                return session._step(closure)
+            return type(optimizer).step(optimizer, closure) if closure is not None else type(optimizer).step(optimizer)
 
         def zero_grad(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-            session._zero_grad(set_to_none)
+            if session._is_installed:
+                session._zero_grad(set_to_none)
+            else:
+                type(optimizer).zero_grad(optimizer, set_to_none)
 
+        compat.copy_scheduler_mark(self._optimizer.step, step)
         for name, function in (("step", step), ("zero_grad", zero_grad)):
             if name in vars(self._optimizer):
                 self._replaced[name] = vars(self._optimizer)[name]
             # Bound methods: schedulers wrap `step.__func__`.
-            setattr(self._optimizer, name, types.MethodType(function, self._optimizer))
+            self._installed[name] = types.MethodType(function, self._optimizer)
+            setattr(self._optimizer, name, self._installed[name])
         self._handles = [
             self._optimizer.register_state_dict_pre_hook(lambda optimizer: self.settle()),
             self._optimizer.register_load_state_dict_pre_hook(lambda optimizer, state: self.settle()),
@@ -67,13 +90,18 @@ class ManagedOptimizer:
 
     def remove(self) -> None:
         """Give the optimizer back as it was."""
+        self._updater.optimizer.forget_empty_state()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for name in ("step", "zero_grad"):
-            vars(self._optimizer).pop(name, None)
+        self._is_installed = False
+        for name, method in self._installed.items():
+            if vars(self._optimizer).get(name) is not method:
+                continue  # somebody wrapped it since, and the wrapper reaches the plain method through it
+            vars(self._optimizer).pop(name)
             if name in self._replaced:
                 setattr(self._optimizer, name, self._replaced[name])
+        self._installed.clear()
         self._replaced.clear()
 
     def settle(self) -> None:
@@ -81,6 +109,7 @@ class ManagedOptimizer:
         for unit in self._engine.units.values():
             self._engine.settle_unit(unit)
         self._engine.worker.check()
+        self._updater.optimizer.forget_empty_state()
 
     def _after_load(self) -> None:
         self._updater.optimizer.refresh_groups()
@@ -89,19 +118,21 @@ class ManagedOptimizer:
     # -- the two methods -----------------------------------------------------------------------------------------------
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
-        engine = self._engine
         result = None
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
+        engine = self._engine  # after the closure, whose forward may begin another plan
         engine.check_broken()
         engine.worker.check()
         if engine.lost is not None:
             raise StepLostError(engine.lost)
-        engine.check_finite()
+        if not compat.scaler_values(self._optimizer):
+            engine.check_finite()  # a scaler judges the gradients itself, and skips the update
         before, after = compat.step_hooks(self._optimizer)
+        arguments = (self._optimizer,) if closure is None else (self._optimizer, closure)
         for hook in before:
-            hook(self._optimizer, (), {})
+            hook(self._optimizer, arguments, {})
         self._updater.optimizer.refresh_groups()
         self._update()
         for unit in engine.units.values():
@@ -109,13 +140,16 @@ class ManagedOptimizer:
                 unit.is_consumed = False
                 engine.guard(unit)
         for hook in after:
-            hook(self._optimizer, (), {})
+            hook(self._optimizer, arguments, {})
         compat.mark_stepped(self._optimizer)
+        engine.recorder.num_updates += 1
+        if self._after_step is not None:
+            self._after_step()
         return result
 
     def _zero_grad(self, set_to_none: bool) -> None:
         self._engine.check_broken()
-        self._engine.lost = None
+        self._engine.forget_step()
         for unit in self._engine.units.values():
             if unit.is_consumed:
                 # Given up between backward and step: the weights have moved, the gradients are gone.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lowtide.memory.chunk import Chunk, StoredGroup
@@ -54,12 +54,16 @@ class Recorder:
 
     def __init__(self) -> None:
         self.step = 0
+        """Counts forwards of the whole model: what the spans are numbered by."""
+        self.num_updates = 0
+        """Counts calls of `optimizer.step`."""
         self.phase = "forward"
         self._spans: deque[_Span] = deque()
         self._host_spans: deque[LaneSpan] = deque()
         self._presences: deque[_Presence] = deque()
         self._present: dict[str, tuple[Chunk, Ticket]] = {}
         self._moved: dict[Reason, list[int]] = {}
+        self._seconds = _Seconds()
         self._lock = threading.Lock()
 
     # -- told by the store ---------------------------------------------------------------------------------------------
@@ -113,7 +117,10 @@ class Recorder:
         self.step += 1
         oldest = self.step - KEPT_STEPS
         while self._spans and self._spans[0].step < oldest:
-            self._spans.popleft()
+            span = self._spans.popleft()
+            if span.lane is Lane.COMPUTE:
+                # Steps ago: its events have long passed, and reading them waits for nothing.
+                self._seconds.add(_lane_span(span))
         while self._presences and self._presences[0].step < oldest:
             self._presences.popleft()
         with self._lock:
@@ -135,29 +142,28 @@ class Recorder:
         spans = [_lane_span(span) for span in self._spans]
         with self._lock:
             spans += self._host_spans
+        stays = [(item.chunk, item.started.time_s(), item.ended.time_s()) for item in self._presences]
+        stays += [(chunk, at.time_s(), now_s) for chunk, at in self._present.values()]
+        uses: dict[str, list[tuple[float, float]]] = {}
+        for span in sorted(spans, key=lambda span: span.start_s):
+            if span.lane is Lane.COMPUTE and span.waits_for is None:
+                uses.setdefault(span.name, []).append((span.start_s, span.end_s))
         residency = [
-            _residency(presence.chunk, presence.started.time_s(), presence.ended.time_s(), "fetched")
-            for presence in self._presences
-        ]
-        residency += [
-            _residency(chunk, at.time_s(), max(now_s, at.time_s()), "fetched") for chunk, at in self._present.values()
+            _residency(chunk, from_s, to_s, state)
+            for chunk, start_s, end_s in stays
+            for from_s, to_s, state in _split(start_s, max(start_s, end_s), uses.get(chunk.spec.group, ()))
         ]
         started_s = min((span.start_s for span in spans), default=0.0)
         residency += [_residency(chunk, started_s, max(now_s, started_s), "resident") for chunk in resident]
         return Timeline(spans=tuple(spans), residency=tuple(residency), is_emulated=is_emulated)
 
     def seconds(self, timeline: Timeline) -> PhaseSeconds:
-        """Time of the kept steps by phase, waiting apart."""
-        sums = {"forward": 0.0, "backward": 0.0, "update": 0.0}
-        waiting = 0.0
+        """Time of all steps by phase, waiting apart: that of the forgotten spans, and of the timeline's."""
+        total = _Seconds(**self._seconds.sums)
         for span in timeline.spans:
-            if span.waits_for is not None:
-                waiting += span.duration_s
-            elif span.lane is Lane.COMPUTE:
-                sums[span.phase] += span.duration_s
-        return PhaseSeconds(
-            forward_s=sums["forward"], backward_s=sums["backward"], update_s=sums["update"], waiting_s=waiting
-        )
+            if span.lane is Lane.COMPUTE:
+                total.add(span)
+        return PhaseSeconds(**{f"{phase}_s": seconds for phase, seconds in total.sums.items()})
 
     def _copy(self, name: str, copied: Copied, reason: Reason, num_bytes: int) -> None:
         total = self._moved.setdefault(reason, [0, 0])
@@ -165,6 +171,17 @@ class Recorder:
         total[1] += 1
         lane = _LANES[reason]
         self._spans.append(_Span(self.step, lane, name, self.phase, copied.started, (copied.ended,), num_bytes, reason))
+
+
+class _Seconds:
+    """Sums of compute spans by phase."""
+
+    def __init__(self, **sums: float) -> None:
+        self.sums = {"forward": 0.0, "backward": 0.0, "update": 0.0, "waiting": 0.0, **sums}
+
+    def add(self, span: LaneSpan) -> None:
+        phase = span.phase if span.waits_for is None else "waiting"
+        self.sums[phase] += span.duration_s
 
 
 def _lane_span(span: _Span) -> LaneSpan:
@@ -179,6 +196,20 @@ def _lane_span(span: _Span) -> LaneSpan:
         num_bytes=span.num_bytes,
         reason=span.reason,
     )
+
+
+def _split(start_s: float, end_s: float, uses: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float, str]]:
+    """A stay on the device, cut where its group was in use; the uses are in the order of their start."""
+    for use_start_s, use_end_s in uses:
+        begin_s, finish_s = max(start_s, use_start_s), min(end_s, use_end_s)
+        if finish_s <= begin_s:
+            continue
+        if begin_s > start_s:
+            yield start_s, begin_s, "fetched"
+        yield begin_s, finish_s, "in use"
+        start_s = finish_s
+    if end_s > start_s:
+        yield start_s, end_s, "fetched"
 
 
 def _residency(chunk: Chunk, start_s: float, end_s: float, state: str) -> ResidencySpan:

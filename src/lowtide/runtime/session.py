@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -10,8 +11,11 @@ from torch import nn
 
 from lowtide.errors import SessionError
 from lowtide.planning.plan import Plan
+from lowtide.planning.warm_up import MomentSample
+from lowtide.runtime.observer import StepObserver
 from lowtide.runtime.session_stats import SessionStats
 from lowtide.runtime.timeline import Timeline
+from lowtide.runtime.warm_up_run import WarmUpRun
 
 if TYPE_CHECKING:
     from lowtide.runtime.machinery import Machinery
@@ -32,10 +36,26 @@ class Session:
         False
     """
 
-    def __init__(self, machinery: Machinery) -> None:
+    def __init__(
+        self,
+        machinery: Machinery,
+        observer: StepObserver | None = None,
+        plan_after: Callable[[tuple[MomentSample, ...]], Plan] | None = None,
+    ) -> None:
         self._machinery: Machinery | None = machinery
         self.model: nn.Module = machinery.model
         self.optimizer: torch.optim.Optimizer | None = machinery.optimizer
+        self._warm_up: WarmUpRun | None = None
+        if observer is not None and plan_after is not None:
+            assert self.optimizer is not None
+            self._warm_up = WarmUpRun(
+                self.model,
+                self.optimizer,
+                observer,
+                plan_after=plan_after,
+                is_quiet=machinery.is_quiet,
+                switch=self._switch,
+            )
 
     @property
     def is_open(self) -> bool:
@@ -46,6 +66,16 @@ class Session:
     def plan(self) -> Plan:
         """The plan that is being carried out."""
         return self._open().plan
+
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether the plan is that of the step that a `WarmUp` observes, and another will follow it."""
+        return self._machinery is not None and self._warm_up is not None and not self._warm_up.is_over
+
+    @property
+    def observed(self) -> tuple[MomentSample, ...]:
+        """What a `WarmUp` saw in its step: the fullest moment of each group and phase. Empty for other plans."""
+        return () if self._warm_up is None else self._warm_up.samples
 
     @property
     def last_grad_norm(self) -> torch.Tensor | None:
@@ -68,6 +98,8 @@ class Session:
         """Give the plain model and optimizer back, each parameter where it was before. May be repeated."""
         if self._machinery is not None:
             machinery, self._machinery = self._machinery, None
+            if self._warm_up is not None:
+                self._warm_up.remove()
             machinery.close()
 
     def __enter__(self) -> Session:
@@ -77,6 +109,11 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def _switch(self, plan: Plan) -> None:
+        # Without machinery where the switch fails: the model is plain then.
+        machinery, self._machinery = self._open(), None
+        self._machinery = machinery.follow(plan)
 
     def _open(self) -> Machinery:
         if self._machinery is None:

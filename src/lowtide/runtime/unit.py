@@ -99,15 +99,16 @@ class Unit:
 
     def look_at_device(self) -> None:
         """Point the parameters to the open chunk and let the model see plain ones."""
-        if not self.looks_at_device:
+        for bound in self.bounds:
+            unveil(bound.parameter)
+        if self.is_resident:
+            for bound in self._with_foreign_data():
+                bound.parameter.data = bound.device_view
+        elif not self.looks_at_device:
+            self._with_foreign_data()
             for bound in self.bounds:
-                unveil(bound.parameter)
-                self._adopt_foreign_data(bound)
                 bound.parameter.data = bound.device_view
             self.looks_at_device = True
-        else:
-            for bound in self.bounds:
-                unveil(bound.parameter)
 
     def look_at_host(self) -> None:
         """Point the parameters to the host's bytes."""
@@ -152,21 +153,35 @@ class Unit:
                         f"({type(module).__name__}.{name} is another object now); call session.close(), change the "
                         "model, and manage it again. Nothing was updated"
                     )
+            if bound.parameter.requires_grad and not bound.spec.requires_grad:
+                raise ModelChangedError(
+                    f"parameter {bound.spec.name} of group {self.label} was frozen when the model was managed, and is "
+                    "trained now, for which the plan has no room; call session.close(), make a plan for the model as it "
+                    "is, and manage it again. Nothing was updated"
+                )
 
-    def _adopt_foreign_data(self, bound: Bound) -> None:
-        """User code may have given the parameter other memory (`p.data = x`, `model.cuda()`): take the values over."""
-        parameter, home = bound.parameter, bound.host_view
-        assert home is not None
-        if parameter.data_ptr() == home.data_ptr() and parameter.dtype == home.dtype:
-            return
-        if parameter.shape != home.shape or parameter.dtype != home.dtype:
-            raise ModelChangedError(
-                f"parameter {bound.spec.name} of group {self.label} became {parameter.dtype} {tuple(parameter.shape)} "
-                f"after the model was managed as {home.dtype} {tuple(home.shape)}; call session.close(), change the "
-                "model, and manage it again. Nothing was updated"
-            )
-        with torch.no_grad():
-            home.copy_(parameter.data)
+    def _with_foreign_data(self) -> list[Bound]:
+        """User code may have given parameters other memory (`p.data = x`, `model.cuda()`): take the values over."""
+        found: list[Bound] = []
+        for bound in self.bounds:
+            parameter = bound.parameter
+            home = bound.device_view if self.is_resident else bound.host_view
+            assert home is not None
+            if parameter.data_ptr() == home.data_ptr() and parameter.dtype == home.dtype:
+                continue
+            if parameter.shape != home.shape or parameter.dtype != home.dtype:
+                raise ModelChangedError(
+                    f"parameter {bound.spec.name} of group {self.label} became {parameter.dtype} "
+                    f"{tuple(parameter.shape)} after the model was managed as {home.dtype} {tuple(home.shape)}; call "
+                    "session.close(), change the model, and manage it again. Nothing was updated"
+                )
+            found.append(bound)
+        for bound in found:
+            home = bound.device_view if self.is_resident else bound.host_view
+            assert home is not None
+            with torch.no_grad():
+                home.copy_(bound.parameter.data)
+        return found
 
 
 class Settler(Protocol):

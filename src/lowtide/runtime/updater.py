@@ -52,6 +52,7 @@ class Updater:
     def update_on_host(self, unit: Unit, chunk: Chunk, bounds: Sequence[Bound], settings: Settings) -> None:
         """One step on the host for a chunk whose gradients are there or on their way. Returns at once."""
         updates: list[Update] = []
+        self._store.take_over(chunk)
         awaited = [waiting for bound in bounds for waiting in bound.pending]
         for bound in bounds:
             assert bound.twin is not None

@@ -1,0 +1,66 @@
+"""How many bytes of state an optimizer keeps beside each byte of a parameter, found by asking it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lowtide import compat
+from lowtide.errors import UnsupportedOptimizerError
+
+_LARGEST_PROBE = 32
+"""Elements of a probe along each dimension: many enough that the rows and columns of a factored state count little."""
+
+
+def state_bytes_per_parameter_byte(optimizer: torch.optim.Optimizer | None) -> float:
+    """2 for Adam, 0 for SGD without momentum, and so on; the largest over all trained parameters, so that no chunk's
+    state takes more than was foreseen.
+
+    The optimizer's own class takes one step on a small tensor for each kind of parameter that it has. State that is
+    there already is not touched. The count of steps, one number, is not counted.
+
+    Raises:
+        UnsupportedOptimizerError: It cannot take a step on one tensor alone.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(8, 8))
+        >>> state_bytes_per_parameter_byte(torch.optim.AdamW([weight]))
+        2.0
+        >>> state_bytes_per_parameter_byte(torch.optim.SGD([weight], lr=0.1))
+        0.0
+    """
+    if optimizer is None:
+        return 0.0
+    ratios: dict[tuple[int, torch.dtype, int], float] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            kind = (index, parameter.dtype, parameter.dim())
+            if parameter.requires_grad and kind not in ratios:
+                ratios[kind] = _ratio(optimizer, index, group, parameter)
+    return max(ratios.values(), default=0.0)
+
+
+def _ratio(optimizer: torch.optim.Optimizer, index: int, group: dict[str, Any], parameter: torch.Tensor) -> float:
+    shape = tuple(min(size, _LARGEST_PROBE) for size in parameter.shape)
+    probe = torch.zeros(shape, dtype=parameter.dtype)
+    probe.grad = torch.zeros_like(probe)
+    settings = {
+        # Not the user's own tensors: a learning rate may lie on the device.
+        key: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+        if key != "params"
+    }
+    state: dict[torch.Tensor, dict[str, Any]] = {probe: {}}
+    try:
+        compat.shallow_optimizer(optimizer, [{**settings, "params": [probe]}], state).step()
+    except Exception as error:
+        raise UnsupportedOptimizerError(
+            f"{type(optimizer).__name__} could not take a step on one {probe.dtype} tensor of shape {shape} alone (param "
+            f"group {index}), so the size of its state is unknown: {type(error).__name__}: {error}; give a plan made by "
+            "make_plan, which does not need it"
+        ) from error
+    held_bytes = sum(
+        value.nbytes for key, value in state[probe].items() if isinstance(value, torch.Tensor) and key != "step"
+    )
+    return held_bytes / max(1, probe.nbytes)

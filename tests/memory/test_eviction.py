@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowtide.memory.eviction import Candidate, choose_leaving, simulate
+
+
+def candidate(group: str, num_bytes: int, distance: int) -> Candidate:
+    return Candidate(group=group, num_bytes=num_bytes, distance=distance)
+
+
+NEAR, MIDDLE, FAR = candidate("near", 10, 1), candidate("middle", 20, 4), candidate("far", 5, 9)
+
+
+def test_the_farthest_next_use_leaves_first() -> None:
+    assert choose_leaving([NEAR, FAR, MIDDLE], 5, nearer_than=None) == ["far"]
+    assert choose_leaving([NEAR, FAR, MIDDLE], 6, nearer_than=None) == ["far", "middle"]
+    assert choose_leaving([NEAR, FAR, MIDDLE], 26, nearer_than=None) == ["far", "middle", "near"]
+
+
+def test_none_where_all_together_do_not_suffice() -> None:
+    assert choose_leaving([NEAR, FAR, MIDDLE], 35, nearer_than=None) == ["far", "middle", "near"]
+    assert choose_leaving([NEAR, FAR, MIDDLE], 36, nearer_than=None) is None
+    assert choose_leaving([], 1, nearer_than=None) is None
+
+
+def test_nobody_leaves_for_nothing() -> None:
+    assert choose_leaving([NEAR, FAR], 0, nearer_than=None) == []
+    assert choose_leaving([NEAR, FAR], -5, nearer_than=3) == []
+
+
+def test_a_prefetch_drops_only_what_is_used_later_than_itself() -> None:
+    assert choose_leaving([NEAR, FAR, MIDDLE], 25, nearer_than=3) == ["far", "middle"]
+    assert choose_leaving([NEAR, FAR, MIDDLE], 26, nearer_than=3) is None
+    assert choose_leaving([MIDDLE], 1, nearer_than=4) is None
+
+
+def test_equal_distances_leave_in_the_order_of_their_names() -> None:
+    twins = [candidate("b", 1, 3), candidate("a", 1, 3)]
+    assert choose_leaving(twins, 1, nearer_than=None) == ["a"]
+
+
+@given(
+    found=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), max_size=6),
+    needed=st.integers(-3, 40),
+    nearer_than=st.none() | st.integers(0, 9),
+)
+def test_no_more_leave_than_needed(found: list[tuple[int, int]], needed: int, nearer_than: int | None) -> None:
+    candidates = [candidate(str(index), size, distance) for index, (size, distance) in enumerate(found)]
+    sizes = {item.group: item.num_bytes for item in candidates}
+    may_leave = [item for item in candidates if nearer_than is None or item.distance > nearer_than]
+    leaving = choose_leaving(candidates, needed, nearer_than=nearer_than)
+    if leaving is None:
+        assert sum(item.num_bytes for item in may_leave) < needed
+        return
+    assert set(leaving) <= {item.group for item in may_leave}
+    assert sum(sizes[name] for name in leaving) >= needed
+    if leaving:
+        assert sum(sizes[name] for name in leaving[:-1]) < needed
+
+
+# -- simulate ----------------------------------------------------------------------------------------------------------
+
+
+def fewest_fetches(order: Sequence[str], room: int) -> int:
+    """Over all choices of what leaves whenever something must, groups of one size; `room` in groups."""
+    costs: dict[frozenset[str], int] = {frozenset(): 0}
+    for group in order:
+        reached: dict[frozenset[str], int] = {}
+        for present, cost in costs.items():
+            if group in present:
+                choices = [(present, cost)]
+            elif len(present) < room:
+                choices = [(present | {group}, cost + 1)]
+            else:
+                choices = [(present - {leaving} | {group}, cost + 1) for leaving in present]
+            for now, paid in choices:
+                reached[now] = min(paid, reached.get(now, paid))
+        costs = reached
+    return min(costs.values())
+
+
+@settings(max_examples=300)
+@given(order=st.lists(st.sampled_from("abcdef"), min_size=1, max_size=10), room=st.integers(1, 5))
+def test_no_other_choice_fetches_less(order: list[str], room: int) -> None:
+    sizes = dict.fromkeys(order, 7)
+    first = simulate(order, sizes, 7 * room, cycles=1)
+    assert first == 7 * fewest_fetches(order, room)
+    second = simulate(order, sizes, 7 * room, cycles=2)
+    assert first + second == 7 * fewest_fetches(order * 2, room)
+
+
+def test_what_fits_is_fetched_once() -> None:
+    order, sizes = "abcba", {"a": 3, "b": 4, "c": 5}
+    assert simulate(order, sizes, 12, cycles=1) == 12
+    assert simulate(order, sizes, 12, cycles=2) == 0
+
+
+def test_with_room_for_one_every_change_is_a_fetch() -> None:
+    assert simulate("abcba", {"a": 3, "b": 4, "c": 5}, 5) == 3 * 0 + 4 + 5 + 4 + 3
+
+
+def test_more_room_never_costs_bytes_when_sizes_are_equal() -> None:
+    order = "abcdeedcba"
+    fetched = [simulate(order, dict.fromkeys(order, 1), room, cycles=3) for room in range(1, 6)]
+    assert fetched == sorted(fetched, reverse=True)
+    assert all(one > other for one, other in itertools.pairwise(fetched))
+
+
+def test_a_group_larger_than_the_room_is_refused() -> None:
+    with pytest.raises(AssertionError, match="b alone is larger than 3 bytes"):
+        simulate("ab", {"a": 3, "b": 4}, 3)

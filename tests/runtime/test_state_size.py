@@ -1,0 +1,66 @@
+"""How much state an optimizer keeps: asked of the optimizer itself, and the same that it keeps after a real step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from lowtide.errors import UnsupportedOptimizerError
+from lowtide.runtime.state_size import state_bytes_per_parameter_byte
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda parameters: torch.optim.AdamW(parameters), 2.0),
+        (lambda parameters: torch.optim.Adam(parameters, amsgrad=True), 3.0),
+        (lambda parameters: torch.optim.SGD(parameters, lr=0.1), 0.0),
+        (lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9), 1.0),
+        (lambda parameters: torch.optim.Adagrad(parameters), 1.0),
+        (lambda parameters: torch.optim.Adam(parameters, lr=torch.tensor(0.1), foreach=False), 2.0),
+    ],
+    ids=["adamw", "amsgrad", "sgd", "momentum", "adagrad", "tensor-lr"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_it_is_what_a_real_step_keeps(make: Make, expected: float, dtype: torch.dtype) -> None:
+    parameters = [nn.Parameter(torch.ones(48, 40, dtype=dtype)), nn.Parameter(torch.ones(40, dtype=dtype))]
+    optimizer = make(parameters)
+    found = state_bytes_per_parameter_byte(optimizer)
+    assert found == expected
+    assert all(not optimizer.state[parameter].get("exp_avg", torch.zeros(1)).any() for parameter in parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    kept = sum(
+        value.nbytes
+        for parameter in parameters
+        for key, value in optimizer.state[parameter].items()
+        if isinstance(value, torch.Tensor) and key != "step"
+    )
+    assert kept == found * sum(parameter.nbytes for parameter in parameters)
+
+
+def test_the_group_with_most_counts() -> None:
+    first, second = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4))
+    groups = [{"params": [first]}, {"params": [second], "momentum": 0.9}]
+    assert state_bytes_per_parameter_byte(torch.optim.SGD(groups, lr=0.1)) == 1.0
+
+
+def test_frozen_parameters_do_not_count() -> None:
+    frozen = nn.Parameter(torch.ones(4, 4), requires_grad=False)
+    assert state_bytes_per_parameter_byte(torch.optim.AdamW([frozen])) == 0.0
+    assert state_bytes_per_parameter_byte(None) == 0.0
+
+
+def test_an_optimizer_that_cannot_be_asked() -> None:
+    class Picky(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            raise RuntimeError("not like this")
+
+    with pytest.raises(UnsupportedOptimizerError, match=r"Picky could not take a step .*\(4, 4\).*not like this"):
+        state_bytes_per_parameter_byte(Picky([nn.Parameter(torch.ones(4, 4))], lr=0.1))
