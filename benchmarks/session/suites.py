@@ -80,7 +80,7 @@ SUITES: dict[str, list[Row]] = {
         for model, batch, budgets in (
             ("1b", "4x2048", ("5GiB", "6GiB", "8GiB")),
             ("3.14b", "4x2048", ("7GiB", "8GiB", "10GiB")),
-            ("8b", "2x2048", ("9GiB", "11GiB", "14GiB")),
+            ("8b", "2x2048", ("12GiB", "14GiB", "18GiB")),
         )
         for budget in budgets
     ],

@@ -236,6 +236,17 @@ def register_first_gradient_hook(parameter: torch.Tensor, hook: Callable[[torch.
     return handle
 
 
+def make_last_gradient_hook(parameter: torch.Tensor, handle: Any) -> bool:
+    """Let this one of the parameter's post-accumulate hooks run after all others; whether there are others."""
+    hooks = post_accumulate_hooks(parameter)
+    if len(hooks) < 2 or handle.id not in hooks:
+        return False
+    if next(reversed(hooks)) != handle.id:
+        # See `register_first_gradient_hook` on why it is not moved in place.
+        hooks[handle.id] = hooks.pop(handle.id)
+    return True
+
+
 class MemoryProfile:
     """A context that records every operator and every allocation of all threads that work for this one.
 

@@ -43,6 +43,9 @@ class Log:
     def on_copy(self, chunk: Chunk, copied: Copied, reason: str) -> None:
         self.events.append((reason, chunk.spec.name))
 
+    def before_fetch(self, chunk: Chunk) -> None:
+        pass
+
     def on_present(self, chunk: Chunk, at: Ticket) -> None:
         assert chunk.spec.name not in self.present
         self.present.add(chunk.spec.name)

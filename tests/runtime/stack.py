@@ -44,8 +44,12 @@ class Stack(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = block(x)
+            x = self.between(block(x))
         return (x * self.scale).square().mean()
+
+    def between(self, x: Tensor) -> Tensor:
+        """After each block."""
+        return x
 
 
 def batch(step: int = 0, num_rows: int = NUM_ROWS) -> Tensor:

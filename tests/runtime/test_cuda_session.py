@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 import lowtide
-from tests.runtime.test_identity import PLACES, place_name, two_groups, warm_up_then_decay
+from lowtide.memory.groups import find_groups
+from lowtide.memory.layout import lay_out
+from tests.runtime.test_identity import CHUNK_BYTES, PLACES, place_name, two_groups, warm_up_then_decay
 from tests.zoo import ZOO, ZooModel, assert_same, train, zoo
 
 pytestmark = pytest.mark.gpu
@@ -58,7 +60,8 @@ def run(
     batches = model.batches(20, device="cuda")
     if place is not None and "plain" not in place:
         optimizer = torch.optim.AdamW(two_groups(network), lr=1e-2)
-        session = lowtide.manage(network, optimizer, lowtide.make_plan(network, **place), poison=True)
+        layout = lay_out(find_groups(network), chunk_bytes=CHUNK_BYTES)
+        session = lowtide.manage(network, optimizer, lowtide.make_plan(layout, **place), poison=True)
         losses = train(
             network, optimizer, batches, scheduler=warm_up_then_decay(optimizer), loss=model.loss, seed=7, **loop
         )

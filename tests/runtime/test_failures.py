@@ -19,7 +19,17 @@ from lowtide.errors import (
     StaleBackwardError,
     StepLostError,
 )
-from tests.runtime.twins import PLACES, STREAMED, SmallNet, TrippedError, device_peak, make_batch, twins
+from tests.runtime.twins import (
+    PLACES,
+    STREAMED,
+    SmallNet,
+    TrippedError,
+    Twins,
+    device_peak,
+    make_batch,
+    off_the_books,
+    twins,
+)
 from tests.zoo import assert_same_tensors
 
 SCHEDULES = ("deferred", "in_backward")
@@ -62,8 +72,9 @@ def test_a_second_backward_where_the_first_has_updated(place: str) -> None:
         both.each(lambda model, _: backward(model, 1))
         with pytest.raises(SecondBackwardError, match="a second backward reached group .* before step"):
             backward(both.model, 2)
-        both.plain_optimizer.step()
-        both.plain_optimizer.zero_grad()
+        with off_the_books():
+            both.plain_optimizer.step()
+            both.plain_optimizer.zero_grad()
         both.assert_same()
         with pytest.raises(StepLostError, match="5 of 5 groups"):
             both.optimizer.step()
@@ -80,7 +91,8 @@ def test_a_graph_that_outlives_the_session(place: str, schedule: str) -> None:
     with pytest.raises(SessionError, match="closed since"):
         loss.backward()
     assert_same_tensors(both.plain.state_dict(), both.model.state_dict())
-    # Plain now.
+    # Plain now, with what the backward left before it was refused.
+    both.optimizer.zero_grad()
     both.each(lambda model, _: backward(model, 2))
     for plain, managed in zip(both.plain.parameters(), both.model.parameters(), strict=True):
         assert plain.grad is not None
@@ -93,8 +105,8 @@ def test_a_graph_that_outlives_the_session(place: str, schedule: str) -> None:
 
 @every_place
 @every_schedule
-@pytest.mark.parametrize("error", [TrippedError("tripped"), KeyboardInterrupt()], ids=["exception", "interrupt"])
-def test_an_exception_in_forward(place: str, schedule: str, error: BaseException) -> None:
+def test_an_exception_in_forward(place: str, schedule: str) -> None:
+    error = KeyboardInterrupt() if place in ("resident-host", "streamed-host") else TrippedError("tripped")
     with twins(place, schedule) as both:
         both.step(0)
         before = both.snapshot()
@@ -170,8 +182,7 @@ def test_an_exception_in_a_backward_that_updates(place: str, layer: int) -> None
             optimizer.step()
             optimizer.zero_grad()
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(both, "model", both.plain)  # the plain one only
+        with off_the_books():
             take_the_same(both.plain, both.plain_optimizer)
         both.assert_same()
         now, state_now = both.snapshot()
@@ -205,8 +216,7 @@ def bad_batch(value: float) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("place", AWAY)
-@pytest.mark.parametrize("where", ["in the model", "outside"])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(("where", "value"), [("in the model", math.nan), ("outside", math.inf)])
 def test_a_loss_that_is_not_finite_deferred(place: str, where: str, value: float) -> None:
     with twins(place) as both:
         both.step(0)
@@ -228,6 +238,7 @@ def test_a_loss_that_is_not_finite_in_backward(place: str, where: str) -> None:
         loss = bad_loss(both.model, where, math.nan)
         with pytest.raises(NonFiniteLossError, match="nothing was updated"):
             loss.backward()
+        del loss
         both.assert_is(before)
         with pytest.raises(StepLostError, match="weights and optimizer are as before the step"):
             both.optimizer.step()
@@ -236,7 +247,7 @@ def test_a_loss_that_is_not_finite_in_backward(place: str, where: str) -> None:
         both.step(2)
 
 
-@pytest.mark.parametrize("place", AWAY)
+@pytest.mark.parametrize("place", STREAMED)
 def test_a_step_that_the_user_skips_for_its_loss_does_not_haunt_the_next(place: str) -> None:
     with twins(place) as both:
         bad_loss(both.model, "in the model", math.nan).backward()
@@ -244,7 +255,7 @@ def test_a_step_that_the_user_skips_for_its_loss_does_not_haunt_the_next(place: 
         both.step(1)
 
 
-@pytest.mark.parametrize("place", AWAY)
+@pytest.mark.parametrize("place", STREAMED)
 def test_one_bad_loss_of_several_accumulated_ones(place: str) -> None:
     with twins(place) as both:
         before = both.snapshot()
@@ -341,9 +352,14 @@ def test_out_of_memory_in_a_backward_that_updates(place: str, monkeypatch: pytes
         for name in before[0]:
             has_moved = name.startswith(("head", "layers.2"))
             assert torch.equal(before[0][name], both.plain.state_dict()[name]) is not has_moved
-        both.plain.load_state_dict(both.model.state_dict())
-        both.plain_optimizer.load_state_dict(both.optimizer.state_dict())
+        both.follow()
         both.step(2, size=2)
+
+
+def step_and_forward(both: Twins) -> None:
+    backward(both.model, 1)
+    both.optimizer.step()
+    both.model(*make_batch(2))
 
 
 # -- the host's worker -------------------------------------------------------------------------------------------------
@@ -353,26 +369,26 @@ def test_out_of_memory_in_a_backward_that_updates(place: str, monkeypatch: pytes
 @every_schedule
 def test_an_error_in_the_hosts_worker(place: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It reaches the next call, and `close` gives the model back all the same."""
-    both_plain: dict[str, torch.Tensor] = {}
-    with pytest.raises(ValueError, match="the rule is broken"), twins(place, schedule) as both:
-        both.step(0)
-        both_plain |= both.snapshot()[0]
-        both.session.settle()
+    both = Twins(place, schedule)
+    both.step(0)
+    before, _ = both.snapshot()
 
-        def broken(optimizer: object, closure: object = None) -> None:
-            raise ValueError("the rule is broken")
+    def broken(optimizer: object, closure: object = None) -> None:
+        raise ValueError("the rule is broken")
 
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.optim.AdamW, "step", broken)
-            backward(both.model, 1)
-            both.optimizer.step()
-            with pytest.raises(ValueError, match="the rule is broken"):
-                both.model(*make_batch(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", broken)
+        # In backward it may come sooner, where memory for the next gradient waits for the failed update.
+        with pytest.raises(ValueError, match="the rule is broken"):
+            step_and_forward(both)
+        with pytest.raises(ValueError, match="the rule is broken"):
+            both.session.close()
     # The broken rule has changed nothing.
     assert not both.session.is_open
-    assert_same_tensors(both_plain, both.model.state_dict())
+    assert_same_tensors(before, both.model.state_dict())
     assert all(type(parameter) is nn.Parameter for parameter in both.model.parameters())
     both.optimizer.zero_grad()
     backward(both.model, 3)
     assert all(type(parameter.grad) is torch.Tensor for parameter in both.model.parameters())
     both.optimizer.step()
+    both.session.close()

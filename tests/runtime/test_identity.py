@@ -12,9 +12,12 @@ import torch
 from torch import nn
 
 import lowtide
+from lowtide.memory.groups import find_groups
+from lowtide.memory.layout import lay_out
 from tests.zoo import ZOO, Scheduler, ZooModel, assert_same_tensors, bf16_safe, train, zoo
 
 MODELS = tuple(ZOO)
+CHUNK_BYTES = 8192
 PLACES = (
     {"weights": "resident", "update": "device"},
     {"weights": "resident", "update": "host"},
@@ -55,7 +58,11 @@ def run(
     """Twenty steps from the same seed, plainly or under management: the weights and buffers at the end, and the losses."""
     network = model.build(loop.dropout, loop.dtype)
     optimizer = torch.optim.AdamW(two_groups(network), lr=1e-2)
-    session = None if place is None else lowtide.manage(network, optimizer, lowtide.make_plan(network, **place))
+    session = None
+    if place is not None:
+        # Several chunks to a group, as large models have them.
+        layout = lay_out(find_groups(network), chunk_bytes=CHUNK_BYTES)
+        session = lowtide.manage(network, optimizer, lowtide.make_plan(layout, **place))
     losses = train(
         network,
         optimizer,

@@ -5,6 +5,7 @@ The model can be told to fail in the middle of its forward or backward, and to w
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.runtime.emulated_device import EmulatedDevice
+from lowtide.runtime.emulated_device import EmulatedDevice, Mark, set_mark
 from lowtide.runtime.session import Session
 from tests.zoo import assert_same_tensors
 
@@ -121,6 +122,8 @@ class Twins:
     def __init__(self, place: str = "streamed-host", schedule: str = "deferred", **plan: Any) -> None:
         self.plain, self.model = make_net(), make_net()
         self.plain_optimizer, self.optimizer = adamw(self.plain), adamw(self.model)
+        for parameter in self.plain.parameters():
+            set_mark(parameter.untyped_storage(), Mark.HOST)
         # A traceback, or a graph that is kept, holds a few activations longer than a step that goes well.
         self.budget_bytes = plan.pop("device_memory", usual_peak(place, schedule) + 8192)
         plan = {"schedule": schedule, "device_memory": self.budget_bytes, **PLACES[place], **plan}
@@ -154,7 +157,8 @@ class Twins:
         for model, _ in self.pairs:
             for block in model.layers:
                 assert isinstance(block, Block)
-                block.trip = None
+                # A new error too: the one that was raised holds its traceback, and that the graph.
+                block.trip, block.error = None, TrippedError("tripped")
 
     def assert_same(self) -> None:
         """Weights and optimizer state have the same bits, and the managed one kept to its budget."""
@@ -162,6 +166,13 @@ class Twins:
         with off_the_books():
             assert_same_tensors(self.plain.state_dict(), self.model.state_dict())
             assert_same_tensors(flat_state(self.plain_optimizer), flat_state(self.optimizer))
+
+    def follow(self) -> None:
+        """The plain one takes over what the managed one has."""
+        self.plain.load_state_dict(self.model.state_dict())
+        self.plain_optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+        for value in flat_state(self.plain_optimizer).values():
+            set_mark(value.untyped_storage(), Mark.HOST)
 
     def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Copies of the managed weights and optimizer state."""

@@ -12,7 +12,7 @@ from lowtide.units import KiB, MiB
 
 SMALLEST_CHUNK_BYTES = 4 * MiB
 """Below it a copy does not reach the speed of its link."""
-LARGEST_CHUNK_BYTES = 256 * MiB
+LARGEST_CHUNK_BYTES = 64 * MiB
 """Above it there is little left to overlap: a chunk moves and is updated as a whole."""
 CHUNK_OVERHEAD_BYTES = 512 * KiB
 """What a chunk costs besides its bytes: a link of 50 GB/s would move as much in the ten microseconds that starting a
@@ -42,8 +42,8 @@ def waste_bytes(groups: Sequence[GroupSpec], chunk_bytes: int) -> int:
 def chunk_candidates(groups: Sequence[GroupSpec]) -> tuple[int, ...]:
     """The sizes worth trying, in order: those which a run of parameters of some group fills to the last byte.
 
-    From 4 MiB (or the largest parameter, if that is larger) to 256 MiB (or the largest group, if that is smaller).
-    Parameters beyond 256 MiB, such as the embedding of a large vocabulary, do not count: each has a chunk of its own,
+    From 4 MiB (or the largest parameter, if that is larger) to 64 MiB (or the largest group, if that is smaller).
+    Parameters beyond 64 MiB, such as the embedding of a large vocabulary, do not count: each has a chunk of its own,
     and would otherwise set the size for all. At most `MOST_CANDIDATES`, spread evenly.
     """
     kinds = _kinds(groups)

@@ -28,6 +28,9 @@ class Books(Protocol):
 class StoreListener(Protocol):
     """Is told what happens, for statistics and pictures."""
 
+    def before_fetch(self, chunk: Chunk) -> None:
+        """The host's bytes are about to be copied to the device: they must be the true ones."""
+
     def on_copy(self, chunk: Chunk, copied: Copied, reason: str) -> None:
         """A copy was issued: `weights` or `upload` to the device, `write back` to the host."""
 
@@ -199,6 +202,7 @@ class ChunkStore:
                 work, chunk.host_work = chunk.host_work, None
                 work.wait()
             assert chunk.host is not None
+            self._listener.before_fetch(chunk)
             self._take_memory(chunk)
             chunk.become(ChunkState.FETCHING)
             after = [chunk.written.ended] if chunk.written is not None else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lowtide import compat
 from lowtide.runtime.unit import Bound, Unit
 from lowtide.runtime.window import Visit
 
@@ -23,8 +24,13 @@ class BackwardTask:
         if unit.num_tasks == 1:
             for bound in unit.bounds:
                 bound.has_fired = False
+                has_other_hooks = bound.hook is not None and compat.make_last_gradient_hook(bound.parameter, bound.hook)
                 if is_away(bound):
                     bound.stashed, bound.parameter.grad = bound.parameter.grad, None
+                    bound.is_whole = has_other_hooks and bound.stashed is not None
+                    if bound.is_whole and bound.stashed is not None:
+                        # Hooks of the user's find the sum at the parameter, as in plain torch.
+                        bound.parameter.grad = bound.stashed.to(bound.parameter.device, copy=True)
 
     def leave(self) -> list[Unit]:
         """The backward is over; the units that no other backward uses."""

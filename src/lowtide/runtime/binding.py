@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from lowtide import compat
 from lowtide.memory.chunk import Chunk, StoredGroup, view_of
+from lowtide.memory.chunk_search import LARGEST_CHUNK_BYTES
 from lowtide.memory.chunk_state import ChunkState
 from lowtide.memory.layout_types import ChunkSpec, GroupSpec, Layout, ParameterSpec
 from lowtide.memory.mover import Mover
 from lowtide.memory.store import Books
 from lowtide.planning.plan import GroupPlan, Plan, Schedule, Site, Weights
 from lowtide.runtime.host_pool import HostPool
+from lowtide.runtime.tensors import own_storage
 from lowtide.runtime.unit import Bound, Unit
 from lowtide.runtime.veil import unveil
 
@@ -55,7 +59,9 @@ def host_need(layout: Layout, plan: Plan, *, has_optimizer: bool) -> HostNeed:
                 largest_parameter = max(largest_parameter, *(span.parameter.nbytes for span in chunk.spans))
                 if plan.schedule is Schedule.DEFERRED:
                     gradients += chunk.nbytes
-    staging = 2 * (largest if plan.schedule is Schedule.IN_BACKWARD else largest_parameter)
+    # One to be filled while another is used; beside a huge one a small one, so that it does not double the need.
+    largest = largest if plan.schedule is Schedule.IN_BACKWARD else largest_parameter
+    staging = largest + min(largest, LARGEST_CHUNK_BYTES)
     return HostNeed(
         weight_bytes=weights, gradient_bytes=gradients, staging_bytes=_padded(staging) + 4096 * bool(staging)
     )
@@ -118,8 +124,10 @@ class Binder:
         bounds: list[Bound] = []
         for span in spec.spans:
             parameter = self._parameters[span.parameter.name]
-            host_view = None if host is None else view_of(host, span.offset_bytes, span.parameter)
+            host_view = None if host is None else own_storage(view_of(host, span.offset_bytes, span.parameter))
             device_view = view_of(device, span.offset_bytes, span.parameter)
+            if is_resident:
+                device_view = own_storage(device_view)
             assert isinstance(parameter, nn.Parameter)
             with torch.no_grad():
                 fill(span.parameter, parameter, device_view if host_view is None else host_view)
@@ -162,7 +170,7 @@ def move_part(units: dict[str, Unit], key: str, flat: torch.Tensor) -> None:
                 _move_gradient(bound, view)
                 continue
             chunk.host = flat
-            bound.host_view = view
+            view = bound.host_view = own_storage(view)
             if unit.is_resident:
                 bound.twin = view if bound.twin is not None else None
             elif not unit.looks_at_device:
@@ -176,7 +184,26 @@ def _move_gradient(bound: Bound, view: torch.Tensor) -> None:
     if bound.gradient is not None and old is not None:
         is_home = bound.gradient.data_ptr() == old.data_ptr()
         if is_home:
-            bound.gradient.data = view
+            bound.gradient.data = own_storage(view)
+            bound.lent = weakref.ref(bound.gradient.untyped_storage())
+
+
+def is_held(bound: Bound) -> bool:
+    """Whether somebody else looks at the parameter's or the gradient's memory on the host: a state dictionary, a view."""
+    if bound.host_view is not None:
+        ours = {id(tensor): tensor for tensor in (bound.host_view, bound.parameter, bound.twin) if tensor is not None}
+        with compat.without_torch_function():
+            key = compat.storage_key(bound.host_view)
+            num_ours = sum(compat.storage_key(tensor) == key for tensor in ours.values())
+            if compat.num_storage_owners(bound.host_view) > num_ours:
+                return True
+    lent = None if bound.lent is None else bound.lent()
+    if lent is None:
+        return False
+    if bound.gradient is None:
+        return True
+    with compat.without_torch_function():
+        return bound.gradient.untyped_storage() is not lent or compat.num_storage_owners(bound.gradient) > 1
 
 
 def release(bounds: Iterable[Bound], original: dict[int, torch.device]) -> None:

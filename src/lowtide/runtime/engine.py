@@ -87,7 +87,10 @@ class Engine:
             for bound in unit.bounds:
                 if bound.parameter.requires_grad:
                     hook = partial(self._on_gradient, unit, bound)
-                    self._handles.append(bound.parameter.register_post_accumulate_grad_hook(hook))
+                    bound.hook = bound.parameter.register_post_accumulate_grad_hook(hook)
+                    self._handles.append(bound.hook)
+                    if unit.is_resident and is_away(bound):
+                        self._handles.append(bound.parameter.register_hook(partial(self._before_gradient, unit)))
 
     def stop(self) -> None:
         """The session ends: remove the hooks, and refuse what graphs that outlive it ask for."""
@@ -160,6 +163,10 @@ class Engine:
         for unit, generation in zip(window.units, visit.generations, strict=True):
             self._refuse_old_weights(unit, generation)
         self.recorder.phase = "backward"
+        for other in list(task.open_visits):
+            # Whatever was made later has run by now, or never will: see Note [When a group's backward starts and ends].
+            if other.first_node >= visit.next_node:
+                self._end_visit(task, other)
         visit.backward = task.number
         self._open_all(window.units)
         for unit in window.units:
@@ -176,17 +183,28 @@ class Engine:
         if task is not None and visit.is_open:
             self._end_visit(task, visit)
 
+    def _before_gradient(self, unit: Unit, gradient: torch.Tensor) -> None:
+        """Of resident weights that the host updates: outside of their module's call too, what the host has is set aside."""
+        del gradient
+        if unit.num_tasks == 0 and compat.backward_number() is not None:
+            self._refuse_old_weights(unit, unit.generation)
+            self._current_task(None).enter(unit)
+
     def _on_gradient(self, unit: Unit, bound: Bound, parameter: torch.Tensor) -> None:
-        del parameter
-        number = compat.backward_number()
-        assert number is not None
         if unit.num_tasks == 0:
             if not unit.is_resident:
                 return  # used outside its module's call, on the host: autograd has put the gradient where it belongs
+            task = self._current_task(None if unit.is_consumed else parameter.grad)
             self._refuse_old_weights(unit, unit.generation)
-            self._current_task(None).enter(unit)
+            task.enter(unit)
         task = self._current_task(None)
-        if unit.is_consumed:
+        if torch.is_grad_enabled() and self.schedule is Schedule.IN_BACKWARD:
+            raise HigherOrderError(
+                f"backward(create_graph=True) keeps gradients for more gradients, and the schedule 'in_backward' uses up "
+                f"those of group {unit.label} at once; use the schedule 'deferred' with resident groups, or "
+                "torch.autograd.grad(create_graph=True). Nothing was updated"
+            )
+        if bound.chunk.spec.name in unit.consumed:
             self._refuse_old_weights(unit, unit.generation)
         if is_away(bound):
             self._gradients.take(bound)
@@ -199,23 +217,27 @@ class Engine:
             self.observer.moment(_name_of(visit.window), "backward")
         visit.is_open = False
         task.open_visits.remove(visit)
-        for unit in visit.window.units:
-            unit.visits.discard(visit)
-            if self.schedule is Schedule.IN_BACKWARD:
-                self._complete(unit, task, is_last=False)
-        started = self._visit_started.pop(id(visit))
-        if visit.window.units:
-            self.recorder.on_compute(visit.window.units[0].name, "backward", started, self.mover.now())
-        for unit in visit.window.units:
-            self._close(unit)
+        try:
+            for unit in visit.window.units:
+                unit.visits.discard(visit)
+                if self.schedule is Schedule.IN_BACKWARD:
+                    self._complete(unit, task, is_last=False)
+        finally:
+            started = self._visit_started.pop(id(visit))
+            if visit.window.units:
+                self.recorder.on_compute(visit.window.units[0].name, "backward", started, self.mover.now())
+            for unit in visit.window.units:
+                self._close(unit)
 
     def _end_task(self, number: int) -> None:
-        task = self._tasks.pop(number)
+        task = self._tasks[number]
         for visit in list(task.open_visits):
             self._end_visit(task, visit)
         if self.schedule is Schedule.IN_BACKWARD:
             for unit in task.units.values():
                 self._complete(unit, task, is_last=True)
+        # Not before: what an update raises is the end of a backward that broke off.
+        del self._tasks[number]
         for unit in task.leave():
             unit.look_at_host()
             for bound in unit.bounds:
@@ -253,7 +275,7 @@ class Engine:
             for bound in trained:
                 bound.parameter.grad = None
         unit.generation += 1
-        unit.is_consumed = True
+        unit.consumed.add(chunk.spec.name)
 
     # -- between steps -------------------------------------------------------------------------------------------------
 
@@ -395,6 +417,10 @@ class Engine:
 
     # -- told by the store ---------------------------------------------------------------------------------------------
 
+    def before_fetch(self, chunk: Chunk) -> None:
+        """The user may have given a parameter other memory."""
+        self.units[chunk.spec.group].adopt_foreign_data()
+
     def on_copy(self, chunk: Chunk, copied: Copied, reason: str) -> None:
         """For the statistics."""
         self.recorder.on_copy(chunk, copied, reason)
@@ -458,6 +484,10 @@ class Engine:
                 self.guard(unit)
 
     def _begin_cycle(self, window: Window) -> None:
+        window.check_parameters()
+        for unit in self.units.values():
+            if unit.is_resident:  # others are asked when their own windows open
+                unit.check_unchanged()
         key = (window.module.training, torch.is_grad_enabled())
         self.store.order.end_cycle()
         self.store.order = self._orders.setdefault(key, self.store.order if not self._orders else AccessOrder())
@@ -468,11 +498,12 @@ class Engine:
         assert number is not None
         task = self._tasks.get(number)
         if task is None:
-            self._judge(gradient)
             task = self._tasks[number] = BackwardTask(number)
             if self.updater is not None:
                 self.updater.optimizer.refresh_groups()  # one may have been added since the last step
             compat.call_after_backward(partial(self._end_task, number))
+            # Last: where it refuses the loss, the step is known to be lost.
+            self._judge(gradient)
         return task
 
     def _judge(self, gradient: torch.Tensor | None) -> None:

@@ -8,6 +8,7 @@ the order in which autograd would add it.
 from __future__ import annotations
 
 import sys
+import weakref
 
 import torch
 
@@ -17,9 +18,9 @@ from lowtide.memory.mover import Mover, Ticket
 from lowtide.planning.plan import Schedule
 from lowtide.runtime.host_worker import HostWorker
 from lowtide.runtime.recording import Recorder
-from lowtide.runtime.tensors import same_memory
+from lowtide.runtime.tensors import beside, own_storage
 from lowtide.runtime.unit import Bound
-from lowtide.runtime.veil import unveil, veil
+from lowtide.runtime.veil import is_veiled, unveil, veil
 
 
 class GradientLease:
@@ -61,7 +62,7 @@ class GradientMover:
         else:
             if bound.stashed is not None and is_first:
                 # Accumulation: what is there already belongs to the user, wherever it lies.
-                bound.gradient, is_first = bound.stashed, False
+                bound.gradient, is_first = bound.stashed, bound.is_whole
                 unveil(bound.gradient)
             elif is_first:
                 # What a loop that never looks at a gradient leaves behind: the copy and the update of the last step.
@@ -69,7 +70,7 @@ class GradientMover:
                 self._leave_old_gradient(bound)
             assert bound.gradient is not None
             # Not the user's own object: that one is veiled before the copy has happened.
-            home = same_memory(bound.gradient)
+            home = bound.inner_gradient(bound.gradient)
         if is_first:
             bound.pending.append(self._send(bound, home, gradient))
         else:
@@ -109,13 +110,18 @@ class GradientMover:
     def _leave_old_gradient(self, bound: Bound) -> None:
         """A new gradient is written where the last one lay, unless somebody still holds that one."""
         assert bound.gradient_home is not None
-        old = bound.gradient
-        # Two references: the attribute and the local name; `getrefcount` adds its own.
-        if old is not None and sys.getrefcount(old) > 3:
+        old, bound.gradient = bound.gradient, None
+        # Two references: the local name and that of `getrefcount`.
+        if old is not None and (sys.getrefcount(old) > 2 or is_veiled(old)):
             bound.settle_gradient()
             unveil(old)
-            old.data = old.detach().clone()
-        bound.gradient = bound.gradient_home.view_as(bound.gradient_home)
+        del old
+        if bound.lent is not None and bound.lent() is not None:
+            # Somebody holds a gradient of before, or a view of it: it keeps its place and its value.
+            bound.gradient = beside(bound.gradient_home)
+        else:
+            bound.gradient = own_storage(bound.gradient_home)
+            bound.lent = weakref.ref(bound.gradient.untyped_storage())
 
     def _send(self, bound: Bound, target: torch.Tensor, gradient: torch.Tensor) -> Ticket:
         copied = self._mover.to_host(target, gradient, [self._mover.now()])

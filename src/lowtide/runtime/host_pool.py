@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from lowtide import compat
 from lowtide.errors import BudgetError, GraphAliveError
 from lowtide.memory.allocation_cache import AllocationCache, CacheCounts
 from lowtide.memory.arena import Arena, ArenaCounts
 from lowtide.memory.mover import Mover
 from lowtide.memory.tier import Tier
+from lowtide.runtime.emulated_device import mark_of, set_mark
 from lowtide.runtime.host_worker import HostWorker
 
 
@@ -108,7 +110,10 @@ class HostPool:
         """Memory beside the buffer: gradients of more chunks than foreseen are unfinished at once."""
         for tier in self._tiers:
             tier.charge(num_bytes, "staging beside the arena")
-        buffer = self._mover.host_buffer(num_bytes)
+        # It is the host's like the buffer itself, also where the host plays the device.
+        with compat.without_modes():
+            buffer = self._mover.host_buffer(num_bytes)
+        set_mark(buffer.untyped_storage(), mark_of(self.buffer.untyped_storage()))
         self._extras.add(buffer.data_ptr())
         return buffer
 

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from lowtide.memory.capacity import host_capacity_bytes, pinned_capacity_bytes
+from lowtide.memory.capacity import host_capacity_bytes, pinned_capacity_bytes, resolve_budget
 from lowtide.memory.chunk import Chunk
 from lowtide.memory.layout_types import Layout
 from lowtide.memory.mover import Mover
@@ -20,7 +20,7 @@ from lowtide.planning.check_plan import check_plan
 from lowtide.planning.plan import Plan, Schedule
 from lowtide.planning.window_need import window_bytes_needed
 from lowtide.runtime.backward import is_away
-from lowtide.runtime.binding import Binder, Fill, copy_values, host_need, move_part, release
+from lowtide.runtime.binding import Binder, Fill, copy_values, host_need, is_held, move_part, release
 from lowtide.runtime.chunk_optimizer import ChunkOptimizer
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.gradients import GradientMover
@@ -82,8 +82,12 @@ class Machinery:
             else legacy.original
         )
         self._need = host_need(layout, plan, has_optimizer=optimizer is not None)
-        self._host = Tier("host", _budget(plan.budgets.host_bytes, host_capacity_bytes()))
-        self._pinned = Tier("pinned", _budget(plan.budgets.pinned_bytes, pinned_capacity_bytes()))
+        budgets = plan.budgets
+        self._host = Tier("host", resolve_budget(budgets.host_bytes, host_capacity_bytes(), what="host budget"))
+        pinned = resolve_budget(
+            budgets.pinned_bytes, pinned_capacity_bytes(), what="pinned budget", limit="what can be pinned"
+        )
+        self._pinned = Tier("pinned", pinned)
         for tier in (self._host, self._pinned):
             for what in ("weights", "gradients", "staging"):
                 tier.charge(getattr(self._need, f"{what.removesuffix('s')}_bytes"), what)
@@ -196,7 +200,7 @@ class Machinery:
             # Before the parameters get memory of their own: that is no longer the session's.
             self._tracked.stop()
         for unit in self._units.values():
-            unit.is_consumed = False
+            unit.consumed.clear()
             unit.look_at_host()
             release(unit.bounds, self._original)
         self._return_rest()
@@ -377,7 +381,9 @@ class Machinery:
 
     def _is_quiet(self) -> bool:
         """Whether nothing points into the host's memory but what `move_part` knows. Waits for updates, if that helps."""
-        return bool(self._units) and self.is_quiet()
+        if not self._units or not self.is_quiet():
+            return False
+        return not any(is_held(bound) for unit in self._units.values() for bound in unit.bounds)
 
     def _chunks(self) -> Sequence[Chunk]:
         return [chunk for unit in self._units.values() for chunk in unit.group.chunks]
@@ -432,7 +438,3 @@ class Machinery:
 
     def _streamed_bytes(self) -> int:
         return sum(chunk.spec.nbytes for chunk in self._chunks() if not is_resident(chunk))
-
-
-def _budget(given: int | None, capacity: int) -> int:
-    return capacity if given is None else given

@@ -137,7 +137,7 @@ class ManagedOptimizer:
         self._update()
         for unit in engine.units.values():
             if unit.is_consumed:
-                unit.is_consumed = False
+                unit.consumed.clear()
                 engine.guard(unit)
         for hook in after:
             hook(self._optimizer, arguments, {})
@@ -153,7 +153,7 @@ class ManagedOptimizer:
         for unit in self._engine.units.values():
             if unit.is_consumed:
                 # Given up between backward and step: the weights have moved, the gradients are gone.
-                unit.is_consumed = False
+                unit.consumed.clear()
                 self._engine.guard(unit)
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
@@ -186,6 +186,11 @@ class ManagedOptimizer:
         ]
         if self._engine.schedule is Schedule.IN_BACKWARD:
             self._updater.update_here((), loose, settings)
+            for unit in units:
+                # Streamed weights that the model used outside of their module's call: their gradients are on the host.
+                if not unit.is_resident:
+                    unit.consumed.clear()
+                    self._update_unit(unit, settings)
             return
         self._update_resident(units, loose, settings)
         for unit in units:
@@ -209,6 +214,7 @@ class ManagedOptimizer:
     def _update_unit(self, unit: Unit, settings: Settings) -> None:
         """A unit's chunks on the host, and its streamed ones on the device."""
         engine, known = self._engine, self._updater.optimizer
+        unit.adopt_foreign_data()
         is_updated = False
         for chunk in unit.group.chunks:
             bounds = [

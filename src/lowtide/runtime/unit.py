@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import nn
 
+from lowtide import compat
 from lowtide.errors import GradientGoneError, ModelChangedError
 from lowtide.memory.chunk import Chunk, StoredGroup
 from lowtide.memory.layout_types import ParameterSpec
 from lowtide.memory.mover import Ticket
 from lowtide.planning.plan import Site
 from lowtide.runtime.host_worker import Job
+from lowtide.runtime.tensors import same_memory
 from lowtide.runtime.veil import unveil, veil
 
 if TYPE_CHECKING:
@@ -52,6 +54,12 @@ class Bound:
         """What the host updates: shares the host's memory, and the parameter's version where that is its data."""
         self.gradient_home: torch.Tensor | None = None
         """Where a deferred gradient lands on the host."""
+        self.lent: weakref.ref[torch.UntypedStorage] | None = None
+        """The user's last gradient in that home; while it lives, somebody may hold it."""
+        self.hook: torch.utils.hooks.RemovableHandle | None = None
+        """Tells when the gradient is complete."""
+        self.is_whole = False
+        """Whether this backward adds to the gradient from before it on the device, for hooks of the user's to see."""
         self.stashed: torch.Tensor | None = None
         """The gradient on the host from before this backward, set aside while the parameter looks at the device."""
         self.gradient: torch.Tensor | None = None
@@ -62,6 +70,13 @@ class Bound:
         """Whether this backward brought a gradient."""
         self.owners: list[tuple[nn.Module, str]] = []
         """Modules and names under which the model has it."""
+
+    def inner_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A tensor of our own over a gradient of the user's, which may be veiled and is the user's alone to hold."""
+        home = self.gradient_home
+        with compat.without_torch_function():
+            is_at_home = home is not None and gradient.data_ptr() == home.data_ptr()
+        return same_memory(home if is_at_home and home is not None else gradient)
 
     def settle_gradient(self) -> None:
         """Wait until the gradient on the host is complete."""
@@ -80,8 +95,8 @@ class Unit:
         """Counts updates: a visit remembers which weights it saw."""
         self.visits: weakref.WeakSet[Visit] = weakref.WeakSet()
         """Forward calls whose graph still lives and whose backward has not passed."""
-        self.is_consumed = False
-        """Updated in backward; until `step()` no second backward and no look at a gradient."""
+        self.consumed: set[str] = set()
+        """Chunks updated in backward; until `step()` no second backward and no look at a gradient."""
         self.num_tasks = 0
         """Backwards that have opened it and not ended."""
         self.looks_at_device = is_resident
@@ -91,6 +106,11 @@ class Unit:
     def name(self) -> str:
         """The group's name."""
         return self.group.name
+
+    @property
+    def is_consumed(self) -> bool:
+        """Whether a backward has updated some of its weights, and `step()` has not been called since."""
+        return bool(self.consumed)
 
     @property
     def label(self) -> str:
@@ -109,6 +129,15 @@ class Unit:
             for bound in self.bounds:
                 bound.parameter.data = bound.device_view
             self.looks_at_device = True
+
+    def adopt_foreign_data(self) -> None:
+        """Where user code gave parameters other memory (`p.data = x`), take the values over and look at home again."""
+        if self.is_resident or not self.looks_at_device:
+            with compat.without_torch_function():
+                for bound in self._with_foreign_data():
+                    home = bound.device_view if self.is_resident else bound.host_view
+                    assert home is not None
+                    bound.parameter.data = home
 
     def look_at_host(self) -> None:
         """Point the parameters to the host's bytes."""
@@ -136,7 +165,7 @@ class Unit:
 
     def check_gradient(self) -> None:
         """Refuse a look at a gradient that was used up."""
-        if self.is_consumed:
+        if self.is_consumed and not self.num_tasks:
             raise GradientGoneError(
                 f"the gradients of group {self.label} were used up in backward, where its weights were updated; they "
                 "cannot be read, clipped, scaled or set between backward() and step(). Weights and optimizer are those "

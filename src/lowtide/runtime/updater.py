@@ -14,7 +14,7 @@ from lowtide.planning.plan import Site
 from lowtide.runtime.chunk_optimizer import ChunkOptimizer, Settings, Update
 from lowtide.runtime.host_worker import HostWorker
 from lowtide.runtime.recording import Recorder
-from lowtide.runtime.tensors import same_memory
+from lowtide.runtime.tensors import beside, same_memory
 from lowtide.runtime.unit import Bound, Unit
 
 
@@ -72,11 +72,13 @@ class Updater:
                 if copied is not None:
                     copied.ended.wait()
             started_s = time.perf_counter()
-            self.optimizer.run(updates, settings)
-            for item in updates:
-                item.target.grad = None
-            if staging is not None:
-                self._cache.give_back(staging)
+            try:
+                self.optimizer.run(updates, settings)
+            finally:
+                for item in updates:
+                    item.target.grad = None
+                if staging is not None:
+                    self._cache.give_back(staging)
             self._recorder.on_host_update(
                 chunk.spec.name,
                 step,
@@ -105,5 +107,11 @@ class Updater:
 
 
 def _gradient_of(bound: Bound) -> torch.Tensor | None:
-    gradient = bound.gradient if bound.chunk.staging is not None else bound.parameter.grad
-    return None if gradient is None else same_memory(gradient)
+    if bound.chunk.staging is not None:
+        return None if bound.gradient is None else same_memory(bound.gradient)
+    gradient = bound.parameter.grad
+    if gradient is None or gradient is bound.gradient:
+        return None if gradient is None else bound.inner_gradient(gradient)
+    # Set by the user, who may change it as soon as `step` returns.
+    copied = beside(gradient)
+    return copied.copy_(gradient)

@@ -6,7 +6,8 @@ when the oldest node of the module's graph has run. Autograd runs what is ready 
 so all other nodes of the module have run by then; only the accumulation of the last gradients is still to come. Nothing
 is put into the graph for this: a view around an input would group the sum of a gradient that comes from several places
 in another way, and round it otherwise than plain torch. A call whose oldest node is never reached, because its output
-is not used, ends with the backward.
+is not used, ends with the backward. Where only some gradients are asked for (`torch.autograd.grad`, `backward(inputs=)`)
+the oldest node may have nothing to do and not run; then the call ends when the backward reaches an earlier one.
 
 Note [Recomputation]
 A checkpoint around the module calls it again in the middle of its backward, and may break the call off by an exception
@@ -23,6 +24,7 @@ import torch
 from torch import nn
 
 from lowtide import compat
+from lowtide.errors import ModelChangedError
 from lowtide.runtime.tensors import tensors_in
 from lowtide.runtime.unit import Unit
 
@@ -36,12 +38,16 @@ class Visit:
         self.backward: int | None = None
         """The backward that opened it last; it may be run again by another, where the graph was retained."""
         self.is_open = False
+        self.first_node = compat.next_node_number()
+        """Number of the call's first node, and after it of the first one that came after the call."""
+        self.next_node = self.first_node
         self._listener = listener
 
-    def watch(self, outputs: Iterable[torch.Tensor], since: int) -> bool:
+    def watch(self, outputs: Iterable[torch.Tensor]) -> bool:
         """Hook the call's graph; False where the call has made none that could need its weights."""
+        self.next_node = compat.next_node_number()
         reached = [tensor for tensor in outputs if tensor.requires_grad and tensor.grad_fn is not None]
-        last = compat.oldest_node([tensor.grad_fn for tensor in reached], since)
+        last = compat.oldest_node([tensor.grad_fn for tensor in reached], self.first_node)
         if last is None:
             return False
         for tensor in reached:
@@ -91,9 +97,11 @@ class Window:
         self._listener = listener
         self._inner: Callable[..., Any] | None = None
         self._is_installed = False
+        self._known: dict[int, str] = {}
 
     def install(self) -> None:
         """Take the module's calls."""
+        self._known = {id(parameter): name for name, parameter in self.module.named_parameters()}
         self._inner = compat.replace_call(self.module, self._call)
         self._is_installed = True
 
@@ -102,6 +110,27 @@ class Window:
         if self._is_installed:
             compat.replace_call(self.module, self._inner)
             self._is_installed = False
+
+    def check_parameters(self) -> None:
+        """Refuse a module with other parameters than it had."""
+        now = {id(parameter) for parameter in self.module.parameters()}
+        if now == self._known.keys():
+            return
+        named = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        new = [name for key, name in named.items() if key not in self._known]
+        gone = [name for key, name in self._known.items() if key not in now]
+        replaced = [name for name in gone if name in new]
+        added = [name for name in new if name not in replaced]
+        removed = [name for name in gone if name not in replaced]
+        changes = [
+            f"{len(names)} {word} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+            for names, word in ((replaced, "replaced"), (added, "added"), (removed, "removed"))
+            if names
+        ]
+        raise ModelChangedError(
+            f"the parameters of the model are not those that were managed: {', '.join(changes)}; call session.close(), "
+            "change the model, make a plan for it, and manage it again. Nothing was updated"
+        )
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         inner = self._inner or compat.plain_call(self.module)
@@ -117,11 +146,10 @@ class Window:
 
     def _visit(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         visit = Visit(self, self._listener)
-        since = compat.next_node_number()
         entered = {id(tensor) for tensor in tensors_in((args, kwargs))}
         output = inner(*args, **kwargs)
         # What passes through unchanged has no node of the module; its gradient comes after the module's.
-        if visit.watch((tensor for tensor in tensors_in(output) if id(tensor) not in entered), since):
+        if visit.watch(tensor for tensor in tensors_in(output) if id(tensor) not in entered):
             for unit in self.units:
                 unit.visits.add(visit)
         return output
