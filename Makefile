@@ -10,7 +10,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 .PHONY: help setup demo test check format lint types sizes docs chromium clean
 
 help:
-	@echo 'make demo     predict, explain and observe a training step on this machine'
+	@echo 'make demo     predict a step, and train a small GPT inside a budget on this machine'
 	@echo 'make test     the tests'
 	@echo 'make check    format, lint, types, tests and documentation examples, as CI does'
 	@echo 'make format   rewrite the sources in the one style'

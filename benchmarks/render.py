@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.records import Record, gib, newest, percent, table
+from benchmarks.session.tables import budgets, start_up, streaming
 from lowtide.errors import BadRecordError, UnknownNameError
 from lowtide.units import GiB
 
@@ -27,87 +27,6 @@ REPO = Path(__file__).resolve().parent.parent
 RESULTS = REPO / "benchmarks" / "results"
 
 Renderer = Callable[[Path], str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Record:
-    """One results file: where it lies and what it says."""
-
-    path: Path
-    content: dict[str, object]
-
-    def text(self, key: str) -> str:
-        """A field as text; hardware may be given as a mapping, whose `name` is shown."""
-        value = _get(self.content, key, self.path)
-        return str(_get(value, "name", self.path)) if isinstance(value, dict) else str(value)
-
-    def rows(self, key: str, fields: Iterable[str]) -> list[dict[str, object]]:
-        """The mappings listed under a key, each of which must have all the fields."""
-        rows = _get(self.content, key, self.path)
-        if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
-            raise BadRecordError(f"{self.path}: {key!r} must be a list of mappings with at least one; run it again")
-        for row in rows:
-            for field in fields:
-                _get(row, field, self.path)
-        return rows
-
-    @property
-    def provenance(self) -> str:
-        """The sentence below a table that says where its numbers are from."""
-        # Counted from the end, so that the sentence is the same wherever the checkout lies.
-        file = Path(*self.path.parts[-4:])
-        return (
-            f"From `{file}`: {self.text('hardware')}, torch {self.text('torch')}, commit {self.text('commit')[:12]}, "
-            f"{self.text('date')}."
-        )
-
-
-def newest(folder: Path, schema: str) -> Record:
-    """The record with the latest date in a folder; the file name decides between equal dates.
-
-    Raises:
-        BadRecordError: There is none, or one of them is not JSON or has another schema.
-    """
-    records = [_read(path, schema) for path in sorted(folder.glob("*.json"))]
-    if not records:
-        raise BadRecordError(f"there are no records in {folder}; run the benchmark before its table is rendered")
-    return max(records, key=lambda record: (record.text("date"), record.path.name))
-
-
-def _read(path: Path, schema: str) -> Record:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise BadRecordError(f"{path} is not JSON: {error}; run the benchmark again") from error
-    found = content.get("schema") if isinstance(content, dict) else None
-    if found != schema:
-        raise BadRecordError(
-            f"{path} has the schema {found!r}, this renderer reads {schema!r}; run the benchmark again"
-        )
-    return Record(path=path, content=content)
-
-
-def _get(mapping: object, key: str, path: Path) -> object:
-    if not isinstance(mapping, dict) or key not in mapping:
-        name = mapping.get("name") if isinstance(mapping, dict) else None
-        raise BadRecordError(f"{path}: {f'{name!r} has' if name else 'there is'} no {key!r}; run the benchmark again")
-    return mapping[key]
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, num_text: int) -> str:
-    """A Markdown table whose first `num_text` columns are text and the others numbers, aligned to the right."""
-    rule = ["---" if column < num_text else "---:" for column in range(len(header))]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *rows))
-
-
-def gib(num_bytes: float) -> str:
-    """Bytes as GiB, without the unit, which the column's header carries."""
-    return f"{num_bytes / GiB:.3f}"
-
-
-def percent(error: float) -> str:
-    """A signed share, with no minus before a zero."""
-    return f"{round(100 * error, 2) + 0.0:+.2f}%"
 
 
 # The accuracy suite: predicted on a machine without a GPU, measured on the card
@@ -206,6 +125,9 @@ RENDERERS: dict[str, Renderer] = {
     "held-out": functools.partial(accuracy, folder="held_out"),
     "held-out-summary": functools.partial(accuracy_summary, folder="held_out"),
     "peak-memory": peak_memory,
+    "session-budgets": budgets,
+    "session-start-up": start_up,
+    "session-streaming": streaming,
 }
 
 _MARKER = re.compile(r"^[ \t]*<!--[ \t]*(?:rendered:[ \t]*(?P<name>\S+)|(?P<end>end))[ \t]*-->[ \t]*$", re.MULTILINE)

@@ -435,6 +435,18 @@ def replace_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> Ca
     return before
 
 
+def call_of(module: torch.nn.Module) -> Callable[..., Any] | None:
+    """What `module(...)` runs instead of the module's own way: what was put there, or code compiled in place."""
+    call: Callable[..., Any] | None = module._compiled_call_impl
+    return call
+
+
+def is_compiled_around() -> bool:
+    """Whether this thread runs inside of a `torch.compile` that would take in everything called from here."""
+    # Read, not imported: the module is there from the start, while the compiler takes seconds to import.
+    return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+
+
 def plain_call(module: torch.nn.Module) -> Callable[..., Any]:
     """What `module(...)` runs when nothing replaced it."""
     call: Callable[..., Any] = module._call_impl

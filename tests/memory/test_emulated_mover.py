@@ -89,7 +89,7 @@ def test_memory_is_poisoned_when_it_comes_and_when_it_goes(mover: EmulatedMover)
         mover.grow(buffer)
     host = bytes_of(1, 2)
     mover.free_host_buffer(host)
-    assert is_poison(host)
+    assert host.tolist() == [1, 2], "a state dictionary that the user took may look at it"
 
 
 def test_shrink_lets_the_copies_happen_that_it_is_told_of(mover: EmulatedMover) -> None:

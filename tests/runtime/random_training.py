@@ -134,8 +134,9 @@ def plan_specs(draw: st.DrawFn, model: ModelSpec) -> PlanSpec:
         weights={name: draw(st.sampled_from(["streamed", "streamed", "resident"])) for name in names},
         update={name: draw(st.sampled_from(["device", "host", 0.5])) for name in names},
         schedule=draw(st.sampled_from(["deferred", "in_backward"])),
-        prefetch_depth=draw(st.integers(0, 3)),
-        has_smallest_window=draw(st.booleans()),
+        # A checkpoint around several groups calls the first while the last is open: the windows must hold both.
+        prefetch_depth=draw(st.integers(2 if model.is_checkpointed else 0, 3)),
+        has_smallest_window=not model.is_checkpointed and draw(st.booleans()),
         cached_buffers=draw(st.integers(0, 2)),
         defragment_every=draw(st.integers(0, 2)),
     )

@@ -43,12 +43,13 @@ class Stack(nn.Module):
         self.scale = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = self.between(block(x))
+        for index, block in enumerate(self.blocks):
+            x = self.between(index, block(x))
         return (x * self.scale).square().mean()
 
-    def between(self, x: Tensor) -> Tensor:
+    def between(self, index: int, x: Tensor) -> Tensor:
         """After each block."""
+        del index
         return x
 
 

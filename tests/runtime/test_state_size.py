@@ -60,7 +60,13 @@ def test_frozen_parameters_do_not_count() -> None:
 def test_an_optimizer_that_cannot_be_asked() -> None:
     class Picky(torch.optim.SGD):
         def step(self, closure: object = None) -> None:  # type: ignore[override]
-            raise RuntimeError("not like this")
+            if self.param_groups[0]["params"][0].shape == (4, 4):
+                raise RuntimeError("not like this")
 
     with pytest.raises(UnsupportedOptimizerError, match=r"Picky could not take a step .*\(4, 4\).*not like this"):
         state_bytes_per_parameter_byte(Picky([nn.Parameter(torch.ones(4, 4))], lr=0.1))
+
+
+def test_an_optimizer_that_no_chunk_can_use() -> None:
+    with pytest.raises(UnsupportedOptimizerError, match="LBFGS takes its step over all parameters at once"):
+        state_bytes_per_parameter_byte(torch.optim.LBFGS([nn.Parameter(torch.ones(4, 4))]))

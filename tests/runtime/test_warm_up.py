@@ -14,7 +14,9 @@ from lowtide import WarmUp
 from lowtide.errors import ConfigError, PlanError, SessionError
 from lowtide.planning.plan import Schedule
 from lowtide.planning.warm_up import MonitorMode
+from lowtide.runtime.observer import ObservedStore, StepObserver
 from lowtide.runtime.tracked_memory import TrackedMemory
+from lowtide.runtime.warm_up_run import WarmUpRun
 from tests.runtime.stack import (
     BLOCK_BYTES,
     KB,
@@ -62,9 +64,7 @@ def optimizer_of(session: lowtide.Session) -> torch.optim.Optimizer:
 
 class TestTheNumbers:
     @pytest.mark.parametrize("schedule", list(Schedule))
-    @pytest.mark.parametrize(
-        ("name", "size"), [("gpt", "1300KiB"), ("gpt", "16MiB"), ("mixtral", "1300KiB"), ("resnet", "2200KiB")]
-    )
+    @pytest.mark.parametrize(("name", "size"), [("gpt", "1300KiB"), ("gpt", "16MiB"), ("resnet", "2200KiB")])
     def test_are_those_of_plain_torch_through_the_change(self, name: str, size: str, schedule: Schedule) -> None:
         model = zoo(name)
         loop: dict[str, Any] = {"clip": 1.0, "accumulation": 2} if schedule is Schedule.DEFERRED else {}
@@ -108,7 +108,8 @@ class TestTheNumbers:
             session.close()
             assert_same(model, session.model, losses, found)
 
-    def test_with_a_closure(self) -> None:
+    @pytest.mark.parametrize("schedule", list(Schedule))
+    def test_with_a_closure(self, schedule: Schedule) -> None:
         def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
             losses = []
             for step in range(4):
@@ -124,7 +125,7 @@ class TestTheNumbers:
 
         model = Stack()
         losses = run(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-        session, _ = managed(WarmUp(device_memory=SIZE))
+        session, _ = managed(WarmUp(device_memory=SIZE, schedule=schedule))
         found = run(session.model, optimizer_of(session))
         assert not session.is_warming_up
         session.close()
@@ -148,10 +149,24 @@ class TestTheChange:
         assert tracked is not None
         assert tracked.charged_bytes == REST_BYTES + NUM_BLOCKS * BLOCK_BYTES, "each chunk once"
 
-    @pytest.mark.parametrize("rises", ["in a module", "between two"])
-    def test_what_was_seen_is_what_no_chunk_took(self, rises: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        if rises == "between two":
-            monkeypatch.setattr(Stack, "between", lambda model, x: x + x.detach().repeat(1, 16).mean())
+    @pytest.mark.parametrize("share", [0.0, 0.1], ids=["one window", "all"])
+    @pytest.mark.parametrize("rises", ["in a module", "between two", "for a while"])
+    def test_what_was_seen_is_what_no_chunk_took(
+        self, rises: str, share: float, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        kept: list[Tensor] = []
+
+        def between(model: Stack, index: int, x: Tensor) -> Tensor:
+            if index == 3:
+                wide = x.detach().repeat(1, 64)
+                kept[:] = [wide] if rises == "for a while" else []
+                return x + wide.mean()
+            if index == 5:
+                kept.clear()
+            return x
+
+        if rises != "in a module":
+            monkeypatch.setattr(Stack, "between", between)
         truth = [0]
         observe = TrackedMemory.observe
 
@@ -161,10 +176,44 @@ class TestTheChange:
             return error
 
         monkeypatch.setattr(TrackedMemory, "observe", watched)
-        session, _ = managed(WarmUp(device_memory=SIZE), num_steps=1)
+        session, _ = managed(WarmUp(device_memory=4 * SIZE, warm_up_share=share), num_steps=1)
         assert max(sample.other_bytes for sample in session.observed) == truth[0]
         assert {sample.phase for sample in session.observed} == {"forward", "backward", "update"}
         session.close()
+
+    def test_what_was_before_the_session_is_not_seen(self) -> None:
+        class Gauge:
+            highest_bytes = 0
+            peak_bytes = 10**9
+
+            def current_bytes(self) -> int:
+                return 0
+
+            def take_peak(self) -> int:
+                peak, self.peak_bytes = self.peak_bytes, 0
+                return peak
+
+        model = Stack()
+        optimizer = torch.optim.AdamW(model.parameters())
+        observer = StepObserver(Gauge(), MonitorMode.PEAKS)
+        plan = lowtide.make_plan(model)
+        with lowtide.manage(model, optimizer, plan, device="cpu") as session:
+            machinery = session._open()
+            observer.watch(
+                ObservedStore([], machinery._mover, [], window_bytes=0, prefetch_depth=0, listener=machinery._engine), 0
+            )
+            assert machinery.root_window is not None
+            run = WarmUpRun(
+                machinery.root_window,
+                optimizer,
+                observer,
+                plan_after=lambda samples: plan,
+                is_quiet=lambda: True,
+                switch=lambda plan: None,
+            )
+            observer.moment("blocks.0", "forward")
+            assert [sample.used_bytes for sample in observer.samples] == [0]
+            run.remove()
 
     def test_statistics_go_on(self, warming: lowtide.Session) -> None:
         optimizer = optimizer_of(warming)
@@ -185,6 +234,9 @@ class TestTheChange:
         for monitor in MonitorMode:
             session, _ = managed(WarmUp(device_memory=SIZE, monitor=monitor), num_steps=1)
             peaks[monitor] = tier(session, "device").peak_bytes
+            session.model(batch(num_rows=1))
+            assert not session.is_warming_up
+            assert tier(session, "device").peak_bytes == peaks[monitor], "after the change too"
             session.close()
         assert peaks[MonitorMode.PEAKS] == peaks[MonitorMode.BOUNDARIES]
 
@@ -338,3 +390,39 @@ class TestWhatItNeeds:
     def test_a_host_that_is_large_enough(self) -> None:
         with pytest.raises(lowtide.errors.LowtideError, match="host"):
             managed(WarmUp(device_memory=SIZE, host_memory=NUM_BLOCKS * BLOCK_BYTES + REST_BYTES))
+
+
+@pytest.mark.gpu
+class TestOnACard:
+    """Sites change with the plan there, and with them whose arithmetic it is: near, not the same bits."""
+
+    @pytest.mark.parametrize("margin_share", [0.0, 1.0], ids=["host", "device"])
+    def test_the_change(self, margin_share: float) -> None:
+        def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+            losses = []
+            for step in range(6):
+                loss = model(batch(step).cuda())
+                if step != 1:  # gradients live through the change
+                    optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            return losses
+
+        plain = Stack().cuda()
+        expected = run(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        model = Stack()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        session = lowtide.manage(model, optimizer, WarmUp(device_memory="256MiB", margin_share=margin_share))
+        losses = run(model, optimizer)
+        assert not session.is_warming_up
+        assert residents(session.plan) == NUM_BLOCKS + 1
+        assert (num_on_device(session.plan) > 0) is (margin_share > 0)
+        assert 0 < max(sample.other_bytes for sample in session.observed) < 64 * 1024 * KB
+        assert tier(session, "device").is_within_budget
+        assert all(parameter.is_cuda for parameter in model.parameters())
+        session.close()
+        assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+        assert losses == pytest.approx(expected, rel=1e-3)

@@ -183,6 +183,8 @@ def _small_ones_to_the_rest(
 
 def _called_units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules that may be windows: blocks, and outside them the smallest modules that are surely called."""
+    if is_compiled(model):
+        return  # one piece: all of it is the rest group
     blocks = {id(block) for _, block in repeated_blocks(model)}
 
     def visit(path: str, module: nn.Module, in_block: bool) -> Iterator[tuple[str, nn.Module]]:
@@ -211,6 +213,11 @@ def is_called(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` or `Module.compile` made one piece of the module: nothing inside is called by itself."""
+    return compat.compiled_original(module) is not None or compat.uncompiled(compat.call_of(module)) is not None
+
+
 def is_leaf(module: nn.Module) -> bool:
     """Whether nothing inside the module is sure to be called by itself.
 
@@ -220,7 +227,7 @@ def is_leaf(module: nn.Module) -> bool:
     """
     if isinstance(module, nn.MultiheadAttention | nn.RNNBase | nn.TransformerEncoderLayer):
         return True
-    if compat.compiled_original(module) is not None:
+    if is_compiled(module):
         return True
     skipped = () if compat.parametrized_names(module) is None else ("parametrizations",)
     return not any(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from lowtide.memory.mover import Mover
 from lowtide.memory.store import Books
 from lowtide.planning.plan import GroupPlan, Plan, Schedule, Site, Weights
 from lowtide.runtime.host_pool import HostPool
+from lowtide.runtime.state_size import state_bytes_per_parameter_byte
 from lowtide.runtime.tensors import own_storage
 from lowtide.runtime.unit import Bound, Unit
 from lowtide.runtime.veil import unveil
@@ -39,22 +41,31 @@ class HostNeed:
     weight_bytes: int
     gradient_bytes: int
     staging_bytes: int
+    updated_bytes: int
+    """Of parameters that the host updates, beside which the optimizer keeps its state."""
 
     @property
     def total_bytes(self) -> int:
-        """All together."""
+        """Of the buffer for weights, gradients and staging."""
         return self.weight_bytes + self.gradient_bytes + self.staging_bytes
+
+    def state_bytes(self, optimizer: torch.optim.Optimizer | None) -> int:
+        """Of an optimizer's state beside them."""
+        # Not asked where there is nothing: an optimizer that cannot say may still step on the device.
+        ratio = state_bytes_per_parameter_byte(optimizer) if self.updated_bytes else 0.0
+        return math.ceil(self.updated_bytes * ratio)
 
 
 def host_need(layout: Layout, plan: Plan, *, has_optimizer: bool) -> HostNeed:
     """What the host must hold: weights of streamed chunks, twins of resident ones, deferred gradients, staging."""
-    weights = gradients = largest = largest_parameter = 0
+    weights = gradients = updated = largest = largest_parameter = 0
     for group in plan.groups:
         for chunk, site in zip(layout.chunks_of(group.name), group.sites, strict=True):
             is_updated = has_optimizer and site is Site.HOST and chunk.spans[0].parameter.requires_grad
             if group.weights is Weights.STREAMED or is_updated:
                 weights += chunk.nbytes
             if is_updated:
+                updated += sum(span.parameter.nbytes for span in chunk.spans)
                 largest = max(largest, chunk.nbytes)
                 largest_parameter = max(largest_parameter, *(span.parameter.nbytes for span in chunk.spans))
                 if plan.schedule is Schedule.DEFERRED:
@@ -63,7 +74,10 @@ def host_need(layout: Layout, plan: Plan, *, has_optimizer: bool) -> HostNeed:
     largest = largest if plan.schedule is Schedule.IN_BACKWARD else largest_parameter
     staging = largest + min(largest, LARGEST_CHUNK_BYTES)
     return HostNeed(
-        weight_bytes=weights, gradient_bytes=gradients, staging_bytes=_padded(staging) + 4096 * bool(staging)
+        weight_bytes=weights,
+        gradient_bytes=gradients,
+        staging_bytes=_padded(staging) + 4096 * bool(staging),
+        updated_bytes=updated,
     )
 
 

@@ -6,7 +6,8 @@ run beside it. See `runtime.window` for when a group's backward starts and ends,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -37,6 +38,21 @@ from lowtide.runtime.updater import Updater
 from lowtide.runtime.window import Visit, Window
 
 
+def _weakly(method: Callable[..., None], *arguments: object) -> Callable[[torch.Tensor], None]:
+    """The method as a hook on a parameter. It holds nothing: Python's collector does not see what such hooks hold, and a
+    session that is forgotten with its model would live for ever.
+    """
+    weak_method = weakref.WeakMethod(method)
+    weak_arguments = [weakref.ref(argument) for argument in arguments]
+
+    def hook(tensor: torch.Tensor) -> None:
+        call = weak_method()
+        if call is not None:
+            call(*(reference() for reference in weak_arguments), tensor)
+
+    return hook
+
+
 class Observer(Protocol):
     """Looks at the device's memory."""
 
@@ -65,6 +81,7 @@ class Engine:
         self.schedule = schedule
         self.worker = worker
         self.updater = None
+        self.windows: Sequence[Window] = ()
         self.observer: Observer | None = None
         """Asked at each opening and closing of a window; None costs nothing."""
         self.lost: str | None = None
@@ -86,11 +103,11 @@ class Engine:
                 continue
             for bound in unit.bounds:
                 if bound.parameter.requires_grad:
-                    hook = partial(self._on_gradient, unit, bound)
+                    hook = _weakly(self._on_gradient, unit, bound)
                     bound.hook = bound.parameter.register_post_accumulate_grad_hook(hook)
                     self._handles.append(bound.hook)
                     if unit.is_resident and is_away(bound):
-                        self._handles.append(bound.parameter.register_hook(partial(self._before_gradient, unit)))
+                        self._handles.append(bound.parameter.register_hook(_weakly(self._before_gradient, unit)))
 
     def stop(self) -> None:
         """The session ends: remove the hooks, and refuse what graphs that outlive it ask for."""
@@ -485,6 +502,8 @@ class Engine:
 
     def _begin_cycle(self, window: Window) -> None:
         window.check_parameters()
+        for other in self.windows:
+            other.check_in_place()
         for unit in self.units.values():
             if unit.is_resident:  # others are asked when their own windows open
                 unit.check_unchanged()

@@ -97,7 +97,8 @@ class GradientMover:
     def veil(self, bound: Bound) -> None:
         """A look at the user's gradient waits for what is pending for it."""
         if bound.pending and bound.gradient is not None and bound.parameter.grad is bound.gradient:
-            veil(bound.gradient, GradientLease(bound))
+            bound.gradient_lease = bound.gradient_lease or GradientLease(bound)
+            veil(bound.gradient, bound.gradient_lease)
 
     def _staged(self, bound: Bound) -> torch.Tensor:
         chunk = bound.chunk

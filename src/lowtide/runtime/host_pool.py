@@ -73,8 +73,9 @@ class HostPool:
 
     def tick(self) -> None:
         """A step is over: the arena may tidy up."""
-        with self._lock:
-            self._arena.tick()
+        # Without the lock: whether parts may move is found out by waiting for the worker, which gives staging back
+        # under the lock. When they may, the worker has nothing to do, so nobody else is in the arena.
+        self._arena.tick()
 
     def counts(self) -> tuple[CacheCounts, ArenaCounts]:
         """What the cache and the arena did so far."""

@@ -68,6 +68,8 @@ class Machinery:
         self.model = model
         self.optimizer = optimizer
         self.plan = plan
+        self.session: object = None
+        """Kept alive for as long as the model goes through this."""
         self._layout = layout
         self._mover = mover
         self._tracked = tracked
@@ -91,6 +93,9 @@ class Machinery:
         for tier in (self._host, self._pinned):
             for what in ("weights", "gradients", "staging"):
                 tier.charge(getattr(self._need, f"{what.removesuffix('s')}_bytes"), what)
+        # The optimizer makes it, in memory of its own that is not locked.
+        self._state_bytes = self._need.state_bytes(optimizer)
+        self._host.charge(self._state_bytes, "optimizer state")
         self._device = Tier("device", plan.budgets.device_bytes if plan.budgets.device_bytes is not None else 1 << 62)
         self._books: Books = tracked if tracked is not None else self._device
         self._recorder = Recorder() if legacy is None else legacy.recorder
@@ -124,7 +129,7 @@ class Machinery:
             for bound in binder.bounds:
                 place_gradient(bound, is_copied=legacy is not None)
             self._engine = self._make_engine()
-            self._windows = self._make_windows()
+            self._windows = self._engine.windows = self._make_windows()
             self._managed = self._make_optimizer(max_grad_norm)
             for window in self._windows:
                 window.install()
@@ -136,6 +141,11 @@ class Machinery:
     def last_grad_norm(self) -> torch.Tensor | None:
         """The norm before clipping."""
         return None if self._managed is None else self._managed.last_norm
+
+    @property
+    def root_window(self) -> Window | None:
+        """The one around the whole model; None where nothing needs one."""
+        return next((window for window in self._windows if window.path == ""), None)
 
     def settle(self) -> None:
         """Wait until every update is made and every copy is done."""
@@ -245,6 +255,9 @@ class Machinery:
             raise
         if self._tracked is not None:
             self._tracked.start()
+        elif self._mover.device.type == "cuda":
+            # What filled the new buffers must be done before a copy on another stream takes their place.
+            torch.cuda.synchronize(self._mover.device)
         return machinery
 
     def _hand_over(self) -> Legacy:
@@ -431,7 +444,7 @@ class Machinery:
                 tier="host",
                 peak_bytes=self._host.peak_bytes,
                 budget_bytes=self._host.budget_bytes,
-                predicted_bytes=self._need.total_bytes,
+                predicted_bytes=self._need.total_bytes + self._state_bytes,
             ),
             TierRow(tier="pinned", peak_bytes=self._pinned.peak_bytes, budget_bytes=self._pinned.budget_bytes),
         )

@@ -28,7 +28,7 @@ from lowtide.runtime.tracked_memory import TrackedMemory
 from lowtide.runtime.weight_file import WeightFile
 
 _MANAGED: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
-"""Open sessions by the `id` of their model."""
+"""Sessions by the `id` of their model, of each of its parameters, and of their optimizer, all of which they keep alive."""
 
 
 def manage(
@@ -65,9 +65,7 @@ def manage(
         SessionError: The model is managed already, or its parameters have no values.
         UnsupportedOptimizerError: The optimizer cannot be run chunk by chunk.
     """
-    open_session = _MANAGED.get(id(model))
-    if open_session is not None and open_session.is_open:
-        raise SessionError("this model is under management already; close that session first")
+    _refuse_managed(model, optimizer)
     if max_grad_norm is not None and plan.schedule is Schedule.IN_BACKWARD:
         raise SessionError(
             f"max_grad_norm={max_grad_norm} needs all gradients before the first update, and the schedule 'in_backward' "
@@ -95,6 +93,8 @@ def manage(
         total = torch.cuda.get_device_properties(target).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, plan.budgets.device_bytes / total), target)
     file = None if weights is None else WeightFile(weights)
+    if file is not None:
+        file.check(model)
     observer = None
     if plans is not None:
         observer = StepObserver(CudaGauge(target) if tracked is None else TrackedGauge(tracked), plans.config.monitor)
@@ -122,8 +122,29 @@ def manage(
     if target.type == "cuda":
         torch.cuda.synchronize(target)
     session = Session(machinery, observer, None if plans is None else plans.after)
-    _MANAGED[id(model)] = session
+    # Lives as long as the model goes through it, though nobody else holds it.
+    machinery.session = session
+    for managed in _what_is_managed(model, optimizer):
+        _MANAGED[id(managed)] = session
     return session
+
+
+def _what_is_managed(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[object]:
+    return [model, *model.parameters(), *([] if optimizer is None else [optimizer])]
+
+
+def _refuse_managed(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    for managed in _what_is_managed(model, optimizer):
+        session = _MANAGED.get(id(managed))
+        if session is None or not session.is_open:
+            continue
+        if managed is optimizer:
+            what = "this optimizer is under management already, with another model; make one for each model, or"
+        elif managed is model:
+            what = "this model is under management already;"
+        else:
+            what = "a part of this model is under management already, as a model of its own or of a larger one;"
+        raise SessionError(f"{what} close that session first")
 
 
 def _device(device: torch.device | str | None) -> torch.device:

@@ -102,6 +102,10 @@ class StepObserver:
         """The fullest moment of each group and phase, in the order of the step."""
         return tuple(sorted(self._fullest.values(), key=lambda sample: sample.moment))
 
+    def begin(self) -> None:
+        """Whatever the device held before this is no part of the step: an earlier training in the same process."""
+        self.gauge.take_peak()
+
     def moment(self, group: str, phase: str) -> None:
         """A window has opened or is about to close."""
         if not self.is_watching:

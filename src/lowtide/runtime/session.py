@@ -43,13 +43,16 @@ class Session:
         plan_after: Callable[[tuple[MomentSample, ...]], Plan] | None = None,
     ) -> None:
         self._machinery: Machinery | None = machinery
+        # Lives as long as the model goes through it, though nobody else holds it.
+        machinery.session = self
         self.model: nn.Module = machinery.model
         self.optimizer: torch.optim.Optimizer | None = machinery.optimizer
         self._warm_up: WarmUpRun | None = None
-        if observer is not None and plan_after is not None:
+        # A model without a window has nothing that a plan could place.
+        if observer is not None and plan_after is not None and machinery.root_window is not None:
             assert self.optimizer is not None
             self._warm_up = WarmUpRun(
-                self.model,
+                machinery.root_window,
                 self.optimizer,
                 observer,
                 plan_after=plan_after,
@@ -114,6 +117,7 @@ class Session:
         # Without machinery where the switch fails: the model is plain then.
         machinery, self._machinery = self._open(), None
         self._machinery = machinery.follow(plan)
+        self._machinery.session = self
 
     def _open(self) -> Machinery:
         if self._machinery is None:

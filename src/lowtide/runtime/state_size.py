@@ -8,6 +8,7 @@ import torch
 
 from lowtide import compat
 from lowtide.errors import UnsupportedOptimizerError
+from lowtide.runtime.chunk_optimizer import ChunkOptimizer
 
 _LARGEST_PROBE = 32
 """Elements of a probe along each dimension: many enough that the rows and columns of a factored state count little."""
@@ -55,6 +56,7 @@ def _ratio(optimizer: torch.optim.Optimizer, index: int, group: dict[str, Any], 
     try:
         compat.shallow_optimizer(optimizer, [{**settings, "params": [probe]}], state).step()
     except Exception as error:
+        ChunkOptimizer(optimizer)  # says more, where no chunk could be updated either
         raise UnsupportedOptimizerError(
             f"{type(optimizer).__name__} could not take a step on one {probe.dtype} tensor of shape {shape} alone (param "
             f"group {index}), so the size of its state is unknown: {type(error).__name__}: {error}; give a plan made by "

@@ -25,7 +25,7 @@ from lowtide.memory.mover import Ticket
 from lowtide.planning.plan import Site
 from lowtide.runtime.host_worker import Job
 from lowtide.runtime.tensors import same_memory
-from lowtide.runtime.veil import unveil, veil
+from lowtide.runtime.veil import Lease, unveil, veil
 
 if TYPE_CHECKING:
     from lowtide.runtime.window import Visit
@@ -56,6 +56,8 @@ class Bound:
         """Where a deferred gradient lands on the host."""
         self.lent: weakref.ref[torch.UntypedStorage] | None = None
         """The user's last gradient in that home; while it lives, somebody may hold it."""
+        self.gradient_lease: Lease | None = None
+        """Of the user's gradient, while it is veiled."""
         self.hook: torch.utils.hooks.RemovableHandle | None = None
         """Tells when the gradient is complete."""
         self.is_whole = False

@@ -9,6 +9,7 @@ its parameters are ordinary ones: no operator of the model pays for this.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -28,8 +29,9 @@ class Lease(Protocol):
         """Raise if the gradient may not be looked at."""
 
 
-_LEASES: dict[int, Lease] = {}
-"""By the `id` of the veiled tensor. Not an attribute of the tensor: it would travel with pickles and copies."""
+_LEASES: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()
+"""By the `id` of the veiled tensor. Not an attribute of the tensor: it would travel with pickles and copies. Weak, so that
+a session that is forgotten with its model is freed."""
 
 
 def _getters(*names: str) -> Iterator[object]:

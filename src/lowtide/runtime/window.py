@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from lowtide import compat
-from lowtide.errors import ModelChangedError
+from lowtide.errors import ModelChangedError, SessionError
 from lowtide.runtime.tensors import tensors_in
 from lowtide.runtime.unit import Unit
 
@@ -82,6 +82,10 @@ class WindowListener(Protocol):
         """The oldest node of the visit has run."""
 
 
+Gate = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Given what runs the module, and its arguments; gives its output."""
+
+
 class Window:
     """Stands around one module: `module(...)` goes through it, hooks and compiled code inside.
 
@@ -98,6 +102,8 @@ class Window:
         self._inner: Callable[..., Any] | None = None
         self._is_installed = False
         self._known: dict[int, str] = {}
+        self.gate: Gate | None = None
+        """Decides how a call goes on, where somebody has to."""
 
     def install(self) -> None:
         """Take the module's calls."""
@@ -132,7 +138,26 @@ class Window:
             "change the model, make a plan for it, and manage it again. Nothing was updated"
         )
 
+    def check_in_place(self) -> None:
+        """Refuse a module whose calls no longer come here: its weights would not be brought."""
+        if compat.call_of(self.module) != self._call:
+            raise ModelChangedError(
+                f"module {self.path or '(the model)'} was compiled in place (or its call replaced) after the model was "
+                "managed, so that its weights would not come; call session.close(), compile the blocks before you manage "
+                "the model, and manage it again. Nothing was updated"
+            )
+
     def _call(self, *args: Any, **kwargs: Any) -> Any:
+        if self.path == "" and compat.is_compiled_around():
+            raise SessionError(
+                "torch.compile around a managed model would take in the moments at which weights come and go; compile "
+                "its blocks, before you manage it: for block in model.layers: block.compile(). Nothing was run"
+            )
+        if self.gate is not None:
+            return self.gate(self._run, args, kwargs)
+        return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         inner = self._inner or compat.plain_call(self.module)
         self._listener.forward_begins(self)
         try:

@@ -1,0 +1,83 @@
+"""Tables of the session's benchmarks, from their records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.records import Record, newest, percent, table
+from lowtide.errors import BadRecordError
+from lowtide.units import GiB
+
+_SCHEMA = "lowtide.session_benchmark/1"
+
+
+def streaming(results: Path) -> str:
+    """Managed rows against plain torch in the same run: time, device memory, host memory, copies not hidden."""
+    record, rows = _rows(results, "session_streaming")
+    # Plain rows bracket the managed ones: their spread is what the run can tell apart.
+    plain = [row for row in rows if row["kind"] == "plain" and row["optimizer"] != "none" and "failed" not in row]
+    if not plain:
+        raise BadRecordError(f"{record.path}: no plain row to compare with; run the suite again")
+    base_s = sum(float(row["median_s"]) for row in plain) / len(plain)
+    lines = []
+    for row in rows:
+        if "failed" in row:
+            lines.append([str(row["name"]), str(row["failed"]), "-", "-", "-", "-"])
+            continue
+        stats = row.get("stats")
+        host = "-" if stats is None else f"{_tier(stats, 'host') / row['parameters']:.2f}"
+        waiting = "-" if stats is None else f"{1000 * stats['exposed_copy_s'] / max(1, stats['num_steps']):.1f}"
+        median_s = float(row["median_s"])
+        lines.append(
+            [
+                str(row["name"]),
+                f"{1000 * median_s:.0f}",
+                percent(median_s / base_s - 1),
+                f"{row['max_reserved_bytes'] / GiB:.2f}",
+                host,
+                waiting,
+            ]
+        )
+    header = ["", "ms a step", "against plain SGD", "reserved GiB", "host bytes a parameter", "ms waiting a step"]
+    return table(header, lines, num_text=1) + f"\n\n{record.provenance}"
+
+
+def budgets(results: Path) -> str:
+    """Models inside device budgets that the allocator itself enforces."""
+    record, rows = _rows(results, "session_budgets")
+    lines = []
+    for row in rows:
+        failed = row.get("failed")
+        reserved = "-" if failed else f"{row['max_reserved_bytes'] / GiB:.2f}"
+        time = str(failed) if failed else f"{1000 * float(row['median_s']):.0f}"
+        parameters = "-" if failed else f"{row['parameters'] / 1e9:.2f}"
+        lines.append([str(row["model"]), str(row["batch"]), parameters, str(row["device_memory"]), reserved, time])
+    header = ["Llama", "batch", "billion parameters", "budget", "reserved GiB", "ms a step"]
+    return table(header, lines, num_text=2) + f"\n\n{record.provenance}"
+
+
+def start_up(results: Path) -> str:
+    """From nothing to a managed model, read from a file."""
+    record, rows = _rows(results, "session_start_up")
+    lines = [
+        [
+            str(row["model"]),
+            f"{row['built_s']:.1f}",
+            f"{row['managed_s']:.1f}",
+            f"{row['built_s'] + row['managed_s']:.1f}",
+        ]
+        for row in rows
+        if "failed" not in row
+    ]
+    header = ["Llama", "building on meta, s", "reading and managing, s", "together, s"]
+    return table(header, lines, num_text=1) + f"\n\n{record.provenance}"
+
+
+def _rows(results: Path, folder: str) -> tuple[Record, list[dict[str, Any]]]:
+    record = newest(results / folder, _SCHEMA)
+    return record, record.rows("rows", ("name", "model", "kind"))
+
+
+def _tier(stats: dict[str, Any], name: str) -> int:
+    return int(next(tier["peak_bytes"] for tier in stats["tiers"] if tier["tier"] == name))
