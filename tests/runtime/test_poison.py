@@ -22,9 +22,9 @@ from lowtide.memory.chunk_state import ChunkState
 from lowtide.memory.emulated_mover import EmulatedMover
 from lowtide.memory.store import ChunkStore
 from lowtide.runtime import machinery
-from lowtide.runtime.engine import Engine
 from lowtide.runtime.gradients import GradientMover
 from lowtide.runtime.host_worker import HostWorker, Job
+from lowtide.runtime.residency import Residency
 from lowtide.runtime.unit import Unit
 from lowtide.runtime.updater import Updater
 from tests.runtime.twins import PLACES, Twins, adamw, make_batch, make_net, take_step
@@ -172,7 +172,7 @@ def test_an_old_copy_that_stays_after_an_update(place: str, schedule: str, monke
 
 @pytest.mark.parametrize("place", ["streamed-host", "mixed"])
 def test_an_old_copy_that_stays_after_an_update_in_backward(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Engine, "_forget_old_copy", lambda engine, unit: None)
+    monkeypatch.setattr(Residency, "forget_old_copy", lambda residency, unit: None)
     assert shows(place, "in_backward", **EVERYTHING)
 
 
@@ -269,7 +269,7 @@ def test_released_weights_have_no_memory_and_come_back_poisoned() -> None:
     both = Twins("streamed-host", prefetch_depth=0)
     with contextlib.closing(both.session):
         both.step(0)
-        store = both.session._open()._engine.store
+        store = both.session._open()._engine.residency.store
         store.drop_all()
         for group in store.groups.values():
             for chunk in group.chunks:

@@ -200,7 +200,10 @@ class TestTheChange:
         with lowtide.manage(model, optimizer, plan, device="cpu") as session:
             machinery = session._open()
             observer.watch(
-                ObservedStore([], machinery._mover, [], window_bytes=0, prefetch_depth=0, listener=machinery._engine), 0
+                ObservedStore(
+                    [], machinery._mover, [], window_bytes=0, prefetch_depth=0, listener=machinery._engine.residency
+                ),
+                0,
             )
             assert machinery.root_window is not None
             run = WarmUpRun(

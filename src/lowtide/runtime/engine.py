@@ -16,25 +16,21 @@ import torch
 from lowtide import compat
 from lowtide.errors import (
     HigherOrderError,
-    NonFiniteLossError,
     SecondBackwardError,
     SessionError,
     StaleBackwardError,
 )
 from lowtide.memory.access_order import AccessOrder
-from lowtide.memory.chunk import Chunk, StoredGroup
-from lowtide.memory.chunk_state import ChunkState
-from lowtide.memory.mover import Copied, Mover, Ticket
-from lowtide.memory.store import ChunkStore
-from lowtide.planning.plan import Schedule, Site
+from lowtide.memory.mover import Mover, Ticket
+from lowtide.planning.plan import Schedule
 from lowtide.runtime.backward import BackwardTask, is_away
-from lowtide.runtime.chunk_optimizer import Settings
+from lowtide.runtime.finishing import Finisher
 from lowtide.runtime.gradients import GradientMover
 from lowtide.runtime.host_worker import HostWorker
+from lowtide.runtime.loss_watch import LossWatch
 from lowtide.runtime.recording import Recorder
-from lowtide.runtime.tensors import tensors_in
+from lowtide.runtime.residency import Residency
 from lowtide.runtime.unit import Bound, Unit
-from lowtide.runtime.updater import Updater
 from lowtide.runtime.window import Visit, Window
 
 
@@ -61,26 +57,26 @@ class Observer(Protocol):
 
 
 class Engine:
-    """See the module's docstring. Made by `manage`, which connects `store` and `updater` before the first call."""
-
-    store: ChunkStore
-    updater: Updater | None
+    """See the module's docstring."""
 
     def __init__(
         self,
-        units: Sequence[Unit],
+        residency: Residency,
         mover: Mover,
         gradients: GradientMover,
         worker: HostWorker,
         recorder: Recorder,
         schedule: Schedule,
     ) -> None:
-        self.units = {unit.name: unit for unit in units}
+        self.units = residency.units
+        self.residency = residency
+        self.loss = LossWatch(is_immediate=schedule is Schedule.IN_BACKWARD)
         self.mover = mover
         self.recorder = recorder
         self.schedule = schedule
         self.worker = worker
-        self.updater = None
+        self.finisher: Finisher | None = None
+        """Set by `manage` where there is an optimizer."""
         self.windows: Sequence[Window] = ()
         self.observer: Observer | None = None
         """Asked at each opening and closing of a window; None costs nothing."""
@@ -91,8 +87,6 @@ class Engine:
         self._orders: dict[tuple[bool, bool], AccessOrder] = {}
         self._running: list[tuple[Window, Ticket]] = []
         self._visit_started: dict[int, Ticket] = {}
-        self._loss: torch.Tensor | None = None
-        self._is_finite: torch.Tensor | None = None
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._is_stopped = False
 
@@ -129,7 +123,7 @@ class Engine:
         self.recorder.phase = "backward" if is_in_backward else "forward"
         for unit in window.units:
             unit.check_unchanged()
-        self._open_all(window.units)
+        self.residency.open_all(window.units)
         self._running.append((window, self.mover.now()))
         if self.observer is not None:
             self.observer.moment(_name_of(window), self.recorder.phase)
@@ -143,19 +137,19 @@ class Engine:
         if window.units:
             self.recorder.on_compute(window.units[0].name, self.recorder.phase, started, self.mover.now())
         for unit in window.units:
-            self._close(unit)
+            self.residency.close(unit)
 
     def model_returned(self, window: Window, output: object) -> None:
         """Remember the loss, if the model computes it: a step on a loss that is not finite is refused."""
         del window
-        self._loss = None
-        if torch.is_grad_enabled() and compat.backward_number() is None:
-            for tensor in tensors_in(output):
-                if tensor.dim() == 0 and tensor.requires_grad and tensor.is_floating_point():
-                    self._loss = tensor.detach()
-                    break
-        elif compat.backward_number() is None:
-            self._rest()
+        if compat.backward_number() is not None:
+            return
+        if torch.is_grad_enabled():
+            self.loss.remember(output)
+            return
+        self.loss.forget_loss()
+        if not self._running and not self._tasks:
+            self.residency.rest()
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -185,7 +179,7 @@ class Engine:
             if other.first_node >= visit.next_node:
                 self._end_visit(task, other)
         visit.backward = task.number
-        self._open_all(window.units)
+        self.residency.open_all(window.units)
         for unit in window.units:
             task.enter(unit)
         visit.is_open = True
@@ -226,8 +220,7 @@ class Engine:
         if is_away(bound):
             self._gradients.take(bound)
         bound.has_fired = True
-        if self.schedule is Schedule.IN_BACKWARD:
-            self._complete(unit, task, is_last=False)
+        self._finish(unit, task, is_last=False)
 
     def _end_visit(self, task: BackwardTask, visit: Visit) -> None:
         if self.observer is not None:
@@ -237,22 +230,20 @@ class Engine:
         try:
             for unit in visit.window.units:
                 unit.visits.discard(visit)
-                if self.schedule is Schedule.IN_BACKWARD:
-                    self._complete(unit, task, is_last=False)
+                self._finish(unit, task, is_last=False)
         finally:
             started = self._visit_started.pop(id(visit))
             if visit.window.units:
                 self.recorder.on_compute(visit.window.units[0].name, "backward", started, self.mover.now())
             for unit in visit.window.units:
-                self._close(unit)
+                self.residency.close(unit)
 
     def _end_task(self, number: int) -> None:
         task = self._tasks[number]
         for visit in list(task.open_visits):
             self._end_visit(task, visit)
-        if self.schedule is Schedule.IN_BACKWARD:
-            for unit in task.units.values():
-                self._complete(unit, task, is_last=True)
+        for unit in task.units.values():
+            self._finish(unit, task, is_last=True)
         # Not before: what an update raises is the end of a backward that broke off.
         del self._tasks[number]
         for unit in task.leave():
@@ -261,38 +252,8 @@ class Engine:
                 if is_away(bound) and self.schedule is Schedule.DEFERRED:
                     self._gradients.expose(bound)
                 bound.has_fired = False
-            self.guard(unit)
-        self.store.prefetch()
-
-    def _complete(self, unit: Unit, task: BackwardTask, *, is_last: bool) -> None:
-        """Update the chunks whose gradients are complete."""
-        assert self.updater is not None
-        if not is_last and any(visit.backward != task.number for visit in unit.visits):
-            return  # another use of the same weights is still to come
-        for chunk in unit.group.chunks:
-            bounds = [bound for bound in unit.bounds if bound.chunk is chunk and bound.parameter.requires_grad]
-            fired = [bound for bound in bounds if bound.has_fired]
-            if not fired or (len(fired) < len(bounds) and not is_last):
-                continue
-            if not any(self.updater.optimizer.knows(bound.parameter) for bound in fired):
-                continue
-            self._update_chunk(unit, chunk, fired)
-
-    def _update_chunk(self, unit: Unit, chunk: Chunk, fired: list[Bound]) -> None:
-        assert self.updater is not None
-        settings = self.updater.optimizer.settings()
-        trained = [bound for bound in fired if self.updater.optimizer.knows(bound.parameter)]
-        for bound in fired:
-            bound.has_fired = False
-        if trained[0].site is Site.HOST:
-            self.updater.update_on_host(unit, chunk, trained, settings)
-            self._forget_old_copy(unit)
-        else:
-            self._update_open(unit, chunk, trained, settings)
-            for bound in trained:
-                bound.parameter.grad = None
-        unit.generation += 1
-        unit.consumed.add(chunk.spec.name)
+            self.residency.guard(unit)
+        self.residency.store.prefetch()
 
     # -- between steps -------------------------------------------------------------------------------------------------
 
@@ -307,7 +268,7 @@ class Engine:
                 task.open_visits.remove(visit)
                 self._visit_started.pop(id(visit), None)
                 for unit in visit.window.units:
-                    self._close(unit)
+                    self.residency.close(unit)
             for unit in task.leave():
                 unit.look_at_host()
                 for bound in unit.bounds:
@@ -316,10 +277,10 @@ class Engine:
                     bound.has_fired = False
                 if not unit.is_resident and not unit.group.num_open:
                     # An update that broke off may have left its traces in the copy; the host has the truth.
-                    self.store.drop(unit.name)
-                self.guard(unit)
+                    self.residency.store.drop(unit.name)
+                self.residency.guard(unit)
         self._tasks.clear()
-        self.store.order.forget_cycle()
+        self.residency.store.order.forget_cycle()
         if moved:
             self.lost = (
                 "the backward of this step raised after it had updated "
@@ -335,17 +296,7 @@ class Engine:
     def forget_step(self) -> None:
         """The user gave the step up or begins the next: whatever was wrong with the last one is over."""
         self.lost = None
-        self._is_finite = None
-
-    def check_finite(self) -> None:
-        """Refuse a step whose loss was not finite."""
-        finite, self._is_finite = self._is_finite, None
-        if finite is not None and not bool(finite):
-            raise NonFiniteLossError(
-                "the loss of this step is NaN or infinite; nothing was updated, weights and optimizer are as before "
-                "the step, and the gradients are what that loss gave. Call zero_grad(), look at the batch and the "
-                "learning rate, and go on"
-            )
+        self.loss.forget()
 
     def is_idle(self) -> bool:
         """Whether no graph is alive and no window open."""
@@ -368,137 +319,23 @@ class Engine:
         return True
 
     def settle_unit(self, unit: Unit) -> None:
-        """Somebody looks at a parameter: wait for its true value, and forget copies that a write would leave behind."""
+        """Somebody looks at a parameter: make its value true."""
         if unit.group.num_open:
             return
         if compat.backward_number() is None:
             self.check_broken()
-        for chunk in unit.group.chunks:
-            if chunk.state is not ChunkState.RESIDENT:
-                chunk.settle_host()
-        if unit.is_resident:
-            self.store.refresh(unit.name)
-            for chunk in unit.group.chunks:
-                chunk.is_touched = True
-        else:
-            self.store.drop(unit.name)
-            unit.look_at_host()
-        self.guard(unit)
-
-    def guard(self, unit: Unit) -> None:
-        """Veil the unit's parameters if something is pending for them, or a write must be noticed; else leave them plain."""
-        if unit.group.num_open:
-            return
-        is_pending = unit.is_consumed or any(
-            chunk.host_work is not None
-            or (unit.is_resident and chunk.host is not None and not chunk.is_touched)
-            or chunk.state in (ChunkState.IDLE, ChunkState.FETCHING)
-            or (chunk.written is not None and not chunk.written.ended.is_done())
-            for chunk in unit.group.chunks
-        )
-        if is_pending or (unit.looks_at_device and not unit.is_resident):
-            unit.veil()
-        else:
-            unit.unveil()
+        self.residency.settle(unit)
 
     def veil_gradient(self, bound: Bound) -> None:
         """An update on the host reads the user's gradient: a look at it waits."""
         self._gradients.veil(bound)
 
-    def update_streamed_on_device(self, unit: Unit, chunk: Chunk, bounds: Sequence[Bound], settings: Settings) -> None:
-        """Bring streamed weights to the device for their step there, and write them back."""
-        self.recorder.phase = "update"
-        try:
-            self._update_open(unit, chunk, bounds, settings)
-        except BaseException:
-            # The copy may be half updated; the host has the weights from before.
-            if not unit.group.num_open:
-                self.store.drop(unit.name)
-            raise
-        finally:
-            unit.look_at_host()
-            self.guard(unit)
-
-    def _update_open(self, unit: Unit, chunk: Chunk, bounds: Sequence[Bound], settings: Settings) -> None:
-        """One step on the device, in a window of its own; streamed weights are written back."""
-        assert self.updater is not None
-        self._open(unit)
-        try:
-            started = self.mover.now()
-            self.updater.update_here(bounds, (), settings)
-            if not unit.is_resident:
-                self.store.write_back(chunk)
-            self.recorder.on_compute(unit.name, "update", started, self.mover.now())
-        finally:
-            self._close(unit)
-
-    # -- told by the store ---------------------------------------------------------------------------------------------
-
-    def before_fetch(self, chunk: Chunk) -> None:
-        """The user may have given a parameter other memory."""
-        self.units[chunk.spec.group].adopt_foreign_data()
-
-    def on_copy(self, chunk: Chunk, copied: Copied, reason: str) -> None:
-        """For the statistics."""
-        self.recorder.on_copy(chunk, copied, reason)
-
-    def on_present(self, chunk: Chunk, at: Ticket) -> None:
-        """A copy on the device goes out of date when somebody writes to the parameter: watch it."""
-        self.recorder.on_present(chunk, at)
-        unit = self.units[chunk.spec.group]
-        if not unit.group.num_open:
-            unit.veil()
-
-    def on_absent(self, chunk: Chunk, at: Ticket) -> None:
-        """For the statistics."""
-        self.recorder.on_absent(chunk, at)
-
-    def on_wait(self, group: StoredGroup, reached: Ticket, copied: Sequence[Copied]) -> None:
-        """For the statistics."""
-        self.recorder.on_wait(group, reached, copied)
-
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _open_all(self, units: Sequence[Unit]) -> None:
-        opened: list[Unit] = []
-        try:
-            for unit in units:
-                self._open(unit)
-                opened.append(unit)
-        except BaseException:
-            for unit in opened:
-                self._close(unit)
-            raise
-
-    def _open(self, unit: Unit) -> None:
-        self.store.open(unit.name)
-        try:
-            unit.look_at_device()
-        except BaseException:
-            self.store.close(unit.name)
-            raise
-
-    def _close(self, unit: Unit) -> None:
-        self.store.close(unit.name)
-        if unit.group.num_open:
-            return
-        self._forget_old_copy(unit)
-        self.guard(unit)
-
-    def _forget_old_copy(self, unit: Unit) -> None:
-        """Where the host is changing the weights, a copy on the device is the old one."""
-        is_changing = any(chunk.host_work is not None for chunk in unit.group.chunks)
-        if is_changing and not unit.is_resident and not unit.group.num_open:
-            self.store.drop(unit.name)
-
-    def _rest(self) -> None:
-        """No graph was made: parameters look at the host again."""
-        if self._running or self._tasks:
-            return
-        for unit in self.units.values():
-            if not unit.group.num_open and not unit.visits:
-                unit.look_at_host()
-                self.guard(unit)
+    def _finish(self, unit: Unit, task: BackwardTask, *, is_last: bool) -> None:
+        if self.schedule is Schedule.IN_BACKWARD:
+            assert self.finisher is not None
+            self.finisher.finish(unit, task.number, is_last=is_last)
 
     def _begin_cycle(self, window: Window) -> None:
         window.check_parameters()
@@ -508,8 +345,10 @@ class Engine:
             if unit.is_resident:  # others are asked when their own windows open
                 unit.check_unchanged()
         key = (window.module.training, torch.is_grad_enabled())
-        self.store.order.end_cycle()
-        self.store.order = self._orders.setdefault(key, self.store.order if not self._orders else AccessOrder())
+        self.residency.store.order.end_cycle()
+        self.residency.store.order = self._orders.setdefault(
+            key, self.residency.store.order if not self._orders else AccessOrder()
+        )
         self.recorder.begin_step()
 
     def _current_task(self, gradient: torch.Tensor | None) -> BackwardTask:
@@ -518,25 +357,12 @@ class Engine:
         task = self._tasks.get(number)
         if task is None:
             task = self._tasks[number] = BackwardTask(number)
-            if self.updater is not None:
-                self.updater.optimizer.refresh_groups()  # one may have been added since the last step
+            if self.finisher is not None:
+                self.finisher.updater.optimizer.refresh_groups()  # one may have been added since the last step
             compat.call_after_backward(partial(self._end_task, number))
             # Last: where it refuses the loss, the step is known to be lost.
-            self._judge(gradient)
+            self.loss.judge(gradient)
         return task
-
-    def _judge(self, gradient: torch.Tensor | None) -> None:
-        """Note whether the loss is finite: by its value where the model returned it, else by the first gradient."""
-        loss, self._loss = self._loss, None
-        evidence = loss if loss is not None else gradient
-        if evidence is None:
-            return
-        with torch.no_grad():
-            # A sum is not finite where an element is not, and makes no tensor of the gradient's size.
-            finite = torch.isfinite(evidence.sum(dtype=torch.promote_types(evidence.dtype, torch.float32)))
-        self._is_finite = finite if self._is_finite is None else self._is_finite & finite
-        if self.schedule is Schedule.IN_BACKWARD:
-            self.check_finite()
 
     def _refuse_old_weights(self, unit: Unit, generation: int) -> None:
         if unit.is_consumed:

@@ -23,6 +23,7 @@ from lowtide.runtime.backward import is_away
 from lowtide.runtime.binding import Binder, Fill, copy_values, host_need, is_held, move_part, release
 from lowtide.runtime.chunk_optimizer import ChunkOptimizer
 from lowtide.runtime.engine import Engine
+from lowtide.runtime.finishing import Finisher
 from lowtide.runtime.gradients import GradientMover
 from lowtide.runtime.host_pool import HostPool
 from lowtide.runtime.host_worker import HostWorker
@@ -30,6 +31,7 @@ from lowtide.runtime.legacy import Legacy, forget_device_memory, place_gradient
 from lowtide.runtime.managed_optimizer import ManagedOptimizer
 from lowtide.runtime.observer import ObservedStore, StepObserver
 from lowtide.runtime.recording import Recorder, is_resident
+from lowtide.runtime.residency import Residency
 from lowtide.runtime.session_stats import CacheRow, ChunkRow, SessionStats, TierRow
 from lowtide.runtime.timeline import Timeline
 from lowtide.runtime.tracked_memory import TrackedMemory
@@ -328,22 +330,23 @@ class Machinery:
 
     def _make_engine(self) -> Engine:
         gradients = GradientMover(self._mover, self._worker, self._pool.staging, self.plan.schedule, self._recorder)
-        engine = Engine(
-            list(self._units.values()), self._mover, gradients, self._worker, self._recorder, self.plan.schedule
-        )
+        residency = Residency(self._units.values(), self._recorder)
+        engine = Engine(residency, self._mover, gradients, self._worker, self._recorder, self.plan.schedule)
         window_bytes = self.plan.budgets.window_bytes
-        engine.store = (ChunkStore if self._observer is None else ObservedStore)(
+        residency.store = (ChunkStore if self._observer is None else ObservedStore)(
             [unit.group for unit in self._units.values()],
             self._mover,
             [self._books],
             window_bytes=window_bytes if window_bytes is not None else window_bytes_needed(self._layout, self.plan),
             prefetch_depth=self.plan.prefetch_depth,
-            listener=engine,
+            listener=residency,
         )
         for unit in self._units.values():
             unit.settler = engine
         if self._observer is not None:
-            self._observer.watch(engine.store, sum(chunk.spec.nbytes for chunk in self._chunks() if is_resident(chunk)))
+            self._observer.watch(
+                residency.store, sum(chunk.spec.nbytes for chunk in self._chunks() if is_resident(chunk))
+            )
             engine.observer = self._observer
         if self._legacy is not None:
             for chunk in self._chunks():
@@ -371,21 +374,21 @@ class Machinery:
         chunk_optimizer = ChunkOptimizer(self.optimizer)
         updater = Updater(
             chunk_optimizer,
-            self._engine.store,
+            self._engine.residency.store,
             self._worker,
             self._pool.staging,
             self._recorder,
             clock_origin_s=self._clock_origin_s,
         )
-        self._engine.updater = updater
+        finisher = self._engine.finisher = Finisher(updater, self._engine.residency, self._mover, self._recorder)
         self._engine.watch_gradients()
         updater.place_state(list(self._units.values()), self._mover.device)
         after_step = self._pool.tick if self.plan.defragment_every else None
         if installed is not None:
-            installed.serve(self._engine, updater, after_step)
+            installed.serve(self._engine, finisher, after_step)
             return installed
         managed = ManagedOptimizer(
-            self.optimizer, self._engine, updater, max_grad_norm=max_grad_norm, after_step=after_step
+            self.optimizer, self._engine, finisher, max_grad_norm=max_grad_norm, after_step=after_step
         )
         managed.install()
         return managed
@@ -420,7 +423,7 @@ class Machinery:
                         state[key] = value.to(parameter.device)
 
     def _tiers(self) -> tuple[TierRow, ...]:
-        store = self._engine.store
+        store = self._engine.residency.store
         resident = sum(chunk.spec.nbytes for chunk in self._chunks() if is_resident(chunk))
         budget = self.plan.budgets.device_bytes
         if self._tracked is not None:

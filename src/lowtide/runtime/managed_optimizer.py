@@ -18,8 +18,8 @@ from lowtide.planning.plan import Schedule, Site
 from lowtide.runtime.chunk_optimizer import Settings
 from lowtide.runtime.clipping import clip_by_norm
 from lowtide.runtime.engine import Engine
+from lowtide.runtime.finishing import Finisher
 from lowtide.runtime.unit import Unit
-from lowtide.runtime.updater import Updater
 
 
 class ManagedOptimizer:
@@ -28,7 +28,7 @@ class ManagedOptimizer:
     Args:
         optimizer: The user's.
         engine: Knows the units and their condition.
-        updater: Runs the updates.
+        finisher: Runs the updates.
         max_grad_norm: Clip the gradients to this norm before each step; None leaves them.
         after_step: Called at the end of each step.
     """
@@ -37,13 +37,13 @@ class ManagedOptimizer:
         self,
         optimizer: torch.optim.Optimizer,
         engine: Engine,
-        updater: Updater,
+        finisher: Finisher,
         *,
         max_grad_norm: float | None,
         after_step: Callable[[], None] | None = None,
     ) -> None:
         self._optimizer = optimizer
-        self.serve(engine, updater, after_step)
+        self.serve(engine, finisher, after_step)
         self._max_grad_norm = max_grad_norm
         self.last_norm: torch.Tensor | None = None
         """The norm before clipping, of the last step with `max_grad_norm`."""
@@ -52,10 +52,11 @@ class ManagedOptimizer:
         self._is_installed = False
         self._handles: list[Any] = []
 
-    def serve(self, engine: Engine, updater: Updater, after_step: Callable[[], None] | None) -> None:
+    def serve(self, engine: Engine, finisher: Finisher, after_step: Callable[[], None] | None) -> None:
         """Step through these from now on: the session goes on under another plan."""
         self._engine = engine
-        self._updater = updater
+        self._finisher = finisher
+        self._updater = finisher.updater
         self._after_step = after_step
 
     def install(self) -> None:
@@ -128,7 +129,7 @@ class ManagedOptimizer:
         if engine.lost is not None:
             raise StepLostError(engine.lost)
         if not compat.scaler_values(self._optimizer):
-            engine.check_finite()  # a scaler judges the gradients itself, and skips the update
+            engine.loss.check()  # a scaler judges the gradients itself, and skips the update
         before, after = compat.step_hooks(self._optimizer)
         arguments = (self._optimizer,) if closure is None else (self._optimizer, closure)
         for hook in before:
@@ -138,7 +139,7 @@ class ManagedOptimizer:
         for unit in engine.units.values():
             if unit.is_consumed:
                 unit.consumed.clear()
-                engine.guard(unit)
+                engine.residency.guard(unit)
         for hook in after:
             hook(self._optimizer, arguments, {})
         compat.mark_stepped(self._optimizer)
@@ -154,7 +155,7 @@ class ManagedOptimizer:
             if unit.is_consumed:
                 # Given up between backward and step: the weights have moved, the gradients are gone.
                 unit.consumed.clear()
-                self._engine.guard(unit)
+                self._engine.residency.guard(unit)
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -226,12 +227,12 @@ class ManagedOptimizer:
                 continue
             if bounds[0].site is Site.HOST:
                 self._updater.update_on_host(unit, chunk, bounds, settings)
-                engine.store.drop(unit.name)
+                engine.residency.store.drop(unit.name)
                 for bound in bounds:
                     engine.veil_gradient(bound)
             elif not unit.is_resident:
-                engine.update_streamed_on_device(unit, chunk, bounds, settings)
+                self._finisher.update_streamed_on_device(unit, chunk, bounds, settings)
             is_updated = is_updated or not unit.is_resident
         if is_updated:
             unit.generation += 1
-        engine.guard(unit)
+        engine.residency.guard(unit)
