@@ -21,6 +21,16 @@ PLACES: dict[str, dict[str, Any]] = {
     "mixed": {"weights": {"*": "streamed", "blocks.1": "resident"}, "update": 0.5, "prefetch_depth": 2},
 }
 in_all_places = pytest.mark.parametrize("place", PLACES)
+in_turn = pytest.mark.parametrize(
+    ("place", "schedule"),
+    [
+        ("streamed-host", "deferred"),
+        ("streamed-device", "in_backward"),
+        ("resident-host", "deferred"),
+        ("mixed", "in_backward"),
+    ],
+)
+"""Each place and each schedule, not each with each: for tests of many models or many ways."""
 with_both_schedules = pytest.mark.parametrize("schedule", ["deferred", "in_backward"])
 
 Build = Callable[[], nn.Module]

@@ -20,6 +20,7 @@ from tests.runtime.side_by_side import (
     assert_same_state,
     assert_same_values,
     in_all_places,
+    in_turn,
     inputs,
     loss_of,
     manage,
@@ -184,7 +185,7 @@ def scaled(
 
 
 @in_all_places
-@pytest.mark.parametrize("bad_step", [None, 0, 2])
+@pytest.mark.parametrize("bad_step", [None, 2])
 @pytest.mark.parametrize("kind", ["adamw-loop", "adamw-foreach", "adamw-fused"])
 def test_scaler_with_and_without_a_skipped_step(place: str, kind: str, bad_step: int | None) -> None:
     side_by_side(
@@ -194,7 +195,7 @@ def test_scaler_with_and_without_a_skipped_step(place: str, kind: str, bad_step:
     )
 
 
-@pytest.mark.parametrize("place", ["streamed-host", "mixed"])
+@pytest.mark.parametrize("place", ["mixed"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("unscale", [False, True])
 @pytest.mark.parametrize("kind", ["adamw-loop", "adamw-fused"])
@@ -265,8 +266,7 @@ def test_trained_parameters_that_the_optimizer_lacks_keep_their_gradients(place:
 # State
 
 
-@in_all_places
-@with_both_schedules
+@in_turn
 @pytest.mark.parametrize("name", ["adamw-loop", "adamw-fused", "sgd-momentum", "adafactor"])
 def test_resume_from_plain_and_into_plain(place: str, schedule: str, name: str) -> None:
     """State goes through a file: a managed run continued plainly, and a plain one continued under management."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from tests.runtime.side_by_side import Block, Tower, in_all_places, inputs, loss_of, side_by_side, with_both_schedules
+from tests.runtime.side_by_side import Block, Tower, in_turn, inputs, loss_of, side_by_side, with_both_schedules
 from tests.zoo import zoo
 
 Optimizer = torch.optim.Optimizer
@@ -130,14 +130,13 @@ def trained(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
 
 
 # A reentrant checkpoint says nothing about the gradient of its input: the stem's output has one.
-@in_all_places
-@with_both_schedules
+@in_turn
 @pytest.mark.parametrize("name", MODELS)
 def test_models_that_checkpoint_themselves(name: str, place: str, schedule: str) -> None:
     side_by_side(trained, place, schedule=schedule, build=MODELS[name])
 
 
-@in_all_places
+@pytest.mark.parametrize("place", ["streamed-host", "mixed"])
 @pytest.mark.parametrize("name", MODELS)
 def test_models_that_checkpoint_themselves_with_accumulation(name: str, place: str) -> None:
     def loop(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
@@ -182,8 +181,7 @@ def test_transformers_own_checkpointing(name: str, place: str, schedule: str, us
 # Hooks on modules
 
 
-@in_all_places
-@with_both_schedules
+@in_turn
 @pytest.mark.parametrize("when", ["before", "during"])
 def test_hooks_on_modules(place: str, schedule: str, when: str) -> None:
     """Forward and backward hooks fire in plain torch's order, see its values, and may change them."""

@@ -18,6 +18,7 @@ from tests.runtime.side_by_side import (
     Tower,
     adamw,
     in_all_places,
+    in_turn,
     inputs,
     loss_of,
     manage,
@@ -238,8 +239,7 @@ def adamw_of_trained(model: nn.Module) -> Optimizer:
     return torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2)
 
 
-@in_all_places
-@with_both_schedules
+@in_turn
 @pytest.mark.parametrize("name", MODELS)
 def test_every_kind_of_use(name: str, place: str, schedule: str) -> None:
     side_by_side(varied, place, schedule=schedule, build=MODELS[name], make_optimizer=adamw_of_trained)

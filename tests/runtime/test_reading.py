@@ -18,6 +18,7 @@ from tests.runtime.side_by_side import (
     adamw,
     assert_same_values,
     in_all_places,
+    in_turn,
     inputs,
     loss_of,
     manage,
@@ -56,8 +57,7 @@ READERS: dict[str, Callable[[nn.Module], list[Tensor]]] = {
 }
 
 
-@in_all_places
-@with_both_schedules
+@in_turn
 @pytest.mark.parametrize("reader", READERS)
 def test_readers_find_the_true_value(place: str, schedule: str, reader: str) -> None:
     def loop(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
@@ -237,13 +237,10 @@ WRITERS = {
 }
 
 
-@in_all_places
-@with_both_schedules
+@in_turn
 @pytest.mark.parametrize("writer", WRITERS)
-@pytest.mark.parametrize("moment", ["before step", "after step", "after zero_grad", "twice"])
+@pytest.mark.parametrize("moment", ["before step", "after step", "twice"])
 def test_writers_reach_the_next_step(place: str, schedule: str, writer: str, moment: str) -> None:
-    if schedule == "in_backward" and moment == "before step":
-        pytest.skip("the step is taken by then: plain torch would write first")
     write = WRITERS[writer]
 
     def loop(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
@@ -251,13 +248,15 @@ def test_writers_reach_the_next_step(place: str, schedule: str, writer: str, mom
         for seed in range(4):
             loss = loss_of(model, seed)
             loss.backward()
-            if moment == "before step":
+            # In backward the weights are new by then: what the user writes comes after the update.
+            is_late = schedule == "in_backward" and "step" not in vars(optimizer)
+            if moment == "before step" and not is_late:
                 write(model)
             optimizer.step()
-            if moment in ("after step", "twice"):
+            if moment != "before step" or is_late:
                 write(model)
             optimizer.zero_grad()
-            if moment in ("after zero_grad", "twice"):
+            if moment == "twice":
                 write(model)
             seen.append(loss.detach())
         return seen
@@ -286,7 +285,7 @@ def test_a_parameter_that_was_replaced_raises(place: str) -> None:
         old = model.get_parameter("blocks.0.inner.weight")
         module = model.get_submodule("blocks.0.inner")
         module.weight = nn.Parameter(old.detach().clone())
-        with pytest.raises(ModelChangedError, match="blocks.0.inner.weight of group blocks.0 was replaced"):
+        with pytest.raises(ModelChangedError, match=r"1 replaced \(blocks.0.inner.weight\)"):
             steps(model, optimizer)
         module.weight = old
         steps(model, optimizer)

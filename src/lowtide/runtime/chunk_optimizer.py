@@ -17,6 +17,8 @@ import torch
 from lowtide import compat
 from lowtide.errors import UnsupportedOptimizerError
 
+_HOST = torch.device("cpu")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -40,16 +42,21 @@ class Update:
 class ChunkOptimizer:
     """Wraps the user's optimizer; owns nothing.
 
+    Args:
+        optimizer: The user's.
+        devices: Where steps will run: each param group is tried out there on a tiny tensor.
+
     Raises:
         UnsupportedOptimizerError: The optimizer looks across parameters, needs a closure, or keeps counters in its
             param groups, which a step by chunks would advance several times.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, devices: Sequence[torch.device] = (_HOST,)) -> None:
         self.optimizer = optimizer
         self._group_of: dict[int, int] = {}
         self.refresh_groups()
-        _refuse_what_looks_across(optimizer)
+        for device in devices:
+            _refuse_what_looks_across(optimizer, device)
 
     def refresh_groups(self) -> None:
         """Read again which parameter is in which group."""
@@ -112,7 +119,7 @@ class ChunkOptimizer:
             state[key] = value.to(device)
 
 
-def _refuse_what_looks_across(optimizer: torch.optim.Optimizer) -> None:
+def _refuse_what_looks_across(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedOptimizerError(
@@ -120,17 +127,17 @@ def _refuse_what_looks_across(optimizer: torch.optim.Optimizer) -> None:
             "updated by itself; use an elementwise optimizer such as AdamW, or train this model without Lowtide"
         )
     for index, group in enumerate(optimizer.param_groups):
-        probe = torch.zeros(2, 2)
-        probe.grad = torch.zeros(2, 2)
+        probe = torch.zeros(2, 2, device=device)
+        probe.grad = torch.zeros(2, 2, device=device)
         before = {key: value for key, value in group.items() if key != "params"}
         if isinstance(before.get("lr"), torch.Tensor):
-            before["lr"] = before["lr"].detach().cpu().clone()
+            before["lr"] = before["lr"].detach().to(device, copy=True)
         after = {**before, "params": [probe]}
         try:
             compat.step_without_hooks(compat.shallow_optimizer(optimizer, [after], {probe: {}}))
         except Exception as error:
             raise UnsupportedOptimizerError(
-                f"{name} could not take a step on one parameter alone (param group {index}): "
+                f"{name} could not take a step on one parameter alone on {device} (param group {index}): "
                 f"{type(error).__name__}: {error}; Lowtide updates chunk by chunk, which needs an elementwise or "
                 "per-parameter optimizer"
             ) from error

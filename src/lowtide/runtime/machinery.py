@@ -10,20 +10,27 @@ from functools import partial
 import torch
 from torch import nn
 
-from lowtide.memory.capacity import host_capacity_bytes, pinned_capacity_bytes, resolve_budget
+from lowtide.memory.capacity import (
+    host_capacity_bytes,
+    limit_device_memory,
+    pinned_capacity_bytes,
+    resolve_budget,
+)
 from lowtide.memory.chunk import Chunk
 from lowtide.memory.layout_types import Layout
 from lowtide.memory.mover import Mover
 from lowtide.memory.store import Books, ChunkStore
 from lowtide.memory.tier import Tier
 from lowtide.planning.check_plan import check_plan
-from lowtide.planning.plan import Plan, Schedule
+from lowtide.planning.plan import Plan, Schedule, Site
 from lowtide.planning.window_need import window_bytes_needed
 from lowtide.runtime.backward import is_away
 from lowtide.runtime.binding import Binder, Fill, copy_values, host_need, is_held, move_part, release
 from lowtide.runtime.chunk_optimizer import ChunkOptimizer
+from lowtide.runtime.chunk_rows import chunk_rows
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.finishing import Finisher
+from lowtide.runtime.giving_back import bring_state_to_parameters, return_rest
 from lowtide.runtime.gradients import GradientMover
 from lowtide.runtime.host_pool import HostPool
 from lowtide.runtime.host_worker import HostWorker
@@ -32,7 +39,7 @@ from lowtide.runtime.managed_optimizer import ManagedOptimizer
 from lowtide.runtime.observer import ObservedStore, StepObserver
 from lowtide.runtime.recording import Recorder, is_resident
 from lowtide.runtime.residency import Residency
-from lowtide.runtime.session_stats import CacheRow, ChunkRow, SessionStats, TierRow
+from lowtide.runtime.session_stats import CacheRow, SessionStats, TierRow
 from lowtide.runtime.timeline import Timeline
 from lowtide.runtime.tracked_memory import TrackedMemory
 from lowtide.runtime.unit import Unit
@@ -79,6 +86,7 @@ class Machinery:
         self._poison = poison
         self._observer = observer
         self._legacy = legacy
+        self._count: torch.utils.hooks.RemovableHandle | None = None
         self._clock_origin_s = time.perf_counter() if legacy is None else legacy.clock_origin_s
         self._original = (
             {id(parameter): parameter.device for parameter in model.parameters() if not parameter.is_meta}
@@ -169,32 +177,12 @@ class Machinery:
         timeline = self.timeline()
         seconds = self._recorder.seconds(timeline)
         cache, _ = self._pool.counts()
-        length_s = max(timeline.end_s - timeline.start_s, 1e-12)
-        present: dict[str, float] = {}
-        for span in timeline.residency:
-            present[span.chunk] = present.get(span.chunk, 0.0) + span.duration_s
-        plans = {group.name: group for group in self.plan.groups}
-        rows = tuple(
-            ChunkRow(
-                name=chunk.name,
-                group=chunk.group,
-                num_bytes=chunk.nbytes,
-                weights=plans[chunk.group].weights.value,
-                site=site.value,
-                num_fetches=live.num_fetches,
-                resident_share=min(1.0, present.get(chunk.name, 0.0) / length_s),
-            )
-            for group in self.plan.groups
-            for chunk, site, live in zip(
-                self._layout.chunks_of(group.name), group.sites, self._units[group.name].group.chunks, strict=True
-            )
-        )
         return SessionStats(
             num_steps=self._recorder.num_updates or self._recorder.step,
             moved=self._recorder.moved(),
             exposed_copy_s=seconds.waiting_s,
             seconds=seconds,
-            chunks=rows,
+            chunks=chunk_rows(self.plan, self._units, timeline),
             cache=CacheRow(hits=cache.num_hits, misses=cache.num_misses, held_bytes=cache.held_bytes),
             tiers=self._tiers(),
             is_emulated=self._tracked is not None,
@@ -208,6 +196,8 @@ class Machinery:
         self._engine.stop()
         if self._managed is not None:
             self._managed.remove()
+        if self._count is not None:
+            self._count.remove()
         if self._tracked is not None:
             # Before the parameters get memory of their own: that is no longer the session's.
             self._tracked.stop()
@@ -215,9 +205,11 @@ class Machinery:
             unit.consumed.clear()
             unit.look_at_host()
             release(unit.bounds, self._original)
-        self._return_rest()
-        self._return_state()
+        return_rest(self.moved_along)
+        bring_state_to_parameters(self.optimizer)
         self._pool.close()
+        if self._mover.device.type == "cuda" and self.plan.budgets.device_bytes is not None:
+            limit_device_memory(self._mover.device, None)
         if error is not None:
             raise error
 
@@ -252,8 +244,8 @@ class Machinery:
         except BaseException:
             if legacy.managed is not None:
                 legacy.managed.remove()
-            self._return_rest()
-            self._return_state()
+            return_rest(self.moved_along)
+            bring_state_to_parameters(self.optimizer)
             raise
         if self._tracked is not None:
             self._tracked.start()
@@ -369,9 +361,16 @@ class Machinery:
     def _make_optimizer(self, max_grad_norm: float | None) -> ManagedOptimizer | None:
         installed = None if self._legacy is None else self._legacy.managed
         is_plain = self.plan.schedule is Schedule.DEFERRED and not self._windows and max_grad_norm is None
-        if self.optimizer is None or (is_plain and installed is None):
+        if self.optimizer is None:
             return None
-        chunk_optimizer = ChunkOptimizer(self.optimizer)
+        if is_plain and installed is None:
+            # Nothing to manage: torch's own step runs. State that was loaded before may lie elsewhere.
+            bring_state_to_parameters(self.optimizer)
+            self._count = self.optimizer.register_step_post_hook(lambda *_: self._recorder.count_update())
+            return None
+        sites = {site for group in self.plan.groups for site in group.sites}
+        devices = [self._mover.device] * (Site.DEVICE in sites) + [torch.device("cpu")] * (Site.HOST in sites)
+        chunk_optimizer = ChunkOptimizer(self.optimizer, devices)
         updater = Updater(
             chunk_optimizer,
             self._engine.residency.store,
@@ -403,24 +402,6 @@ class Machinery:
 
     def _chunks(self) -> Sequence[Chunk]:
         return [chunk for unit in self._units.values() for chunk in unit.group.chunks]
-
-    def _return_rest(self) -> None:
-        for module, name, device in self.moved_along:
-            buffer, parameter = module._buffers.get(name), module._parameters.get(name)
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)
-            elif parameter is not None:
-                parameter.data = parameter.data.to(device)
-
-    def _return_state(self) -> None:
-        if self.optimizer is None:
-            return
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                state = self.optimizer.state.get(parameter, {})
-                for key, value in state.items():
-                    if isinstance(value, torch.Tensor) and key != "step" and value.device != parameter.device:
-                        state[key] = value.to(parameter.device)
 
     def _tiers(self) -> tuple[TierRow, ...]:
         store = self._engine.residency.store

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lowtide.errors import SessionError
+from lowtide.memory.capacity import limit_device_memory
 from lowtide.memory.cuda_mover import CudaMover
 from lowtide.memory.emulated_mover import EmulatedMover
 from lowtide.memory.groups import find_groups
@@ -90,8 +91,7 @@ def manage(
         else CudaMover(target, max_kept_bytes=kept_bytes, poison=bool(poison))
     )
     if target.type == "cuda" and plan.budgets.device_bytes is not None:
-        total = torch.cuda.get_device_properties(target).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, plan.budgets.device_bytes / total), target)
+        limit_device_memory(target, plan.budgets.device_bytes)
     file = None if weights is None else WeightFile(weights)
     if file is not None:
         file.check(model)
@@ -122,8 +122,6 @@ def manage(
     if target.type == "cuda":
         torch.cuda.synchronize(target)
     session = Session(machinery, observer, None if plans is None else plans.after)
-    # Lives as long as the model goes through it, though nobody else holds it.
-    machinery.session = session
     for managed in _what_is_managed(model, optimizer):
         _MANAGED[id(managed)] = session
     return session

@@ -143,7 +143,7 @@ class ManagedOptimizer:
         for hook in after:
             hook(self._optimizer, arguments, {})
         compat.mark_stepped(self._optimizer)
-        engine.recorder.num_updates += 1
+        engine.recorder.count_update()
         if self._after_step is not None:
             self._after_step()
         return result

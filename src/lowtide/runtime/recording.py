@@ -112,6 +112,10 @@ class Recorder:
                 )
             )
 
+    def count_update(self) -> None:
+        """The optimizer has taken a step."""
+        self.num_updates += 1
+
     def begin_step(self) -> None:
         """A new step; what is older than the kept ones is forgotten."""
         self.step += 1
