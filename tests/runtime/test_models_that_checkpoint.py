@@ -10,7 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from tests.runtime.side_by_side import Block, Tower, in_turn, inputs, loss_of, side_by_side, with_both_schedules
+from lowtide.errors import SecondBackwardError
+from tests.runtime.side_by_side import (
+    Block,
+    Tower,
+    adamw,
+    in_all_places,
+    in_turn,
+    inputs,
+    loss_of,
+    manage,
+    seeded,
+    side_by_side,
+    with_both_schedules,
+)
 from tests.zoo import zoo
 
 Optimizer = torch.optim.Optimizer
@@ -95,12 +108,20 @@ class ReentrantInnerCheckpoint(InnerCheckpoint):
 class ManyCallsTower(Tower):
     """One block, recomputed at each of its calls."""
 
+    use_reentrant = False
+
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         for _ in range(3):
-            x = checkpoint(self.blocks[0], x, use_reentrant=False)
+            x = recomputed(self.blocks[0], x, use_reentrant=self.use_reentrant)
         out: Tensor = self.head(self.norm(x))
         return out
+
+
+class ReentrantManyCallsTower(ManyCallsTower):
+    """By a backward inside the backward: three of them reach the block, one after the other."""
+
+    use_reentrant = True
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -134,6 +155,18 @@ def trained(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
 @pytest.mark.parametrize("name", MODELS)
 def test_models_that_checkpoint_themselves(name: str, place: str, schedule: str) -> None:
     side_by_side(trained, place, schedule=schedule, build=MODELS[name])
+
+
+@in_all_places
+def test_a_block_that_several_inner_backwards_reach(place: str) -> None:
+    """Each brings a gradient of its own: they add up where gradients wait for the step, and are refused elsewhere."""
+    side_by_side(trained, place, build=ReentrantManyCallsTower)
+    model = seeded(ReentrantManyCallsTower)
+    optimizer = adamw(model)
+    with manage(model, optimizer, place, "in_backward"):
+        with pytest.raises(SecondBackwardError, match="second backward reached group blocks.0 .*'deferred'"):
+            loss_of(model, 0).backward()
+        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("place", ["streamed-host", "mixed"])

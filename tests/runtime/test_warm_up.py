@@ -423,7 +423,9 @@ class TestOnACard:
         assert not session.is_warming_up
         assert residents(session.plan) == NUM_BLOCKS + 1
         assert (num_on_device(session.plan) > 0) is (margin_share > 0)
-        assert 0 < max(sample.other_bytes for sample in session.observed) < 64 * 1024 * KB
+        assert (
+            0 < max(sample.other_bytes for sample in session.observed) < 160 * 1024 * KB
+        )  # two workspaces of cuBLAS are in it
         assert tier(session, "device").is_within_budget
         assert all(parameter.is_cuda for parameter in model.parameters())
         session.close()

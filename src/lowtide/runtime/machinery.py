@@ -148,6 +148,11 @@ class Machinery:
     # -- asked by the session ------------------------------------------------------------------------------------------
 
     @property
+    def is_on_cuda(self) -> bool:
+        """Whether the device is a real one."""
+        return self._mover.device.type == "cuda"
+
+    @property
     def last_grad_norm(self) -> torch.Tensor | None:
         """The norm before clipping."""
         return None if self._managed is None else self._managed.last_norm
@@ -208,7 +213,7 @@ class Machinery:
         return_rest(self.moved_along)
         bring_state_to_parameters(self.optimizer)
         self._pool.close()
-        if self._mover.device.type == "cuda" and self.plan.budgets.device_bytes is not None:
+        if self.is_on_cuda and self.plan.budgets.device_bytes is not None:
             limit_device_memory(self._mover.device, None)
         if error is not None:
             raise error
@@ -249,7 +254,7 @@ class Machinery:
             raise
         if self._tracked is not None:
             self._tracked.start()
-        elif self._mover.device.type == "cuda":
+        elif self.is_on_cuda:
             # What filled the new buffers must be done before a copy on another stream takes their place.
             torch.cuda.synchronize(self._mover.device)
         return machinery
@@ -409,7 +414,7 @@ class Machinery:
         budget = self.plan.budgets.device_bytes
         if self._tracked is not None:
             peak = self._tracked.peak_bytes
-        elif self._mover.device.type == "cuda":
+        elif self.is_on_cuda:
             peak = torch.cuda.max_memory_reserved(self._mover.device)
         else:
             peak = resident + store.peak_bytes

@@ -21,6 +21,7 @@ from lowtide.planning.plan import Plan, Schedule
 from lowtide.planning.static_partition import StaticPartition
 from lowtide.planning.warm_up import WarmUp
 from lowtide.runtime.binding import copy_values
+from lowtide.runtime.collector import set_objects_aside
 from lowtide.runtime.machinery import Machinery
 from lowtide.runtime.observer import CudaGauge, StepObserver, TrackedGauge
 from lowtide.runtime.own_plan import WarmUpPlans, partition_plan
@@ -121,6 +122,7 @@ def manage(
         raise
     if target.type == "cuda":
         torch.cuda.synchronize(target)
+        set_objects_aside()
     session = Session(machinery, observer, None if plans is None else plans.after)
     for managed in _what_is_managed(model, optimizer):
         _MANAGED[id(managed)] = session

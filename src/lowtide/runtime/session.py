@@ -12,6 +12,7 @@ from torch import nn
 from lowtide.errors import SessionError
 from lowtide.planning.plan import Plan
 from lowtide.planning.warm_up import MomentSample
+from lowtide.runtime.collector import bring_objects_back
 from lowtide.runtime.observer import StepObserver
 from lowtide.runtime.session_stats import SessionStats
 from lowtide.runtime.timeline import Timeline
@@ -103,7 +104,11 @@ class Session:
             machinery, self._machinery = self._machinery, None
             if self._warm_up is not None:
                 self._warm_up.remove()
-            machinery.close()
+            try:
+                machinery.close()
+            finally:
+                if machinery.is_on_cuda:
+                    bring_objects_back()
 
     def __enter__(self) -> Session:
         return self

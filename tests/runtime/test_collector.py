@@ -1,0 +1,53 @@
+"""Objects are set aside while sessions run, and come back with the last one."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from lowtide.runtime.collector import bring_objects_back, set_objects_aside
+
+
+@pytest.fixture(autouse=True)
+def unfrozen() -> Iterator[None]:
+    assert gc.get_freeze_count() == 0
+    yield
+    gc.unfreeze()
+
+
+def test_until_the_last_session_ends() -> None:
+    set_objects_aside()
+    assert gc.get_freeze_count() > 1000
+    set_objects_aside()
+    bring_objects_back()
+    assert gc.get_freeze_count() > 1000
+    bring_objects_back()
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_the_user_set_aside_stays_so() -> None:
+    gc.freeze()
+    set_objects_aside()
+    bring_objects_back()
+    assert gc.get_freeze_count() > 1000
+
+
+def test_new_garbage_is_collected_meanwhile() -> None:
+    class Node:
+        other: object = None
+
+    died: list[bool] = []
+
+    class Loud(Node):
+        def __del__(self) -> None:
+            died.append(True)
+
+    set_objects_aside()
+    one, two = Loud(), Loud()
+    one.other, two.other = two, one
+    del one, two
+    gc.collect()
+    bring_objects_back()
+    assert died == [True, True]
