@@ -127,6 +127,13 @@ def reference_count(tensor: torch.Tensor) -> int:
     return int(counted._use_count())
 
 
+def storage_over(flat: torch.Tensor) -> torch.UntypedStorage:
+    """A new storage over exactly the bytes of a flat tensor, which keeps them alive; on any device, without a copy."""
+    # Not the public `from_dlpack`: it asks the driver about the memory and records events, at every call.
+    shared: torch.Tensor = torch._C._from_dlpack(torch._C._to_dlpack(flat))
+    return shared.untyped_storage()
+
+
 def num_storage_owners(tensor: torch.Tensor) -> int:
     """How many tensors share the storage, `tensor` included."""
     # The storage's Python object, made to ask the question, is one owner itself.

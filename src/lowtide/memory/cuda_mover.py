@@ -139,7 +139,8 @@ class CudaMover:
         self._current().wait_event(_event(ticket))
 
     def drain(self) -> None:
-        """Wait for both streams."""
+        """Wait for both streams, and for the computation: memory of the copy stream's pool that it reads may go next."""
+        self._current().synchronize()
         self._in.synchronize()
         self._out.synchronize()
         self._kept.clear()

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterator
 
 import torch
-import torch.utils.dlpack
 
 from lowtide import compat
 from lowtide.runtime.emulated_device import mark_of, set_mark
@@ -45,7 +44,7 @@ def own_storage(view: torch.Tensor) -> torch.Tensor:
         num_bytes, start = view.numel() * view.element_size(), view.storage_offset() * view.element_size()
         flat = torch.empty(0, dtype=torch.uint8, device=view.device)
         flat.set_(view.untyped_storage(), start, (num_bytes,), (1,))
-        storage = torch.utils.dlpack.from_dlpack(flat).untyped_storage()
+        storage = compat.storage_over(flat)
         set_mark(storage, mark_of(view.untyped_storage()))
         return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.size(), view.stride())
 
