@@ -114,7 +114,41 @@ def test_the_graph_of_an_unused_forward_harms_nothing(place: str, schedule: str)
 
 
 @in_all_places
-def test_gradients_of_inputs_and_of_chosen_parameters(place: str) -> None:
+def test_gradients_by_autograd_grad(place: str) -> None:
+    """Of parameters, of inputs, of both; nothing is put at the parameters."""
+
+    def loop(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
+        seen: list[Tensor] = []
+        parameters = list(model.parameters())
+        for seed in range(3):
+            batch = inputs(seed).requires_grad_()
+            loss = model(batch).square().mean()
+            seen += torch.autograd.grad(loss, [batch, *parameters[::3]], retain_graph=True)
+            seen += torch.autograd.grad(loss, parameters)
+            assert all(parameter.grad is None for parameter in parameters)
+            seen += steps(model, optimizer, [seed])
+        return seen
+
+    side_by_side(loop, place)
+
+
+@in_all_places
+def test_a_backward_into_chosen_parameters(place: str) -> None:
+    def loop(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
+        seen: list[Tensor] = []
+        parameters = list(model.parameters())
+        for seed in range(3):
+            loss_of(model, seed).backward(inputs=parameters[1::2])
+            seen += gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    side_by_side(loop, place)
+
+
+@in_all_places
+def test_gradients_of_inputs(place: str) -> None:
     def loop(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
         seen = []
         for seed in range(3):

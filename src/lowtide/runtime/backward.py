@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from lowtide import compat
 from lowtide.runtime.unit import Bound, Unit
 from lowtide.runtime.window import Visit
@@ -26,7 +28,7 @@ class BackwardTask:
                 bound.has_fired = False
                 has_other_hooks = bound.hook is not None and compat.make_last_gradient_hook(bound.parameter, bound.hook)
                 if is_away(bound):
-                    bound.stashed, bound.parameter.grad = bound.parameter.grad, None
+                    bound.stashed, bound.parameter.grad = _on_host(bound, bound.parameter.grad), None
                     bound.is_whole = has_other_hooks and bound.stashed is not None
                     if bound.is_whole and bound.stashed is not None:
                         # Hooks of the user's find the sum at the parameter, as in plain torch.
@@ -41,6 +43,13 @@ class BackwardTask:
                 left.append(unit)
         self.units.clear()
         return left
+
+
+def _on_host(bound: Bound, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """What is there already; where the user set it beside resident weights on the device, a copy on the host."""
+    if gradient is None or bound.twin is None or gradient.device == bound.twin.device:
+        return gradient
+    return gradient.detach().to(bound.twin.device)
 
 
 def is_away(bound: Bound) -> bool:

@@ -29,6 +29,11 @@ class GradientLease:
     def __init__(self, bound: Bound) -> None:
         self._bound = bound
 
+    @property
+    def label(self) -> str:
+        """For messages."""
+        return f"the gradient of {self._bound.spec.name}"
+
     def settle(self) -> None:
         """Wait for the copies and the update, and unveil it."""
         self._bound.settle_gradient()

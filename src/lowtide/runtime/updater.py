@@ -112,6 +112,9 @@ def _gradient_of(bound: Bound) -> torch.Tensor | None:
     gradient = bound.parameter.grad
     if gradient is None or gradient is bound.gradient:
         return None if gradient is None else bound.inner_gradient(gradient)
-    # Set by the user, who may change it as soon as `step` returns.
+    # Set by the user, who may change it as soon as `step` returns, and who may have put it beside resident weights.
+    assert bound.twin is not None
+    if gradient.device != bound.twin.device:
+        return gradient.detach().to(bound.twin.device)
     copied = beside(gradient)
     return copied.copy_(gradient)

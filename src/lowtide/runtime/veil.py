@@ -22,6 +22,10 @@ from lowtide import compat
 class Lease(Protocol):
     """Who veiled the tensor, and can lift the veil."""
 
+    @property
+    def label(self) -> str:
+        """What the tensor belongs to, for messages."""
+
     def settle(self) -> None:
         """Make the tensor's value the true one, and unveil it unless its gradient is still to be guarded."""
 
@@ -76,11 +80,22 @@ def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] |
         lease = _LEASES.get(id(args[0]))
         if lease is not None:
             lease.check_gradient()
-    elif func not in _HARMLESS:
+    lifted: list[str] = []
+    if func not in _HARMLESS and func not in _GRADIENT_ACCESS:
         for tensor in _veiled_in((args, tuple(kwargs.values()))):
+            lifted += [_LEASES[id(tensor)].label] if id(tensor) in _LEASES else []
             lift(tensor)
-    with compat.without_torch_function():
-        return func(*args, **kwargs)
+    try:
+        with compat.without_torch_function():
+            return func(*args, **kwargs)
+    except RuntimeError as error:
+        if lifted and "device" in str(error):
+            error.add_note(
+                f"{lifted[0]} is streamed, and was used outside of the call of its module, where its weights are on the "
+                "host. Make the group resident, or let it open with the module that uses it: "
+                "lay_out(find_groups(model, given={THAT_MODULE: [PARAMETERS]}))."
+            )
+        raise
 
 
 class VeiledTensor(torch.Tensor):
