@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--timeout", type=float, default=150.0)
+    parser.add_argument("--match", default="", help="only rows whose name has this in it")
     arguments = parser.parse_args()
     if arguments.suite == "start_up" and not Path(FILE).exists():
         maker = (
@@ -47,6 +48,8 @@ def main() -> None:
         os.sync()
     rows = []
     for row in SUITES[arguments.suite]:
+        if arguments.match not in row["name"]:
+            continue
         result = run_row(row, arguments.timeout)
         rows.append(result)
         shown = result.get("failed") or f"{1000 * float(str(result['median_s'])):.0f} ms"

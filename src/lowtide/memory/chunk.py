@@ -66,11 +66,20 @@ class Chunk:
         tickets += [copied.ended for copied in (self.fetched, self.written) if copied is not None]
         return tickets
 
+    def settle_work(self) -> None:
+        """Wait for the pending change of the host's bytes. A failed one is reported once; an interrupted wait forgets none."""
+        if self.host_work is None:
+            return
+        try:
+            self.host_work.wait()
+        except Exception:
+            self.host_work = None
+            raise
+        self.host_work = None
+
     def settle_host(self) -> None:
         """Wait until the host's bytes are the true ones and nothing changes them."""
-        if self.host_work is not None:
-            work, self.host_work = self.host_work, None
-            work.wait()
+        self.settle_work()
         if self.written is not None:
             self.written.ended.wait()
 

@@ -75,7 +75,7 @@ class CudaMover:
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         """Locked memory of exactly this size: torch's own locked allocations are rounded up to a power of two."""
-        buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         if num_bytes and (fault := compat.lock_host_memory(buffer)):
             raise BudgetError(
                 f"{format_bytes(num_bytes)} of host memory could not be locked for copies ({fault}); "
@@ -104,8 +104,10 @@ class CudaMover:
         """Free it; whoever gets the memory next comes after `after`."""
         self._before_next_fetch.extend(after)
         with torch.cuda.stream(self._in):
+            # Before the memory goes, not with the next copy: the allocator may give it back to the system at any time,
+            # and waits for this stream alone then.
+            self._pass_barrier()
             if self._poison:
-                self._pass_barrier()
                 buffer.fill_(POISON)
             buffer.untyped_storage().resize_(0)
 

@@ -130,8 +130,7 @@ class ChunkStore:
         """Bring resident weights that the host has updated to the device; the computation waits for them."""
         for chunk in self.groups[name].chunks:
             if chunk.state is ChunkState.RESIDENT and chunk.host_work is not None and chunk.host is not None:
-                work, chunk.host_work = chunk.host_work, None
-                work.wait()
+                chunk.settle_work()
                 # Noted as a fetch: the host's next update must not change the bytes under it.
                 copied = chunk.fetched = self._mover.to_device(chunk.device, chunk.host, [self._mover.now()])
                 self._mover.compute_after(copied.ended)
@@ -198,9 +197,7 @@ class ChunkStore:
 
     def _fetch(self, chunks: list[Chunk]) -> None:
         for chunk in chunks:
-            if chunk.host_work is not None:
-                work, chunk.host_work = chunk.host_work, None
-                work.wait()
+            chunk.settle_work()
             assert chunk.host is not None
             self._listener.before_fetch(chunk)
             self._take_memory(chunk)

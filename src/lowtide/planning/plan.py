@@ -36,6 +36,19 @@ class Schedule(enum.StrEnum):
     """As soon as a chunk's gradient is complete: no gradient outlives its group, one backward a step."""
 
 
+def schedule_of(word: Schedule | str) -> Schedule:
+    """The schedule of that name.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    try:
+        return Schedule(word)
+    except ValueError:
+        choices = " or ".join(repr(member.value) for member in Schedule)
+        raise ConfigError(f"schedule is {word!r}; give {choices}", key="schedule") from None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPlan:
     """One group's lot."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from lowtide.errors import ConfigError, PlanError
 from lowtide.memory.layout_types import Layout
 from lowtide.planning.placement import assemble, by_first_use, gradient_bytes, is_trained, most_that_fit, state_bytes
-from lowtide.planning.plan import Budgets, Plan, Schedule
+from lowtide.planning.plan import Budgets, Plan, Schedule, schedule_of
 from lowtide.planning.window_need import group_sizes, largest_window, window_bytes
 from lowtide.units import format_bytes, parse_bytes
 
@@ -38,6 +38,8 @@ class StaticPartition:
     """Steps between two defragmentations of the host arena."""
 
     def __post_init__(self) -> None:
+        # Text is taken for the enum, as everywhere; frozen, so set past the guard.
+        object.__setattr__(self, "schedule", schedule_of(self.schedule))
         if not 0 < self.share <= 1:
             raise ConfigError(f"share is {self.share}; give a share of the device above 0, at most 1", key="share")
         for key in ("prefetch_depth", "cached_buffers", "defragment_every"):

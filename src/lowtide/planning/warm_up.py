@@ -23,7 +23,7 @@ from lowtide.planning.placement import (
     most_that_fit,
     state_bytes,
 )
-from lowtide.planning.plan import Budgets, Plan, Schedule
+from lowtide.planning.plan import Budgets, Plan, Schedule, schedule_of
 from lowtide.planning.window_need import group_sizes, largest_window, window_bytes
 from lowtide.units import format_bytes, parse_bytes
 
@@ -68,6 +68,8 @@ class WarmUp:
     """Steps between two defragmentations of the host arena."""
 
     def __post_init__(self) -> None:
+        # Text is taken for the enum, as everywhere; frozen, so set past the guard.
+        object.__setattr__(self, "schedule", schedule_of(self.schedule))
         for key in ("warm_up_share", "device_share", "host_share", "margin_share"):
             share = getattr(self, key)
             least_is_zero = key in ("warm_up_share", "margin_share")

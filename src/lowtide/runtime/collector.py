@@ -22,6 +22,9 @@ def set_objects_aside() -> None:
         if _NUM_SESSIONS == 0:
             # Where the user has set objects aside already, they stay so.
             _IS_OURS = gc.get_freeze_count() == 0
+        elif _IS_OURS:
+            # What was forgotten since the session before can go.
+            gc.unfreeze()
         _NUM_SESSIONS += 1
         gc.collect()
         gc.freeze()

@@ -169,7 +169,7 @@ class Engine:
                 f"create_graph=True asks for gradients of gradients through {window.path or 'the model'}, whose "
                 "weights are streamed and gone by then; make its group resident. Nothing was updated"
             )
-        if visit.backward == task.number:
+        if visit.backward == task.number and visit.is_open:
             return
         for unit, generation in zip(window.units, visit.generations, strict=True):
             self._refuse_old_weights(unit, generation)

@@ -196,6 +196,9 @@ class Machinery:
     def close(self) -> None:
         """Take everything apart; model and optimizer are plain afterwards, whatever condition the session was in."""
         error = self._settle_for_good()
+        if self.is_on_cuda and self.plan.budgets.device_bytes is not None:
+            # Before weights go back to a device that they came from.
+            limit_device_memory(self._mover.device, None)
         for window in self._windows:
             window.remove()
         self._engine.stop()
@@ -213,8 +216,6 @@ class Machinery:
         return_rest(self.moved_along)
         bring_state_to_parameters(self.optimizer)
         self._pool.close()
-        if self.is_on_cuda and self.plan.budgets.device_bytes is not None:
-            limit_device_memory(self._mover.device, None)
         if error is not None:
             raise error
 

@@ -68,7 +68,7 @@ def manage(
         UnsupportedOptimizerError: The optimizer cannot be run chunk by chunk.
     """
     _refuse_managed(model, optimizer)
-    if max_grad_norm is not None and plan.schedule is Schedule.IN_BACKWARD:
+    if max_grad_norm is not None and getattr(plan, "schedule", None) is Schedule.IN_BACKWARD:
         raise SessionError(
             f"max_grad_norm={max_grad_norm} needs all gradients before the first update, and the schedule 'in_backward' "
             "updates each chunk as soon as its own is there; use the schedule 'deferred'"
@@ -80,7 +80,12 @@ def manage(
         plan = partition_plan(layout, plan, optimizer, target)
     elif plans is not None:
         plan = plans.first()
-    assert isinstance(plan, Plan)
+    if not isinstance(plan, Plan):
+        raise SessionError(
+            f"the plan is a {type(plan).__name__}; give one from lowtide.make_plan(model, ...), a StaticPartition or a "
+            "WarmUp"
+        )
+    _require_own_parameters(model, optimizer)
     check_plan(plan, layout)
     _require_values(model, weights)
     tracked = None if target.type == "cuda" else TrackedMemory(plan.budgets.device_bytes)
@@ -91,8 +96,9 @@ def manage(
         if tracked is not None
         else CudaMover(target, max_kept_bytes=kept_bytes, poison=bool(poison))
     )
-    if target.type == "cuda" and plan.budgets.device_bytes is not None:
-        limit_device_memory(target, plan.budgets.device_bytes)
+    if target.type == "cuda":
+        # Before the session's own objects are made, which must remain collectable.
+        set_objects_aside()
     file = None if weights is None else WeightFile(weights)
     if file is not None:
         file.check(model)
@@ -122,11 +128,27 @@ def manage(
         raise
     if target.type == "cuda":
         torch.cuda.synchronize(target)
-        set_objects_aside()
+        if plan.budgets.device_bytes is not None:
+            # Not before: a model that came from the device has left it only now.
+            torch.cuda.empty_cache()
+            limit_device_memory(target, plan.budgets.device_bytes)
     session = Session(machinery, observer, None if plans is None else plans.after)
     for managed in _what_is_managed(model, optimizer):
         _MANAGED[id(managed)] = session
     return session
+
+
+def _require_own_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """An optimizer made before the model was replaced or copied would train nothing, without a word."""
+    if optimizer is None:
+        return
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if trained and held and not any(id(parameter) in trained for parameter in held):
+        raise SessionError(
+            f"the optimizer holds none of the model's {len(trained)} trained parameters; its {len(held)} belong to "
+            "something else, such as a copy of the model. Make it from model.parameters()"
+        )
 
 
 def _what_is_managed(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[object]:

@@ -64,6 +64,7 @@ class Recorder:
         self._present: dict[str, tuple[Chunk, Ticket]] = {}
         self._moved: dict[Reason, list[int]] = {}
         self._seconds = _Seconds()
+        self._step_at_update = -1
         self._lock = threading.Lock()
 
     # -- told by the store ---------------------------------------------------------------------------------------------
@@ -115,6 +116,10 @@ class Recorder:
     def count_update(self) -> None:
         """The optimizer has taken a step."""
         self.num_updates += 1
+        if self._step_at_update == self.step:
+            # The model itself is never called, only parts of it: nobody else would begin a step.
+            self.begin_step()
+        self._step_at_update = self.step
 
     def begin_step(self) -> None:
         """A new step; what is older than the kept ones is forgotten."""

@@ -83,7 +83,15 @@ class Bound:
     def settle_gradient(self) -> None:
         """Wait until the gradient on the host is complete."""
         while self.pending:
-            self.pending.pop(0).wait()
+            first = self.pending[0]
+            try:
+                first.wait()
+            except Exception:
+                self.pending.remove(first)
+                raise
+            # Not before: an interrupted wait must not forget it.
+            if self.pending and self.pending[0] is first:
+                self.pending.pop(0)
 
 
 class Unit:

@@ -52,12 +52,13 @@ class Updater:
     def update_on_host(self, unit: Unit, chunk: Chunk, bounds: Sequence[Bound], settings: Settings) -> None:
         """One step on the host for a chunk whose gradients are there or on their way. Returns at once."""
         updates: list[Update] = []
+        gradients: list[torch.Tensor | None] = []
         self._store.take_over(chunk)
         awaited = [waiting for bound in bounds for waiting in bound.pending]
         for bound in bounds:
             assert bound.twin is not None
             # Another object over the same memory: the user's gradient may be veiled, and would wait for this very job.
-            bound.twin.grad = _gradient_of(bound)
+            gradients.append(_gradient_of(bound))
             updates.append(Update(bound.parameter, bound.twin))
         self.optimizer.claim_state(updates)
         fetched, written, staging = chunk.fetched, chunk.written, chunk.staging
@@ -73,6 +74,9 @@ class Updater:
                     copied.ended.wait()
             started_s = time.perf_counter()
             try:
+                # Not before: the update ahead of this one takes its own gradients off the same twins.
+                for item, gradient in zip(updates, gradients, strict=True):
+                    item.target.grad = gradient
                 self.optimizer.run(updates, settings)
             finally:
                 for item in updates:
