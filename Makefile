@@ -48,7 +48,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 docs: $(STAMP)
-	$(BIN)/python benchmarks/render.py
+	$(BIN)/python -m benchmarks.render
 
 # A look at what grows: files above 300 lines want to be split.
 sizes:

@@ -50,13 +50,14 @@ def newest(folder: Path, schema: str) -> Record:
     Raises:
         BadRecordError: There is none, or one of them is not JSON or has another schema.
     """
-    records = [_read(path, schema) for path in sorted(folder.glob("*.json"))]
+    records = [read(path, schema) for path in sorted(folder.glob("*.json"))]
     if not records:
         raise BadRecordError(f"there are no records in {folder}; run the benchmark before its table is rendered")
     return max(records, key=lambda record: (record.text("date"), record.path.name))
 
 
-def _read(path: Path, schema: str) -> Record:
+def read(path: Path, schema: str) -> Record:
+    """One record; raises `BadRecordError` where it is not one of this schema."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -1,7 +1,7 @@
 """Fills the tables in README.md and docs/ from the records in benchmarks/results, or checks that they are up to date.
 
-    python benchmarks/render.py            # rewrite the tables
-    python benchmarks/render.py --check    # exit with 1 and name the files when one is out of date
+    python -m benchmarks.render            # rewrite the tables
+    python -m benchmarks.render --check    # exit with 1 and name the files when one is out of date
 
 A table stands between `<!-- rendered: NAME -->` and `<!-- end -->`, and NAME is a key of `RENDERERS`. Text is only ever
 made from records, never read back: what is between the markers is thrown away.
@@ -182,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for path, text in changed.items():
         if not check:
             path.write_text(text, encoding="utf-8")
-        print(f"{path.relative_to(REPO)}: {'out of date; run python benchmarks/render.py' if check else 'rendered'}")
+        print(f"{path.relative_to(REPO)}: {'out of date; run python -m benchmarks.render' if check else 'rendered'}")
     return 1 if check and changed else 0
 
 

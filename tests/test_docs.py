@@ -63,7 +63,7 @@ def test_examples_run(path: Path, tmp_path: Path) -> None:
 @by_document
 def test_tables_are_what_the_records_say(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    assert render.fill(text, render.RESULTS) == text, "run python benchmarks/render.py"
+    assert render.fill(text, render.RESULTS) == text, "run python -m benchmarks.render"
 
 
 @by_document

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.records import Record, newest, percent, table
+from benchmarks.records import Record, newest, percent, read, table
+from benchmarks.session.suites import SUITES
 from lowtide.errors import BadRecordError
 from lowtide.units import GiB
 
@@ -44,17 +45,27 @@ def streaming(results: Path) -> str:
 
 
 def budgets(results: Path) -> str:
-    """Models inside device budgets that the allocator itself enforces."""
-    record, rows = _rows(results, "session_budgets")
+    """Models inside device budgets that the allocator itself enforces; each row from the newest record that has it."""
+    folder = results / "session_budgets"
+    found: dict[str, tuple[dict[str, Any], Record]] = {}
+    for path in sorted(folder.glob("*.json")):
+        record = read(path, _SCHEMA)
+        for row in record.rows("rows", ("name", "model", "kind")):
+            found[str(row["name"])] = (row, record)
     lines = []
-    for row in rows:
+    for name in (row["name"] for row in SUITES["budgets"]):
+        if name not in found:
+            raise BadRecordError(f"{folder}: no record has the row {name!r}; run the suite again")
+        row = found[name][0]
         failed = row.get("failed")
         reserved = "-" if failed else f"{row['max_reserved_bytes'] / GiB:.2f}"
         time = str(failed) if failed else f"{1000 * float(row['median_s']):.0f}"
         parameters = "-" if failed else f"{row['parameters'] / 1e9:.2f}"
         lines.append([str(row["model"]), str(row["batch"]), parameters, str(row["device_memory"]), reserved, time])
     header = ["Llama", "batch", "billion parameters", "budget", "reserved GiB", "ms a step"]
-    return table(header, lines, num_text=2) + f"\n\n{record.provenance}"
+    used = [record for _, record in found.values()]
+    sources = " ".join(dict.fromkeys(record.provenance for record in used if record is not None))
+    return table(header, lines, num_text=2) + f"\n\n{sources}"
 
 
 def start_up(results: Path) -> str:
