@@ -537,3 +537,8 @@ def oldest_node(ends: list[Any], since: int) -> Any:  # nodes have no public typ
             found, oldest = node, number
         waiting += [following for following, _ in node.next_functions]
     return found
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often the tensor was written to in place."""
+    return int(tensor._version)

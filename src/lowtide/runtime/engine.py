@@ -124,6 +124,10 @@ class Engine:
         for unit in window.units:
             unit.check_unchanged()
         self.residency.open_all(window.units)
+        if not is_in_backward:
+            for unit in window.units:
+                if unit.group.num_open == 1:
+                    unit.remember_versions()
         self._running.append((window, self.mover.now()))
         if self.observer is not None:
             self.observer.moment(_name_of(window), self.recorder.phase)
@@ -137,6 +141,8 @@ class Engine:
         if window.units:
             self.recorder.on_compute(window.units[0].name, self.recorder.phase, started, self.mover.now())
         for unit in window.units:
+            if compat.backward_number() is None and unit.group.num_open == 1:
+                self.residency.keep_writes(unit)
             self.residency.close(unit)
 
     def model_returned(self, window: Window, output: object) -> None:

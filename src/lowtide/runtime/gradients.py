@@ -12,6 +12,7 @@ import weakref
 
 import torch
 
+from lowtide import compat
 from lowtide.memory.allocation_cache import AllocationCache
 from lowtide.memory.chunk import Chunk, view_of
 from lowtide.memory.mover import Mover, Ticket
@@ -80,6 +81,10 @@ class GradientMover:
             bound.pending.append(self._send(bound, home, gradient))
         else:
             self._send_and_add(bound, home, gradient)
+        if self._schedule is Schedule.IN_BACKWARD and bound.stashed is not None and not bound.is_whole:
+            # From a use outside of the module's call, on the host: its gradient came first.
+            self._add_stashed(bound, home, bound.stashed)
+            bound.stashed = None
         bound.has_fired = True
 
     def expose(self, bound: Bound) -> None:
@@ -93,10 +98,12 @@ class GradientMover:
             parameter.grad = gradient
         else:
             # A parameter on the device may have a gradient on the host, but not be given one.
-            data = parameter.data
-            parameter.data = bound.host_view if bound.host_view is not None else gradient.detach()
-            parameter.grad = gradient
-            parameter.data = data
+            # Past the veil: nobody looks at the weights here.
+            with compat.without_torch_function():
+                data = parameter.data
+                parameter.data = bound.host_view if bound.host_view is not None else gradient.detach()
+                parameter.grad = gradient
+                parameter.data = data
         self.veil(bound)
 
     def veil(self, bound: Bound) -> None:
@@ -133,6 +140,18 @@ class GradientMover:
         copied = self._mover.to_host(target, gradient, [self._mover.now()])
         self._recorder.on_gradient(bound.chunk, copied, gradient.nbytes)
         return copied.ended
+
+    def _add_stashed(self, bound: Bound, total: torch.Tensor, stashed: torch.Tensor) -> None:
+        unveil(stashed)
+        before = tuple(bound.pending)
+
+        def add() -> None:
+            for earlier in before:
+                earlier.wait()
+            with torch.no_grad():
+                total.add_(stashed)
+
+        bound.pending.append(self._worker.submit(add))
 
     def _send_and_add(self, bound: Bound, total: torch.Tensor, gradient: torch.Tensor) -> None:
         buffer = self._cache.take(max(gradient.nbytes, 1))

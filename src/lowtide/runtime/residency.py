@@ -59,6 +59,14 @@ class Residency:
         if is_changing and not unit.is_resident and not unit.group.num_open:
             self.store.drop(unit.name)
 
+    def keep_writes(self, unit: Unit) -> None:
+        """The forward wrote to its own weights, on the device: bring that to where the truth is."""
+        for chunk in unit.written_chunks():
+            if chunk.state is ChunkState.RESIDENT:
+                chunk.is_touched = True
+            elif chunk.state is ChunkState.IN_USE and chunk.host_work is None:
+                self.store.write_back(chunk)
+
     def settle(self, unit: Unit) -> None:
         """Wait for the unit's true values, and forget copies that a write would leave behind."""
         for chunk in unit.group.chunks:

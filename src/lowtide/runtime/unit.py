@@ -68,6 +68,8 @@ class Bound:
         """The gradient on the host that this backward is making."""
         self.pending: list[Ticket | Job] = []
         """What must happen before the gradient on the host is complete."""
+        self.version = 0
+        """Of the parameter, when its window opened."""
         self.has_fired = False
         """Whether this backward brought a gradient."""
         self.owners: list[tuple[nn.Module, str]] = []
@@ -126,6 +128,18 @@ class Unit:
     def label(self) -> str:
         """The name for people."""
         return self.group.name or "(rest of the model)"
+
+    def remember_versions(self) -> None:
+        """As of the opening of a window: a forward may write to its own weights."""
+        for bound in self.bounds:
+            bound.version = compat.version_of(bound.parameter)
+
+    def written_chunks(self) -> list[Chunk]:
+        """Chunks of which a parameter was written to since."""
+        written = {
+            id(bound.chunk): bound.chunk for bound in self.bounds if compat.version_of(bound.parameter) != bound.version
+        }
+        return list(written.values())
 
     def look_at_device(self) -> None:
         """Point the parameters to the open chunk and let the model see plain ones."""

@@ -165,9 +165,27 @@ class Window:
             output = self._visit(inner, args, kwargs) if makes_graph else inner(*args, **kwargs)
         finally:
             self._listener.forward_ends(self)
+        self._refuse_weights_in(output)
         if self.path == "":
             self._listener.model_returned(self, output)
         return output
+
+    def _refuse_weights_in(self, output: object) -> None:
+        """What shares memory with streamed weights would be read after they have left the device."""
+        streamed = {
+            compat.storage_key(chunk.device): unit
+            for unit in self.units
+            if not unit.is_resident
+            for chunk in unit.group.chunks
+        }
+        for tensor in tensors_in(output) if streamed else ():
+            unit = streamed.get(compat.storage_key(tensor)) if tensor.layout is torch.strided else None
+            if unit is not None:
+                raise SessionError(
+                    f"{type(self.module).__name__} at {self.path or 'the top'} returns its own weights or a view of them "
+                    f"({tuple(tensor.shape)}), and group {unit.label} is streamed: they leave the device after the call. "
+                    "Make the group resident, or return a copy. Nothing was updated"
+                )
 
     def _visit(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         visit = Visit(self, self._listener)
