@@ -28,7 +28,8 @@ def run_row(row: dict[str, object], timeout_s: float) -> dict[str, object]:
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
         return {**row, "failed": f"exit code {done.returncode}", "message": done.stderr[-1500:]}
-    return json.loads(lines[-1])  # type: ignore[no-any-return]
+    answer: dict[str, object] = json.loads(lines[-1])
+    return answer
 
 
 def main() -> None:

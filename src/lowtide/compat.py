@@ -484,13 +484,13 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Tell learning rate schedulers that `step` was called: they warn otherwise."""
-    optimizer._opt_called = True  # type: ignore[attr-defined]
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers set it on the fly
 
 
 def copy_scheduler_mark(source: object, target: object) -> None:
     """Where a scheduler has put its wrapper around one `step`, let it find its mark on the one in its place."""
     if hasattr(source, "_wrapped_by_lr_sched"):
-        target._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        target._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers set it on the fly
 
 
 SCALER_ATTRIBUTES = ("grad_scale", "found_inf")

@@ -50,8 +50,16 @@ class EmulatedTicket:
 
 
 class _Copy:
-    def __init__(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Ticket], copied: Copied) -> None:
-        self.target, self.source, self.after, self.copied = target, source, tuple(after), copied
+    def __init__(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        after: Sequence[Ticket],
+        started: EmulatedTicket,
+        ended: EmulatedTicket,
+    ) -> None:
+        self.target, self.source, self.after = target, source, tuple(after)
+        self.started, self.ended = started, ended
 
 
 class EmulatedMover:
@@ -142,18 +150,18 @@ class EmulatedMover:
         """Run the copies of the ticket's queue up to it."""
         with self._lock:
             for queue in self._queues.values():
-                if any(ticket in (copy.copied.started, copy.copied.ended) for copy in queue):
+                if any(ticket in (copy.started, copy.ended) for copy in queue):
                     while not ticket.is_done():
                         self._run_first(queue)
                     return
             assert ticket.is_done(), "a ticket of another mover"
 
     def _queue(self, name: str, target: torch.Tensor, source: torch.Tensor, after: Sequence[Ticket]) -> Copied:
-        copied = Copied(EmulatedTicket(self), EmulatedTicket(self))
+        started, ended = EmulatedTicket(self), EmulatedTicket(self)
         with self._lock:
-            self._queues[name].append(_Copy(target, source, after, copied))
+            self._queues[name].append(_Copy(target, source, after, started, ended))
         self._maybe_run_some()
-        return copied
+        return Copied(started, ended)
 
     def _run_first(self, queue: deque[_Copy]) -> None:
         # Dependencies first: they may be in the other queue, and never behind this one in its own.
@@ -163,13 +171,13 @@ class EmulatedMover:
         if not queue or queue[0] is not copy:
             return
         queue.popleft()
-        copy.copied.started.happen()  # type: ignore[attr-defined]
+        copy.started.happen()
         # torch would write to address 0, and take the process down with it.
         for tensor, what in ((copy.target, "to"), (copy.source, "from")):
             assert tensor.untyped_storage().nbytes() or not tensor.numel(), f"a copy {what} memory that was released"
         with torch.no_grad():
             copy.target.copy_(copy.source)
-        copy.copied.ended.happen()  # type: ignore[attr-defined]
+        copy.ended.happen()
 
     def _maybe_run_some(self) -> None:
         if not self._eagerness:

@@ -32,6 +32,7 @@ def empty_weights() -> Iterator[None]:
         empty = nn.Parameter(torch.empty_like(parameter.data, device="meta"), requires_grad=parameter.requires_grad)
         module._parameters[name] = empty
 
+    # Exchanged on purpose, and put back below: there is no hook that could replace what is registered.
     nn.Module.register_parameter = register_empty  # type: ignore[method-assign, assignment]
     try:
         yield

@@ -81,11 +81,6 @@ class HostPool:
         """What the cache and the arena did so far."""
         return self.staging.counts, self._arena.counts
 
-    @property
-    def used_bytes(self) -> int:
-        """What is handed out."""
-        return self._arena.capacity_bytes - self._arena.free_bytes
-
     def close(self) -> None:
         """Unlock the buffer; views of it must be gone."""
         self.staging.clear()
