@@ -6,7 +6,7 @@ import contextlib
 import sys
 import types
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -412,12 +412,17 @@ def lock_host_memory(buffer: torch.Tensor) -> str | None:
     Registered memory has exactly the tensor's size; torch's own locked allocations are rounded up to a power of two.
     """
     answer = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
-    return None if int(answer) == 0 else str(answer)
+    if int(answer) == 0:
+        return None
+    # CUDA keeps the refusal as its last error, and the next kernel that the user starts would be blamed for it.
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+    return str(answer)
 
 
-def unlock_host_memory(buffer: torch.Tensor) -> None:
-    """Undo `lock_host_memory`."""
-    torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+def unlock_host_memory(address: int) -> None:
+    """Undo `lock_host_memory` of the memory that begins there."""
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def backward_number() -> int | None:
@@ -497,6 +502,16 @@ SCALER_ATTRIBUTES = ("grad_scale", "found_inf")
 """What a GradScaler puts on a fused optimizer for the time of its `step`: the kernels unscale, or skip the update."""
 
 
+UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
+"""What a GradScaler runs on the gradients of each device, with its flag and its scale there."""
+
+
+def wait_for_copies_to_host(tensors: Any) -> None:
+    """Where CUDA is in use and one of these is on the host: wait for what the current stream was told to copy there."""
+    if torch.cuda.is_initialized() and any(isinstance(item, torch.Tensor) and item.is_cpu for item in tensors):
+        torch.cuda.current_stream().synchronize()
+
+
 def scaler_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Copies of what a GradScaler has put on the optimizer: it takes them away when `step` returns."""
     found = {name: vars(optimizer)[name] for name in SCALER_ATTRIBUTES if name in vars(optimizer)}
@@ -542,3 +557,87 @@ def oldest_node(ends: list[Any], since: int) -> Any:  # nodes have no public typ
 def version_of(tensor: torch.Tensor) -> int:
     """How often the tensor was written to in place."""
     return int(tensor._version)
+
+
+def unscale_in_place(gradients: list[torch.Tensor], flag: torch.Tensor, factor: torch.Tensor) -> None:
+    """Multiply gradients of one device and dtype in fp32; the flag becomes 1 where one of them was not finite.
+
+    No synchronisation. The flag and the factor are single fp32 numbers on the gradients' device. Kernels exist for CUDA
+    and for the CPU, for real dtypes only.
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, factor)
+
+
+def has_module_hooks(module: torch.nn.Module) -> bool:
+    """Whether somebody registered forward or backward hooks on the module itself."""
+    return any(
+        (
+            module._forward_hooks,
+            module._forward_pre_hooks,
+            module._backward_hooks,
+            module._backward_pre_hooks,
+        )
+    )
+
+
+def keeps_graph() -> bool:
+    """Whether the running backward keeps its graph (`retain_graph=True`), for others to come. True outside of one."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def has_no_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a stand-in for one: on meta, or fake, or of a device that only predicts."""
+    if tensor.device.type in ("meta", "privateuseone") or tensor.device.type == torch._C._get_privateuse1_backend_name():
+        return True
+    return type(tensor).__name__ == "FakeTensor"
+
+
+def assert_on_device(condition: torch.Tensor, message: str) -> None:
+    """Let the device stop with an error when it finds the condition false; nobody waits for it."""
+    torch._assert_async(condition, message)
+
+
+def flatten(value: object) -> tuple[list[Any], Any]:
+    """The leaves of nested containers, and the structure that `unflatten` puts them back into."""
+    from torch.utils import _pytree
+
+    leaves, structure = _pytree.tree_flatten(value)
+    return leaves, structure
+
+
+def unflatten(leaves: Sequence[Any], structure: Any) -> Any:
+    """Undo `flatten`: new containers around the leaves."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_unflatten(leaves, structure)
+
+
+def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """The module's own buffers by name: the dictionary itself, so that one can be put back."""
+    return module._buffers
+
+
+def operator_arguments(operator: object) -> list[str]:
+    """The names of an operator's arguments in their order; [] where it does not say."""
+    schema = getattr(operator, "_schema", None)
+    return [] if schema is None else [argument.name for argument in schema.arguments]
+
+
+class BudgetedCompiler:
+    """A backend for `torch.compile`: the default one, which keeps a share of what it would save for the backward.
+
+    Code is shared between equal modules compiled by the same backend object, and by that object only: one object for
+    each share keeps a module from running code that was made for another share.
+    """
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+
+    def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+        """Compile one graph. The budget counts at this moment, when forward and backward are parted."""
+        from torch._functorch import config
+        from torch._inductor.compile_fx import compile_fx
+
+        with config.patch(activation_memory_budget=self.share):
+            compiled: Callable[..., Any] = compile_fx(graph, inputs)
+        return compiled

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lowtide.runtime.collector import bring_objects_back, set_objects_aside
+from lowtide.runtime.collector import ObjectsAside
 
 
 @pytest.fixture(autouse=True)
@@ -18,19 +18,25 @@ def unfrozen() -> Iterator[None]:
 
 
 def test_until_the_last_session_ends() -> None:
-    set_objects_aside()
+    first = ObjectsAside()
     assert gc.get_freeze_count() > 1000
-    set_objects_aside()
-    bring_objects_back()
+    second = ObjectsAside()
+    second.bring_back()
+    second.bring_back()
     assert gc.get_freeze_count() > 1000
-    bring_objects_back()
+    first.bring_back()
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_forgotten_session_ends_too() -> None:
+    aside = ObjectsAside()
+    del aside
     assert gc.get_freeze_count() == 0
 
 
 def test_what_the_user_set_aside_stays_so() -> None:
     gc.freeze()
-    set_objects_aside()
-    bring_objects_back()
+    ObjectsAside().bring_back()
     assert gc.get_freeze_count() > 1000
 
 
@@ -44,10 +50,10 @@ def test_new_garbage_is_collected_meanwhile() -> None:
         def __del__(self) -> None:
             died.append(True)
 
-    set_objects_aside()
+    aside = ObjectsAside()
     one, two = Loud(), Loud()
     one.other, two.other = two, one
     del one, two
     gc.collect()
-    bring_objects_back()
+    aside.bring_back()
     assert died == [True, True]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.errors import ConfigError, SessionError
+from lowtide.errors import ConfigError, HardwareError, SessionError
 from lowtide.planning.plan import Schedule
 
 
@@ -48,3 +48,53 @@ def test_schedules_by_name(make: object) -> None:
     assert make("in_backward").schedule is Schedule.IN_BACKWARD  # type: ignore[operator]  # either of the two
     with pytest.raises(ConfigError, match="schedule is 'inbak'; give 'deferred' or 'in_backward'"):
         make("inbak")  # type: ignore[operator]  # either of the two
+
+
+def test_swapped_and_unmade_arguments() -> None:
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = lowtide.make_plan(model)
+    with pytest.raises(ConfigError, match=r"not a torch.nn.Module \(model and optimizer are swapped\)"):
+        lowtide.manage(optimizer, model, plan, device="cpu")  # type: ignore[arg-type]  # what the test is about
+    with pytest.raises(ConfigError, match=r"make it first: optimizer\(model.parameters\(\)\)"):
+        lowtide.manage(model, torch.optim.SGD, plan, device="cpu")  # type: ignore[arg-type]  # what the test is about
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu:1", "gpu", "mps"])
+def test_devices_that_cannot_be_managed(device: str) -> None:
+    model = small()
+    with pytest.raises(ConfigError, match="device"):
+        lowtide.manage(model, None, lowtide.make_plan(model), device=device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
+def test_a_device_that_is_not_there() -> None:
+    model = small()
+    with pytest.raises(HardwareError, match="device='cpu' to emulate one"):
+        lowtide.manage(model, None, lowtide.make_plan(model), device="cuda")
+
+
+def test_half_a_group_ahead_is_refused() -> None:
+    with pytest.raises(ConfigError, match="prefetch_depth is 1.5; give a whole number"):
+        lowtide.make_plan(small(), prefetch_depth=1.5)  # type: ignore[arg-type]  # what the test is about
+
+
+def test_statistics_of_a_closed_session_and_of_no_direction() -> None:
+    model = small()
+    session = lowtide.manage(model, None, lowtide.make_plan(model), device="cpu")
+    with pytest.raises(ConfigError, match="give 'to device' or 'to host'"):
+        session.stats().moved_bytes("todevice")
+    session.close()
+    with pytest.raises(SessionError, match=r"read stats\(\) and timeline\(\) before close"):
+        session.stats()
+
+
+def test_a_bad_loss_given_up_by_the_models_own_zero_grad() -> None:
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lowtide.manage(model, optimizer, lowtide.make_plan(model), device="cpu"):
+        (model(torch.ones(3, 4)).sum() * float("nan")).backward()
+        model.zero_grad()
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())

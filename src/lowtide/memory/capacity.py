@@ -54,15 +54,6 @@ def device_capacity_bytes(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
-def limit_device_memory(device: torch.device, budget_bytes: int | None) -> None:
-    """Let this process's allocator reserve at most so much of a CUDA device, None for all of it.
-
-    The allocator then frees what it has cached before it fails: the budget holds whatever the model allocates.
-    """
-    share = 1.0 if budget_bytes is None else min(1.0, budget_bytes / device_capacity_bytes(device))
-    torch.cuda.set_per_process_memory_fraction(share, device)
-
-
 def resolve_budget(
     given: str | int | float | None, capacity_bytes: int, *, what: str, limit: str = "what there is"
 ) -> int:

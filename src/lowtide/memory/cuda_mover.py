@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 
@@ -14,12 +15,40 @@ from lowtide.memory.mover import MAX_KEPT_BYTES, Copied, Ticket
 from lowtide.units import format_bytes
 
 POISON = 0xFF
+ORIGIN_LASTS_S = 60.0
+"""Then fp32 milliseconds have a resolution of 4 microseconds."""
+
+
+class Origin:
+    """An event from which others are timed. CUDA gives differences as fp32 milliseconds, so that spans would lose their
+    digits after hours: every so often a new origin is set, timed from the one before.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, before: Origin | None = None) -> None:
+        self.event = torch.cuda.Event(enable_timing=True)
+        self.event.record(stream)
+        self.set_at_s = time.perf_counter()
+        self._before = before
+        self._time_s = 0.0
+
+    @property
+    def time_s(self) -> float:
+        """From the first origin. Waits for the event."""
+        if self._before is not None:
+            self._time_s = self._before.time_of(self.event)
+            self._before = None
+        return self._time_s
+
+    def time_of(self, event: torch.cuda.Event) -> float:
+        """Of another event, which is waited for."""
+        event.synchronize()
+        return self.time_s + float(self.event.elapsed_time(event)) / 1000
 
 
 class CudaTicket:
     """An event on a stream."""
 
-    def __init__(self, stream: torch.cuda.Stream, origin: torch.cuda.Event | None) -> None:
+    def __init__(self, stream: torch.cuda.Stream, origin: Origin) -> None:
         self.event = torch.cuda.Event(enable_timing=True)
         self.event.record(stream)
         self._origin = origin
@@ -34,8 +63,7 @@ class CudaTicket:
 
     def time_s(self) -> float:
         """Seconds from the mover's start, by the device's clock."""
-        self.event.synchronize()
-        return 0.0 if self._origin is None else self._origin.elapsed_time(self.event) / 1000
+        return self._origin.time_of(self.event)
 
 
 class CudaMover:
@@ -53,9 +81,8 @@ class CudaMover:
         self._poison = poison
         self._in = torch.cuda.Stream(device)
         self._out = torch.cuda.Stream(device)
-        self._origin = torch.cuda.Event(enable_timing=True)
-        self._origin.record(torch.cuda.current_stream(device))
-        self.started_s = time.perf_counter()
+        self._origin = Origin(torch.cuda.current_stream(device))
+        self._locked: dict[int, weakref.finalize[[int], torch.Tensor]] = {}
         self._before_next_fetch: list[Ticket] = []
         self._kept: deque[tuple[CudaTicket, torch.Tensor]] = deque()
         self._kept_bytes = 0
@@ -85,12 +112,17 @@ class CudaMover:
                 free_bytes=0,
                 budget_bytes=0,
             )
+        if num_bytes:
+            # A session that is forgotten without an end must not leave memory locked that is no longer its own.
+            unlock = weakref.finalize(buffer, compat.unlock_host_memory, buffer.data_ptr())
+            unlock.atexit = False  # the driver is gone by then, and the memory with the process
+            self._locked[buffer.data_ptr()] = unlock
         return buffer
 
     def free_host_buffer(self, buffer: torch.Tensor) -> None:
         """Unlock it."""
         if buffer.numel():
-            compat.unlock_host_memory(buffer)
+            self._locked.pop(buffer.data_ptr())()
 
     def grow(self, buffer: torch.Tensor) -> None:
         """Memory from the same pool."""
@@ -134,6 +166,8 @@ class CudaMover:
 
     def now(self) -> CudaTicket:
         """An event on the current stream."""
+        if time.perf_counter() - self._origin.set_at_s > ORIGIN_LASTS_S:
+            self._origin = Origin(self._current(), self._origin)
         return CudaTicket(self._current(), self._origin)
 
     def compute_after(self, ticket: Ticket) -> None:

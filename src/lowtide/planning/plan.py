@@ -115,5 +115,6 @@ class Plan:
                 key="version",
             )
         for key in ("prefetch_depth", "cached_buffers", "defragment_every"):
-            if getattr(self, key) < 0:
-                raise ConfigError(f"{key} is {getattr(self, key)}; give 0 or more", key=key)
+            count = getattr(self, key)
+            if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+                raise ConfigError(f"{key} is {count!r}; give a whole number, 0 or more", key=key)

@@ -33,6 +33,8 @@ class BackwardTask:
                     if bound.is_whole and bound.stashed is not None:
                         # Hooks of the user's find the sum at the parameter, as in plain torch.
                         bound.parameter.grad = bound.stashed.to(bound.parameter.device, copy=True)
+                else:
+                    _bring_gradient(bound.parameter)
 
     def leave(self) -> list[Unit]:
         """The backward is over; the units that no other backward uses."""
@@ -43,6 +45,13 @@ class BackwardTask:
                 left.append(unit)
         self.units.clear()
         return left
+
+
+def _bring_gradient(parameter: torch.Tensor) -> None:
+    """Weights used outside of their module's call, on the host, have left a gradient there: autograd adds to it here."""
+    gradient = parameter.grad
+    if gradient is not None and gradient.device != parameter.device:
+        parameter.grad = gradient.to(parameter.device)
 
 
 def _on_host(bound: Bound, gradient: torch.Tensor | None) -> torch.Tensor | None:

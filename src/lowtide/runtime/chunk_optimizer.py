@@ -9,7 +9,7 @@ fused are torch's and the user's.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,11 @@ class Settings:
     """Of each param group: learning rate, decay, and the rest."""
     scaler: Mapping[str, Any]
     """What a GradScaler leaves to the kernels."""
+
+    def on_host(self) -> Settings:
+        """For an update on the host: torch would copy the scaler's flag there without waiting for it."""
+        scaler = {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in self.scaler.items()}
+        return replace(self, scaler=scaler)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,27 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 
 _LOCK = threading.Lock()
 _NUM_SESSIONS = 0
 _IS_OURS = False
 
 
-def set_objects_aside() -> None:
-    """Collect once, and keep what is left out of later collections until `bring_objects_back`."""
+class ObjectsAside:
+    """Collects once, and keeps what is left out of later collections until `bring_back`, or until this is forgotten."""
+
+    def __init__(self) -> None:
+        _set_aside()
+        self._bring_back = weakref.finalize(self, _bring_back)
+        self._bring_back.atexit = False
+
+    def bring_back(self) -> None:
+        """The session has ended; after the last one everything is collected as before. May be repeated."""
+        self._bring_back()
+
+
+def _set_aside() -> None:
     global _NUM_SESSIONS, _IS_OURS
     with _LOCK:
         if _NUM_SESSIONS == 0:
@@ -26,12 +39,12 @@ def set_objects_aside() -> None:
             # What was forgotten since the session before can go.
             gc.unfreeze()
         _NUM_SESSIONS += 1
-        gc.collect()
-        gc.freeze()
+    # Without the lock: a collection may find a forgotten session, which comes here to end.
+    gc.collect()
+    gc.freeze()
 
 
-def bring_objects_back() -> None:
-    """A session has ended; after the last one everything is collected as before."""
+def _bring_back() -> None:
     global _NUM_SESSIONS
     with _LOCK:
         _NUM_SESSIONS -= 1

@@ -6,10 +6,11 @@ run beside it. See `runtime.window` for when a group's backward starts and ends,
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Protocol
+from functools import partial, wraps
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -33,6 +34,9 @@ from lowtide.runtime.residency import Residency
 from lowtide.runtime.unit import Bound, Unit
 from lowtide.runtime.window import Visit, Window
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 def _weakly(method: Callable[..., None], *arguments: object) -> Callable[[torch.Tensor], None]:
     """The method as a hook on a parameter. It holds nothing: Python's collector does not see what such hooks hold, and a
@@ -47,6 +51,17 @@ def _weakly(method: Callable[..., None], *arguments: object) -> Callable[[torch.
             call(*(reference() for reference in weak_arguments), tensor)
 
     return hook
+
+
+def _alone(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Engine, P], R]:
+    """One thread at a time is told what happened."""
+
+    @wraps(method)
+    def locked(engine: Engine, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with engine._lock:
+            return method(engine, *args, **kwargs)
+
+    return locked
 
 
 class Observer(Protocol):
@@ -89,6 +104,9 @@ class Engine:
         self._visit_started: dict[int, Ticket] = {}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._is_stopped = False
+        self._lock = threading.RLock()
+        """Autograd runs nodes on the host in the loop's thread, beside those on the device in its own: where a loss has
+        a part on the host, both reach hooks at once."""
 
     def watch_gradients(self) -> None:
         """Be told when a parameter's gradient is complete, where that is not simply left to autograd."""
@@ -112,6 +130,7 @@ class Engine:
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
+    @_alone
     def forward_begins(self, window: Window) -> None:
         """Open the module's groups."""
         is_in_backward = compat.backward_number() is not None
@@ -130,12 +149,20 @@ class Engine:
                     unit.remember_versions()
         self._running.append((window, self.mover.now()))
         if self.observer is not None:
-            self.observer.moment(_name_of(window), self.recorder.phase)
+            try:
+                self.observer.moment(_name_of(window), self.recorder.phase)
+            except BaseException:
+                self._leave_forward(window)  # the call is not made
+                raise
 
+    @_alone
     def forward_ends(self, window: Window) -> None:
         """Close them."""
         if self.observer is not None:
             self.observer.moment(_name_of(window), self.recorder.phase)
+        self._leave_forward(window)
+
+    def _leave_forward(self, window: Window) -> None:
         running, started = self._running.pop()
         assert running is window, f"the call of {window.path} ended before that of {running.path} inside it"
         if window.units:
@@ -159,6 +186,7 @@ class Engine:
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
+    @_alone
     def backward_reached(self, visit: Visit, gradient: torch.Tensor) -> None:
         """A gradient arrived at a module's output: open its groups."""
         window = visit.window
@@ -194,12 +222,14 @@ class Engine:
         if self.observer is not None:
             self.observer.moment(_name_of(window), "backward")
 
+    @_alone
     def backward_left(self, visit: Visit) -> None:
         """The oldest node of a module's call has run: its backward is over."""
         task = self._tasks.get(visit.backward) if visit.backward is not None else None
         if task is not None and visit.is_open:
             self._end_visit(task, visit)
 
+    @_alone
     def _before_gradient(self, unit: Unit, gradient: torch.Tensor) -> None:
         """Of resident weights that the host updates: outside of their module's call too, what the host has is set aside."""
         del gradient
@@ -207,6 +237,7 @@ class Engine:
             self._refuse_old_weights(unit, unit.generation)
             self._current_task(None).enter(unit)
 
+    @_alone
     def _on_gradient(self, unit: Unit, bound: Bound, parameter: torch.Tensor) -> None:
         if unit.num_tasks == 0:
             if not unit.is_resident:
@@ -244,6 +275,7 @@ class Engine:
             for unit in visit.window.units:
                 self.residency.close(unit)
 
+    @_alone
     def _end_task(self, number: int) -> None:
         task = self._tasks[number]
         for visit in list(task.open_visits):
@@ -263,6 +295,7 @@ class Engine:
 
     # -- between steps -------------------------------------------------------------------------------------------------
 
+    @_alone
     def check_broken(self) -> None:
         """After a backward that raised: put everything back where it belongs, and remember that the step is lost."""
         if compat.backward_number() is not None or not self._tasks:
@@ -324,6 +357,7 @@ class Engine:
         self.mover.drain()
         return True
 
+    @_alone
     def settle_unit(self, unit: Unit) -> None:
         """Somebody looks at a parameter: make its value true."""
         if unit.group.num_open:
@@ -366,9 +400,15 @@ class Engine:
             if self.finisher is not None:
                 self.finisher.updater.optimizer.refresh_groups()  # one may have been added since the last step
             compat.call_after_backward(partial(self._end_task, number))
+            if self.loss.has_verdict and not self._has_gradients():
+                # The user gave the step before up by clearing its gradients, not through the optimizer.
+                self.loss.forget()
             # Last: where it refuses the loss, the step is known to be lost.
             self.loss.judge(gradient)
         return task
+
+    def _has_gradients(self) -> bool:
+        return any(bound.parameter.grad is not None for unit in self.units.values() for bound in unit.bounds)
 
     def _refuse_old_weights(self, unit: Unit, generation: int) -> None:
         if unit.is_consumed:

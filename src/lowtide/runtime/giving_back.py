@@ -1,11 +1,43 @@
-"""What `close` gives back besides the managed parameters: buffers, unmanaged parameters, optimizer state."""
+"""What `close` does besides giving managed parameters back: settling, buffers, unmanaged parameters, optimizer state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import nn
+
+from lowtide.runtime.engine import Engine
+from lowtide.runtime.host_worker import HostWorker
+
+
+def settle_for_good(engine: Engine, worker: HostWorker) -> Exception | None:
+    """Settle what can be settled, and end the worker; the first error, for when everything has been given back."""
+    errors: list[Exception] = []
+
+    def attempt(settle: Callable[[], None]) -> bool:
+        try:
+            settle()
+        except Exception as error:
+            errors.append(error)
+            return False
+        return True
+
+    attempt(engine.check_broken)
+    worker.close()
+    engine.mover.drain()
+    for unit in engine.units.values():
+        # A failed update is forgotten once it has been reported: what follows it gets its turn.
+        for _ in range(len(unit.group.chunks) + 1):
+            if attempt(partial(engine.settle_unit, unit)):
+                break
+        for bound in unit.bounds:
+            while not attempt(bound.settle_gradient):
+                pass
+    attempt(worker.check)
+    engine.mover.drain()
+    return errors[0] if errors else None
 
 
 def return_rest(moved: Iterable[tuple[nn.Module, str, torch.device]]) -> None:

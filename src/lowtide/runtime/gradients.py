@@ -36,10 +36,8 @@ class GradientLease:
         return f"the gradient of {self._bound.spec.name}"
 
     def settle(self) -> None:
-        """Wait for the copies and the update, and unveil it."""
+        """Wait for the copies and the update. The veil stays: a GradScaler's kernel must be noticed at any time."""
         self._bound.settle_gradient()
-        if self._bound.gradient is not None:
-            unveil(self._bound.gradient)
 
     def check_gradient(self) -> None:
         """A gradient has none itself."""
@@ -107,8 +105,8 @@ class GradientMover:
         self.veil(bound)
 
     def veil(self, bound: Bound) -> None:
-        """A look at the user's gradient waits for what is pending for it."""
-        if bound.pending and bound.gradient is not None and bound.parameter.grad is bound.gradient:
+        """A look at the user's gradient on the host waits for what is pending for it."""
+        if bound.gradient is not None and bound.parameter.grad is bound.gradient:
             bound.gradient_lease = bound.gradient_lease or GradientLease(bound)
             veil(bound.gradient, bound.gradient_lease)
 
@@ -160,12 +158,14 @@ class GradientMover:
         arrived = self._send(bound, staging, gradient)
 
         def add() -> None:
-            for earlier in before:
-                earlier.wait()
-            arrived.wait()
-            with torch.no_grad():
-                total.add_(staging)
-            self._cache.give_back(buffer)
+            try:
+                for earlier in before:
+                    earlier.wait()
+                arrived.wait()
+                with torch.no_grad():
+                    total.add_(staging)
+            finally:
+                self._cache.give_back(buffer)
 
         bound.pending.append(self._worker.submit(add))
 

@@ -36,6 +36,11 @@ class LossWatch:
         """The model was called without a graph."""
         self._loss = None
 
+    @property
+    def has_verdict(self) -> bool:
+        """Whether a backward was judged and no step has asked for it."""
+        return self._is_finite is not None
+
     def forget(self) -> None:
         """The user gave the step up or begins the next."""
         self._is_finite = None

@@ -4,33 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from lowtide.memory.capacity import (
     host_capacity_bytes,
-    limit_device_memory,
     pinned_capacity_bytes,
     resolve_budget,
 )
 from lowtide.memory.chunk import Chunk
+from lowtide.memory.device_limit import DeviceLimit
 from lowtide.memory.layout_types import Layout
 from lowtide.memory.mover import Mover
 from lowtide.memory.store import Books, ChunkStore
 from lowtide.memory.tier import Tier
 from lowtide.planning.check_plan import check_plan
-from lowtide.planning.plan import Plan, Schedule, Site
+from lowtide.planning.plan import Plan
 from lowtide.planning.window_need import window_bytes_needed
-from lowtide.runtime.backward import is_away
+from lowtide.runtime.assembly import make_optimizer, make_windows, needs_managed_step
 from lowtide.runtime.binding import Binder, Fill, copy_values, host_need, is_held, move_part, release
-from lowtide.runtime.chunk_optimizer import ChunkOptimizer
 from lowtide.runtime.chunk_rows import chunk_rows
 from lowtide.runtime.engine import Engine
-from lowtide.runtime.finishing import Finisher
-from lowtide.runtime.giving_back import bring_state_to_parameters, return_rest
+from lowtide.runtime.giving_back import bring_state_to_parameters, return_rest, settle_for_good
 from lowtide.runtime.gradients import GradientMover
 from lowtide.runtime.host_pool import HostPool
 from lowtide.runtime.host_worker import HostWorker
@@ -40,10 +37,10 @@ from lowtide.runtime.observer import ObservedStore, StepObserver
 from lowtide.runtime.recording import Recorder, is_resident
 from lowtide.runtime.residency import Residency
 from lowtide.runtime.session_stats import CacheRow, SessionStats, TierRow
+from lowtide.runtime.tier_rows import tier_rows
 from lowtide.runtime.timeline import Timeline
 from lowtide.runtime.tracked_memory import TrackedMemory
 from lowtide.runtime.unit import Unit
-from lowtide.runtime.updater import Updater
 from lowtide.runtime.window import Window
 
 
@@ -86,6 +83,8 @@ class Machinery:
         self._poison = poison
         self._observer = observer
         self._legacy = legacy
+        self.limit: DeviceLimit | None = None
+        """What the allocator may reserve; set when the model has left the device, if it was there."""
         self._count: torch.utils.hooks.RemovableHandle | None = None
         self._clock_origin_s = time.perf_counter() if legacy is None else legacy.clock_origin_s
         self._original = (
@@ -139,8 +138,8 @@ class Machinery:
             for bound in binder.bounds:
                 place_gradient(bound, is_copied=legacy is not None)
             self._engine = self._make_engine()
-            self._windows = self._engine.windows = self._make_windows()
-            self._managed = self._make_optimizer(max_grad_norm)
+            self._windows = self._engine.windows = make_windows(model, self._engine)
+            self._managed = self._make_optimizer()
             for window in self._windows:
                 window.install()
             undo.pop_all()
@@ -189,16 +188,16 @@ class Machinery:
             seconds=seconds,
             chunks=chunk_rows(self.plan, self._units, timeline),
             cache=CacheRow(hits=cache.num_hits, misses=cache.num_misses, held_bytes=cache.held_bytes),
-            tiers=self._tiers(),
+            tiers=self._tier_rows(),
             is_emulated=self._tracked is not None,
         )
 
     def close(self) -> None:
         """Take everything apart; model and optimizer are plain afterwards, whatever condition the session was in."""
-        error = self._settle_for_good()
-        if self.is_on_cuda and self.plan.budgets.device_bytes is not None:
+        error = settle_for_good(self._engine, self._worker)
+        if self.limit is not None:
             # Before weights go back to a device that they came from.
-            limit_device_memory(self._mover.device, None)
+            self.limit.lift()
         for window in self._windows:
             window.remove()
         self._engine.stop()
@@ -253,6 +252,7 @@ class Machinery:
             return_rest(self.moved_along)
             bring_state_to_parameters(self.optimizer)
             raise
+        machinery.limit = self.limit
         if self._tracked is not None:
             self._tracked.start()
         elif self.is_on_cuda:
@@ -265,7 +265,7 @@ class Machinery:
         for window in self._windows:
             window.remove()
         self._engine.stop()
-        peak_bytes = next(row.peak_bytes for row in self._tiers() if row.tier == "device")
+        peak_bytes = next(row.peak_bytes for row in self._tier_rows() if row.tier == "device")
         host = torch.device("cpu")
         with contextlib.nullcontext() if self._tracked is None else self._tracked.on_host():
             for unit in self._units.values():
@@ -284,33 +284,6 @@ class Machinery:
             num_fetches={chunk.spec.name: chunk.num_fetches for chunk in self._chunks()},
             peak_bytes=peak_bytes,
         )
-
-    def _settle_for_good(self) -> Exception | None:
-        """Settle what can be settled; the first error, for when everything has been given back."""
-        errors: list[Exception] = []
-
-        def attempt(settle: Callable[[], None]) -> bool:
-            try:
-                settle()
-            except Exception as error:
-                errors.append(error)
-                return False
-            return True
-
-        attempt(self._engine.check_broken)
-        self._worker.close()
-        self._mover.drain()
-        for unit in self._units.values():
-            # A failed update is forgotten once it has been reported: what follows it gets its turn.
-            for _ in range(len(unit.group.chunks) + 1):
-                if attempt(partial(self._engine.settle_unit, unit)):
-                    break
-            for bound in unit.bounds:
-                while not attempt(bound.settle_gradient):
-                    pass
-        attempt(self._worker.check)
-        self._mover.drain()
-        return errors[0] if errors else None
 
     # -- putting together ----------------------------------------------------------------------------------------------
 
@@ -351,52 +324,24 @@ class Machinery:
                 chunk.num_fetches = self._legacy.num_fetches[chunk.spec.name]
         return engine
 
-    def _make_windows(self) -> list[Window]:
-        by_path: dict[str, list[Unit]] = {}
-        for unit in self._units.values():
-            if unit.is_resident and not any(map(is_away, unit.bounds)):
-                continue
-            for path in unit.group.spec.windows:
-                by_path.setdefault(path, []).append(unit)
-        if by_path or self.plan.schedule is Schedule.IN_BACKWARD:
-            by_path.setdefault("", [])
-        return [
-            Window(self.model.get_submodule(path), path, tuple(units), self._engine) for path, units in by_path.items()
-        ]
-
-    def _make_optimizer(self, max_grad_norm: float | None) -> ManagedOptimizer | None:
-        installed = None if self._legacy is None else self._legacy.managed
-        is_plain = self.plan.schedule is Schedule.DEFERRED and not self._windows and max_grad_norm is None
+    def _make_optimizer(self) -> ManagedOptimizer | None:
         if self.optimizer is None:
             return None
-        if is_plain and installed is None:
+        installed = None if self._legacy is None else self._legacy.managed
+        if installed is None and not needs_managed_step(self.plan, self._windows, self._max_grad_norm):
             # Nothing to manage: torch's own step runs. State that was loaded before may lie elsewhere.
             bring_state_to_parameters(self.optimizer)
             self._count = self.optimizer.register_step_post_hook(lambda *_: self._recorder.count_update())
             return None
-        sites = {site for group in self.plan.groups for site in group.sites}
-        devices = [self._mover.device] * (Site.DEVICE in sites) + [torch.device("cpu")] * (Site.HOST in sites)
-        chunk_optimizer = ChunkOptimizer(self.optimizer, devices)
-        updater = Updater(
-            chunk_optimizer,
-            self._engine.residency.store,
-            self._worker,
-            self._pool.staging,
-            self._recorder,
+        return make_optimizer(
+            self.optimizer,
+            self._engine,
+            self._pool,
+            self.plan,
+            max_grad_norm=self._max_grad_norm,
             clock_origin_s=self._clock_origin_s,
+            installed=installed,
         )
-        finisher = self._engine.finisher = Finisher(updater, self._engine.residency, self._mover, self._recorder)
-        self._engine.watch_gradients()
-        updater.place_state(list(self._units.values()), self._mover.device)
-        after_step = self._pool.tick if self.plan.defragment_every else None
-        if installed is not None:
-            installed.serve(self._engine, finisher, after_step)
-            return installed
-        managed = ManagedOptimizer(
-            self.optimizer, self._engine, finisher, max_grad_norm=max_grad_norm, after_step=after_step
-        )
-        managed.install()
-        return managed
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -409,35 +354,23 @@ class Machinery:
     def _chunks(self) -> Sequence[Chunk]:
         return [chunk for unit in self._units.values() for chunk in unit.group.chunks]
 
-    def _tiers(self) -> tuple[TierRow, ...]:
-        store = self._engine.residency.store
-        resident = sum(chunk.spec.nbytes for chunk in self._chunks() if is_resident(chunk))
-        budget = self.plan.budgets.device_bytes
+    def _tier_rows(self) -> tuple[TierRow, ...]:
         if self._tracked is not None:
-            peak = self._tracked.peak_bytes
+            peaks = [self._tracked.peak_bytes]
         elif self.is_on_cuda:
-            peak = torch.cuda.max_memory_reserved(self._mover.device)
+            peaks = [torch.cuda.max_memory_reserved(self._mover.device)]
         else:
-            peak = resident + store.peak_bytes
+            peaks = []
         if self._legacy is not None:
-            peak = max(peak, self._legacy.peak_bytes)
+            peaks.append(self._legacy.peak_bytes)
         if self._observer is not None:
-            peak = max(peak, self._observer.gauge.highest_bytes)
-        return (
-            TierRow(tier="device", peak_bytes=peak, budget_bytes=budget),
-            TierRow(
-                tier="device chunks",
-                peak_bytes=resident + store.peak_bytes,
-                predicted_bytes=resident + min(store.window_bytes, self._streamed_bytes()),
-            ),
-            TierRow(
-                tier="host",
-                peak_bytes=self._host.peak_bytes,
-                budget_bytes=self._host.budget_bytes,
-                predicted_bytes=self._need.total_bytes + self._state_bytes,
-            ),
-            TierRow(tier="pinned", peak_bytes=self._pinned.peak_bytes, budget_bytes=self._pinned.budget_bytes),
+            peaks.append(self._observer.gauge.highest_bytes)
+        return tier_rows(
+            self._engine.residency.store,
+            self._chunks(),
+            device_peak_bytes=max(peaks, default=None),
+            device_budget_bytes=self.plan.budgets.device_bytes,
+            host=self._host,
+            pinned=self._pinned,
+            host_predicted_bytes=self._need.total_bytes + self._state_bytes,
         )
-
-    def _streamed_bytes(self) -> int:
-        return sum(chunk.spec.nbytes for chunk in self._chunks() if not is_resident(chunk))

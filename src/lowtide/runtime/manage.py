@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lowtide.errors import SessionError
-from lowtide.memory.capacity import limit_device_memory
+from lowtide.errors import ConfigError, HardwareError, SessionError
 from lowtide.memory.cuda_mover import CudaMover
+from lowtide.memory.device_limit import DeviceLimit
 from lowtide.memory.emulated_mover import EmulatedMover
 from lowtide.memory.groups import find_groups
 from lowtide.memory.layout import lay_out
@@ -21,7 +21,7 @@ from lowtide.planning.plan import Plan, Schedule
 from lowtide.planning.static_partition import StaticPartition
 from lowtide.planning.warm_up import WarmUp
 from lowtide.runtime.binding import copy_values
-from lowtide.runtime.collector import set_objects_aside
+from lowtide.runtime.collector import ObjectsAside
 from lowtide.runtime.machinery import Machinery
 from lowtide.runtime.observer import CudaGauge, StepObserver, TrackedGauge
 from lowtide.runtime.own_plan import WarmUpPlans, partition_plan
@@ -67,6 +67,7 @@ def manage(
         SessionError: The model is managed already, or its parameters have no values.
         UnsupportedOptimizerError: The optimizer cannot be run chunk by chunk.
     """
+    _check_arguments(model, optimizer)
     _refuse_managed(model, optimizer)
     if max_grad_norm is not None and getattr(plan, "schedule", None) is Schedule.IN_BACKWARD:
         raise SessionError(
@@ -96,9 +97,8 @@ def manage(
         if tracked is not None
         else CudaMover(target, max_kept_bytes=kept_bytes, poison=bool(poison))
     )
-    if target.type == "cuda":
-        # Before the session's own objects are made, which must remain collectable.
-        set_objects_aside()
+    # Before the session's own objects are made, which must remain collectable.
+    aside = ObjectsAside() if target.type == "cuda" else None
     file = None if weights is None else WeightFile(weights)
     if file is not None:
         file.check(model)
@@ -128,14 +128,26 @@ def manage(
         raise
     if target.type == "cuda":
         torch.cuda.synchronize(target)
-        if plan.budgets.device_bytes is not None:
-            # Not before: a model that came from the device has left it only now.
-            torch.cuda.empty_cache()
-            limit_device_memory(target, plan.budgets.device_bytes)
-    session = Session(machinery, observer, None if plans is None else plans.after)
+        # Not before: a model that came from the device has left it only now.
+        torch.cuda.empty_cache()
+        machinery.limit = DeviceLimit(target, plan.budgets.device_bytes)
+    session = Session(machinery, observer, None if plans is None else plans.after, aside)
     for managed in _what_is_managed(model, optimizer):
         _MANAGED[id(managed)] = session
     return session
+
+
+def _check_arguments(model: object, optimizer: object) -> None:
+    """Before anything is asked of them: two swapped arguments would fail somewhere inside."""
+    if not isinstance(model, nn.Module):
+        swapped = " (model and optimizer are swapped)" if isinstance(optimizer, nn.Module) else ""
+        raise ConfigError(f"model is a {type(model).__name__}, not a torch.nn.Module{swapped}", key="model")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        hint = "; make it first: optimizer(model.parameters())" if isinstance(optimizer, type) else ""
+        raise ConfigError(
+            f"optimizer is {optimizer!r:.80}, not a torch.optim.Optimizer{hint}; None runs the model without training it",
+            key="optimizer",
+        )
 
 
 def _require_own_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -172,7 +184,21 @@ def _refuse_managed(model: nn.Module, optimizer: torch.optim.Optimizer | None) -
 def _device(device: torch.device | str | None) -> torch.device:
     if device is None:
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    target = torch.device(device)
+    try:
+        target = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"device {device!r} is none that torch knows; give 'cuda', 'cuda:1' or 'cpu'", key="device"
+        ) from error
+    if target.type not in ("cuda", "cpu") or (target.type == "cpu" and target.index):
+        raise ConfigError(
+            f"device {str(target)!r} cannot be managed; give a CUDA device, or 'cpu' for one emulated in host memory",
+            key="device",
+        )
+    if target.type == "cuda" and not torch.cuda.is_available():
+        raise HardwareError(
+            f"device {str(target)!r}: torch sees no CUDA device here; give device='cpu' to emulate one in host memory"
+        )
     is_any_cuda = target.type == "cuda" and "cuda:" not in str(target)
     return torch.device("cuda", torch.cuda.current_device()) if is_any_cuda else target
 

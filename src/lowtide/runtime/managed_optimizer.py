@@ -20,6 +20,7 @@ from lowtide.runtime.clipping import clip_by_norm
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.finishing import Finisher
 from lowtide.runtime.unit import Unit
+from lowtide.runtime.veil import unveil
 
 
 class ManagedOptimizer:
@@ -210,6 +211,8 @@ class ManagedOptimizer:
         for unit in units:
             if unit.is_resident and any(bound.parameter.grad is not None for bound in unit.bounds):
                 unit.generation += 1
+        for bound in bounds:
+            unveil(bound.parameter)  # torch's foreach kernels are for plain tensors only
         self._updater.update_here(bounds, loose, settings)
 
     def _update_unit(self, unit: Unit, settings: Settings) -> None:

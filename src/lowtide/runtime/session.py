@@ -12,7 +12,7 @@ from torch import nn
 from lowtide.errors import SessionError
 from lowtide.planning.plan import Plan
 from lowtide.planning.warm_up import MomentSample
-from lowtide.runtime.collector import bring_objects_back
+from lowtide.runtime.collector import ObjectsAside
 from lowtide.runtime.observer import StepObserver
 from lowtide.runtime.session_stats import SessionStats
 from lowtide.runtime.timeline import Timeline
@@ -42,7 +42,9 @@ class Session:
         machinery: Machinery,
         observer: StepObserver | None = None,
         plan_after: Callable[[tuple[MomentSample, ...]], Plan] | None = None,
+        aside: ObjectsAside | None = None,
     ) -> None:
+        self._aside = aside
         self._machinery: Machinery | None = machinery
         # Lives as long as the model goes through it, though nobody else holds it.
         machinery.session = self
@@ -107,8 +109,8 @@ class Session:
             try:
                 machinery.close()
             finally:
-                if machinery.is_on_cuda:
-                    bring_objects_back()
+                if self._aside is not None:
+                    self._aside.bring_back()
 
     def __enter__(self) -> Session:
         return self
@@ -126,5 +128,8 @@ class Session:
 
     def _open(self) -> Machinery:
         if self._machinery is None:
-            raise SessionError("this session is closed; the model and the optimizer are plain again. Manage them anew")
+            raise SessionError(
+                "this session is closed, and the model and the optimizer are plain again; read stats() and timeline() "
+                "before close(), or inside the with block. To train on under a plan, call lowtide.manage again"
+            )
         return self._machinery

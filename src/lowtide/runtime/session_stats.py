@@ -118,7 +118,13 @@ class SessionStats:
     """The device was a tier of host memory: the times say nothing about a GPU."""
 
     def moved_bytes(self, direction: str | None = None, reason: Reason | None = None) -> int:
-        """Bytes copied, in one direction and for one reason where these are given."""
+        """Bytes copied, in one direction and for one reason where these are given.
+
+        Raises:
+            ConfigError: There is no such direction.
+        """
+        if direction not in (None, "to device", "to host"):
+            raise ConfigError(f"direction is {direction!r}; give 'to device' or 'to host'", key="direction")
         return sum(
             row.num_bytes
             for row in self.moved

@@ -51,6 +51,7 @@ class Updater:
 
     def update_on_host(self, unit: Unit, chunk: Chunk, bounds: Sequence[Bound], settings: Settings) -> None:
         """One step on the host for a chunk whose gradients are there or on their way. Returns at once."""
+        settings = settings.on_host()
         updates: list[Update] = []
         gradients: list[torch.Tensor | None] = []
         self._store.take_over(chunk)

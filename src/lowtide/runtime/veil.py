@@ -9,6 +9,7 @@ its parameters are ordinary ones: no operator of the model pays for this.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -69,6 +70,9 @@ _HARMLESS: frozenset[object] = frozenset(
         torch.is_floating_point,
         torch.is_complex,
         torch.numel,
+        # Asks which gradients to compute. To settle would make the parameter look at the host, and give it a new
+        # gradient accumulator on CUDA: one that the graph knows nothing of.
+        torch.autograd.grad,
     }
 )
 """What reads no value: sizes, types, hooks."""
@@ -85,6 +89,9 @@ def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] |
         for tensor in _veiled_in((args, tuple(kwargs.values()))):
             lifted += [_LEASES[id(tensor)].label] if id(tensor) in _LEASES else []
             lift(tensor)
+    if func is compat.UNSCALE:
+        # GradScaler copies its scale and its overflow flag to the host without waiting, and its kernel reads them there.
+        compat.wait_for_copies_to_host(args)
     try:
         with compat.without_torch_function():
             return func(*args, **kwargs)
@@ -109,12 +116,14 @@ class VeiledTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as the plain tensor that it is."""
         lift(self)
-        return self.__reduce_ex__(protocol)
+        with _plain(self):
+            return torch.Tensor.__reduce_ex__(self, protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """Copied as the plain tensor that it is."""
         lift(self)
-        return torch.Tensor.__deepcopy__(self, memo)  # type: ignore[no-any-return, no-untyped-call]
+        with _plain(self):
+            return torch.Tensor.__deepcopy__(self, memo)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class VeiledParameter(nn.Parameter):
@@ -138,6 +147,18 @@ class VeiledParameter(nn.Parameter):
             copied: nn.Parameter = nn.Parameter.__deepcopy__(self, memo)
         copied.__class__ = nn.Parameter
         return copied
+
+
+@contextlib.contextmanager
+def _plain(tensor: torch.Tensor) -> Iterator[None]:
+    """The tensor without its veil for a moment; a gradient on the host keeps it."""
+    veiled = type(tensor)
+    if veiled is VeiledTensor:
+        tensor.__class__ = torch.Tensor
+    try:
+        yield
+    finally:
+        tensor.__class__ = veiled
 
 
 def veil(tensor: torch.Tensor, lease: Lease) -> None:

@@ -1,0 +1,239 @@
+"""On a GPU: loops beyond the plain one, where streams, devices and threads meet."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide import Session
+from lowtide.errors import SessionError
+from lowtide.memory import cuda_mover
+from lowtide.memory.groups import find_groups
+from lowtide.memory.layout import lay_out
+
+pytestmark = pytest.mark.gpu
+
+WIDTH = 256
+LARGE = 64
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def network(num_blocks: int = 6) -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(*(Block() for _ in range(num_blocks)))
+
+
+def batch(seed: int = 0) -> torch.Tensor:
+    return torch.randn(LARGE, WIDTH, generator=torch.Generator().manual_seed(seed)).cuda()
+
+
+def managed(model: nn.Module, optimizer: torch.optim.Optimizer | None, **plan: object) -> Session:
+    layout = lay_out(find_groups(model), chunk_bytes=1 << 19)
+    return lowtide.manage(model, optimizer, lowtide.make_plan(layout, **plan), poison=True)  # type: ignore[arg-type]
+
+
+def assert_equal_models(one: nn.Module, other: nn.Module) -> None:
+    for (name, expected), found in zip(one.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(expected.detach().cpu(), found.detach().cpu()), name
+
+
+@pytest.mark.parametrize("update", ["device", "host"])
+def test_gradients_by_autograd_grad(update: str) -> None:
+    plain = network().cuda()
+    expected = torch.autograd.grad(plain(batch()).square().mean(), list(plain.parameters()))
+    model = network()
+    with managed(model, torch.optim.SGD(model.parameters(), lr=0.1), update=update):
+        found = torch.autograd.grad(model(batch()).square().mean(), list(model.parameters()))
+        for one, other in zip(expected, found, strict=True):
+            assert torch.equal(one, other)
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("update", ["device", "host"])
+def test_backward_of_some_parameters(update: str) -> None:
+    plain, model = network().cuda(), network()
+    plain(batch()).square().mean().backward(inputs=list(plain[2].parameters()))
+    with managed(model, torch.optim.SGD(model.parameters(), lr=0.1), update=update):
+        model(batch()).square().mean().backward(inputs=list(model[2].parameters()))
+        for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+            assert (one.grad is None) == (other.grad is None)
+            assert one.grad is None or torch.equal(one.grad.cpu(), other.grad.cpu())  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("schedule", ["deferred", "in_backward"])
+def test_a_loss_with_a_part_on_the_host(schedule: str) -> None:
+    """Its nodes run in the loop's thread, beside those of the device in autograd's."""
+
+    def loss_of(model: nn.Sequential, step: int) -> torch.Tensor:
+        hidden = model[:3](batch(step))
+        on_host = sum((hidden.cpu() * factor).square().mean() for factor in (0.5, 2.0, 3.0))
+        return model[3:](hidden).square().mean() + on_host.cuda()  # type: ignore[union-attr]
+
+    plain, model = network().cuda(), network()
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with managed(model, optimizer, update="device", schedule=schedule):
+        for step in range(20):
+            for each, its in ((plain, reference), (model, optimizer)):
+                loss_of(each, step).backward()
+                its.step()
+                its.zero_grad()
+    assert_equal_models(plain, model)
+
+
+def test_a_penalty_on_streamed_weights_brought_over() -> None:
+    plain, model = network().cuda(), network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with managed(model, optimizer, update="host"):
+        for each in (plain, model):
+            penalty = sum(parameter.square().sum().to("cuda") for parameter in each.parameters())
+            (each(batch()).square().mean() + 0.01 * penalty).backward()
+        for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+            assert one.grad is not None
+            assert other.grad is not None
+            torch.testing.assert_close(one.grad.cpu(), other.grad.cpu(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "make", [torch.optim.SGD, torch.optim.AdamW, lambda p, lr: torch.optim.AdamW(p, lr, fused=True)]
+)
+def test_grad_scaler_with_gradients_on_the_host(make: Callable[..., torch.optim.Optimizer]) -> None:
+    """A planted overflow every fifth step: the flag and the scale must have arrived when the host's kernel reads them."""
+    on_host, model = network(), network()
+    reference, optimizer = make(on_host.parameters(), lr=1e-3), make(model.parameters(), lr=1e-3)
+    compute = copy.deepcopy(on_host).cuda()
+    scalers = [torch.amp.GradScaler("cuda", init_scale=1024.0, growth_interval=4) for _ in range(2)]
+    # All of the reference's scaler is on the host, so that nothing is left to wait for.
+    scalers[0]._lazy_init_scale_growth_tracker(torch.device("cpu"))
+    with managed(model, optimizer, update="host"):
+        for step in range(25):
+            factor = float("inf") if step % 5 == 4 else 1.0
+            scalers[0].scale(compute(batch(step)).square().mean() * factor).backward()
+            for ours, theirs in zip(on_host.parameters(), compute.parameters(), strict=True):
+                assert theirs.grad is not None
+                ours.grad = theirs.grad.cpu()
+                theirs.grad = None
+            scalers[0].step(reference)
+            scalers[0].update()
+            with torch.no_grad():
+                for ours, theirs in zip(on_host.parameters(), compute.parameters(), strict=True):
+                    theirs.copy_(ours)
+            scalers[1].scale(model(batch(step)).square().mean() * factor).backward()
+            scalers[1].step(optimizer)
+            scalers[1].update()
+            optimizer.zero_grad()
+            assert scalers[0].get_scale() == scalers[1].get_scale(), step
+    assert scalers[1].get_scale() != 1024.0
+    assert_equal_models(on_host, model)
+
+
+def test_what_a_forward_writes_to_its_weights_is_kept() -> None:
+    class Clamping(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.up.weight.clamp_(-0.01, 0.01)
+            return super().forward(x)
+
+    torch.manual_seed(1)
+    plain = nn.Sequential(*(Clamping() for _ in range(4)))
+    model = copy.deepcopy(plain)
+    plain.cuda()
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with managed(model, optimizer, update="device"):
+        for step in range(6):
+            for each, its in ((plain, reference), (model, optimizer)):
+                each(batch(step)).square().mean().backward()
+                its.step()
+                its.zero_grad()
+    assert_equal_models(plain, model)
+
+
+def test_weights_that_leave_their_window_are_refused() -> None:
+    class Leaking(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            super().forward(x)
+            return self.up.weight[:4]
+
+    model = nn.Sequential(*(Leaking() for _ in range(2)))
+    with managed(model, None), pytest.raises(SessionError, match="returns its own weights"):
+        model(batch())
+
+
+def test_forgotten_sessions_give_back_what_they_locked() -> None:
+    for _ in range(3):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session = managed(model, optimizer, device_memory="2GiB")
+        model(batch()).square().mean().backward()
+        optimizer.step()
+        torch.cuda.synchronize()
+        del model, optimizer, session
+        gc.collect()
+    torch.cuda.synchronize()
+    assert gc.get_freeze_count() == 0
+    assert torch.cuda.get_per_process_memory_fraction() == 1.0
+
+
+def test_two_sessions_share_the_limit() -> None:
+    one, other = network(2), network(2)
+    whole = torch.cuda.get_device_properties(0).total_memory
+    first = managed(one, None, device_memory="2GiB")
+    second = managed(other, None, device_memory="3GiB")
+    assert torch.cuda.get_per_process_memory_fraction() == pytest.approx(5 * 2**30 / whole)
+    first.close()
+    assert torch.cuda.get_per_process_memory_fraction() == pytest.approx(3 * 2**30 / whole)
+    second.close()
+    assert torch.cuda.get_per_process_memory_fraction() == 1.0
+
+
+def test_times_go_on_over_a_new_origin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_mover, "ORIGIN_LASTS_S", 0.0)
+    mover = cuda_mover.CudaMover(torch.device("cuda", 0))
+    tickets = [mover.now()]
+    for _ in range(5):
+        batch().square().sum()
+        tickets.append(mover.now())
+    times = [ticket.time_s() for ticket in tickets]
+    assert times == sorted(times)
+    assert 0 <= times[0] <= times[-1] < 60
+
+
+def test_mixed_sites_keep_torchs_foreach() -> None:
+    """Veiled parameters would make torch take its loop, whose sums are the same but which takes longer."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    weights = {"*": "resident", "0": "streamed"}
+    with managed(model, optimizer, weights=weights, update={"*": "device", "0": "host"}):
+        for step in range(2):
+            model(batch(step)).square().mean().backward()
+            if step == 1:
+                with torch.profiler.profile() as profile:
+                    optimizer.step()
+                assert any("_foreach" in event.key for event in profile.key_averages())
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
