@@ -11,6 +11,8 @@ import gc
 import threading
 import weakref
 
+_FEW = 10_000
+"""Python 3.12 starts with some hundreds set aside; a user who does it has torch loaded, a hundred thousand and more."""
 _LOCK = threading.Lock()
 _NUM_SESSIONS = 0
 _IS_OURS = False
@@ -34,7 +36,7 @@ def _set_aside() -> None:
     with _LOCK:
         if _NUM_SESSIONS == 0:
             # Where the user has set objects aside already, they stay so.
-            _IS_OURS = gc.get_freeze_count() == 0
+            _IS_OURS = gc.get_freeze_count() < _FEW
         elif _IS_OURS:
             # What was forgotten since the session before can go.
             gc.unfreeze()

@@ -70,9 +70,10 @@ _HARMLESS: frozenset[object] = frozenset(
         torch.is_floating_point,
         torch.is_complex,
         torch.numel,
-        # Asks which gradients to compute. To settle would make the parameter look at the host, and give it a new
+        # These ask which gradients to compute. To settle would make the parameter look at the host, and give it a new
         # gradient accumulator on CUDA: one that the graph knows nothing of.
         torch.autograd.grad,
+        torch.autograd.backward,
     }
 )
 """What reads no value: sizes, types, hooks."""
