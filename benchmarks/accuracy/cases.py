@@ -36,6 +36,10 @@ class Case:
     frozen: tuple[str, ...] = ()
     """Prefixes of parameter names that do not train."""
     channels_last: bool = False
+    activations: str | None = None
+    """An activation policy of Lowtide's, as `StepSettings.activations`."""
+    chunked_loss: bool = False
+    """Lowtide's chunked head in place of the model's own."""
 
     def make_model(self) -> nn.Module:
         """The model in training mode and in its precision, on whichever device is the default."""
@@ -63,6 +67,23 @@ class Case:
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """The optimizer over the trainable parameters."""
         return OPTIMIZERS[self.optimizer]([p for p in model.parameters() if p.requires_grad])
+
+    def apply_settings(self, model: nn.Module) -> None:
+        """Put Lowtide's policy and head on a real model, for good. Other cases are plain torch and import none of it."""
+        if self.chunked_loss:
+            from lowtide.activations.huggingface_head import chunked_head
+
+            chunked_head(model)
+        if self.activations is not None:
+            from lowtide.activations import apply
+
+            apply(model, self.settings().policy)
+
+    def settings(self) -> Any:
+        """The step's settings for a prediction."""
+        from lowtide import StepSettings
+
+        return StepSettings(accumulate=self.accumulate, activations=self.activations, chunked_loss=self.chunked_loss)
 
     @contextlib.contextmanager
     def autocast(self, device_type: str) -> Iterator[None]:
@@ -309,6 +330,37 @@ def suite() -> list[Case]:
         for tag, fields in {"fp32": {}, "bf16": dict(precision="bf16"), "autocast": dict(precision="autocast")}.items()
     ]
     return cases
+
+
+POLICIES = {
+    "keep": dict(activations="keep"),
+    "selective": dict(activations="selective"),
+    "recompute": dict(activations="recompute"),
+    "segments": dict(activations="recompute/4"),
+    "offload": dict(activations="offload"),
+    "offload-all": dict(activations="offload/all"),
+    "chunked-loss": dict(chunked_loss=True),
+    "recompute-chunked-loss": dict(activations="recompute", chunked_loss=True),
+    "offload-chunked-loss": dict(activations="offload", chunked_loss=True),
+}  # fmt: skip
+"""Fields of a case."""
+
+
+def policies() -> list[Case]:
+    """Llamas under each activation policy, and with a chunked loss: the only cases in which Lowtide's own code is measured."""
+    return [
+        _llama(f"{size}policy-{name}", batch=batch, config=config, precision="bf16", optimizer="adamw-fused", **fields)
+        for size, batch, config in (("", "8x2048", {}), ("1b-", "8x2048", LLAMA_1B))
+        for name, fields in POLICIES.items()
+    ] + [
+        _llama(
+            "policy-autocast-offload-chunked",
+            batch="8x2048",
+            precision="autocast",
+            activations="offload",
+            chunked_loss=True,
+        )
+    ]
 
 
 def held_out() -> list[Case]:

@@ -1,5 +1,7 @@
 """Measure the accuracy suite on a real GPU: plain torch, no Lowtide code in the measured process.
 
+Except for the cases of `policies`, which are there to measure Lowtide's own policies and its chunked loss.
+
 Each case runs in a process of its own, forked before CUDA starts, so that every run has a fresh allocator. Three runs a case:
 `peaks` (nothing attached: the figures), `history` (the allocator's own record of every block) and `ops` (what each
 operator allocates beyond its outputs). The last two say *why* a prediction was off; the published figures come from the first.
@@ -31,7 +33,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from benchmarks.accuracy.cases import Case, held_out, suite
+from benchmarks.accuracy.cases import Case, held_out, policies, suite
 
 PHASES = ("forward", "backward", "update")
 WARMUP_STEPS = 2
@@ -55,6 +57,7 @@ def set_up(case: Case) -> tuple[torch.nn.Module, dict[str, Tensor], torch.optim.
     marker(0)
     case_model.cuda()
     batch = {key: value.cuda() for key, value in case_batch.items()}
+    case.apply_settings(case_model)
     return case_model, batch, case.make_optimizer(case_model)
 
 
@@ -262,7 +265,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     import transformers  # noqa: F401  (imported before the forks, once)
 
-    cases = [case for case in suite() + held_out() if options.only in case.name]
+    cases = [case for case in suite() + held_out() + policies() if options.only in case.name]
     results = measure(cases, options.runs.split(","), options.out, options.jobs, options.limit, options.deadline)
     facts = provenance()
     peaks = {name: runs.pop("peaks") for name, runs in results.items() if "peaks" in runs}

@@ -1,8 +1,8 @@
 """Predict the accuracy suite on a machine without a GPU and set it beside the measured figures.
 
-    python -m benchmarks.accuracy.predict benchmarks/results/measured/FILE.json [--only llama] [--held-out]
+    python -m benchmarks.accuracy.predict benchmarks/results/measured/FILE.json [--only llama] [--suite policies]
 
-Writes one record to benchmarks/results/accuracy (or held_out). Nothing is fitted here: the measured file is read after
+Writes one record to benchmarks/results/accuracy (or held_out, policies). Nothing is fitted here: the measured file is read after
 the prediction has been made.
 """
 
@@ -18,9 +18,10 @@ from typing import Any
 import torch
 
 import lowtide
-from benchmarks.accuracy.cases import OPTIMIZERS, Case, held_out, suite
+from benchmarks.accuracy.cases import OPTIMIZERS, Case, held_out, policies, suite
 from lowtide.tracing.step_trace import Phase
 
+SUITES = {"accuracy": suite, "held_out": held_out, "policies": policies}
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
@@ -33,7 +34,7 @@ def predict(case: Case, torch_version: str) -> lowtide.StepTrace:
         case.make_batch(),
         optimizer=OPTIMIZERS[case.optimizer],
         autocast="bfloat16" if case.precision == "autocast" else None,
-        settings=lowtide.StepSettings(accumulate=case.accumulate),
+        settings=case.settings(),
         hardware="h200",
         torch_version=torch_version,
         name=case.name,
@@ -44,6 +45,8 @@ def technique(case: Case) -> str:
     """What is on, in words."""
     words = {
         "recompute": case.recompute,
+        case.activations or "": case.activations is not None,
+        "chunked loss": case.chunked_loss,
         f"accumulate {case.accumulate}": case.accumulate > 1,
         "frozen": bool(case.frozen),
         "channels last": case.channels_last,
@@ -98,11 +101,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("measured", type=Path)
     parser.add_argument("--only", default="")
-    parser.add_argument("--held-out", action="store_true")
+    parser.add_argument("--suite", default="accuracy", choices=SUITES)
     options = parser.parse_args()
     measured = json.loads(options.measured.read_text())
     version = measured["torch"].split("+")[0]
-    cases = [case for case in (held_out() if options.held_out else suite()) if options.only in case.name]
+    cases = [case for case in SUITES[options.suite]() if options.only in case.name]
     rows = []
     for number, case in enumerate(cases, 1):
         rows.append(row(case, measured["cases"][case.name], version))
@@ -126,7 +129,7 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "cases": rows,
     }
-    folder = RESULTS / ("held_out" if options.held_out else "accuracy")
+    folder = RESULTS / options.suite
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{record['date'].replace(' ', 'T').replace(':', '')}_h200_{commit}.json"
     path.write_text(json.dumps(record, indent=1))

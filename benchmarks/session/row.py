@@ -5,15 +5,15 @@ python -m benchmarks.session.row '{"model": "3.14b", "batch": "8x2048", "kind": 
 
 from __future__ import annotations
 
-import json
 import resource
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from benchmarks.suite import answer
 
 SIZES: dict[str, dict[str, int]] = {
     # hidden, layers, ffn, heads, key-value heads, vocabulary
@@ -24,8 +24,8 @@ SIZES: dict[str, dict[str, int]] = {
 }
 
 
-def build(name: str, *, on: str) -> Any:
-    """A Hugging Face Llama in bf16 that recomputes each layer, as its own switch does it."""
+def build(name: str, *, on: str, recompute: bool = True, positions: int = 4096) -> Any:
+    """A Hugging Face Llama in bf16; with `recompute` it runs each layer again, as its own switch does it."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     s = SIZES[name]
@@ -36,7 +36,7 @@ def build(name: str, *, on: str) -> Any:
         num_attention_heads=s["a"],
         num_key_value_heads=s["k"],
         vocab_size=s["v"],
-        max_position_embeddings=4096,
+        max_position_embeddings=positions,
         tie_word_embeddings=False,
         use_cache=False,
     )
@@ -48,7 +48,8 @@ def build(name: str, *, on: str) -> Any:
             model = LlamaForCausalLM(config)
     finally:
         torch.set_default_dtype(before)
-    model.gradient_checkpointing_enable()
+    if recompute:
+        model.gradient_checkpointing_enable()
     return model.train()
 
 
@@ -170,23 +171,5 @@ def run(row: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def main() -> None:
-    row = json.loads(sys.argv[1])
-    try:
-        result = run(row)
-    except torch.OutOfMemoryError as error:
-        result = {**row, "failed": "out of memory", "message": str(error)[:500]}
-    except Exception as error:  # a failure is a result
-        import traceback
-
-        result = {
-            **row,
-            "failed": type(error).__name__,
-            "message": f"{error}"[:2000],
-            "where": traceback.format_exc()[-3000:],
-        }
-    print(json.dumps(result), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    answer(run)

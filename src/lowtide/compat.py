@@ -99,7 +99,9 @@ def plain_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
             return None
-    return None if storage.device.type == "meta" else storage
+    # A tensor of a trace has no bytes: a meta storage stands for them, and is shared as theirs would be.
+    is_stand_in = getattr(type(tensor), "has_storage_of_its_own", False)
+    return None if storage.device.type == "meta" and not is_stand_in else storage
 
 
 def register_python_backend(name: str, module: object) -> None:
@@ -587,9 +589,10 @@ def keeps_graph() -> bool:
 
 def has_no_values(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a stand-in for one: on meta, or fake, or of a device that only predicts."""
-    if tensor.device.type in ("meta", "privateuseone") or tensor.device.type == torch._C._get_privateuse1_backend_name():
-        return True
-    return type(tensor).__name__ == "FakeTensor"
+    # Not torch's spare backend under any other name: that may be a real card.
+    without = ("meta", "ghost")
+    # By name: importing the class would import the compiler's parts, where nobody predicts.
+    return tensor.device.type in without or type(tensor).__name__ == "FakeTensor"
 
 
 def assert_on_device(condition: torch.Tensor, message: str) -> None:
@@ -617,6 +620,12 @@ def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     return module._buffers
 
 
+def operator_name(operator: object) -> str:
+    """The name of an operator without its namespace and overload: `mm`, `flex_attention`."""
+    name = operator.name() if isinstance(operator, torch._ops.OperatorBase) else str(operator)
+    return str(name).rpartition("::")[2].partition(".")[0]
+
+
 def operator_arguments(operator: object) -> list[str]:
     """The names of an operator's arguments in their order; [] where it does not say."""
     schema = getattr(operator, "_schema", None)
@@ -639,5 +648,5 @@ class BudgetedCompiler:
         from torch._inductor.compile_fx import compile_fx
 
         with config.patch(activation_memory_budget=self.share):
-            compiled: Callable[..., Any] = compile_fx(graph, inputs)
-        return compiled
+            compiled: Any = compile_fx(graph, inputs)
+        return compiled  # type: ignore[no-any-return]  # of two kinds, by settings that are not made here

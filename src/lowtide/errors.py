@@ -20,6 +20,13 @@
     │   ├── HigherOrderError                gradients of gradients through streamed weights
     │   ├── NonFiniteLossError              the loss is NaN or infinite
     │   └── StepLostError                   a backward broke off: its step must be repeated
+    ├── LossScaleError (RuntimeError)       a loss cannot be scaled further, or the calls are out of order
+    ├── TargetRangeError (IndexError)       a target of a loss is not in the vocabulary
+    ├── ChunkedBackwardError (RuntimeError) a second or higher-order backward through a chunked loss
+    ├── LogitsNotMadeError (AttributeError) logits were asked for that a chunked loss never makes
+    ├── UnsupportedHeadError (ValueError)   a model's head cannot be chunked
+    ├── ActivationError (RuntimeError)      an activation policy cannot do its work on a module
+    │   └── SavedTensorChangedError         a tensor was written to after it was saved for the backward
     ├── GraphAliveError (RuntimeError)      memory would have to move while a graph points into it
     ├── OwnershipError (ValueError)         bytes are given back twice, or by one who does not hold them
     └── TraceError (RuntimeError)           a step could not be predicted
@@ -216,11 +223,39 @@ class StepLostError(SessionError):
     """A backward broke off. The message says which weights moved; `zero_grad()` and repeat the step."""
 
 
+class ActivationError(LowtideError, RuntimeError):
+    """An activation policy cannot do its work on a module. Give that module another one: the message says which."""
+
+
+class SavedTensorChangedError(ActivationError):
+    """A tensor was written to in place after it was saved for the backward: plain torch refuses it as well."""
+
+
 class EmulatedOutOfMemoryError(BudgetError):
     """An operator went over the budget of an emulated device, where a real one would have run out of memory.
 
     Its result is freed already. Raise the device's budget, or let the plan stream or recompute more.
     """
+
+
+class LossScaleError(LowtideError, RuntimeError):
+    """Steps overflow at a scale that cannot be lowered, or the scaler's calls came in a wrong order."""
+
+
+class TargetRangeError(LowtideError, IndexError):
+    """A target of a loss is neither in the vocabulary nor the index that is ignored. Check the labels."""
+
+
+class ChunkedBackwardError(LowtideError, RuntimeError):
+    """A backward that a chunked loss cannot do: a second one where the first did not retain the graph, or of higher order."""
+
+
+class LogitsNotMadeError(LowtideError, AttributeError):
+    """Logits were asked for that a chunked loss never makes. Call the model without labels, in eval mode, or undo it."""
+
+
+class UnsupportedHeadError(LowtideError, ValueError):
+    """A model's head cannot be chunked: the message says why. Its loss stays as it is."""
 
 
 class GraphAliveError(LowtideError, RuntimeError):

@@ -39,13 +39,14 @@ class TestTrace:
         assert found["schema"] == "lowtide.summary/1"
         assert sum(found["at_peak"].values()) == found["peak_bytes"] == max(found["phase_peaks"].values())
         assert found["card"] == "h200"
+        assert found["attention"] == [{"backend": "cudnn", "num_calls": 4, "reason": ""}]
 
     def test_settings_reach_the_step(self) -> None:
         plain = figures("trace", "gpt-tiny", "--batch", "8x128", "--set", "dtype=float32")
         lean = figures(
-            "trace", "gpt-tiny", "--batch", "8x128", "--set", "dtype=float32", "--set", "step.recompute=true"
+            "trace", "gpt-tiny", "--batch", "8x128", "--set", "dtype=float32", "--set", "step.activations=recompute"
         )
-        assert lean["settings"]["recompute"] is True
+        assert lean["settings"]["activations"] == "recompute"
         assert lean["at_peak"]["activations"] < plain["at_peak"]["activations"]
         assert lean["at_peak"]["weights"] == plain["at_peak"]["weights"]
 
@@ -65,7 +66,7 @@ class TestExplain:
         found = figures("explain", "deep-one-tiny", "--batch", "2x64", "--report", str(page))
         assert found["explanation"][0].startswith("The peak of")
         techniques = {row["technique"]: row for row in found["what_if"]}
-        assert {"recompute", "optimizer in backward"} <= set(techniques)
+        assert {"selective recompute", "recompute", "offload", "optimizer in backward"} <= set(techniques)
         for row in techniques.values():
             assert row["saved_bytes"] == found["peak_bytes"] - row["after_bytes"]
             assert row["reason"].endswith(".")
@@ -79,7 +80,7 @@ class TestErrors:
             (("trace", "lama-8b"), "did you mean 'llama-8b'"),
             (("trace", "gpt-tiny", "--batch", "2by64"), "2by64"),
             (("trace", "gpt-tiny", "--gpu", "h20"), "h200"),
-            (("trace", "gpt-tiny", "--set", "step.recomput=true"), "recompute"),
+            (("trace", "gpt-tiny", "--set", "step.activation=recompute"), "activations"),
             (("trace", "gpt-tiny", "--set", "optimizer=adamv"), "adamw"),
             (("trace", "gpt-tiny", "--batch", "2x64", "--report", "page.docx"), ".html"),
             (("trace", "hf:/no/such/folder"), "/no/such/folder"),

@@ -115,8 +115,8 @@ def test_sizes_and_settings_arrive() -> None:
     [
         ({"weights": {"layer.0": "resident"}}, r"no group \(weights\) named 'layer.0'; did you mean 'layers.0'"),
         ({"update": {"layers.9": "host"}}, r"no group \(update\) named 'layers.9'"),
-        ({"weights": "on the device"}, "is 'on the device'; give 'resident' or 'streamed'"),
-        ({"weights": {"layers.0": "host"}}, r"weights\['layers.0'\] is 'host'"),
+        ({"weights": "on the device"}, "is 'on the device'; give 'resident' or 'streamed' or 'host'"),
+        ({"weights": {"layers.0": "disk"}}, r"weights\['layers.0'\] is 'disk'"),
         ({"update": "disk"}, "is 'disk'; give 'device' or 'host'"),
         ({"update": 1.5}, "is 1.5; give 'device', 'host' or the share of the host, from 0 to 1"),
         ({"update": {"layers.0": True}}, r"update\['layers.0'\] is True"),

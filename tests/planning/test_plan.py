@@ -10,13 +10,13 @@ from lowtide.planning.plan import Budgets, Plan
 
 @pytest.mark.parametrize("key", ["prefetch_depth", "cached_buffers", "defragment_every"])
 def test_counts_below_zero(key: str) -> None:
-    with pytest.raises(ConfigError, match=f"{key} is -1; give 0 or more"):
+    with pytest.raises(ConfigError, match=f"{key} is -1; give a whole number, 0 or more"):
         Plan(groups=(), fingerprint="", chunk_bytes=512, **{key: -1})
 
 
 def test_another_version() -> None:
-    with pytest.raises(ConfigError, match="this plan has version 2, this Lowtide reads version 1"):
-        Plan(groups=(), fingerprint="", chunk_bytes=512, version=2)
+    with pytest.raises(ConfigError, match="this plan has version 3, this Lowtide reads version 2"):
+        Plan(groups=(), fingerprint="", chunk_bytes=512, version=3)
 
 
 @pytest.mark.parametrize("key", ["device_bytes", "host_bytes", "pinned_bytes", "window_bytes"])

@@ -9,12 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lowtide.activations.policy import CompileBudget, Keep, Offload, Recompute, Selective
 from lowtide.errors import BadRecordError, ConfigError
 from lowtide.planning.plan import Budgets, GroupPlan, Plan, Schedule, Site, Weights
 from lowtide.planning.plan_json import load_plan, plan_from_json, plan_to_json, save_plan
 
 PLAN = Plan(
-    groups=(GroupPlan(name="layers.0", weights=Weights.STREAMED, sites=(Site.HOST, Site.DEVICE), weight_bytes=100),),
+    groups=(
+        GroupPlan(
+            name="layers.0",
+            weights=Weights.STREAMED,
+            sites=(Site.HOST, Site.DEVICE),
+            activation=Offload(),
+            weight_bytes=100,
+        ),
+    ),
     fingerprint="0123456789abcdef",
     chunk_bytes=1024,
     schedule=Schedule.IN_BACKWARD,
@@ -28,6 +37,7 @@ groups = st.builds(
     name=st.text(max_size=5),
     weights=st.sampled_from(Weights),
     sites=st.lists(st.sampled_from(Site), max_size=3).map(tuple),
+    activation=st.sampled_from([Keep(), Selective(), Recompute(segment=4), Offload(depth=3), CompileBudget(share=0.5)]),
     weight_bytes=sizes,
 )
 plans = st.builds(
@@ -51,9 +61,15 @@ def test_there_and_back(plan: Plan) -> None:
 def test_as_people_write_it() -> None:
     plain = json.loads(plan_to_json(PLAN))
     assert plain["groups"] == [
-        {"name": "layers.0", "weights": "streamed", "sites": ["host", "device"], "weight_bytes": 100}
+        {
+            "name": "layers.0",
+            "weights": "streamed",
+            "sites": ["host", "device"],
+            "activation": {"kind": "offload", "recompute": True, "min_bytes": 1048576, "depth": 1},
+            "weight_bytes": 100,
+        }
     ]
-    assert (plain["schedule"], plain["version"]) == ("in_backward", 1)
+    assert (plain["schedule"], plain["version"]) == ("in_backward", 2)
     least = {"groups": [{"name": "a", "weights": "resident", "sites": []}], "fingerprint": "f", "chunk_bytes": 512}
     assert plan_from_json(json.dumps(least)).groups[0].weights is Weights.RESIDENT
 
@@ -68,8 +84,8 @@ def changed(**changes: object) -> str:
         (plan_to_json(PLAN)[:50], "this is no plan: not valid JSON"),
         ("[]", "this is JSON, but no plan"),
         ('{"steps": 3}', "this is JSON, but no plan"),
-        (changed(version=2), "this plan has version 2, this Lowtide reads version 1"),
-        (changed(version=2, lanes=3), "version 2"),
+        (changed(version=3), "this plan has version 3, this Lowtide reads version 2"),
+        (changed(version=3, lanes=3), "version 3"),
     ],
 )
 def test_no_plan(text: str, message: str) -> None:

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from lowtide.models import resolve_model
+from lowtide.planning.activation_techniques import ActivationPolicy
 from lowtide.planning.problem import Problem
 from lowtide.planning.techniques import (
     TECHNIQUES,
     Accumulate,
     AttentionBackend,
     Bfloat16,
-    Recompute,
     Technique,
     UpdateImplementation,
     UpdateInBackward,
@@ -24,6 +24,7 @@ from lowtide.units import MiB
 from tests.tracing.samples import TraceBuilder
 
 FUSED = UpdateImplementation("fused step", Implementation.FUSED)
+RECOMPUTE = ActivationPolicy("recompute", "recompute")
 LOOP = UpdateImplementation("for-loop step", Implementation.LOOP)
 
 
@@ -60,9 +61,9 @@ IN_BACKWARD = {"update": UpdateSchedule.IN_BACKWARD}
     [
         (Bfloat16(), {}, trace_with(), None),
         (Bfloat16(), {}, trace_with(dtype="bfloat16"), "no weight is in float32"),
-        (Recompute(), {}, trace_with(), None),
-        (Recompute(), {"recompute": True}, trace_with(), "it is on already"),
-        (Recompute(), {}, trace_with(recomputed=True), "it is on already"),
+        (RECOMPUTE, {}, trace_with(), None),
+        (RECOMPUTE, {"activations": "recompute"}, trace_with(), "it is on already"),
+        (RECOMPUTE, {}, trace_with(recomputed=True), "it is on already"),
         (AttentionBackend(to_math=True), {}, trace_with(CUDNN), None),
         (AttentionBackend(to_math=False), {}, trace_with(CUDNN), "it is on already"),
         (
@@ -118,7 +119,7 @@ def test_when_a_technique_applies(
     ("technique", "changed"),
     [
         (Bfloat16(), {"precision": "bfloat16"}),
-        (Recompute(), {"recompute": True}),
+        (RECOMPUTE, {"activations": "recompute"}),
         (AttentionBackend(to_math=True), {"attention": "math"}),
         (FUSED, {"implementation": Implementation.FUSED}),
         (LOOP, {"implementation": Implementation.LOOP}),
@@ -169,7 +170,7 @@ def test_an_optimizer_without_a_fused_step() -> None:
 
 def test_recompute_needs_repeated_blocks() -> None:
     plain = replace(problem(), model=nn.Linear(2, 2))
-    assert Recompute().why_not(plain, trace_with()) == "Linear has no repeated blocks"
+    assert RECOMPUTE.why_not(plain, trace_with()) == "Linear has no repeated blocks"
 
 
 def test_names_are_unique() -> None:

@@ -205,3 +205,14 @@ def test_contents_link_to_sections_when_there_are_several() -> None:
     assert links == ["#trace-0", "#trace-1"]
     assert all(f'id="{link[1:]}"' in page for link in links)
     assert "<nav" not in render_html([tiny_trace()], title="t")
+
+
+def test_the_page_names_the_attention_backends() -> None:
+    builder = TraceBuilder()
+    builder.enter(Phase.FORWARD)
+    builder.op("aten._safe_softmax", module="layers.1")
+    builder.allocate(MiB, Category.ACTIVATIONS)
+    warning = "the attention in 'layers.1' (query [1] <f>) falls back to the math backend: in bfloat16 it runs on cudnn"
+    outline = Outline(render_html([builder.build(notes=(warning,))], title="A step"))
+    assert f"Attention: math (1 call). {warning}." in outline.text
+    assert "Attention:" not in Outline(render_html([tiny_trace()], title="A step")).text

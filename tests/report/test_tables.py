@@ -144,3 +144,23 @@ def test_the_report_has_every_part_once(capsys: pytest.CaptureFixture[str]) -> N
 
 def replace_origin(trace: StepTrace) -> StepTrace:
     return replace(trace, origin="observed")
+
+
+def test_the_headline_names_the_attention_backends() -> None:
+    builder = TraceBuilder()
+    builder.enter(Phase.FORWARD)
+    builder.op("aten._scaled_dot_product_cudnn_attention", module="layers.0")
+    builder.op("aten._safe_softmax", module="layers.1")
+    builder.op("aten._safe_softmax", module="layers.2")
+    builder.allocate(MiB, Category.ACTIVATIONS)
+    reason = "attention runs on the math backend (flash: it takes no mask)"
+    warning = (
+        "the attention in 'layers.1' (query [1] float32) falls back to the math backend: in bfloat16 it runs on cudnn"
+    )
+    text = text_of(tables.trace_report(builder.build(notes=(reason, warning, "another note"))), width=200)
+    assert "attention          math (2 calls; flash: it takes no mask)" in text
+    assert "cudnn (1 call)" in text
+    assert warning in text
+    # Told once, where they are seen; the panel of notes holds the others.
+    assert text.count(reason) == 0
+    assert "• another note" in text

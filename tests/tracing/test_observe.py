@@ -154,7 +154,7 @@ def test_settings_are_taken_off_again() -> None:
         model,
         {"input_ids": ids, "labels": ids},
         optimizer=optimizer,
-        settings=StepSettings(recompute=True, update=UpdateSchedule.IN_BACKWARD),
+        settings=StepSettings(activations="recompute", update=UpdateSchedule.IN_BACKWARD),
         steps=2,
     )
     assert len(calls) == 2  # the user's own hook ran, and is still there
@@ -168,7 +168,9 @@ def test_settings_are_taken_off_again() -> None:
     assert {a.module.split(".")[1] for a in recomputed} == {"0", "1"}
 
 
-@pytest.mark.parametrize("settings", [StepSettings(), StepSettings(recompute=True, update=UpdateSchedule.IN_BACKWARD)])
+@pytest.mark.parametrize(
+    "settings", [StepSettings(), StepSettings(activations="recompute", update=UpdateSchedule.IN_BACKWARD)]
+)
 def test_nothing_keeps_the_model_alive(settings: StepSettings) -> None:
     model = GPT(GPTConfig(num_layers=2, hidden_size=32, num_heads=2, vocab_size=64, context_length=16))
     ids = torch.randint(0, 64, (2, 16))

@@ -103,7 +103,8 @@ class TestRealModels:
         "fields",
         [
             {},
-            {"recompute": True},
+            {"activations": "recompute"},
+            {"activations": "selective"},
             {"update": UpdateSchedule.IN_BACKWARD},
             {"keep_gradients": True, "max_grad_norm": 1.0},
             {"attention": "math"},
@@ -112,6 +113,10 @@ class TestRealModels:
     )
     def test_same_trace(self, ghosts: GhostProcess, build: Any, fields: dict[str, Any]) -> None:
         assert run(ghosts, build, **fields) == 4 * STANDING_IN
+
+    @pytest.mark.parametrize("word", ["recompute/3", "offload", "offload/all"])
+    def test_policies_that_connect_blocks_are_traced_in_full(self, ghosts: GhostProcess, word: str) -> None:
+        assert run(ghosts, llama, activations=word) == 0
 
     @pytest.mark.parametrize("build", [llama, gpt])
     def test_accumulation(self, ghosts: GhostProcess, build: Any) -> None:
@@ -122,7 +127,7 @@ class TestRealModels:
     def test_autocast(self, ghosts: GhostProcess, build: Any, recompute: bool) -> None:
         """The casts of weights are let go when autocast ends, block after block."""
         make = lambda: build(torch.float32)  # noqa: E731
-        assert run(ghosts, make, autocast="bfloat16", recompute=recompute) == 4 * STANDING_IN
+        assert run(ghosts, make, autocast="bfloat16", activations="recompute" if recompute else None) == 4 * STANDING_IN
 
 
 TINY = {

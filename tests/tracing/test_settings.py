@@ -31,7 +31,7 @@ def test_what_is_refused(settings: dict[str, Any], key: str, message: str) -> No
 def test_the_default_changes_nothing() -> None:
     settings = StepSettings()
     assert (settings.autocast, settings.precision, settings.implementation, settings.attention) == (None,) * 4
-    assert (settings.accumulate, settings.recompute, settings.keep_gradients) == (1, False, False)
+    assert (settings.accumulate, settings.activations, settings.keep_gradients) == (1, None, False)
 
 
 def test_in_backward_alone_is_fine() -> None:

@@ -36,7 +36,7 @@ def bytes_by_module(trace: StepTrace, event: int) -> Counter[str]:
     "settings",
     [
         StepSettings(),
-        StepSettings(recompute=True),
+        StepSettings(activations="recompute"),
         StepSettings(accumulate=2),
         StepSettings(autocast="float16"),
         StepSettings(update=UpdateSchedule.IN_BACKWARD),
@@ -55,13 +55,13 @@ def test_two_ways_of_observing_agree(settings: StepSettings) -> None:
     # The mode does not see the kernels' own scratch, nor the random states that checkpoints keep.
     seen = profiled.curve - profiled.stacked[Category.WORKSPACE]
     event = int(seen.argmax()) - 1
-    slack = 64 + (TINY.num_layers * torch.get_rng_state().nbytes if settings.recompute else 0)
+    slack = 64 + (TINY.num_layers * torch.get_rng_state().nbytes if settings.activations else 0)
     assert seen.max() - slack <= watched.peak_bytes <= seen.max()
     assert watched.peak_phase is profiled.events[event].phase
     ours, theirs = watched.at_peak, profiled.by_category_at(event)
     for category in set(Category) - {Category.WORKSPACE}:
         assert theirs[category] - slack <= ours[category] <= theirs[category], category
-    if settings.recompute:
+    if settings.activations:
         # Two events of a recomputation can carry the same time stamp, and now and then a tensor goes to the next module.
         return
     by_module, truth = bytes_by_module(watched, watched.peak_event), bytes_by_module(profiled, event)

@@ -34,7 +34,8 @@ Gpu = Annotated[str, typer.Option(help="the card to predict for")]
 Set = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", help="dtype=float32, optimizer=sgd, torch=2.11.0, step.recompute=true, step.autocast=bfloat16, ..."
+        "--set",
+        help="dtype=float32, optimizer=sgd, torch=2.11.0, step.activations=recompute, step.autocast=bfloat16, ...",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="machine-readable figures on the standard output")]

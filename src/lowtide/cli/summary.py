@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lowtide.tracing.attention_use import attention_use
 from lowtide.tracing.step_trace import StepTrace
 
 
@@ -29,5 +30,8 @@ def summarise(trace: StepTrace) -> dict[str, Any]:
         "peak_source": op.source if op else "",
         "at_peak": {str(category): nbytes for category, nbytes in trace.at_peak.items()},
         "phase_peaks": {str(phase): nbytes for phase, nbytes in trace.phase_peaks().items()},
+        "attention": [
+            {"backend": use.backend, "num_calls": use.num_calls, "reason": use.reason} for use in attention_use(trace)
+        ],
         "notes": list(trace.notes),
     }

@@ -153,7 +153,9 @@ class CudaMover:
             target.copy_(source, non_blocking=True)
             return Copied(started, CudaTicket(self._in, self._origin))
 
-    def to_host(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Ticket] = ()) -> Copied:
+    def to_host(
+        self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Ticket] = (), *, keep: bool = True
+    ) -> Copied:
         """Copy on the stream of copies to the host, after all that the computation was told so far."""
         for ticket in after:
             self._out.wait_event(_event(ticket))
@@ -161,7 +163,8 @@ class CudaMover:
             started = CudaTicket(self._out, self._origin)
             target.copy_(source, non_blocking=True)
             ended = CudaTicket(self._out, self._origin)
-        self._keep(ended, source)
+        if keep:
+            self._keep(ended, source)
         return Copied(started, ended)
 
     def now(self) -> CudaTicket:

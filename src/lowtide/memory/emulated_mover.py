@@ -121,8 +121,11 @@ class EmulatedMover:
             self._before_next_fetch.clear()
         return self._queue("to device", target, source, after)
 
-    def to_host(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Ticket] = ()) -> Copied:
-        """Queue the copy; the source stays on the device until it runs."""
+    def to_host(
+        self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Ticket] = (), *, keep: bool = True
+    ) -> Copied:
+        """Queue the copy; the source stays on the device until it runs, whoever keeps it."""
+        del keep
         copied = self._queue("to host", target, source, after)
         with self._lock:
             queue = self._queues["to host"]

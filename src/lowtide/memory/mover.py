@@ -70,8 +70,14 @@ class Mover(Protocol):
     def to_device(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Ticket] = ()) -> Copied:
         """Copy from host to device; the source must stay unchanged until it is done."""
 
-    def to_host(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Ticket] = ()) -> Copied:
-        """Copy from device to host; the mover keeps the source alive until it is done."""
+    def to_host(
+        self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Ticket] = (), *, keep: bool = True
+    ) -> Copied:
+        """Copy from device to host; the mover keeps the source alive until it is done.
+
+        Without `keep` the caller does, and tells the computation to wait for the copy before it lets go: when that is,
+        and so what the device holds, then does not depend on the speed of the host.
+        """
 
     def now(self) -> Ticket:
         """The point that the computation has been told to reach so far."""

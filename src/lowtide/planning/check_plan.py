@@ -6,7 +6,7 @@ from collections import Counter
 
 from lowtide.errors import PlanError
 from lowtide.memory.layout_types import Layout
-from lowtide.planning.plan import Plan, Weights
+from lowtide.planning.plan import Plan, Site, Weights
 from lowtide.planning.window_need import largest_window, window_bytes_needed
 from lowtide.units import format_bytes
 
@@ -28,6 +28,7 @@ def check_plan(plan: Plan, layout: Layout) -> None:
             f"{layout.fingerprint}. The groups have the same names and sizes, so a parameter's name, shape, dtype or "
             "requires_grad has changed, or what is tied; make the plan again"
         )
+    _check_kept_on_host(plan, layout)
     _check_device(plan, layout)
     _check_host(plan, layout)
 
@@ -72,6 +73,27 @@ def _weight_bytes(plan: Plan, layout: Layout, weights: Weights) -> int:
     return sum(chunk.nbytes for chunk in layout.chunks if chunk.group in names)
 
 
+def _check_kept_on_host(plan: Plan, layout: Layout) -> None:
+    specs = {group.name: group for group in layout.groups}
+    for group in plan.groups:
+        if group.weights is not Weights.HOST:
+            continue
+        spec = specs[group.name]
+        is_table = len(spec.parameters) == 1 and len(spec.parameters[0].shape) == 2 and spec.windows == (spec.name,)
+        if not is_table:
+            raise PlanError(
+                f"group {group.name or '(rest of the model)'!r} has {len(spec.parameters)} parameters in "
+                f"{len(spec.windows)} module calls, and only an embedding, one table in one call, can stay on the host; "
+                "stream it instead",
+                group=group.name,
+            )
+        if any(site is not Site.HOST for site in group.sites):
+            raise PlanError(
+                f"group {group.name!r} stays on the host, and its update is on the device; update it on the host",
+                group=group.name,
+            )
+
+
 def _check_device(plan: Plan, layout: Layout) -> None:
     streamed = {group.name for group in plan.groups if group.weights is Weights.STREAMED}
     window, alone = largest_window(layout, streamed)
@@ -107,7 +129,7 @@ def _check_device(plan: Plan, layout: Layout) -> None:
 
 
 def _check_host(plan: Plan, layout: Layout) -> None:
-    streamed = _weight_bytes(plan, layout, Weights.STREAMED)
+    streamed = _weight_bytes(plan, layout, Weights.STREAMED) + _weight_bytes(plan, layout, Weights.HOST)
     limit = plan.budgets.host_bytes
     if limit is not None and streamed > limit:
         raise PlanError(

@@ -8,10 +8,12 @@ from typing import TypeVar
 
 from torch import nn
 
+from lowtide.activations.policy import Policies
 from lowtide.errors import ConfigError, UnknownNameError
 from lowtide.memory.groups import REST, find_groups
 from lowtide.memory.layout import lay_out
 from lowtide.memory.layout_types import ChunkSpec, Layout
+from lowtide.planning.activation_choice import activations_by_group
 from lowtide.planning.check_plan import check_plan as check_plan
 from lowtide.planning.placement import assemble, is_always_open, is_trained
 from lowtide.planning.plan import Budgets, Plan, Schedule, Site, Weights
@@ -31,6 +33,7 @@ def make_plan(
     weights: Weights | str | Mapping[str, Weights | str] = Weights.STREAMED,
     update: Site | str | float | Mapping[str, Site | str | float] = Site.HOST,
     schedule: Schedule | str = Schedule.DEFERRED,
+    activations: Policies | None = None,
     prefetch_depth: int = 1,
     cached_buffers: int = 2,
     defragment_every: int = 0,
@@ -44,11 +47,14 @@ def make_plan(
     Args:
         model: The model, or its layout where the groups or the chunk size were chosen by hand.
         weights: `resident` or `streamed`, for all groups or by name, "*" for those not named. The rest group "", and
-            tied groups that it shares, are open for the whole step and are resident unless they are named.
+            tied groups that it shares, are open for the whole step and are resident unless they are named. `host`, for an
+            embedding by name: it is looked up and updated on the host.
         update: `device` or `host`, likewise. A number from 0 to 1 is the share of the trained bytes that the host
             updates, those whose gradients come first in backward: the last ones. For a group by name, the share of
             that group.
         schedule: When the updates run.
+        activations: `keep`, `selective`, `recompute` or `offload`, or a policy of `lowtide.activations`: for all repeated
+            blocks, or by group, "*" for the blocks that are not named.
         prefetch_depth: How many groups ahead are copied to the device.
         cached_buffers: Released buffers kept per size class.
         defragment_every: Steps between two defragmentations of the host arena.
@@ -71,11 +77,16 @@ def make_plan(
     layout = model if isinstance(model, Layout) else lay_out(find_groups(model))
     placed = _weights_by_group(layout, weights)
     sites = _sites_by_chunk(layout, update)
+    for chunk in layout.chunks:
+        if placed[chunk.group] is Weights.HOST:
+            sites[chunk.name] = Site.HOST  # where the weights are
     plan = assemble(
         layout,
         resident={name for name, word in placed.items() if word is Weights.RESIDENT},
         on_device={name for name, site in sites.items() if site is Site.DEVICE},
+        on_host={name for name, word in placed.items() if word is Weights.HOST},
         schedule=_word(Schedule, schedule, "schedule"),
+        activations=activations_by_group(layout, activations),
         prefetch_depth=prefetch_depth,
         cached_buffers=cached_buffers,
         defragment_every=defragment_every,

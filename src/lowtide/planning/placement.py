@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from lowtide.activations.policy import Keep, Policy
 from lowtide.errors import ConfigError
 from lowtide.memory.groups import REST
 from lowtide.memory.layout_types import ChunkSpec, GroupSpec, Layout
@@ -38,7 +39,7 @@ def chunk_bytes_on_device(layout: Layout, plan: Plan, *, state_bytes_per_paramet
     """What a plan's chunks take of the device."""
     sites = {(group.name, number): site for group in plan.groups for number, site in enumerate(group.sites)}
     resident = {group.name for group in plan.groups if group.weights is Weights.RESIDENT}
-    streamed = {group.name for group in plan.groups} - resident
+    streamed = {group.name for group in plan.groups if group.weights is Weights.STREAMED}
     sizes = group_sizes(layout)
     updated = {
         group.name: sum(
@@ -78,21 +79,28 @@ def assemble(
     *,
     resident: Collection[str],
     on_device: Collection[str],
+    on_host: Collection[str] = (),
     schedule: Schedule,
     budgets: Budgets,
     prefetch_depth: int = 1,
     cached_buffers: int = 2,
     defragment_every: int = 0,
+    activations: Mapping[str, Policy] | None = None,
 ) -> Plan:
-    """The plan in which these groups are resident, these chunks are updated on the device, and all else is the host's."""
+    """The plan in which these groups are resident, these chunks are updated on the device, and all else is the host's.
+
+    Groups in `on_host` never come to the device; the other ones are streamed.
+    """
+    policies = activations or {}
     return Plan(
         groups=tuple(
             GroupPlan(
                 name=group.name,
-                weights=Weights.RESIDENT if group.name in resident else Weights.STREAMED,
+                weights=_weights(group.name, resident, on_host),
                 sites=tuple(
                     Site.DEVICE if chunk.name in on_device else Site.HOST for chunk in layout.chunks_of(group.name)
                 ),
+                activation=policies.get(group.name, Keep()),
                 weight_bytes=group.nbytes,
             )
             for group in layout.groups
@@ -105,6 +113,12 @@ def assemble(
         defragment_every=defragment_every,
         budgets=budgets,
     )
+
+
+def _weights(name: str, resident: Collection[str], on_host: Collection[str]) -> Weights:
+    if name in resident:
+        return Weights.RESIDENT
+    return Weights.HOST if name in on_host else Weights.STREAMED
 
 
 def by_first_use(layout: Layout) -> list[str]:

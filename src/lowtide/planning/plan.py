@@ -5,10 +5,11 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from lowtide.activations.policy import KEEP, CompileBudget, Keep, Offload, Recompute, Selective
 from lowtide.errors import ConfigError
 from lowtide.units import format_bytes
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
 
 class Weights(enum.StrEnum):
@@ -18,6 +19,8 @@ class Weights(enum.StrEnum):
     """On the device, always: no copy, no hook, all its bytes of the device."""
     STREAMED = "streamed"
     """On the host; a copy comes to the device when the group's module runs, forward and backward."""
+    HOST = "host"
+    """On the host, always: an embedding is looked up and updated there, and only the rows of a batch travel."""
 
 
 class Site(enum.StrEnum):
@@ -57,6 +60,8 @@ class GroupPlan:
     weights: Weights
     sites: tuple[Site, ...]
     """One for each chunk of the group, in order. Groups that are not trained have sites too; they are not used."""
+    activation: Keep | Selective | Recompute | Offload | CompileBudget = KEEP
+    """What becomes of what its forward saves for the backward."""
     weight_bytes: int | None = None
     """Bytes of its parameters when the plan was made: where a plan is for another model, it can say what differs."""
 

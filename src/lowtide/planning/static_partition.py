@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lowtide.activations.policy import Policies
 from lowtide.errors import ConfigError, PlanError
 from lowtide.memory.layout_types import Layout
+from lowtide.planning.activation_choice import activations_by_group
 from lowtide.planning.placement import assemble, by_first_use, gradient_bytes, is_trained, most_that_fit, state_bytes
 from lowtide.planning.plan import Budgets, Plan, Schedule, schedule_of
 from lowtide.planning.window_need import group_sizes, largest_window, window_bytes
@@ -32,6 +34,8 @@ class StaticPartition:
     """How many groups ahead of the running one have room in the windows."""
     schedule: Schedule = Schedule.DEFERRED
     """When the updates run."""
+    activations: Policies | None = None
+    """What becomes of saved activations, as in `make_plan`."""
     cached_buffers: int = 2
     """Released buffers kept per size class; 0 keeps none."""
     defragment_every: int = 0
@@ -110,6 +114,7 @@ def partition(
         prefetch_depth=config.prefetch_depth,
         cached_buffers=config.cached_buffers,
         defragment_every=config.defragment_every,
+        activations=activations_by_group(layout, config.activations),
         budgets=Budgets(
             device_bytes=device_bytes,
             window_bytes=window_bytes(layout, sizes.keys() - resident, config.prefetch_depth),

@@ -11,14 +11,16 @@ from typing import Protocol
 
 import torch
 
-from lowtide.memory.blocks import repeated_blocks
+from lowtide.planning.activation_techniques import ACTIVATION_TECHNIQUES
 from lowtide.planning.halves import batch_size, half_of
 from lowtide.planning.problem import Problem
 from lowtide.planning.reasons import Subject
+from lowtide.tracing.attention_rules import Backend
+from lowtide.tracing.attention_use import WRITTEN_OUT, attention_use, backend_of
 from lowtide.tracing.place import Place
 from lowtide.tracing.remarks import is_foreach_copy
 from lowtide.tracing.settings import Implementation, StepSettings, UpdateSchedule
-from lowtide.tracing.step_trace import Category, Phase, StepTrace
+from lowtide.tracing.step_trace import Category, StepTrace
 
 
 class Technique(Protocol):
@@ -70,41 +72,6 @@ class Bfloat16:
 
 
 @dataclass(frozen=True, slots=True)
-class Recompute:
-    """Keep each repeated block's inputs only, and run its forward again in the backward. Costs time."""
-
-    name: str = "recompute"
-
-    def why_not(self, problem: Problem, trace: StepTrace) -> str | None:
-        """Needs repeated blocks that are not recomputed yet."""
-        # What a model recomputes by its own checkpointing shows in the trace: activations that the backward makes.
-        is_made_anew = any(
-            item.category is Category.ACTIVATIONS and item.phase is Phase.BACKWARD for item in trace.allocations
-        )
-        if problem.settings.recompute or is_made_anew:
-            return "it is on already"
-        if not repeated_blocks(problem.model):
-            return f"{type(problem.model).__name__} has no repeated blocks"
-        return None
-
-    def apply(self, problem: Problem) -> Problem:
-        """Checkpoint the blocks."""
-        return _with(problem, recompute=True)
-
-    def subject(self, trace: StepTrace) -> Subject:
-        """Activations."""
-        return Subject(
-            noun="activations",
-            matches=lambda item: item.category is Category.ACTIVATIONS,
-            when_absent=lambda place: (
-                "after the last activation is freed"
-                if place is Place.UPDATE
-                else "where hardly any activation is alive"
-            ),
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class AttentionBackend:
     """The kind of attention backend that is not in use: fused where attention runs on math, math where it is fused."""
 
@@ -117,15 +84,14 @@ class AttentionBackend:
 
     def why_not(self, problem: Problem, trace: StepTrace) -> str | None:
         """Needs calls of SDPA, and one that runs on the other kind."""
-        kinds = {"_safe_softmax" in op.name for op in trace.ops if _is_attention(op.name)}
-        if not kinds:
+        uses = [use for use in attention_use(trace) if use.backend != WRITTEN_OUT]
+        if not uses:
             return "the model does not call scaled_dot_product_attention"
-        if kinds == {self.to_math}:
+        if {use.backend == Backend.MATH for use in uses} == {self.to_math}:
             return "it is on already"
-        if not self.to_math and problem.settings.attention != "math":
+        if not self.to_math and problem.settings.attention is None:
             # Nobody asked for math: torch fell back to it, and the note says what each fused backend refuses.
-            note = next((note for note in trace.notes if "math backend" in note), "")
-            refused = note.partition("(")[2].removesuffix(")")
+            refused = next((use.reason for use in uses if use.backend == Backend.MATH), "")
             return f"no fused backend takes these calls{f' ({refused})' if refused else ''}"
         return None
 
@@ -135,7 +101,7 @@ class AttentionBackend:
 
     def subject(self, trace: StepTrace) -> Subject:
         """What the modules that call attention allocate beside weights and gradients."""
-        modules = {op.module for op in trace.ops if _is_attention(op.name)}
+        modules = {op.module for op in trace.ops if backend_of(op.name) is not None}
         kinds = (Category.ACTIVATIONS, Category.TEMPORARIES, Category.WORKSPACE)
         return Subject(
             noun="tensors of the attention",
@@ -246,7 +212,7 @@ class Accumulate:
 
 TECHNIQUES: tuple[Technique, ...] = (
     Bfloat16(),
-    Recompute(),
+    *ACTIVATION_TECHNIQUES,
     AttentionBackend(to_math=False),
     AttentionBackend(to_math=True),
     UpdateImplementation("fused step", Implementation.FUSED),
@@ -263,11 +229,6 @@ _FUSED_UPDATES = ("aten._fused_ada", "aten._fused_sgd")
 def _with(problem: Problem, **changes: object) -> Problem:
     settings: StepSettings = replace(problem.settings, **changes)  # type: ignore[arg-type]  # each caller names fields
     return replace(problem, settings=settings)
-
-
-def _is_attention(op: str) -> bool:
-    is_fused = op.startswith("aten._scaled_dot_product") and not op.endswith("_backward")
-    return is_fused or op == "aten._safe_softmax"
 
 
 def _why_not_fused(problem: Problem) -> str | None:

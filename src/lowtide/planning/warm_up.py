@@ -12,8 +12,10 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from lowtide.activations.policy import Policies
 from lowtide.errors import ConfigError, PlanError
 from lowtide.memory.layout_types import Layout
+from lowtide.planning.activation_choice import activations_by_group
 from lowtide.planning.placement import (
     assemble,
     by_first_use,
@@ -62,6 +64,8 @@ class WarmUp:
     """How many groups ahead are copied; fewer where there is no room for as many."""
     schedule: Schedule = Schedule.DEFERRED
     """When the updates run, in the observed step too."""
+    activations: Policies | None = None
+    """What becomes of saved activations, as in `make_plan`."""
     cached_buffers: int = 2
     """Released buffers kept per size class; 0 keeps none."""
     defragment_every: int = 0
@@ -132,6 +136,7 @@ def warm_up_plan(layout: Layout, config: WarmUp, device_bytes: int, *, host_byte
         prefetch_depth=config.prefetch_depth,
         cached_buffers=config.cached_buffers,
         defragment_every=config.defragment_every,
+        activations=activations_by_group(layout, config.activations),
         budgets=_budgets(
             config,
             device_bytes,
@@ -201,6 +206,7 @@ def plan_after(
         prefetch_depth=depth,
         cached_buffers=config.cached_buffers,
         defragment_every=config.defragment_every,
+        activations=activations_by_group(layout, config.activations),
         budgets=_budgets(
             config,
             device_bytes,

@@ -19,6 +19,8 @@ from lowtide.units import format_bytes
 
 _NUM_PARTNERS = 2
 """A technique that saves nothing alone is tried with this many of those that save most, and with both of them."""
+_ABOUT_AS_GOOD = 0.05
+"""Of the peak: a dearer technique that is better by less does not stand for those that act alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +79,7 @@ def what_if(
     Example:
         >>> import torch
         >>> from lowtide.models import resolve_model
-        >>> from lowtide.planning.techniques import Recompute, UpdateInBackward
+        >>> from lowtide.planning.techniques import UpdateInBackward
         >>> source = resolve_model("gpt-tiny")
         >>> problem = Problem(model=source.build(None), batch=source.make_batch("8x128"), optimizer=torch.optim.AdamW)
         >>> answer = what_if(problem, problem.trace(), techniques=[UpdateInBackward()])
@@ -173,10 +175,7 @@ class _Search:
 
 def _combinations(singles: Sequence[_Tried], base: StepTrace) -> list[tuple[Technique, ...]]:
     """Each technique that saves nothing alone, behind those that save most: one of them, then two."""
-    saving = sorted(
-        (tried for tried in singles if tried.trace.peak_bytes < base.peak_bytes * (1 - NOTHING_SHARE)),
-        key=lambda tried: tried.trace.peak_bytes,
-    )
+    saving = _partners(singles, base)
     found: list[tuple[Technique, ...]] = []
     seen: set[str] = set()
     for tried in singles:
@@ -191,3 +190,19 @@ def _combinations(singles: Sequence[_Tried], base: StepTrace) -> list[tuple[Tech
         if len(partners) == _NUM_PARTNERS:
             found.append((*(other.techniques[0] for other in partners), technique))
     return found
+
+
+def _partners(singles: Sequence[_Tried], base: StepTrace) -> list[_Tried]:
+    """Those that save, most first; of several that act on the same tensors the one that stands for all.
+
+    They come in the order of what they cost, so that is the first of them that is about as good as the best.
+    """
+    kinds: dict[str, list[_Tried]] = {}
+    for tried in singles:
+        if tried.trace.peak_bytes < base.peak_bytes * (1 - NOTHING_SHARE):
+            kinds.setdefault(tried.techniques[0].subject(base).noun, []).append(tried)
+    chosen = []
+    for alike in kinds.values():
+        best = min(tried.trace.peak_bytes for tried in alike)
+        chosen.append(next(tried for tried in alike if tried.trace.peak_bytes <= best * (1 + _ABOUT_AS_GOOD)))
+    return sorted(chosen, key=lambda tried: tried.trace.peak_bytes)

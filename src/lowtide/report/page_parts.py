@@ -15,6 +15,7 @@ from lowtide.report.markup import Cell, Markup
 from lowtide.report.palette import STACK_ORDER
 from lowtide.report.phase_runs import phase_runs, run_peak
 from lowtide.tracing.alive import AliveGroup, group_alive, largest_alive
+from lowtide.tracing.attention_use import attention_use, fallbacks
 from lowtide.tracing.instant import instant_of
 from lowtide.tracing.step_trace import Allocation, StepTrace
 from lowtide.units import format_bytes, format_count
@@ -42,7 +43,16 @@ def figures(trace: StepTrace) -> str:
     if fit is not None:
         detail = Markup(f'<b class="{"fits" if fit.fits else "too-large"}">{escape(fit.verdict)}</b>')
         items.append((trace.target.card, markup.size(fit.capacity_bytes), detail))
-    return f'{markup.figures(items)}<p class="where">{where}</p>'
+    return f'{markup.figures(items)}<p class="where">{where}</p>{_attention(trace)}'
+
+
+def _attention(trace: StepTrace) -> str:
+    """The backends that attention ran on, and calls that fell back to math."""
+    uses = ", ".join(escape(use.text) for use in attention_use(trace))
+    if not uses:
+        return ""
+    told = "".join(f' <b class="too-large">{escape(note)}.</b>' for note in fallbacks(trace))
+    return f'<p class="where">Attention: {uses}.{told}</p>'
 
 
 def category_table(trace: StepTrace) -> str:

@@ -19,6 +19,7 @@ from lowtide.report.facts import differences, fit_of, saving
 from lowtide.report.palette import COLOURS, PEAK_COLOUR, STACK_ORDER
 from lowtide.report.terminal_table import titled_table
 from lowtide.tracing.alive import AliveGroup, group_alive, largest_alive
+from lowtide.tracing.attention_use import attention_use, fallbacks, is_on_attention
 from lowtide.tracing.compare import Difference
 from lowtide.tracing.instant import instant_of
 from lowtide.tracing.step_trace import Allocation, StepTrace
@@ -41,8 +42,9 @@ def trace_report(
     ]
     if observed is not None:
         parts.insert(1, comparison_table(differences(trace, observed)))
-    if trace.notes:
-        parts.append(notes(trace.notes))
+    others = [note for note in trace.notes if not is_on_attention(note)]
+    if others:
+        parts.append(notes(others))
     return Group(*(Padding(part, (0, 0, 1, 0)) for part in parts))
 
 
@@ -63,6 +65,11 @@ def headline(trace: StepTrace) -> Panel:
         facts.add_row("at", Text(moment.place))
         if moment.source:
             facts.add_row("line", Text(moment.source))
+    uses = attention_use(trace)
+    for use in uses:
+        facts.add_row("attention" if use is uses[0] else "", Text(use.text))
+    for note in fallbacks(trace):
+        facts.add_row("", Text(note, style=_BAD))
     title = Text.assemble((trace.model, "bold"), f"  {format_count(trace.num_parameters)} parameters, {trace.origin}")
     return Panel(facts, title=title, title_align="left", expand=False, padding=(1, 2))
 

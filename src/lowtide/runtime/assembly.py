@@ -23,11 +23,11 @@ def make_windows(model: nn.Module, engine: Engine) -> list[Window]:
     """One for each module whose call must be known, not installed yet. Resident groups that the device updates need none."""
     by_path: dict[str, list[Unit]] = {}
     for unit in engine.units.values():
-        if unit.is_resident and not any(map(is_away, unit.bounds)):
+        if unit.is_on_host or (unit.is_resident and not any(map(is_away, unit.bounds))):
             continue
         for path in unit.group.spec.windows:
             by_path.setdefault(path, []).append(unit)
-    if by_path or engine.schedule is Schedule.IN_BACKWARD:
+    if by_path or engine.schedule is Schedule.IN_BACKWARD or any(unit.is_on_host for unit in engine.units.values()):
         by_path.setdefault("", [])
     return [Window(model.get_submodule(path), path, tuple(units), engine) for path, units in by_path.items()]
 

@@ -43,6 +43,8 @@ class HostNeed:
     staging_bytes: int
     updated_bytes: int
     """Of parameters that the host updates, beside which the optimizer keeps its state."""
+    table_bytes: int = 0
+    """Of weights that never leave the host, and of their gradients: not locked, and not in the buffer."""
 
     @property
     def total_bytes(self) -> int:
@@ -58,10 +60,14 @@ class HostNeed:
 
 def host_need(layout: Layout, plan: Plan, *, has_optimizer: bool) -> HostNeed:
     """What the host must hold: weights of streamed chunks, twins of resident ones, deferred gradients, staging."""
-    weights = gradients = updated = largest = largest_parameter = 0
+    weights = gradients = updated = largest = largest_parameter = tables = 0
     for group in plan.groups:
         for chunk, site in zip(layout.chunks_of(group.name), group.sites, strict=True):
             is_updated = has_optimizer and site is Site.HOST and chunk.spans[0].parameter.requires_grad
+            if group.weights is Weights.HOST:
+                tables += (1 + is_updated) * chunk.nbytes
+                updated += is_updated * sum(span.parameter.nbytes for span in chunk.spans)
+                continue
             if group.weights is Weights.STREAMED or is_updated:
                 weights += chunk.nbytes
             if is_updated:
@@ -78,6 +84,7 @@ def host_need(layout: Layout, plan: Plan, *, has_optimizer: bool) -> HostNeed:
         gradient_bytes=gradients,
         staging_bytes=_padded(staging) + 4096 * bool(staging),
         updated_bytes=updated,
+        table_bytes=tables,
     )
 
 
@@ -95,6 +102,7 @@ class Binder:
         *,
         has_optimizer: bool,
         on_device_buffer: Callable[[torch.Tensor], None],
+        on_host_memory: Callable[[torch.Tensor], None],
     ) -> None:
         self._plan = plan
         self._layout = layout
@@ -103,6 +111,7 @@ class Binder:
         self._books = books
         self._has_optimizer = has_optimizer
         self._on_device_buffer = on_device_buffer
+        self._on_host_memory = on_host_memory
         self.bounds: list[Bound] = []
         """What was bound so far, in the middle of a group as well."""
         self._parameters = dict(model.named_parameters())
@@ -114,6 +123,8 @@ class Binder:
 
     def bind(self, spec: GroupSpec, plan: GroupPlan, fill: Fill) -> Unit:
         """Make one group's chunks, and point its parameters to them."""
+        if plan.weights is Weights.HOST:
+            return self._bind_table(spec, fill)
         is_resident = plan.weights is Weights.RESIDENT
         chunks: list[Chunk] = []
         bounds: list[Bound] = []
@@ -122,6 +133,25 @@ class Binder:
             chunks.append(chunk)
             bounds += bound
         return Unit(StoredGroup(spec, chunks), bounds, is_resident=is_resident)
+
+    def _bind_table(self, spec: GroupSpec, fill: Fill) -> Unit:
+        """A table that never leaves the host: memory of its own, not locked, because only looked-up rows are copied."""
+        (chunk_spec,) = self._layout.chunks_of(spec.name)
+        (span,) = chunk_spec.spans
+        host = torch.empty(chunk_spec.nbytes, dtype=torch.uint8, device="cpu")
+        self._on_host_memory(host)
+        chunk = Chunk(chunk_spec, host, self._mover.device_buffer(0))
+        parameter = self._parameters[span.parameter.name]
+        view = own_storage(view_of(host, span.offset_bytes, span.parameter))
+        with torch.no_grad():
+            fill(span.parameter, parameter, view)
+        _give_data(parameter, view)
+        bound = Bound(parameter, span.parameter, chunk, Site.HOST, host_view=view, device_view=view)
+        bound.owners = self._owners[id(parameter)]
+        if self._has_optimizer and span.parameter.requires_grad:
+            bound.twin = parameter.detach()
+        self.bounds.append(bound)
+        return Unit(StoredGroup(spec, [chunk]), [bound], is_resident=False, is_on_host=True)
 
     def _bind_chunk(self, spec: ChunkSpec, site: Site, fill: Fill, *, is_resident: bool) -> tuple[Chunk, list[Bound]]:
         is_updated = self._has_optimizer and site is Site.HOST and spec.spans[0].parameter.requires_grad
@@ -149,11 +179,7 @@ class Binder:
                     device_view.copy_(host_view)
             home = device_view if is_resident else host_view
             assert home is not None
-            if parameter.is_meta:
-                # The object stays the user's; a meta tensor cannot be given real data.
-                torch.utils.swap_tensors(parameter, nn.Parameter(home, requires_grad=parameter.requires_grad))
-            else:
-                parameter.data = home
+            _give_data(parameter, home)
             bound = Bound(parameter, span.parameter, chunk, site, host_view=host_view, device_view=device_view)
             bound.owners = self._owners[id(parameter)]
             if is_updated:
@@ -168,6 +194,14 @@ class Binder:
             self._mover.shrink(device, [])
             self._books.credit(spec.nbytes, spec.name)
         return chunk, bounds
+
+
+def _give_data(parameter: nn.Parameter, home: torch.Tensor) -> None:
+    if parameter.is_meta:
+        # The object stays the user's; a meta tensor cannot be given real data.
+        torch.utils.swap_tensors(parameter, nn.Parameter(home, requires_grad=parameter.requires_grad))
+    else:
+        parameter.data = home
 
 
 def move_part(units: dict[str, Unit], key: str, flat: torch.Tensor) -> None:

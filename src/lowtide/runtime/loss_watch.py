@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from lowtide.activations.nested import tensors_in
 from lowtide.errors import NonFiniteLossError
-from lowtide.runtime.tensors import tensors_in
 
 
 class LossWatch:

@@ -9,6 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from lowtide import compat
+from lowtide.activations.apply import ActivationStats, Applied, apply
+from lowtide.activations.host_embedding import put_on_host
+from lowtide.activations.policy import Keep
 from lowtide.memory.capacity import (
     host_capacity_bytes,
     pinned_capacity_bytes,
@@ -23,6 +27,7 @@ from lowtide.memory.tier import Tier
 from lowtide.planning.check_plan import check_plan
 from lowtide.planning.plan import Plan
 from lowtide.planning.window_need import window_bytes_needed
+from lowtide.runtime.activation_mover import ActivationMover
 from lowtide.runtime.assembly import make_optimizer, make_windows, needs_managed_step
 from lowtide.runtime.binding import Binder, Fill, copy_values, host_need, is_held, move_part, release
 from lowtide.runtime.chunk_rows import chunk_rows
@@ -105,6 +110,7 @@ class Machinery:
         # The optimizer makes it, in memory of its own that is not locked.
         self._state_bytes = self._need.state_bytes(optimizer)
         self._host.charge(self._state_bytes, "optimizer state")
+        self._host.charge(self._need.table_bytes, "tables that stay, and their gradients")
         self._device = Tier("device", plan.budgets.device_bytes if plan.budgets.device_bytes is not None else 1 << 62)
         self._books: Books = tracked if tracked is not None else self._device
         self._recorder = Recorder() if legacy is None else legacy.recorder
@@ -113,7 +119,7 @@ class Machinery:
         self.moved_along: list[tuple[nn.Module, str, torch.device]] = [] if legacy is None else legacy.moved_along
         """Buffers and unmanaged parameters, and where they were before: `close` takes them back."""
         # An emulated device's host memory must not be born on the device.
-        with contextlib.nullcontext() if tracked is None else tracked.on_host():
+        with self._on_host():
             self._pool = HostPool(
                 mover,
                 self._worker,
@@ -140,8 +146,14 @@ class Machinery:
             self._engine = self._make_engine()
             self._windows = self._engine.windows = make_windows(model, self._engine)
             self._managed = self._make_optimizer()
+            self._applied = self._apply_activations()
+            self._tables = [
+                put_on_host(model, unit.name, device=mover.device, on_host=self._on_host)
+                for unit in self._units.values()
+                if unit.is_on_host
+            ]
             for window in self._windows:
-                window.install()
+                window.install()  # outside of the policies: a group is open while its forward runs again
             undo.pop_all()
 
     # -- asked by the session ------------------------------------------------------------------------------------------
@@ -190,7 +202,12 @@ class Machinery:
             cache=CacheRow(hits=cache.num_hits, misses=cache.num_misses, held_bytes=cache.held_bytes),
             tiers=self._tier_rows(),
             is_emulated=self._tracked is not None,
+            activations=self.activation_stats(),
         )
+
+    def activation_stats(self) -> ActivationStats | None:
+        """What activation policies did; None where all keep what they save."""
+        return None if self._applied is None else self._applied.stats()
 
     def close(self) -> None:
         """Take everything apart; model and optimizer are plain afterwards, whatever condition the session was in."""
@@ -198,8 +215,7 @@ class Machinery:
         if self.limit is not None:
             # Before weights go back to a device that they came from.
             self.limit.lift()
-        for window in self._windows:
-            window.remove()
+        self._remove_from_calls()
         self._engine.stop()
         if self._managed is not None:
             self._managed.remove()
@@ -262,12 +278,11 @@ class Machinery:
 
     def _hand_over(self) -> Legacy:
         self._worker.close()
-        for window in self._windows:
-            window.remove()
+        self._remove_from_calls()
         self._engine.stop()
         peak_bytes = next(row.peak_bytes for row in self._tier_rows() if row.tier == "device")
         host = torch.device("cpu")
-        with contextlib.nullcontext() if self._tracked is None else self._tracked.on_host():
+        with self._on_host():
             for unit in self._units.values():
                 release(unit.bounds, dict.fromkeys(map(id, (bound.parameter for bound in unit.bounds)), host))
         if self._tracked is not None:
@@ -297,6 +312,7 @@ class Machinery:
             self._books,
             has_optimizer=self.optimizer is not None,
             on_device_buffer=lambda buffer: None if self._tracked is None else self._tracked.exclude_charged(buffer),
+            on_host_memory=lambda memory: None if self._tracked is None else self._tracked.exclude(memory),
         )
 
     def _make_engine(self) -> Engine:
@@ -324,6 +340,21 @@ class Machinery:
                 chunk.num_fetches = self._legacy.num_fetches[chunk.spec.name]
         return engine
 
+    def _apply_activations(self) -> Applied | None:
+        policies = {
+            group.name: group.activation for group in self.plan.groups if not isinstance(group.activation, Keep)
+        }
+        if not policies:
+            return None
+        storages = {compat.storage_key(chunk.device) for chunk in self._chunks()}
+        return apply(
+            self.model,
+            policies,
+            mover=ActivationMover(self._mover, (self._host, self._pinned), self._tracked),
+            is_weight=lambda tensor: compat.storage_key(tensor) in storages,
+            poison=self._poison,
+        )
+
     def _make_optimizer(self) -> ManagedOptimizer | None:
         if self.optimizer is None:
             return None
@@ -343,7 +374,20 @@ class Machinery:
             installed=installed,
         )
 
+    def _remove_from_calls(self) -> None:
+        """The model's modules are called as before; what was put in last goes first."""
+        for window in self._windows:
+            window.remove()
+        for table in self._tables:
+            table.remove()
+        if self._applied is not None:
+            self._applied.remove()
+
     # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _on_host(self) -> contextlib.AbstractContextManager[None]:
+        """What is made in it is the host's: an emulated device would count it as its own."""
+        return contextlib.nullcontext() if self._tracked is None else self._tracked.on_host()
 
     def _is_quiet(self) -> bool:
         """Whether nothing points into the host's memory but what `move_part` knows. Waits for updates, if that helps."""
@@ -372,5 +416,5 @@ class Machinery:
             device_budget_bytes=self.plan.budgets.device_bytes,
             host=self._host,
             pinned=self._pinned,
-            host_predicted_bytes=self._need.total_bytes + self._state_bytes,
+            host_predicted_bytes=self._need.total_bytes + self._state_bytes + self._need.table_bytes,
         )

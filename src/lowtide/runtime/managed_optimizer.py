@@ -229,6 +229,10 @@ class ManagedOptimizer:
             if not bounds:
                 continue
             if bounds[0].site is Site.HOST:
+                if unit.is_on_host:
+                    for bound in bounds:
+                        # Autograd made it where it belongs: it is used in place, and veiled until it has been.
+                        bound.gradient = bound.parameter.grad
                 self._updater.update_on_host(unit, chunk, bounds, settings)
                 engine.residency.store.drop(unit.name)
                 for bound in bounds:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from lowtide.activations.apply import ActivationStats
 from lowtide.config import from_plain, to_plain
 from lowtide.errors import BadRecordError, ConfigError
 from lowtide.plain_text import Plain
@@ -114,6 +115,8 @@ class SessionStats:
     """In the order of the layout."""
     cache: CacheRow
     tiers: tuple[TierRow, ...]
+    activations: ActivationStats | None = None
+    """What activation policies did; None where everything that is saved stays on the device."""
     is_emulated: bool = False
     """The device was a tier of host memory: the times say nothing about a GPU."""
 

@@ -99,10 +99,12 @@ class Bound:
 class Unit:
     """A group with its parameters. Also the lease of its veiled parameters."""
 
-    def __init__(self, group: StoredGroup, bounds: list[Bound], *, is_resident: bool) -> None:
+    def __init__(self, group: StoredGroup, bounds: list[Bound], *, is_resident: bool, is_on_host: bool = False) -> None:
         self.group = group
         self.bounds = bounds
         self.is_resident = is_resident
+        self.is_on_host = is_on_host
+        """Its weights never come to the device, nor does it have a window: its module computes on the host."""
         self.generation = 0
         """Counts updates: a visit remembers which weights it saw."""
         self.visits: weakref.WeakSet[Visit] = weakref.WeakSet()

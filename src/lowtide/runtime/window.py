@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 from lowtide import compat
+from lowtide.activations.nested import tensors_in
 from lowtide.errors import ModelChangedError, SessionError
-from lowtide.runtime.tensors import tensors_in
 from lowtide.runtime.unit import Unit
 
 

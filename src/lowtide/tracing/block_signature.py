@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from lowtide import compat
 from lowtide.tracing.ghost.tensor import Ghost
 
-_STANDARD = frozenset(vars(nn.Module())) | {"_hf_hook", "_is_hf_initialized"}
+_STANDARD = frozenset(vars(nn.Module())) | {"_hf_hook", "_is_hf_initialized", "_compiled_call_impl"}
+"""The last holds an activation policy, the same for all blocks of a trace; a user's compiled code does not travel."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLAIN = (bool, float, complex, str, bytes, type(None), type, torch.dtype, torch.device, torch.memory_format)
 _CACHE_STORES = frozenset({"layers", "is_updated", "key_cache", "value_cache"})

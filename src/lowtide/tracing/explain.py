@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowtide.tracing.alive import AliveGroup, group_alive, largest_alive
+from lowtide.tracing.attention_use import AttentionUse, attention_use
 from lowtide.tracing.clock import clock_of
 from lowtide.tracing.idle import IdleGroup, PassCounts, idle_tensors, pass_counts
 from lowtide.tracing.instant import Instant, decisive_event, instant_of
@@ -47,6 +48,8 @@ class Explanation:
     rule: RuleCheck
     remarks: tuple[str, ...]
     """What else stands out, one sentence each."""
+    attention: tuple[AttentionUse, ...]
+    """The backends that attention ran on; empty for a step without."""
 
     @property
     def sentences(self) -> tuple[str, ...]:
@@ -55,6 +58,7 @@ class Explanation:
             self.headline,
             _composition(self),
             *self.remarks,
+            *(_attention(self),) * bool(self.attention),
             *(_idleness(self),) * bool(self.idle),
             self.passes.sentence,
             self.rule.sentence,
@@ -96,6 +100,7 @@ def explain(trace: StepTrace) -> Explanation:
         shares=shares,
         rule=check_rule(trace, shares),
         remarks=remarks(trace),
+        attention=attention_use(trace),
     )
 
 
@@ -146,6 +151,12 @@ def _composition(explanation: Explanation) -> str:
         label = f"{kind.module or '(outside the model)'} {kind.op}{times}"
         sentence += f"; the largest kind is {label}, {list(kind.shape)} {kind.dtype}, {format_bytes(kind.bytes)}"
     return sentence + "."
+
+
+def _attention(explanation: Explanation) -> str:
+    # Reasons are told by the remark on the math backend.
+    uses = [f"{use.backend} ({use.num_calls} call{'' if use.num_calls == 1 else 's'})" for use in explanation.attention]
+    return f"Attention: {', '.join(uses)}."
 
 
 def _idleness(explanation: Explanation) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lowtide.errors import ConfigError
+from lowtide.tracing.attention_watch import attention_watch
 from lowtide.tracing.observe_cuda import observe_on_cuda
 from lowtide.tracing.observe_host import observe_on_host
 from lowtide.tracing.predict import OptimizerFactory
@@ -75,13 +76,15 @@ def observe(
     notes = [f"the batch was moved from {', '.join(sorted(map(str, moved)))} to {device}"] if moved else []
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
-    step = TrainingStep(model, batch, optimizer, loss, settings)
+    watch = attention_watch(model, device)
+    step = TrainingStep(model, batch, optimizer, loss, settings, around_first=watch)
     run = observe_on_host if device.type == "cpu" else observe_on_cuda
     with applied(model, optimizer, settings):
-        return run(
+        trace = run(
             step,
             name=name or type(model).__name__,
             steps=steps,
             notes=notes,
             on_progress=on_progress or (lambda _: None),
         )
+    return trace if watch is None else watch.explained(trace)

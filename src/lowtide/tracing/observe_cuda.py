@@ -242,7 +242,7 @@ def out_of_memory(marks: Marks, entries: list[dict[str, Any]], allocated: int, c
         f"the card ran out of memory in the {marks.phase or 'preparation'}{f' at {source}' if source else ''}, the "
         f"last module entered being {marks.last_module or '(none)'!r}: {size} was asked for with "
         f"{format_bytes(allocated)} allocated of {format_bytes(capacity)}. Last "
-        f"allocations: {last or 'none'}. Use a smaller batch or recompute=True, or lowtide.trace, which needs no memory."
+        f"allocations: {last or 'none'}. Use a smaller batch or activations='recompute', or lowtide.trace, which needs no memory."
     )
 
 

@@ -13,13 +13,15 @@ from torch import Tensor, nn
 from lowtide import compat, config
 from lowtide.errors import ConfigError
 from lowtide.hardware import Hardware
+from lowtide.tracing.activation_setup import activations_applied, connects_blocks
 from lowtide.tracing.allocator import AllocatorSettings
 from lowtide.tracing.assemble import assemble
-from lowtide.tracing.blocks import recompute_blocks
+from lowtide.tracing.ghost import chunked_loss
 from lowtide.tracing.ghost.cuda_module import cuda_functions
 from lowtide.tracing.ghost.literal_devices import LiteralDevices
 from lowtide.tracing.ghost.machine import GhostMachine
 from lowtide.tracing.ghost.mode import GhostMode
+from lowtide.tracing.ghost.mover import GhostMover
 from lowtide.tracing.ghost.tensor import Ghost
 from lowtide.tracing.ghost.values import Known
 from lowtide.tracing.memory_log import replay
@@ -91,27 +93,11 @@ def _predict(
         recorder.updater = type(step.optimizer).__name__ if step.optimizer is not None else ""
         _name_weights(step.model, recorder)
 
-        repeated = RepeatedBlocks(step.model, mode, is_on=job.repeat_blocks)
-        try:
-            with ModulePaths(step.model, recorder), GradientWatch(step.model, _mark_gradient), repeated:
-                recorder.is_detailed = False
-                on_progress("tracing the first step")
-                step(machine.device.type, recorder.begin_phase)
-                _name_optimizer_state(step)
-                repeated.check()
-                recorder.is_detailed = True
-                first_event, first_op = len(recorder.log), len(recorder.op_names)
-                on_progress("tracing the steady step")
-                step(machine.device.type, recorder.begin_phase)
-                _name_optimizer_state(step)
-            recorder, first_event, first_op = repeated.unroll(first_event, first_op)
-        except Exception as error:
-            if repeated.is_active:  # whatever went wrong may be the stand-ins' fault
-                raise _RunAgainError from error
-            raise
+        with activations_applied(step.model, job.settings, mover=GhostMover(machine.device)):
+            recorder, first_event, first_op = _run_steps(step, mode, job, on_progress)
     recorder.is_closed = True
     on_progress("replaying the allocator")
-    notes = [*mode.notes, *_attention_notes(machine)]
+    notes = [*mode.notes, *machine.attention.notes(), *([chunked_loss.NOTE] if job.settings.chunked_loss else [])]
     return assemble(
         recorder,
         replay(recorder, job.allocator),
@@ -129,6 +115,31 @@ def _predict(
         ),
         notes=tuple(notes),
     )
+
+
+def _run_steps(
+    step: TrainingStep, mode: GhostMode, job: Job, on_progress: Callable[[str], None]
+) -> tuple[Recorder, int, int]:
+    """The record of both steps, and where in it the events and the ops of the second begin."""
+    recorder, device_type = mode.recorder, mode.device.type
+    repeated = RepeatedBlocks(step.model, mode, is_on=job.repeat_blocks and not connects_blocks(job.settings))
+    try:
+        with ModulePaths(step.model, recorder), GradientWatch(step.model, _mark_gradient), repeated:
+            recorder.is_detailed = False
+            on_progress("tracing the first step")
+            step(device_type, recorder.begin_phase)
+            _name_optimizer_state(step)
+            repeated.check()
+            recorder.is_detailed = True
+            first_event, first_op = len(recorder.log), len(recorder.op_names)
+            on_progress("tracing the steady step")
+            step(device_type, recorder.begin_phase)
+            _name_optimizer_state(step)
+        return repeated.unroll(first_event, first_op)
+    except Exception as error:
+        if repeated.is_active:  # whatever went wrong may be the stand-ins' fault
+            raise _RunAgainError from error
+        raise
 
 
 def _prepare(job: Job, mode: GhostMode) -> TrainingStep:
@@ -153,8 +164,6 @@ def _prepare(job: Job, mode: GhostMode) -> TrainingStep:
             "one step to predict; trace with another optimizer, or observe a run",
             key="optimizer",
         )
-    if job.settings.recompute:
-        recompute_blocks(model)
     if optimizer is not None and job.settings.implementation is not None:
         choose_implementation(optimizer, job.settings.implementation)
     if optimizer is not None and job.settings.update is UpdateSchedule.IN_BACKWARD:
@@ -220,10 +229,3 @@ def _name_optimizer_state(step: TrainingStep) -> None:
 def _mark_gradient(gradient: Tensor) -> None:
     if isinstance(gradient, Ghost):
         gradient.life.category = Category.GRADIENTS
-
-
-def _attention_notes(machine: GhostMachine) -> list[str]:
-    notes = []
-    for backend, reason in machine.attention.chosen.items():
-        notes.append(f"attention runs on the {backend} backend" + (f" ({reason})" if reason else ""))
-    return notes

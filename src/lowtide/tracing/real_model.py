@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from lowtide import compat
 from lowtide.errors import ConfigError, ObserveError
-from lowtide.memory.blocks import repeated_blocks
-from lowtide.tracing.blocks import caching_configs, recompute_blocks
+from lowtide.tracing.activation_setup import activations_applied
 from lowtide.tracing.settings import StepSettings, UpdateSchedule
 from lowtide.tracing.training_step import choose_implementation, update_in_backward
 
@@ -91,27 +90,16 @@ def check_precision(model: nn.Module, settings: StepSettings) -> None:
 @contextlib.contextmanager
 def applied(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: StepSettings) -> Iterator[None]:
     """Put the settings on a real model and its optimizer; afterwards both are as they came, and no gradient is left."""
-    blocks = [block for _, block in repeated_blocks(model)] if settings.recompute else []
-    caching = caching_configs(model) if settings.recompute else []
-    own_forwards = [block.__dict__.get("forward") for block in blocks]
     flags = [{key: group.get(key) for key in ("foreach", "fused") if key in group} for group in _groups(optimizer)]
     hooks = [(parameter, set(compat.post_accumulate_hooks(parameter))) for parameter in model.parameters()]
     try:
-        if settings.recompute:
-            recompute_blocks(model)
         if optimizer is not None and settings.implementation is not None:
             choose_implementation(optimizer, settings.implementation)
         if optimizer is not None and settings.update is UpdateSchedule.IN_BACKWARD:
             update_in_backward(optimizer)
-        yield
+        with activations_applied(model, settings):
+            yield
     finally:
-        for block, forward in zip(blocks, own_forwards, strict=True):
-            if forward is None:
-                block.__dict__.pop("forward", None)
-            else:
-                block.__dict__["forward"] = forward
-        for cached in caching:
-            cached.use_cache = True
         for group, old in zip(_groups(optimizer), flags, strict=True):
             group.update(old.items())
         for parameter, known in hooks:

@@ -119,6 +119,11 @@ class Recorder:
         self.phase = phase
 
     @property
+    def module(self) -> str:
+        """Path of the innermost module whose forward runs in this thread."""
+        return self._stack[-1] if self._stack else self.root
+
+    @property
     def _stack(self) -> list[str]:
         return self._forward_stacks.get(threading.get_ident(), [])
 

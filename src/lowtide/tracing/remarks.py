@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from lowtide.tracing.attention_rules import Backend
+from lowtide.tracing.attention_use import attention_use, fallbacks
 from lowtide.tracing.shares import attention_scores
 from lowtide.tracing.step_trace import Allocation, Category, StepTrace
 from lowtide.units import format_bytes
@@ -30,19 +32,24 @@ class Copies:
         return _NUMBERS[self.count] if self.count < len(_NUMBERS) else f"{self.count:,}"
 
 
+def logits_shape(trace: StepTrace) -> tuple[int, ...] | None:
+    """The shape of the largest log-softmax of a step; None without any."""
+    shapes = [item.shape for item in trace.allocations if item.op == "aten._log_softmax" and len(item.shape) >= 2]
+    return max(shapes, key=math.prod, default=None)
+
+
 def logits_copies(trace: StepTrace, event: int) -> Copies | None:
     """Tensors of the logits' size alive after an event: the logits, their log-softmax, and the gradients of both."""
-    losses = [item for item in trace.allocations if item.op == "aten._log_softmax" and len(item.shape) >= 2]
-    if not losses:
+    shape = logits_shape(trace)
+    if shape is None:
         return None
-    model = max(losses, key=lambda item: math.prod(item.shape))
-    size = math.prod(model.shape)
+    size = math.prod(shape)
     # A loss that drops the last position leaves slightly smaller copies beside the logits.
     found = [
         item
         for item in trace.alive_at(event)
         if item.category in (Category.ACTIVATIONS, Category.TEMPORARIES)
-        and item.shape[-1:] == model.shape[-1:]
+        and item.shape[-1:] == shape[-1:]
         and 0.9 * size <= math.prod(item.shape) <= 1.1 * size
     ]
     return _copies(found)
@@ -100,11 +107,14 @@ def _foreach(trace: StepTrace) -> str | None:
 
 
 def _attention(trace: StepTrace) -> str | None:
-    note = next((note for note in trace.notes if "math backend" in note), None)
-    if note is None:
+    use = next((use for use in attention_use(trace) if use.backend == Backend.MATH), None)
+    if use is None:
         return None
     held = sum(item.bytes for item in attention_scores(trace, trace.peak_event))
-    return f"{note[0].upper()}{note[1:]}, which stores the scores of each query with each key: {_share(trace, held)}."
+    why = f" ({use.reason})" if use.reason else ""
+    sentence = f"Attention runs on the math backend{why}, which stores the scores of each query with each key"
+    told = "".join(f" {note[0].upper()}{note[1:]}." for note in fallbacks(trace))
+    return f"{sentence}: {_share(trace, held)}.{told}"
 
 
 def _unused(trace: StepTrace) -> str | None:

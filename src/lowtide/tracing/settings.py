@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from lowtide.activations.policy import Policy, policy_of
 from lowtide.errors import ConfigError
 
 
@@ -38,8 +39,11 @@ class StepSettings:
     """Backward passes per update."""
     precision: str | None = None
     """`bfloat16`, `float16` or `float32`: convert the model, and floating point inputs with it, before the step."""
-    recompute: bool = False
-    """Checkpoint each repeated block: keep its inputs, run its forward again in the backward."""
+    activations: str | None = None
+    """What becomes of what each repeated block's forward saves for its backward: `keep`, `selective`, `recompute`,
+    `recompute/4` (four blocks share one kept input), `offload` (recompute, its inputs on the host) or `offload/all`."""
+    chunked_loss: bool = False
+    """Compute the loss of a Hugging Face language model in chunks of tokens, so that its logits never exist at once."""
     update: UpdateSchedule = UpdateSchedule.DEFERRED
     implementation: Implementation | None = None
     """Of the optimizer; None: what the optimizer was built with, or torch's default on CUDA."""
@@ -53,6 +57,8 @@ class StepSettings:
     def __post_init__(self) -> None:
         if self.accumulate < 1:
             raise ConfigError(f"accumulate must be at least 1, got {self.accumulate}", key="accumulate")
+        if self.activations is not None:
+            policy_of(self.activations)
         for field, choices in {
             "autocast": ("bfloat16", "float16"),
             "precision": ("bfloat16", "float16", "float32"),
@@ -66,3 +72,8 @@ class StepSettings:
                 "an update in the backward needs each gradient once and complete: it excludes accumulate > 1 and max_grad_norm",
                 key="update",
             )
+
+    @property
+    def policy(self) -> Policy | None:
+        """The activation policy that the word stands for; None leaves the model's own way."""
+        return None if self.activations is None else policy_of(self.activations)

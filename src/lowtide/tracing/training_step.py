@@ -42,10 +42,13 @@ class TrainingStep:
     optimizer: torch.optim.Optimizer | None
     loss: Loss | None
     settings: StepSettings
+    around_first: contextlib.AbstractContextManager[object] | None = None
+    """Entered for the first step's forwards and backwards only."""
 
     def __call__(self, device_type: str, on_phase: PhaseListener) -> None:
         """One step; `on_phase` hears of each phase before it begins."""
-        with self._attention():
+        around, self.around_first = self.around_first or contextlib.nullcontext(), None
+        with self._attention(), around:
             for _ in range(self.settings.accumulate):
                 loss = self._forward(device_type, on_phase)
                 on_phase(Phase.BACKWARD)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lowtide.tracing.ghost.attention import Backend, Call, choose, why_not
+from lowtide.tracing.attention_rules import Backend, Call, choose, why_not
 from tests.tracing.ghost.ghost_process import GhostProcess, Lab
 
 ALL = frozenset(Backend)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lowtide import compat
 from lowtide.hardware import Hardware
-from lowtide.tracing.ghost import autocast, contents, device, matching, recurrent
+from lowtide.tracing.attention_choices import AttentionChoices
+from lowtide.tracing.ghost import autocast, chunked_loss, contents, device, matching, offloading, recurrent
 from lowtide.tracing.ghost.attention import Attention
 from lowtide.tracing.ghost.costs import CudaCosts
 from lowtide.tracing.ghost.mode import GhostMode
@@ -51,6 +52,8 @@ class GhostMachine:
         compat.allow_foreach_on(Ghost)
         compat.treat_cuda_as(self.device.type, self._casts.clear)
         matching.accept_ghosts(self._note)
+        chunked_loss.accept_ghosts()
+        offloading.accept_ghosts()
 
     @classmethod
     def get(cls) -> GhostMachine:
@@ -62,17 +65,18 @@ class GhostMachine:
     def mode_for(self, recorder: Recorder, hardware: Hardware, torch_version: str) -> GhostMode:
         """The dispatch mode of a trace on a card under a torch version."""
         major, minor = (int(part) for part in torch_version.split("+")[0].split(".")[:2])
-        self._attention = Attention(hardware.compute_capability, (major, minor))
+        choices = AttentionChoices(hardware.compute_capability, (major, minor))
+        self._attention = Attention(choices, lambda: recorder.module)
         self._casts.torch_version = (major, minor)
         mode = self._mode = GhostMode(recorder, self.device, CudaCosts(hardware, torch_version))
         mode.learn_owner_count()
         return mode
 
     @property
-    def attention(self) -> Attention:
+    def attention(self) -> AttentionChoices:
         """The attention choices of the current trace."""
         assert self._attention is not None, "no trace has begun"
-        return self._attention
+        return self._attention.choices
 
     def _empty(self, size: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
         return self._place(torch.empty(size, dtype=dtype, device="meta"))
@@ -81,8 +85,12 @@ class GhostMachine:
         return self._place(torch.empty_strided(size, stride, dtype=dtype, device="meta"))
 
     def _place(self, inner: Tensor) -> Tensor:
+        return self._current_mode.place(inner)
+
+    @property
+    def _current_mode(self) -> GhostMode:
         assert self._mode is not None, "no trace has begun"
-        return self._mode.place(inner)
+        return self._mode
 
     def _copy_from(self, source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
         if isinstance(target, Ghost):
@@ -90,15 +98,15 @@ class GhostMachine:
         return target
 
     def _number(self, tensor: Tensor) -> Any:
-        assert self._mode is not None, "no trace has begun"
-        return self._mode.__torch_dispatch__(aten._local_scalar_dense.default, (), (tensor,))
+        return self._current_mode.__torch_dispatch__(aten._local_scalar_dense.default, (), (tensor,))
 
     def _note(self, text: str) -> None:
         if self._mode is not None:
             self._mode.notes.setdefault(text)
 
     def _attend(self, *args: Any, **kwargs: Any) -> Any:
-        return self.attention(*args, **kwargs)
+        assert self._attention is not None, "no trace has begun"
+        return self._attention(*args, **kwargs)
 
 
 def _never_called(*args: Any, **kwargs: Any) -> Any:

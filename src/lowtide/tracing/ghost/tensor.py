@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 class Ghost(Tensor):
     """A tensor without memory. Made by the ghost mode only."""
 
+    has_storage_of_its_own = True
+    """For `compat.plain_storage`."""
     inner: Tensor  # type: ignore[assignment]
     """The meta tensor: size, strides, dtype, and which storage."""
     life: Life
@@ -56,6 +58,10 @@ class Ghost(Tensor):
     def is_cuda(self) -> bool:  # type: ignore[override]
         """Models ask before they take a fused path; the ghost stands for a CUDA tensor."""
         return self.device.type == "ghost"
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """The storage of the meta tensor inside: ghosts that share memory share it; each wrapper has one to itself."""
+        return self.inner.untyped_storage()
 
     def value(self) -> Known | None:
         """How to compute the values, or None where they are not known (any more)."""

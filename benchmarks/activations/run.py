@@ -1,0 +1,12 @@
+"""Activation policies beside torch's own ways, on one GPU.
+
+python -m benchmarks.activations.run policies --out FOLDER --commit 0123abc
+"""
+
+from __future__ import annotations
+
+from benchmarks.activations.suites import SUITES
+from benchmarks.suite import main
+
+if __name__ == "__main__":
+    main("benchmarks.activations.row", "lowtide.activation_benchmark/1", SUITES)

@@ -1,0 +1,40 @@
+"""The rows of the activation suites, as plain data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Row = dict[str, Any]
+
+LLAMA = {"model": "3.14b", "steps": 5, "warm_up": 2}
+SHORT, LONG = "8x2048", "2x16384"
+
+
+def _rows(batch: str) -> list[Row]:
+    rows: list[Row] = [
+        {"name": "plain torch, everything kept", "kind": "plain"},
+        {"name": "torch.utils.checkpoint on each layer", "kind": "checkpoint"},
+        {"name": "the same in save_on_cpu(pin_memory=True)", "kind": "checkpoint save_on_cpu"},
+        {"name": "torch.compile, activation budget 0.5", "kind": "torch budget", "share": 0.5},
+        {"name": "keep", "kind": "policy", "policy": "keep"},
+        {"name": "selective", "kind": "policy", "policy": "selective"},
+        {"name": "recompute", "kind": "policy", "policy": "recompute"},
+        {"name": "recompute in segments of 5", "kind": "policy", "policy": "recompute/5"},
+        {"name": "offload (inputs, on top of recompute)", "kind": "policy", "policy": "offload"},
+        {"name": "compile budget 0.5", "kind": "policy", "policy": "compile-budget", "share": 0.5},
+    ]
+    if batch == SHORT:
+        # At the longer one what is saved is more than a host of 125 GiB may lock.
+        rows += [
+            {"name": "save_on_cpu(pin_memory=True), everything", "kind": "save_on_cpu"},
+            {"name": "offload everything", "kind": "policy", "policy": "offload/all"},
+        ]
+    rows += [{"name": "torch.utils.checkpoint on each layer, again", "kind": "checkpoint"}]
+    return [{**LLAMA, "batch": batch, **row} for row in rows]
+
+
+SUITES: dict[str, list[Row]] = {
+    "policies": _rows(SHORT),
+    "policies_long": _rows(LONG),
+    "tiny": [{**row, "model": "tiny", "batch": "2x32", "steps": 1, "warm_up": 1} for row in _rows(SHORT)],
+}

@@ -1,0 +1,136 @@
+"""apply: give modules of a plain torch model their activation policies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from lowtide.activations.compile_check import CompileCheck
+from lowtide.activations.key_value_cache import caching_configs
+from lowtide.activations.offloading import IsWeight, Offloading
+from lowtide.activations.policy import CompileBudget, Keep, Offload, Policies, Policy
+from lowtide.activations.policy_call import Counts, PolicyCall
+from lowtide.activations.resolve import resolve
+from lowtide.activations.segments import Segments
+from lowtide.memory.mover import Mover
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationStats:
+    """What policies have done since they were applied, and hold now."""
+
+    num_recomputed: int
+    """Runs of a group for its own backward."""
+    num_remade: int
+    """Runs of a group for the inputs of those after it in its segment."""
+    num_offloaded: int
+    """Tensors, or storages of several tensors, that went to the host."""
+    offloaded_bytes: int
+    """What went to the host."""
+    brought_bytes: int
+    """What came back: less than went by what a backward still found on the device."""
+    host_bytes: int
+    """Held on the host at this moment, for graphs that live."""
+
+
+class Applied:
+    """Policies at work on a model, until `remove` or the end of a `with` block."""
+
+    def __init__(
+        self, model: nn.Module, policies: dict[str, Policy], *, offloading: Offloading, turn_off_caches: bool
+    ) -> None:
+        self.policies = policies
+        """By the path of the module."""
+        self._offloading, self._counts, segments = offloading, Counts(), Segments()
+        self._calls = [
+            PolicyCall(
+                model.get_submodule(path), path, policy, offloading=offloading, segments=segments, counts=self._counts
+            )
+            for path, policy in policies.items()
+        ]
+        self._caching: list[Any] = caching_configs(model) if turn_off_caches else []
+        for config in self._caching:
+            config.use_cache = False
+        # Installed last, removed first: it stands around a policy of the model itself.
+        self._check = CompileCheck(model)
+        for call in self._calls:
+            call.install()
+        self._check.install()
+
+    def stats(self) -> ActivationStats:
+        """What was done so far."""
+        stash = self._offloading.stash
+        return ActivationStats(
+            num_recomputed=self._counts.num_recomputed,
+            num_remade=self._counts.num_remade,
+            num_offloaded=0 if stash is None else stash.num_put,
+            offloaded_bytes=0 if stash is None else stash.put_bytes,
+            brought_bytes=0 if stash is None else stash.brought_bytes,
+            host_bytes=0 if stash is None else stash.host_bytes,
+        )
+
+    def remove(self) -> None:
+        """Leave the model as it was. Graphs that were made before can still be run backward."""
+        self._check.remove()
+        for call in self._calls:
+            call.remove()
+        for config in self._caching:
+            config.use_cache = True
+        self._caching = []
+        self._offloading.close()
+
+    def __enter__(self) -> Applied:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+def apply(
+    model: nn.Module,
+    policies: Policies,
+    *,
+    mover: Mover | None = None,
+    is_weight: IsWeight | None = None,
+    poison: bool = False,
+) -> Applied:
+    """Let the chosen modules of a model keep, recompute or offload what they save for the backward.
+
+    The model is changed in place and trains as before, with the same bits in losses and gradients; only memory and time
+    differ. Copies and pickles of it are plain models. Blocks that are compiled one by one stay compiled. Where blocks are
+    recomputed, key-value caches of Hugging Face models are off.
+
+    Args:
+        model: Any torch model, on its device or not yet.
+        policies: One policy, or its word ("keep", "selective", "recompute", "offload"), for all repeated blocks; or a mapping
+            from the path of a module, "*" for the blocks that are not named.
+        mover: Copies between device and host. None: one of its own, on the device of the model's inputs. On the CPU
+            both tiers are the same memory, and offloading saves nothing: it is emulated there.
+        is_weight: Tells weights among saved tensors, beyond the parameters and buffers of the group itself.
+        poison: Fill memory with NaN before each copy into it, so that a missing wait shows. For tests.
+
+    Example:
+        >>> from lowtide.activations import Recompute
+        >>> layer = nn.TransformerEncoderLayer(8, 2)
+        >>> with apply(nn.TransformerEncoder(layer, 4, enable_nested_tensor=False), Recompute(segment=2)) as applied:
+        ...     sorted(applied.policies)
+        ['layers.0', 'layers.1', 'layers.2', 'layers.3']
+
+    Raises:
+        ActivationError: A module has a policy already, or is compiled and its policy has to look inside. Also by the model,
+            when it is called from within `torch.compile`.
+    """
+    chosen = resolve(model, policies)
+    offloading = Offloading(mover, is_weight, poison=poison)
+    return Applied(
+        model, chosen, offloading=offloading, turn_off_caches=any(_runs_again(policy) for policy in chosen.values())
+    )
+
+
+def _runs_again(policy: Policy) -> bool:
+    return not isinstance(policy, Keep | CompileBudget) and (not isinstance(policy, Offload) or policy.recompute)

@@ -1,0 +1,44 @@
+"""Which kernel turns a chunk's logits into their gradient in one pass, where there is one for the device."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lowtide import compat
+from lowtide.activations.chunked_settings import LossSettings
+
+LossKernel = Callable[[Tensor, Tensor, Tensor | None, Tensor, LossSettings], None]
+"""Given logits, targets, the gradient of each token's loss (None: the logits stay as they are), and where the losses go.
+
+Logits become their gradient in place, in their own dtype: no copy of them is made.
+"""
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether kernels can be compiled for a GPU."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def find_kernel(hidden: Tensor, dtype: torch.dtype) -> LossKernel | None:
+    """The kernel for logits of a dtype beside these hidden states; None where torch's operators do the work."""
+    if dtype == torch.float64 or hidden.device.type in ("cpu", "meta"):
+        return None
+    if compat.has_no_values(hidden):
+        return _predicted
+    if hidden.device.type != "cuda" or not has_triton():
+        return None
+    from lowtide.activations.chunked_triton import loss_in_place
+
+    return loss_in_place
+
+
+def _predicted(
+    logits: Tensor, target: Tensor, row_scale: Tensor | None, losses: Tensor, settings: LossSettings
+) -> None:
+    """What the kernel allocates, where a step is predicted for a GPU: nothing. Everything else is there already."""

@@ -1,0 +1,94 @@
+"""Selective recomputation: outputs of matmuls and attention are kept, the rest runs again.
+
+Note [Random operators are never kept]
+A kept operator does not run again. One that draws random numbers would leave the generator behind, and every dropout mask
+after it would be another than in the forward. So attention with dropout, and whatever else draws, runs again even where
+the rule would keep it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from lowtide import compat
+from lowtide.activations.policy import KeepRule
+from lowtide.errors import ActivationError
+
+MATRIX_PRODUCTS = frozenset(
+    {
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "linear",
+        "convolution",
+        "_scaled_mm",
+        "_grouped_mm",
+        "_scaled_grouped_mm",
+        "_int_mm",
+    }
+)
+ATTENTION = (
+    "_scaled_dot_product_",
+    "_flash_attention",
+    "_efficient_attention",
+    "_cudnn_attention",
+    "flex_attention",
+    "_flash_attn",
+)
+"""How the names of attention operators begin, torch's and those of the packages that bring their own."""
+
+
+def is_expensive(operator: object) -> bool:
+    """The default rule: whether an operator is a matrix product, a convolution or an attention.
+
+    Example:
+        >>> is_expensive(torch.ops.aten.mm.default), is_expensive(torch.ops.aten.gelu.default)
+        (True, False)
+    """
+    name = compat.operator_name(operator)
+    return name in MATRIX_PRODUCTS or name.startswith(ATTENTION)
+
+
+def selective_contexts(
+    rule: KeepRule | None,
+) -> Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]:
+    """What a checkpoint needs to keep the outputs of the operators that the rule names."""
+    return partial(create_selective_checkpoint_contexts, partial(_decide, rule or is_expensive))
+
+
+def explain_fault(error: RuntimeError, label: str) -> ActivationError | None:
+    """What torch's complaint in the second run of a selective group means; None for any other error."""
+    text = str(error)
+    if "has been mutated" in text:
+        return ActivationError(
+            f"{label} writes in place to the output of a matmul, a convolution or an attention, which Selective keeps for the "
+            "backward; give the group Recompute, or a rule that does not keep that operator"
+        )
+    if "backward an extra time" in text:
+        return ActivationError(
+            f"a second backward through {label}, whose kept outputs are used up in the first; give the group Recompute or Keep"
+        )
+    return None
+
+
+def _decide(rule: KeepRule, context: object, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    del context
+    keeps = not _draws(operator, args, kwargs) and rule(operator)
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _draws(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):
+        return False
+    names = compat.operator_arguments(operator)
+    if "dropout_p" not in names:
+        return True
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return bool(given.get("dropout_p", 0.0))

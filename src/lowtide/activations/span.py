@@ -1,0 +1,103 @@
+"""Span: the memory behind a saved tensor, as it goes to the host and comes back.
+
+A tensor usually goes with its whole storage: several views of one storage (queries, keys and values of one matmul, a matrix
+and its transpose) go once and come back as they were. A small view of a large storage goes alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lowtide import compat
+
+MAX_STORAGE_SHARE = 4
+"""A storage of up to so many times the tensor's bytes goes as a whole. Three views of one matmul are the usual case."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """Where a tensor lies in its storage."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def over(self, memory: torch.Tensor) -> torch.Tensor:
+        """A tensor of this geometry over the storage of another."""
+        with compat.without_torch_function():
+            return torch.empty(0, dtype=self.dtype, device=memory.device).set_(
+                memory.untyped_storage(), self.offset, self.size, self.stride
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """What goes: a whole storage, or one view of it."""
+
+    num_bytes: int
+    part: Geometry | None
+    """The part that goes, without repetition by strides of 0; None for the whole storage."""
+
+    def source(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What is copied to the host."""
+        whole = Geometry(dtype=torch.uint8, size=(self.num_bytes,), stride=(1,), offset=0)
+        return (self.part or whole).over(tensor)
+
+    def in_buffer(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The host's bytes, of the shape of the source."""
+        return buffer if self.part is None else buffer.view(self.part.dtype).view(self.part.size)
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """Memory on the device to copy it back to."""
+        if self.part is None:
+            return torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+        return torch.empty_strided(self.part.size, self.part.stride, dtype=self.part.dtype, device=device)
+
+    def restored(self, geometry: Geometry, memory: torch.Tensor, *, is_source: bool) -> torch.Tensor:
+        """The tensor of that geometry over the source, or over memory that was made by `empty`."""
+        if self.part is None or is_source:
+            return geometry.over(memory)
+        return Geometry(dtype=geometry.dtype, size=geometry.size, stride=geometry.stride, offset=0).over(memory)
+
+
+def geometry_of(tensor: torch.Tensor) -> Geometry:
+    """Where the tensor lies."""
+    return Geometry(
+        dtype=tensor.dtype,
+        size=tuple(tensor.size()),
+        stride=tuple(tensor.stride()),
+        offset=int(tensor.storage_offset()),
+    )
+
+
+def span_of(tensor: torch.Tensor) -> Span | None:
+    """What would go to the host for a tensor; None where it must stay: it has no plain memory, or overlaps itself."""
+    if type(tensor) is not torch.Tensor or tensor.is_conj() or tensor.is_neg():
+        return None
+    storage = compat.plain_storage(tensor)
+    if storage is None or not storage.nbytes() or not tensor.numel():
+        return None
+    size = tuple(1 if stride == 0 else count for count, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    num_elements = 1
+    for count in size:
+        num_elements *= count
+    part_bytes = num_elements * tensor.element_size()
+    if storage.nbytes() <= MAX_STORAGE_SHARE * part_bytes:
+        return Span(num_bytes=storage.nbytes(), part=None)
+    if _overlaps(size, tuple(tensor.stride())):
+        return None
+    part = Geometry(dtype=tensor.dtype, size=size, stride=tuple(tensor.stride()), offset=int(tensor.storage_offset()))
+    return Span(num_bytes=part_bytes, part=part)
+
+
+def _overlaps(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether two places of the tensor may share memory."""
+    reached = 0
+    for step, count in sorted((step, count) for step, count in zip(stride, size, strict=True) if count > 1):
+        if step <= reached:
+            return True
+        reached += step * (count - 1)
+    return False

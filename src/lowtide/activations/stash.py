@@ -1,0 +1,270 @@
+"""Stash: saved tensors that wait on the host.
+
+Note [Who holds a stashed tensor, and when it is freed]
+Forward. The tensor's memory belongs to the computation. It is copied out beside the computation, and the stash holds it
+until two more tensors were put; then the computation waits for that copy and the stash lets it go. So the device holds at
+most two tensors for their copies, whatever the speed of either side.
+Backward. The memory of what comes back is taken by the computation, in its order, and the copy comes after that point. The
+computation waits for the copy before it reads; then autograd frees it as any other. What was brought ahead and is
+dropped unread is freed only after the computation was told to wait for its copy, which would write into it.
+Host. A buffer is lent to a tensor until the graph lets go of it, used or not. The next copy into it comes after the last copy
+out of any buffer.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+
+import torch
+
+from lowtide import compat
+from lowtide.activations.saved import changed, version_of
+from lowtide.activations.span import Geometry, Span, geometry_of, span_of
+from lowtide.memory.allocation_cache import AllocationCache
+from lowtide.memory.mover import Copied, Mover, Ticket
+
+MAX_LEAVING = 2
+"""Tensors that wait on the device for their copies to the host."""
+MAX_KEPT_BUFFERS = 1 << 20
+"""Of one size, for the next step. No limit of its own: a step needs as many again as the one before."""
+POISON = 0xFF
+
+
+class Body:
+    """What a stashed storage consists of. Apart from `Slot`, so that it can be cleared away after it."""
+
+    def __init__(self, span: Span, tensor: torch.Tensor, buffer: torch.Tensor, copied: Copied) -> None:
+        self.span, self.buffer, self.copied = span, buffer, copied
+        self.watched: torch.Tensor | None = tensor.detach()
+        """Still on the device, and not to be written to."""
+        self.version = version_of(tensor)
+        self.is_spoiled = False
+        self.target: torch.Tensor | None = None
+        self.fetched: Copied | None = None
+
+    def check(self) -> None:
+        """Note whether the tensor was written to while its copy may not have read it."""
+        self.is_spoiled |= self.watched is not None and version_of(self.watched) != self.version
+
+
+class Slot:
+    """One stashed storage, or part of one; lives as long as a graph holds a `Stashed` of it."""
+
+    def __init__(self, body: Body, storage: torch.UntypedStorage) -> None:
+        self.body = body
+        self.storage = weakref.ref(storage)
+        self.readers: weakref.WeakSet[Stashed] = weakref.WeakSet()
+        self._backward: int | None = None
+        self._done: weakref.WeakSet[Stashed] = weakref.WeakSet()
+
+    def is_read_up(self, backward: int | None) -> bool:
+        """Whether all who can read it have, in this backward."""
+        return self._backward == backward and len(self._done) >= len(self.readers)
+
+    def note_read(self, reader: Stashed, backward: int | None) -> None:
+        """One of them has."""
+        if self._backward != backward:
+            self._backward, self._done = backward, weakref.WeakSet()
+        self._done.add(reader)
+
+
+class Parcel:
+    """What one call of a group has put: it comes back together.
+
+    Args:
+        number: In the order of the calls.
+        depth: How many parcels before it are brought when it is asked for.
+    """
+
+    def __init__(self, number: int, depth: int) -> None:
+        self.number, self.depth = number, depth
+        self.slots: list[weakref.ref[Slot]] = []
+        self.asked_in: int | None = None
+
+
+class Stashed:
+    """In place of a tensor that went to the host."""
+
+    def __init__(self, stash: Stash, parcel: Parcel, slot: Slot, geometry: Geometry) -> None:
+        self._stash, self.parcel, self.slot, self.geometry = stash, parcel, slot, geometry
+        slot.readers.add(self)
+
+    def peek(self) -> torch.Tensor:
+        """Bring it back."""
+        return self._stash.bring(self)
+
+    def take(self) -> torch.Tensor:
+        """Bring it back."""
+        return self._stash.bring(self)
+
+
+class Stash:
+    """See the module's docstring. Used from the loop's thread and from autograd's.
+
+    Args:
+        mover: Makes the copies.
+        poison: Fill memory with NaN before each copy into it: a missing wait then shows in the gradients.
+    """
+
+    def __init__(self, mover: Mover, *, poison: bool = False) -> None:
+        self._mover, self._poison = mover, poison
+        self._lock = threading.RLock()
+        self._buffers = AllocationCache(mover.host_buffer, MAX_KEPT_BUFFERS, mover.free_host_buffer)
+        self._parcels: weakref.WeakValueDictionary[int, Parcel] = weakref.WeakValueDictionary()
+        self._slots: weakref.WeakValueDictionary[tuple[object, ...], Slot] = weakref.WeakValueDictionary()
+        self._leaving: deque[Body] = deque()
+        self._gone: deque[Body] = deque()
+        self._last_fetch: Ticket | None = None
+        self._num_parcels = 0
+        self._is_closed = False
+        self.num_put = 0
+        self.put_bytes = 0
+        self.brought_bytes = 0
+        weakref.finalize(self, _free_buffers, mover, self._buffers).atexit = False
+
+    @property
+    def host_bytes(self) -> int:
+        """Lent at this moment to tensors of living graphs."""
+        with self._lock:
+            self._sweep()
+            return self._buffers.counts.lent_bytes
+
+    def accepts(self, tensor: torch.Tensor, min_bytes: int) -> bool:
+        """Whether a tensor can and should go."""
+        device = self._mover.device
+        if tensor.device.type != device.type or device.index not in (None, tensor.device.index):
+            return False
+        span = span_of(tensor)
+        return span is not None and span.num_bytes >= min_bytes
+
+    def open_parcel(self, depth: int) -> Parcel:
+        """For the call of a group that begins."""
+        with self._lock:
+            parcel = Parcel(self._num_parcels, depth)
+            self._parcels[parcel.number] = parcel
+            self._num_parcels += 1
+            return parcel
+
+    def put(self, parcel: Parcel, tensor: torch.Tensor) -> Stashed:
+        """Send a tensor to the host; one that is there already with the same value does not go again."""
+        span, storage = span_of(tensor), compat.plain_storage(tensor)
+        assert span is not None, "a tensor that must stay"
+        assert storage is not None, "a tensor without memory"
+        with self._lock:
+            self._sweep()
+            key = (id(storage), span.part, version_of(tensor))
+            slot = self._slots.get(key)
+            if slot is None or slot.storage() is not storage:
+                slot = Slot(self._send(span, tensor), storage)
+                weakref.finalize(slot, self._let_go, slot.body).atexit = False
+                self._slots[key] = slot
+                parcel.slots.append(weakref.ref(slot))
+            return Stashed(self, parcel, slot, geometry_of(tensor))
+
+    def bring(self, stashed: Stashed) -> torch.Tensor:
+        """The tensor, back on the device, with the parcels that will be asked for next on their way."""
+        slot, body, backward = stashed.slot, stashed.slot.body, compat.backward_number()
+        with self._lock:
+            body.check()
+            if body.is_spoiled:
+                raise changed(stashed.geometry.dtype, stashed.geometry.size)
+            if body.watched is None and body.target is None:
+                self._fetch(body)
+            if body.fetched is not None:
+                self._mover.compute_after(body.fetched.ended)
+            memory = body.watched if body.watched is not None else body.target
+            assert memory is not None
+            tensor = body.span.restored(stashed.geometry, memory, is_source=body.watched is not None)
+            slot.note_read(stashed, backward)
+            if slot.is_read_up(backward):
+                self._release(body)
+            self._bring_ahead(stashed.parcel, backward)
+        return tensor
+
+    def close(self) -> None:
+        """Free the host buffers; those of living graphs follow when the graphs go."""
+        with self._lock:
+            self._is_closed = True
+            self._mover.drain()
+            self._sweep()
+            self._buffers.clear()
+
+    def _send(self, span: Span, tensor: torch.Tensor) -> Body:
+        buffer = self._buffers.take(span.num_bytes)
+        if self._poison:
+            if self._last_fetch is not None:
+                self._last_fetch.wait()
+            buffer.fill_(POISON)
+        after = [self._mover.now()] if self._last_fetch is None else [self._mover.now(), self._last_fetch]
+        copied = self._mover.to_host(span.in_buffer(buffer), span.source(tensor), after, keep=False)
+        body = Body(span, tensor, buffer, copied)
+        self.num_put += 1
+        self.put_bytes += span.num_bytes
+        self._leaving.append(body)
+        while len(self._leaving) > MAX_LEAVING:
+            self._release(self._leaving[0])
+        return body
+
+    def _release(self, body: Body) -> None:
+        """Let go of what is on the device for it."""
+        if body.watched is not None:
+            self._mover.compute_after(body.copied.ended)
+            body.check()
+            body.watched = None
+        if body in self._leaving:
+            self._leaving.remove(body)
+        body.target = body.fetched = None
+
+    def _fetch(self, body: Body) -> None:
+        target = body.span.empty(self._mover.device)
+        if self._poison and body.span.part is None:
+            target.fill_(POISON)
+        elif self._poison:
+            target.fill_(-1)  # not contiguous: no bytes to look at, and a wrong value will do
+        after = [self._mover.now(), body.copied.ended]
+        body.fetched = self._mover.to_device(target, body.span.in_buffer(body.buffer), after)
+        body.target = target
+        self._last_fetch = body.fetched.ended
+        self.brought_bytes += body.span.num_bytes
+
+    def _bring_ahead(self, parcel: Parcel, backward: int | None) -> None:
+        if backward is None or parcel.asked_in == backward or not parcel.depth:
+            return
+        parcel.asked_in = backward
+        before = sorted(number for number in list(self._parcels.keys()) if number < parcel.number)[-parcel.depth :]
+        parcels = [parcel, *(self._parcels.get(number) for number in reversed(before))]
+        for wanted in parcels:
+            for reference in reversed(wanted.slots) if wanted is not None else ():
+                slot = reference()
+                if slot is None or slot.is_read_up(backward):
+                    continue
+                if slot.body.watched is None and slot.body.target is None:
+                    self._fetch(slot.body)
+
+    def _let_go(self, body: Body) -> None:
+        # Called where a graph dies, which may be in the middle of anything, our own locked parts included: the buffer is
+        # given back when the stash is used next.
+        if body.fetched is not None:
+            # The copy still writes to memory that is about to be free.
+            self._mover.compute_after(body.fetched.ended)
+        if body.watched is not None:
+            # And this one still reads it.
+            self._mover.compute_after(body.copied.ended)
+        body.watched = body.target = body.fetched = None
+        self._gone.append(body)
+        if self._is_closed:
+            self.close()
+
+    def _sweep(self) -> None:
+        while self._gone:
+            body = self._gone.popleft()
+            if body in self._leaving:
+                self._leaving.remove(body)
+            self._buffers.give_back(body.buffer)
+
+
+def _free_buffers(mover: Mover, buffers: AllocationCache) -> None:
+    mover.drain()
+    buffers.clear()

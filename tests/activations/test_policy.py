@@ -1,0 +1,67 @@
+"""Policies by word, by path and in files."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from lowtide.activations import Keep, Offload, Policy, Recompute, Selective, policy_of, resolve
+from lowtide.errors import ConfigError, UnknownNameError
+from tests.activations.measured import stack
+
+
+@pytest.mark.parametrize(
+    ("word", "policy"),
+    [("keep", Keep()), ("selective", Selective()), ("recompute", Recompute()), ("offload", Offload())],
+)
+def test_a_word_is_the_policy_with_its_defaults(word: str, policy: Policy) -> None:
+    assert policy_of(word) == policy
+    assert policy_of(policy) is policy
+
+
+def test_unknown_words_name_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match="no activation policy named 'recomput'; did you mean 'recompute'"):
+        policy_of("recomput")
+    with pytest.raises(ConfigError, match=r"CompileBudget\(share=0.5\)"):
+        policy_of("compile-budget")
+
+
+def test_words_with_a_number() -> None:
+    assert policy_of("recompute/4") == Recompute(segment=4)
+    assert policy_of("offload/all") == Offload(recompute=False)
+    for word in ("recompute/0", "recompute/x", "recompute/", "offload/4"):
+        with pytest.raises(UnknownNameError, match="recompute|offload"):
+            policy_of(word)
+
+
+def test_one_policy_is_for_all_blocks() -> None:
+    assert resolve(stack(3), "recompute") == {f"blocks.{index}": Recompute() for index in range(3)}
+
+
+def test_paths_and_the_rest() -> None:
+    chosen = resolve(
+        stack(4), {"blocks.1": "keep", "blocks.2.up": "offload", "*": Recompute(segment=2), "first": "keep"}
+    )
+    assert list(chosen.items()) == [
+        ("first", Keep()),
+        ("blocks.0", Recompute(segment=2)),
+        ("blocks.1", Keep()),
+        ("blocks.2.up", Offload()),
+        ("blocks.3", Recompute(segment=2)),
+    ]
+    assert list(resolve(stack(2), {"": "recompute", "*": "keep"})) == [""]
+
+
+def test_wrong_paths_are_refused() -> None:
+    model = stack(3)
+    with pytest.raises(UnknownNameError, match="no module named 'blocks.7'; did you mean"):
+        resolve(model, {"blocks.7": "keep"})
+    with pytest.raises(ConfigError, match="'blocks' is a ModuleList"):
+        resolve(model, {"blocks": "keep"})
+    with pytest.raises(ConfigError, match="'blocks.0' holds 'blocks.0.up'"):
+        resolve(model, {"blocks.0": "keep", "blocks.0.up": "keep"})
+    model.again = model.blocks[0]
+    with pytest.raises(ConfigError, match=r"'blocks.0' and 'again' are the same module|'again' and 'blocks.0'"):
+        resolve(model, {"blocks.0": "keep", "again": "keep"})
+    with pytest.raises(ConfigError, match="Linear has no repeated blocks"):
+        resolve(nn.Linear(2, 2), "recompute")

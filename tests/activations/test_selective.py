@@ -1,0 +1,146 @@
+"""Selective: matmuls and attention do not run again, the rest does, random numbers stay in step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lowtide import compat
+from lowtide.activations import Selective, apply
+from lowtide.activations.selective import is_expensive
+from lowtide.errors import ActivationError
+from tests.activations.measured import ROWS, WIDTH, assert_equal, gradients, stack
+
+
+class Operators(compat.WatchingMode):
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[compat.operator_name(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def counted(model: nn.Module, x: Tensor) -> tuple[list[Tensor], Counter[str]]:
+    with Operators() as operators:
+        found = gradients(model, x)
+    return found, operators.counts
+
+
+def test_matmuls_run_once_and_the_rest_twice() -> None:
+    model, x = stack(4), torch.randn(ROWS, WIDTH)
+    expected, plain = counted(model, x)
+    with apply(model, Selective()):
+        found, selective = counted(model, x)
+    with apply(model, "recompute"):
+        _, recomputed = counted(model, x)
+    assert_equal(expected, found)
+    assert selective["addmm"] == plain["addmm"] == 9
+    # Each block's second product is not needed for the backward: recomputation stops before it.
+    assert recomputed["addmm"] > plain["addmm"]
+    assert selective["gelu"] == 2 * plain["gelu"] == 8
+
+
+def test_a_rule_of_the_users() -> None:
+    model, x = stack(4), torch.randn(ROWS, WIDTH)
+    expected, plain = counted(model, x)
+    with apply(model, Selective(rule=lambda operator: operator is torch.ops.aten.gelu.default)):
+        found, selective = counted(model, x)
+    assert_equal(expected, found)
+    assert selective["gelu"] == plain["gelu"]
+    assert selective["addmm"] > plain["addmm"]
+
+
+def test_random_operators_run_again_whatever_the_rule_says() -> None:
+    model, x = stack(4), torch.randn(ROWS, WIDTH)
+    expected = gradients(model, x)
+    kept = ("gelu", "bernoulli_", "native_dropout")
+    with apply(model, Selective(rule=lambda operator: compat.operator_name(operator) in kept)):
+        assert_equal(expected, gradients(model, x))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_attention_is_kept_and_dropout_stays_in_step(dropout: float) -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            query, key, value = self.project(x).view(2, 8, 3, 2, 8).permute(2, 0, 3, 1, 4)
+            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=dropout)
+            return x + F.dropout(self.out(mixed.transpose(1, 2).reshape(2, 8, 16)), 0.3)
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Sequential(*(Attention() for _ in range(3))), nn.Linear(16, 1), nn.Flatten(0)), None
+    x = torch.randn(2, 8, 16)
+    model.append(Mean())
+    expected, plain = counted(model, x)
+    with apply(model, Selective()):
+        found, selective = counted(model, x)
+    assert_equal(expected, found)
+    if not dropout:
+        name = "_scaled_dot_product_flash_attention_for_cpu"
+        assert selective[name] == plain[name] == 3
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()
+
+
+def test_the_default_rule() -> None:
+    kept = [
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten.baddbmm.default,
+        torch.ops.aten.linear.default,
+        torch.ops.aten.convolution.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._flash_attention_forward.default,
+        torch.ops.higher_order.flex_attention,
+    ]
+    assert all(is_expensive(operator) for operator in kept)
+    again = [torch.ops.aten.gelu.default, torch.ops.aten.add.Tensor, torch.ops.aten.native_layer_norm.default]
+    assert not any(is_expensive(operator) for operator in again)
+
+
+def test_faults_are_explained() -> None:
+    class Writing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.relu_(self.layer(x)).sigmoid()
+
+    model = nn.Sequential(nn.Sequential(Writing(), Writing()), Mean())
+    with apply(model, Selective()):
+        loss = model(torch.randn(4, 8))
+        with pytest.raises(ActivationError, match=r"Writing at 0.1 writes in place .* give the group Recompute"):
+            loss.backward()
+    other, x = nn.Sequential(stack(2)), torch.randn(ROWS, WIDTH)
+    with apply(other, Selective()):
+        loss = other(x)
+        loss.backward(retain_graph=True)
+        with pytest.raises(ActivationError, match="a second backward through Block"):
+            loss.backward()
+
+
+def test_a_compiled_group_is_refused() -> None:
+    model = stack(2)
+    model.blocks[1].up.compile(backend="eager")
+    with pytest.raises(ActivationError, match=r"Block at blocks.1 is compiled.*CompileBudget"):
+        apply(model, "selective")
