@@ -15,21 +15,23 @@ def _rows(batch: str) -> list[Row]:
         {"name": "plain torch, everything kept", "kind": "plain"},
         {"name": "torch.utils.checkpoint on each layer", "kind": "checkpoint"},
         {"name": "the same in save_on_cpu(pin_memory=True)", "kind": "checkpoint save_on_cpu"},
-        {"name": "torch.compile, activation budget 0.5", "kind": "torch budget", "share": 0.5},
-        {"name": "keep", "kind": "policy", "policy": "keep"},
         {"name": "selective", "kind": "policy", "policy": "selective"},
         {"name": "recompute", "kind": "policy", "policy": "recompute"},
         {"name": "recompute in segments of 5", "kind": "policy", "policy": "recompute/5"},
         {"name": "offload (inputs, on top of recompute)", "kind": "policy", "policy": "offload"},
-        {"name": "compile budget 0.5", "kind": "policy", "policy": "compile-budget", "share": 0.5},
+        {"name": "torch.utils.checkpoint on each layer, again", "kind": "checkpoint"},
+        {"name": "keep", "kind": "policy", "policy": "keep"},
     ]
     if batch == SHORT:
         # At the longer one what is saved is more than a host of 125 GiB may lock.
         rows += [
-            {"name": "save_on_cpu(pin_memory=True), everything", "kind": "save_on_cpu"},
             {"name": "offload everything", "kind": "policy", "policy": "offload/all"},
+            {"name": "save_on_cpu(pin_memory=True), everything", "kind": "save_on_cpu"},
         ]
-    rows += [{"name": "torch.utils.checkpoint on each layer, again", "kind": "checkpoint"}]
+    rows += [
+        {"name": "torch.compile, activation budget 0.5", "kind": "torch budget", "share": 0.5},
+        {"name": "compile budget 0.5", "kind": "policy", "policy": "compile-budget", "share": 0.5},
+    ]
     return [{**LLAMA, "batch": batch, **row} for row in rows]
 
 

@@ -90,9 +90,10 @@ def test_a_loss_with_a_part_on_the_host(schedule: str) -> None:
 
     def loss_of(model: nn.Sequential, step: int) -> torch.Tensor:
         hidden = model[:3](batch(step))
-        # Two gradients meet at `hidden`, in whichever order: the sum of two is the same.
+        # Two gradients meet at `hidden`, in whichever order the threads bring them: the sum of two is the same. Without the
+        # copy there would be three, since a block uses its input twice.
         on_host = hidden.cpu().square().mean().tanh()
-        return cast(torch.Tensor, model[3:](hidden).square().mean() + on_host.cuda())
+        return cast(torch.Tensor, model[3:](hidden.clone()).square().mean() + on_host.cuda())
 
     plain, model = network().cuda(), network()
     reference = torch.optim.SGD(plain.parameters(), lr=0.1)
