@@ -60,25 +60,24 @@ def main(
     parser.add_argument("--match", default="", help="only rows whose name has this in it")
     arguments = parser.parse_args()
     prepare(arguments.suite)
-    rows = []
-    for row in suites[arguments.suite]:
-        if arguments.match not in row["name"]:
-            continue
-        result = run_row(module, row, arguments.timeout)
-        rows.append(result)
-        shown = result.get("failed") or f"{1000 * float(str(result['median_s'])):.0f} ms"
-        reserved = float(str(result.get("max_reserved_bytes", 0))) / 2**30
-        print(f"{row['name']}: {shown}, reserved {reserved:.2f} GiB {result.get('message', '')}", flush=True)
-    record = {
+    record: dict[str, Any] = {
         "schema": schema,
         "suite": arguments.suite,
         "commit": arguments.commit,
         "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d %H:%M"),
-        "rows": rows,
+        "rows": [],
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"{arguments.suite}_{time.strftime('%Y-%m-%dT%H%M')}_h200_{arguments.commit}.json"
-    path.write_text(json.dumps(record, indent=1))
+    for row in suites[arguments.suite]:
+        if arguments.match not in row["name"]:
+            continue
+        result = run_row(module, row, arguments.timeout)
+        record["rows"].append(result)
+        path.write_text(json.dumps(record, indent=1))  # after each row: what was measured is not lost with the next one
+        shown = result.get("failed") or f"{1000 * float(str(result['median_s'])):.0f} ms"
+        reserved = float(str(result.get("max_reserved_bytes", 0))) / 2**30
+        print(f"{row['name']}: {shown}, reserved {reserved:.2f} GiB {result.get('message', '')}", flush=True)
     print(f"wrote {path}")
