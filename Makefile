@@ -21,7 +21,7 @@ setup: $(STAMP)
 
 # torch goes first and alone: the constraints choose its version, and the machine's pip settings choose its build (CPU or
 # CUDA), so that resolving the rest never replaces it. Without build isolation nothing is fetched that is not pinned.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Lowtide needs Python 3.11 or newer, this is %d.%d; try: make PYTHON=python3.12" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools $(TORCH)

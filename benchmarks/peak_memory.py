@@ -17,7 +17,7 @@ import torch
 
 import lowtide
 from lowtide.models import resolve_model
-from lowtide.models.deep_one_adafactor import DeepOneAdafactor
+from lowtide.optim.adafactor import Adafactor
 from lowtide.tracing.settings import UpdateSchedule
 
 RESULTS = Path(__file__).resolve().parent / "results" / "peak_memory"
@@ -39,7 +39,7 @@ def trace(bf16: bool, recompute: bool, fused: bool) -> lowtide.StepTrace:
     return lowtide.trace(
         source.build(torch.bfloat16 if bf16 else torch.float32),
         source.make_batch("4x768"),
-        optimizer=DeepOneAdafactor,
+        optimizer=Adafactor,
         settings=lowtide.StepSettings(update=UpdateSchedule.IN_BACKWARD if fused else UpdateSchedule.DEFERRED),
         hardware="rtx-4090",
         torch_version="2.8.0",

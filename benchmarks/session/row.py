@@ -109,10 +109,17 @@ def run(row: dict[str, Any]) -> dict[str, Any]:
             schedule=row.get("schedule", "deferred"),
             prefetch_depth=row.get("prefetch_depth", 1),
             device_memory=row.get("device_memory"),
+            activations=row.get("activations"),
         )
         begun = time.perf_counter()
         session = lowtide.manage(
-            model, optimizer, plan, max_grad_norm=row.get("max_grad_norm"), weights=row.get("from_file")
+            model,
+            optimizer,
+            plan,
+            max_grad_norm=row.get("max_grad_norm"),
+            precision=row.get("precision"),
+            moments=row.get("moments", "fp32"),
+            weights=row.get("from_file"),
         )
         managed_s = time.perf_counter() - begun
     rows, length = (int(part) for part in row["batch"].split("x"))

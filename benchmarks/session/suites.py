@@ -10,7 +10,41 @@ LLAMA = {"model": "3.14b", "batch": "8x2048", "steps": 8, "warm_up": 3}
 STREAMED = {"kind": "managed", "weights": "streamed"}
 FILE = "/tmp/lowtide-llama-3.14b.safetensors"
 
+EXACT = {"optimizer": "adamw", "precision": "bf16 exact"}
+
+
+def _optimizer_rows(batch: str, budget: str) -> list[Row]:
+    """Exact bf16 AdamW with all state on the host, beside plain torch."""
+    llama = {**LLAMA, "batch": batch}
+    on_host = {**llama, **STREAMED, **EXACT, "update": "host", "device_memory": budget}
+    in_backward = {**on_host, "schedule": "in_backward"}
+    resident = {**llama, **EXACT, "kind": "managed", "weights": "resident", "update": "device"}
+    return [
+        {"name": "plain torch, forward and backward", **llama, "kind": "plain", "optimizer": "none"},
+        {"name": "plain torch, fused AdamW, all bf16", **llama, "kind": "plain", "optimizer": "adamw"},
+        {"name": "all on the device, exact", **resident},
+        {"name": "streamed, on the host in backward, exact", **in_backward},
+        {"name": "streamed, on the host deferred, exact, clipped", **on_host, "max_grad_norm": 1.0},
+        {"name": "streamed, on the host in backward, 8-bit moments", **in_backward, "moments": "8bit"},
+        {"name": "plain torch, forward and backward, again", **llama, "kind": "plain", "optimizer": "none"},
+    ]
+
+
+def _share_rows(model: str, batch: str) -> list[Row]:
+    """What each share of the host costs, with resident weights and updates in backward."""
+    row = {**LLAMA, "model": model, "batch": batch, "steps": 4, **EXACT, "kind": "managed", "weights": "resident"}
+    return [
+        {"name": f"{model}, {10 * tenth}% on the host", **row, "update": tenth / 10, "schedule": "in_backward"}
+        for tenth in range(11)
+    ]
+
+
 SUITES: dict[str, list[Row]] = {
+    "optimizer": _optimizer_rows("8x2048", "12GiB"),
+    "optimizer_short": _optimizer_rows("4x2048", "12GiB"),
+    "optimizer_long": _optimizer_rows("32x2048", "32GiB"),
+    "host_share_3b": _share_rows("3.14b", "8x2048"),
+    "host_share_8b": _share_rows("8b", "4x2048"),
     "streaming": [
         {"name": "plain torch, forward and backward", **LLAMA, "kind": "plain", "optimizer": "none"},
         {"name": "plain torch, SGD", **LLAMA, "kind": "plain", "optimizer": "sgd"},

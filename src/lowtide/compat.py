@@ -310,6 +310,20 @@ def tensor_hooks(tensor: torch.Tensor) -> list[Callable[..., object]]:
     return hooks
 
 
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Whether hooks see the tensor's gradient before it is accumulated."""
+    return bool(tensor._backward_hooks)
+
+
+def accumulates_into(leaf: torch.Tensor) -> bool:
+    """Whether the running backward adds to the leaf's `.grad`: not `torch.autograd.grad`, nor one with other `inputs`."""
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # asked about a leaf whose gradient is given to the caller
+        return False
+
+
 def has_saved_tensor_hooks() -> bool:
     """Whether what autograd saves at this moment goes through `saved_tensors_hooks` (offloading, checkpointing)."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
@@ -457,8 +471,25 @@ def call_of(module: torch.nn.Module) -> Callable[..., Any] | None:
 
 def is_compiled_around() -> bool:
     """Whether this thread runs inside of a `torch.compile` that would take in everything called from here."""
+    # While the compiler looks at this very code, and while it runs the code itself because it could not follow.
     # Read, not imported: the module is there from the start, while the compiler takes seconds to import.
-    return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+    return torch.compiler.is_dynamo_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+
+
+_MARK = -1
+"""No hook has this number."""
+
+
+def show_call_to_compiler(module: torch.nn.Module, *, shows: bool) -> None:
+    """Let the compiler go through what `replace_call` has put there, when it looks into whoever calls the module.
+
+    It would go to `forward` by itself otherwise, past the replaced call, unless the module seems to have hooks. This
+    mark is among the settings of hooks, and has no hook to it: `module(...)` does the same as without.
+    """
+    if shows:
+        module._forward_hooks_with_kwargs[_MARK] = True
+    else:
+        module._forward_hooks_with_kwargs.pop(_MARK, None)
 
 
 def plain_call(module: torch.nn.Module) -> Callable[..., Any]:
@@ -506,12 +537,6 @@ SCALER_ATTRIBUTES = ("grad_scale", "found_inf")
 
 UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
 """What a GradScaler runs on the gradients of each device, with its flag and its scale there."""
-
-
-def wait_for_copies_to_host(tensors: Any) -> None:
-    """Where CUDA is in use and one of these is on the host: wait for what the current stream was told to copy there."""
-    if torch.cuda.is_initialized() and any(isinstance(item, torch.Tensor) and item.is_cpu for item in tensors):
-        torch.cuda.current_stream().synchronize()
 
 
 def scaler_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -626,10 +651,10 @@ def operator_name(operator: object) -> str:
     return str(name).rpartition("::")[2].partition(".")[0]
 
 
-def operator_arguments(operator: object) -> list[str]:
-    """The names of an operator's arguments in their order; [] where it does not say."""
+def operator_arguments(operator: object) -> dict[str, Any]:
+    """The names of an operator's arguments in their order, with their defaults; {} where it does not say."""
     schema = getattr(operator, "_schema", None)
-    return [] if schema is None else [argument.name for argument in schema.arguments]
+    return {} if schema is None else {argument.name: argument.default_value for argument in schema.arguments}
 
 
 class BudgetedCompiler:

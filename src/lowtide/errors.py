@@ -20,6 +20,7 @@
     │   ├── HigherOrderError                gradients of gradients through streamed weights
     │   ├── NonFiniteLossError              the loss is NaN or infinite
     │   └── StepLostError                   a backward broke off: its step must be repeated
+    ├── OptimizerStateError (ValueError)    a saved optimizer state is of another model or optimizer
     ├── LossScaleError (RuntimeError)       a loss cannot be scaled further, or the calls are out of order
     ├── TargetRangeError (IndexError)       a target of a loss is not in the vocabulary
     ├── ChunkedBackwardError (RuntimeError) a second or higher-order backward through a chunked loss
@@ -27,6 +28,8 @@
     ├── UnsupportedHeadError (ValueError)   a model's head cannot be chunked
     ├── ActivationError (RuntimeError)      an activation policy cannot do its work on a module
     │   └── SavedTensorChangedError         a tensor was written to after it was saved for the backward
+    ├── HostKernelError (RuntimeError)      the C++ update cannot be built or loaded
+    ├── BadPieceError (ValueError)          an update was given tensors that do not fit together
     ├── GraphAliveError (RuntimeError)      memory would have to move while a graph points into it
     ├── OwnershipError (ValueError)         bytes are given back twice, or by one who does not hold them
     └── TraceError (RuntimeError)           a step could not be predicted
@@ -238,6 +241,15 @@ class EmulatedOutOfMemoryError(BudgetError):
     """
 
 
+class OptimizerStateError(LowtideError, ValueError):
+    """A saved optimizer state does not fit: of another model, another optimizer or other weights. Nothing was loaded."""
+
+    def __init__(self, message: str, *, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+        """The first parameter that does not fit; None where the state as a whole does not."""
+
+
 class LossScaleError(LowtideError, RuntimeError):
     """Steps overflow at a scale that cannot be lowered, or the scaler's calls came in a wrong order."""
 
@@ -256,6 +268,14 @@ class LogitsNotMadeError(LowtideError, AttributeError):
 
 class UnsupportedHeadError(LowtideError, ValueError):
     """A model's head cannot be chunked: the message says why. Its loss stays as it is."""
+
+
+class HostKernelError(LowtideError, RuntimeError):
+    """The C++ update cannot be built or loaded: the message says which file and why. Updates run through torch instead."""
+
+
+class BadPieceError(LowtideError, ValueError):
+    """An update was given tensors that do not fit together, and has changed none of them. The message names the tensor."""
 
 
 class GraphAliveError(LowtideError, RuntimeError):

@@ -29,9 +29,29 @@ def test_unknown_words_name_the_nearest() -> None:
 def test_words_with_a_number() -> None:
     assert policy_of("recompute/4") == Recompute(segment=4)
     assert policy_of("offload/all") == Offload(recompute=False)
-    for word in ("recompute/0", "recompute/x", "recompute/", "offload/4"):
+    for word in ("recompute/0", "recompute/x"):
+        with pytest.raises(ConfigError, match="give a number of blocks, 1 or more"):
+            policy_of(word)
+    for word in ("recompute/", "offload/4"):
         with pytest.raises(UnknownNameError, match="recompute|offload"):
             policy_of(word)
+
+
+@pytest.mark.parametrize("what", [Recompute, None, 3, [], object()])
+def test_what_is_no_policy(what: object) -> None:
+    with pytest.raises(ConfigError, match="is no activation policy"):
+        policy_of(what)  # type: ignore[arg-type]  # what the test is about
+    with pytest.raises(ConfigError, match="is no activation policy"):
+        resolve(stack(2), {"blocks.0": what})  # type: ignore[dict-item]  # what the test is about
+
+
+def test_settings_that_are_none() -> None:
+    with pytest.raises(ConfigError, match="recompute is 'no'; give True or False"):
+        Offload(recompute="no")  # type: ignore[arg-type]  # what the test is about
+    with pytest.raises(ConfigError, match="segment is True"):
+        Recompute(segment=True)
+    with pytest.raises(ConfigError, match="min_bytes is '1MiB'"):
+        Offload(min_bytes="1MiB")  # type: ignore[arg-type]  # what the test is about
 
 
 def test_one_policy_is_for_all_blocks() -> None:

@@ -78,7 +78,7 @@ class TestBudgets:
         assert str(caught.value) == (
             "the device budget of 4.5 KiB cannot hold the weights: 512 B are resident, and the windows of streamed "
             "groups need 4.0 KiB (4.0 KiB of it for 'embedding' alone), 4,608 bytes together; raise the device budget "
-            "to more than 4.5 KiB, or stream more groups, or split the group"
+            "to more than 4.5 KiB, or stream more groups, or tile the layers of that module"
         )
 
     def test_prefetch_takes_its_part(self) -> None:
@@ -92,7 +92,7 @@ class TestBudgets:
             make_plan(MODEL, weights="resident", device_memory=10 * KB)
 
     def test_windows_smaller_than_the_largest_group(self) -> None:
-        with pytest.raises(PlanError, match=r"window_bytes is 3.0 KiB .*'embedding' needs at once are 4.0 KiB \(4,096"):
+        with pytest.raises(PlanError, match=r"window_memory is 3.0 KiB .*'embedding' needs at once are 4.0 KiB \(4,096"):
             make_plan(MODEL, window_memory=3 * KB)
 
     def test_the_host(self) -> None:

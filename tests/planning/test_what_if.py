@@ -10,8 +10,8 @@ from torch import nn
 from lowtide.errors import TraceError
 from lowtide.models.batches import TokenBatch
 from lowtide.models.deep_one import DeepOne, DeepOneConfig
-from lowtide.models.deep_one_adafactor import DeepOneAdafactor
 from lowtide.models.registry import resolve_model
+from lowtide.optim.adafactor import Adafactor
 from lowtide.planning.activation_techniques import ActivationPolicy
 from lowtide.planning.problem import Problem
 from lowtide.planning.techniques import (
@@ -38,7 +38,7 @@ def deep_one() -> Problem:
     with torch.device("meta"):
         model = DeepOne(CONFIG)
     batch = TokenBatch(vocab_size=1024, default_batch=8, default_length=96, max_length=None)("8x96")
-    return Problem(model=model, batch=batch, optimizer=DeepOneAdafactor)
+    return Problem(model=model, batch=batch, optimizer=Adafactor)
 
 
 @pytest.fixture(scope="module")

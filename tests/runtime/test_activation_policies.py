@@ -12,6 +12,7 @@ from lowtide.errors import BudgetError, ConfigError, UnknownNameError
 from lowtide.memory.groups import find_groups
 from lowtide.memory.layout import lay_out
 from lowtide.planning.plan_json import plan_from_json, plan_to_json
+from lowtide.runtime.timeline import Reason
 from tests.zoo import ZOO, assert_same, train, zoo
 
 POLICIES: dict[str, Policy] = {
@@ -99,6 +100,8 @@ def test_offloaded_bytes_are_on_the_hosts_books() -> None:
         stats = session.stats()
         assert stats.activations is not None
         assert stats.activations.offloaded_bytes == 8 * 128 * 1024
+        assert stats.moved_bytes("to host", Reason.OFFLOAD) == 8 * 128 * 1024
+        assert stats.moved_bytes("to device", Reason.BRING_BACK) == stats.activations.brought_bytes > 0
         assert next(row for row in stats.tiers if row.tier == "host").peak_bytes == host + 8 * 128 * 1024
     assert lowtide.make_plan(model).groups[0].activation == Keep()
 

@@ -12,7 +12,7 @@ from torch import nn
 import lowtide
 from lowtide.errors import BudgetError, EmulatedOutOfMemoryError, LowtideError, PlanError
 from lowtide.memory.capacity import host_capacity_bytes, pinned_capacity_bytes
-from lowtide.runtime.host_worker import HostWorker, Job
+from lowtide.runtime.host_worker import BEFORE_UPDATES, HostWorker, Job
 from lowtide.runtime.session import Session
 from tests.runtime.twins import (
     PLACES,
@@ -61,7 +61,7 @@ def test_a_device_that_cannot_hold_the_largest_group() -> None:
     assert caught.value.group.startswith("layers.")
     assert caught.value.needed_bytes is not None
     assert caught.value.needed_bytes > BLOCK_BYTES
-    with pytest.raises(PlanError, match="window_bytes is 5.0 KiB .*, and the streamed weights that") as caught:
+    with pytest.raises(PlanError, match="window_memory is 5.0 KiB .*, and the streamed weights that") as caught:
         lowtide.make_plan(model, weights={"*": "streamed", "": "streamed"}, window_memory=BLOCK_BYTES)
     assert caught.value.needed_bytes == BLOCK_BYTES + 1024
     assert_plain(model, values(model))
@@ -181,8 +181,8 @@ def prompt_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """Host updates are over when they are given: how many gradients wait for one is no longer a matter of luck."""
     whole = HostWorker.submit
 
-    def submit(worker: HostWorker, work: Any) -> Job:
-        job = whole(worker, work)
+    def submit(worker: HostWorker, work: Any, place: int = BEFORE_UPDATES) -> Job:
+        job = whole(worker, work, place)
         job.wait()
         return job
 

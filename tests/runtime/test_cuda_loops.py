@@ -204,6 +204,19 @@ def test_two_sessions_share_the_limit() -> None:
     assert torch.cuda.get_per_process_memory_fraction() == 1.0
 
 
+def test_a_limit_of_the_users_own_comes_back() -> None:
+    torch.cuda.set_per_process_memory_fraction(0.5)
+    try:
+        managed(network(2), None).close()
+        assert torch.cuda.get_per_process_memory_fraction() == 0.5
+        session = managed(network(2), None, device_memory="2GiB")
+        assert torch.cuda.get_per_process_memory_fraction() < 0.1
+        session.close()
+        assert torch.cuda.get_per_process_memory_fraction() == 0.5
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
 def test_times_go_on_over_a_new_origin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_mover, "ORIGIN_LASTS_S", 0.0)
     mover = cuda_mover.CudaMover(torch.device("cuda", 0))

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.errors import ConfigError, HardwareError, SessionError
+import lowtide.activations
+from lowtide.errors import ActivationError, ConfigError, HardwareError, SessionError
 from lowtide.planning.plan import Schedule
 
 
@@ -98,3 +99,51 @@ def test_a_bad_loss_given_up_by_the_models_own_zero_grad() -> None:
         model(torch.ones(3, 4)).sum().backward()
         optimizer.step()
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+
+
+def taken_calls(model: nn.Module) -> int:
+    return sum(module._compiled_call_impl is not None for module in model.modules())
+
+
+def test_a_refused_table_leaves_everything_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    plan = lowtide.make_plan(model, weights={"0": "host"})
+    with pytest.raises(ConfigError, match="is a Linear"):
+        lowtide.manage(model, optimizer, plan, device="cpu")
+    assert taken_calls(model) == 0
+    assert "step" not in vars(optimizer)
+    assert all(not parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+
+
+def test_a_model_with_policies_of_its_own_is_left_with_them() -> None:
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+    optimizer = torch.optim.AdamW(blocks.parameters())
+    with lowtide.activations.apply(blocks, "recompute") as applied:
+        plan = lowtide.make_plan(blocks, activations="offload")
+        with pytest.raises(ActivationError, match="policy"):
+            lowtide.manage(blocks, optimizer, plan, device="cpu")
+        assert "step" not in vars(optimizer)
+        blocks(torch.ones(1, 4)).sum().backward()
+        assert applied.stats().num_recomputed == 3
+
+
+def test_policies_without_blocks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="is for repeated blocks"):
+        lowtide.make_plan(nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8)), activations="recompute")
+
+
+def test_tiles_are_no_blocks() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(2))
+            self.head = nn.Linear(64, 4096)
+
+    model = Model()
+    lowtide.activations.tile(model, {"head": 4})
+    plan = lowtide.make_plan(model, activations="recompute")
+    recomputed = [group.name for group in plan.groups if group.activation != lowtide.activations.Keep()]
+    assert recomputed == ["layers.0", "layers.1"]

@@ -223,7 +223,7 @@ class TestWindowMemory:
         assert found[6] == 4 * NUM_BLOCKS
 
     def test_too_little(self) -> None:
-        with pytest.raises(PlanError, match="window_bytes is 8.0 KiB"):
+        with pytest.raises(PlanError, match="window_memory is 8.0 KiB"):
             by_hand(1, window_memory="8KiB")
 
 

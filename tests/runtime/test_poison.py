@@ -23,7 +23,7 @@ from lowtide.memory.emulated_mover import EmulatedMover
 from lowtide.memory.store import ChunkStore
 from lowtide.runtime import machinery
 from lowtide.runtime.gradients import GradientMover
-from lowtide.runtime.host_worker import HostWorker, Job
+from lowtide.runtime.host_worker import BEFORE_UPDATES, HostWorker, Job
 from lowtide.runtime.residency import Residency
 from lowtide.runtime.unit import Unit
 from lowtide.runtime.updater import Updater
@@ -51,12 +51,12 @@ class LateWorker(HostWorker):
         super().__init__()
         self.queue: deque[LateJob] = deque()
 
-    def submit(self, work: Callable[[], None]) -> Job:
+    def submit(self, work: Callable[[], None], place: int = BEFORE_UPDATES) -> Job:
         job = LateJob(self, work)
         self.queue.append(job)
         return job
 
-    def wait_for_oldest(self) -> bool:
+    def wait_for_one(self) -> bool:
         if not self.queue:
             return False
         self.queue[0].wait()

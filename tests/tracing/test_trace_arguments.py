@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 import lowtide
+import lowtide.activations
 from lowtide.errors import ConfigError
+from lowtide.tracing.step_trace import Category, StepTrace
 
 
 @pytest.mark.parametrize(
@@ -44,3 +46,36 @@ def test_a_trace_prints_in_one_line() -> None:
     assert repr(trace).startswith("StepTrace('Linear', predicted for h200, peak 0.0")
     assert "\n" not in repr(trace)
     assert repr(trace.at_peak).startswith("{'weights': ")
+
+
+def test_what_stands_in_a_models_calls_cannot_be_traced() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+    with (
+        lowtide.activations.apply(model, "recompute"),
+        pytest.raises(ConfigError, match=r"remove\(\) it first, and say settings=StepSettings"),
+    ):
+        lowtide.trace(model, torch.randn(2, 4), loss=lambda model, batch: model(batch).sum())
+    with (
+        lowtide.manage(model, None, lowtide.make_plan(model), device="cpu"),
+        pytest.raises(ConfigError, match="under management"),
+    ):
+        lowtide.trace(model, torch.randn(2, 4), loss=lambda model, batch: model(batch).sum())
+
+
+def test_the_state_of_an_optimizer_that_has_stepped_is_its_own() -> None:
+    model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def traced() -> StepTrace:
+        return lowtide.trace(
+            model, torch.randn(2, 64), loss=lambda model, batch: model(batch).sum(), optimizer=optimizer
+        )
+
+    before = traced()
+    model(torch.randn(2, 64)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    after = traced()
+    # The counts of steps, one number for each parameter, are there from the beginning.
+    assert after.at_peak[Category.ACTIVATIONS] == before.at_peak[Category.ACTIVATIONS]
+    assert 0 <= after.at_peak[Category.OPTIMIZER] - before.at_peak[Category.OPTIMIZER] <= 512 * 4

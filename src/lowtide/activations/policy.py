@@ -28,7 +28,9 @@ class Selective:
     """Outputs of matmuls and attention are kept; what is cheap (norms, activations, dropout) runs again in the backward."""
 
     rule: KeepRule | None = None
-    """Which operators' outputs are kept instead. A rule is code: a plan with one cannot be written to a file."""
+    """Which operators' outputs are kept instead. A rule is code: a plan with one cannot be written to a file. Operators that
+    draw random numbers run again whatever it says; one that does not tell (by torch's tag, or an argument with "dropout" in
+    its name) must not be named, because every random number after it would be another than in the forward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +42,7 @@ class Recompute:
     inside a segment are made again from its first one when the backward gets there, at the cost of one more forward."""
 
     def __post_init__(self) -> None:
-        if self.segment < 1:
-            raise ConfigError(f"segment is {self.segment}; give 1 or more groups", key="segment")
+        _require_count("segment", self.segment, least=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +57,10 @@ class Offload:
     """How many groups ahead of the running backward are brought back."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.recompute, bool):
+            raise ConfigError(f"recompute is {self.recompute!r}; give True or False", key="recompute")
         for key in ("min_bytes", "depth"):
-            if getattr(self, key) < 0:
-                raise ConfigError(f"{key} is {getattr(self, key)}; give 0 or more", key=key)
+            _require_count(key, getattr(self, key), least=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +77,12 @@ class CompileBudget:
 Policy = Keep | Selective | Recompute | Offload | CompileBudget
 Policies = Policy | str | Mapping[str, Policy | str]
 """One for all repeated blocks, or by the path of a module, "*" for the blocks that are not named."""
+
+
+def _require_count(key: str, value: object, *, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{key} is {value!r}; give a whole number, {least} or more", key=key)
+
 
 WORDS: dict[str, Policy] = {
     "keep": KEEP,
@@ -106,8 +114,14 @@ def policy_of(policy: Policy | str) -> Policy:
         UnknownNameError: There is no such word.
         ConfigError: The policy has settings without a default, so that its word is not enough.
     """
-    if not isinstance(policy, str):
+    given: object = policy
+    if isinstance(policy, Keep | Selective | Recompute | Offload | CompileBudget):
         return policy
+    if not isinstance(given, str):
+        made = f"; make one: {given.__name__}()" if isinstance(given, type) else ""
+        raise ConfigError(
+            f"{given!r} is no activation policy{made}; give a word such as 'recompute', or a policy", key="activations"
+        )
     if policy in WORDS:
         return WORDS[policy]
     kind, _, number = policy.partition("/")
@@ -115,4 +129,6 @@ def policy_of(policy: Policy | str) -> Policy:
         return Recompute(segment=int(number))
     if policy == "compile-budget":
         raise ConfigError("a compile budget has no default share; write CompileBudget(share=0.5)", key="share")
-    raise UnknownNameError("activation policy", policy, [*WORDS, "recompute/4"])
+    if kind == "recompute" and number:
+        raise ConfigError(f"{policy!r}: give a number of blocks, 1 or more, as in 'recompute/4'", key="activations")
+    raise UnknownNameError("activation policy", policy, WORDS)

@@ -13,7 +13,7 @@ from lowtide import config
 from lowtide.errors import UnknownNameError
 from lowtide.hardware import find_hardware, known_hardware
 from lowtide.models import ModelSource, built_in_names, resolve_model
-from lowtide.models.deep_one_adafactor import DeepOneAdafactor
+from lowtide.optim.adafactor import Adafactor
 from lowtide.planning.problem import Problem
 from lowtide.tracing.sandbox import shared_sandbox
 from lowtide.tracing.settings import StepSettings
@@ -27,7 +27,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adafactor": torch.optim.Adafactor,
     "rmsprop": torch.optim.RMSprop,
     "adagrad": torch.optim.Adagrad,
-    "deep-one-adafactor": DeepOneAdafactor,
+    "deep-one-adafactor": Adafactor,
 }
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

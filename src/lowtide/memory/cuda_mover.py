@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections import deque
@@ -84,6 +85,8 @@ class CudaMover:
         self._origin = Origin(torch.cuda.current_stream(device))
         self._locked: dict[int, weakref.finalize[[int], torch.Tensor]] = {}
         self._before_next_fetch: list[Ticket] = []
+        # Activations come back in autograd's thread, beside what the session moves.
+        self._lock = threading.Lock()
         self._kept: deque[tuple[CudaTicket, torch.Tensor]] = deque()
         self._kept_bytes = 0
 
@@ -134,7 +137,8 @@ class CudaMover:
 
     def shrink(self, buffer: torch.Tensor, after: Sequence[Ticket]) -> None:
         """Free it; whoever gets the memory next comes after `after`."""
-        self._before_next_fetch.extend(after)
+        with self._lock:
+            self._before_next_fetch.extend(after)
         with torch.cuda.stream(self._in):
             # Before the memory goes, not with the next copy: the allocator may give it back to the system at any time,
             # and waits for this stream alone then.
@@ -170,6 +174,8 @@ class CudaMover:
     def now(self) -> CudaTicket:
         """An event on the current stream."""
         if time.perf_counter() - self._origin.set_at_s > ORIGIN_LASTS_S:
+            # Read now, long after it has passed: origins that nobody asks about would form a chain without end.
+            self._origin.time_s  # noqa: B018  # a property that computes once
             self._origin = Origin(self._current(), self._origin)
         return CudaTicket(self._current(), self._origin)
 
@@ -190,9 +196,10 @@ class CudaMover:
         return torch.cuda.current_stream(device)
 
     def _pass_barrier(self) -> None:
-        for ticket in self._before_next_fetch:
+        with self._lock:
+            tickets, self._before_next_fetch = self._before_next_fetch, []
+        for ticket in tickets:
             self._in.wait_event(_event(ticket))
-        self._before_next_fetch.clear()
 
     def _keep(self, ended: CudaTicket, source: torch.Tensor) -> None:
         # The source belongs to the computation's stream: freed before the copy has read it, the computation would

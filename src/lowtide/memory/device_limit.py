@@ -9,9 +9,12 @@ import torch
 
 from lowtide.memory.capacity import device_capacity_bytes
 
-_LOCK = threading.Lock()
+_LOCK = threading.RLock()
+"""Taken again by a finaliser, where a collection inside finds a forgotten session."""
 _BUDGETS: dict[int, dict[int, int | None]] = {}
 """By the device's index, then by the holder."""
+_BEFORE: dict[int, float] = {}
+"""What the user had set, by the device's index, while sessions limit it."""
 
 
 class DeviceLimit:
@@ -44,9 +47,13 @@ def _forget(device: torch.device, holder: int) -> None:
 
 
 def _enforce(device: torch.device) -> None:
-    torch.cuda.set_per_process_memory_fraction(
-        allowed_share(list(_BUDGETS[device.index].values()), device_capacity_bytes(device)), device
-    )
+    budgets = list(_BUDGETS[device.index].values())
+    if any(budget is not None for budget in budgets) and all(budget is not None for budget in budgets):
+        before = _BEFORE.setdefault(device.index, torch.cuda.get_per_process_memory_fraction(device))
+        share = min(before, allowed_share(budgets, device_capacity_bytes(device)))
+        torch.cuda.set_per_process_memory_fraction(share, device)
+    elif device.index in _BEFORE:
+        torch.cuda.set_per_process_memory_fraction(_BEFORE.pop(device.index), device)
 
 
 def allowed_share(budgets: list[int | None], capacity_bytes: int) -> float:

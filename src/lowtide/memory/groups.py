@@ -52,6 +52,8 @@ def find_groups(model: nn.Module, given: Mapping[str, Sequence[str]] | None = No
         members.setdefault(windows.of(parameter), []).append(parameter)
     members = _small_ones_to_the_rest(members, windows)
 
+    blocks = {path for path, _ in repeated_blocks(model)}
+
     def position(key: tuple[str, ...]) -> tuple[bool, int]:
         return key == (REST,), min(windows.order[window] for window in key if window != REST or key == (REST,))
 
@@ -60,6 +62,7 @@ def find_groups(model: nn.Module, given: Mapping[str, Sequence[str]] | None = No
             name=key[0] if len(key) == 1 else members[key][0].spec.name,
             windows=key,
             parameters=tuple(parameter.spec for parameter in members[key]),
+            is_block=len(key) == 1 and key[0] in blocks,
         )
         for key in sorted(members, key=position)
     )

@@ -40,6 +40,8 @@ class GroupSpec:
     """Paths of the modules whose call needs the group, "" for the whole model."""
     parameters: tuple[ParameterSpec, ...]
     """In the order of `named_parameters`."""
+    is_block: bool = False
+    """Whether its module is a repeated block of the model."""
 
     @property
     def nbytes(self) -> int:

@@ -1,8 +1,10 @@
-"""Everything about updates that is not where they run: for now, the scaling of losses for fp16."""
+"""Everything about updates that is not where they run: rules, formats, kernels, and the scaling of losses for fp16."""
 
 from __future__ import annotations
 
+from lowtide.optim.adafactor import Adafactor
+from lowtide.optim.lion import Lion
 from lowtide.optim.loss_scale import DynamicScale, Replenish, StaticScale
 from lowtide.optim.loss_scaling import LossScaler
 
-__all__ = ["DynamicScale", "LossScaler", "Replenish", "StaticScale"]
+__all__ = ["Adafactor", "DynamicScale", "Lion", "LossScaler", "Replenish", "StaticScale"]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
+from lowtide.activations.policy import KEEP
 from lowtide.errors import PlanError
 from lowtide.memory.layout_types import Layout
+from lowtide.planning.activation_choice import is_one_module
 from lowtide.planning.plan import Plan, Site, Weights
 from lowtide.planning.window_need import largest_window, window_bytes_needed
 from lowtide.units import format_bytes
@@ -28,6 +30,7 @@ def check_plan(plan: Plan, layout: Layout) -> None:
             f"{layout.fingerprint}. The groups have the same names and sizes, so a parameter's name, shape, dtype or "
             "requires_grad has changed, or what is tied; make the plan again"
         )
+    _check_activations(plan, layout)
     _check_kept_on_host(plan, layout)
     _check_device(plan, layout)
     _check_host(plan, layout)
@@ -73,6 +76,17 @@ def _weight_bytes(plan: Plan, layout: Layout, weights: Weights) -> int:
     return sum(chunk.nbytes for chunk in layout.chunks if chunk.group in names)
 
 
+def _check_activations(plan: Plan, layout: Layout) -> None:
+    specs = {group.name: group for group in layout.groups}
+    for group in plan.groups:
+        if group.activation != KEEP and not is_one_module(specs[group.name]):
+            raise PlanError(
+                f"group {group.name or '(rest of the model)'!r} is not one module's call, and the plan has "
+                f"{group.activation!r} for it; give it Keep()",
+                group=group.name,
+            )
+
+
 def _check_kept_on_host(plan: Plan, layout: Layout) -> None:
     specs = {group.name: group for group in layout.groups}
     for group in plan.groups:
@@ -100,9 +114,9 @@ def _check_device(plan: Plan, layout: Layout) -> None:
     budgets = plan.budgets
     if budgets.window_bytes is not None and budgets.window_bytes < alone:
         raise PlanError(
-            f"window_bytes is {format_bytes(budgets.window_bytes)} ({budgets.window_bytes:,} bytes), and the streamed "
+            f"window_memory is {format_bytes(budgets.window_bytes)} ({budgets.window_bytes:,} bytes), and the streamed "
             f"weights that {window or 'the model'!r} needs at once are {format_bytes(alone)} ({alone:,} bytes); raise "
-            "window_bytes, or split that group",
+            "window_memory, or tile that module's layers into groups of their own (lowtide.activations.tile)",
             needed_bytes=alone,
             group=window,
         )
@@ -117,7 +131,7 @@ def _check_device(plan: Plan, layout: Layout) -> None:
         advice.append("stream more groups")
     if plan.prefetch_depth and windows > alone:
         advice.append(f"lower prefetch_depth from {plan.prefetch_depth}")
-    advice.append("split the group" if alone else "use a smaller model")
+    advice.append("tile the layers of that module" if alone else "use a smaller model")
     raise PlanError(
         f"the device budget of {format_bytes(budgets.device_bytes)} cannot hold the weights: "
         f"{format_bytes(resident)} are resident, and the windows of streamed groups need {format_bytes(windows)} "

@@ -41,6 +41,7 @@ def make_plan(
     host_memory: Size | None = None,
     pinned_memory: Size | None = None,
     window_memory: Size | None = None,
+    staging_memory: Size | None = None,
 ) -> Plan:
     """A plan from a few words, checked against the model.
 
@@ -62,6 +63,7 @@ def make_plan(
         host_memory: Of weights, gradients, optimizer state and staging on the host.
         pinned_memory: The part of the host's that may be locked.
         window_memory: The part of the device's for the windows of streamed groups.
+        staging_memory: The part of the host's in which gradients wait for their updates.
 
     Raises:
         UnknownNameError: A mapping names a group that the model does not have.
@@ -95,6 +97,7 @@ def make_plan(
             host_bytes=_size(host_memory),
             pinned_bytes=_size(pinned_memory),
             window_bytes=_size(window_memory),
+            staging_bytes=_size(staging_memory),
         ),
     )
     check_plan(plan, layout)

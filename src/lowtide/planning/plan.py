@@ -78,13 +78,20 @@ class Budgets:
     """The part of the host's bytes that may be locked for copies."""
     window_bytes: int | None = None
     """Device bytes for streamed groups. None: what the largest group and its prefetched successors need."""
+    staging_bytes: int | None = None
+    """Host bytes in which gradients wait for their update, or to be added to others. None: two chunks' worth; in backward
+    and with an optimizer that keeps state, whose updates take longer, up to 2 GiB."""
 
     def __post_init__(self) -> None:
-        for key in ("device_bytes", "host_bytes", "pinned_bytes", "window_bytes"):
+        for key in ("device_bytes", "host_bytes", "pinned_bytes", "window_bytes", "staging_bytes"):
             size = getattr(self, key)
             if size is not None and size < 0:
                 raise ConfigError(f"{key} is {size}; give 0 or more", key=key)
-        for part, whole in (("pinned_bytes", "host_bytes"), ("window_bytes", "device_bytes")):
+        for part, whole in (
+            ("pinned_bytes", "host_bytes"),
+            ("window_bytes", "device_bytes"),
+            ("staging_bytes", "host_bytes"),
+        ):
             size, limit = getattr(self, part), getattr(self, whole)
             if size is not None and limit is not None and size > limit:
                 raise ConfigError(

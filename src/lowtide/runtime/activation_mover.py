@@ -9,6 +9,8 @@ import torch
 from lowtide import compat
 from lowtide.memory.mover import Copied, Mover, Ticket
 from lowtide.memory.tier import Tier
+from lowtide.runtime.recording import Recorder
+from lowtide.runtime.timeline import Reason
 from lowtide.runtime.tracked_memory import TrackedMemory
 
 WHAT = "activations"
@@ -21,10 +23,12 @@ class ActivationMover:
         mover: The session's.
         tiers: The host, and what is locked of it.
         tracked: The emulated device's books, which must not count the host's memory; None on a real one.
+        recorder: Is told of each copy.
     """
 
-    def __init__(self, mover: Mover, tiers: Sequence[Tier], tracked: TrackedMemory | None) -> None:
+    def __init__(self, mover: Mover, tiers: Sequence[Tier], tracked: TrackedMemory | None, recorder: Recorder) -> None:
         self._mover = mover
+        self._recorder = recorder
         self._tiers = tuple(tiers)
         self._tracked = tracked
 
@@ -75,13 +79,17 @@ class ActivationMover:
 
     def to_device(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Ticket] = ()) -> Copied:
         """See `Mover`."""
-        return self._mover.to_device(target, source, after)
+        copied = self._mover.to_device(target, source, after)
+        self._recorder.on_activation(copied, Reason.BRING_BACK, source.nbytes)
+        return copied
 
     def to_host(
         self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Ticket] = (), *, keep: bool = True
     ) -> Copied:
         """See `Mover`."""
-        return self._mover.to_host(target, source, after, keep=keep)
+        copied = self._mover.to_host(target, source, after, keep=keep)
+        self._recorder.on_activation(copied, Reason.OFFLOAD, source.nbytes)
+        return copied
 
     def now(self) -> Ticket:
         """See `Mover`."""

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from lowtide.optim.update_types import Numerics
 from lowtide.planning.plan import Plan, Schedule, Site
 from lowtide.runtime.backward import is_away
 from lowtide.runtime.chunk_optimizer import ChunkOptimizer
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.finishing import Finisher
 from lowtide.runtime.host_pool import HostPool
+from lowtide.runtime.kernel_optimizer import KernelOptimizer
 from lowtide.runtime.managed_optimizer import ManagedOptimizer
 from lowtide.runtime.unit import Unit
 from lowtide.runtime.updater import Updater
@@ -32,9 +34,12 @@ def make_windows(model: nn.Module, engine: Engine) -> list[Window]:
     return [Window(model.get_submodule(path), path, tuple(units), engine) for path, units in by_path.items()]
 
 
-def needs_managed_step(plan: Plan, windows: Sequence[Window], max_grad_norm: float | None) -> bool:
+def needs_managed_step(
+    plan: Plan, windows: Sequence[Window], max_grad_norm: float | None, numerics: Numerics | None
+) -> bool:
     """Whether torch's own step would not do."""
-    return plan.schedule is not Schedule.DEFERRED or bool(windows) or max_grad_norm is not None
+    is_asked_for = max_grad_norm is not None or numerics is not None
+    return plan.schedule is not Schedule.DEFERRED or bool(windows) or is_asked_for
 
 
 def make_optimizer(
@@ -44,6 +49,7 @@ def make_optimizer(
     plan: Plan,
     *,
     max_grad_norm: float | None,
+    numerics: Numerics | None,
     clock_origin_s: float,
     installed: ManagedOptimizer | None,
 ) -> ManagedOptimizer:
@@ -51,8 +57,14 @@ def make_optimizer(
     device = engine.mover.device
     sites = {site for group in plan.groups for site in group.sites}
     devices = [device] * (Site.DEVICE in sites) + [torch.device("cpu")] * (Site.HOST in sites)
+    runner = ChunkOptimizer(optimizer, devices) if numerics is None else KernelOptimizer(optimizer, numerics)
+    if isinstance(runner, KernelOptimizer):
+        if installed is not None and isinstance(installed.runner, KernelOptimizer):
+            runner.states = installed.runner.states
+        if max_grad_norm is not None:
+            engine.take_norms()
     updater = Updater(
-        ChunkOptimizer(optimizer, devices),
+        runner,
         engine.residency.store,
         engine.worker,
         pool.staging,

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from lowtide import compat
 from lowtide.memory.chunk import Chunk, StoredGroup, view_of
-from lowtide.memory.chunk_search import LARGEST_CHUNK_BYTES
 from lowtide.memory.chunk_state import ChunkState
 from lowtide.memory.layout_types import ChunkSpec, GroupSpec, Layout, ParameterSpec
 from lowtide.memory.mover import Mover
 from lowtide.memory.store import Books
 from lowtide.planning.plan import GroupPlan, Plan, Schedule, Site, Weights
 from lowtide.runtime.host_pool import HostPool
-from lowtide.runtime.state_size import state_bytes_per_parameter_byte
 from lowtide.runtime.tensors import own_storage
 from lowtide.runtime.unit import Bound, Unit
 from lowtide.runtime.veil import unveil
@@ -32,60 +28,6 @@ def copy_values(spec: ParameterSpec, parameter: nn.Parameter, home: torch.Tensor
     """Fill from the parameter itself."""
     del spec
     home.copy_(parameter.data)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostNeed:
-    """Host bytes that a plan needs for one model, by what they are for."""
-
-    weight_bytes: int
-    gradient_bytes: int
-    staging_bytes: int
-    updated_bytes: int
-    """Of parameters that the host updates, beside which the optimizer keeps its state."""
-    table_bytes: int = 0
-    """Of weights that never leave the host, and of their gradients: not locked, and not in the buffer."""
-
-    @property
-    def total_bytes(self) -> int:
-        """Of the buffer for weights, gradients and staging."""
-        return self.weight_bytes + self.gradient_bytes + self.staging_bytes
-
-    def state_bytes(self, optimizer: torch.optim.Optimizer | None) -> int:
-        """Of an optimizer's state beside them."""
-        # Not asked where there is nothing: an optimizer that cannot say may still step on the device.
-        ratio = state_bytes_per_parameter_byte(optimizer) if self.updated_bytes else 0.0
-        return math.ceil(self.updated_bytes * ratio)
-
-
-def host_need(layout: Layout, plan: Plan, *, has_optimizer: bool) -> HostNeed:
-    """What the host must hold: weights of streamed chunks, twins of resident ones, deferred gradients, staging."""
-    weights = gradients = updated = largest = largest_parameter = tables = 0
-    for group in plan.groups:
-        for chunk, site in zip(layout.chunks_of(group.name), group.sites, strict=True):
-            is_updated = has_optimizer and site is Site.HOST and chunk.spans[0].parameter.requires_grad
-            if group.weights is Weights.HOST:
-                tables += (1 + is_updated) * chunk.nbytes
-                updated += is_updated * sum(span.parameter.nbytes for span in chunk.spans)
-                continue
-            if group.weights is Weights.STREAMED or is_updated:
-                weights += chunk.nbytes
-            if is_updated:
-                updated += sum(span.parameter.nbytes for span in chunk.spans)
-                largest = max(largest, chunk.nbytes)
-                largest_parameter = max(largest_parameter, *(span.parameter.nbytes for span in chunk.spans))
-                if plan.schedule is Schedule.DEFERRED:
-                    gradients += chunk.nbytes
-    # One to be filled while another is used; beside a huge one a small one, so that it does not double the need.
-    largest = largest if plan.schedule is Schedule.IN_BACKWARD else largest_parameter
-    staging = largest + min(largest, LARGEST_CHUNK_BYTES)
-    return HostNeed(
-        weight_bytes=weights,
-        gradient_bytes=gradients,
-        staging_bytes=_padded(staging) + 4096 * bool(staging),
-        updated_bytes=updated,
-        table_bytes=tables,
-    )
 
 
 class Binder:
@@ -267,7 +209,3 @@ def release(bounds: Iterable[Bound], original: dict[int, torch.device]) -> None:
         parameter.data = parameter.data.to(device, copy=True)
         if gradient is not None:
             parameter.grad = gradient.detach().to(device, copy=True)
-
-
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // 512) * 512

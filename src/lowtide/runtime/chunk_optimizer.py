@@ -16,6 +16,7 @@ import torch
 
 from lowtide import compat
 from lowtide.errors import UnsupportedOptimizerError
+from lowtide.runtime.clip_factor import ClipFactor
 
 _HOST = torch.device("cpu")
 
@@ -28,6 +29,8 @@ class Settings:
     """Of each param group: learning rate, decay, and the rest."""
     scaler: Mapping[str, Any]
     """What a GradScaler leaves to the kernels."""
+    clip: ClipFactor | None = None
+    """What gradients are multiplied by on the way; None where they were clipped in place, or are not."""
 
     def on_host(self) -> Settings:
         """For an update on the host: torch would copy the scaler's flag there without waiting for it."""

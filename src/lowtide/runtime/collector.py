@@ -13,7 +13,8 @@ import weakref
 
 _FEW = 10_000
 """Python 3.12 starts with some hundreds set aside; a user who does it has torch loaded, a hundred thousand and more."""
-_LOCK = threading.Lock()
+_LOCK = threading.RLock()
+"""Taken again by a finaliser, where a collection inside finds a forgotten session."""
 _NUM_SESSIONS = 0
 _IS_OURS = False
 

@@ -158,9 +158,11 @@ class Engine:
     @_alone
     def forward_ends(self, window: Window) -> None:
         """Close them."""
-        if self.observer is not None:
-            self.observer.moment(_name_of(window), self.recorder.phase)
-        self._leave_forward(window)
+        try:
+            if self.observer is not None:
+                self.observer.moment(_name_of(window), self.recorder.phase)
+        finally:
+            self._leave_forward(window)
 
     def _leave_forward(self, window: Window) -> None:
         running, started = self._running.pop()
@@ -365,6 +367,10 @@ class Engine:
         if compat.backward_number() is None:
             self.check_broken()
         self.residency.settle(unit)
+
+    def take_norms(self) -> None:
+        """Take each gradient's norm on its way to the host."""
+        self._gradients.takes_norms = True
 
     def veil_gradient(self, bound: Bound) -> None:
         """An update on the host reads the user's gradient: a look at it waits."""

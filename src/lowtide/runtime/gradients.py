@@ -27,8 +27,9 @@ from lowtide.runtime.veil import is_veiled, unveil, veil
 class GradientLease:
     """Veils a gradient on the host until it is complete and no update reads it."""
 
-    def __init__(self, bound: Bound) -> None:
+    def __init__(self, bound: Bound, mover: Mover) -> None:
         self._bound = bound
+        self._mover = mover
 
     @property
     def label(self) -> str:
@@ -38,9 +39,15 @@ class GradientLease:
     def settle(self) -> None:
         """Wait for the copies and the update. The veil stays: a GradScaler's kernel must be noticed at any time."""
         self._bound.settle_gradient()
+        # Whoever looks may write.
+        self._bound.norm = None
 
     def check_gradient(self) -> None:
         """A gradient has none itself."""
+
+    def wait_for_device(self) -> None:
+        """Copies to the host that the loop's own stream makes, as a GradScaler's of its flag, are done then."""
+        self._mover.now().wait()
 
 
 class GradientMover:
@@ -54,6 +61,8 @@ class GradientMover:
         self._cache = cache
         self._schedule = schedule
         self._recorder = recorder
+        self.takes_norms = False
+        """Whether each gradient's norm is taken on its way, for a clipping that does not read gradients again."""
 
     def take(self, bound: Bound) -> None:
         """The parameter's gradient is complete on the device: send it to the host and let it go there."""
@@ -76,6 +85,7 @@ class GradientMover:
             # Not the user's own object: that one is veiled before the copy has happened.
             home = bound.inner_gradient(bound.gradient)
         if is_first:
+            bound.norm = _norm(gradient) if self.takes_norms else None
             bound.pending.append(self._send(bound, home, gradient))
         else:
             self._send_and_add(bound, home, gradient)
@@ -107,7 +117,7 @@ class GradientMover:
     def veil(self, bound: Bound) -> None:
         """A look at the user's gradient on the host waits for what is pending for it."""
         if bound.gradient is not None and bound.parameter.grad is bound.gradient:
-            bound.gradient_lease = bound.gradient_lease or GradientLease(bound)
+            bound.gradient_lease = bound.gradient_lease or GradientLease(bound, self._mover)
             veil(bound.gradient, bound.gradient_lease)
 
     def _staged(self, bound: Bound) -> torch.Tensor:
@@ -156,6 +166,7 @@ class GradientMover:
         staging = view_of(buffer, 0, bound.spec)
         before = tuple(bound.pending)
         arrived = self._send(bound, staging, gradient)
+        takes_norms, bound.norm = self.takes_norms, None
 
         def add() -> None:
             try:
@@ -164,10 +175,18 @@ class GradientMover:
                 arrived.wait()
                 with torch.no_grad():
                     total.add_(staging)
+                if takes_norms:
+                    bound.norm = _norm(total)
             finally:
                 self._cache.give_back(buffer)
 
         bound.pending.append(self._worker.submit(add))
+
+
+def _norm(gradient: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+    return norm
 
 
 def _home_in(chunk: Chunk, buffer: torch.Tensor, bound: Bound) -> torch.Tensor:

@@ -20,7 +20,7 @@ from lowtide.runtime.host_worker import HostWorker
 class HostPool:
     """Hands out parts of one buffer; staging goes through a cache, so that equal requests find it ready.
 
-    Staging that is asked for while all of it is in use waits for the host's oldest work, which gives some back: the
+    Staging that is asked for while all of it is in use waits for the host's work, which gives some back: the
     computation is slowed down to the host's pace instead of taking memory without end.
 
     Args:
@@ -99,7 +99,7 @@ class HostPool:
                 if self.staging.counts.held_bytes:
                     # Kept for requests of another size, which must not make this one take memory beside the buffer.
                     self.staging.clear()
-                elif not self._worker.wait_for_oldest():
+                elif not self._worker.wait_for_one():
                     return self._extra(num_bytes)
 
     def _extra(self, num_bytes: int) -> torch.Tensor:

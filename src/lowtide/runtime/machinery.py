@@ -11,7 +11,7 @@ from torch import nn
 
 from lowtide import compat
 from lowtide.activations.apply import ActivationStats, Applied, apply
-from lowtide.activations.host_embedding import put_on_host
+from lowtide.activations.host_embedding import HostEmbedding, put_on_host
 from lowtide.activations.policy import Keep
 from lowtide.memory.capacity import (
     host_capacity_bytes,
@@ -24,16 +24,19 @@ from lowtide.memory.layout_types import Layout
 from lowtide.memory.mover import Mover
 from lowtide.memory.store import Books, ChunkStore
 from lowtide.memory.tier import Tier
+from lowtide.optim.update_types import Numerics
 from lowtide.planning.check_plan import check_plan
+from lowtide.planning.placement import by_first_use
 from lowtide.planning.plan import Plan
 from lowtide.planning.window_need import window_bytes_needed
 from lowtide.runtime.activation_mover import ActivationMover
 from lowtide.runtime.assembly import make_optimizer, make_windows, needs_managed_step
-from lowtide.runtime.binding import Binder, Fill, copy_values, host_need, is_held, move_part, release
+from lowtide.runtime.binding import Binder, Fill, copy_values, is_held, move_part, release
 from lowtide.runtime.chunk_rows import chunk_rows
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.giving_back import bring_state_to_parameters, return_rest, settle_for_good
 from lowtide.runtime.gradients import GradientMover
+from lowtide.runtime.host_need import host_need
 from lowtide.runtime.host_pool import HostPool
 from lowtide.runtime.host_worker import HostWorker
 from lowtide.runtime.legacy import Legacy, forget_device_memory, place_gradient
@@ -56,6 +59,7 @@ class Machinery:
         mover: Of the device; an emulated one comes with `tracked`.
         tracked: The emulated device's books; None on a real one.
         fill: Where each parameter's values come from.
+        numerics: Of updates through our own kernels; None for the optimizer's own.
         poison: Fill memory that holds nothing with NaN.
         observer: Watches the device's memory at each opening and closing of a window.
         legacy: Of the machinery before, where the session goes on under another plan; its tracker is stopped.
@@ -72,6 +76,7 @@ class Machinery:
         tracked: TrackedMemory | None,
         fill: Fill,
         max_grad_norm: float | None,
+        numerics: Numerics | None,
         poison: bool,
         observer: StepObserver | None = None,
         legacy: Legacy | None = None,
@@ -85,19 +90,22 @@ class Machinery:
         self._mover = mover
         self._tracked = tracked
         self._max_grad_norm = max_grad_norm
+        self._numerics = numerics
         self._poison = poison
         self._observer = observer
         self._legacy = legacy
         self.limit: DeviceLimit | None = None
         """What the allocator may reserve; set when the model has left the device, if it was there."""
         self._count: torch.utils.hooks.RemovableHandle | None = None
+        self._applied: Applied | None = None
+        self._tables: list[HostEmbedding] = []
         self._clock_origin_s = time.perf_counter() if legacy is None else legacy.clock_origin_s
         self._original = (
             {id(parameter): parameter.device for parameter in model.parameters() if not parameter.is_meta}
             if legacy is None
             else legacy.original
         )
-        self._need = host_need(layout, plan, has_optimizer=optimizer is not None)
+        self._need = host_need(layout, plan, optimizer, numerics)
         budgets = plan.budgets
         self._host = Tier("host", resolve_budget(budgets.host_bytes, host_capacity_bytes(), what="host budget"))
         pinned = resolve_budget(
@@ -107,9 +115,7 @@ class Machinery:
         for tier in (self._host, self._pinned):
             for what in ("weights", "gradients", "staging"):
                 tier.charge(getattr(self._need, f"{what.removesuffix('s')}_bytes"), what)
-        # The optimizer makes it, in memory of its own that is not locked.
-        self._state_bytes = self._need.state_bytes(optimizer)
-        self._host.charge(self._state_bytes, "optimizer state")
+        self._host.charge(self._need.state_bytes, "optimizer state")
         self._host.charge(self._need.table_bytes, "tables that stay, and their gradients")
         self._device = Tier("device", plan.budgets.device_bytes if plan.budgets.device_bytes is not None else 1 << 62)
         self._books: Books = tracked if tracked is not None else self._device
@@ -141,17 +147,20 @@ class Machinery:
             groups = {group.name: group for group in layout.groups}
             for group in plan.groups:
                 self._units[group.name] = binder.bind(groups[group.name], group, fill)
+            for place, name in enumerate(by_first_use(layout)):
+                self._units[name].place = place
             for bound in binder.bounds:
                 place_gradient(bound, is_copied=legacy is not None)
             self._engine = self._make_engine()
+            undo.callback(self._engine.stop)
             self._windows = self._engine.windows = make_windows(model, self._engine)
             self._managed = self._make_optimizer()
+            undo.callback(self._release_optimizer)
+            undo.callback(self._remove_from_calls)
             self._applied = self._apply_activations()
-            self._tables = [
-                put_on_host(model, unit.name, device=mover.device, on_host=self._on_host)
-                for unit in self._units.values()
-                if unit.is_on_host
-            ]
+            for unit in self._units.values():
+                if unit.is_on_host:
+                    self._tables.append(put_on_host(model, unit.name, device=mover.device, on_host=self._on_host))
             for window in self._windows:
                 window.install()  # outside of the policies: a group is open while its forward runs again
             undo.pop_all()
@@ -217,10 +226,7 @@ class Machinery:
             self.limit.lift()
         self._remove_from_calls()
         self._engine.stop()
-        if self._managed is not None:
-            self._managed.remove()
-        if self._count is not None:
-            self._count.remove()
+        self._release_optimizer()
         if self._tracked is not None:
             # Before the parameters get memory of their own: that is no longer the session's.
             self._tracked.stop()
@@ -259,6 +265,7 @@ class Machinery:
                 tracked=self._tracked,
                 fill=copy_values,
                 max_grad_norm=self._max_grad_norm,
+                numerics=self._numerics,
                 poison=self._poison,
                 legacy=legacy,
             )
@@ -350,7 +357,7 @@ class Machinery:
         return apply(
             self.model,
             policies,
-            mover=ActivationMover(self._mover, (self._host, self._pinned), self._tracked),
+            mover=ActivationMover(self._mover, (self._host, self._pinned), self._tracked, self._recorder),
             is_weight=lambda tensor: compat.storage_key(tensor) in storages,
             poison=self._poison,
         )
@@ -359,7 +366,7 @@ class Machinery:
         if self.optimizer is None:
             return None
         installed = None if self._legacy is None else self._legacy.managed
-        if installed is None and not needs_managed_step(self.plan, self._windows, self._max_grad_norm):
+        if installed is None and not needs_managed_step(self.plan, self._windows, self._max_grad_norm, self._numerics):
             # Nothing to manage: torch's own step runs. State that was loaded before may lie elsewhere.
             bring_state_to_parameters(self.optimizer)
             self._count = self.optimizer.register_step_post_hook(lambda *_: self._recorder.count_update())
@@ -370,9 +377,16 @@ class Machinery:
             self._pool,
             self.plan,
             max_grad_norm=self._max_grad_norm,
+            numerics=self._numerics,
             clock_origin_s=self._clock_origin_s,
             installed=installed,
         )
+
+    def _release_optimizer(self) -> None:
+        if self._managed is not None:
+            self._managed.remove()
+        if self._count is not None:
+            self._count.remove()
 
     def _remove_from_calls(self) -> None:
         """The model's modules are called as before; what was put in last goes first."""
@@ -416,5 +430,5 @@ class Machinery:
             device_budget_bytes=self.plan.budgets.device_bytes,
             host=self._host,
             pinned=self._pinned,
-            host_predicted_bytes=self._need.total_bytes + self._state_bytes + self._need.table_bytes,
+            host_predicted_bytes=self._need.total_bytes + self._need.state_bytes + self._need.table_bytes,
         )

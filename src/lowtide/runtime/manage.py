@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from lowtide.memory.groups import find_groups
 from lowtide.memory.layout import lay_out
 from lowtide.memory.mover import Mover
 from lowtide.memory.unmanaged import unmanaged_parameters
+from lowtide.optim.precision import numerics_of
+from lowtide.optim.update_types import Moments, Numerics
 from lowtide.planning.check_plan import check_plan
 from lowtide.planning.plan import Plan, Schedule
 from lowtide.planning.static_partition import StaticPartition
@@ -41,6 +44,9 @@ def manage(
     device: torch.device | str | None = None,
     weights: str | Path | None = None,
     max_grad_norm: float | None = None,
+    precision: str | None = None,
+    moments: str = "fp32",
+    seed: int = 0,
     poison: bool | None = None,
 ) -> Session:
     """Carry out a plan: spread the model's weights, gradients and optimizer state over device and host.
@@ -56,6 +62,10 @@ def manage(
         device: A CUDA device; "cpu" emulates one in host memory. By default the current CUDA device, if there is one.
         weights: A safetensors file, or a folder of them, to fill a model on meta from, group by group.
         max_grad_norm: Clip the gradients by their global norm in each `optimizer.step()`.
+        precision: "fp32", "bf16 exact", "bf16 stochastic", "bf16 nearest" or "fp16 exact": how updates land in the weights,
+            through Lowtide's own kernels. None leaves all arithmetic to the optimizer's own.
+        moments: With a precision, how optimizer state is stored: "fp32", "bf16" or "8bit".
+        seed: Of stochastic rounding.
         poison: Fill memory that holds nothing with NaN, so that a fault shows. By default on an emulated device only.
 
     Raises:
@@ -87,6 +97,8 @@ def manage(
             "WarmUp"
         )
     _require_own_parameters(model, optimizer)
+    _warn_of_strangers(model, optimizer)
+    numerics = _numerics(model, optimizer, precision, moments, seed)
     check_plan(plan, layout)
     _require_values(model, weights)
     tracked = None if target.type == "cuda" else TrackedMemory(plan.budgets.device_bytes)
@@ -114,6 +126,7 @@ def manage(
         tracked=tracked,
         fill=copy_values if file is None else file.fill,
         max_grad_norm=max_grad_norm,
+        numerics=numerics,
         poison=poison if poison is not None else tracked is not None,
         observer=observer,
     )
@@ -135,6 +148,33 @@ def manage(
     for managed in _what_is_managed(model, optimizer):
         _MANAGED[id(managed)] = session
     return session
+
+
+def _numerics(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, precision: str | None, moments: str, seed: int
+) -> Numerics | None:
+    """What the words mean; the model's weights must be of that type already."""
+    if precision is None:
+        if Moments(moments) is not Moments.FP32:
+            raise ConfigError(
+                f"moments={moments!r} is for updates through Lowtide's own kernels; give precision= as well, such as "
+                "'bf16 exact' or 'fp32'",
+                key="moments",
+            )
+        return None
+    wanted, numerics = numerics_of(precision, moments, seed=seed)
+    if optimizer is None:
+        raise ConfigError(f"precision={precision!r} is about updates, and there is no optimizer", key="precision")
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    others = {parameter.dtype for parameter in trained} - {wanted.dtype, torch.float32}
+    if others or (trained and not any(parameter.dtype is wanted.dtype for parameter in trained)):
+        found = ", ".join(sorted(str(parameter.dtype) for parameter in {p.dtype: p for p in trained}.values()))
+        raise ConfigError(
+            f"precision={precision!r} is for weights in {wanted.dtype} (some may be in float32), and the model's are in {found}; "
+            f"convert it before the optimizer is made: model.to({wanted.dtype})",
+            key="precision",
+        )
+    return numerics
 
 
 def _check_arguments(model: object, optimizer: object) -> None:
@@ -160,6 +200,23 @@ def _require_own_parameters(model: nn.Module, optimizer: torch.optim.Optimizer |
         raise SessionError(
             f"the optimizer holds none of the model's {len(trained)} trained parameters; its {len(held)} belong to "
             "something else, such as a copy of the model. Make it from model.parameters()"
+        )
+
+
+def _warn_of_strangers(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """An optimizer made before a part of the model was replaced trains what is no longer in the model."""
+    if optimizer is None:
+        return
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    own = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    left_out = [name for key, name in own.items() if key not in held]
+    strangers = len(held - own.keys() - {id(parameter) for parameter in model.parameters()})
+    if left_out and strangers:
+        warnings.warn(
+            f"the optimizer holds {strangers} parameters that are not the model's, and not {len(left_out)} that are trained "
+            f"({', '.join(left_out[:3])}{', ...' if len(left_out) > 3 else ''}): these will not be updated. If a part of the "
+            "model was replaced (tile, a new head) after the optimizer was made, make the optimizer again",
+            stacklevel=3,
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,10 +16,13 @@ import torch
 from lowtide import compat
 from lowtide.errors import StepLostError
 from lowtide.planning.plan import Schedule, Site
-from lowtide.runtime.chunk_optimizer import Settings
+from lowtide.runtime.backward import is_away
+from lowtide.runtime.chunk_optimizer import ChunkOptimizer, Settings
+from lowtide.runtime.clip_factor import clip_factor
 from lowtide.runtime.clipping import clip_by_norm
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.finishing import Finisher
+from lowtide.runtime.kernel_optimizer import KernelOptimizer
 from lowtide.runtime.unit import Unit
 from lowtide.runtime.veil import unveil
 
@@ -53,6 +57,11 @@ class ManagedOptimizer:
         self._is_installed = False
         self._handles: list[Any] = []
 
+    @property
+    def runner(self) -> ChunkOptimizer:
+        """Runs the updates of chunks."""
+        return self._updater.optimizer
+
     def serve(self, engine: Engine, finisher: Finisher, after_step: Callable[[], None] | None) -> None:
         """Step through these from now on: the session goes on under another plan."""
         self._engine = engine
@@ -86,12 +95,15 @@ class ManagedOptimizer:
             setattr(self._optimizer, name, self._installed[name])
         self._handles = [
             self._optimizer.register_state_dict_pre_hook(lambda optimizer: self.settle()),
-            self._optimizer.register_load_state_dict_pre_hook(lambda optimizer, state: self.settle()),
+            self._optimizer.register_state_dict_post_hook(lambda optimizer, state: self._fill(state)),
+            self._optimizer.register_load_state_dict_pre_hook(lambda optimizer, state: self._accept(state)),
             self._optimizer.register_load_state_dict_post_hook(lambda optimizer: self._after_load()),
         ]
 
     def remove(self) -> None:
-        """Give the optimizer back as it was."""
+        """Give the optimizer back as it was. May be repeated."""
+        if not self._is_installed:
+            return
         self._updater.optimizer.forget_empty_state()
         for handle in self._handles:
             handle.remove()
@@ -105,6 +117,8 @@ class ManagedOptimizer:
                 setattr(self._optimizer, name, self._replaced[name])
         self._installed.clear()
         self._replaced.clear()
+        if isinstance(self.runner, KernelOptimizer):
+            self.runner.hand_back()
 
     def settle(self) -> None:
         """Wait until every update has been made."""
@@ -113,7 +127,16 @@ class ManagedOptimizer:
         self._engine.worker.check()
         self._updater.optimizer.forget_empty_state()
 
+    def _fill(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        return self.runner.fill(state) if isinstance(self.runner, KernelOptimizer) else None
+
+    def _accept(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        self.settle()
+        return self.runner.accept(state) if isinstance(self.runner, KernelOptimizer) else None
+
     def _after_load(self) -> None:
+        if isinstance(self.runner, KernelOptimizer):
+            self.runner.load_accepted()
         self._updater.optimizer.refresh_groups()
         self._updater.place_state(list(self._engine.units.values()), self._engine.mover.device)
 
@@ -178,7 +201,11 @@ class ManagedOptimizer:
         units = list(self._engine.units.values())
         if self._max_grad_norm is not None:
             parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-            self.last_norm = clip_by_norm(parameters, self._max_grad_norm)
+            if isinstance(optimizer, KernelOptimizer):
+                clip = clip_factor(self._norms(parameters), self._max_grad_norm, self._engine.mover)
+                settings, self.last_norm = replace(settings, clip=clip), clip.total
+            else:
+                self.last_norm = clip_by_norm(parameters, self._max_grad_norm)
         managed = {id(bound.parameter) for unit in units for bound in unit.bounds}
         loose = [
             parameter
@@ -197,6 +224,23 @@ class ManagedOptimizer:
         self._update_resident(units, loose, settings)
         for unit in units:
             self._update_unit(unit, settings)
+
+    def _norms(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Of the gradients that there are, most of them taken when the gradient passed by."""
+        bounds = {id(bound.parameter): bound for unit in self._engine.units.values() for bound in unit.bounds}
+        norms: list[torch.Tensor] = []
+        for parameter in parameters:
+            gradient, bound = parameter.grad, bounds.get(id(parameter))
+            if gradient is None:
+                continue
+            if bound is not None and is_away(bound) and gradient is bound.gradient:
+                if bound.norm is None:
+                    bound.settle_gradient()  # the worker takes it after the last addition
+                if bound.norm is not None:
+                    norms.append(bound.norm)
+                    continue
+            norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32))
+        return norms
 
     def _update_resident(self, units: Sequence[Unit], loose: Sequence[torch.Tensor], settings: Settings) -> None:
         """All that stays on the device in one step, as plain torch takes it."""

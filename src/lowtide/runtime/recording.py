@@ -26,6 +26,8 @@ _LANES = {
     Reason.UPLOAD: Lane.TO_DEVICE,
     Reason.WRITE_BACK: Lane.TO_HOST,
     Reason.GRADIENTS: Lane.TO_HOST,
+    Reason.OFFLOAD: Lane.TO_HOST,
+    Reason.BRING_BACK: Lane.TO_DEVICE,
 }
 
 
@@ -76,6 +78,10 @@ class Recorder:
     def on_gradient(self, chunk: Chunk, copied: Copied, num_bytes: int) -> None:
         """A copy of a gradient to the host."""
         self._copy(chunk.spec.name, copied, Reason.GRADIENTS, num_bytes)
+
+    def on_activation(self, copied: Copied, reason: Reason, num_bytes: int) -> None:
+        """A copy of what a forward saved."""
+        self._copy("activations", copied, reason, num_bytes)
 
     def on_present(self, chunk: Chunk, at: Ticket) -> None:
         """The chunk has bytes on the device from here."""

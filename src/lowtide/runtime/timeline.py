@@ -46,6 +46,10 @@ class Reason(enum.StrEnum):
     """Device to host: a finished gradient whose chunk is updated there."""
     UPLOAD = "upload"
     """Host to device: the updated weights of a resident group."""
+    OFFLOAD = "offload"
+    """Device to host: what a forward saved waits there for its backward."""
+    BRING_BACK = "bring back"
+    """Host to device: what was offloaded, for the backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

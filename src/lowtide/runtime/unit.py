@@ -66,6 +66,8 @@ class Bound:
         """The gradient on the host from before this backward, set aside while the parameter looks at the device."""
         self.gradient: torch.Tensor | None = None
         """The gradient on the host that this backward is making."""
+        self.norm: torch.Tensor | None = None
+        """Of the gradient on the host, where it was asked for and nobody has looked at the gradient since."""
         self.pending: list[Ticket | Job] = []
         """What must happen before the gradient on the host is complete."""
         self.version = 0
@@ -114,6 +116,8 @@ class Unit:
         self.num_tasks = 0
         """Backwards that have opened it and not ended."""
         self.looks_at_device = is_resident
+        self.place = 0
+        """In the order in which a forward first uses groups."""
         self.settler: Settler | None = None
 
     @property
@@ -197,6 +201,9 @@ class Unit:
                 "cannot be read, clipped, scaled or set between backward() and step(). Weights and optimizer are those "
                 "of the new step. Use the schedule 'deferred' to work on gradients"
             )
+
+    def wait_for_device(self) -> None:
+        """Parameters are settled by other means."""
 
     def check_unchanged(self) -> None:
         """Refuse a model whose parameters are not the managed ones any more."""

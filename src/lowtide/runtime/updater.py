@@ -41,6 +41,7 @@ class Updater:
         self._cache = cache
         self._recorder = recorder
         self._clock_origin_s = clock_origin_s
+        self._brought: tuple[Settings, Settings] | None = None
 
     def update_here(self, bounds: Sequence[Bound], loose: Sequence[torch.Tensor], settings: Settings) -> None:
         """One step on parameters that look at the device, gradients beside them, and on unmanaged ones."""
@@ -51,7 +52,7 @@ class Updater:
 
     def update_on_host(self, unit: Unit, chunk: Chunk, bounds: Sequence[Bound], settings: Settings) -> None:
         """One step on the host for a chunk whose gradients are there or on their way. Returns at once."""
-        settings = settings.on_host()
+        settings = self._on_host(settings)
         updates: list[Update] = []
         gradients: list[torch.Tensor | None] = []
         self._store.take_over(chunk)
@@ -92,7 +93,7 @@ class Updater:
                 chunk.spec.nbytes,
             )
 
-        job = self._worker.submit(update)
+        job = self._worker.submit(update, place=unit.place)
         chunk.host_work = job
         for bound in bounds:
             if staging is None:
@@ -101,6 +102,12 @@ class Updater:
                 # The gradient's memory goes back with the staging buffer.
                 bound.pending.clear()
                 bound.gradient = None
+
+    def _on_host(self, settings: Settings) -> Settings:
+        """Once for all chunks of a step: a scaler's flag is waited for."""
+        if self._brought is None or self._brought[0] is not settings:
+            self._brought = (settings, settings.on_host())
+        return self._brought[1]
 
     def place_state(self, units: Sequence[Unit], device: torch.device) -> None:
         """Move optimizer state to where each chunk is updated."""

@@ -33,6 +33,9 @@ class Lease(Protocol):
     def check_gradient(self) -> None:
         """Raise if the gradient may not be looked at."""
 
+    def wait_for_device(self) -> None:
+        """Wait for what the loop has told the device so far."""
+
 
 _LEASES: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()
 """By the `id` of the veiled tensor. Not an attribute of the tensor: it would travel with pickles and copies. Weak, so that
@@ -92,7 +95,10 @@ def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] |
             lift(tensor)
     if func is compat.UNSCALE:
         # GradScaler copies its scale and its overflow flag to the host without waiting, and its kernel reads them there.
-        compat.wait_for_copies_to_host(args)
+        for tensor in _veiled_in(args):
+            if id(tensor) in _LEASES:
+                _LEASES[id(tensor)].wait_for_device()
+                break
     try:
         with compat.without_torch_function():
             return func(*args, **kwargs)

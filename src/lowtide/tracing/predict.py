@@ -150,6 +150,11 @@ def _prepare(job: Job, mode: GhostMode) -> TrainingStep:
     for tensor in _placement_order(model):
         mode.recorder.log_birth(tensor.life)
         tensor.life.category = Category.WEIGHTS
+    if isinstance(contents.optimizer, torch.optim.Optimizer):
+        for state, role in state_roles(model, contents.optimizer):  # of one that has stepped already
+            if isinstance(state, Ghost) and not state.life.is_logged:
+                mode.recorder.log_birth(state.life)
+                state.life.category, state.life.module, state.life.op = role.category, role.module, role.op
     for life in list(mode.recorder.lives):  # the batch and whatever else came along, after the model
         if not life.is_logged:
             life.op, life.module = "batch", "(batch)"

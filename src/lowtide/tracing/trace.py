@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide import compat
 from lowtide.errors import ConfigError, TooLargeError
 from lowtide.hardware import Hardware, find_hardware, known_hardware
 from lowtide.tracing.allocator import AllocatorSettings
@@ -90,6 +91,7 @@ def _check_arguments(model: object, optimizer: object) -> None:
             "was made with gradient_as_bucket_view=True",
             key="model",
         )
+    _refuse_changed_calls(model)
     if optimizer is None:
         return
     if not callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
@@ -110,6 +112,25 @@ def _check_arguments(model: object, optimizer: object) -> None:
                 f"the {type(optimizer).__name__} holds {len(held)} parameters, none of them of this "
                 f"{type(model).__name__}; build it from this model's parameters",
                 key="optimizer",
+            )
+
+
+def _refuse_changed_calls(model: nn.Module) -> None:
+    """What stands in a module's calls does not travel with it: the figure would be that of the plain model."""
+    for path, module in model.named_modules():
+        owner = getattr(compat.call_of(module), "__self__", None)
+        home = type(owner).__module__
+        if home.startswith("lowtide.runtime."):
+            raise ConfigError(
+                "the model is under management, and a session's placement cannot be traced; trace it before you manage it, or "
+                "after session.close()",
+                key="model",
+            )
+        if home.startswith("lowtide.activations."):
+            raise ConfigError(
+                f"{path or 'the model'!r} has a {type(owner).__name__} in its calls, which a trace would leave out; remove() it "
+                "first, and say settings=StepSettings(activations=...) for a policy",
+                key="model",
             )
 
 

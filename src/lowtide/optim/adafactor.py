@@ -1,9 +1,8 @@
-"""The Adafactor that the "Peak Memory" experiment trained Deep One with.
+"""Adafactor as the "Peak Memory" experiment trained Deep One with it: almost no state, and temporaries instead.
 
-It is here, and not with the optimizers one would choose, because the experiment's published peaks contain its
-temporaries: it goes over the parameters one by one, out of place. A matrix in fp32 costs three temporaries of its own
-size; a matrix in bf16 costs five fp32 copies (gradient, update, weight, scaled update, difference), ten times its own
-gradient.
+It goes over the parameters one by one, out of place, and the experiment's published peaks contain that: a matrix in fp32
+costs three temporaries of its own size; a matrix in bf16 costs five fp32 copies (gradient, update, weight, scaled update,
+difference), ten times its own gradient.
 """
 
 from __future__ import annotations
@@ -25,11 +24,12 @@ class _Moment:
     eps: float
 
 
-class DeepOneAdafactor(Optimizer):
+class Adafactor(Optimizer):
     """Adafactor (Shazeer and Stern 2018) without momentum and without relative steps, in eager ops.
 
     The second moment of a matrix is kept as its row and column sums, that of a vector whole, in the parameter's own
-    dtype. So the state of 1.6 B parameters is 5.4 MiB.
+    dtype. So the state of 1.6 B parameters is 5.4 MiB. `torch.optim.Adafactor` differs: its
+    steps are relative to the size of the weights, and at most `1 / sqrt(t)`.
 
     Args:
         params: Parameters or groups.

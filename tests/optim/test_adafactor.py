@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.models.deep_one import DeepOne
-from lowtide.models.deep_one_adafactor import DeepOneAdafactor
+from lowtide.optim.adafactor import Adafactor
 from tests.models.live_bytes import LiveBytes
 from tests.models.test_deep_one import FULL, TINY
 from tests.models.training import train_losses
@@ -40,7 +40,7 @@ def test_steps_equal_the_paper(shape: tuple[int, ...]) -> None:
     parameter = nn.Parameter(torch.randn(shape))
     start = parameter.detach().clone()
     gradients = [torch.randn(shape) * 10.0**-i for i in range(5)]
-    optimizer = DeepOneAdafactor([parameter], lr=0.03, weight_decay=0.1)
+    optimizer = Adafactor([parameter], lr=0.03, weight_decay=0.1)
     for gradient in gradients:
         parameter.grad = gradient.clone()
         optimizer.step()
@@ -53,7 +53,7 @@ def test_convolution_is_treated_as_a_matrix() -> None:
     flat = nn.Parameter(kernel.detach().reshape(24, 5).clone())
     kernel.grad = torch.randn(4, 3, 2, 5)
     flat.grad = kernel.grad.reshape(24, 5).clone()
-    optimizer = DeepOneAdafactor([kernel, flat])
+    optimizer = Adafactor([kernel, flat])
     optimizer.step()
     assert torch.equal(kernel.detach().reshape(24, 5), flat.detach())
 
@@ -64,14 +64,14 @@ def test_state_is_row_and_column_in_the_parameters_dtype() -> None:
     expected = sum(p.shape[0] + p.shape[1] if p.dim() == 2 else p.numel() for p in model.parameters()) * 4
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter)
-    optimizer = DeepOneAdafactor(model.parameters())
+    optimizer = Adafactor(model.parameters())
     optimizer.step()
     tensors = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
     assert sum(t.nbytes for t in tensors) == expected
     assert expected / 2**20 == pytest.approx(5.4, abs=0.1)
     half = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
     half.grad = torch.ones_like(half)
-    optimizer = DeepOneAdafactor([half])
+    optimizer = Adafactor([half])
     optimizer.step()
     assert {optimizer.state[half][name].dtype for name in ("row", "col")} == {torch.bfloat16}
 
@@ -80,7 +80,7 @@ def test_state_is_row_and_column_in_the_parameters_dtype() -> None:
 def test_temporaries_are_those_of_the_experiment(dtype: torch.dtype, copies: int) -> None:
     parameter = nn.Parameter(torch.randn(64, 96).to(dtype))
     parameter.grad = torch.randn(64, 96).to(dtype)
-    optimizer = DeepOneAdafactor([parameter])
+    optimizer = Adafactor([parameter])
     with LiveBytes(ignore_bytes=96 * 8) as live:
         optimizer.step()
     assert live.peak_bytes == copies * 64 * 96 * 4
@@ -89,7 +89,7 @@ def test_temporaries_are_those_of_the_experiment(dtype: torch.dtype, copies: int
 
 def test_parameters_without_a_gradient_stay() -> None:
     parameter = nn.Parameter(torch.ones(3, 3))
-    DeepOneAdafactor([parameter]).step()
+    Adafactor([parameter]).step()
     assert torch.equal(parameter.detach(), torch.ones(3, 3))
 
 
@@ -97,14 +97,14 @@ def test_trains_deep_one() -> None:
     torch.manual_seed(0)
     model = DeepOne(TINY)
     ids = torch.randint(2, TINY.vocab_size, (2, 16))
-    optimizer = DeepOneAdafactor(model.parameters(), lr=0.01)
+    optimizer = Adafactor(model.parameters(), lr=0.01)
     losses = train_losses(model, {"input_ids": ids, "labels": ids}, steps=15, optimizer=optimizer)
     assert losses[-1] < 0.7 * losses[0]
 
 
 def test_closure_is_called_with_gradients_on() -> None:
     parameter = nn.Parameter(torch.ones(2, 2))
-    optimizer = DeepOneAdafactor([parameter], lr=0.1)
+    optimizer = Adafactor([parameter], lr=0.1)
 
     def closure() -> float:
         loss = parameter.square().sum()

@@ -1,0 +1,1 @@
+"""Measure updates on the host and on the device."""

@@ -1,0 +1,66 @@
+"""ParameterState: what an update keeps beside one parameter, flat and in the order of the weight's memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from lowtide.optim.huge_pages import advise_huge_pages
+from lowtide.optim.precision import rounding_for, state_names
+from lowtide.optim.update_types import BLOCK, UNSIGNED, ElementwiseRule, Moments, Numerics, Rounding
+
+
+@dataclass(slots=True, kw_only=True)
+class ParameterState:
+    """Of one parameter, on the device of its update."""
+
+    step: int = 0
+    """Updates so far."""
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """States by name, and the scales of 8-bit ones under `NAME_scale`."""
+    remainder: torch.Tensor | None = None
+    master: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of it."""
+        kept = [tensor for tensor in (self.remainder, self.master) if tensor is not None]
+        return sum(tensor.nbytes for tensor in (*self.tensors.values(), *kept))
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies; the host where it has nothing."""
+        kept = [*self.tensors.values(), *(tensor for tensor in (self.remainder, self.master) if tensor is not None)]
+        return kept[0].device if kept else torch.device("cpu")
+
+    def move_to(self, device: torch.device) -> None:
+        """Bring all of it to another device."""
+        self.tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
+        self.remainder = None if self.remainder is None else self.remainder.to(device)
+        self.master = None if self.master is None else self.master.to(device)
+
+
+def new_state(weight: torch.Tensor, rule: ElementwiseRule, numerics: Numerics) -> ParameterState:
+    """Before the first update: all zero, and the master is the weight itself."""
+    num_elements, device = weight.numel(), weight.device
+    tensors: dict[str, torch.Tensor] = {}
+    for name in state_names(rule):
+        if numerics.moments is Moments.INT8:
+            code = torch.uint8 if name in UNSIGNED else torch.int8
+            tensors[name] = _zeros(num_elements, code, device)
+            tensors[f"{name}_scale"] = _zeros(-(-num_elements // BLOCK), torch.float32, device)
+        else:
+            dtype = torch.float32 if numerics.moments is Moments.FP32 else torch.bfloat16
+            tensors[name] = _zeros(num_elements, dtype, device)
+    rounding = rounding_for(weight, numerics)
+    remainder = _zeros(num_elements, torch.int16, device) if rounding is Rounding.EXACT else None
+    master = weight.detach().as_strided((num_elements,), (1,)).float() if rounding is Rounding.MASTER else None
+    return ParameterState(tensors=tensors, remainder=remainder, master=master)
+
+
+def _zeros(num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    memory = torch.empty(num_elements, dtype=dtype, device=device)
+    if device.type == "cpu":
+        advise_huge_pages(memory)  # before it is touched
+    return memory.zero_()

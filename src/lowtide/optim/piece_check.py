@@ -1,0 +1,70 @@
+"""Whether pieces hold what their formats need: a kernel given anything else would write where it must not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lowtide.errors import BadPieceError
+from lowtide.optim.precision import rounding_for, state_names
+from lowtide.optim.update_types import BLOCK, UNSIGNED, Moments, Numerics, Piece, Rounding
+
+_FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+
+def check_pieces(pieces: Sequence[Piece], *, rounding: Rounding, moments: Moments) -> None:
+    """Look at types, sizes and places; nothing is read.
+
+    Raises:
+        BadPieceError: A tensor is missing, of another type or size, not flat and dense, or elsewhere.
+    """
+    numerics = Numerics(rounding=rounding, moments=moments)
+    for index, piece in enumerate(pieces):
+        if piece.weight.dtype not in _FLOATS or piece.gradient.dtype not in _FLOATS:
+            raise BadPieceError(
+                f"piece {index} has a weight of {piece.weight.dtype} and a gradient of {piece.gradient.dtype}; updates "
+                "take fp32, bf16 and fp16"
+            )
+        if piece.step < 1:
+            raise BadPieceError(f"piece {index} is at step {piece.step}; the first step is 1")
+        if piece.first_element % BLOCK:
+            raise BadPieceError(f"piece {index} begins at element {piece.first_element}; cut at multiples of {BLOCK}")
+        for what, tensor, dtype, num_elements in _needed(piece, rounding_for(piece.weight, numerics), moments):
+            _check(f"the {what} of piece {index}", tensor, dtype, num_elements, pieces[0].weight.device)
+
+
+def _needed(piece: Piece, rounding: Rounding, moments: Moments) -> list[tuple[str, Tensor | None, torch.dtype, int]]:
+    """Every tensor of a piece: what it is, itself, its type and its number of elements."""
+    num_elements = piece.weight.numel()
+    needed: list[tuple[str, Tensor | None, torch.dtype, int]] = [
+        ("weight", piece.weight, piece.weight.dtype, num_elements),
+        ("gradient", piece.gradient, piece.gradient.dtype, num_elements),
+    ]
+    if rounding is Rounding.EXACT:
+        needed.append(("remainder", piece.remainder, torch.int16, num_elements))
+    if rounding is Rounding.MASTER:
+        needed.append(("master", piece.master, torch.float32, num_elements))
+    for name in state_names(piece.rule):
+        if moments is Moments.INT8:
+            code = torch.uint8 if name in UNSIGNED else torch.int8
+            scale = f"{name}_scale"
+            needed.append((name, piece.state.get(name), code, num_elements))
+            needed.append((scale, piece.state.get(scale), torch.float32, -(-num_elements // BLOCK)))
+        else:
+            dtype = torch.float32 if moments is Moments.FP32 else torch.bfloat16
+            needed.append((name, piece.state.get(name), dtype, num_elements))
+    return needed
+
+
+def _check(what: str, tensor: Tensor | None, dtype: torch.dtype, num_elements: int, device: torch.device) -> None:
+    if tensor is None:
+        raise BadPieceError(f"{what} is missing; its format needs {num_elements} elements of {dtype}")
+    if tensor.dtype is not dtype or tensor.shape != (num_elements,) or not tensor.is_contiguous():
+        raise BadPieceError(
+            f"{what} is {tensor.dtype} of shape {tuple(tensor.shape)} and stride {tensor.stride()}; it must be flat and "
+            f"dense, with {num_elements} elements of {dtype}"
+        )
+    if tensor.device != device:
+        raise BadPieceError(f"{what} is on {tensor.device}, and the first piece on {device}; bring them together")

@@ -1,0 +1,122 @@
+"""From a torch optimizer to the rule that the kernels run: read anew for each step, so that schedulers are heard."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from lowtide.errors import ConfigError, UnsupportedOptimizerError
+from lowtide.optim.adafactor import Adafactor
+from lowtide.optim.lion import Lion as LionOptimizer
+from lowtide.optim.update_types import Adam, ElementwiseRule, Lion, Sgd
+
+ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, LionOptimizer)
+MATRIX = (torch.optim.Adafactor, torch.optim.Muon, Adafactor)
+WEIGHT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What the kernels update."""
+
+
+def has_matrix_rule(optimizer: Optimizer) -> bool:
+    """Whether it updates a parameter as a whole, and each by itself: Adafactor and Muon. They stay with their own code."""
+    return type(optimizer) in MATRIX
+
+
+def rule_of(optimizer: Optimizer, group: Mapping[str, Any]) -> ElementwiseRule | None:
+    """The rule of a param group as its settings are now; None where the kernels have none, see `reason_without_rule`.
+
+    A rate or beta that is a tensor is read: on a GPU that waits for it.
+
+    Example:
+        >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5, momentum=0.9)
+        >>> rule_of(optimizer, optimizer.param_groups[0]).momentum
+        0.9
+
+    Raises:
+        ConfigError: A setting is no number.
+    """
+    if reason_without_rule(optimizer, group) is not None:
+        return None
+    maximize = bool(group["maximize"])
+    lr, weight_decay = _number(group, "lr"), _number(group, "weight_decay")
+    if isinstance(optimizer, torch.optim.SGD):
+        return Sgd(
+            lr=lr,
+            momentum=_number(group, "momentum"),
+            dampening=_number(group, "dampening"),
+            nesterov=bool(group["nesterov"]),
+            weight_decay=weight_decay,
+            maximize=maximize,
+        )
+    beta1, beta2 = (_as_number("betas", value) for value in group["betas"])
+    if isinstance(optimizer, LionOptimizer):
+        return Lion(lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, maximize=maximize)
+    return Adam(
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        eps=_number(group, "eps"),
+        weight_decay=weight_decay,
+        is_decoupled=bool(group["decoupled_weight_decay"]),
+        amsgrad=bool(group["amsgrad"]),
+        maximize=maximize,
+    )
+
+
+def require_rule(optimizer: Optimizer, group: Mapping[str, Any]) -> ElementwiseRule:
+    """`rule_of`, where there must be one.
+
+    Raises:
+        UnsupportedOptimizerError: There is none; the message says why.
+        ConfigError: A setting is no number.
+    """
+    rule = rule_of(optimizer, group)
+    if rule is None:
+        raise UnsupportedOptimizerError(
+            f"there is no kernel for this update: {reason_without_rule(optimizer, group)}; leave the precision of updates "
+            "to the optimizer itself (precision=None), or choose Adam, AdamW, SGD or lowtide.optim.Lion"
+        )
+    return rule
+
+
+def reason_without_rule(optimizer: Optimizer, group: Mapping[str, Any]) -> str | None:
+    """Why the kernels cannot take a param group, as the rest of a sentence; None where they can."""
+    name = type(optimizer).__name__
+    if has_matrix_rule(optimizer):
+        return f"{name} looks at whole matrices"
+    # A subclass may do anything in its step.
+    if type(optimizer) not in ELEMENTWISE:
+        known = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
+        return f"{name} is none of the rules there are kernels for ({known})"
+    for option, why in (
+        ("capturable", "keeps its count of steps on the device, for CUDA graphs"),
+        ("differentiable", "is recorded by autograd"),
+    ):
+        if group.get(option):
+            return f"{name} with {option}=True {why}"
+    for parameter in group["params"]:
+        if parameter.dtype not in WEIGHT_TYPES:
+            return (
+                f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}; kernels are for fp32, bf16, fp16"
+            )
+    return None
+
+
+def _number(group: Mapping[str, Any], key: str) -> float:
+    return _as_number(key, group[key])
+
+
+def _as_number(key: str, value: object) -> float:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise ConfigError(
+            f"{key} of a param group is {shown}; set a finite number before the next step (a scheduler or a loaded state "
+            "may have put this there)",
+            key=key,
+        )
+    return float(value)

@@ -1,0 +1,206 @@
+"""Between an update's flat state and torch's ordinary optimizer state, so that either can resume the other.
+
+Torch's form has one fp32 tensor of the parameter's shape for each state, and a count of steps. Beside them stands
+`master`, the fp32 number that a weight of 16 bits is the rounding of: with it a run resumes exactly. Torch's own
+optimizers pass over entries that they do not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.errors import OptimizerStateError
+from lowtide.optim.formats import join, read_moment, split, write_moment
+from lowtide.optim.parameter_state import ParameterState, new_state
+from lowtide.optim.precision import rounding_for, state_names
+from lowtide.optim.update_types import STATE_NAMES, Adam, ElementwiseRule, Numerics, Rounding
+
+STEP = "step"
+MASTER = "master"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadTarget:
+    """A parameter that state is loaded for."""
+
+    name: str
+    weight: Tensor
+    """The parameter where it lies: its values tell whether a master is its own."""
+    rule: ElementwiseRule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedState:
+    """Of one parameter, checked: it fits, and nothing was written yet."""
+
+    num_steps: int
+    tensors: Mapping[str, Tensor]
+    """By name, of the parameter's shape, in any dtype; empty before the first step."""
+    master: Tensor | None = None
+
+
+def to_torch_state(
+    weight: Tensor, state: ParameterState, rule: ElementwiseRule, numerics: Numerics
+) -> dict[str, Tensor]:
+    """The entries of one parameter for a state dict: on the state's device, in memory of their own."""
+    entries = {STEP: torch.tensor(float(state.step))}
+    for name in state_names(rule):
+        entries[name] = _shaped(read_moment(name, state.tensors, numerics.moments), weight)
+    master = _master_of(weight, state, rounding_for(weight, numerics))
+    if master is not None:
+        entries[MASTER] = _shaped(master, weight)
+    return entries
+
+
+def from_torch_state(target: LoadTarget, saved: SavedState, numerics: Numerics) -> ParameterState:
+    """The flat state of one parameter, new, on the weight's device. Without a master it starts from the weight.
+
+    With one, the weight is written: it becomes the master's rounding, from which it differs in ties at most.
+    """
+    weight = target.weight.detach()
+    state = new_state(weight, target.rule, numerics)
+    state.step = saved.num_steps
+    for name, tensor in saved.tensors.items():
+        write_moment(name, _flat_like(tensor, weight), state.tensors, numerics.moments)
+    if saved.master is not None:
+        _write_master(_flat(weight), _flat_like(saved.master, weight), state)
+    return state
+
+
+def read_state_dict(state_dict: Mapping[str, Any], groups: Sequence[Sequence[LoadTarget]]) -> list[list[SavedState]]:
+    """Check what `optimizer.state_dict()` gave against the parameters of each group; nothing is written.
+
+    Only what all of it fits comes back, so that loading it afterwards cannot stop half way.
+
+    Raises:
+        OptimizerStateError: It is of another model or optimizer: the message names the first parameter that differs.
+    """
+    saved_groups = state_dict.get("param_groups")
+    if saved_groups is None or "state" not in state_dict:
+        raise OptimizerStateError(
+            f"the state has the entries {sorted(state_dict)}, not 'state' and 'param_groups'; give what "
+            "optimizer.state_dict() returned"
+        )
+    saved_sizes, sizes = [len(group["params"]) for group in saved_groups], [len(group) for group in groups]
+    if saved_sizes != sizes:
+        raise OptimizerStateError(
+            f"the state has param groups of {saved_sizes} parameters, and the optimizer of {sizes}; it was saved for "
+            "another model or with other groups: load it into the optimizer it was saved from"
+        )
+    return [
+        [
+            read_entries(state_dict["state"].get(key, {}), target)
+            for key, target in zip(saved["params"], group, strict=True)
+        ]
+        for saved, group in zip(saved_groups, groups, strict=True)
+    ]
+
+
+def read_entries(entries: Mapping[str, Any], target: LoadTarget) -> SavedState:
+    """Check the entries of one parameter; nothing is written.
+
+    Raises:
+        OptimizerStateError: They are another optimizer's, of another shape, or the master of another weight.
+    """
+    present = {name: value for name, value in entries.items() if value is not None}
+    if not present:
+        return SavedState(num_steps=0, tensors={})
+    names = state_names(target.rule)
+    _check_names(present, names, target)
+    for name in (*names, MASTER):
+        if name in present:
+            _check_shape(name, present[name], target)
+    if MASTER in present:
+        _check_master(present[MASTER], target)
+    # SGD counts no steps; with a momentum at least one was taken, and it is not the first gradient again.
+    num_steps = int(present.get(STEP, 1))
+    return SavedState(
+        num_steps=num_steps,
+        tensors={name: present[name] for name in names if name in present},
+        master=present.get(MASTER),
+    )
+
+
+def _check_names(present: Mapping[str, Any], names: tuple[str, ...], target: LoadTarget) -> None:
+    kind = type(target.rule)
+    # What an option that is off now has left behind is passed over, as torch does it.
+    known = {STEP, MASTER, *STATE_NAMES[kind], *(("max_exp_avg_sq",) if kind is Adam else ())}
+    # SGD's momentum comes with the first step that has one.
+    missing = [] if names == ("momentum_buffer",) else [name for name in names if name not in present]
+    if missing or not known.issuperset(present):
+        raise OptimizerStateError(
+            f"the state of {target.name!r} has {', '.join(sorted(present))}; {kind.__name__} with these settings keeps "
+            f"{', '.join((STEP, *names))}: it was saved by another optimizer or with other options (amsgrad); load it into "
+            "that one, or start without it",
+            parameter=target.name,
+        )
+
+
+def _check_shape(name: str, value: object, target: LoadTarget) -> None:
+    shape = tuple(target.weight.shape)
+    if not isinstance(value, Tensor) or tuple(value.shape) != shape:
+        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
+        raise OptimizerStateError(
+            f"{name} of {target.name!r} has {found} in the state, and the parameter has shape {shape}; the state is of "
+            "another model: load it into that one, or start without it",
+            parameter=target.name,
+        )
+
+
+def _check_master(master: Tensor, target: LoadTarget) -> None:
+    """A master must round to the weight; a weight in fp32 may have come out of a checkpoint in 16 bits."""
+    weight = _flat(target.weight.detach())
+    flat = _flat_like(master, target.weight)
+    choices = [flat, split(flat)[0]] if weight.dtype is torch.bfloat16 else [flat]
+    if weight.dtype is torch.float32:
+        choices += [split(flat)[0], flat.bfloat16(), flat.half()]
+    agrees = torch.zeros_like(weight, dtype=torch.bool)
+    for choice in choices:
+        rounded = choice.to(weight.dtype)
+        agrees |= (rounded == weight) | (rounded.isnan() & weight.isnan())
+    if not bool(agrees.all()):
+        raise OptimizerStateError(
+            f"the master of {target.name!r} in the state is not that of its weight: {int((~agrees).sum())} of "
+            f"{weight.numel()} elements differ; load the model's weights from the same checkpoint first, or drop the "
+            f"{MASTER!r} entries to start from the weights as they are",
+            parameter=target.name,
+        )
+
+
+def _master_of(weight: Tensor, state: ParameterState, rounding: Rounding) -> Tensor | None:
+    if rounding is Rounding.EXACT:
+        assert state.remainder is not None, "the exact format has a remainder"
+        return join(_flat(weight.detach()), state.remainder)
+    return state.master if rounding is Rounding.MASTER else None
+
+
+def _write_master(weight: Tensor, master: Tensor, state: ParameterState) -> None:
+    if state.remainder is not None:
+        nearest, remainder = split(master)
+        weight.copy_(nearest)
+        state.remainder.copy_(remainder)
+        return
+    weight.copy_(master)
+    if state.master is not None:
+        state.master.copy_(master)
+
+
+def _shaped(flat: Tensor, weight: Tensor) -> Tensor:
+    """A copy of flat state with the weight's shape and order of memory."""
+    return flat.clone().as_strided(weight.shape, weight.stride())
+
+
+def _flat_like(tensor: Tensor, weight: Tensor) -> Tensor:
+    """An fp32 copy of a tensor of the weight's shape, flat in the weight's order of memory and on its device."""
+    copy = torch.empty_strided(weight.shape, weight.stride(), dtype=torch.float32, device=weight.device)
+    return _flat(copy.copy_(tensor))
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """All elements in the order of their memory; weights are dense."""
+    return tensor.as_strided((tensor.numel(),), (1,))

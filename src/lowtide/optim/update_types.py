@@ -1,0 +1,159 @@
+"""What an update is made of, as plain data: the rule, how it rounds, how its state is stored, and the pieces it works on.
+
+Three implementations take the same `Piece`s and agree within fp32 rounding: the reference in torch's own operators, the
+host kernel in C++, and the device kernel.
+
+Note [The exact format]
+A bf16 weight and a signed 16-bit remainder are one fp32 number, the master: `bits = (weight_bits << 16) + remainder`. The
+weight is the master rounded to the nearest bf16, halves up, so that the remainder always fits. The update reads and
+writes the master; nothing is lost, in 4 bytes instead of 6. `weight_bits = (bits + 0x8000) >> 16` would turn a NaN into
+infinity or zero: a NaN is the weight 0x7FC0 with remainder 0. The largest finite masters have the weight infinity and a
+negative remainder, and are still themselves.
+
+Note [Stochastic rounding]
+An fp32 result goes to one of its two bf16 neighbours, with a chance that makes the mean right: 16 random bits are added
+below the bf16's last bit, and the rest is cut off. The bits are a hash of a key and of the element's place in its parameter, so
+they depend neither on chunks, threads nor devices, and a resumed run draws the same: see `random_bits`. Infinity stays
+what it is; a NaN becomes 0x7FC0, because the sum could carry it over into infinity or zero.
+
+Note [8-bit blocks]
+128 elements share a scale, the largest magnitude of the block, in fp32. A first moment m is stored as the signed
+8-bit integer nearest to `127 * sign(m) * sqrt(|m| / scale)`, a second moment v as the unsigned one nearest to
+`255 * sqrt(sqrt(v / scale))`, halves to even: the roots spend the codes on small values. A second moment above zero has at
+least the code 1: after one large gradient in the block the others would read as zero, and an update divides by it. A block
+of zeros has scale 0. A block with a NaN or an infinite element has scale NaN and codes 0, and reads as NaN throughout.
+Read back: `m = (c / 127) * |c / 127| * scale` and `v = ((c / 255) ** 2) ** 2 * scale`.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import torch
+
+BLOCK = 128
+"""Elements that share a scale in the 8-bit format."""
+
+
+class Rounding(enum.StrEnum):
+    """How an fp32 result lands in a weight of 16 bits."""
+
+    NEAREST = "nearest"
+    """To nearest even, and the rest is lost: small updates vanish."""
+    STOCHASTIC = "stochastic"
+    """Up or down by chance, right in the mean; see Note [Stochastic rounding]."""
+    EXACT = "exact"
+    """The rest is kept beside it; see Note [The exact format]. bf16 weights only."""
+    MASTER = "master"
+    """An fp32 copy is kept and updated, and the weight is its nearest."""
+
+
+class Moments(enum.StrEnum):
+    """How optimizer state is stored."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    """To nearest."""
+    INT8 = "8bit"
+    """See Note [8-bit blocks]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adam:
+    """Adam and AdamW as torch writes them."""
+
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    is_decoupled: bool = True
+    """AdamW: decay multiplies the weight; else it is added to the gradient."""
+    amsgrad: bool = False
+    maximize: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sgd:
+    """SGD with momentum as torch writes it; the first step takes the gradient itself for the momentum."""
+
+    lr: float
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    maximize: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lion:
+    """The sign of an interpolated momentum, with decoupled decay. The sign of zero is zero, that of a NaN is NaN."""
+
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.99
+    weight_decay: float = 0.0
+    maximize: bool = False
+
+
+ElementwiseRule = Adam | Sgd | Lion
+
+STATE_NAMES: dict[type, tuple[str, ...]] = {
+    Adam: ("exp_avg", "exp_avg_sq"),
+    Sgd: ("momentum_buffer",),
+    Lion: ("exp_avg",),
+}
+"""As torch's optimizers call them; Adam with amsgrad has `max_exp_avg_sq` too, SGD without momentum has none."""
+UNSIGNED = frozenset({"exp_avg_sq", "max_exp_avg_sq"})
+"""States that are never negative: second moments."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Piece:
+    """One parameter, or a slice of it, to be updated in place. All tensors are flat, dense and of one device."""
+
+    weight: torch.Tensor
+    """fp32, bf16 or fp16."""
+    gradient: torch.Tensor
+    """fp32, bf16 or fp16; not changed."""
+    state: dict[str, torch.Tensor]
+    """By name. In 8 bits: int8 or, for `UNSIGNED` names, uint8; its scales are under `NAME_scale`, one for each block."""
+    rule: ElementwiseRule
+    step: int
+    """Of this update, from 1."""
+    remainder: torch.Tensor | None = None
+    """int16, with EXACT."""
+    master: torch.Tensor | None = None
+    """fp32, with MASTER."""
+    key: int = 0
+    """32 bits, with STOCHASTIC: another for each parameter and step; see `random_bits`."""
+    first_element: int = 0
+    """Where the slice begins in its parameter: a multiple of `BLOCK`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numerics:
+    """What the user asked for: which numbers the update works on. Nothing here is chosen by a plan."""
+
+    rounding: Rounding = Rounding.EXACT
+    moments: Moments = Moments.FP32
+    seed: int = field(default=0)
+    """Of stochastic rounding."""
+
+
+def random_bits(key: int, index: int) -> int:
+    """The 16 random bits for an element: the same on every device. A mixing function of 32 bits, as in murmur3.
+
+    Example:
+        >>> random_bits(1, 0) == random_bits(1, 0), random_bits(1, 0) == random_bits(2, 0)
+        (True, False)
+    """
+    mask = 0xFFFFFFFF
+    x = (index * 0x9E3779B9 + key) & mask
+    x ^= x >> 16
+    x = (x * 0x85EBCA6B) & mask
+    x ^= x >> 13
+    x = (x * 0xC2B2AE35) & mask
+    x ^= x >> 16
+    return x & 0xFFFF

@@ -1,0 +1,206 @@
+"""Every rule and option against torch.optim itself, over 200 steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowtide.optim import Lion, reference
+from lowtide.optim.formats import join, round_stochastic, update_key
+from lowtide.optim.parameter_state import ParameterState, new_state
+from lowtide.optim.rules import require_rule
+from lowtide.optim.update_types import Adam, Moments, Numerics, Piece, Rounding
+from lowtide.optim.update_types import Lion as LionRule
+
+Make = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-2),
+    "adam-decay": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1),
+    "adam-decoupled": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1, decoupled_weight_decay=True),
+    "adam-amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True, weight_decay=0.01),
+    "adam-betas": lambda p: torch.optim.Adam(p, lr=1e-2, betas=(0.3, 0.95), eps=1e-4),
+    "adam-no-momentum": lambda p: torch.optim.Adam(p, lr=1e-2, betas=(0.0, 0.99)),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "adamw-maximize": lambda p: torch.optim.AdamW(p, lr=1e-2, maximize=True, weight_decay=0.5),
+    "adamw-amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True, maximize=True),
+    "adamw-tensor-lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2)),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2),
+    "sgd-decay": lambda p: torch.optim.SGD(p, lr=1e-2, weight_decay=0.1),
+    "sgd-momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, weight_decay=0.1),
+    "sgd-dampening": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, dampening=0.5),
+    "sgd-nesterov": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, maximize=True),
+    "lion": lambda p: Lion(p, lr=1e-3, weight_decay=0.1),
+    "lion-maximize": lambda p: Lion(p, lr=1e-3, betas=(0.95, 0.98), maximize=True),
+}
+SHAPE = (37, 29)
+
+
+def gradients(num_steps: int, shape: tuple[int, ...] = SHAPE) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=generator) * (0.1 + step % 7) for step in range(num_steps)]
+
+
+def piece_of(weight: Tensor, gradient: Tensor, state: ParameterState, rule: Any, **more: Any) -> Piece:
+    state.step += 1
+    return Piece(
+        weight=weight.view(-1),
+        gradient=gradient.view(-1),
+        state=state.tensors,
+        rule=rule,
+        step=state.step,
+        remainder=state.remainder,
+        master=state.master,
+        **more,
+    )
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_200_steps_equal_torch(name: str) -> None:
+    torch.manual_seed(0)
+    theirs = torch.nn.Parameter(torch.randn(SHAPE))
+    ours = theirs.detach().clone()
+    optimizer = OPTIMIZERS[name]([theirs])
+    group = optimizer.param_groups[0]
+    if "foreach" in group:
+        group["foreach"] = False
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.995)
+    state = new_state(ours, require_rule(optimizer, group), Numerics())
+    for gradient in gradients(200):
+        theirs.grad = gradient.clone()
+        piece = piece_of(ours, gradient, state, require_rule(optimizer, group))
+        optimizer.step()
+        reference.update([piece], rounding=Rounding.NEAREST, moments=Moments.FP32)
+        scheduler.step()
+        assert torch.equal(piece.gradient, gradient.view(-1))
+    if isinstance(group["lr"], Tensor):
+        # torch computes with it in fp32, and with numbers in fp64.
+        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-6, atol=1e-7)
+    else:
+        assert torch.equal(ours, theirs.detach())
+    for key in state.tensors:
+        torch.testing.assert_close(state.tensors[key].view(SHAPE), optimizer.state[theirs][key], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["adamw-amsgrad", "sgd-nesterov", "lion"])
+@pytest.mark.parametrize("moments", list(Moments))
+def test_exact_weights_are_the_master_bit_for_bit(name: str, moments: Moments) -> None:
+    masters = {}
+    for rounding in (Rounding.EXACT, Rounding.MASTER):
+        weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).bfloat16()
+        optimizer = OPTIMIZERS[name]([torch.nn.Parameter(weight)])
+        rule = require_rule(optimizer, optimizer.param_groups[0])
+        state = new_state(weight, rule, Numerics(rounding=rounding, moments=moments))
+        for gradient in gradients(50):
+            reference.update([piece_of(weight, gradient.bfloat16(), state, rule)], rounding=rounding, moments=moments)
+        if rounding is Rounding.EXACT:
+            assert state.remainder is not None
+            masters[rounding] = join(weight.view(-1), state.remainder)
+        else:
+            assert state.master is not None
+            masters[rounding] = state.master
+            assert torch.equal(weight.view(-1), state.master.bfloat16())
+    assert torch.equal(masters[Rounding.EXACT].view(torch.int32), masters[Rounding.MASTER].view(torch.int32))
+
+
+def test_exact_updates_equal_fp32_ones_where_nearest_ones_stand_still() -> None:
+    rule = Adam(lr=1e-5)
+    ends = {}
+    for rounding, dtype in (
+        (Rounding.NEAREST, torch.float32),
+        (Rounding.EXACT, torch.bfloat16),
+        (Rounding.NEAREST, torch.bfloat16),
+    ):
+        weight = torch.ones(256, dtype=dtype)
+        state = new_state(weight, rule, Numerics(rounding=rounding))
+        for _ in range(100):
+            piece = piece_of(weight, torch.ones(256), state, rule)
+            reference.update([piece], rounding=rounding, moments=Moments.FP32)
+        ends[rounding, dtype] = weight if state.remainder is None else join(weight, state.remainder)
+    assert torch.equal(ends[Rounding.EXACT, torch.bfloat16], ends[Rounding.NEAREST, torch.float32])
+    assert torch.equal(ends[Rounding.NEAREST, torch.bfloat16], torch.ones(256, dtype=torch.bfloat16))
+
+
+def test_stochastic_weights_are_the_rounding_of_the_fp32_result() -> None:
+    rule = Adam(lr=1e-2)
+    weight = torch.randn(300).bfloat16()
+    in_fp32 = weight.float()
+    gradient = torch.randn(300)
+    key = update_key(3, 1, 1)
+    numerics = Numerics(rounding=Rounding.STOCHASTIC)
+    for target in (in_fp32, weight):
+        piece = piece_of(target, gradient, new_state(target, rule, numerics), rule, key=key, first_element=128)
+        reference.update([piece], rounding=Rounding.STOCHASTIC, moments=Moments.FP32)
+    assert torch.equal(weight, round_stochastic(in_fp32, key, 128))
+
+
+@pytest.mark.parametrize("moments", list(Moments))
+@pytest.mark.parametrize("rounding", list(Rounding))
+def test_slices_give_what_the_whole_gives(rounding: Rounding, moments: Moments) -> None:
+    rule, numerics = Adam(lr=1e-2), Numerics(rounding=rounding, moments=moments)
+    start = torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    whole, parts = start.clone(), start.clone()
+    whole_state, parts_state = new_state(whole, rule, numerics), new_state(parts, rule, numerics)
+    for step, gradient in enumerate(gradients(5, (1000,)), start=1):
+        key = update_key(0, 0, step)
+        piece = piece_of(whole, gradient, whole_state, rule, key=key)
+        reference.update([piece], rounding=rounding, moments=moments)
+        full = piece_of(parts, gradient, parts_state, rule)
+        slices = []
+        for first, last in ((0, 384), (384, 1000)):
+            blocks = slice(first // 128, -(-last // 128))
+            slices.append(
+                Piece(
+                    weight=full.weight[first:last],
+                    gradient=full.gradient[first:last],
+                    state={k: v[blocks if k.endswith("scale") else slice(first, last)] for k, v in full.state.items()},
+                    rule=rule,
+                    step=step,
+                    remainder=None if full.remainder is None else full.remainder[first:last],
+                    master=None if full.master is None else full.master[first:last],
+                    key=key,
+                    first_element=first,
+                )
+            )
+        reference.update(slices, rounding=rounding, moments=moments)
+    assert torch.equal(whole, parts)
+    for name, tensor in whole_state.tensors.items():
+        assert torch.equal(tensor, parts_state.tensors[name])
+
+
+@pytest.mark.parametrize("factor", [0.125, torch.tensor([0.125])])
+def test_gradients_are_multiplied_in_fp32(factor: float | Tensor) -> None:
+    rule = Adam(lr=1e-2)
+    ends = []
+    for gradient, by in ((torch.full((64,), 60000.0).half(), factor), (torch.full((64,), 7500.0), 1.0)):
+        weight = torch.ones(64)
+        piece = piece_of(weight, gradient, new_state(weight, rule, Numerics()), rule)
+        reference.update([piece], rounding=Rounding.NEAREST, moments=Moments.FP32, gradient_factor=by)
+        ends.append((weight, piece.state["exp_avg_sq"]))
+    assert torch.equal(ends[0][0], ends[1][0])
+    assert torch.equal(ends[0][1], ends[1][1])
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd-momentum", "lion"])
+@pytest.mark.parametrize("rounding", list(Rounding))
+def test_a_nan_gradient_is_seen_in_the_weight(name: str, rounding: Rounding) -> None:
+    weight = torch.ones(256).bfloat16()
+    optimizer = OPTIMIZERS[name]([torch.nn.Parameter(weight)])
+    rule = require_rule(optimizer, optimizer.param_groups[0])
+    gradient = torch.ones(256)
+    gradient[7] = torch.nan
+    state = new_state(weight, rule, Numerics(rounding=rounding))
+    reference.update([piece_of(weight, gradient, state, rule)], rounding=rounding, moments=Moments.FP32)
+    assert weight.isnan().nonzero().view(-1).tolist() == [7]
+
+
+def test_lion_takes_no_step_at_zero() -> None:
+    weight = torch.ones(4)
+    rule = LionRule(lr=0.1)
+    piece = piece_of(weight, torch.tensor([0.0, 1.0, -1.0, 0.0]), new_state(weight, rule, Numerics()), rule)
+    reference.update([piece], rounding=Rounding.NEAREST, moments=Moments.FP32)
+    torch.testing.assert_close(weight, torch.tensor([1.0, 0.9, 1.1, 1.0]))
