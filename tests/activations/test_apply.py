@@ -93,6 +93,22 @@ def test_key_value_caches_are_off_where_blocks_run_again() -> None:
         assert config.use_cache is True
 
 
+def test_caches_come_back_with_the_last_of_two() -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleList(Block() for _ in range(2))
+    config = SimpleNamespace(use_cache=True)
+    model.config = config  # type: ignore[assignment]
+    for first_goes_first in (True, False):
+        both = [apply(model, {f"layers.{index}": "recompute"}) for index in range(2)]
+        first, second = both if first_goes_first else reversed(both)
+        first.remove()
+        first.remove()
+        assert config.use_cache is False
+        second.remove()
+        assert config.use_cache is True
+        assert all(compat.call_of(module) is None for module in model.modules())
+
+
 def test_a_real_cache_is_not_filled_twice() -> None:
     model = ZOO["llama"].build(False, torch.float32)
     model.config.use_cache = True  # type: ignore[union-attr]

@@ -20,6 +20,7 @@ from tests.activations.test_chunked_loss import (
     inputs,
     plain_loss,
     results,
+    scattered_loss,
 )
 
 pytestmark = pytest.mark.gpu
@@ -75,6 +76,15 @@ def test_bf16_is_as_exact_as_plain(form: str, accumulation: str, factor: float) 
             continue
         allowed = factor if key == "gradient of weight" else 1.02
         assert chunked[key] <= allowed * error + 1e-6, (key, chunked[key], error)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_tensors_that_are_not_contiguous(reduction: str) -> None:
+    tensors = on_gpu(inputs(300, 64, 20011, bias=True))
+    expected = gpu_results(plain_loss, tensors, reduction=reduction)
+    found = gpu_results(scattered_loss, tensors, reduction=reduction, chunk_tokens=128)
+    assert_close(found, expected, relative=1e-5)
 
 
 @pytest.mark.usefixtures("path")

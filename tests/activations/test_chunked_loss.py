@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from lowtide.activations import chunked_function
+from lowtide.activations.chunked_arithmetic import loss_in_place
 from lowtide.activations.chunked_loss import ChunkedHead, linear_cross_entropy
 from lowtide.activations.chunked_settings import LossSettings
 from lowtide.errors import ChunkedBackwardError, ConfigError, TargetRangeError
@@ -360,3 +362,36 @@ def test_shapes_that_do_not_fit() -> None:
         linear_cross_entropy(tensors["hidden"], tensors["weight"], tensors["target"].float())
     with pytest.raises(ConfigError, match="hidden is torch.float64 and weight is torch.float32"):
         linear_cross_entropy(tensors["hidden"].double(), tensors["weight"], tensors["target"])
+
+
+def scattered_loss(**given: Any) -> Tensor:
+    """The same values with gaps between them, as a column of labels has."""
+    for key, value in given.items():
+        if isinstance(value, Tensor):
+            given[key] = torch.stack([value, torch.zeros_like(value)], dim=-1)[..., 0]
+            assert not given[key].is_contiguous()
+    return linear_cross_entropy(**given)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_kernel_is_given_contiguous_tensors(monkeypatch: pytest.MonkeyPatch, reduction: str) -> None:
+    """One that reads as Triton's does: a pointer, and one element after the other."""
+    num_calls = 0
+
+    def kernel(
+        logits: Tensor, target: Tensor, row_scale: Tensor | None, losses: Tensor, settings: LossSettings
+    ) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        assert logits.stride(1) == 1
+        given = [tensor for tensor in (target, row_scale, losses) if tensor is not None]
+        assert all(tensor.is_contiguous() for tensor in given)
+        safe = torch.as_strided(target, (len(target),), (1,)).clamp(min=0)
+        losses.copy_(loss_in_place(logits, logits, safe, row_scale, settings))
+
+    monkeypatch.setattr(chunked_function, "find_kernel", lambda hidden, dtype: kernel)
+    tensors = inputs(bias=True)
+    expected = results(plain_loss, tensors, reduction=reduction)
+    found = results(scattered_loss, tensors, reduction=reduction, chunk_tokens=8)
+    assert_close(found, expected, relative=1e-5)
+    assert num_calls >= 5

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lowtide.activations import CompileBudget, Policy, Recompute, apply
+from lowtide import compat
+from lowtide.activations import CompileBudget, Policy, Recompute, apply, tile_sequence
+from lowtide.activations.policy_call import PolicyCall
 from lowtide.errors import ActivationError
 from tests.activations.measured import ROWS, WIDTH, assert_equal, gradients, stack
 from tests.activations.test_policies_identity import POLICIES
@@ -52,6 +55,114 @@ def test_compiling_around_a_policy_is_refused() -> None:
         pytest.raises(ActivationError, match="compile the blocks before you apply policies"),
     ):
         torch.compile(model, backend="eager")(torch.randn(ROWS, WIDTH))
+
+
+class Nested(nn.Module):
+    """A container of blocks inside of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Sequential(nn.Sequential(*(nn.Linear(8, 8) for _ in range(2)))), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.inner(x))
+        return out
+
+
+BLOCKS = ("inner.0.0", "inner.0.1")
+
+
+def compile_in_place(model: Nested) -> None:
+    model.inner.compile(backend="eager")
+
+
+def compile_wrapped(model: Nested) -> None:
+    model.inner = torch.compile(model.inner, backend="eager")  # type: ignore[assignment]
+
+
+def compile_all(model: Nested) -> None:
+    model.compile(backend="eager")
+
+
+HOW = [compile_in_place, compile_wrapped, compile_all]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_what_holds_a_block_must_not_be_compiled_before(how: Callable[[Nested], None]) -> None:
+    model = Nested()
+    how(model)
+    path = "inner._orig_mod.0.0" if how is compile_wrapped else BLOCKS[0]
+    with pytest.raises(ActivationError, match=rf"is compiled, and holds {path}: .*compile the blocks before"):
+        apply(model, {path: "recompute"})
+    assert all(not isinstance(getattr(compat.call_of(m), "__self__", None), PolicyCall) for m in model.modules())
+    with apply(model, {path: "keep"}):
+        model(torch.randn(2, 8))
+
+
+@pytest.mark.parametrize("policy", [POLICIES["recompute"], POLICIES["offload-all"], CompileBudget(share=0.5)], ids=str)
+@pytest.mark.parametrize("how", HOW)
+def test_what_holds_a_block_must_not_be_compiled_after(how: Callable[[Nested], None], policy: Policy) -> None:
+    model = Nested()
+    with apply(model, dict.fromkeys(BLOCKS, policy)):
+        how(model)
+        with pytest.raises(ActivationError, match="compile the blocks before you apply policies"):
+            model(torch.randn(2, 8))
+
+
+def test_a_compiled_step_around_a_model_with_policies() -> None:
+    model, x = Nested(), torch.randn(2, 8)
+
+    @torch.compile(backend="eager")
+    def step(given: Tensor) -> Tensor:
+        return model(given).square().sum()
+
+    with apply(model, dict.fromkeys(BLOCKS, Recompute())) as applied:
+        with pytest.raises(ActivationError, match="torch.compile around Linear at inner.0.0 would go past"):
+            step(x)
+        model(x).sum().backward()
+        assert applied.stats().num_recomputed == 2
+    step(x).backward()
+
+
+def test_a_step_compiled_as_one_graph_is_not_silent_either() -> None:
+    model = Nested()
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def step(given: Tensor) -> Tensor:
+        return model(given).square().sum()
+
+    with apply(model, dict.fromkeys(BLOCKS, Recompute())), pytest.raises(Exception, match="step"):
+        step(torch.randn(2, 8))
+
+
+def test_a_block_that_is_compiled_after_its_policy() -> None:
+    model, x = Nested(), torch.randn(2, 8)
+    with apply(model, dict.fromkeys(BLOCKS, Recompute())):
+        for path in BLOCKS:
+            model.get_submodule(path).compile(backend="eager")
+        with pytest.raises(ActivationError, match="Linear at inner.0.0 was compiled after it was given"):
+            model(x)
+    model(x).sum().backward()
+
+
+def test_copies_can_be_compiled() -> None:
+    model, x = Nested(), torch.randn(2, 8)
+    expected = model(x)
+    with apply(model, dict.fromkeys(BLOCKS, Recompute())):
+        other = copy.deepcopy(model)
+    for network in (other, model):
+        assert torch.equal(torch.compile(network, backend="eager", fullgraph=True)(x), expected)
+
+
+def test_a_budget_does_not_compile_past_what_is_there() -> None:
+    model = Nested()
+    handle = tile_sequence(model, ["inner"], num_slices=2)
+    with pytest.raises(ActivationError, match="Sequential at inner go through something else already"):
+        apply(model, {"inner": CompileBudget(share=0.5)})
+    handle.remove()
+    model.inner.compile(backend="eager")
+    with apply(model, {"inner": CompileBudget(share=0.5)}):
+        pass
 
 
 class Pointwise(nn.Module):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowtide.activations import host_lookup
+from lowtide.activations import apply, host_lookup
 from lowtide.activations.host_embedding import put_on_host
 from lowtide.activations.host_lookup import RowSums, find_repeats
 from lowtide.errors import ConfigError, ModelChangedError, UnknownNameError
@@ -148,7 +148,7 @@ def test_gradients_by_autograd_grad() -> None:
             torch.autograd.grad(reader(ids_of(0, 160)).square().sum(), reader.table.weight)[0]
             for reader in (plain, model)
         )
-        assert torch.equal(expected, found.to_dense())
+        assert torch.equal(expected, found)
         assert model.table.weight.grad is None or not model.table.weight.grad.any()
         model.table.weight.grad = torch.zeros_like(model.table.weight)
 
@@ -310,3 +310,67 @@ def test_the_device_holds_little_of_a_huge_table() -> None:
         optimizer.zero_grad()
     assert table.weight.device.type == "cpu"
     assert torch.cuda.max_memory_allocated() - before < 200 * 2**20
+
+
+def test_removal_leaves_what_was_installed_later() -> None:
+    model = nn.Sequential(nn.Embedding(NUM_ROWS, WIDTH), nn.Linear(WIDTH, 2), nn.Linear(2, 2))
+    ids = ids_of(0, 160)
+    expected = model(ids)
+    handle = put_on_host(model, "0", device="cpu")
+    with apply(model, {"0": "recompute"}) as applied:
+        handle.remove()
+        model[0].weight.data = model[0].weight.data.clone()
+        out = model(ids)
+        out.sum().backward()
+        assert applied.stats().num_recomputed == 1
+        assert torch.equal(out, expected)
+    assert torch.equal(model(ids), expected)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("row_sums", RowSums)
+def test_no_ids_at_all(settings: dict[str, Any], row_sums: RowSums) -> None:
+    model, plain = Reader(**settings), PlainReader(**settings)
+    put_on_host(model, "table", device="cpu", row_sums=row_sums)
+    for _ in range(2):
+        for reader in (model, plain):
+            reader(torch.zeros(2, 0, dtype=torch.long)).sum().backward()
+        one, other = model.table.weight.grad, plain.table.weight.grad
+        assert one is not None
+        assert other is not None
+        assert torch.equal(one.to_dense(), other.to_dense())
+
+
+def test_the_callers_gradient_is_dense() -> None:
+    model = Reader()
+    put_on_host(model, "table", device="cpu")
+    model(ids_of(0, 160)).sum().backward()
+    before = model.table.weight.grad
+    assert before is not None
+    kept = before.clone()
+    (found,) = torch.autograd.grad(model(ids_of(1, 160)).sum(), model.table.weight)
+    assert found.layout is torch.strided
+    loss = model(ids_of(1, 160)).sum()
+    loss.backward(inputs=[model.head.weight])
+    assert torch.equal(before, kept)
+
+
+def test_hooks_after_the_accumulation_do_not_keep_rows_from_being_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    layouts: list[torch.layout] = []
+    table_gradient = host_lookup._table_gradient
+
+    def noted(*args: Any) -> Tensor:
+        found = table_gradient(*args)
+        layouts.append(found.layout)
+        return found
+
+    monkeypatch.setattr(host_lookup, "_table_gradient", noted)
+    model, plain = Reader(), PlainReader()
+    put_on_host(model, "table", device="cpu")
+    seen: list[Tensor] = []
+    for reader in (model, plain):
+        reader.table.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.clone()))
+        for step in range(3):
+            reader(ids_of(step, 160)).square().sum().backward()
+    assert layouts == [torch.strided, torch.sparse_coo, torch.sparse_coo]
+    assert_same_bits(seen[:3], seen[3:])

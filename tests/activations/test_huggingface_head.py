@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.activations import apply
 from lowtide.activations.chunked_logits import DeferredLogits
 from lowtide.activations.chunked_settings import LossSettings
 from lowtide.activations.huggingface_head import ChunkedHeadWarning, chunked_head
@@ -204,6 +205,15 @@ TOUCHES: dict[str, Callable[[Any], object]] = {
     "float": lambda logits: logits.float(),
     "index": lambda logits: logits[:, -1],
     "view": lambda logits: logits.view(-1, VOCAB),
+    "cat": lambda logits: torch.cat([logits, logits]),
+    "plus": lambda logits: logits + 1,
+    "minus": lambda logits: 1 - logits,
+    "negative": lambda logits: -logits,
+    "equal": lambda logits: logits == 1,
+    "greater": lambda logits: logits > 1,
+    "matmul": lambda logits: logits @ torch.zeros(VOCAB, 2),
+    "truth": bool,
+    "write": lambda logits: logits.__setitem__(0, 1.0),
     "loss": lambda logits: F.cross_entropy(logits, torch.zeros(3, 10, dtype=torch.long)),
 }
 
@@ -469,3 +479,29 @@ def test_in_a_session_with_streamed_weights(name: str) -> None:
     assert plain[-1] < plain[0]
     # The backward of an embedding sums in any order on a GPU.
     assert train(managed=True) == (plain if device == "cpu" else pytest.approx(plain, rel=1e-4))
+
+
+class Losses(Custom):
+    """One loss for each token."""
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.lm_head(self.embed(ids))
+        return (
+            F.cross_entropy(logits.view(-1, VOCAB), labels.view(-1), reduction="none") if labels is not None else None
+        )
+
+
+@pytest.mark.parametrize("policy", ["recompute", "offload"])
+def test_a_head_with_a_policy_and_a_loss_for_each_token(policy: str) -> None:
+    torch.manual_seed(0)
+    model = Losses(lambda logits, labels: logits)
+    plain, ids = copy.deepcopy(model), torch.randint(0, VOCAB, (2, 8))
+    handle = chunked_head(model)
+    with apply(model, {"lm_head": policy}):
+        for network in (plain, model):
+            (network(ids, ids) * torch.linspace(1, 2, 16)).sum().backward()
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    assert "forward" in vars(model.lm_head)
+    handle.remove()
+    assert "forward" not in vars(model.lm_head)

@@ -192,6 +192,6 @@ def test_a_small_view_of_a_large_storage_goes_alone() -> None:
     for view, saved in zip(views, packed, strict=True):
         brought = saved.take()
         assert torch.equal(brought, view)
-        assert brought.stride() == view.stride()
+        assert [stride == 0 for stride in brought.stride()] == [stride == 0 for stride in view.stride()]
         assert brought.data_ptr() != view.data_ptr()
     assert others

@@ -144,3 +144,33 @@ def test_a_compiled_group_is_refused() -> None:
     model.blocks[1].up.compile(backend="eager")
     with pytest.raises(ActivationError, match=r"Block at blocks.1 is compiled.*CompileBudget"):
         apply(model, "selective")
+
+
+@torch.library.custom_op("lowtide_test::_flash_attn_forward", mutates_args=())
+def untagged_attention(query: Tensor, dropout_p: float = 0.3) -> Tensor:
+    """As a package brings it: it draws random numbers, and has no tag that says so."""
+    return query * (torch.rand_like(query) > dropout_p) if dropout_p else query.clone()
+
+
+untagged_attention.register_autograd(lambda context, gradient: (gradient, None))
+
+
+@pytest.mark.parametrize("given", [(), (0.3,), (0.0,)])
+def test_attention_of_other_packages_with_dropout_runs_again(given: tuple[float, ...]) -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            mixed = untagged_attention(self.one(x), *given).sin()
+            return self.two(F.dropout(mixed, 0.5).cos())
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Sequential(Attention(), Attention()), Mean()), torch.randn(4, 8)
+    expected, plain = counted(model, x)
+    with apply(model, Selective()):
+        found, selective = counted(model, x)
+    assert_equal(expected, found)
+    name = "_flash_attn_forward"
+    assert (selective[name] == plain[name]) == (given == (0.0,))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
+from lowtide.activations import apply
 from lowtide.activations.tiled_mlp import tile_sequence
 from lowtide.errors import ConfigError, UnknownNameError
 from tests.zoo import bf16_safe, zoo
@@ -228,3 +229,40 @@ def test_refusals() -> None:
         model.mlp(torch.ones(3))
     with pytest.raises(ConfigError, match="at 'mlp' was called with str first"):
         model.mlp("text")
+
+
+def test_removal_leaves_what_was_installed_later() -> None:
+    model = nn.Sequential(Wide(), Wide())
+    expected = outcome(model, inputs())
+    handle = tile_sequence(model, ["0.mlp"], num_slices=3)
+    with apply(model, {"0.mlp": "recompute"}) as applied:
+        handle.remove()
+        found = outcome(model, inputs())
+        assert applied.stats().num_recomputed == 1
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+
+
+class Debugged(nn.Module):
+    """Takes arguments that a checkpoint has too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("num_runs", torch.zeros(()))
+
+    def forward(self, x: Tensor, *, debug: bool = False, early_stop: float = 0.0) -> Tensor:
+        self.num_runs += 1
+        return self.layer(x).exp() * (2.0 if debug else 1.0) + early_stop
+
+
+def test_keywords_are_the_modules_and_buffers_move_once_for_a_slice() -> None:
+    inner = Debugged()
+    model, x = Wide(inner), inputs()
+    expected = model(x, debug=True, early_stop=3.0)
+    tile_sequence(model, ["mlp"], num_slices=3)
+    model(x, debug=True, early_stop=3.0)
+    before = inner.num_runs.clone()
+    out = model(x, debug=True, early_stop=3.0)
+    out.sum().backward()
+    torch.testing.assert_close(out, expected)
+    assert inner.num_runs - before == 3

@@ -92,7 +92,9 @@ class TestBudgets:
             make_plan(MODEL, weights="resident", device_memory=10 * KB)
 
     def test_windows_smaller_than_the_largest_group(self) -> None:
-        with pytest.raises(PlanError, match=r"window_memory is 3.0 KiB .*'embedding' needs at once are 4.0 KiB \(4,096"):
+        with pytest.raises(
+            PlanError, match=r"window_memory is 3.0 KiB .*'embedding' needs at once are 4.0 KiB \(4,096"
+        ):
             make_plan(MODEL, window_memory=3 * KB)
 
     def test_the_host(self) -> None:

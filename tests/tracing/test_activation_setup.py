@@ -161,3 +161,32 @@ class TestOffload:
         trace = self.predicted("offload/all")
         copied = [op for op in trace.ops if op.name == "aten.copy_" and op.phase is Phase.FORWARD]
         assert len(copied) == 3 * NUM_BLOCKS  # the input, and what goes in and out of gelu
+
+
+class Buffered(nn.Module):
+    """A block with a constant buffer, and statistics that move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.register_buffer("mask", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.tanh(self.norm(self.layer(x))) * self.mask
+        return out
+
+
+@pytest.mark.parametrize("word", ["selective", "recompute", "recompute/2", "offload", "offload/all"])
+def test_blocks_with_buffers(word: str) -> None:
+    model = nn.Sequential(*(Buffered() for _ in range(4)))
+
+    def peak(word: str) -> int:
+        trace = lowtide.trace(
+            model, batch(), loss=lambda model, batch: model(batch).sum(), settings=StepSettings(activations=word)
+        )
+        return trace.peak_bytes
+
+    if word == "offload/all":
+        assert peak(word) == peak("keep")  # each tensor is below its 1 MiB
+    else:
+        assert peak(word) < peak("keep")

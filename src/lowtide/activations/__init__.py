@@ -12,7 +12,7 @@ from lowtide.activations.resolve import resolve
 from lowtide.activations.tiled_cross_entropy import tiled_cross_entropy
 from lowtide.activations.tiled_layers import TiledEmbedding, TiledLinear
 from lowtide.activations.tiled_mlp import tile_sequence
-from lowtide.activations.tiled_model import tile, untile
+from lowtide.activations.tiled_model import tile, tile_groups, untile
 
 __all__ = [
     "ActivationStats",
@@ -36,6 +36,7 @@ __all__ = [
     "put_on_host",
     "resolve",
     "tile",
+    "tile_groups",
     "tile_sequence",
     "tiled_cross_entropy",
     "untile",

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
 
 from torch import nn
 
-from lowtide.activations.compile_check import CompileCheck
-from lowtide.activations.key_value_cache import caching_configs
+from lowtide.activations.compile_check import CompileCheck, refuse_compiled_holders
+from lowtide.activations.key_value_cache import CachesOff
 from lowtide.activations.offloading import IsWeight, Offloading
 from lowtide.activations.policy import CompileBudget, Keep, Offload, Policies, Policy
 from lowtide.activations.policy_call import Counts, PolicyCall
@@ -51,14 +50,16 @@ class Applied:
             )
             for path, policy in policies.items()
         ]
-        self._caching: list[Any] = caching_configs(model) if turn_off_caches else []
-        for config in self._caching:
-            config.use_cache = False
-        # Installed last, removed first: it stands around a policy of the model itself.
-        self._check = CompileCheck(model)
+        self._governed = {
+            path: model.get_submodule(path) for path, policy in policies.items() if not isinstance(policy, Keep)
+        }
+        refuse_compiled_holders(model, self._governed)
+        self._caches_off = CachesOff(model) if turn_off_caches else None
         for call in self._calls:
             call.install()
-        self._check.install()
+        # Installed last, let go first: it stands around a policy of the model itself.
+        self._check = CompileCheck.of(model)
+        self._check.watch(self._governed)
 
     def stats(self) -> ActivationStats:
         """What was done so far."""
@@ -74,12 +75,12 @@ class Applied:
 
     def remove(self) -> None:
         """Leave the model as it was. Graphs that were made before can still be run backward."""
-        self._check.remove()
+        self._check.forget(self._governed)
+        self._governed = {}
         for call in self._calls:
             call.remove()
-        for config in self._caching:
-            config.use_cache = True
-        self._caching = []
+        if self._caches_off is not None:
+            self._caches_off.end()
         self._offloading.close()
 
     def __enter__(self) -> Applied:
@@ -122,8 +123,8 @@ def apply(
         ['layers.0', 'layers.1', 'layers.2', 'layers.3']
 
     Raises:
-        ActivationError: A module has a policy already, or is compiled and its policy has to look inside. Also by the model,
-            when it is called from within `torch.compile`.
+        ActivationError: A module has a policy already, or is compiled and its policy has to look inside, or what calls it is
+            compiled. Also by the module, when it is called from within `torch.compile`.
     """
     chosen = resolve(model, policies)
     offloading = Offloading(mover, is_weight, poison=poison)

@@ -77,11 +77,13 @@ def run_chunks(
     """
     settings, wide = job.settings, loss_dtype(job.dtype)
     num_tokens, vocab_size = hidden.shape[0], weight.shape[0]
+    # The kernel reads targets one after the other, and labels may come as a column of a batch.
+    target = target.contiguous()
     is_counted = target != settings.ignore_index
     # Index 0 stands for what is ignored; the gradient there is multiplied by 0.
     safe_target = torch.where(is_counted, target, 0)
     if row_scale is not None:
-        row_scale = row_scale * is_counted
+        row_scale = (row_scale * is_counted).contiguous()
     kernel = find_kernel(hidden, job.dtype)
     needs_work = kernel is None and (job.dtype != wide or (settings.softcap is not None and row_scale is not None))
     bytes_per_logit = job.dtype.itemsize + needs_work * wide.itemsize

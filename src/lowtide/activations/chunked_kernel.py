@@ -15,7 +15,7 @@ from lowtide.activations.chunked_settings import LossSettings
 LossKernel = Callable[[Tensor, Tensor, Tensor | None, Tensor, LossSettings], None]
 """Given logits, targets, the gradient of each token's loss (None: the logits stay as they are), and where the losses go.
 
-Logits become their gradient in place, in their own dtype: no copy of them is made.
+All are contiguous. Logits become their gradient in place, in their own dtype: no copy of them is made.
 """
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -143,6 +143,21 @@ class DeferredLogits:
             self._refuse(f"index them along the vocabulary with {key}")
         return self._like(self._hidden[key])
 
+    # What would need their values
+
+    def _refuse_arithmetic(self, *others: object) -> NoReturn:
+        self._refuse("compute or compare with them" if others else "compute with them")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __rtruediv__ = __matmul__ = __rmatmul__ = _refuse_arithmetic
+    __pow__ = __rpow__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _refuse_arithmetic
+    __and__ = __or__ = __xor__ = __invert__ = __neg__ = __pos__ = __abs__ = _refuse_arithmetic
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse_arithmetic
+    __bool__ = __int__ = __float__ = _refuse_arithmetic
+    __hash__ = object.__hash__
+
+    def __setitem__(self, key: object, value: object) -> NoReturn:
+        self._refuse("write to them")
+
     # What a reader may ask of them
 
     @property
@@ -175,10 +190,19 @@ class DeferredLogits:
         given = kwargs or {}
         if function is F.cross_entropy:
             return _cross_entropy(*args, **given)
-        logits = next(value for value in (*args, *given.values()) if isinstance(value, DeferredLogits))
+        logits = next(_logits_in((args, given)))
         if function in (torch.tanh, F.tanh) and args and args[0] is logits:
             return logits.tanh()
         return logits._refuse(f"call {getattr(function, '__name__', function)} on them")
+
+
+def _logits_in(value: object) -> Iterator[DeferredLogits]:
+    """Every one, in nested lists, tuples and dictionaries."""
+    if isinstance(value, DeferredLogits):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from _logits_in(entry)
 
 
 def _cross_entropy(

@@ -103,20 +103,26 @@ class HostEmbedding:
         self._inner = compat.replace_call(module, self._call)
 
     def remove(self) -> None:
-        """Give the module its own calls back, and the table its place. May be repeated."""
+        """Give the module its own calls back, and the table its place. May be repeated.
+
+        Where others have taken the calls since, they pass through here to what was before.
+        """
         if self._is_installed:
             self._is_installed = False
-            compat.replace_call(self.module, self._inner)
+            if compat.call_of(self.module) == self._call:
+                compat.replace_call(self.module, self._inner)
             _move(self.module.weight, self._came_from)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
+        inner: Callable[..., Any] = self._inner or compat.plain_call(self.module)
+        if not self._is_installed:
+            return inner(*args, **kwargs)
         if self.module.weight.device.type != "cpu":
             raise ModelChangedError(
                 f"the table of {self.path!r} ({format_bytes(self.module.weight.nbytes)}) was moved to "
                 f"{self.module.weight.device} after it was put on the host; move the model first, then put the table on the "
                 "host"
             )
-        inner: Callable[..., Any] = self._inner or compat.plain_call(self.module)
         with _LookupsOnHost(self) as lookups:
             output = inner(*args, **kwargs)
         if not lookups.num_lookups:

@@ -10,7 +10,9 @@ and rounds otherwise (`RowSums.ON_DEVICE`).
 Note [Adding to a gradient that is there]
 A gradient of the table has the table's size. The first one of a step must be made, since optimizers read it. The next
 ones (accumulation) are given to autograd as a sparse tensor of the rows that were looked up, which it adds to the
-dense gradient in place: a table of gigabytes is not filled with zeros and read through for each batch.
+dense gradient in place: a table of gigabytes is not filled with zeros and read through for each batch. Hooks on the
+table's gradient, and `torch.autograd.grad`, get a dense one, as they would from plain torch; hooks that run after the
+accumulation see the sum, whatever was added.
 """
 
 from __future__ import annotations
@@ -106,7 +108,7 @@ class _HostLookup(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        rows = gradient.reshape(-1, gradient.shape[-1])
+        rows = gradient.reshape(ctx.ids.numel(), gradient.shape[-1])
         with ctx.lookup.on_host():
             found = _table_gradient(ctx.weight, rows, ctx.ids, ctx.repeats, ctx.lookup)
         return found, None, None, None
@@ -161,10 +163,12 @@ def _table_gradient(weight: Tensor, gradient: Tensor, ids: Tensor, repeats: Repe
 
 
 def _can_add_rows(weight: Tensor) -> bool:
-    """Whether there is a dense gradient to add to, and nobody looks at the addend on its way."""
+    """Whether there is a dense gradient to add to, which this backward does, and nobody looks at the addend on its way."""
+    if not weight.is_leaf:
+        return False
     there = weight.grad
     is_dense = there is not None and there.layout is torch.strided and there.device == weight.device
-    return is_dense and not compat.tensor_hooks(weight)
+    return is_dense and not compat.has_gradient_hooks(weight) and compat.accumulates_into(weight)
 
 
 def _summed(gradient: Tensor, repeats: Repeats, lookup: Lookup) -> Tensor:
@@ -192,12 +196,17 @@ def _embedding_backward(gradient: Tensor, ids: Tensor, num_rows: int, lookup: Lo
     padding_idx = -1 if lookup.padding_idx is None else lookup.padding_idx
     backward = torch.ops.aten.embedding_backward
     found: Tensor = backward(
-        gradient.view(*ids.shape, -1), ids, num_rows, padding_idx, lookup.scale_grad_by_freq, lookup.sparse
+        _shaped(gradient, ids), ids, num_rows, padding_idx, lookup.scale_grad_by_freq, lookup.sparse
     )
     return found
 
 
 def _dense_backward(gradient: Tensor, positions: Tensor, num_rows: int, padding_idx: int, by_frequency: bool) -> Tensor:
     backward = torch.ops.aten.embedding_dense_backward
-    found: Tensor = backward(gradient.view(*positions.shape, -1), positions, num_rows, padding_idx, by_frequency)
+    found: Tensor = backward(_shaped(gradient, positions), positions, num_rows, padding_idx, by_frequency)
     return found
+
+
+def _shaped(gradient: Tensor, ids: Tensor) -> Tensor:
+    """A row for each id. With the width said: it cannot be told from no elements."""
+    return gradient.view(*ids.shape, gradient.shape[-1])

@@ -5,7 +5,9 @@ While the model's forward runs in training with labels, `self.lm_head` finds a s
 instead of logits. The model's own code then scales, caps, casts, shifts and flattens them, divides by the number of
 items in the batch and adds the losses of its routers, as it always does: none of that is known here. Where it calls
 `F.cross_entropy`, the head is called with hidden states and targets, through its hooks and the session's window, and
-gives the loss. Nothing is changed but one attribute of the model, `forward`; names and parameters stay.
+gives the loss. Nothing is changed but one attribute of the model and of its head, `forward`; names and parameters stay. The
+head's stays between the model's calls: a policy that recomputes the head calls it again in the backward, with the
+same arguments.
 """
 
 from __future__ import annotations
@@ -35,9 +37,13 @@ class ChunkedHeadHandle:
         self._call = call
 
     def remove(self) -> None:
-        """Undo it. Calling it again does nothing."""
+        """Undo it. Calling it again does nothing.
+
+        Where a policy recomputes the head, backwards through losses that were made before must be over.
+        """
         if vars(self.model).get("forward") is not self._call:
             return
+        self._call.release_head()
         if self._call.is_own_forward:
             del self.model.forward
         else:
@@ -107,7 +113,7 @@ def _find_head(model: nn.Module) -> tuple[nn.Module, str]:
             f"its head is {'missing' if head is None else type(head).__name__}, not a linear layer"
             + ("" if head is None else "; adapters and quantised heads are used as they are")
         )
-    if "forward" in vars(head):
+    if "forward" in vars(head) and not isinstance(vars(head)["forward"], _HeadForward):
         raise refuse("something else has replaced the forward of the head; undo that first")
     for module in model.modules():
         for name, child in vars(module)["_modules"].items():
@@ -127,13 +133,18 @@ class _TrainingForward:
         self._name = name
         self._settings = settings
         self._has_warned = False
+        head = owner.get_submodule(name)
+        assert isinstance(head, nn.Linear)
+        self._head_forward = _HeadForward(head)
         self.is_own_forward = "forward" not in vars(model)
         """Whether it stands for the forward of the model's class, not for one that somebody else has put there."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._model.training or torch.compiler.is_compiling() or not self._has_labels(args, kwargs):
             return self.__wrapped__(*args, **kwargs)
-        head = _StandIn(self._owner.get_submodule(self._name), self._settings)
+        # Where another model with the same head has put its own there, that one will do.
+        vars(self._head_forward.head).setdefault("forward", self._head_forward)
+        head = _StandIn(self._head_forward.head, self._settings)
         # In the instance's own dictionary it is found before the modules; those stay as they are.
         vars(self._owner)[self._name] = head
         try:
@@ -156,6 +167,12 @@ class _TrainingForward:
             )
         return output
 
+    def release_head(self) -> None:
+        """Let the head be a linear layer again."""
+        head = self._head_forward.head
+        if vars(head).get("forward") is self._head_forward:
+            del head.forward
+
     def _has_labels(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if kwargs.get("labels") is not None:
             return True
@@ -165,10 +182,23 @@ class _TrainingForward:
         return given.get("labels") is not None
 
 
+class _HeadForward:
+    """Stands in the place of a head's forward: with a target it gives the loss. An object, as `_TrainingForward` is."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        self.head = head
+
+    def __call__(self, hidden: Tensor, target: Tensor | None = None, settings: LossSettings | None = None) -> Tensor:
+        head = self.head
+        if target is None or settings is None:
+            return nn.Linear.forward(head, hidden)
+        return chunked_loss(hidden, head.weight, target, head.bias, settings)
+
+
 class _StandIn:
     """What `self.lm_head` is during one forward: gives deferred logits, and is the head for whoever reads its weight."""
 
-    def __init__(self, head: nn.Module, settings: LossSettings) -> None:
+    def __init__(self, head: nn.Linear, settings: LossSettings) -> None:
         self._head = head
         self._settings = settings
         self._made: list[DeferredLogits] = []
@@ -178,7 +208,6 @@ class _StandIn:
     def __call__(self, hidden: Tensor) -> DeferredLogits:
         self.num_calls += 1
         head = self._head
-        assert isinstance(head, nn.Linear)
         device = hidden.device.type
         is_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if is_autocast else hidden.dtype
@@ -203,14 +232,6 @@ class _StandIn:
             **settings,
         )
         self.num_losses += 1
-
-        def loss_of(hidden: Tensor, target: Tensor) -> Tensor:
-            return chunked_loss(hidden, head.weight, target, head.bias, full)  # type: ignore[arg-type]  # a linear layer
-
         # The call goes through the head's hooks and through the window that brings its weight.
-        vars(head)["forward"] = loss_of
-        try:
-            loss: Tensor = head(hidden, target)
-        finally:
-            del vars(head)["forward"]
+        loss: Tensor = head(hidden, target, full)
         return loss

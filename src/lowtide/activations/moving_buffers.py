@@ -4,9 +4,10 @@ When a group runs again, each buffer that moved in its first run is replaced by 
 second run computes what the first did, and what it writes is nobody's.
 
 Note [Which buffers move]
-Most writes show in a buffer's version, but torch's batch norm moves its statistics without counting. So in the first run
-of a group, and in the first after parts of it went between training and evaluation, values are compared. What has moved
-once is copied before every run.
+Most writes show in a buffer's version, but torch's batch norm moves its statistics without counting. These are known by
+their names, and taken to move in every run in training. For what else is written without counting, values are compared in the
+first run of a group that ends well, and in the first after parts of it went between training and evaluation. What has moved once
+is copied before every run. A buffer that is written to through `.data`, but not yet in that first run, is not seen.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from torch import nn
 from lowtide import compat
 from lowtide.activations.saved import version_of
 
-STATISTICS = ("running_mean", "running_var")
-"""What torch's norms move: said here for tensors without values."""
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+"""What norms move in training, torch's and those made after them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +48,13 @@ class MovingBuffers:
         """While the group runs for the first time: what has moved is put into `moved` at the end."""
         modes = tuple(part.training for part in self._parts)
         is_new = modes not in self._expected
-        expected = self._expected.setdefault(modes, set())
+        expected = {
+            (index, name)
+            for index, part in enumerate(self._parts)
+            for name in compat.buffers_of(part)
+            if part.training and name in STATISTICS
+        }
+        expected |= self._expected.get(modes, set())
         before = [
             (index, name, buffer, version_of(buffer), _copy(buffer) if is_new or (index, name) in expected else None)
             for index, part in enumerate(self._parts)
@@ -58,10 +65,12 @@ class MovingBuffers:
         for index, name, buffer, version, value in before:
             holder = compat.buffers_of(self._parts[index])
             has_moved = holder.get(name) is not buffer or version_of(buffer) != version
-            if has_moved or (is_new and _differs(name, buffer, value)):
+            if has_moved or (is_new and _differs(buffer, value)):
                 expected.add((index, name))
             if (index, name) in expected:
                 moved.append(Moved(holder=holder, name=name, before=value))
+        # Only now: a run that broke off has not shown everything.
+        self._expected.setdefault(modes, set()).update(expected)
 
 
 @contextmanager
@@ -79,14 +88,18 @@ def as_before(moved: list[Moved]) -> Iterator[None]:
 
 
 def _copy(buffer: torch.Tensor) -> torch.Tensor:
+    if type(buffer) is not torch.Tensor:
+        # A tensor of another kind may live by its mode, as the ghosts of a trace do.
+        with torch.no_grad():
+            return buffer.detach().clone()
     # Without modes: a selective checkpoint counts the operators that it sees.
     with torch.no_grad(), compat.without_modes():
         return buffer.detach().clone()
 
 
-def _differs(name: str, buffer: torch.Tensor, value: torch.Tensor | None) -> bool:
+def _differs(buffer: torch.Tensor, value: torch.Tensor | None) -> bool:
     has_values = type(buffer) is torch.Tensor and buffer.layout is torch.strided and buffer.device.type != "meta"
     if value is None or not has_values:
-        return name in STATISTICS
+        return False
     with compat.without_modes():
         return not torch.equal(buffer, value)

@@ -44,7 +44,7 @@ class Offloading:
         stash = self._stash_for(tensors, module)
         weights = {*module.parameters(), *module.buffers(), *(t for t in tensors if isinstance(t, nn.Parameter))}
         storages = {compat.storage_key(weight) for weight in weights if compat.plain_storage(weight) is not None}
-        parcel = stash.open_parcel(policy.depth)
+        parcel = stash.open_parcel(policy.depth, module)
         is_weight = self._is_weight or (lambda tensor: False)
 
         def pack(tensor: torch.Tensor) -> Saved:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lowtide import compat
+from lowtide.activations.compile_check import call_inside, refuse_compiled_around
 from lowtide.activations.group_call import GroupCall, checkpointed
 from lowtide.activations.moving_buffers import MovingBuffers
 from lowtide.activations.offloading import Offloading
@@ -73,21 +74,28 @@ class PolicyCall:
         if isinstance(self._policy, CompileBudget):
             self._compiled = torch.compile(compat.plain_call(self._module), backend=_compiler(self._policy.share))
         self._inner = compat.replace_call(self._module, self._call)
+        compat.show_call_to_compiler(self._module, shows=not isinstance(self._policy, Keep))
         self._is_active = True
 
     def remove(self) -> None:
         """Give the module's calls back. Where others have taken them since, calls pass through here to what was before."""
         if self._is_active:
             self._is_active = False
+            compat.show_call_to_compiler(self._module, shows=False)
             if compat.call_of(self._module) == self._call:
                 compat.replace_call(self._module, self._inner)
 
     def _check(self) -> None:
         label = f"{type(self._module).__name__} at {self._path or 'the top'}"
-        call = compat.call_of(self._module)
+        call = call_inside(self._module)
         if isinstance(getattr(call, "__self__", None), PolicyCall):
             raise ActivationError(
                 f"{label} has an activation policy already; remove() the first one before you apply another"
+            )
+        if isinstance(self._policy, CompileBudget) and call is not None and compat.uncompiled(call) is None:
+            raise ActivationError(
+                f"the calls of {label} go through something else already (tile_sequence, put_on_host), and CompileBudget "
+                "compiles the module past it; remove() that first, or give the module another policy"
             )
         if not isinstance(self._policy, Selective):
             return
@@ -102,9 +110,12 @@ class PolicyCall:
         run = self._inner or compat.plain_call(self._module)
         if not self._is_active or getattr(self._thread, "passes", False):
             return run(*args, **kwargs)
+        if isinstance(self._policy, Keep):
+            return run(*args, **kwargs)
+        refuse_compiled_around(self._module, self._path)
         if self._compiled is not None:
             return self._compiled(*args, **kwargs)
-        if isinstance(self._policy, Keep) or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return run(*args, **kwargs)
         leaves, structure = compat.flatten((args, kwargs))
         if not self._needs_gradient(leaves):

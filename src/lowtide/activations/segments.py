@@ -8,8 +8,9 @@ The outputs of these runs are kept until the backward of the group that reads th
 twice more at most: once for the inputs of those after it, once for its own backward.
 
 Nothing is assumed about the code between the groups. An input that is not an output of the call before, by memory, shape and
-version, is saved as it is. A second run saves nothing for a backward, but runs with gradients enabled: some operators
-choose their kernel by that, and another kernel may round otherwise.
+version, is saved as it is. Only a write that does not count as a version, through `.data`, is not seen: an output must not be
+changed that way where groups share a segment. A second run saves nothing for a backward, but runs with gradients enabled:
+some operators choose their kernel by that, and another kernel may round otherwise.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 Note [Random operators are never kept]
 A kept operator does not run again. One that draws random numbers would leave the generator behind, and every dropout mask
 after it would be another than in the forward. So attention with dropout, and whatever else draws, runs again even where
-the rule would keep it.
+the rule would keep it. What draws is told by torch's tag, or by a share of dropout among the arguments: an operator of another
+package that has neither must not be named by a rule.
 """
 
 from __future__ import annotations
@@ -85,10 +86,11 @@ def _decide(rule: KeepRule, context: object, operator: Any, *args: Any, **kwargs
 
 
 def _draws(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):
-        return False
-    names = compat.operator_arguments(operator)
-    if "dropout_p" not in names:
+    defaults = compat.operator_arguments(operator)
+    given = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
+    shares = [value for name, value in given.items() if "dropout" in name and isinstance(value, int | float)]
+    # Other packages' attention has no tag that tells.
+    if any(shares):
         return True
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return bool(given.get("dropout_p", 0.0))
+    is_tagged = torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
+    return is_tagged and "dropout_p" not in given

@@ -1,17 +1,21 @@
 """Span: the memory behind a saved tensor, as it goes to the host and comes back.
 
 A tensor usually goes with its whole storage: several views of one storage (queries, keys and values of one matmul, a matrix
-and its transpose) go once and come back as they were. A small view of a large storage goes alone.
+and its transpose) go once and come back as they were. A small view of a large storage goes alone, and comes back without
+the gaps that it had there.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from lowtide import compat
 
+MAX_SPREAD = 2
+"""A view that lies scattered over more than so many times its bytes comes back dense: its gaps would be memory, too."""
 MAX_STORAGE_SHARE = 4
 """A storage of up to so many times the tensor's bytes goes as a whole. Three views of one matmul are the usual case."""
 
@@ -54,13 +58,15 @@ class Span:
         """Memory on the device to copy it back to."""
         if self.part is None:
             return torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
-        return torch.empty_strided(self.part.size, self.part.stride, dtype=self.part.dtype, device=device)
+        return torch.empty_strided(self.part.size, _near(self.part), dtype=self.part.dtype, device=device)
 
     def restored(self, geometry: Geometry, memory: torch.Tensor, *, is_source: bool) -> torch.Tensor:
         """The tensor of that geometry over the source, or over memory that was made by `empty`."""
         if self.part is None or is_source:
             return geometry.over(memory)
-        return Geometry(dtype=geometry.dtype, size=geometry.size, stride=geometry.stride, offset=0).over(memory)
+        # Places that share memory go on doing so.
+        stride = tuple(new if old else 0 for new, old in zip(_near(self.part), geometry.stride, strict=True))
+        return Geometry(dtype=geometry.dtype, size=geometry.size, stride=stride, offset=0).over(memory)
 
 
 def geometry_of(tensor: torch.Tensor) -> Geometry:
@@ -81,16 +87,28 @@ def span_of(tensor: torch.Tensor) -> Span | None:
     if storage is None or not storage.nbytes() or not tensor.numel():
         return None
     size = tuple(1 if stride == 0 else count for count, stride in zip(tensor.size(), tensor.stride(), strict=True))
-    num_elements = 1
-    for count in size:
-        num_elements *= count
-    part_bytes = num_elements * tensor.element_size()
+    part_bytes = math.prod(size) * tensor.element_size()
     if storage.nbytes() <= MAX_STORAGE_SHARE * part_bytes:
         return Span(num_bytes=storage.nbytes(), part=None)
     if _overlaps(size, tuple(tensor.stride())):
         return None
     part = Geometry(dtype=tensor.dtype, size=size, stride=tuple(tensor.stride()), offset=int(tensor.storage_offset()))
     return Span(num_bytes=part_bytes, part=part)
+
+
+def _near(part: Geometry) -> tuple[int, ...]:
+    """The strides with which a part comes back: its own, or dense ones in the same order of dimensions."""
+    num_elements = math.prod(part.size)
+    reach = 1 + sum((count - 1) * step for count, step in zip(part.size, part.stride, strict=True))
+    if reach <= MAX_SPREAD * num_elements:
+        return part.stride
+    dense = list(part.stride)
+    step = 1
+    for dim in sorted(range(len(dense)), key=lambda dim: (part.stride[dim], -dim)):
+        if part.size[dim] > 1:
+            dense[dim] = step
+            step *= part.size[dim]
+    return tuple(dense)
 
 
 def _overlaps(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:

@@ -8,7 +8,13 @@ Backward. The memory of what comes back is taken by the computation, in its orde
 computation waits for the copy before it reads; then autograd frees it as any other. What was brought ahead and is
 dropped unread is freed only after the computation was told to wait for its copy, which would write into it.
 Host. A buffer is lent to a tensor until the graph lets go of it, used or not. The next copy into it comes after the last copy
-out of any buffer.
+out of any buffer. A graph may die in the middle of anything, whoever holds which lock: what it held is noted down then,
+and given back when the stash is used next.
+
+Note [Which tensors go once]
+Saved several times in one call of a group, with the same memory and version, a tensor goes once. Not across calls: writes
+through `.data` and by some kernels do not count as versions, and a later call, or another graph, would get the bytes of an
+earlier one. A write that does not count while the tensor is on its way is not seen at all, and the copy may have it.
 """
 
 from __future__ import annotations
@@ -20,15 +26,13 @@ from collections import deque
 import torch
 
 from lowtide import compat
+from lowtide.activations.host_buffers import HostBuffers
 from lowtide.activations.saved import changed, version_of
 from lowtide.activations.span import Geometry, Span, geometry_of, span_of
-from lowtide.memory.allocation_cache import AllocationCache
 from lowtide.memory.mover import Copied, Mover, Ticket
 
 MAX_LEAVING = 2
 """Tensors that wait on the device for their copies to the host."""
-MAX_KEPT_BUFFERS = 1 << 20
-"""Of one size, for the next step. No limit of its own: a step needs as many again as the one before."""
 POISON = 0xFF
 
 
@@ -76,11 +80,13 @@ class Parcel:
     Args:
         number: In the order of the calls.
         depth: How many parcels before it are brought when it is asked for.
+        forward: Of the model, as far as can be told: only parcels of the same one are brought with it.
     """
 
-    def __init__(self, number: int, depth: int) -> None:
-        self.number, self.depth = number, depth
+    def __init__(self, number: int, depth: int, forward: int) -> None:
+        self.number, self.depth, self.forward = number, depth, forward
         self.slots: list[weakref.ref[Slot]] = []
+        self.known: weakref.WeakValueDictionary[tuple[object, ...], Slot] = weakref.WeakValueDictionary()
         self.asked_in: int | None = None
 
 
@@ -111,25 +117,34 @@ class Stash:
     def __init__(self, mover: Mover, *, poison: bool = False) -> None:
         self._mover, self._poison = mover, poison
         self._lock = threading.RLock()
-        self._buffers = AllocationCache(mover.host_buffer, MAX_KEPT_BUFFERS, mover.free_host_buffer)
+        self._buffers = HostBuffers(mover)
         self._parcels: weakref.WeakValueDictionary[int, Parcel] = weakref.WeakValueDictionary()
-        self._slots: weakref.WeakValueDictionary[tuple[object, ...], Slot] = weakref.WeakValueDictionary()
         self._leaving: deque[Body] = deque()
         self._gone: deque[Body] = deque()
         self._last_fetch: Ticket | None = None
-        self._num_parcels = 0
+        self._num_parcels = self._num_forwards = 0
+        self._groups: list[object] = []
+        """That the forward has called so far."""
         self._is_closed = False
+        self._closed_in: int | None = None
         self.num_put = 0
         self.put_bytes = 0
         self.brought_bytes = 0
-        weakref.finalize(self, _free_buffers, mover, self._buffers).atexit = False
+        weakref.finalize(self, self._buffers.close).atexit = False
 
     @property
     def host_bytes(self) -> int:
         """Lent at this moment to tensors of living graphs."""
         with self._lock:
             self._sweep()
-            return self._buffers.counts.lent_bytes
+            return self._buffers.lent_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """In host buffers that wait for the next tensors."""
+        with self._lock:
+            self._sweep()
+            return self._buffers.held_bytes
 
     def accepts(self, tensor: torch.Tensor, min_bytes: int) -> bool:
         """Whether a tensor can and should go."""
@@ -139,27 +154,33 @@ class Stash:
         span = span_of(tensor)
         return span is not None and span.num_bytes >= min_bytes
 
-    def open_parcel(self, depth: int) -> Parcel:
+    def open_parcel(self, depth: int, group: object = None) -> Parcel:
         """For the call of a group that begins."""
         with self._lock:
-            parcel = Parcel(self._num_parcels, depth)
+            # The group that came first comes again: another forward, unless one group is all there is.
+            if len(self._groups) > 1 and self._groups[0] is group:
+                self._num_forwards += 1
+                self._groups.clear()
+            if not any(group is other for other in self._groups):
+                self._groups.append(group)
+            parcel = Parcel(self._num_parcels, depth, self._num_forwards)
             self._parcels[parcel.number] = parcel
             self._num_parcels += 1
             return parcel
 
     def put(self, parcel: Parcel, tensor: torch.Tensor) -> Stashed:
-        """Send a tensor to the host; one that is there already with the same value does not go again."""
+        """Send a tensor to the host; see Note [Which tensors go once]."""
         span, storage = span_of(tensor), compat.plain_storage(tensor)
         assert span is not None, "a tensor that must stay"
         assert storage is not None, "a tensor without memory"
         with self._lock:
             self._sweep()
             key = (id(storage), span.part, version_of(tensor))
-            slot = self._slots.get(key)
+            slot = parcel.known.get(key)
             if slot is None or slot.storage() is not storage:
                 slot = Slot(self._send(span, tensor), storage)
                 weakref.finalize(slot, self._let_go, slot.body).atexit = False
-                self._slots[key] = slot
+                parcel.known[key] = slot
                 parcel.slots.append(weakref.ref(slot))
             return Stashed(self, parcel, slot, geometry_of(tensor))
 
@@ -181,15 +202,17 @@ class Stash:
             if slot.is_read_up(backward):
                 self._release(body)
             self._bring_ahead(stashed.parcel, backward)
+            if self._is_closed and backward is not None and backward != self._closed_in:
+                # Nobody else will come to give back what this backward leaves.
+                self._closed_in = backward
+                compat.call_after_backward(self.close)
         return tensor
 
     def close(self) -> None:
-        """Free the host buffers; those of living graphs follow when the graphs go."""
+        """Free the host buffers; those of living graphs follow when they have run backward, or all are gone."""
         with self._lock:
             self._is_closed = True
-            self._mover.drain()
             self._sweep()
-            self._buffers.clear()
 
     def _send(self, span: Span, tensor: torch.Tensor) -> Body:
         buffer = self._buffers.take(span.num_bytes)
@@ -236,7 +259,9 @@ class Stash:
         before = sorted(number for number in list(self._parcels.keys()) if number < parcel.number)[-parcel.depth :]
         parcels = [parcel, *(self._parcels.get(number) for number in reversed(before))]
         for wanted in parcels:
-            for reference in reversed(wanted.slots) if wanted is not None else ():
+            if wanted is None or wanted.forward != parcel.forward:
+                continue
+            for reference in reversed(wanted.slots):
                 slot = reference()
                 if slot is None or slot.is_read_up(backward):
                     continue
@@ -244,18 +269,17 @@ class Stash:
                     self._fetch(slot.body)
 
     def _let_go(self, body: Body) -> None:
-        # Called where a graph dies, which may be in the middle of anything, our own locked parts included: the buffer is
-        # given back when the stash is used next.
-        if body.fetched is not None:
+        # Called where a graph dies, which may be in the middle of anything, our own locked parts included, or beside another
+        # thread's: nothing is read twice here, and no lock of ours is taken.
+        fetched, watched = body.fetched, body.watched
+        if fetched is not None:
             # The copy still writes to memory that is about to be free.
-            self._mover.compute_after(body.fetched.ended)
-        if body.watched is not None:
+            self._mover.compute_after(fetched.ended)
+        if watched is not None:
             # And this one still reads it.
             self._mover.compute_after(body.copied.ended)
         body.watched = body.target = body.fetched = None
         self._gone.append(body)
-        if self._is_closed:
-            self.close()
 
     def _sweep(self) -> None:
         while self._gone:
@@ -263,8 +287,5 @@ class Stash:
             if body in self._leaving:
                 self._leaving.remove(body)
             self._buffers.give_back(body.buffer)
-
-
-def _free_buffers(mover: Mover, buffers: AllocationCache) -> None:
-    mover.drain()
-    buffers.clear()
+        if self._is_closed:
+            self._buffers.clear()

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from lowtide import compat
+from lowtide.activations.group_call import GroupCall, checkpointed
+from lowtide.activations.moving_buffers import MovingBuffers
 from lowtide.errors import ConfigError, UnknownNameError
 
 Predicate = Callable[[str, nn.Module], bool]
@@ -105,6 +106,7 @@ class _Slicer:
         self._inner: Callable[..., Any] | None = None
         self._is_installed = False
         self._is_checked = False
+        self._buffers = MovingBuffers(module)
 
     def install(self) -> None:
         self._inner = compat.replace_call(self.module, self._call)
@@ -113,10 +115,14 @@ class _Slicer:
     def remove(self) -> None:
         if self._is_installed:
             self._is_installed = False
-            compat.replace_call(self.module, self._inner)
+            # Where others have taken the calls since, they pass through here to what was before.
+            if compat.call_of(self.module) == self._call:
+                compat.replace_call(self.module, self._inner)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         inner = self._inner or compat.plain_call(self.module)
+        if not self._is_installed:
+            return inner(*args, **kwargs)
         if not args or not isinstance(args[0], Tensor) or args[0].dim() < 2:
             first = type(args[0]).__name__ if args and not isinstance(args[0], Tensor) else "no tensor of positions"
             raise ConfigError(
@@ -129,13 +135,16 @@ class _Slicer:
             self._is_checked = self._check(inner, x, rest, kwargs)
         outputs = []
         for part in self._slices(x):
-            if torch.is_grad_enabled():
-                output = checkpoint(inner, part, *rest, use_reentrant=False, **kwargs)
-            else:
-                output = inner(part, *rest, **kwargs)
+            output = self._run(inner, (part, *rest), kwargs)
             self._require_positions(part, output)
             outputs.append(output)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=POSITIONS)
+
+    def _run(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not torch.is_grad_enabled():
+            return inner(*args, **kwargs)
+        leaves, structure = compat.flatten((args, kwargs))
+        return checkpointed(GroupCall(inner, args, kwargs, structure, self._buffers, _pass), leaves)
 
     def _slices(self, x: Tensor) -> tuple[Tensor, ...]:
         length = x.shape[POSITIONS]
@@ -182,6 +191,10 @@ class _Slicer:
                 key=self.path,
             )
         return True
+
+
+def _pass() -> None:
+    """Nobody counts how often a slice runs."""
 
 
 def _chosen(model: nn.Module, which: Iterable[str] | Predicate) -> dict[str, nn.Module]:

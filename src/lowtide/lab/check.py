@@ -89,6 +89,7 @@ def plan_of(recipe: PlanRecipe, model: torch.nn.Module) -> Plan:
         weights=recipe.weights,
         update=recipe.update,
         schedule=recipe.schedule,
+        activations=recipe.activations,
         prefetch_depth=recipe.prefetch_depth,
         device_memory=recipe.device_memory,
         host_memory=recipe.host_memory,

@@ -22,6 +22,7 @@ from typing import Literal
 import torch
 
 from lowtide import config
+from lowtide.activations.policy import policy_of
 from lowtide.errors import ConfigError, UnknownNameError, did_you_mean
 from lowtide.planning.plan import Schedule, Site, Weights
 from lowtide.units import parse_bytes
@@ -92,10 +93,13 @@ class PlanRecipe:
     """How the managed run spreads the model; `lowtide.planning.hand_plan.make_plan` turns it into a plan."""
 
     weights: Weights | dict[str, Weights] = Weights.STREAMED
-    """Of all groups, or by group name with "*" for the others: resident or streamed."""
+    """Of all groups, or by group name with "*" for the others: resident or streamed; `host` for an embedding by name."""
     update: Site | float | dict[str, Site | float] = Site.HOST
     """Where chunks are updated: host, device, or the share (0 to 1) that the host updates; likewise by group name."""
     schedule: Schedule = Schedule.DEFERRED
+    activations: str | dict[str, str] | None = None
+    """What becomes of what blocks save for their backward: `keep`, `selective`, `recompute`, `recompute/4`, `offload`,
+    `offload/all`; by group name too."""
     prefetch_depth: int = 1
     """Groups ahead of the running one that are copied to the device."""
     device_memory: str | int | None = None
@@ -110,6 +114,9 @@ class PlanRecipe:
         for update in self.update.values() if isinstance(self.update, dict) else (self.update,):
             if isinstance(update, float) and not 0.0 <= update <= 1.0:
                 raise ConfigError(f"an update share of {update} is not between 0 and 1", key="update")
+        for word in self.activations.values() if isinstance(self.activations, dict) else (self.activations,):
+            if word is not None:
+                policy_of(word)
         for key in ("device_memory", "host_memory", "window_memory"):
             if (size := getattr(self, key)) is not None:
                 parse_bytes(size)

@@ -167,6 +167,10 @@ class _Search:
                 made = self._made[techniques] = _Tried(techniques, problem, problem.trace())
             except LowtideError as error:
                 refusal = f"it could not be traced: {error}"
+            except (
+                Exception
+            ) as error:  # a model's own code may raise anything under a technique; the other rows still hold
+                refusal = f"it could not be traced: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             else:
                 return made
         self.skipped.append(Skipped(technique=name, reason=refusal))

@@ -1,0 +1,216 @@
+"""Stash: copies in an order that no queue can get wrong, which tensors share a copy, and graphs that die at any moment."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowtide.activations import Offload, apply
+from lowtide.activations.stash import Stash, Stashed
+from lowtide.memory.emulated_mover import EmulatedMover
+from tests.activations.checking_mover import CheckingMover
+from tests.activations.measured import ROWS, WIDTH, assert_equal, gradients, stack
+
+ALL = Offload(recompute=False, min_bytes=0)
+
+
+@pytest.fixture
+def checking() -> Iterator[CheckingMover]:
+    mover = CheckingMover()
+    yield mover
+    gc.collect()
+    assert mover.num_copies
+    assert mover.faults == []
+
+
+def elsewhere(work: Callable[[], None]) -> None:
+    """In a thread of its own, with a queue of its own: nothing that this thread waited for counts there."""
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    if failures:
+        raise failures[0]
+
+
+def sent(stash: Stash, count: int, depth: int = 1) -> list[Stashed]:
+    """So many tensors in one parcel, and two more that are dropped at once: the device holds none of the first."""
+    parcel = stash.open_parcel(depth)
+    packed = [stash.put(parcel, torch.full((256,), float(index))) for index in range(count)]
+    for _ in range(2):
+        stash.put(stash.open_parcel(0), torch.zeros(256))
+    return packed
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("recompute", [True, False])
+def test_steps_in_any_order_of_copies(checking: CheckingMover, recompute: bool, depth: int) -> None:
+    model, x = stack(6), torch.randn(ROWS, WIDTH)
+    expected = gradients(model, x)
+    with apply(model, Offload(recompute=recompute, min_bytes=0, depth=depth), mover=checking):
+        for _ in range(3):
+            assert_equal(expected, gradients(model, x))
+        one, two = model(x), model(x)
+        del one
+        two.backward(retain_graph=True)
+        two.backward()
+
+
+def test_what_another_thread_brings_comes_after_its_copy_out(checking: CheckingMover) -> None:
+    stash = Stash(checking)
+    packed = sent(stash, 2)
+
+    def bring() -> None:
+        assert [saved.take()[0].item() for saved in packed] == [0.0, 1.0]
+
+    elsewhere(bring)
+
+
+def test_a_buffer_is_written_to_after_its_last_reader(checking: CheckingMover) -> None:
+    stash = Stash(checking)
+    packed = sent(stash, 4)
+
+    def bring_and_drop() -> None:
+        for saved in packed:
+            saved.take()
+        packed.clear()
+        del saved
+
+    elsewhere(bring_and_drop)
+    again = sent(stash, 4)
+    assert [saved.take()[0].item() for saved in again] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_what_was_brought_ahead_and_dropped_is_freed_after_its_copy(checking: CheckingMover) -> None:
+    model, x = stack(6), torch.randn(ROWS, WIDTH)
+    with apply(model, Offload(recompute=False, min_bytes=0, depth=3), mover=checking) as applied:
+        loss = model(x)
+        # A backward that ends early: what the blocks before would have needed is on its way.
+        torch.autograd.grad(loss, [model.blocks[4].up.weight])
+        num_brought = applied.stats().brought_bytes
+        assert num_brought > applied.stats().offloaded_bytes / 3
+        del loss
+        gc.collect()
+        assert applied.stats().host_bytes == 0
+
+
+def test_a_tensor_that_was_written_to_goes_again() -> None:
+    stash = Stash(EmulatedMover(), poison=True)
+    parcel = stash.open_parcel(1)
+    x = torch.ones(256)
+    before = stash.put(parcel, x)
+    assert stash.put(parcel, x.view(16, 16)).slot is before.slot
+    others = [stash.put(parcel, torch.zeros(8)) for _ in range(2)]
+    x.mul_(2)
+    after = stash.put(parcel, x)
+    assert len(others) == 2
+    assert before.take()[0] == 1
+    assert after.take()[0] == 2
+
+
+def test_writes_that_do_not_count_between_two_graphs() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(2)))
+    model, new = copy.deepcopy(plain), torch.randn(64, 64)
+    apply(model, ALL)
+    found = []
+    for network in (plain, model):
+        x = torch.zeros(64, 64)
+        first = network(x).sum()
+        x.data.copy_(new)
+        network(x).square().sum().backward()
+        found.append([parameter.grad for parameter in network.parameters() if parameter.grad is not None])
+        del first
+    assert_equal(*found)
+
+
+def test_parcels_of_another_forward_are_not_brought() -> None:
+    model, x = stack(4), torch.randn(ROWS, WIDTH)
+    with apply(model, Offload(min_bytes=0, depth=2)) as applied:
+        first = model(x)
+        second = model(x)
+        second.backward()
+        # The last two were still on the device.
+        assert applied.stats().brought_bytes == 2 * ROWS * WIDTH * 4
+        first.backward()
+        assert applied.stats().brought_bytes == 6 * ROWS * WIDTH * 4
+
+
+class CollectingMover(EmulatedMover):
+    """Frees host memory under a lock that is not to be taken twice, and the collector runs just then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+        self.num_free_bytes = 0
+
+    def free_host_buffer(self, buffer: Tensor) -> None:
+        assert self.lock.acquire(timeout=5), "waits for itself"
+        try:
+            gc.collect()
+            self.num_free_bytes += buffer.numel()
+        finally:
+            self.lock.release()
+
+
+def test_a_graph_that_dies_in_the_middle_of_anything() -> None:
+    class Knot:
+        def __init__(self, held: Tensor) -> None:
+            self.held, self.me = held, self
+
+    model, x = stack(2), torch.randn(ROWS, WIDTH)
+    mover = CollectingMover()
+    gc.collect()
+    gc.disable()
+    try:
+        applied = apply(model, ALL, mover=mover)
+        knot, loss = Knot(model(x)), model(x)
+        applied.remove()
+        del knot
+        loss.backward()
+        del loss
+        assert applied.stats().host_bytes == 0
+    finally:
+        gc.enable()
+    gc.collect()
+    assert applied.stats().host_bytes == 0
+    assert mover.num_free_bytes > 0
+
+
+def test_after_removal_a_backward_gives_its_host_memory_back() -> None:
+    model, x = stack(4), torch.randn(ROWS, WIDTH)
+    mover = CheckingMover()
+    applied = apply(model, ALL, mover=mover)
+    loss = model(x)
+    stash = applied._offloading.stash
+    assert stash is not None
+    applied.remove()
+    assert stash._buffers.lent_bytes > 0
+    loss.backward()
+    # Looked at as they are: the properties would tidy up.
+    assert (stash._buffers.lent_bytes, stash._buffers.held_bytes) == (0, 0)
+    assert mover.faults == []
+
+
+def test_a_stash_that_is_forgotten_frees_its_buffers() -> None:
+    mover = CheckingMover()
+    stash = Stash(mover)
+    packed = sent(stash, 3)
+    del stash, packed
+    gc.collect()
+    assert len(mover.freed) == 4, "one of the two that were dropped was used again"
+    assert mover.faults == []
