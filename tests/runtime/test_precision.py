@@ -20,6 +20,7 @@ from lowtide.optim.parameter_state import new_state
 from lowtide.optim.precision import numerics_of, rounding_for
 from lowtide.optim.rules import require_rule
 from lowtide.optim.update_types import Piece
+from lowtide.runtime.timeline import Reason
 from tests.zoo import bf16_safe
 
 
@@ -35,6 +36,8 @@ PLACES: list[dict[str, Any]] = [
     {"weights": "streamed", "update": "device"},
     {"weights": "streamed", "update": "host"},
     {"weights": "streamed", "update": 0.5},
+    {"weights": "streamed", "update": "paged"},
+    {"weights": "resident", "update": "paged"},
 ]
 
 
@@ -203,8 +206,9 @@ def test_exact_bf16_weights_are_the_rounded_fp32_ones() -> None:
         assert (exact == full.bfloat16()).float().mean() > 0.99
 
 
+@pytest.mark.parametrize("update", [0.5, "paged"])
 @pytest.mark.parametrize("moments", ["fp32", "8bit"])
-def test_resume_is_exact(moments: str) -> None:
+def test_resume_is_exact(moments: str, update: Any) -> None:
     def part(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
         for step in steps:
             model(batch(step, torch.bfloat16)).float().square().mean().backward()
@@ -212,7 +216,7 @@ def test_resume_is_exact(moments: str) -> None:
             optimizer.zero_grad()
 
     def manage(model: nn.Module, optimizer: torch.optim.Optimizer) -> lowtide.Session:
-        plan = lowtide.make_plan(model, update=0.5)
+        plan = lowtide.make_plan(model, update=update)
         return lowtide.manage(model, optimizer, plan, device="cpu", precision="bf16 exact", moments=moments)
 
     whole = network(torch.bfloat16)
@@ -290,3 +294,29 @@ def test_bad_input() -> None:
             optimizer.step()
         optimizer.param_groups[0]["lr"] = 1e-3
         optimizer.step()
+
+
+def test_visiting_state_is_copied_in_and_out_and_not_kept() -> None:
+    model = network(torch.bfloat16)
+    optimizer = adamw(model)
+    plan = lowtide.make_plan(model, update="paged", schedule="in_backward")
+    num_elements = sum(parameter.numel() for parameter in model.parameters())
+    with lowtide.manage(model, optimizer, plan, device="cpu", precision="bf16 exact", moments="8bit") as session:
+        for step in range(3):
+            model(batch(step, torch.bfloat16)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        stats = session.stats()
+    out = stats.moved_bytes("to host", Reason.PAGE_OUT)
+    # Remainder 2, moments 1 and 1, and two scales of 4 bytes for each 128 elements.
+    assert 3 * 4 * num_elements <= out <= 3 * 4.2 * num_elements
+    # The first step has nothing to bring; the next two bring ahead what they use.
+    assert stats.moved_bytes("to device", Reason.PAGE_IN) == out
+    pinned = next(row for row in stats.tiers if row.tier == "pinned")
+    assert pinned.peak_bytes >= 4 * num_elements
+
+
+def test_visiting_state_needs_our_kernels() -> None:
+    model = network(torch.bfloat16)
+    with pytest.raises(ConfigError, match="'paged'"):
+        lowtide.manage(model, adamw(model), lowtide.make_plan(model, update="paged"), device="cpu")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -22,23 +23,37 @@ class ParameterState:
     remainder: torch.Tensor | None = None
     master: torch.Tensor | None = None
 
+    def all_tensors(self) -> list[torch.Tensor]:
+        """Every tensor of it, always in the same order."""
+        kept = [tensor for tensor in (self.remainder, self.master) if tensor is not None]
+        return [*self.tensors.values(), *kept]
+
+    def replace_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Others in the place of `all_tensors`."""
+        rest = iter(tensors)
+        self.tensors = {name: next(rest) for name in self.tensors}
+        self.remainder = None if self.remainder is None else next(rest)
+        self.master = None if self.master is None else next(rest)
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> ParameterState:
+        """The same state elsewhere, in these tensors."""
+        other = replace(self)
+        other.replace_tensors(tensors)
+        return other
+
     @property
     def nbytes(self) -> int:
         """Of all of it."""
-        kept = [tensor for tensor in (self.remainder, self.master) if tensor is not None]
-        return sum(tensor.nbytes for tensor in (*self.tensors.values(), *kept))
+        return sum(tensor.nbytes for tensor in self.all_tensors())
 
     @property
     def device(self) -> torch.device:
         """Where it lies; the host where it has nothing."""
-        kept = [*self.tensors.values(), *(tensor for tensor in (self.remainder, self.master) if tensor is not None)]
-        return kept[0].device if kept else torch.device("cpu")
+        return next((tensor.device for tensor in self.all_tensors()), torch.device("cpu"))
 
     def move_to(self, device: torch.device) -> None:
         """Bring all of it to another device."""
-        self.tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
-        self.remainder = None if self.remainder is None else self.remainder.to(device)
-        self.master = None if self.master is None else self.master.to(device)
+        self.replace_tensors([tensor.to(device) for tensor in self.all_tensors()])
 
 
 def new_state(weight: torch.Tensor, rule: ElementwiseRule, numerics: Numerics) -> ParameterState:

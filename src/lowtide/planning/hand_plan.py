@@ -50,7 +50,7 @@ def make_plan(
         weights: `resident` or `streamed`, for all groups or by name, "*" for those not named. The rest group "", and
             tied groups that it shares, are open for the whole step and are resident unless they are named. `host`, for an
             embedding by name: it is looked up and updated on the host.
-        update: `device` or `host`, likewise. A number from 0 to 1 is the share of the trained bytes that the host
+        update: `device`, `host` or `paged`, likewise. A number from 0 to 1 is the share of the trained bytes that the host
             updates, those whose gradients come first in backward: the last ones. For a group by name, the share of
             that group.
         schedule: When the updates run.
@@ -86,6 +86,7 @@ def make_plan(
         layout,
         resident={name for name, word in placed.items() if word is Weights.RESIDENT},
         on_device={name for name, site in sites.items() if site is Site.DEVICE},
+        paged={name for name, site in sites.items() if site is Site.PAGED},
         on_host={name for name, word in placed.items() if word is Weights.HOST},
         schedule=_word(Schedule, schedule, "schedule"),
         activations=activations_by_group(layout, activations),

@@ -41,20 +41,23 @@ def chunk_bytes_on_device(layout: Layout, plan: Plan, *, state_bytes_per_paramet
     resident = {group.name for group in plan.groups if group.weights is Weights.RESIDENT}
     streamed = {group.name for group in plan.groups if group.weights is Weights.STREAMED}
     sizes = group_sizes(layout)
-    updated = {
-        group.name: sum(
-            chunk.nbytes
-            for number, chunk in enumerate(layout.chunks_of(group.name))
-            if is_trained(chunk) and sites[group.name, number] is Site.DEVICE
-        )
-        for group in layout.groups
-    }
+
+    def updated(*wanted: Site) -> dict[str, int]:
+        return {
+            group.name: sum(
+                chunk.nbytes
+                for number, chunk in enumerate(layout.chunks_of(group.name))
+                if is_trained(chunk) and sites[group.name, number] in wanted
+            )
+            for group in layout.groups
+        }
+
     windows = plan.budgets.window_bytes
     return ChunkBytes(
         resident_bytes=sum(sizes[name] for name in resident),
         window_bytes=window_bytes(layout, streamed, plan.prefetch_depth) if windows is None else windows,
-        gradient_bytes=gradient_bytes(updated, plan.schedule),
-        state_bytes=state_bytes(sum(updated.values()), state_bytes_per_parameter_byte),
+        gradient_bytes=gradient_bytes(updated(Site.DEVICE, Site.PAGED), plan.schedule),
+        state_bytes=state_bytes(sum(updated(Site.DEVICE).values()), state_bytes_per_parameter_byte),
     )
 
 
@@ -79,6 +82,7 @@ def assemble(
     *,
     resident: Collection[str],
     on_device: Collection[str],
+    paged: Collection[str] = (),
     on_host: Collection[str] = (),
     schedule: Schedule,
     budgets: Budgets,
@@ -97,9 +101,7 @@ def assemble(
             GroupPlan(
                 name=group.name,
                 weights=_weights(group.name, resident, on_host),
-                sites=tuple(
-                    Site.DEVICE if chunk.name in on_device else Site.HOST for chunk in layout.chunks_of(group.name)
-                ),
+                sites=tuple(_site(chunk.name, on_device, paged) for chunk in layout.chunks_of(group.name)),
                 activation=policies.get(group.name, Keep()),
                 weight_bytes=group.nbytes,
             )
@@ -113,6 +115,12 @@ def assemble(
         defragment_every=defragment_every,
         budgets=budgets,
     )
+
+
+def _site(name: str, on_device: Collection[str], paged: Collection[str]) -> Site:
+    if name in on_device:
+        return Site.DEVICE
+    return Site.PAGED if name in paged else Site.HOST
 
 
 def _weights(name: str, resident: Collection[str], on_host: Collection[str]) -> Weights:

@@ -28,6 +28,9 @@ class Site(enum.StrEnum):
 
     DEVICE = "device"
     HOST = "host"
+    PAGED = "paged"
+    """The step runs on the device, and the state lies on the host between steps: it visits. For compressed state, and
+    updates through our own kernels."""
 
 
 class Schedule(enum.StrEnum):

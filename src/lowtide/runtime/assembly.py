@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from lowtide.runtime.finishing import Finisher
 from lowtide.runtime.host_pool import HostPool
 from lowtide.runtime.kernel_optimizer import KernelOptimizer
 from lowtide.runtime.managed_optimizer import ManagedOptimizer
+from lowtide.runtime.paged_state import Pages
 from lowtide.runtime.unit import Unit
 from lowtide.runtime.updater import Updater
 from lowtide.runtime.window import Window
@@ -51,14 +52,22 @@ def make_optimizer(
     max_grad_norm: float | None,
     numerics: Numerics | None,
     clock_origin_s: float,
+    on_host_memory: Callable[[torch.Tensor], None],
     installed: ManagedOptimizer | None,
 ) -> ManagedOptimizer:
     """The user's optimizer, stepping by chunks; `installed` goes on where the session had another plan before."""
     device = engine.mover.device
     sites = {site for group in plan.groups for site in group.sites}
     devices = [device] * (Site.DEVICE in sites) + [torch.device("cpu")] * (Site.HOST in sites)
-    runner = ChunkOptimizer(optimizer, devices) if numerics is None else KernelOptimizer(optimizer, numerics)
-    if isinstance(runner, KernelOptimizer):
+    runner: ChunkOptimizer
+    if numerics is None:
+        runner = ChunkOptimizer(optimizer, devices)
+    else:
+        paged = [
+            id(bound.parameter) for unit in engine.units.values() for bound in unit.bounds if bound.site is Site.PAGED
+        ]
+        pages = Pages(engine.mover, engine.recorder, on_host_memory) if paged else None
+        runner = KernelOptimizer(optimizer, numerics, pages=pages, paged=paged)
         if installed is not None and isinstance(installed.runner, KernelOptimizer):
             runner.states = installed.runner.states
         if max_grad_norm is not None:

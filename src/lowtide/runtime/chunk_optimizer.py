@@ -112,6 +112,12 @@ class ChunkOptimizer:
         vars(shadow).update(settings.scaler)
         compat.step_without_hooks(shadow)
 
+    def prefetch(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Their updates on the device are near; torch's own state is where it belongs."""
+
+    def dismiss(self) -> None:
+        """A backward is over; nothing that was prefetched is needed."""
+
     def place_state(self, parameter: torch.Tensor, device: torch.device) -> None:
         """Move a parameter's state to where its update runs: it was made or loaded elsewhere."""
         state = self.optimizer.state.get(parameter)

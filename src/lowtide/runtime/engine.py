@@ -220,6 +220,8 @@ class Engine:
             task.enter(unit)
         visit.is_open = True
         task.open_visits.append(visit)
+        if self.schedule is Schedule.IN_BACKWARD and self.finisher is not None:
+            self.finisher.prefetch(window.units)
         self._visit_started[id(visit)] = self.mover.now()
         if self.observer is not None:
             self.observer.moment(_name_of(window), "backward")
@@ -286,6 +288,8 @@ class Engine:
             self._finish(unit, task, is_last=True)
         # Not before: what an update raises is the end of a backward that broke off.
         del self._tasks[number]
+        if self.finisher is not None:
+            self.finisher.updater.optimizer.dismiss()
         for unit in task.leave():
             unit.look_at_host()
             for bound in unit.bounds:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from lowtide.memory.chunk import Chunk
 from lowtide.memory.mover import Mover
@@ -37,6 +37,12 @@ class Finisher:
                 continue
             if any(self.updater.optimizer.knows(bound.parameter) for bound in fired):
                 self._use_up(unit, chunk, fired)
+
+    def prefetch(self, units: Iterable[Unit]) -> None:
+        """The backward has reached these: optimizer state that visits the device comes beside it."""
+        self.updater.optimizer.prefetch(
+            [bound.parameter for unit in units for bound in unit.bounds if bound.site is Site.PAGED]
+        )
 
     def update_streamed_on_device(self, unit: Unit, chunk: Chunk, bounds: Sequence[Bound], settings: Settings) -> None:
         """Bring streamed weights to the device for their step there, and write them back."""

@@ -31,6 +31,8 @@ class HostNeed:
     staging_bytes: int
     state_bytes: int
     """Of the optimizer, beside the parameters that the host updates: in memory of its own that is not locked."""
+    paged_bytes: int
+    """Of optimizer state that visits the device: locked, and not in the buffer."""
     table_bytes: int
     """Of weights that never leave the host, and of their gradients: not locked, and not in the buffer."""
 
@@ -38,6 +40,11 @@ class HostNeed:
     def total_bytes(self) -> int:
         """Of the locked buffer for weights, gradients and staging."""
         return self.weight_bytes + self.gradient_bytes + self.staging_bytes
+
+    @property
+    def everything_bytes(self) -> int:
+        """What the host holds, locked or not."""
+        return self.total_bytes + self.state_bytes + self.paged_bytes + self.table_bytes
 
 
 def host_need(
@@ -50,9 +57,12 @@ def host_need(
     """
     weights = gradients = largest = largest_parameter = tables = 0
     updated: list[ParameterSpec] = []
+    paged: list[ParameterSpec] = []
     for group in plan.groups:
         for chunk, site in zip(layout.chunks_of(group.name), group.sites, strict=True):
             is_updated = optimizer is not None and site is Site.HOST and chunk.spans[0].parameter.requires_grad
+            if optimizer is not None and site is Site.PAGED and chunk.spans[0].parameter.requires_grad:
+                paged += [span.parameter for span in chunk.spans]
             if group.weights is Weights.HOST:
                 tables += (1 + is_updated) * chunk.nbytes
                 updated += [span.parameter for span in chunk.spans if is_updated]
@@ -74,6 +84,7 @@ def host_need(
         gradient_bytes=gradients,
         staging_bytes=_staging_bytes(plan, least, sum(spec.nbytes for spec in updated), is_slow=state > 0),
         state_bytes=state,
+        paged_bytes=_state_bytes(paged, optimizer, numerics) + 4096 * len(paged),
         table_bytes=tables,
     )
 

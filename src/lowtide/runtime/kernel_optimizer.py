@@ -6,7 +6,7 @@ weight's memory, beside the update: on the device or on the host. `optimizer.sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from lowtide.optim.rules import require_rule
 from lowtide.optim.torch_state import LoadTarget, SavedState, from_torch_state, read_state_dict, to_torch_state
 from lowtide.optim.update_types import Numerics, Piece, Rounding
 from lowtide.runtime.chunk_optimizer import ChunkOptimizer, Settings, Update
+from lowtide.runtime.paged_state import Pages
 
 
 class KernelOptimizer(ChunkOptimizer):
@@ -27,14 +28,25 @@ class KernelOptimizer(ChunkOptimizer):
     Args:
         optimizer: The user's: its class says the rule, its param groups the settings.
         numerics: Which numbers the update works on.
+        pages: Where states lie that visit the device; None without any.
+        paged: `id`s of the parameters whose states do.
 
     Raises:
         UnsupportedOptimizerError: There is no kernel for its rule.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, numerics: Numerics) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        numerics: Numerics,
+        *,
+        pages: Pages | None = None,
+        paged: Collection[int] = (),
+    ) -> None:
         self.optimizer = optimizer
         self.numerics = numerics
+        self.pages = pages
+        self._paged = frozenset(paged)
         self.states: dict[int, ParameterState] = {}
         """By the `id` of the parameter, which the optimizer keeps alive."""
         self._group_of: dict[int, int] = {}
@@ -56,7 +68,8 @@ class KernelOptimizer(ChunkOptimizer):
             if id(update.parameter) not in self.states:
                 group = self.optimizer.param_groups[self._group_of[id(update.parameter)]]
                 rule = require_rule(self.optimizer, {**group, "params": ()})
-                self.states[id(update.parameter)] = new_state(update.target, rule, self.numerics)
+                make = self.pages.new if self._visits(update.parameter) and self.pages is not None else new_state
+                self.states[id(update.parameter)] = make(update.target, rule, self.numerics)
 
     def forget_empty_state(self) -> None:
         """Torch's own dictionary is not used."""
@@ -69,9 +82,13 @@ class KernelOptimizer(ChunkOptimizer):
             return
         rules = [require_rule(self.optimizer, {**group, "params": ()}) for group in settings.groups]
         pieces: dict[Rounding, list[Piece]] = {}
+        visits: list[tuple[ParameterState, ParameterState]] = []
         for update in updates:
-            state = self.states[id(update.parameter)]
-            state.step += 1
+            state = home = self.states[id(update.parameter)]
+            if self.pages is not None and self._visits(update.parameter):
+                state = self.pages.take(home)
+                visits.append((home, state))
+            state.step = home.step = home.step + 1
             rounding = rounding_for(update.target, self.numerics)
             pieces.setdefault(rounding, []).append(
                 Piece(
@@ -88,17 +105,43 @@ class KernelOptimizer(ChunkOptimizer):
         for rounding, group in pieces.items():
             kernel = _kernel(group[0].weight.device)
             kernel(group, rounding=rounding, moments=self.numerics.moments, gradient_factor=factor)
+        for home, visitor in visits:
+            assert self.pages is not None
+            self.pages.give_back(home, visitor)
+
+    def prefetch(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Their updates on the device are near: send visiting states on their way."""
+        if self.pages is not None:
+            self.pages.prefetch(
+                self.states[id(parameter)]
+                for parameter in parameters
+                if self._visits(parameter) and id(parameter) in self.states
+            )
+
+    def dismiss(self) -> None:
+        """A backward is over; what was prefetched and not used leaves."""
+        if self.pages is not None:
+            self.pages.dismiss()
+
+    def _visits(self, parameter: torch.Tensor) -> bool:
+        return id(parameter) in self._paged
 
     def place_state(self, parameter: torch.Tensor, device: torch.device) -> None:
         """Move a parameter's state to where its update runs."""
         state = self.states.get(id(parameter))
-        if state is not None:
+        if state is None:
+            return
+        if self.pages is not None and self._visits(parameter):
+            self.pages.adopt(state)
+        else:
             state.move_to(device)
 
     # -- torch's form of the state -------------------------------------------------------------------------------------
 
     def fill(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """What torch's `state_dict` gave, with the states in fp32 and the masters; all updates must have been made."""
+        if self.pages is not None:
+            self.pages.settle()
         state: dict[int, dict[str, torch.Tensor]] = {}
         for group, saved in zip(self.optimizer.param_groups, state_dict["param_groups"], strict=True):
             rule = require_rule(self.optimizer, group)
@@ -146,6 +189,8 @@ class KernelOptimizer(ChunkOptimizer):
             entries.pop("master", None)
         self.optimizer.load_state_dict(state_dict)
         self.states = {}
+        if self.pages is not None:
+            self.pages.close()
 
     def _names(self) -> list[tuple[torch.Tensor, str]]:
         return [

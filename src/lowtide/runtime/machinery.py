@@ -116,6 +116,8 @@ class Machinery:
             for what in ("weights", "gradients", "staging"):
                 tier.charge(getattr(self._need, f"{what.removesuffix('s')}_bytes"), what)
         self._host.charge(self._need.state_bytes, "optimizer state")
+        for tier in (self._host, self._pinned):
+            tier.charge(self._need.paged_bytes, "optimizer state that visits the device")
         self._host.charge(self._need.table_bytes, "tables that stay, and their gradients")
         self._device = Tier("device", plan.budgets.device_bytes if plan.budgets.device_bytes is not None else 1 << 62)
         self._books: Books = tracked if tracked is not None else self._device
@@ -319,7 +321,7 @@ class Machinery:
             self._books,
             has_optimizer=self.optimizer is not None,
             on_device_buffer=lambda buffer: None if self._tracked is None else self._tracked.exclude_charged(buffer),
-            on_host_memory=lambda memory: None if self._tracked is None else self._tracked.exclude(memory),
+            on_host_memory=self._mark_host_memory,
         )
 
     def _make_engine(self) -> Engine:
@@ -379,6 +381,7 @@ class Machinery:
             max_grad_norm=self._max_grad_norm,
             numerics=self._numerics,
             clock_origin_s=self._clock_origin_s,
+            on_host_memory=self._mark_host_memory,
             installed=installed,
         )
 
@@ -402,6 +405,10 @@ class Machinery:
     def _on_host(self) -> contextlib.AbstractContextManager[None]:
         """What is made in it is the host's: an emulated device would count it as its own."""
         return contextlib.nullcontext() if self._tracked is None else self._tracked.on_host()
+
+    def _mark_host_memory(self, memory: torch.Tensor) -> None:
+        if self._tracked is not None:
+            self._tracked.exclude(memory)
 
     def _is_quiet(self) -> bool:
         """Whether nothing points into the host's memory but what `move_part` knows. Waits for updates, if that helps."""
@@ -430,5 +437,5 @@ class Machinery:
             device_budget_bytes=self.plan.budgets.device_bytes,
             host=self._host,
             pinned=self._pinned,
-            host_predicted_bytes=self._need.total_bytes + self._need.state_bytes + self._need.table_bytes,
+            host_predicted_bytes=self._need.everything_bytes,
         )

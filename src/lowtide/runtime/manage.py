@@ -20,7 +20,7 @@ from lowtide.memory.unmanaged import unmanaged_parameters
 from lowtide.optim.precision import numerics_of
 from lowtide.optim.update_types import Moments, Numerics
 from lowtide.planning.check_plan import check_plan
-from lowtide.planning.plan import Plan, Schedule
+from lowtide.planning.plan import Plan, Schedule, Site
 from lowtide.planning.static_partition import StaticPartition
 from lowtide.planning.warm_up import WarmUp
 from lowtide.runtime.binding import copy_values
@@ -99,6 +99,12 @@ def manage(
     _require_own_parameters(model, optimizer)
     _warn_of_strangers(model, optimizer)
     numerics = _numerics(model, optimizer, precision, moments, seed)
+    if numerics is None and any(site is Site.PAGED for group in plan.groups for site in group.sites):
+        raise ConfigError(
+            "the plan updates chunks on the device with state that visits it ('paged'), which is for updates through "
+            "Lowtide's own kernels; give precision=, such as 'bf16 exact', or update on the device or the host",
+            key="precision",
+        )
     check_plan(plan, layout)
     _require_values(model, weights)
     tracked = None if target.type == "cuda" else TrackedMemory(plan.budgets.device_bytes)

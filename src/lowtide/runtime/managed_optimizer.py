@@ -283,6 +283,10 @@ class ManagedOptimizer:
                     engine.veil_gradient(bound)
             elif not unit.is_resident:
                 self._finisher.update_streamed_on_device(unit, chunk, bounds, settings)
+            elif bounds[0].site is Site.PAGED:
+                for bound in bounds:
+                    unveil(bound.parameter)
+                self._updater.update_here(bounds, (), settings)
             is_updated = is_updated or not unit.is_resident
         if is_updated:
             unit.generation += 1

@@ -28,6 +28,8 @@ _LANES = {
     Reason.GRADIENTS: Lane.TO_HOST,
     Reason.OFFLOAD: Lane.TO_HOST,
     Reason.BRING_BACK: Lane.TO_DEVICE,
+    Reason.PAGE_IN: Lane.TO_DEVICE,
+    Reason.PAGE_OUT: Lane.TO_HOST,
 }
 
 
@@ -82,6 +84,10 @@ class Recorder:
     def on_activation(self, copied: Copied, reason: Reason, num_bytes: int) -> None:
         """A copy of what a forward saved."""
         self._copy("activations", copied, reason, num_bytes)
+
+    def on_state(self, copied: Copied, reason: Reason, num_bytes: int) -> None:
+        """A copy of optimizer state."""
+        self._copy("state", copied, reason, num_bytes)
 
     def on_present(self, chunk: Chunk, at: Ticket) -> None:
         """The chunk has bytes on the device from here."""

@@ -50,6 +50,10 @@ class Reason(enum.StrEnum):
     """Device to host: what a forward saved waits there for its backward."""
     BRING_BACK = "bring back"
     """Host to device: what was offloaded, for the backward."""
+    PAGE_IN = "page in"
+    """Host to device: optimizer state that visits for its update."""
+    PAGE_OUT = "page out"
+    """Device to host: the same on its way home."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

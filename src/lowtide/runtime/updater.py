@@ -114,7 +114,7 @@ class Updater:
         for unit in units:
             for bound in unit.bounds:
                 if self.optimizer.knows(bound.parameter):
-                    site = device if bound.site is Site.DEVICE else torch.device("cpu")
+                    site = torch.device("cpu") if bound.site is Site.HOST else device
                     self.optimizer.place_state(bound.parameter, site)
 
 

@@ -1,0 +1,129 @@
+"""Pages: optimizer state that lies on the host and visits the device for each update.
+
+Note [The order of a visit]
+Device memory for a visitor is taken by the computation, in its order, and filled by a copy that comes after that point
+and after the copy that brought the state home the last time. The update waits for it. Then the state goes home, after
+the update; the mover keeps the visitor alive until that copy is done. So a state is never in two places with two values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from lowtide import compat
+from lowtide.memory.mover import Mover, Ticket
+from lowtide.optim.parameter_state import ParameterState, new_state
+from lowtide.optim.update_types import ElementwiseRule, Numerics
+from lowtide.runtime.recording import Recorder
+from lowtide.runtime.timeline import Reason
+
+_ALIGNMENT = 512
+
+
+@dataclass(slots=True)
+class _Visitor:
+    state: ParameterState
+    arrived: list[Ticket]
+
+
+class Pages:
+    """The states that visit.
+
+    Args:
+        mover: Makes the copies.
+        recorder: Is told of them.
+        on_host_memory: Told of memory that is the host's: an emulated device must not count it.
+    """
+
+    def __init__(self, mover: Mover, recorder: Recorder, on_host_memory: Callable[[torch.Tensor], None]) -> None:
+        self._mover = mover
+        self._recorder = recorder
+        self._on_host_memory = on_host_memory
+        self._buffers: list[torch.Tensor] = []
+        self._home: dict[int, Ticket] = {}
+        """By the `id` of a state: when it was home again."""
+        self._visitors: dict[int, _Visitor] = {}
+
+    def new(self, weight: torch.Tensor, rule: ElementwiseRule, numerics: Numerics) -> ParameterState:
+        """State before the first update, in locked memory of the host."""
+        with compat.without_modes(), torch.no_grad():
+            state = new_state(weight.detach().cpu(), rule, numerics)
+            self._lock_memory(state)
+        return state
+
+    def adopt(self, state: ParameterState) -> None:
+        """Take over a state that was loaded: bring it to locked memory of the host."""
+        with compat.without_modes(), torch.no_grad():
+            state.move_to(torch.device("cpu"))
+            self._lock_memory(state)
+
+    def prefetch(self, states: Iterable[ParameterState]) -> None:
+        """Send states on their way to the device: their updates are near."""
+        for state in states:
+            if id(state) not in self._visitors:
+                self._visitors[id(state)] = self._bring(state)
+
+    def take(self, state: ParameterState) -> ParameterState:
+        """The state on the device, for one update."""
+        visitor = self._visitors.pop(id(state), None) or self._bring(state)
+        for ticket in visitor.arrived:
+            self._mover.compute_after(ticket)
+        return visitor.state
+
+    def give_back(self, state: ParameterState, visitor: ParameterState) -> None:
+        """The update is made: the state goes home."""
+        for home, guest in zip(state.all_tensors(), visitor.all_tensors(), strict=True):
+            copied = self._mover.to_host(home, guest, [self._mover.now()])
+            self._recorder.on_state(copied, Reason.PAGE_OUT, guest.nbytes)
+            self._home[id(state)] = copied.ended
+
+    def dismiss(self) -> None:
+        """Nobody needs those that are on the device: they leave without having changed."""
+        for visitor in self._visitors.values():
+            for ticket in visitor.arrived:
+                # The copy writes into memory that is about to be free.
+                self._mover.compute_after(ticket)
+        self._visitors.clear()
+
+    def settle(self) -> None:
+        """Wait until all states are home."""
+        for ticket in self._home.values():
+            ticket.wait()
+        self._home.clear()
+
+    def close(self) -> None:
+        """Free the host's memory; states must not be used any more."""
+        self.dismiss()
+        self._mover.drain()
+        for buffer in self._buffers:
+            self._mover.free_host_buffer(buffer)
+        self._buffers.clear()
+
+    def _bring(self, state: ParameterState) -> _Visitor:
+        after = [self._home[id(state)]] if id(state) in self._home else []
+        arrived: list[Ticket] = []
+        guests: list[torch.Tensor] = []
+        for home in state.all_tensors():
+            guest = torch.empty(home.shape, dtype=home.dtype, device=self._mover.device)
+            copied = self._mover.to_device(guest, home, [self._mover.now(), *after])
+            self._recorder.on_state(copied, Reason.PAGE_IN, home.nbytes)
+            arrived.append(copied.ended)
+            guests.append(guest)
+        return _Visitor(state.with_tensors(guests), arrived)
+
+    def _lock_memory(self, state: ParameterState) -> None:
+        tensors = state.all_tensors()
+        sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
+        buffer = self._mover.host_buffer(sum(sizes))
+        self._on_host_memory(buffer)
+        self._buffers.append(buffer)
+        homes: list[torch.Tensor] = []
+        offset = 0
+        for tensor, size in zip(tensors, sizes, strict=True):
+            home = buffer[offset : offset + tensor.nbytes].view(tensor.dtype)
+            homes.append(home.copy_(tensor))
+            offset += size
+        state.replace_tensors(homes)
