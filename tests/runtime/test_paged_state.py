@@ -34,7 +34,7 @@ def test_a_visit_and_the_next_one_before_it_is_home() -> None:
         visitor = pages.take(state)
         assert values(visitor) == {number - 1.0}, "the copy in must come after the one out"
         change(visitor, number)
-        pages.give_back(state, visitor)
+        pages.give_back(state)
         if number % 2:
             pages.prefetch([state])
     pages.settle()
@@ -46,7 +46,7 @@ def test_one_that_was_brought_for_nothing_leaves_unchanged() -> None:
     pages, state = pages_and_state()
     visitor = pages.take(state)
     change(visitor, 7)
-    pages.give_back(state, visitor)
+    pages.give_back(state)
     pages.prefetch([state])
     pages.dismiss()
     assert values(pages.take(state)) == {7.0}

@@ -309,7 +309,7 @@ def test_visiting_state_is_copied_in_and_out_and_not_kept() -> None:
         stats = session.stats()
     out = stats.moved_bytes("to host", Reason.PAGE_OUT)
     # Remainder 2, moments 1 and 1, and two scales of 4 bytes for each 128 elements.
-    assert 3 * 4 * num_elements <= out <= 3 * 4.2 * num_elements
+    assert 3 * 4 * num_elements <= out <= 3 * (4.2 * num_elements + 5 * 512 * len(list(model.parameters())))
     # The first step has nothing to bring; the next two bring ahead what they use.
     assert stats.moved_bytes("to device", Reason.PAGE_IN) == out
     pinned = next(row for row in stats.tiers if row.tier == "pinned")

@@ -3,7 +3,7 @@
 
 const GANTT = { steps: 20, curve: 46, gap: 12, lane: 26, axis: 26, least: 20 };
 const STATES = ["resident", "fetching", "fetched", "in use"];
-const KINDS = ["forward", "backward", "update", "waiting", "fetch weights", "upload", "gradients", "write back", "offload", "bring back"];
+const KINDS = ["forward", "backward", "update", "waiting", "fetch weights", "upload", "gradients", "write back", "offload", "bring back", "page in", "page out"];
 
 class Gantt {
   constructor(figure, data) {

@@ -82,12 +82,12 @@ class KernelOptimizer(ChunkOptimizer):
             return
         rules = [require_rule(self.optimizer, {**group, "params": ()}) for group in settings.groups]
         pieces: dict[Rounding, list[Piece]] = {}
-        visits: list[tuple[ParameterState, ParameterState]] = []
+        visits: list[ParameterState] = []
         for update in updates:
             state = home = self.states[id(update.parameter)]
             if self.pages is not None and self._visits(update.parameter):
                 state = self.pages.take(home)
-                visits.append((home, state))
+                visits.append(home)
             state.step = home.step = home.step + 1
             rounding = rounding_for(update.target, self.numerics)
             pieces.setdefault(rounding, []).append(
@@ -105,9 +105,9 @@ class KernelOptimizer(ChunkOptimizer):
         for rounding, group in pieces.items():
             kernel = _kernel(group[0].weight.device)
             kernel(group, rounding=rounding, moments=self.numerics.moments, gradient_factor=factor)
-        for home, visitor in visits:
+        for home in visits:
             assert self.pages is not None
-            self.pages.give_back(home, visitor)
+            self.pages.give_back(home)
 
     def prefetch(self, parameters: Sequence[torch.Tensor]) -> None:
         """Their updates on the device are near: send visiting states on their way."""

@@ -26,7 +26,9 @@ _ALIGNMENT = 512
 @dataclass(slots=True)
 class _Visitor:
     state: ParameterState
-    arrived: list[Ticket]
+    memory: torch.Tensor
+    """Its bytes on the device, laid out as at home."""
+    arrived: Ticket
 
 
 class Pages:
@@ -42,9 +44,12 @@ class Pages:
         self._mover = mover
         self._recorder = recorder
         self._on_host_memory = on_host_memory
-        self._buffers: list[torch.Tensor] = []
+        self._memory: dict[int, torch.Tensor] = {}
+        """By the `id` of a state: its bytes on the host, one tensor after the other, so that a visit is one copy."""
+        self._states: list[ParameterState] = []
+        """Kept, so that an `id` stays its own."""
         self._home: dict[int, Ticket] = {}
-        """By the `id` of a state: when it was home again."""
+        """When it was home again."""
         self._visitors: dict[int, _Visitor] = {}
 
     def new(self, weight: torch.Tensor, rule: ElementwiseRule, numerics: Numerics) -> ParameterState:
@@ -67,25 +72,25 @@ class Pages:
                 self._visitors[id(state)] = self._bring(state)
 
     def take(self, state: ParameterState) -> ParameterState:
-        """The state on the device, for one update."""
-        visitor = self._visitors.pop(id(state), None) or self._bring(state)
-        for ticket in visitor.arrived:
-            self._mover.compute_after(ticket)
+        """The state on the device, for one update, until `give_back`."""
+        if id(state) not in self._visitors:
+            self._visitors[id(state)] = self._bring(state)
+        visitor = self._visitors[id(state)]
+        self._mover.compute_after(visitor.arrived)
         return visitor.state
 
-    def give_back(self, state: ParameterState, visitor: ParameterState) -> None:
+    def give_back(self, state: ParameterState) -> None:
         """The update is made: the state goes home."""
-        for home, guest in zip(state.all_tensors(), visitor.all_tensors(), strict=True):
-            copied = self._mover.to_host(home, guest, [self._mover.now()])
-            self._recorder.on_state(copied, Reason.PAGE_OUT, guest.nbytes)
-            self._home[id(state)] = copied.ended
+        visitor = self._visitors.pop(id(state))
+        copied = self._mover.to_host(self._memory[id(state)], visitor.memory, [self._mover.now()])
+        self._recorder.on_state(copied, Reason.PAGE_OUT, visitor.memory.nbytes)
+        self._home[id(state)] = copied.ended
 
     def dismiss(self) -> None:
         """Nobody needs those that are on the device: they leave without having changed."""
         for visitor in self._visitors.values():
-            for ticket in visitor.arrived:
-                # The copy writes into memory that is about to be free.
-                self._mover.compute_after(ticket)
+            # The copy writes into memory that is about to be free.
+            self._mover.compute_after(visitor.arrived)
         self._visitors.clear()
 
     def settle(self) -> None:
@@ -98,32 +103,41 @@ class Pages:
         """Free the host's memory; states must not be used any more."""
         self.dismiss()
         self._mover.drain()
-        for buffer in self._buffers:
-            self._mover.free_host_buffer(buffer)
-        self._buffers.clear()
+        for memory in self._memory.values():
+            self._mover.free_host_buffer(memory)
+        self._memory.clear()
 
     def _bring(self, state: ParameterState) -> _Visitor:
+        home = self._memory[id(state)]
         after = [self._home[id(state)]] if id(state) in self._home else []
-        arrived: list[Ticket] = []
-        guests: list[torch.Tensor] = []
-        for home in state.all_tensors():
-            guest = torch.empty(home.shape, dtype=home.dtype, device=self._mover.device)
-            copied = self._mover.to_device(guest, home, [self._mover.now(), *after])
-            self._recorder.on_state(copied, Reason.PAGE_IN, home.nbytes)
-            arrived.append(copied.ended)
-            guests.append(guest)
-        return _Visitor(state.with_tensors(guests), arrived)
+        memory = torch.empty_like(home, device=self._mover.device)
+        copied = self._mover.to_device(memory, home, [self._mover.now(), *after])
+        self._recorder.on_state(copied, Reason.PAGE_IN, home.nbytes)
+        return _Visitor(state.with_tensors(_laid_out(state, memory)), memory, copied.ended)
 
     def _lock_memory(self, state: ParameterState) -> None:
-        tensors = state.all_tensors()
-        sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
-        buffer = self._mover.host_buffer(sum(sizes))
-        self._on_host_memory(buffer)
-        self._buffers.append(buffer)
-        homes: list[torch.Tensor] = []
-        offset = 0
-        for tensor, size in zip(tensors, sizes, strict=True):
-            home = buffer[offset : offset + tensor.nbytes].view(tensor.dtype)
-            homes.append(home.copy_(tensor))
-            offset += size
+        if (old := self._memory.pop(id(state), None)) is not None:
+            self._mover.drain()
+            self._mover.free_host_buffer(old)
+        memory = self._mover.host_buffer(sum(map(_padded_bytes, state.all_tensors())))
+        self._on_host_memory(memory)
+        homes = _laid_out(state, memory)
+        for home, tensor in zip(homes, state.all_tensors(), strict=True):
+            home.copy_(tensor)
         state.replace_tensors(homes)
+        self._memory[id(state)] = memory
+        self._states.append(state)
+
+
+def _padded_bytes(tensor: torch.Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _laid_out(state: ParameterState, memory: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors like the state's, one after the other in flat bytes."""
+    found: list[torch.Tensor] = []
+    offset = 0
+    for tensor in state.all_tensors():
+        found.append(memory[offset : offset + tensor.nbytes].view(tensor.dtype))
+        offset += _padded_bytes(tensor)
+    return found
