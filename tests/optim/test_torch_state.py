@@ -53,7 +53,7 @@ class Run:
     def save(self) -> dict[str, Any]:
         (targets,) = self.targets()
         entries = {
-            index: to_torch_state(target.weight, state, target.rule, self.numerics)
+            index: to_torch_state(target.weight, state, self.numerics)
             for index, (target, state) in enumerate(zip(targets, self.states, strict=True))
             if state.step
         }

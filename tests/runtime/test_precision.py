@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,6 +36,7 @@ PLACES: list[dict[str, Any]] = [
     {"weights": "resident", "update": "device"},
     {"weights": "streamed", "update": "device"},
     {"weights": "streamed", "update": "host"},
+    {"weights": "resident", "update": "host"},
     {"weights": "streamed", "update": 0.5},
     {"weights": "streamed", "update": "paged"},
     {"weights": "resident", "update": "paged"},
@@ -172,6 +174,7 @@ def assert_same(one: tuple[nn.Module, list[float]], other: tuple[nn.Module, list
         ("bf16 exact", "bf16"),
         ("bf16 stochastic", "fp32"),
         ("bf16 nearest", "fp32"),
+        ("fp16 exact", "fp32"),
     ],
 )
 @pytest.mark.parametrize("schedule", ["deferred", "in_backward"])
@@ -320,3 +323,168 @@ def test_visiting_state_needs_our_kernels() -> None:
     model = network(torch.bfloat16)
     with pytest.raises(ConfigError, match="'paged'"):
         lowtide.manage(model, adamw(model), lowtide.make_plan(model, update="paged"), device="cpu")
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    dtype = next(model.parameters()).dtype
+    model(batch(step, dtype)).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_state_from_before_goes_on() -> None:
+    """Three plain steps, three managed ones, three plain ones: as nine of torch's own, to rounding."""
+    plain, model = network(torch.float32), network(torch.float32)
+    optimizers = adamw(plain), adamw(model)
+    for step in range(9):
+        one_step(plain, optimizers[0], step)
+    for step in range(3):
+        one_step(model, optimizers[1], step)
+    with lowtide.manage(model, optimizers[1], lowtide.make_plan(model), device="cpu", precision="fp32"):
+        for step in range(3, 6):
+            one_step(model, optimizers[1], step)
+    for step in range(6, 9):
+        one_step(model, optimizers[1], step)
+    assert int(optimizers[1].state[model[0].up.weight]["step"]) == 9  # type: ignore[union-attr]  # a block
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_refused_session_gives_the_state_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = network(torch.float32)
+    optimizer = adamw(model)
+    one_step(model, optimizer, 0)
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr("lowtide.runtime.machinery.apply", refuse)
+    plan = lowtide.make_plan(model, activations="recompute")
+    with pytest.raises(RuntimeError, match="no"):
+        lowtide.manage(model, optimizer, plan, device="cpu", precision="fp32")
+    after = optimizer.state_dict()["state"]
+    assert before.keys() == after.keys()
+    for key, entries in before.items():
+        for name, value in entries.items():
+            assert torch.equal(value, after[key][name]), (key, name)
+
+
+def test_close_gives_the_model_back_whatever_the_optimizer_says() -> None:
+    model = network(torch.float32)
+    optimizer = adamw(model)
+    session = lowtide.manage(model, optimizer, lowtide.make_plan(model), device="cpu", precision="fp32")
+    one_step(model, optimizer, 0)
+    optimizer.param_groups[0]["lr"] = float("nan")
+    session.close()
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+    assert len(optimizer.state) == len(list(model.parameters()))
+    assert model(batch(0, torch.float32)).isfinite().all()
+
+
+def test_expanded_state_does_not_pass_through_the_device() -> None:
+    model = network(torch.bfloat16)
+    optimizer = adamw(model)
+    plan = lowtide.make_plan(model, weights="resident", update="device")
+    with lowtide.manage(model, optimizer, plan, device="cpu", precision="bf16 exact", moments="8bit") as session:
+        for step in range(2):
+            one_step(model, optimizer, step)
+
+        def peak() -> int:
+            return next(row.peak_bytes for row in session.stats().tiers if row.tier == "device")
+
+        before = peak()
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert peak() == before
+
+
+def test_a_norm_is_that_of_the_whole_sum_however_late_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    def norm(*, is_late: bool) -> float:
+        model = network(torch.float32)
+        optimizer = adamw(model)
+        plan = lowtide.make_plan(model, staging_memory="64MiB")
+        with lowtide.manage(model, optimizer, plan, device="cpu", precision="fp32", max_grad_norm=1.0) as session:
+            gate = threading.Event()
+            if is_late:
+                machinery = session._machinery
+                assert machinery is not None
+                machinery._worker.submit(lambda: (gate.wait(), None)[1])
+            for step in range(3):
+                model(batch(step, torch.float32)).square().mean().backward()
+            threading.Timer(0.2, gate.set).start()
+            optimizer.step()
+            assert session.last_grad_norm is not None
+            return float(session.last_grad_norm)
+
+    assert norm(is_late=True) == norm(is_late=False)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place['weights']} {place['update']}")
+def test_what_is_written_to_fp16_weights_is_the_new_master(place: dict[str, Any]) -> None:
+    model = network(torch.float16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    halves = {name: torch.full_like(value, 0.5) for name, value in model.state_dict().items()}
+    with lowtide.manage(model, optimizer, lowtide.make_plan(model, **place), device="cpu", precision="fp16 exact"):
+        for _ in range(2):
+            model.load_state_dict(halves)
+            one_step(model, optimizer, 0)
+    for parameter in model.parameters():
+        torch.testing.assert_close(parameter.float(), torch.full_like(parameter.float(), 0.5), rtol=0, atol=1e-2)
+
+
+def test_clipping_of_gradients_that_the_kernel_unscales() -> None:
+    norms = []
+    for scale in (1.0, 1024.0):
+        model = network(torch.float32)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        plan = lowtide.make_plan(model)
+        with lowtide.manage(model, optimizer, plan, device="cpu", precision="fp32", max_grad_norm=0.1) as session:
+            scaler.scale(model(batch(0, torch.float32)).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert session.last_grad_norm is not None
+            norms.append(float(session.last_grad_norm))
+        norms.append(float(sum(parameter.detach().double().sum() for parameter in model.parameters())))
+    assert norms[0] == pytest.approx(norms[2], rel=1e-5)
+    assert norms[1] == pytest.approx(norms[3], rel=1e-6)
+
+
+@pytest.mark.parametrize("update", ["host", "device"])
+def test_a_momentum_that_is_switched_on_later(update: str) -> None:
+    plain, model = network(torch.float32), network(torch.float32)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    with lowtide.manage(model, optimizers[1], lowtide.make_plan(model, update=update), device="cpu", precision="fp32"):
+        for step in range(6):
+            for each, optimizer in zip((plain, model), optimizers, strict=True):
+                optimizer.param_groups[0]["momentum"] = 0.0 if step < 3 else 0.9
+                one_step(each, optimizer, step)
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_host_state_is_not_the_devices() -> None:
+    peaks = []
+    for precision in (None, "fp32"):
+        model = network(torch.float32)
+        optimizer = adamw(model)
+        with lowtide.manage(model, optimizer, lowtide.make_plan(model), device="cpu", precision=precision) as session:
+            one_step(model, optimizer, 0)
+            peaks.append(next(row.peak_bytes for row in session.stats().tiers if row.tier == "device"))
+    assert peaks[1] <= peaks[0]
+
+
+def test_loading_again_frees_what_was_locked() -> None:
+    model = network(torch.bfloat16)
+    optimizer = adamw(model)
+    plan = lowtide.make_plan(model, update="paged")
+    with lowtide.manage(model, optimizer, plan, device="cpu", precision="bf16 exact") as session:
+        one_step(model, optimizer, 0)
+        managed = session._machinery._managed  # type: ignore[union-attr]  # open
+        assert managed is not None
+        pages = managed.runner.pages  # type: ignore[attr-defined]  # of kernels
+        sizes = set()
+        for _ in range(3):
+            optimizer.load_state_dict(optimizer.state_dict())
+            sizes.add(len(pages._memory))
+        assert sizes == {len(list(model.parameters()))}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 from collections.abc import Sequence
@@ -59,11 +60,15 @@ def launch_all(
     by_variant: dict[Variant, list[Piece]] = {}
     for piece in pieces:
         by_variant.setdefault(variant_of(piece, rounding, moments), []).append(piece)
-    for variant, alike in by_variant.items():
-        integers, floats, num_tiles = rows_of(alike, number)
-        if num_tiles:
-            table, numbers = _send(integers, torch.int64, device), _send(floats, torch.float32, device)
-            launch(variant, table, numbers, factor, num_tiles)
+    # Triton launches on the current device, which need not be that of the pieces.
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        for variant, alike in by_variant.items():
+            integers, floats, num_tiles = rows_of(alike, number)
+            if num_tiles:
+                table, numbers = _send(integers, torch.int64, device), _send(floats, torch.float32, device)
+                launch(variant, table, numbers, factor, num_tiles)
+    # As for any operation in place: a backward through the old values is caught.
+    torch.autograd.graph.increment_version([piece.weight for piece in pieces])
 
 
 def _send(rows: list[list[int]] | list[list[float]], dtype: torch.dtype, device: torch.device) -> Tensor:

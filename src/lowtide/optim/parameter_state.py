@@ -11,6 +11,9 @@ from lowtide.optim.huge_pages import advise_huge_pages
 from lowtide.optim.precision import rounding_for, state_names
 from lowtide.optim.update_types import BLOCK, UNSIGNED, ElementwiseRule, Moments, Numerics, Rounding
 
+SCALE = "_scale"
+"""After the name of an 8-bit state: its scales."""
+
 
 @dataclass(slots=True, kw_only=True)
 class ParameterState:
@@ -22,6 +25,11 @@ class ParameterState:
     """States by name, and the scales of 8-bit ones under `NAME_scale`."""
     remainder: torch.Tensor | None = None
     master: torch.Tensor | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the states that are there, without their scales."""
+        return tuple(name for name in self.tensors if not name.endswith(SCALE))
 
     def all_tensors(self) -> list[torch.Tensor]:
         """Every tensor of it, always in the same order."""
@@ -61,17 +69,26 @@ def new_state(weight: torch.Tensor, rule: ElementwiseRule, numerics: Numerics) -
     num_elements, device = weight.numel(), weight.device
     tensors: dict[str, torch.Tensor] = {}
     for name in state_names(rule):
-        if numerics.moments is Moments.INT8:
-            code = torch.uint8 if name in UNSIGNED else torch.int8
-            tensors[name] = _zeros(num_elements, code, device)
-            tensors[f"{name}_scale"] = _zeros(-(-num_elements // BLOCK), torch.float32, device)
-        else:
-            dtype = torch.float32 if numerics.moments is Moments.FP32 else torch.bfloat16
-            tensors[name] = _zeros(num_elements, dtype, device)
+        tensors |= _empty_moment(name, num_elements, numerics.moments, device)
     rounding = rounding_for(weight, numerics)
     remainder = _zeros(num_elements, torch.int16, device) if rounding is Rounding.EXACT else None
     master = weight.detach().as_strided((num_elements,), (1,)).float() if rounding is Rounding.MASTER else None
     return ParameterState(tensors=tensors, remainder=remainder, master=master)
+
+
+def complete(state: ParameterState, weight: torch.Tensor, rule: ElementwiseRule, numerics: Numerics) -> None:
+    """Add what a setting that was changed since asks for: a momentum, amsgrad's maximum."""
+    for name in state_names(rule):
+        if name not in state.tensors:
+            state.tensors |= _empty_moment(name, weight.numel(), numerics.moments, weight.device)
+
+
+def _empty_moment(name: str, num_elements: int, moments: Moments, device: torch.device) -> dict[str, torch.Tensor]:
+    if moments is Moments.INT8:
+        code = torch.uint8 if name in UNSIGNED else torch.int8
+        scales = _zeros(-(-num_elements // BLOCK), torch.float32, device)
+        return {name: _zeros(num_elements, code, device), f"{name}{SCALE}": scales}
+    return {name: _zeros(num_elements, torch.float32 if moments is Moments.FP32 else torch.bfloat16, device)}
 
 
 def _zeros(num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

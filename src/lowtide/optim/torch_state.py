@@ -44,12 +44,10 @@ class SavedState:
     master: Tensor | None = None
 
 
-def to_torch_state(
-    weight: Tensor, state: ParameterState, rule: ElementwiseRule, numerics: Numerics
-) -> dict[str, Tensor]:
+def to_torch_state(weight: Tensor, state: ParameterState, numerics: Numerics) -> dict[str, Tensor]:
     """The entries of one parameter for a state dict: on the state's device, in memory of their own."""
     entries = {STEP: torch.tensor(float(state.step))}
-    for name in state_names(rule):
+    for name in state.names:
         entries[name] = _shaped(read_moment(name, state.tensors, numerics.moments), weight)
     master = _master_of(weight, state, rounding_for(weight, numerics))
     if master is not None:
@@ -154,8 +152,9 @@ def _check_shape(name: str, value: object, target: LoadTarget) -> None:
 
 def _check_master(master: Tensor, target: LoadTarget) -> None:
     """A master must round to the weight; a weight in fp32 may have come out of a checkpoint in 16 bits."""
-    weight = _flat(target.weight.detach())
-    flat = _flat_like(master, target.weight)
+    # On the host: what a device is filled with leaves no room for copies in fp32.
+    on_host = target.weight.detach().cpu()
+    weight, flat = _flat(on_host), _flat_like(master, on_host)
     choices = [flat, split(flat)[0]] if weight.dtype is torch.bfloat16 else [flat]
     if weight.dtype is torch.float32:
         choices += [split(flat)[0], flat.bfloat16(), flat.half()]

@@ -67,7 +67,9 @@ def make_optimizer(
             id(bound.parameter) for unit in engine.units.values() for bound in unit.bounds if bound.site is Site.PAGED
         ]
         pages = Pages(engine.mover, engine.recorder, on_host_memory) if paged else None
-        runner = KernelOptimizer(optimizer, numerics, pages=pages, paged=paged)
+        runner = KernelOptimizer(optimizer, numerics, pages=pages, paged=paged, on_host_memory=on_host_memory)
+        if installed is None:
+            runner.take_over()
         if installed is not None and isinstance(installed.runner, KernelOptimizer):
             runner.states = installed.runner.states
         if max_grad_norm is not None:

@@ -112,6 +112,11 @@ class ChunkOptimizer:
         vars(shadow).update(settings.scaler)
         compat.step_without_hooks(shadow)
 
+    def needs_values(self, updates: Sequence[Update]) -> bool:
+        """Whether weights are read when state is claimed, and not only by the update."""
+        del updates
+        return False
+
     def prefetch(self, parameters: Sequence[torch.Tensor]) -> None:
         """Their updates on the device are near; torch's own state is where it belongs."""
 

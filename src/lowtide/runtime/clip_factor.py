@@ -32,12 +32,19 @@ class ClipFactor:
         return float(self._on_host)
 
 
-def clip_factor(norms: Sequence[torch.Tensor], max_norm: float, mover: Mover) -> ClipFactor:
-    """Of gradients with these norms. Called where the computation is told what to do; waits for nothing on the device."""
+def clip_factor(
+    norms: Sequence[torch.Tensor], max_norm: float, mover: Mover, scale: torch.Tensor | None = None
+) -> ClipFactor:
+    """Of gradients with these norms, which are `scale` times too large.
+
+    Called where the computation is told what to do; waits for nothing on the device.
+    """
     device = mover.device
     with torch.no_grad():
         stacked = torch.stack([norm.to(device) for norm in norms]) if norms else torch.zeros(1, device=device)
         total: torch.Tensor = torch.linalg.vector_norm(stacked)
+        if scale is not None:
+            total = total / scale.to(device)
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         # From torch's own pool of locked memory: it is given to somebody else only when nobody holds it any more.
         on_host = torch.empty((), dtype=torch.float32, pin_memory=device.type == "cuda")

@@ -325,6 +325,8 @@ class Engine:
                     self.residency.store.drop(unit.name)
                 self.residency.guard(unit)
         self._tasks.clear()
+        if self.finisher is not None:
+            self.finisher.updater.optimizer.dismiss()
         self.residency.store.order.forget_cycle()
         if moved:
             self.lost = (

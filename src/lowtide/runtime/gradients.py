@@ -17,7 +17,7 @@ from lowtide.memory.allocation_cache import AllocationCache
 from lowtide.memory.chunk import Chunk, view_of
 from lowtide.memory.mover import Mover, Ticket
 from lowtide.planning.plan import Schedule
-from lowtide.runtime.host_worker import HostWorker
+from lowtide.runtime.host_worker import BEFORE_UPDATES, HostWorker, Job
 from lowtide.runtime.recording import Recorder
 from lowtide.runtime.tensors import beside, own_storage
 from lowtide.runtime.unit import Bound
@@ -39,8 +39,7 @@ class GradientLease:
     def settle(self) -> None:
         """Wait for the copies and the update. The veil stays: a GradScaler's kernel must be noticed at any time."""
         self._bound.settle_gradient()
-        # Whoever looks may write.
-        self._bound.norm = None
+        self._bound.num_takes += 1  # whoever looks may write
 
     def check_gradient(self) -> None:
         """A gradient has none itself."""
@@ -84,8 +83,9 @@ class GradientMover:
             assert bound.gradient is not None
             # Not the user's own object: that one is veiled before the copy has happened.
             home = bound.inner_gradient(bound.gradient)
+        bound.num_takes += 1
         if is_first:
-            bound.norm = _norm(gradient) if self.takes_norms else None
+            bound.norm = (bound.num_takes, _norm(gradient)) if self.takes_norms else None
             bound.pending.append(self._send(bound, home, gradient))
         else:
             self._send_and_add(bound, home, gradient)
@@ -151,7 +151,7 @@ class GradientMover:
 
     def _add_stashed(self, bound: Bound, total: torch.Tensor, stashed: torch.Tensor) -> None:
         unveil(stashed)
-        before = tuple(bound.pending)
+        before = _earlier(bound)
 
         def add() -> None:
             for earlier in before:
@@ -164,9 +164,9 @@ class GradientMover:
     def _send_and_add(self, bound: Bound, total: torch.Tensor, gradient: torch.Tensor) -> None:
         buffer = self._cache.take(max(gradient.nbytes, 1))
         staging = view_of(buffer, 0, bound.spec)
-        before = tuple(bound.pending)
+        before = _earlier(bound)
         arrived = self._send(bound, staging, gradient)
-        takes_norms, bound.norm = self.takes_norms, None
+        takes_norms, number = self.takes_norms, bound.num_takes
 
         def add() -> None:
             try:
@@ -176,11 +176,19 @@ class GradientMover:
                 with torch.no_grad():
                     total.add_(staging)
                 if takes_norms:
-                    bound.norm = _norm(total)
+                    bound.norm = (number, _norm(total))
             finally:
                 self._cache.give_back(buffer)
 
         bound.pending.append(self._worker.submit(add))
+
+
+def _earlier(bound: Bound) -> tuple[Ticket | Job, ...]:
+    """What an addition comes after. An update, which the worker does after all additions, is waited for here."""
+    for waiting in list(bound.pending):
+        if isinstance(waiting, Job) and waiting.place != BEFORE_UPDATES:
+            waiting.wait()
+    return tuple(waiting for waiting in bound.pending if not waiting.is_done())
 
 
 def _norm(gradient: torch.Tensor) -> torch.Tensor:

@@ -25,8 +25,10 @@ BEFORE_UPDATES = -1
 class Job:
     """A piece of work in the worker's thread."""
 
-    def __init__(self, future: Future[None]) -> None:
+    def __init__(self, future: Future[None], place: int = BEFORE_UPDATES) -> None:
         self._future = future
+        self.place = place
+        """In the queue: another job may wait for this one from inside only if it comes later."""
 
     def is_done(self) -> bool:
         """Whether it has finished, well or not."""
@@ -114,7 +116,7 @@ class HostWorker:
             heapq.heappush(self._queue.entries, _Entry(place, next(self._numbers), work, future))
             self._queue.num_open += 1
             self._queue.condition.notify_all()
-        return Job(future)
+        return Job(future, place)
 
     def wait_for_one(self) -> bool:
         """Wait until a job that waits or runs has finished; False where there is none. For the thread that submits.

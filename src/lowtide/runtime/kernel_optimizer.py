@@ -7,17 +7,20 @@ weight's memory, beside the update: on the device or on the host. `optimizer.sta
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from lowtide import compat
+from lowtide.errors import ConfigError
 from lowtide.optim import device_kernel, host_kernel, reference
 from lowtide.optim.formats import update_key
-from lowtide.optim.parameter_state import ParameterState, new_state
-from lowtide.optim.precision import rounding_for
+from lowtide.optim.parameter_state import ParameterState, complete, new_state
+from lowtide.optim.precision import rounding_for, state_names
 from lowtide.optim.rules import require_rule
 from lowtide.optim.torch_state import LoadTarget, SavedState, from_torch_state, read_state_dict, to_torch_state
-from lowtide.optim.update_types import Numerics, Piece, Rounding
+from lowtide.optim.update_types import ElementwiseRule, Numerics, Piece, Rounding
 from lowtide.runtime.chunk_optimizer import ChunkOptimizer, Settings, Update
 from lowtide.runtime.paged_state import Pages
 
@@ -30,6 +33,7 @@ class KernelOptimizer(ChunkOptimizer):
         numerics: Which numbers the update works on.
         pages: Where states lie that visit the device; None without any.
         paged: `id`s of the parameters whose states do.
+        on_host_memory: Told of memory that is the host's: an emulated device must not count it.
 
     Raises:
         UnsupportedOptimizerError: There is no kernel for its rule.
@@ -42,11 +46,13 @@ class KernelOptimizer(ChunkOptimizer):
         *,
         pages: Pages | None = None,
         paged: Collection[int] = (),
+        on_host_memory: Callable[[torch.Tensor], None] = lambda memory: None,
     ) -> None:
         self.optimizer = optimizer
         self.numerics = numerics
         self.pages = pages
         self._paged = frozenset(paged)
+        self._on_host_memory = on_host_memory
         self.states: dict[int, ParameterState] = {}
         """By the `id` of the parameter, which the optimizer keeps alive."""
         self._group_of: dict[int, int] = {}
@@ -64,47 +70,82 @@ class KernelOptimizer(ChunkOptimizer):
 
     def claim_state(self, updates: Sequence[Update]) -> None:
         """Make the states exist, in the thread that owns the dictionary."""
+        rules = [require_rule(self.optimizer, {**group, "params": ()}) for group in self.optimizer.param_groups]
+        self._claim(updates, rules)
+
+    def _claim(self, updates: Sequence[Update], rules: Sequence[ElementwiseRule]) -> None:
         for update in updates:
-            if id(update.parameter) not in self.states:
-                group = self.optimizer.param_groups[self._group_of[id(update.parameter)]]
-                rule = require_rule(self.optimizer, {**group, "params": ()})
-                make = self.pages.new if self._visits(update.parameter) and self.pages is not None else new_state
-                self.states[id(update.parameter)] = make(update.target, rule, self.numerics)
+            rule = rules[self._group_of[id(update.parameter)]]
+            known = self.states.get(id(update.parameter))
+            if known is None:
+                self.states[id(update.parameter)] = self._new_state(update, rule)
+            elif not set(state_names(rule)) <= set(known.names):
+                if self._visits(update.parameter):
+                    raise ConfigError(
+                        f"a setting that adds state ({', '.join(state_names(rule))}) was switched on while the state visits the "
+                        "device; choose it before the model is managed, or update on the device or the host",
+                        key="update",
+                    )
+                complete(known, update.target, rule, self.numerics)
+
+    def needs_values(self, updates: Sequence[Update]) -> bool:
+        """Whether weights are read now, and not only by the update: a master begins as its weight."""
+        return any(
+            id(update.parameter) not in self.states and rounding_for(update.target, self.numerics) is Rounding.MASTER
+            for update in updates
+        )
+
+    def _new_state(self, update: Update, rule: ElementwiseRule) -> ParameterState:
+        if self.pages is not None and self._visits(update.parameter):
+            return self.pages.new(update.target, rule, self.numerics)
+        if update.target is update.parameter:
+            return new_state(update.target, rule, self.numerics)
+        with compat.without_modes():  # a twin on the host: what it keeps is the host's
+            state = new_state(update.target, rule, self.numerics)
+        for tensor in state.all_tensors():
+            self._on_host_memory(tensor)
+        return state
 
     def forget_empty_state(self) -> None:
         """Torch's own dictionary is not used."""
 
     def run(self, updates: Sequence[Update], settings: Settings) -> None:
         """One step on these tensors."""
-        self.claim_state(updates)
-        factor = _factor(updates[0].target.device, settings)
-        if factor is None:
+        found_inf = settings.scaler.get("found_inf")
+        if not updates or (found_inf is not None and float(found_inf)):
             return
+        # As of the moment when the settings were taken: the user may have changed them since.
         rules = [require_rule(self.optimizer, {**group, "params": ()}) for group in settings.groups]
-        pieces: dict[Rounding, list[Piece]] = {}
+        self._claim(updates, rules)
+        pieces: dict[tuple[torch.device, Rounding], list[Piece]] = {}
         visits: list[ParameterState] = []
         for update in updates:
             state = home = self.states[id(update.parameter)]
             if self.pages is not None and self._visits(update.parameter):
                 state = self.pages.take(home)
                 visits.append(home)
-            state.step = home.step = home.step + 1
             rounding = rounding_for(update.target, self.numerics)
-            pieces.setdefault(rounding, []).append(
+            if rounding is Rounding.MASTER:
+                _follow_writes(update.target, state)
+            pieces.setdefault((update.target.device, rounding), []).append(
                 Piece(
                     weight=_flat(update.target),
                     gradient=_flat_beside(update.target),
                     state=state.tensors,
                     rule=rules[self._group_of[id(update.parameter)]],
-                    step=state.step,
+                    step=home.step + 1,
                     remainder=state.remainder,
                     master=state.master,
-                    key=update_key(self.numerics.seed, self._number_of[id(update.parameter)], state.step),
+                    key=update_key(self.numerics.seed, self._number_of[id(update.parameter)], home.step + 1),
                 )
             )
-        for rounding, group in pieces.items():
-            kernel = _kernel(group[0].weight.device)
-            kernel(group, rounding=rounding, moments=self.numerics.moments, gradient_factor=factor)
+        for (device, rounding), alike in pieces.items():
+            kernel = _kernel(device)
+            factor = _factor(device, settings)
+            kernel(alike, rounding=rounding, moments=self.numerics.moments, gradient_factor=factor)
+        # Not before: an update that failed was not made.
+        for update in updates:
+            self.states[id(update.parameter)].step += 1
         for home in visits:
             assert self.pages is not None
             self.pages.give_back(home)
@@ -140,16 +181,22 @@ class KernelOptimizer(ChunkOptimizer):
 
     def fill(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """What torch's `state_dict` gave, with the states in fp32 and the masters; all updates must have been made."""
-        if self.pages is not None:
-            self.pages.settle()
         state: dict[int, dict[str, torch.Tensor]] = {}
         for group, saved in zip(self.optimizer.param_groups, state_dict["param_groups"], strict=True):
-            rule = require_rule(self.optimizer, group)
             for parameter, key in zip(group["params"], saved["params"], strict=True):
                 if id(parameter) in self.states:
-                    here = self.states[id(parameter)]
-                    state[key] = to_torch_state(parameter.detach().to(here.device), here, rule, self.numerics)
+                    state[key] = self._in_torchs_form(parameter)
         return {**state_dict, "state": state}
+
+    def _in_torchs_form(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """On the host, one parameter at a time: expanded state may not fit the device."""
+        if self.pages is not None:
+            self.pages.settle()
+        state = self.states[id(parameter)]
+        weight = parameter.detach()
+        with compat.without_modes():
+            here = state.with_tensors([tensor.cpu() for tensor in state.all_tensors()])
+            return to_torch_state(weight.cpu(), here, self.numerics)
 
     def accept(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Check a state that is about to be loaded, torch's own or `fill`'s; what is left of it for torch to load.
@@ -165,7 +212,8 @@ class KernelOptimizer(ChunkOptimizer):
             ]
             for group in self.optimizer.param_groups
         ]
-        saved = read_state_dict(state_dict, groups)
+        with compat.without_modes():
+            saved = read_state_dict(state_dict, groups)
         self._accepted = [
             (target, entries)
             for targets, found in zip(groups, saved, strict=True)
@@ -174,23 +222,47 @@ class KernelOptimizer(ChunkOptimizer):
         return {**state_dict, "state": {}}
 
     def load_accepted(self) -> None:
-        """Take over the states that `accept` has checked."""
-        self.states = {
-            id(target.weight): from_torch_state(target, entries, self.numerics)
-            for target, entries in self._accepted
-            if entries.num_steps or entries.tensors
-        }
-        self._accepted = []
+        """Take over the states that `accept` has checked; they are made on the host, and `place_state` brings them."""
+        accepted, self._accepted, self.states = self._accepted, [], {}
+        if self.pages is not None:
+            self.pages.clear()
+        for target, entries in accepted:
+            if not entries.num_steps and not entries.tensors:
+                continue
+            weight = target.weight.detach()
+            with compat.without_modes(), torch.no_grad():
+                copied = torch.empty_strided(weight.size(), weight.stride(), dtype=weight.dtype, device="cpu").copy_(
+                    weight
+                )
+                on_host = replace(target, weight=copied)
+                self.states[id(target.weight)] = from_torch_state(on_host, entries, self.numerics)
+                if entries.master is not None:
+                    weight.copy_(copied)
+
+    def take_over(self) -> None:
+        """What the optimizer has of its own from before, loaded or stepped: it goes on from there."""
+        if self.optimizer.state:
+            self.accept(self.optimizer.state_dict())
+            self.load_accepted()
+            self.optimizer.state.clear()
 
     def hand_back(self) -> None:
         """Give the optimizer its state in the form that its own step works on: of the type of each parameter."""
-        state_dict = self.fill(self.optimizer.state_dict())
-        for entries in state_dict["state"].values():
-            entries.pop("master", None)
-        self.optimizer.load_state_dict(state_dict)
-        self.states = {}
-        if self.pages is not None:
-            self.pages.close()
+        try:
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    if id(parameter) not in self.states:
+                        continue
+                    entries = self._in_torchs_form(parameter)
+                    entries.pop("master", None)
+                    self.optimizer.state[parameter] = {
+                        name: value if name == "step" else value.to(parameter.dtype) for name, value in entries.items()
+                    }
+                    del self.states[id(parameter)]
+        finally:
+            self.states = {}
+            if self.pages is not None:
+                self.pages.close()
 
     def _names(self) -> list[tuple[torch.Tensor, str]]:
         return [
@@ -206,15 +278,21 @@ def _kernel(device: torch.device) -> Callable[..., None]:
     return host_kernel.update if host_kernel.is_available() else reference.update
 
 
-def _factor(device: torch.device, settings: Settings) -> float | torch.Tensor | None:
-    """What gradients are multiplied by: the clipping, and the inverse of a scaler's scale; None where the step is skipped."""
-    found, scale = settings.scaler.get("found_inf"), settings.scaler.get("grad_scale")
-    if found is not None and float(found):
-        return None
+def _factor(device: torch.device, settings: Settings) -> float | torch.Tensor:
+    """What gradients are multiplied by: the clipping, and the inverse of a scaler's scale."""
+    scale = settings.scaler.get("grad_scale")
     factor: float | torch.Tensor = 1.0
     if settings.clip is not None:
         factor = settings.clip.on_host() if device.type == "cpu" else settings.clip.on_device
     return factor if scale is None else factor / float(scale)
+
+
+def _follow_writes(weight: torch.Tensor, state: ParameterState) -> None:
+    """What somebody wrote to the weight since the last update is the master from now on."""
+    assert state.master is not None
+    flat = _flat(weight)
+    is_written = state.master.to(flat.dtype) != flat
+    torch.where(is_written, flat.float(), state.master, out=state.master)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

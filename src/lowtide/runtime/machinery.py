@@ -228,7 +228,11 @@ class Machinery:
             self.limit.lift()
         self._remove_from_calls()
         self._engine.stop()
-        self._release_optimizer()
+        try:
+            self._release_optimizer()
+        except Exception as failed:
+            # What cannot be given back must not keep the rest.
+            error = error or failed
         if self._tracked is not None:
             # Before the parameters get memory of their own: that is no longer the session's.
             self._tracked.stop()

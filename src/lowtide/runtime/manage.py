@@ -161,7 +161,7 @@ def _numerics(
 ) -> Numerics | None:
     """What the words mean; the model's weights must be of that type already."""
     if precision is None:
-        if Moments(moments) is not Moments.FP32:
+        if numerics_of("fp32", moments)[1].moments is not Moments.FP32:
             raise ConfigError(
                 f"moments={moments!r} is for updates through Lowtide's own kernels; give precision= as well, such as "
                 "'bf16 exact' or 'fp32'",

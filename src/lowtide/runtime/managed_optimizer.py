@@ -202,7 +202,8 @@ class ManagedOptimizer:
         if self._max_grad_norm is not None:
             parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
             if isinstance(optimizer, KernelOptimizer):
-                clip = clip_factor(self._norms(parameters), self._max_grad_norm, self._engine.mover)
+                scale = settings.scaler.get("grad_scale")  # gradients that a scaler leaves to the kernel to unscale
+                clip = clip_factor(self._norms(parameters), self._max_grad_norm, self._engine.mover, scale)
                 settings, self.last_norm = replace(settings, clip=clip), clip.total
             else:
                 self.last_norm = clip_by_norm(parameters, self._max_grad_norm)
@@ -234,10 +235,10 @@ class ManagedOptimizer:
             if gradient is None:
                 continue
             if bound is not None and is_away(bound) and gradient is bound.gradient:
-                if bound.norm is None:
+                if bound.known_norm is None:
                     bound.settle_gradient()  # the worker takes it after the last addition
-                if bound.norm is not None:
-                    norms.append(bound.norm)
+                if (norm := bound.known_norm) is not None:
+                    norms.append(norm)
                     continue
             norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32))
         return norms

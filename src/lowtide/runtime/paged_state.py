@@ -99,13 +99,19 @@ class Pages:
             ticket.wait()
         self._home.clear()
 
-    def close(self) -> None:
-        """Free the host's memory; states must not be used any more."""
+    def clear(self) -> None:
+        """Free the host's memory of all states; they must not be used any more."""
         self.dismiss()
         self._mover.drain()
         for memory in self._memory.values():
             self._mover.free_host_buffer(memory)
         self._memory.clear()
+        self._home.clear()
+        self._states.clear()
+
+    def close(self) -> None:
+        """The session is over."""
+        self.clear()
 
     def _bring(self, state: ParameterState) -> _Visitor:
         home = self._memory[id(state)]

@@ -66,8 +66,10 @@ class Bound:
         """The gradient on the host from before this backward, set aside while the parameter looks at the device."""
         self.gradient: torch.Tensor | None = None
         """The gradient on the host that this backward is making."""
-        self.norm: torch.Tensor | None = None
-        """Of the gradient on the host, where it was asked for and nobody has looked at the gradient since."""
+        self.num_takes = 0
+        """Counts what came to the gradient on the host, and looks at it: a norm is of one moment."""
+        self.norm: tuple[int, torch.Tensor] | None = None
+        """Of the gradient on the host, and after which take."""
         self.pending: list[Ticket | Job] = []
         """What must happen before the gradient on the host is complete."""
         self.version = 0
@@ -76,6 +78,11 @@ class Bound:
         """Whether this backward brought a gradient."""
         self.owners: list[tuple[nn.Module, str]] = []
         """Modules and names under which the model has it."""
+
+    @property
+    def known_norm(self) -> torch.Tensor | None:
+        """The norm of the gradient as it is now; None where it is not known, or not yet."""
+        return self.norm[1] if self.norm is not None and self.norm[0] == self.num_takes else None
 
     def inner_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """A tensor of our own over a gradient of the user's, which may be veiled and is the user's alone to hold."""

@@ -62,8 +62,12 @@ class Updater:
             # Another object over the same memory: the user's gradient may be veiled, and would wait for this very job.
             gradients.append(_gradient_of(bound))
             updates.append(Update(bound.parameter, bound.twin))
-        self.optimizer.claim_state(updates)
         fetched, written, staging = chunk.fetched, chunk.written, chunk.staging
+        if self.optimizer.needs_values(updates):
+            for copied in (fetched, written):
+                if copied is not None:
+                    copied.ended.wait()
+        self.optimizer.claim_state(updates)
         chunk.staging = None
         step = self._recorder.step
 
