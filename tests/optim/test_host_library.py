@@ -86,7 +86,9 @@ def test_without_a_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(HostKernelError, match=r"cannot be built: no C\+\+ compiler: .*; install g\+\+ or clang\+\+"):
         host_library.load()
-    with pytest.warns(RuntimeWarning, match=r"run through torch's operators, 6 to 60 times slower.*no C\+\+ compiler"):
+    with pytest.warns(
+        RuntimeWarning, match=r"run through torch's operators, about 10 to 30 times slower.*no C\+\+ compiler"
+    ):
         assert not host_kernel.is_available()
     # Once only: a second warning would be an error here.
     assert not host_kernel.is_available()

@@ -90,7 +90,7 @@ def _terms_of(module: nn.Module, hidden: Tensor, local: Tensor) -> tuple[Tensor,
 
     def run(hidden: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:
         # `apply` has no types.
-        terms: tuple[Tensor, Tensor] = _TileTerms.apply(module(hidden), local)  # type: ignore[no-untyped-call]
+        terms: tuple[Tensor, Tensor] = _TileTerms.apply(module(hidden), local)  # type: ignore[no-untyped-call]  # torch's
         return terms
 
     if not torch.is_grad_enabled():

@@ -36,5 +36,5 @@ def treat_cuda_as(name: str, on_autocast_exit: Callable[[], None]) -> None:
         on_autocast_exit()
         original_clear()
 
-    torch.autocast.__init__ = init  # type: ignore[method-assign]
+    torch.autocast.__init__ = init  # type: ignore[method-assign]  # in the tracing subprocess alone
     torch.clear_autocast_cache = clear

@@ -21,7 +21,7 @@ def plain_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
             return None
         try:
             storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):
+        except (NotImplementedError, RuntimeError):  # torch raises either for tensors without a storage, by their kind
             return None
     # A tensor of a trace has no bytes: a meta storage stands for them, and is shared as theirs would be.
     is_stand_in = getattr(type(tensor), "has_storage_of_its_own", False)

@@ -89,7 +89,7 @@ def is_available() -> bool:
 @functools.cache
 def _warn_once(reason: str) -> None:
     warnings.warn(
-        "host updates run through torch's operators, 6 to 60 times slower than the C++ kernel, which is not there: "
+        "host updates run through torch's operators, about 10 to 30 times slower than the C++ kernel, which is not there: "
         f"{reason}",
         RuntimeWarning,
         stacklevel=3,
