@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from torch import nn
 
 import lowtide
 import lowtide.activations
-from lowtide.errors import ActivationError, ConfigError, HardwareError, SessionError
-from lowtide.planning.plan import Schedule
+from lowtide.errors import ActivationError, ConfigError, HardwareError, PlanError, SessionError
+from lowtide.planning.plan import Schedule, Site
 
 
 def small() -> nn.Module:
@@ -147,3 +148,52 @@ def test_tiles_are_no_blocks() -> None:
     plan = lowtide.make_plan(model, activations="recompute")
     recomputed = [group.name for group in plan.groups if group.activation != lowtide.activations.Keep()]
     assert recomputed == ["layers.0", "layers.1"]
+
+
+def test_staging_below_two_chunks_is_refused() -> None:
+    model = small()
+    plan = lowtide.make_plan(model, staging_memory=16)
+    with pytest.raises(PlanError, match=r"staging_memory is 16 B .*need at least"):
+        lowtide.manage(model, torch.optim.SGD(model.parameters(), lr=0.1), plan, device="cpu")
+
+
+def test_plans_that_were_written_wrongly() -> None:
+    class WithLoose(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.scale = nn.Embedding(4096, 8), nn.Parameter(torch.ones(1))
+
+    model = WithLoose()
+    plan = lowtide.make_plan(model, weights={"embed": "host"})
+    changed = {
+        "": {"activation": lowtide.activations.Recompute()},
+        "embed": {"sites": (Site.DEVICE,)},
+    }
+    for name, message in (("", "is not one module's call"), ("embed", "its update is on the device")):
+        groups = tuple(replace(group, **changed[name]) if group.name == name else group for group in plan.groups)
+        with pytest.raises(PlanError, match=message):
+            lowtide.manage(model, None, replace(plan, groups=groups), device="cpu")
+
+
+def test_an_optimizer_of_what_was_replaced_is_warned_of() -> None:
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[1] = nn.Linear(8, 2)
+    with pytest.warns(UserWarning, match=r"holds 2 parameters that are not the model's, and not 2 that are trained"):
+        lowtide.manage(model, optimizer, lowtide.make_plan(model), device="cpu").close()
+
+
+def test_state_that_is_added_while_it_visits_is_refused() -> None:
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = lowtide.make_plan(model, update="paged")
+    with lowtide.manage(model, optimizer, plan, device="cpu", precision="fp32"):
+        for momentum in (0.0, 0.9):
+            optimizer.param_groups[0]["momentum"] = momentum
+            model(torch.ones(3, 4)).sum().backward()
+            if momentum:
+                with pytest.raises(ConfigError, match=r"adds state \(momentum_buffer\) was switched on"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
