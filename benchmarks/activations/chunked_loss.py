@@ -1,8 +1,8 @@
-"""The head's loss, unchunked as Hugging Face computes it and chunked: peak and time of forward and backward.
+"""One row: the head's loss, unchunked as Hugging Face computes it and chunked: peak and time of forward and backward.
 
 python -m benchmarks.activations.chunked_loss '{"tokens": 16384, "features": 4096, "vocab": 128256}'
 
-Prints one JSON object. The peak is what the allocator held beyond hidden states, weight and their gradients. Warm-up
+The peak is what the allocator held beyond hidden states, weight and their gradients. Warm-up
 steps, in which kernels are compiled and workspaces taken, are not timed. Each way of computing is timed in turns with
 the others, so that a change of clocks meets all of them.
 """
@@ -10,9 +10,7 @@ the others, so that a change of clocks meets all of them.
 from __future__ import annotations
 
 import functools
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.suite import answer
 from lowtide.activations import chunked_function
 from lowtide.activations.chunked_kernel import find_kernel
 from lowtide.activations.chunked_loss import linear_cross_entropy
@@ -116,22 +115,11 @@ def run(row: dict[str, Any]) -> dict[str, Any]:
     return {
         **row,
         "dtype": str(dtype).removeprefix("torch."),
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "unit": "bytes and seconds, forward and backward of the head's loss",
+        "median_s": results["chunked"]["median_s"],
         "results": results,
     }
 
 
-def main() -> None:
-    given = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
-    row = {"tokens": 16384, "features": 4096, "vocab": 128256, **given}
-    try:
-        result = run(row)
-    except torch.OutOfMemoryError as error:
-        result = {**row, "failed": "out of memory", "message": str(error)[:500]}
-    print(json.dumps(result), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    answer(run)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.session.row import SIZES, build
+from benchmarks.session.row import SIZES, build, load
 from benchmarks.suite import Row, answer
 
 
@@ -86,4 +86,4 @@ def run(row: Row) -> Row:
 
 
 if __name__ == "__main__":
-    answer(run)
+    answer(run, load)

@@ -35,8 +35,23 @@ def _rows(batch: str) -> list[Row]:
     return [{**LLAMA, "batch": batch, **row} for row in rows]
 
 
+HEAD = {"tokens": 16384, "features": 4096, "vocab": 128256}
+
 SUITES: dict[str, list[Row]] = {
     "policies": _rows(SHORT),
     "policies_long": _rows(LONG),
     "tiny": [{**row, "model": "tiny", "batch": "2x32", "steps": 1, "warm_up": 1} for row in _rows(SHORT)],
+    "chunked_loss": [
+        {"name": "head of 128k words, 16k tokens, bf16", **HEAD, "dtype": "bfloat16"},
+        {"name": "head of 128k words, 16k tokens, fp32", **HEAD, "dtype": "float32", "steps": 3},
+    ],
+    "embedding": [
+        {"name": "plain torch", "kind": "plain", "batch": "8x1024"},
+        {"name": "the table on the host", "kind": "managed", "batch": "8x1024"},
+    ],
 }
+
+MODULES = {
+    suite: f"benchmarks.activations.{suite if suite in ('chunked_loss', 'embedding') else 'row'}" for suite in SUITES
+}
+"""What runs the rows of each suite."""

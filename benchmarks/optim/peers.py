@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.session.row import SIZES, build, host_rss_bytes
+from benchmarks.session.row import SIZES, build, host_rss_bytes, load
 from benchmarks.suite import Row, answer
 
 Step = Callable[[torch.Tensor], torch.Tensor]
@@ -148,4 +148,4 @@ def run(row: Row) -> Row:
 
 
 if __name__ == "__main__":
-    answer(run)
+    answer(run, load)

@@ -24,6 +24,13 @@ SIZES: dict[str, dict[str, int]] = {
 }
 
 
+def load() -> None:
+    """Import what every row needs."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: F401
+
+    import lowtide  # noqa: F401
+
+
 def build(name: str, *, on: str, recompute: bool = True, positions: int = 4096) -> Any:
     """A Hugging Face Llama in bf16; with `recompute` it runs each layer again, as its own switch does it."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -179,4 +186,4 @@ def run(row: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    answer(run)
+    answer(run, load)

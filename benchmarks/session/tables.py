@@ -52,19 +52,19 @@ def budgets(results: Path) -> str:
         record = read(path, _SCHEMA)
         for row in record.rows("rows", ("name", "model", "kind")):
             found[str(row["name"])] = (row, record)
-    lines = []
+    lines, used = [], []
     for name in (row["name"] for row in SUITES["budgets"]):
         if name not in found:
             raise BadRecordError(f"{folder}: no record has the row {name!r}; run the suite again")
-        row = found[name][0]
+        row, record = found[name]
+        used.append(record)
         failed = row.get("failed")
         # No times: rows may run beside each other, since only their memory is asked for.
         reserved = str(failed) if failed else f"{row['max_reserved_bytes'] / GiB:.2f}"
         parameters = "-" if failed else f"{row['parameters'] / 1e9:.2f}"
         lines.append([str(row["model"]), str(row["batch"]), parameters, str(row["device_memory"]), reserved])
     header = ["Llama", "batch", "billion parameters", "budget", "reserved GiB"]
-    used = [record for _, record in found.values()]
-    sources = " ".join(dict.fromkeys(record.provenance for record in used if record is not None))
+    sources = " ".join(dict.fromkeys(record.provenance for record in used))
     return table(header, lines, num_text=2) + f"\n\n{sources}"
 
 
