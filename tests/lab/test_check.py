@@ -13,7 +13,10 @@ import torch
 from lowtide.errors import ConfigError, HardwareError, LowtideError
 from lowtide.lab import check
 from lowtide.lab.check import find_device, plan_of, run_check
-from lowtide.lab.recipe import OptimizerRecipe, PlanRecipe, Recipe, read_recipe
+from lowtide.lab.optimizer_recipe import OptimizerRecipe
+from lowtide.lab.plan_recipe import PlanRecipe
+from lowtide.lab.recipe import Recipe
+from lowtide.lab.recipe_file import read_recipe
 from lowtide.planning.plan import Schedule, Site, Weights
 from lowtide.units import parse_bytes
 

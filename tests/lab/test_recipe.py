@@ -9,7 +9,10 @@ import torch
 
 from lowtide.config import to_plain, write_config
 from lowtide.errors import ConfigError
-from lowtide.lab.recipe import OPTIMIZERS, Constant, LinearWarmup, OptimizerRecipe, PlanRecipe, Recipe, read_recipe
+from lowtide.lab.optimizer_recipe import OPTIMIZERS, Constant, LinearWarmup, OptimizerRecipe
+from lowtide.lab.plan_recipe import PlanRecipe
+from lowtide.lab.recipe import Recipe
+from lowtide.lab.recipe_file import read_recipe
 from lowtide.planning.plan import Schedule, Site, Weights
 
 

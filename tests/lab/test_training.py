@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from lowtide.lab.recipe import LinearWarmup, OptimizerRecipe, Recipe
+from lowtide.lab.optimizer_recipe import LinearWarmup, OptimizerRecipe
+from lowtide.lab.recipe import Recipe
 from lowtide.lab.training import linear_warmup, make_batches, make_model, make_optimizer, make_scheduler, train
 from lowtide.models import resolve_model
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from lowtide.cli.console import OUT, progress
 from lowtide.lab.check import run_check
 from lowtide.lab.check_report import CheckReport
-from lowtide.lab.recipe import read_recipe
+from lowtide.lab.recipe_file import read_recipe
 from lowtide.runtime.session_stats import TierRow
 from lowtide.units import format_bytes
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lowtide.lab.check import run_check
 from lowtide.lab.check_report import CheckReport
-from lowtide.lab.recipe import Recipe, read_recipe
+from lowtide.lab.recipe import Recipe
+from lowtide.lab.recipe_file import read_recipe
 
 __all__ = ["CheckReport", "Recipe", "read_recipe", "run_check"]

@@ -15,13 +15,17 @@ from torch import Tensor
 
 from lowtide.errors import ConfigError, HardwareError
 from lowtide.lab.check_report import CheckReport, compare_tensors
-from lowtide.lab.recipe import PlanRecipe, Recipe
+from lowtide.lab.plan_recipe import PlanRecipe
+from lowtide.lab.recipe import Recipe
 from lowtide.lab.training import Batch, make_batches, make_model, make_optimizer, train
+from lowtide.memory.groups import find_groups
+from lowtide.memory.layout import lay_out
 from lowtide.models import ModelSource, resolve_model
 from lowtide.planning.hand_plan import make_plan
 from lowtide.planning.plan import Plan
 from lowtide.runtime.manage import manage
 from lowtide.runtime.session_stats import SessionStats
+from lowtide.units import parse_bytes
 
 OnProgress = Callable[[str], None]
 
@@ -41,6 +45,8 @@ def run_check(recipe: Recipe, on_progress: OnProgress | None = None) -> CheckRep
         HardwareError: The recipe's device is not there.
     """
     say = on_progress or (lambda _: None)
+    if recipe.plan is None:
+        raise ConfigError("a check compares a managed run with a plain one, and plan is null: give a plan", key="plan")
     device = find_device(recipe.device)
     source = resolve_model(recipe.model)
     batch = make_batches(recipe, source)
@@ -84,8 +90,9 @@ def find_device(name: str | None) -> torch.device:
 
 def plan_of(recipe: PlanRecipe, model: torch.nn.Module) -> Plan:
     """The recipe's plan for a model."""
+    chunk_bytes = None if recipe.chunk_memory is None else parse_bytes(recipe.chunk_memory)
     return make_plan(
-        model,
+        lay_out(find_groups(model), chunk_bytes=chunk_bytes),
         weights=recipe.weights,
         update=recipe.update,
         schedule=recipe.schedule,
@@ -112,6 +119,7 @@ def _run_managed(
 ) -> tuple[tuple[float, ...], dict[str, Tensor], SessionStats]:
     model = make_model(recipe, source)
     optimizer = make_optimizer(recipe.optimizer, model)
+    assert recipe.plan is not None, "run_check asks for one"
     plan = plan_of(recipe.plan, model)
     on_step = _steps("managed", recipe, say)
     with manage(model, optimizer, plan, device=device) as session:

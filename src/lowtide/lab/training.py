@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from lowtide.errors import ConfigError, TraceError
 from lowtide.lab.materialise import materialise
-from lowtide.lab.recipe import OPTIMIZERS, LinearWarmup, OptimizerRecipe, Recipe
+from lowtide.lab.optimizer_recipe import OPTIMIZERS, Constant, LinearWarmup, OptimizerRecipe, RiseFromZero
+from lowtide.lab.recipe import Recipe
 from lowtide.models import ModelSource
 
 Batch = dict[str, Tensor]
@@ -42,12 +43,15 @@ def make_optimizer(recipe: OptimizerRecipe, model: nn.Module) -> torch.optim.Opt
 
 def make_scheduler(recipe: Recipe, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler | None:
     """The schedule of the learning rate; None where it stays as it is."""
-    if not isinstance(recipe.scheduler, LinearWarmup):
-        return None
-    warmup_steps, steps = recipe.scheduler.warmup_steps, recipe.steps
-    return torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: linear_warmup(step, warmup_steps=warmup_steps, steps=steps)
-    )
+    match recipe.scheduler:
+        case Constant():
+            return None
+        case RiseFromZero(rise_steps=rise_steps):
+            return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / rise_steps))
+        case LinearWarmup(warmup_steps=warmup_steps):
+            return torch.optim.lr_scheduler.LambdaLR(
+                optimizer, lambda step: linear_warmup(step, warmup_steps=warmup_steps, steps=recipe.steps)
+            )
 
 
 def linear_warmup(step: int, *, warmup_steps: int, steps: int) -> float:

@@ -1,0 +1,158 @@
+"""RunRecord: everything that is known about one run of a recipe, as one JSON file."""
+
+from __future__ import annotations
+
+import enum
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from lowtide import config
+from lowtide.errors import BadRecordError, ConfigError
+from lowtide.plain_text import Plain
+
+SCHEMA = "lowtide.lab_run/1"
+
+
+class Outcome(enum.StrEnum):
+    """How a run ended."""
+
+    FINISHED = "finished"
+    OUT_OF_MEMORY = "out of memory"
+    FAILED = "failed"
+    """With an error, which the message has."""
+    KILLED = "killed"
+    """Without a word: by a signal, the system's memory killer or a time limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """Where and with what a run was made."""
+
+    date: str
+    """Of its start, ISO 8601 with the zone."""
+    commit: str
+    """Of the sources; "unknown" for an installed package."""
+    device: str
+    """The card's name; `cpu, emulated` where the host plays it."""
+    torch: str
+    lowtide: str
+    python: str
+    platform: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryFigures:
+    """Bytes of the device in the steady state, counted by the allocator, or by the emulation."""
+
+    peak_bytes: int
+    """`max_memory_allocated` over all steps and the evaluation; tracked bytes on an emulated device."""
+    by_phase: dict[str, int]
+    """The peak of each phase: forward, backward, update, evaluation."""
+    reserved_bytes: int | None = None
+    """`max_memory_reserved`; None on an emulated device."""
+    host_bytes: int | None = None
+    """The process's largest resident size."""
+    at_peak: dict[str, int] = field(default_factory=dict)
+    """The peak by category, from one more step that was watched; empty where none was."""
+    timeline: tuple[tuple[str, int], ...] = ()
+    """(phase, bytes) through that step, thinned out for drawing; empty where none was watched."""
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase with the largest peak; the first of equal ones."""
+        return max(self.by_phase, key=self.by_phase.__getitem__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictedFigures:
+    """What the trace said before the run."""
+
+    peak_bytes: int
+    peak_phase: str
+    at_peak: dict[str, int]
+    reserved_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedFigures:
+    """Seconds, by a clock that waits for the device at the end of each step."""
+
+    step_s: tuple[float, ...]
+    """Of each step, the first with its compilation and first allocations."""
+    samples_per_step: int
+
+    @property
+    def samples_per_s(self) -> float:
+        """Over all steps, the first with its compilation among them."""
+        return len(self.step_s) * self.samples_per_step / sum(self.step_s)
+
+    def warm_samples_per_s(self, skipped: int = 10) -> float | None:
+        """Without the first steps; None for a run that has no more."""
+        kept = self.step_s[skipped:]
+        return len(kept) * self.samples_per_step / sum(kept) if kept else None
+
+    def between_s(self, first: int = 10, last: int = 100) -> float | None:
+        """Seconds from the end of the step numbered `first`, counted from 1, to that of `last`; None for a shorter run."""
+        return sum(self.step_s[first:last]) if len(self.step_s) >= last else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """One run."""
+
+    name: str
+    """The recipe's, such as `peak_memory/control`."""
+    outcome: Outcome
+    surroundings: Surroundings
+    recipe: dict[str, Plain]
+    """As it was run, with everything that it extends and every override in it."""
+    message: str = ""
+    """Of the error, if it did not finish."""
+    parameters: int | None = None
+    losses: tuple[float, ...] = ()
+    evaluation_loss: float | None = None
+    """Mean over the batches of the validation samples of each batch's mean."""
+    memory: MemoryFigures | None = None
+    predicted: PredictedFigures | None = None
+    speed: SpeedFigures | None = None
+    session: dict[str, Plain] | None = None
+    """The session's statistics; None for plain torch."""
+    remarks: tuple[str, ...] = ()
+    """What a reader of the figures should know, such as that TensorBoard was not there."""
+
+
+def write_record(record: RunRecord, path: Path) -> None:
+    """Write a record; whole or not at all, so that a run killed here leaves no half file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # What is plain already goes as it is: a config has no place for data of any shape.
+    body = config.to_plain(replace(record, recipe={}, session=None))
+    plain = {"schema": SCHEMA, **body, "recipe": record.recipe, "session": record.session}
+    unfinished = path.with_suffix(".part")
+    unfinished.write_text(json.dumps(plain, indent=1), encoding="utf-8")
+    unfinished.replace(path)
+
+
+def read_record(path: Path) -> RunRecord:
+    """The record of a file.
+
+    Raises:
+        BadRecordError: It cannot be read, is no JSON, is of another kind, or lacks something; the path is in the message.
+    """
+    try:
+        plain = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadRecordError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(plain, dict) or plain.get("schema") != SCHEMA:
+        found = plain.get("schema") if isinstance(plain, dict) else type(plain).__name__
+        raise BadRecordError(f"{path}: the schema is {found!r}, not {SCHEMA!r}")
+    recipe = plain.pop("recipe", None)
+    session = plain.pop("session", None)
+    if not isinstance(recipe, dict) or not isinstance(session, dict | None):
+        raise BadRecordError(f"{path}: 'recipe' and 'session' must be mappings")
+    del plain["schema"]
+    try:
+        body = config.from_plain(RunRecord, {**plain, "recipe": {}})
+    except ConfigError as error:
+        raise BadRecordError(f"{path}: {error}") from error
+    return replace(body, recipe=recipe, session=session)
