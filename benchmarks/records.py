@@ -56,6 +56,28 @@ def newest(folder: Path, schema: str) -> Record:
     return max(records, key=lambda record: (record.text("date"), record.path.name))
 
 
+def newest_rows(folder: Path, schema: str) -> dict[str, tuple[dict[str, object], Record]]:
+    """Rows by name, each from the newest record that has it without a failure: a suite may be run in parts.
+
+    Raises:
+        BadRecordError: There is no record, or one of them is bad.
+    """
+    records = [read(path, schema) for path in sorted(folder.glob("*.json"))]
+    if not records:
+        raise BadRecordError(f"there are no records in {folder}; run the benchmark before its table is rendered")
+    found: dict[str, tuple[dict[str, object], Record]] = {}
+    for record in sorted(records, key=lambda record: (record.text("date"), record.path.name)):
+        for row in record.rows("rows", ("name",)):
+            if "failed" not in row or str(row["name"]) not in found:
+                found[str(row["name"])] = (row, record)
+    return found
+
+
+def sources(records: Iterable[Record]) -> str:
+    """The sentences below a table that say where its numbers are from."""
+    return " ".join(dict.fromkeys(record.provenance for record in records))
+
+
 def read(path: Path, schema: str) -> Record:
     """One record; raises `BadRecordError` where it is not one of this schema."""
     try:

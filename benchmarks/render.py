@@ -18,6 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.activations.tables import chunked_loss, embedding, policies
+from benchmarks.optim.tables import host_kernel, steps
 from benchmarks.records import Record, gib, newest, percent, table
 from benchmarks.session.tables import budgets, start_up, streaming
 from lowtide.errors import BadRecordError, UnknownNameError
@@ -121,6 +123,12 @@ def peak_memory(results: Path) -> str:
 
 RENDERERS: dict[str, Renderer] = {
     "accuracy": accuracy,
+    "activation-policies": policies,
+    "activation-policies-long": functools.partial(policies, suite="policies_long"),
+    "chunked-loss": chunked_loss,
+    "host-embedding": embedding,
+    "host-kernel": host_kernel,
+    "optimizer": steps,
     "accuracy-summary": accuracy_summary,
     "held-out": functools.partial(accuracy, folder="held_out"),
     "held-out-summary": functools.partial(accuracy_summary, folder="held_out"),

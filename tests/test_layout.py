@@ -25,8 +25,8 @@ LAYERS = (
     ("runtime",),
     ("distributed",),
     ("multilevel",),
-    ("models", "lab", "integrations"),
     ("report",),
+    ("models", "lab", "integrations"),
     (ROOT,),
     ("cli", "__main__"),
 )

@@ -20,6 +20,9 @@ SIZES: dict[str, dict[str, int]] = {
     "1b": {"h": 2048, "l": 16, "f": 8192, "a": 32, "k": 8, "v": 32000},
     "3.14b": {"h": 3072, "l": 26, "f": 8192, "a": 24, "k": 24, "v": 32000},
     "8b": {"h": 4096, "l": 32, "f": 14336, "a": 32, "k": 8, "v": 128256},
+    "13b": {"h": 5120, "l": 40, "f": 13824, "a": 40, "k": 40, "v": 32000},
+    "20b": {"h": 6144, "l": 51, "f": 16384, "a": 48, "k": 8, "v": 32000},
+    "40b": {"h": 8192, "l": 57, "f": 22016, "a": 64, "k": 8, "v": 32000},
     "tiny": {"h": 64, "l": 4, "f": 128, "a": 4, "k": 4, "v": 128},
 }
 
@@ -58,6 +61,18 @@ def build(name: str, *, on: str, recompute: bool = True, positions: int = 4096) 
     if recompute:
         model.gradient_checkpointing_enable()
     return model.train()
+
+
+def by_layers(model: Any, num_resident: int) -> dict[str, dict[str, str]]:
+    """Weights and update sites: the first layers, embedding and head on the device, the other layers on the host.
+
+    The last layers' gradients come first in a backward: their updates on the host hide behind the rest of it.
+    """
+    on_host = [f"model.layers.{number}" for number in range(num_resident, model.config.num_hidden_layers)]
+    return {
+        "weights": {"*": "resident", **dict.fromkeys(on_host, "streamed")},
+        "update": {"*": "device", **dict.fromkeys(on_host, "host")},
+    }
 
 
 def optimizer_of(name: str, model: Any) -> torch.optim.Optimizer | None:
@@ -100,7 +115,7 @@ def run(row: dict[str, Any]) -> dict[str, Any]:
             model = build(row["model"], on="cpu")
     else:
         model = build(row["model"], on=device)
-        if kind != "plain":
+        if kind != "plain" and not row.get("stays_on_device"):
             model = model.to("cpu")
             torch.cuda.empty_cache() if device == "cuda" else None
     optimizer = optimizer_of(row.get("optimizer", "none"), model)
@@ -109,10 +124,10 @@ def run(row: dict[str, Any]) -> dict[str, Any]:
     if kind != "plain":
         import lowtide
 
+        words = {"weights": row.get("weights", "streamed"), "update": row.get("update", "device")}
         plan = lowtide.make_plan(
             model,
-            weights=row.get("weights", "streamed"),
-            update=row.get("update", "device"),
+            **(by_layers(model, row["resident_layers"]) if "resident_layers" in row else words),
             schedule=row.get("schedule", "deferred"),
             prefetch_depth=row.get("prefetch_depth", 1),
             device_memory=row.get("device_memory"),

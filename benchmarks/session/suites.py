@@ -10,6 +10,7 @@ LLAMA = {"model": "3.14b", "batch": "8x2048", "steps": 8, "warm_up": 3}
 STREAMED = {"kind": "managed", "weights": "streamed"}
 FILE = "/tmp/lowtide-llama-3.14b.safetensors"
 
+STOCHASTIC = {"precision": "bf16 stochastic"}
 EXACT = {"optimizer": "adamw", "precision": "bf16 exact"}
 
 
@@ -22,11 +23,41 @@ def _optimizer_rows(batch: str, budget: str) -> list[Row]:
     return [
         {"name": "plain torch, forward and backward", **llama, "kind": "plain", "optimizer": "none"},
         {"name": "plain torch, fused AdamW, all bf16", **llama, "kind": "plain", "optimizer": "adamw"},
+        {"name": "all on the device, torch's fused AdamW, managed", **resident, "precision": None},
+        {"name": "all on the device, stochastic, bf16 moments", **resident, **STOCHASTIC, "moments": "bf16"},
         {"name": "all on the device, exact", **resident},
         {"name": "streamed, on the host in backward, exact", **in_backward},
         {"name": "streamed, on the host deferred, exact, clipped", **on_host, "max_grad_norm": 1.0},
         {"name": "streamed, on the host in backward, 8-bit moments", **in_backward, "moments": "8bit"},
         {"name": "plain torch, forward and backward, again", **llama, "kind": "plain", "optimizer": "none"},
+    ]
+
+
+def _scale_rows() -> list[Row]:
+    """Models whose state is larger than the device, layers by layers on device and host; the batch repeats."""
+    scale = {"kind": "managed", "steps": 4, "warm_up": 2, "stays_on_device": True, **EXACT}
+    in_backward = {**scale, "schedule": "in_backward", "steps": 8}
+    thirteen = {"model": "13b", "batch": "8x2048"}
+    return [
+        {
+            "name": "13b, forward and backward",
+            **thirteen,
+            "kind": "plain",
+            "optimizer": "none",
+            "steps": 4,
+            "warm_up": 2,
+        },
+        {"name": "13b, exact, clipped", **scale, **thirteen, "resident_layers": 26, "max_grad_norm": 1.0},
+        {"name": "20b, exact, in backward", **in_backward, "model": "20b", "batch": "2x2048", "resident_layers": 27},
+        {
+            "name": "40b, stochastic, 8-bit moments, in backward",
+            **in_backward,
+            **STOCHASTIC,
+            "moments": "8bit",
+            "model": "40b",
+            "batch": "2x2048",
+            "resident_layers": 42,
+        },
     ]
 
 
@@ -43,6 +74,11 @@ SUITES: dict[str, list[Row]] = {
     "optimizer": _optimizer_rows("8x2048", "12GiB"),
     "optimizer_short": _optimizer_rows("4x2048", "12GiB"),
     "optimizer_long": _optimizer_rows("32x2048", "32GiB"),
+    "scale": _scale_rows(),
+    "scale_tiny": [
+        {**row, "model": "tiny", "batch": "2x32", "resident_layers": 2, "steps": 2, "warm_up": 1}
+        for row in _scale_rows()
+    ],
     "host_share_3b": _share_rows("3.14b", "8x2048"),
     "host_share_8b": _share_rows("8b", "4x2048"),
     "streaming": [

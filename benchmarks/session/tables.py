@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.records import Record, newest, percent, read, table
+from benchmarks.records import Record, newest, newest_rows, percent, sources, table
 from benchmarks.session.suites import SUITES
 from lowtide.errors import BadRecordError
 from lowtide.units import GiB
@@ -47,11 +47,7 @@ def streaming(results: Path) -> str:
 def budgets(results: Path) -> str:
     """Models inside device budgets that the allocator itself enforces; each row from the newest record that has it."""
     folder = results / "session_budgets"
-    found: dict[str, tuple[dict[str, Any], Record]] = {}
-    for path in sorted(folder.glob("*.json")):
-        record = read(path, _SCHEMA)
-        for row in record.rows("rows", ("name", "model", "kind")):
-            found[str(row["name"])] = (row, record)
+    found = newest_rows(folder, _SCHEMA)
     lines, used = [], []
     for name in (row["name"] for row in SUITES["budgets"]):
         if name not in found:
@@ -64,8 +60,7 @@ def budgets(results: Path) -> str:
         parameters = "-" if failed else f"{row['parameters'] / 1e9:.2f}"
         lines.append([str(row["model"]), str(row["batch"]), parameters, str(row["device_memory"]), reserved])
     header = ["Llama", "batch", "billion parameters", "budget", "reserved GiB"]
-    sources = " ".join(dict.fromkeys(record.provenance for record in used))
-    return table(header, lines, num_text=2) + f"\n\n{sources}"
+    return table(header, lines, num_text=2) + f"\n\n{sources(used)}"
 
 
 def start_up(results: Path) -> str:

@@ -100,7 +100,7 @@ def test_bad_input_exits_with_2_and_says_what_is_wrong(recipe: str, words: list[
 def test_a_missing_recipe_exits_with_2(tmp_path: Path) -> None:
     result = run(str(tmp_path / "none.yaml"))
     assert result.exit_code == 2
-    assert "cannot read the config file" in " ".join(result.stderr.split())
+    assert "cannot read the recipe file" in " ".join(result.stderr.split())
 
 
 def test_long_runs_show_both_ends_and_the_first_difference() -> None:

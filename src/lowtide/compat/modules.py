@@ -122,20 +122,21 @@ def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 class BudgetedCompiler:
-    """A backend for `torch.compile`: the default one, which keeps a share of what it would save for the backward.
+    """A backend for `torch.compile`: a given one, which keeps a share of what it would save for the backward.
 
     Code is shared between equal modules compiled by the same backend object, and by that object only: one object for
     each share keeps a module from running code that was made for another share.
     """
 
-    def __init__(self, share: float) -> None:
+    def __init__(self, share: float, backend: str = "inductor") -> None:
         self.share = share
+        self.backend = backend
 
     def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
         """Compile one graph. The budget counts at this moment, when forward and backward are parted."""
+        from torch._dynamo.backends.registry import lookup_backend
         from torch._functorch import config
-        from torch._inductor.compile_fx import compile_fx
 
         with config.patch(activation_memory_budget=self.share):
-            compiled: Any = compile_fx(graph, inputs)
+            compiled: Any = lookup_backend(self.backend)(graph, inputs)
         return compiled  # type: ignore[no-any-return]  # of two kinds, by settings that are not made here

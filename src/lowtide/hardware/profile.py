@@ -63,6 +63,8 @@ class Hardware:
     """Kept per handle and stream by the newest supported torch (others: `cublas_workspace_for`); 0 on the host."""
     cublaslt_workspace_bytes: int = 0
     """The same for products with a fused bias (others: `cublaslt_workspace_for`); 0 where both share one."""
+    configured_workspace_bytes: int | None = None
+    """What `CUBLAS_WORKSPACE_CONFIG` asks for where it is set, see `parse_cublas_workspace_config`; None where it is not."""
     memory_source: Source
     rate_source: Source = Source.VENDOR
     host_link_source: Source = Source.VENDOR
@@ -112,6 +114,8 @@ class Hardware:
             >>> [find_hardware("b200").cublas_workspace_for(version) for version in ("2.11.0", "2.13.0")]
             [8519680, 33554432]
         """
+        if self.configured_workspace_bytes is not None:
+            return self.configured_workspace_bytes
         if not self.is_nvidia:
             return self.cublas_workspace_bytes
         return cublas_workspace_bytes(self.compute_capability, torch_version)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lowtide.activations.chunked_loss import linear_cross_entropy
 from lowtide.models.layer_stack import LayeredModel, LayerStack
 from lowtide.models.losses import IGNORED_LABEL
 from lowtide.models.output import ModelOutput
@@ -27,6 +28,24 @@ class NormKind(enum.StrEnum):
     """One op after another in fp32, as torch 2.8 ran it: keeps the fp32 input and the fp32 normalised input."""
     FUSED = "fused"
     """`F.rms_norm`: with the kernel of torch 2.9 and later it keeps the input and one number per row."""
+
+
+class AttentionKind(enum.StrEnum):
+    """Which kernel attention may run."""
+
+    EFFICIENT = "efficient"
+    """The memory-efficient one, as in the experiment."""
+    MATH = "math"
+    """Matrix products and a softmax: the scores of all heads exist at once."""
+
+
+class LossKind(enum.StrEnum):
+    """How the loss comes from the last hidden states."""
+
+    COPIED = "copied"
+    """As in the experiment, see `copied_logits_loss`."""
+    CHUNKED = "chunked"
+    """Head and cross entropy in one, chunk of tokens by chunk: logits never exist at once, losses are fp32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +64,8 @@ class DeepOneConfig:
     """Token whose embedding starts at zero and stays there."""
     norm: NormKind = NormKind.SEPARATE
     norm_eps: float = 1e-6
+    attention: AttentionKind = AttentionKind.EFFICIENT
+    loss: LossKind = LossKind.COPIED
 
     @property
     def alpha(self) -> float:
@@ -85,6 +106,7 @@ class Attention(nn.Module):
     def __init__(self, config: DeepOneConfig) -> None:
         super().__init__()
         self.num_heads = config.num_heads
+        self.kind = config.attention
         self.query = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.key = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.value = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
@@ -97,8 +119,8 @@ class Attention(nn.Module):
         query, key, value = self._split(self.query(x)), self._split(self.key(x)), self._split(self.value(x))
         bias = self._bias(length, query)
         # Pinned, as in the experiment. The CPU has no such kernel; there the math path stands in.
-        backends = [SDPBackend.EFFICIENT_ATTENTION]
-        if x.device.type == "cpu":
+        backends = [SDPBackend.EFFICIENT_ATTENTION] if self.kind is AttentionKind.EFFICIENT else [SDPBackend.MATH]
+        if x.device.type == "cpu" and self.kind is AttentionKind.EFFICIENT:
             backends.append(SDPBackend.MATH)
         with sdpa_kernel(backends):
             mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
@@ -158,6 +180,19 @@ class Block(nn.Module):
         return out
 
 
+class Head(nn.Linear):
+    """Logits, or the loss without them."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        """`[batch, length, hidden]` to logits; with labels to the mean loss of predicting the next token."""
+        if labels is None:
+            return super().forward(x)
+        # The last position predicts nothing. Shifting the labels, not the hidden states, copies no large tensor.
+        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
+        loss = linear_cross_entropy(x, self.weight, targets, ignore_index=IGNORED_LABEL)
+        return loss.nan_to_num()
+
+
 class DeepOne(LayeredModel):
     """The experiment's model with its loss: untied, no biases, no dropout.
 
@@ -177,7 +212,7 @@ class DeepOne(LayeredModel):
         self.token_embedding = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_id)
         self.layers = LayerStack(Block(config) for _ in range(config.num_layers))
         self.final_norm = RMSNorm(config)
-        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.head = Head(config.hidden_size, config.vocab_size, bias=False)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -202,6 +237,10 @@ class DeepOne(LayeredModel):
             input_ids: `[batch, length]`. Padding needs no mask: it is on the right, and attention looks left only.
             labels: `[batch, length]`, the input ids with padding set to -100.
         """
+        if labels is not None and self.config.loss is LossKind.CHUNKED:
+            loss = self.head(self.final_norm(self.layers(self.token_embedding(input_ids))), labels)
+            return ModelOutput(loss=loss, logits=None)
+        # No name holds the last hidden states: as in the experiment they live as long as their backward needs them.
         logits = self.head(self.final_norm(self.layers(self.token_embedding(input_ids))))
         return ModelOutput(loss=None if labels is None else copied_logits_loss(logits, labels), logits=logits)
 

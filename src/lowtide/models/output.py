@@ -17,5 +17,6 @@ class ModelOutput:
 
     loss: Tensor | None
     """Scalar; None when no labels were given."""
-    logits: Tensor
-    """One score per class: `[batch, length, vocab]` for text, `[batch, classes]` for images."""
+    logits: Tensor | None
+    """One score per class: `[batch, length, vocab]` for text, `[batch, classes]` for images; None where the loss was
+    computed without them."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import nn
 
-from lowtide.errors import UnknownNameError
+from lowtide import config as config_file
+from lowtide.errors import ConfigError, UnknownNameError
 from lowtide.models import factory, huggingface
 from lowtide.models.batches import BatchForm, ImageBatch, TokenBatch
 from lowtide.models.deep_one import DeepOne, DeepOneConfig
@@ -18,9 +21,10 @@ from lowtide.models.recompute import enable_recompute
 from lowtide.models.resnet import ResNet, ResNetConfig
 from lowtide.models.source import ModelSource
 from lowtide.models.table import BUILT_INS, BuiltIn, Config
+from lowtide.plain_text import Plain
 
 
-def resolve_model(spec: str, *, recompute: bool = False) -> ModelSource:
+def resolve_model(spec: str, *, recompute: bool = False, settings: Mapping[str, Plain] | None = None) -> ModelSource:
     """The model that `spec` names, ready to be built.
 
     Args:
@@ -28,6 +32,11 @@ def resolve_model(spec: str, *, recompute: bool = False) -> ModelSource:
         model id in
             the local cache, or `package.module:factory`.
         recompute: Have each layer recomputed in the backward, as the model's `gradient_checkpointing_enable` does.
+        settings: Fields of a built-in model's config that are to differ, such as `{"norm": "fused"}`.
+
+    Raises:
+        UnknownNameError: There is no such model.
+        ConfigError: A setting is not of its config or does not fit, or the model is none of the built-in ones.
 
     Example:
         >>> source = resolve_model("llama-8b")
@@ -35,7 +44,12 @@ def resolve_model(spec: str, *, recompute: bool = False) -> ModelSource:
         8030261248
     """
     if spec in BUILT_INS:
-        return _resolve_built_in(spec, BUILT_INS[spec], recompute=recompute)
+        return _resolve_built_in(spec, _changed(BUILT_INS[spec], settings or {}), recompute=recompute)
+    if settings and ":" in spec:
+        raise ConfigError(
+            f"{', '.join(settings)}: only built-in models have settings, and {spec!r} is none; change its own config or factory",
+            key="model_settings",
+        )
     if spec.startswith(huggingface.PREFIX):
         return huggingface.resolve_huggingface(spec, recompute=recompute)
     if ":" in spec:
@@ -59,6 +73,14 @@ def build_from_config(config: Config) -> nn.Module:
             return DeepOne(config)
         case ResNetConfig():
             return ResNet(config)
+
+
+def _changed(row: BuiltIn, settings: Mapping[str, Plain]) -> BuiltIn:
+    if not settings:
+        return row
+    return replace(
+        row, config=config_file.from_plain(type(row.config), {**config_file.to_plain(row.config), **settings})
+    )
 
 
 def _resolve_built_in(name: str, row: BuiltIn, *, recompute: bool) -> ModelSource:
