@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Lowtide needs Python 3.11 or newer, this is %d.%d; try: make PYTHON=python3.12" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools $(TORCH)
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev,transformers]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev,transformers,lab]'
 	touch $@
 
 demo: $(STAMP)

@@ -44,18 +44,32 @@ RULES: tuple[tuple[str, ElementwiseRule], ...] = (
 Row = dict[str, Any]
 
 
-def _memory(num_elements: int, dtype: torch.dtype, is_huge: bool) -> torch.Tensor:
-    tensor = torch.empty(num_elements, dtype=dtype)
-    if is_huge:
-        advise_huge_pages(tensor)
-    return tensor.zero_()
+_STAGGER_BYTES = 5 * 4096 + 320
+"""Between the beginnings of a piece's tensors within a large page: at one offset in all of them they meet the same banks."""
+
+
+class _Pages:
+    """Memory for the tensors of one piece: small pages, large ones, or large ones with their beginnings apart."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._count = 0
+
+    def memory(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        self._count += self.kind == "huge apart"
+        skipped = self._count * _STAGGER_BYTES // dtype.itemsize
+        whole = torch.empty(num_elements + skipped, dtype=dtype)
+        if self.kind != "small":
+            advise_huge_pages(whole)
+        return whole[skipped:].zero_()
 
 
 def make_piece(
-    num_elements: int, dtype: torch.dtype, rounding: Rounding, moments: Moments, rule: ElementwiseRule, is_huge: bool
+    num_elements: int, dtype: torch.dtype, rounding: Rounding, moments: Moments, rule: ElementwiseRule, pages: str
 ) -> Piece:
     """A parameter with a gradient in bf16 (fp32 for fp32 weights) and its state."""
-    gradient = _memory(num_elements, torch.bfloat16 if dtype is not torch.float32 else dtype, is_huge)
+    made = _Pages(pages)
+    gradient = made.memory(num_elements, torch.bfloat16 if dtype is not torch.float32 else dtype)
     # Drawn for a part and repeated: drawing takes longer than all updates together.
     part = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)).mul_(1e-3).to(gradient.dtype)
     for chunk in gradient.split(part.numel()):
@@ -63,18 +77,18 @@ def make_piece(
     state: dict[str, torch.Tensor] = {}
     for name in state_names(rule):
         if moments is Moments.INT8:
-            state[name] = _memory(num_elements, torch.uint8 if name in UNSIGNED else torch.int8, is_huge)
+            state[name] = made.memory(num_elements, torch.uint8 if name in UNSIGNED else torch.int8)
             state[f"{name}_scale"] = torch.zeros(-(-num_elements // 128))
         else:
-            state[name] = _memory(num_elements, torch.float32 if moments is Moments.FP32 else torch.bfloat16, is_huge)
+            state[name] = made.memory(num_elements, torch.float32 if moments is Moments.FP32 else torch.bfloat16)
     return Piece(
-        weight=_memory(num_elements, dtype, is_huge).fill_(0.5),
+        weight=made.memory(num_elements, dtype).fill_(0.5),
         gradient=gradient,
         state=state,
         rule=rule,
         step=10,
-        remainder=_memory(num_elements, torch.int16, is_huge) if rounding is Rounding.EXACT else None,
-        master=_memory(num_elements, torch.float32, is_huge).fill_(0.5) if rounding is Rounding.MASTER else None,
+        remainder=made.memory(num_elements, torch.int16) if rounding is Rounding.EXACT else None,
+        master=made.memory(num_elements, torch.float32).fill_(0.5) if rounding is Rounding.MASTER else None,
         key=1,
     )
 
@@ -126,13 +140,13 @@ def torch_rows(num_elements: int, num_threads: int, num_repeats: int) -> list[Ro
     for name, settings in (("fused", {"fused": True}), ("loop", {"foreach": False})):
         weight = torch.full((num_elements,), 0.5, requires_grad=True)
         weight.grad = make_piece(
-            num_elements, torch.float32, Rounding.NEAREST, Moments.FP32, Sgd(lr=0.1), False
+            num_elements, torch.float32, Rounding.NEAREST, Moments.FP32, Sgd(lr=0.1), "small"
         ).gradient
         optimizer = torch.optim.AdamW([weight], lr=1e-4, weight_decay=0.1, **settings)  # type: ignore[arg-type]
         times = measure(lambda: optimizer.step(), num_repeats)
         rows.append(_row(f"torch {name} fp32, {num_threads} threads", num_elements, 28.0, times, threads=num_threads))
     for name, dtype, rounding in FORMATS[:3]:
-        piece = make_piece(num_elements, dtype, rounding, Moments.FP32, ADAMW, False)
+        piece = make_piece(num_elements, dtype, rounding, Moments.FP32, ADAMW, "small")
         times = measure(
             lambda: reference.update([piece], rounding=rounding, moments=Moments.FP32), max(1, num_repeats // 3)
         )
@@ -149,16 +163,16 @@ def kernel_row(
     isa: str,
     num_threads: int,
     num_repeats: int,
-    is_huge: bool,
+    pages: str,
 ) -> Row:
     name, dtype, rounding = case
-    piece = make_piece(num_elements, dtype, rounding, moments, rule[1], is_huge)
+    piece = make_piece(num_elements, dtype, rounding, moments, rule[1], pages)
     times = measure(
         lambda: host_kernel.update([piece], rounding=rounding, moments=moments, num_threads=num_threads, isa=isa),
         num_repeats,
     )
-    label = f"{rule[0]} {name} {moments.value} {isa} {num_threads}t{' huge' if is_huge else ''}"
-    more = {"isa": isa, "threads": num_threads, "huge_pages": is_huge, "rule": rule[0], "moments": moments.value}
+    label = f"{rule[0]} {name} {moments.value} {isa} {num_threads}t{'' if pages == 'small' else f' {pages}'}"
+    more = {"isa": isa, "threads": num_threads, "pages": pages, "rule": rule[0], "moments": moments.value}
     return _row(label, num_elements, moved_bytes(piece, rounding), times, format=name, **more)
 
 
@@ -172,18 +186,19 @@ def rows_of(arguments: argparse.Namespace) -> list[Row]:
         rows += torch_rows(size, threads, repeats)
         for case in FORMATS if not arguments.quick else FORMATS[:3]:
             for moments in Moments:
-                rows.append(kernel_row(size, case, moments, adamw, isas[-1], threads, repeats, False))
-        for case in FORMATS[1:3]:
-            rows.append(kernel_row(size, case, Moments.FP32, adamw, isas[-1], threads, repeats, True))
-        rows.append(kernel_row(size, FORMATS[1], Moments.INT8, adamw, isas[-1], threads, repeats, True))
+                rows.append(kernel_row(size, case, moments, adamw, isas[-1], threads, repeats, "small"))
+        for pages in ("huge", "huge apart"):
+            for case in FORMATS[1:3]:
+                rows.append(kernel_row(size, case, Moments.FP32, adamw, isas[-1], threads, repeats, pages))
+            rows.append(kernel_row(size, FORMATS[1], Moments.INT8, adamw, isas[-1], threads, repeats, pages))
     if arguments.quick:
         return rows
     for isa in isas[:-1]:
         for case in FORMATS[:3]:
             for moments in Moments:
-                rows.append(kernel_row(size, case, moments, adamw, isa, arguments.threads[-1], repeats, False))
+                rows.append(kernel_row(size, case, moments, adamw, isa, arguments.threads[-1], repeats, "small"))
     for rule in RULES[1:]:
-        rows.append(kernel_row(size, FORMATS[1], Moments.FP32, rule, isas[-1], arguments.threads[-1], repeats, False))
+        rows.append(kernel_row(size, FORMATS[1], Moments.FP32, rule, isas[-1], arguments.threads[-1], repeats, "small"))
     return rows
 
 

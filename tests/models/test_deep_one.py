@@ -11,7 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.models import deep_one
-from lowtide.models.deep_one import Block, DeepOne, DeepOneConfig, NormKind, RMSNorm, copied_logits_loss
+from lowtide.models.deep_one import (
+    AttentionKind,
+    Block,
+    DeepOne,
+    DeepOneConfig,
+    LossKind,
+    NormKind,
+    RMSNorm,
+    copied_logits_loss,
+)
+from lowtide.models.losses import IGNORED_LABEL
 from lowtide.models.table import BUILT_INS
 from tests.models.live_bytes import saved_bytes
 from tests.models.training import gradients, train_losses
@@ -173,3 +183,26 @@ def test_logits_die_with_the_output() -> None:
     loss = model(input_ids=ids, labels=ids).loss
     assert loss.grad_fn is not None
     assert logits[0]() is None
+
+
+def test_a_chunked_loss_is_the_same_without_logits() -> None:
+    copied, chunked = DeepOne(TINY), DeepOne(dataclasses.replace(TINY, loss=LossKind.CHUNKED))
+    chunked.load_state_dict(copied.state_dict())
+    ids = torch.randint(0, TINY.vocab_size, (3, 16), generator=torch.Generator().manual_seed(3))
+    labels = ids.masked_fill(torch.arange(16) > 12, IGNORED_LABEL)
+    one, other = copied(ids, labels), chunked(ids, labels)
+    assert other.logits is None
+    torch.testing.assert_close(one.loss, other.loss)
+    one.loss.backward()
+    other.loss.backward()
+    for (name, first), second in zip(copied.named_parameters(), chunked.parameters(), strict=True):
+        torch.testing.assert_close(first.grad, second.grad, msg=name)
+    assert chunked(ids).logits is not None
+    assert chunked(ids, torch.full_like(ids, IGNORED_LABEL)).loss == 0
+
+
+def test_math_attention_is_the_same() -> None:
+    efficient, math_ = DeepOne(TINY), DeepOne(dataclasses.replace(TINY, attention=AttentionKind.MATH))
+    math_.load_state_dict(efficient.state_dict())
+    ids = torch.randint(0, TINY.vocab_size, (2, 16))
+    torch.testing.assert_close(efficient(ids).logits, math_(ids).logits)

@@ -8,6 +8,7 @@ import torch
 from lowtide.errors import ConfigError, UnsupportedOptimizerError
 from lowtide.optim import Adafactor
 from lowtide.optim import Lion as LionOptimizer
+from lowtide.optim.matrix_rules import Adafactor as AdafactorRule
 from lowtide.optim.rules import has_matrix_rule, reason_without_rule, require_rule, rule_of
 from lowtide.optim.update_types import Adam, Lion, Sgd
 
@@ -39,6 +40,18 @@ def test_all_options_arrive() -> None:
     assert rule_of(lion, lion.param_groups[0]) == Lion(lr=0.1, beta1=0.7, beta2=0.8, weight_decay=0.3)
 
 
+def test_adafactors_settings_arrive() -> None:
+    groups = [{"params": [parameter()], "clip_threshold": 0.5}, {"params": [parameter()], "lr": torch.tensor(0.25)}]
+    optimizer = Adafactor(groups, lr=0.5, weight_decay=0.1, eps=1e-20, decay_rate=-0.7, max_beta2=0.9)
+    first, second = (rule_of(optimizer, group) for group in optimizer.param_groups)
+    settings: dict[str, Any] = {"weight_decay": 0.1, "eps": 1e-20, "decay_rate": -0.7, "max_beta2": 0.9}
+    assert first == AdafactorRule(lr=0.5, clip_threshold=0.5, **settings)
+    assert second == AdafactorRule(lr=0.25, **settings)
+    optimizer.param_groups[0]["max_beta2"] = float("nan")
+    with pytest.raises(ConfigError, match="max_beta2 of a param group is nan"):
+        rule_of(optimizer, optimizer.param_groups[0])
+
+
 def test_betas_may_be_tensors() -> None:
     betas = (torch.tensor(0.5), torch.tensor(0.75))
     optimizer = torch.optim.Adam([parameter()], lr=torch.tensor(0.5), betas=betas, foreach=False)
@@ -49,6 +62,10 @@ class OwnAdam(torch.optim.Adam):
     """Whatever it does."""
 
 
+class OwnAdafactor(Adafactor):
+    """Likewise."""
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -56,7 +73,9 @@ class OwnAdam(torch.optim.Adam):
         (lambda p: OwnAdam(p), "OwnAdam is none of the rules"),
         (lambda p: torch.optim.Adam(p, capturable=True), "capturable=True"),
         (lambda p: torch.optim.SGD(p, differentiable=True), "differentiable=True"),
-        (lambda p: torch.optim.Adafactor(p), "whole matrices"),
+        (lambda p: torch.optim.Adafactor(p), "torch.optim.Adafactor looks at whole matrices"),
+        (lambda p: torch.optim.Muon(p), "torch.optim.Muon looks at whole matrices"),
+        (lambda p: OwnAdafactor(p), "OwnAdafactor is none of the rules"),
     ],
 )
 def test_no_rule_and_why(make: Any, reason: str) -> None:
@@ -64,7 +83,7 @@ def test_no_rule_and_why(make: Any, reason: str) -> None:
     group = optimizer.param_groups[0]
     assert rule_of(optimizer, group) is None
     assert reason in str(reason_without_rule(optimizer, group))
-    with pytest.raises(UnsupportedOptimizerError, match=f"{reason}.*lowtide.optim.Lion"):
+    with pytest.raises(UnsupportedOptimizerError, match=f"{reason}.*lowtide.optim.Lion or lowtide.optim.Adafactor"):
         require_rule(optimizer, group)
 
 

@@ -12,6 +12,7 @@ from lowtide.cli.check import run_check_command
 from lowtide.cli.console import OUT, friendly_errors, progress, write_reports
 from lowtide.cli.demo import run_demo
 from lowtide.cli.explain import run_explain
+from lowtide.cli.lab import lab_app
 from lowtide.cli.request import make_request, settable
 from lowtide.cli.summary import summarise
 from lowtide.report.html import Section
@@ -25,6 +26,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(lab_app)
 
 Model = Annotated[
     str, typer.Argument(help="a built-in name (llama-8b), hf:FOLDER_OR_CONFIG, or package.module:factory")

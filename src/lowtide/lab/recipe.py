@@ -29,12 +29,15 @@ ModelSetting = bool | int | float | str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileRecipe:
-    """What `torch.compile` compiles, with inductor's defaults and fixed shapes."""
+    """What `torch.compile` compiles, with the backend's defaults and fixed shapes."""
 
     scope: Literal["model", "blocks"] = "model"
     """The whole model with its loss as one graph, or each repeated block by itself: one graph, reused by equal blocks."""
     activation_budget: float | None = None
     """torch's activation memory budget, 0 to 1: the share of what a compiled graph saves by default."""
+    backend: Literal["inductor", "aot_eager_decomp_partition"] = "inductor"
+    """The second parts forward and backward as inductor does, and runs them operator by operator: seconds instead of
+    minutes, for the memory that is saved and not for speed."""
 
     def __post_init__(self) -> None:
         if self.activation_budget is not None and not 0.0 <= self.activation_budget <= 1.0:

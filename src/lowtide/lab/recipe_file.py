@@ -1,8 +1,8 @@
 """Recipes on disk: files that extend others, found by path or by name.
 
-A file may begin with `extends: other.yaml`, a path from its own folder. Its settings then replace those of the other one
-key by key, and those of a mapping one by one; a mapping that names another `kind`, and `optimizer.settings` of another
-optimizer, begin anew.
+A file may begin with `extends: other.yaml`, a path from its own folder, or a list of them, of which later ones win. Its
+settings then replace those of the others key by key, and those of a mapping one by one; a mapping that names another
+`kind`, or an optimizer of another `name`, begins anew.
 """
 
 from __future__ import annotations
@@ -74,20 +74,25 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Plain]:
         plain = {}
     if not isinstance(plain, dict):
         raise ConfigError(f"{path} must be a mapping of settings, got {type(plain).__name__}")
-    extended = plain.pop("extends", None)
-    if extended is None:
-        return plain
-    if not isinstance(extended, str):
-        raise ConfigError(f"{path}: 'extends' must be the path of another recipe, got {extended!r}", key="extends")
-    return _merged(_read(path.parent / extended, (*seen, path.resolve())), plain)
+    extended = plain.pop("extends", [])
+    merged: dict[str, Plain] = {}
+    for other in extended if isinstance(extended, list) else [extended]:
+        if not isinstance(other, str):
+            raise ConfigError(
+                f"{path}: 'extends' must be the path of another recipe, or a list of paths, got {other!r}",
+                key="extends",
+            )
+        merged = merge_settings(merged, _read(path.parent / other, (*seen, path.resolve())))
+    return merge_settings(merged, plain)
 
 
-def _merged(below: dict[str, Plain], above: dict[str, Plain]) -> dict[str, Plain]:
+def merge_settings(below: dict[str, Plain], above: dict[str, Plain]) -> dict[str, Plain]:
+    """The settings of one file over those of another, as `extends` puts them together."""
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
         if isinstance(old, dict) and isinstance(value, dict) and not _begins_anew(old, value):
-            merged[key] = _merged(old, value)
+            merged[key] = merge_settings(old, value)
         else:
             merged[key] = value
     return merged

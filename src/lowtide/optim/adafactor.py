@@ -29,7 +29,8 @@ class Adafactor(Optimizer):
 
     The second moment of a matrix is kept as its row and column sums, that of a vector whole, in the parameter's own
     dtype. So the state of 1.6 B parameters is 5.4 MiB. `torch.optim.Adafactor` differs: its
-    steps are relative to the size of the weights, and at most `1 / sqrt(t)`.
+    steps are relative to the size of the weights, and at most `1 / sqrt(t)`. A model that is managed with a `precision`
+    has no such temporaries: see `matrix_rules`.
 
     Args:
         params: Parameters or groups.

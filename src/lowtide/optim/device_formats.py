@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from lowtide.optim.device_table import COLUMNS
+from lowtide.optim.eight_bit import SIGNED_SHARE, SIGNED_UNIT, SMALLEST_SCALE, UNSIGNED_SHARE, UNSIGNED_UNIT
 from lowtide.optim.update_types import Moments, Rounding
 
 # Kernels may read only such globals as are constants by type.
@@ -17,6 +18,11 @@ _EXACT = tl.constexpr(Rounding.EXACT.value)
 _MASTER = tl.constexpr(Rounding.MASTER.value)
 _FP32 = tl.constexpr(Moments.FP32.value)
 _BF16 = tl.constexpr(Moments.BF16.value)
+_SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
+_SIGNED_SHARE = tl.constexpr(SIGNED_SHARE)
+_SIGNED_UNIT = tl.constexpr(SIGNED_UNIT)
+_UNSIGNED_SHARE = tl.constexpr(UNSIGNED_SHARE)
+_UNSIGNED_UNIT = tl.constexpr(UNSIGNED_UNIT)
 _WEIGHT = tl.constexpr(COLUMNS.index("weight"))
 _KEPT = tl.constexpr(COLUMNS.index("kept"))
 _STATE = tl.constexpr(COLUMNS.index("state_0"))
@@ -59,9 +65,9 @@ def _nearest(values):
 
 
 @triton.jit
-def _whole(values):
-    """The nearest integer of a small number, halves to even: beyond 1.5 * 2**23 there is no room for fractions."""
-    return (values + 12582912.0) - 12582912.0
+def _flushed(values):
+    """Zero for numbers that are too small to be normal; see Note [8-bit blocks]."""
+    return tl.where(tl.abs(values) < 1.1754943508222875e-38, 0.0, values)
 
 
 @triton.jit
@@ -85,12 +91,12 @@ def read_moment(
         scale = tl.load(pointer_in(row, _SCALE + SLOT, tl.float32, False) + block, mask=has_block, other=0.0)[:, None]
         if IS_UNSIGNED:
             code = tl.load(pointer_in(row, _STATE + SLOT, tl.uint8, IS_ALIGNED) + where, mask=inside, other=0)
-            ratio = tl.div_rn(code.to(tl.float32), 255.0)
-            value = (ratio * ratio) * (ratio * ratio) * scale
+            root = code.to(tl.float32) * (1.0 / 255.0)
+            value = _flushed((root * root) * (root * root) * scale)
         else:
             code = tl.load(pointer_in(row, _STATE + SLOT, tl.int8, IS_ALIGNED) + where, mask=inside, other=0)
-            ratio = tl.div_rn(code.to(tl.float32), 127.0)
-            value = ratio * tl.abs(ratio) * scale
+            root = code.to(tl.float32) * (1.0 / 127.0)
+            value = _flushed(root * tl.abs(root) * scale)
     return value
 
 
@@ -106,19 +112,28 @@ def write_moment(
         pointer = pointer_in(row, _STATE + SLOT, tl.int16, IS_ALIGNED)
         tl.store(pointer + where, _nearest(value).to(tl.int16), mask=inside)
     else:
-        magnitude = tl.where(inside, tl.abs(value), 0.0)
+        magnitude = _flushed(tl.where(inside, tl.abs(value), 0.0))
         # Not the maximum alone: a NaN would not show in it.
         is_finite = tl.min((magnitude <= 3.4028234663852886e38).to(tl.int32), axis=1) > 0
         scale = tl.where(is_finite, tl.max(magnitude, axis=1), float("nan"))
-        ratio = tl.div_rn(magnitude, tl.where(scale == 0.0, 1.0, scale)[:, None])
-        ratio = tl.where(is_finite[:, None], ratio, 0.0)
+        scale = tl.where(scale < _SMALLEST_SCALE, 0.0, scale)
+        has_codes = scale > 0.0
+        divisor = tl.where(has_codes, scale, 1.0)
+        magnitude = tl.where(has_codes[:, None], magnitude, 0.0)
+        # Any code next to the root, and then the next one if the share has reached the border to it: so the square root
+        # may be the fast one.
         if IS_UNSIGNED:
-            code = _whole(tl.sqrt_rn(tl.sqrt_rn(ratio)) * 255.0)
-            code = tl.where((value > 0.0) & is_finite[:, None], tl.maximum(code, 1.0), code)
-            code = code.to(tl.int32).to(tl.uint8)
+            share = magnitude * tl.div_rn(_UNSIGNED_SHARE, divisor)[:, None]
+            code = tl.floor(tl.sqrt(tl.sqrt(share)) * _UNSIGNED_UNIT)
+            border = (code + 0.5) * (1.0 / _UNSIGNED_UNIT)
+            code += ((border * border) * (border * border) <= share).to(tl.float32)
+            code = tl.where(magnitude > 0.0, tl.maximum(code, 1.0), code).to(tl.int32).to(tl.uint8)
             tl.store(pointer_in(row, _STATE + SLOT, tl.uint8, IS_ALIGNED) + where, code, mask=inside)
         else:
-            code = _whole(tl.sqrt_rn(ratio) * 127.0)
+            share = magnitude * tl.div_rn(_SIGNED_SHARE, divisor)[:, None]
+            code = tl.floor(tl.sqrt(share) * _SIGNED_UNIT)
+            border = (code + 0.5) * (1.0 / _SIGNED_UNIT)
+            code += (border * border <= share).to(tl.float32)
             code = tl.where(value < 0.0, -code, code).to(tl.int32).to(tl.int8)
             tl.store(pointer_in(row, _STATE + SLOT, tl.int8, IS_ALIGNED) + where, code, mask=inside)
         tl.store(pointer_in(row, _SCALE + SLOT, tl.float32, False) + block, scale, mask=has_block)

@@ -65,13 +65,14 @@ def launch_all(
         for variant, alike in by_variant.items():
             integers, floats, num_tiles = rows_of(alike, number)
             if num_tiles:
-                table, numbers = _send(integers, torch.int64, device), _send(floats, torch.float32, device)
+                table, numbers = send(integers, torch.int64, device), send(floats, torch.float32, device)
                 launch(variant, table, numbers, factor, num_tiles)
     # As for any operation in place: a backward through the old values is caught.
     torch.autograd.graph.increment_version([piece.weight for piece in pieces])
 
 
-def _send(rows: list[list[int]] | list[list[float]], dtype: torch.dtype, device: torch.device) -> Tensor:
+def send(rows: list[list[int]] | list[list[float]], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Rows of numbers, on the device."""
     # Pinned, so that the copy waits for nothing. torch keeps the host's memory until the copy is done.
     on_gpu = device.type == "cuda"
     return torch.tensor(rows, dtype=dtype, pin_memory=on_gpu).to(device, non_blocking=on_gpu)

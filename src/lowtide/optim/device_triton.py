@@ -9,6 +9,7 @@ fused, with divisions and roots rounded to nearest, so that the format of the we
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,7 +19,8 @@ from lowtide.optim.device_table import COLUMNS, NUM_FLOATS, TILE, Variant
 from lowtide.optim.update_types import BLOCK
 
 NUM_WARPS = 4
-_TYPES = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+"""Triton's names of torch's types."""
 # Kernels may read only such globals as are constants by type.
 _ROWS = tl.constexpr(TILE // BLOCK)
 _BLOCK = tl.constexpr(BLOCK)
@@ -31,7 +33,8 @@ _END = tl.constexpr(COLUMNS.index("end_tile"))
 
 
 @triton.jit
-def _lerp(start, end, weight):
+def lerp(start, end, weight):
+    """From `start` towards `end`."""
     # As torch has it: each form is exact at its own end.
     return tl.where(weight < 0.5, start + weight * (end - start), end - (end - start) * (1.0 - weight))
 
@@ -88,7 +91,7 @@ def _update_kernel(
         else:
             gradient = tl.where(decay == 0.0, gradient, gradient + decay * weight)
         average = read_moment(row, where, inside, block, has_block, 0, False, MOMENTS, IS_ALIGNED)
-        average = _lerp(average, gradient, tl.load(numbers + 3))
+        average = lerp(average, gradient, tl.load(numbers + 3))
         write_moment(average, row, where, inside, block, has_block, 0, False, MOMENTS, IS_ALIGNED)
         square = read_moment(row, where, inside, block, has_block, 1, True, MOMENTS, IS_ALIGNED)
         square = square * tl.load(numbers + 4) + tl.load(numbers + 5) * gradient * gradient
@@ -116,10 +119,10 @@ def _update_kernel(
     else:
         weight *= decay
         average = read_moment(row, where, inside, block, has_block, 0, False, MOMENTS, IS_ALIGNED)
-        direction = _lerp(average, gradient, tl.load(numbers + 3))
+        direction = lerp(average, gradient, tl.load(numbers + 3))
         # Zero and NaN stand for themselves.
         weight -= lr * tl.where(direction > 0.0, 1.0, tl.where(direction < 0.0, -1.0, direction))
-        average = _lerp(average, gradient, tl.load(numbers + 4))
+        average = lerp(average, gradient, tl.load(numbers + 4))
         write_moment(average, row, where, inside, block, has_block, 0, False, MOMENTS, IS_ALIGNED)
     write_weight(weight, row, where, inside, WEIGHT, ROUNDING, IS_ALIGNED)
 
@@ -130,8 +133,8 @@ def constants_of(variant: Variant, *, has_factor: bool) -> dict[str, object]:
         "RULE": variant.rule,
         "ROUNDING": variant.rounding.value,
         "MOMENTS": variant.moments.value,
-        "WEIGHT": _TYPES[str(variant.weight).removeprefix("torch.")],
-        "GRADIENT": _TYPES[str(variant.gradient).removeprefix("torch.")],
+        "WEIGHT": TYPES[variant.weight],
+        "GRADIENT": TYPES[variant.gradient],
         "NUM_STATES": variant.num_states,
         "IS_DECOUPLED": variant.is_decoupled,
         "NESTEROV": variant.nesterov,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from lowtide.optim.huge_pages import advise_huge_pages
-from lowtide.optim.precision import rounding_for, state_names
-from lowtide.optim.update_types import BLOCK, UNSIGNED, ElementwiseRule, Moments, Numerics, Rounding
+from lowtide.optim.matrix_rules import Adafactor, Rule, names_of_states, statistic_sizes
+from lowtide.optim.precision import kept_bytes, moment_bytes, rounding_for
+from lowtide.optim.update_types import BLOCK, UNSIGNED, Moments, Numerics, Rounding
 
 SCALE = "_scale"
 """After the name of an 8-bit state: its scales."""
@@ -64,26 +66,43 @@ class ParameterState:
         self.replace_tensors([tensor.to(device) for tensor in self.all_tensors()])
 
 
-def new_state(weight: torch.Tensor, rule: ElementwiseRule, numerics: Numerics) -> ParameterState:
+def new_state(weight: torch.Tensor, rule: Rule, numerics: Numerics) -> ParameterState:
     """Before the first update: all zero, and the master is the weight itself."""
     num_elements, device = weight.numel(), weight.device
     tensors: dict[str, torch.Tensor] = {}
-    for name in state_names(rule):
-        tensors |= _empty_moment(name, num_elements, numerics.moments, device)
+    for name in names_of_states(rule, weight.shape):
+        tensors |= _empty_state(name, weight, rule, numerics.moments)
     rounding = rounding_for(weight, numerics)
     remainder = _zeros(num_elements, torch.int16, device) if rounding is Rounding.EXACT else None
     master = weight.detach().as_strided((num_elements,), (1,)).float() if rounding is Rounding.MASTER else None
     return ParameterState(tensors=tensors, remainder=remainder, master=master)
 
 
-def complete(state: ParameterState, weight: torch.Tensor, rule: ElementwiseRule, numerics: Numerics) -> None:
+def state_bytes(shape: Sequence[int], dtype: torch.dtype, rule: Rule, numerics: Numerics) -> int:
+    """Bytes of the state of a parameter: what its rule keeps, and what its rounding keeps.
+
+    Example:
+        >>> state_bytes((32, 64), torch.bfloat16, Adafactor(lr=1e-3), Numerics())  # 2 * 2048 + 4 * (32 + 64)
+        4480
+    """
+    num_elements = math.prod(shape)
+    kept = kept_bytes(num_elements, dtype, numerics)
+    if isinstance(rule, Adafactor):
+        return kept + 4 * sum(statistic_sizes(shape).values())
+    return kept + len(names_of_states(rule, shape)) * moment_bytes(num_elements, numerics.moments)
+
+
+def complete(state: ParameterState, weight: torch.Tensor, rule: Rule, numerics: Numerics) -> None:
     """Add what a setting that was changed since asks for: a momentum, amsgrad's maximum."""
-    for name in state_names(rule):
+    for name in names_of_states(rule, weight.shape):
         if name not in state.tensors:
-            state.tensors |= _empty_moment(name, weight.numel(), numerics.moments, weight.device)
+            state.tensors |= _empty_state(name, weight, rule, numerics.moments)
 
 
-def _empty_moment(name: str, num_elements: int, moments: Moments, device: torch.device) -> dict[str, torch.Tensor]:
+def _empty_state(name: str, weight: torch.Tensor, rule: Rule, moments: Moments) -> dict[str, torch.Tensor]:
+    num_elements, device = weight.numel(), weight.device
+    if isinstance(rule, Adafactor):
+        return {name: _zeros(statistic_sizes(weight.shape)[name], torch.float32, device)}
     if moments is Moments.INT8:
         code = torch.uint8 if name in UNSIGNED else torch.int8
         scales = _zeros(-(-num_elements // BLOCK), torch.float32, device)

@@ -73,16 +73,15 @@ def state_names(rule: ElementwiseRule) -> tuple[str, ...]:
     return STATE_NAMES[type(rule)] + more
 
 
-def state_bytes(num_elements: int, dtype: torch.dtype, rule: ElementwiseRule, numerics: Numerics) -> int:
-    """Bytes beside a weight: its states, and what its rounding keeps.
+def kept_bytes(num_elements: int, dtype: torch.dtype, numerics: Numerics) -> int:
+    """Bytes beside a weight that its rounding keeps: a remainder or a master."""
+    if dtype is torch.float32:
+        return 0
+    return {Rounding.EXACT: 2, Rounding.MASTER: 4}.get(numerics.rounding, 0) * num_elements
 
-    Example:
-        >>> state_bytes(1024, torch.bfloat16, Adam(lr=1e-3), Numerics()) / 1024
-        10.0
-    """
-    each = {Moments.FP32: 4 * num_elements, Moments.BF16: 2 * num_elements}
-    eight_bit = num_elements + 4 * -(-num_elements // BLOCK)
-    kept = 0
-    if dtype is not torch.float32:
-        kept = {Rounding.EXACT: 2, Rounding.MASTER: 4}.get(numerics.rounding, 0) * num_elements
-    return kept + len(state_names(rule)) * each.get(numerics.moments, eight_bit)
+
+def moment_bytes(num_elements: int, moments: Moments) -> int:
+    """Bytes of one state with a number for each element."""
+    if moments is Moments.INT8:
+        return num_elements + 4 * -(-num_elements // BLOCK)
+    return (4 if moments is Moments.FP32 else 2) * num_elements

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lowtide.optim.formats import join, read_moment, round_stochastic, split, write_moment
+from lowtide.optim.matrix_rules import MatrixPiece
 from lowtide.optim.precision import state_names
 from lowtide.optim.update_types import Adam, ElementwiseRule, Lion, Moments, Piece, Rounding, Sgd
 
@@ -30,13 +31,13 @@ def update(
             tensor of one element on the pieces' device is not waited for.
     """
     for piece in pieces:
-        master = _read_master(piece, rounding)
+        master = read_master(piece, rounding)
         gradient = piece.gradient.float() * gradient_factor
         state = {name: read_moment(name, piece.state, moments) for name in state_names(piece.rule)}
         apply_rule(piece.rule, master, gradient, state, piece.step)
         for name, value in state.items():
             write_moment(name, value, piece.state, moments)
-        _write_master(piece, master, rounding)
+        write_master(piece, master, rounding)
 
 
 def apply_rule(rule: ElementwiseRule, weight: Tensor, gradient: Tensor, state: dict[str, Tensor], step: int) -> None:
@@ -92,7 +93,7 @@ def sign(values: Tensor) -> Tensor:
     return torch.where(values.isnan(), values, values.sign())
 
 
-def _read_master(piece: Piece, rounding: Rounding) -> Tensor:
+def read_master(piece: Piece | MatrixPiece, rounding: Rounding) -> Tensor:
     """The weight in fp32: the stored tensor itself where there is one."""
     if piece.weight.dtype is torch.float32:
         return piece.weight
@@ -105,7 +106,8 @@ def _read_master(piece: Piece, rounding: Rounding) -> Tensor:
     return piece.weight.float()
 
 
-def _write_master(piece: Piece, master: Tensor, rounding: Rounding) -> None:
+def write_master(piece: Piece | MatrixPiece, master: Tensor, rounding: Rounding) -> None:
+    """The fp32 result lands in the weight, and what is kept beside it follows."""
     if piece.weight.dtype is torch.float32:
         return
     if rounding is Rounding.EXACT:

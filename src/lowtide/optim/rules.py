@@ -10,22 +10,26 @@ import torch
 from torch.optim import Optimizer
 
 from lowtide.errors import ConfigError, UnsupportedOptimizerError
-from lowtide.optim.adafactor import Adafactor
+from lowtide.optim.adafactor import Adafactor as AdafactorOptimizer
 from lowtide.optim.lion import Lion as LionOptimizer
-from lowtide.optim.update_types import Adam, ElementwiseRule, Lion, Sgd
+from lowtide.optim.matrix_rules import Adafactor, Rule
+from lowtide.optim.update_types import Adam, Lion, Sgd
 
 ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, LionOptimizer)
-MATRIX = (torch.optim.Adafactor, torch.optim.Muon, Adafactor)
+MATRIX = (torch.optim.Adafactor, torch.optim.Muon, AdafactorOptimizer)
 WEIGHT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What the kernels update."""
 
 
 def has_matrix_rule(optimizer: Optimizer) -> bool:
-    """Whether it updates a parameter as a whole, and each by itself: Adafactor and Muon. They stay with their own code."""
+    """Whether it updates a parameter as a whole, and each by itself: Adafactor and Muon.
+
+    There is a kernel for `lowtide.optim.Adafactor`; torch's two stay with their own code.
+    """
     return type(optimizer) in MATRIX
 
 
-def rule_of(optimizer: Optimizer, group: Mapping[str, Any]) -> ElementwiseRule | None:
+def rule_of(optimizer: Optimizer, group: Mapping[str, Any]) -> Rule | None:
     """The rule of a param group as its settings are now; None where the kernels have none, see `reason_without_rule`.
 
     A rate or beta that is a tensor is read: on a GPU that waits for it.
@@ -40,8 +44,11 @@ def rule_of(optimizer: Optimizer, group: Mapping[str, Any]) -> ElementwiseRule |
     """
     if reason_without_rule(optimizer, group) is not None:
         return None
-    maximize = bool(group["maximize"])
     lr, weight_decay = _number(group, "lr"), _number(group, "weight_decay")
+    if isinstance(optimizer, AdafactorOptimizer):
+        numbers = {key: _number(group, key) for key in ("eps", "decay_rate", "max_beta2", "clip_threshold")}
+        return Adafactor(lr=lr, weight_decay=weight_decay, **numbers)
+    maximize = bool(group["maximize"])
     if isinstance(optimizer, torch.optim.SGD):
         return Sgd(
             lr=lr,
@@ -66,7 +73,7 @@ def rule_of(optimizer: Optimizer, group: Mapping[str, Any]) -> ElementwiseRule |
     )
 
 
-def require_rule(optimizer: Optimizer, group: Mapping[str, Any]) -> ElementwiseRule:
+def require_rule(optimizer: Optimizer, group: Mapping[str, Any]) -> Rule:
     """`rule_of`, where there must be one.
 
     Raises:
@@ -77,7 +84,8 @@ def require_rule(optimizer: Optimizer, group: Mapping[str, Any]) -> ElementwiseR
     if rule is None:
         raise UnsupportedOptimizerError(
             f"there is no kernel for this update: {reason_without_rule(optimizer, group)}; leave the precision of updates "
-            "to the optimizer itself (precision=None), or choose Adam, AdamW, SGD or lowtide.optim.Lion"
+            "to the optimizer itself (precision=None), or choose Adam, AdamW, SGD, lowtide.optim.Lion or "
+            "lowtide.optim.Adafactor"
         )
     return rule
 
@@ -85,11 +93,12 @@ def require_rule(optimizer: Optimizer, group: Mapping[str, Any]) -> ElementwiseR
 def reason_without_rule(optimizer: Optimizer, group: Mapping[str, Any]) -> str | None:
     """Why the kernels cannot take a param group, as the rest of a sentence; None where they can."""
     name = type(optimizer).__name__
-    if has_matrix_rule(optimizer):
-        return f"{name} looks at whole matrices"
     # A subclass may do anything in its step.
-    if type(optimizer) not in ELEMENTWISE:
-        known = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
+    with_kernel = (*ELEMENTWISE, AdafactorOptimizer)
+    if has_matrix_rule(optimizer) and type(optimizer) not in with_kernel:
+        return f"torch.optim.{name} looks at whole matrices"
+    if type(optimizer) not in with_kernel:
+        known = ", ".join(sorted(kind.__name__ for kind in with_kernel))
         return f"{name} is none of the rules there are kernels for ({known})"
     for option, why in (
         ("capturable", "keeps its count of steps on the device, for CUDA graphs"),

@@ -2,7 +2,8 @@
 
 Torch's form has one fp32 tensor of the parameter's shape for each state, and a count of steps. Beside them stands
 `master`, the fp32 number that a weight of 16 bits is the rounding of: with it a run resumes exactly. Torch's own
-optimizers pass over entries that they do not know.
+optimizers pass over entries that they do not know. A matrix rule has vectors instead of tensors of the parameter's shape,
+and its count of steps is a plain number, as `lowtide.optim.Adafactor` keeps them.
 """
 
 from __future__ import annotations
@@ -16,9 +17,18 @@ from torch import Tensor
 
 from lowtide.errors import OptimizerStateError
 from lowtide.optim.formats import join, read_moment, split, write_moment
+from lowtide.optim.matrix_rules import (
+    COLUMN,
+    STATISTICS,
+    Adafactor,
+    Rule,
+    names_of_states,
+    statistic_sizes,
+    stored_as,
+)
 from lowtide.optim.parameter_state import ParameterState, new_state
-from lowtide.optim.precision import rounding_for, state_names
-from lowtide.optim.update_types import STATE_NAMES, Adam, ElementwiseRule, Numerics, Rounding
+from lowtide.optim.precision import rounding_for
+from lowtide.optim.update_types import STATE_NAMES, Adam, Numerics, Rounding
 
 STEP = "step"
 MASTER = "master"
@@ -31,7 +41,7 @@ class LoadTarget:
     name: str
     weight: Tensor
     """The parameter where it lies: its values tell whether a master is its own."""
-    rule: ElementwiseRule
+    rule: Rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,15 +50,17 @@ class SavedState:
 
     num_steps: int
     tensors: Mapping[str, Tensor]
-    """By name, of the parameter's shape, in any dtype; empty before the first step."""
+    """By name, of the shape that `state_dict` has them in, in any dtype; empty before the first step."""
     master: Tensor | None = None
 
 
-def to_torch_state(weight: Tensor, state: ParameterState, numerics: Numerics) -> dict[str, Tensor]:
+def to_torch_state(weight: Tensor, state: ParameterState, numerics: Numerics) -> dict[str, Any]:
     """The entries of one parameter for a state dict: on the state's device, in memory of their own."""
-    entries = {STEP: torch.tensor(float(state.step))}
+    is_matrix_rule = not STATISTICS.isdisjoint(state.names)
+    entries: dict[str, Any] = {STEP: state.step if is_matrix_rule else torch.tensor(float(state.step))}
     for name in state.names:
-        entries[name] = _shaped(read_moment(name, state.tensors, numerics.moments), weight)
+        flat = read_moment(name, state.tensors, stored_as(name, numerics.moments))
+        entries[name] = flat.clone() if COLUMN in state.names else _shaped(flat, weight)
     master = _master_of(weight, state, rounding_for(weight, numerics))
     if master is not None:
         entries[MASTER] = _shaped(master, weight)
@@ -64,7 +76,8 @@ def from_torch_state(target: LoadTarget, saved: SavedState, numerics: Numerics) 
     state = new_state(weight, target.rule, numerics)
     state.step = saved.num_steps
     for name, tensor in saved.tensors.items():
-        write_moment(name, _flat_like(tensor, weight), state.tensors, numerics.moments)
+        flat = tensor if COLUMN in saved.tensors else _flat_like(tensor, weight)
+        write_moment(name, flat, state.tensors, stored_as(name, numerics.moments))
     if saved.master is not None:
         _write_master(_flat(weight), _flat_like(saved.master, weight), state)
     return state
@@ -108,7 +121,7 @@ def read_entries(entries: Mapping[str, Any], target: LoadTarget) -> SavedState:
     present = {name: value for name, value in entries.items() if value is not None}
     if not present:
         return SavedState(num_steps=0, tensors={})
-    names = state_names(target.rule)
+    names = names_of_states(target.rule, target.weight.shape)
     _check_names(present, names, target)
     for name in (*names, MASTER):
         if name in present:
@@ -127,7 +140,8 @@ def read_entries(entries: Mapping[str, Any], target: LoadTarget) -> SavedState:
 def _check_names(present: Mapping[str, Any], names: tuple[str, ...], target: LoadTarget) -> None:
     kind = type(target.rule)
     # What an option that is off now has left behind is passed over, as torch does it.
-    known = {STEP, MASTER, *STATE_NAMES[kind], *(("max_exp_avg_sq",) if kind is Adam else ())}
+    own = names if kind is Adafactor else STATE_NAMES[kind]
+    known = {STEP, MASTER, *own, *(("max_exp_avg_sq",) if kind is Adam else ())}
     # SGD's momentum comes with the first step that has one.
     missing = [] if names == ("momentum_buffer",) else [name for name in names if name not in present]
     if missing or not known.issuperset(present):
@@ -141,11 +155,14 @@ def _check_names(present: Mapping[str, Any], names: tuple[str, ...], target: Loa
 
 def _check_shape(name: str, value: object, target: LoadTarget) -> None:
     shape = tuple(target.weight.shape)
-    if not isinstance(value, Tensor) or tuple(value.shape) != shape:
+    is_vector = name in STATISTICS and len(shape) > 1
+    expected = (statistic_sizes(shape)[name],) if is_vector else shape
+    if not isinstance(value, Tensor) or tuple(value.shape) != expected:
         found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
+        wanted = f", for which it is {expected}" if is_vector else ""
         raise OptimizerStateError(
-            f"{name} of {target.name!r} has {found} in the state, and the parameter has shape {shape}; the state is of "
-            "another model: load it into that one, or start without it",
+            f"{name} of {target.name!r} has {found} in the state, and the parameter has shape {shape}{wanted}; the state is "
+            "of another model: load it into that one, or start without it",
             parameter=target.name,
         )
 

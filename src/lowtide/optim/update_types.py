@@ -17,12 +17,24 @@ they depend neither on chunks, threads nor devices, and a resumed run draws the 
 what it is; a NaN becomes 0x7FC0, because the sum could carry it over into infinity or zero.
 
 Note [8-bit blocks]
-128 elements share a scale, the largest magnitude of the block, in fp32. A first moment m is stored as the signed
-8-bit integer nearest to `127 * sign(m) * sqrt(|m| / scale)`, a second moment v as the unsigned one nearest to
-`255 * sqrt(sqrt(v / scale))`, halves to even: the roots spend the codes on small values. A second moment above zero has at
-least the code 1: after one large gradient in the block the others would read as zero, and an update divides by it. A block
-of zeros has scale 0. A block with a NaN or an infinite element has scale NaN and codes 0, and reads as NaN throughout.
-Read back: `m = (c / 127) * |c / 127| * scale` and `v = ((c / 255) ** 2) ** 2 * scale`.
+128 elements share a scale, the largest magnitude of the block, in fp32. A first moment m is stored as the signed 8-bit
+integer nearest to `127 * sign(m) * sqrt(|m| / scale)`, a second moment v as the unsigned one nearest to
+`255 * sqrt(sqrt(v / scale))`: the roots spend the codes on small values. A second moment above zero has at least the code
+1: after one large gradient in the block the others would read as zero, and an update divides by it. A block of zeros has
+scale 0. A block with a NaN or an infinite element has scale NaN and codes 0, and reads as NaN throughout.
+
+No code depends on how a root is rounded. The share of an element is `|m| * (127**2 / scale)` or `v * (255**4 / scale)`,
+each constant and result rounded to fp32; its code is the number of borders that it has reached, `(c + 1/2) ** 2` or
+`((c + 1/2) ** 2) ** 2` for c = 0, 1, 2 and so on, where only the last square needs rounding. So one quotient does for a
+block, and for an element a fast root that is good for three digits: it leads to the right code or the one before, and one
+comparison decides. Shares and borders are multiplied by `2**-10` and `2**-28`, which changes no digit and keeps the quotient
+in the range of fp32.
+
+Read back: `m = r * |r| * scale` with `r = c * (1 / 127)` and `v = (r * r) * (r * r) * scale` with `r = c * (1 / 255)`, from
+the left and each result rounded. The largest code has r = 1 exactly: what is written again unchanged does not drift.
+
+Numbers below `2**-126`, which kernels take for zero, count as zero before and after. A block whose largest is below
+`2**-124` is one of zeros, because the quotient would leave that range.
 """
 
 from __future__ import annotations

@@ -1,23 +1,19 @@
 """One self-contained HTML page for traces and sessions: no network, no library, works offline and on a phone.
 
-The page is `page.html` with the style sheet, the data and the scripts put into it. A content security policy in its
-head forbids every request, so that a report of a private model can be opened anywhere.
+Its sections come from here, the sheet that they are put on from `page.py`.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from importlib.resources import files
-from string import Template
 
 from lowtide.errors import ConfigError
 from lowtide.planning.what_if_row import WhatIfRow
 from lowtide.report import markup
 from lowtide.report import page_parts as parts
-from lowtide.report.palette import COLOURS, DARK_COLOURS, PEAK_COLOUR, STACK_ORDER
+from lowtide.report.page import fill_page, read_part
 from lowtide.report.sampling import MAX_POINTS
 from lowtide.report.session_section import SessionSection, section_data, section_html
 from lowtide.report.timeline_data import timeline_data
@@ -94,17 +90,15 @@ def render_page(sections: Sequence[Section | SessionSection], *, title: str, max
     )
     has_sessions = any(isinstance(section, SessionSection) for section in sections)
     has_traces = any(isinstance(section, Section) for section in sections)
-    styles = ("page.css", *(("gantt.css",) if has_sessions else ()))
     # A page carries only the scripts that it uses: the base set is most of a small report.
     scripts = ("units.js", *(_TRACE_SCRIPTS * has_traces), *(_SESSION_SCRIPTS * has_sessions), "page.js")
-    return Template(_read("page.html")).substitute(
-        title=escape(title),
+    return fill_page(
+        title=title,
         contents=_contents(sections),
         body=body,
-        style=_colours() + "".join(map(_read, styles)),
-        # "<" could end the script element, wherever a name holds it; inside JSON it can only be in a string.
-        data=json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c"),
-        script="\n".join(map(_read, scripts)),
+        styles=[read_part("gantt.css")] if has_sessions else [],
+        data=data,
+        scripts=map(read_part, scripts),
     )
 
 
@@ -163,15 +157,3 @@ def _contents(sections: Sequence[Section | SessionSection]) -> str:
         for index, (name, kind) in enumerate(names)
     )
     return f'<nav aria-label="Sections"><ul>{links}</ul></nav>'
-
-
-def _colours() -> str:
-    light, dark = (
-        "".join(f"--{category.value}:{colours[category]};" for category in STACK_ORDER)
-        for colours in (COLOURS, DARK_COLOURS)
-    )
-    return f":root{{{light}--peak:{PEAK_COLOUR};}}@media (prefers-color-scheme:dark){{:root{{{dark}}}}}\n"
-
-
-def _read(name: str) -> str:
-    return files("lowtide.report").joinpath(name).read_text(encoding="utf-8")

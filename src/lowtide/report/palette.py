@@ -39,3 +39,6 @@ DARK_COLOURS = {
 """The same hues, a little lighter, for a dark background."""
 
 PEAK_COLOUR = "#d55e00"
+
+INK, QUIET, LINE = "#1b2028", "#5c6673", "#dfe3e8"
+"""Of text, of what stands back, and of rules, in figures: the light page's."""

@@ -1,4 +1,4 @@
-"""The timeline as a figure for a paper, through matplotlib, which is imported here and nowhere else.
+"""The timeline as a figure for a paper, through matplotlib, which costs half a second: only who draws imports this.
 
 It shows what the page shows: the stack by category, the phases, the peak with its name, the observation as a line. The
 figure is made without pyplot, so that no global state, window or backend of the caller is touched.
@@ -7,6 +7,7 @@ figure is made without pyplot, so that no global state, window or backend of the
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
 from pathlib import Path
 from textwrap import shorten
 
@@ -19,14 +20,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from lowtide.errors import ConfigError
-from lowtide.report.palette import COLOURS, PEAK_COLOUR, STACK_ORDER
+from lowtide.report.palette import COLOURS, INK, LINE, PEAK_COLOUR, QUIET, STACK_ORDER
 from lowtide.report.phase_runs import Axis, aligned_positions, phase_axis, phase_runs
 from lowtide.report.sampling import kept_positions
 from lowtide.tracing.instant import instant_of
 from lowtide.tracing.step_trace import StepTrace
 from lowtide.units import GiB, KiB, MiB, TiB, format_bytes
 
-_INK, _QUIET, _LINE = "#1b2028", "#5c6673", "#dfe3e8"
 _SUFFIXES = (".png", ".pdf", ".svg")
 
 
@@ -50,16 +50,31 @@ def save_png(
     Raises:
         ConfigError: The suffix of `path` names no format that can be drawn.
     """
-    target = Path(path)
-    if target.suffix.lower() not in _SUFFIXES:
-        raise ConfigError(f"cannot draw a figure as {target.name!r}; name it with one of {', '.join(_SUFFIXES)}")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # Types 42 and none keep text as text in vector files, so that it can be searched and restyled.
-    with rc_context({"font.family": "sans-serif", "font.size": 8.0, "pdf.fonttype": 42, "svg.fonttype": "none"}):
+    target = figure_path(path)
+    with figure_style():
         figure = Figure(figsize=(width_inches, 0.46 * width_inches), layout="constrained")
         FigureCanvasAgg(figure)
         _draw(figure.add_subplot(), trace, observed)
         figure.savefig(target, dpi=dots_per_inch)
+    return target
+
+
+def figure_style() -> AbstractContextManager[None]:
+    """What all our figures are set in, while it is entered."""
+    # Types 42 and none keep text as text in vector files, so that it can be searched and restyled.
+    return rc_context({"font.family": "sans-serif", "font.size": 8.0, "pdf.fonttype": 42, "svg.fonttype": "none"})
+
+
+def figure_path(path: str | os.PathLike[str]) -> Path:
+    """Where a figure can be written: the folder is there, and the name says a format.
+
+    Raises:
+        ConfigError: The suffix of `path` names no format that can be drawn.
+    """
+    target = Path(path)
+    if target.suffix.lower() not in _SUFFIXES:
+        raise ConfigError(f"cannot draw a figure as {target.name!r}; name it with one of {', '.join(_SUFFIXES)}")
+    target.parent.mkdir(parents=True, exist_ok=True)
     return target
 
 
@@ -88,9 +103,9 @@ def _draw(axes: Axes, trace: StepTrace, observed: StepTrace | None) -> None:
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set_ylabel(f"allocated ({unit})")
-    axes.grid(axis="y", color=_LINE, linewidth=0.5)
+    axes.grid(axis="y", color=LINE, linewidth=0.5)
     axes.set_axisbelow(True)
-    axes.tick_params(color=_QUIET, labelcolor=_QUIET, width=0.6)
+    axes.tick_params(color=QUIET, labelcolor=QUIET, width=0.6)
     for side, spine in axes.spines.items():
         spine.set_visible(side in ("left", "bottom"))
         spine.set_linewidth(0.6)
@@ -117,7 +132,7 @@ def _draw_observed(axes: Axes, observed: StepTrace, onto: StepTrace, axis: Axis,
     places = axis.place(aligned_positions(observed, onto)[positions])
     values: npt.NDArray[np.float64] = observed.curve[positions] / factor
     axes.step(places, values, where="post", color="white", linewidth=2.2, alpha=0.75)
-    axes.step(places, values, where="post", color=_INK, linewidth=0.9, label="observed")
+    axes.step(places, values, where="post", color=INK, linewidth=0.9, label="observed")
 
 
 def _draw_phases(axes: Axes, trace: StepTrace, axis: Axis) -> None:
@@ -126,7 +141,7 @@ def _draw_phases(axes: Axes, trace: StepTrace, axis: Axis) -> None:
     for index, run in enumerate(phase_runs(trace)):
         left, right = edges[index], edges[index + 1]
         if index % 2:
-            axes.axvspan(left, right, color=_INK, alpha=0.045, linewidth=0, zorder=0)
+            axes.axvspan(left, right, color=INK, alpha=0.045, linewidth=0, zorder=0)
         # A phase too narrow for its name goes without; the caption of a figure can say it.
         if right - left >= 0.02 * edges[-1] * len(run.phase.value) / 2:
             axes.text(

@@ -11,7 +11,7 @@ import torch
 from lowtide.errors import PlanError
 from lowtide.memory.chunk_search import LARGEST_CHUNK_BYTES
 from lowtide.memory.layout_types import Layout, ParameterSpec
-from lowtide.optim.precision import state_bytes
+from lowtide.optim.parameter_state import state_bytes
 from lowtide.optim.rules import require_rule
 from lowtide.optim.update_types import Numerics
 from lowtide.planning.plan import Plan, Schedule, Site, Weights
@@ -114,5 +114,5 @@ def _state_bytes(
         return 0
     if numerics is not None:
         rule = require_rule(optimizer, optimizer.param_groups[0])
-        return sum(state_bytes(math.prod(spec.shape), spec.dtype, rule, numerics) for spec in updated)
+        return sum(state_bytes(spec.shape, spec.dtype, rule, numerics) for spec in updated)
     return math.ceil(sum(spec.nbytes for spec in updated) * state_bytes_per_parameter_byte(optimizer))

@@ -14,10 +14,11 @@ import torch
 
 from lowtide import compat
 from lowtide.errors import ConfigError
-from lowtide.optim import device_kernel, host_kernel, reference
+from lowtide.optim import device_kernel, host_kernel, matrix_kernel, reference
 from lowtide.optim.formats import update_key
+from lowtide.optim.matrix_rules import Adafactor, MatrixPiece, Rule, names_of_states
 from lowtide.optim.parameter_state import ParameterState, complete, new_state
-from lowtide.optim.precision import rounding_for, state_names
+from lowtide.optim.precision import rounding_for
 from lowtide.optim.rules import require_rule
 from lowtide.optim.torch_state import LoadTarget, SavedState, from_torch_state, read_state_dict, to_torch_state
 from lowtide.optim.update_types import ElementwiseRule, Numerics, Piece, Rounding
@@ -73,17 +74,18 @@ class KernelOptimizer(ChunkOptimizer):
         rules = [require_rule(self.optimizer, {**group, "params": ()}) for group in self.optimizer.param_groups]
         self._claim(updates, rules)
 
-    def _claim(self, updates: Sequence[Update], rules: Sequence[ElementwiseRule]) -> None:
+    def _claim(self, updates: Sequence[Update], rules: Sequence[Rule]) -> None:
         for update in updates:
             rule = rules[self._group_of[id(update.parameter)]]
             known = self.states.get(id(update.parameter))
+            names = names_of_states(rule, update.target.shape)
             if known is None:
                 self.states[id(update.parameter)] = self._new_state(update, rule)
-            elif not set(state_names(rule)) <= set(known.names):
+            elif not set(names) <= set(known.names):
                 if self._visits(update.parameter):
                     raise ConfigError(
-                        f"a setting that adds state ({', '.join(state_names(rule))}) was switched on while the state visits the "
-                        "device; choose it before the model is managed, or update on the device or the host",
+                        f"a setting that adds state ({', '.join(names)}) was switched on while the state visits the device; "
+                        "choose it before the model is managed, or update on the device or the host",
                         key="update",
                     )
                 complete(known, update.target, rule, self.numerics)
@@ -95,7 +97,7 @@ class KernelOptimizer(ChunkOptimizer):
             for update in updates
         )
 
-    def _new_state(self, update: Update, rule: ElementwiseRule) -> ParameterState:
+    def _new_state(self, update: Update, rule: Rule) -> ParameterState:
         if self.pages is not None and self._visits(update.parameter):
             return self.pages.new(update.target, rule, self.numerics)
         if update.target is update.parameter:
@@ -118,6 +120,7 @@ class KernelOptimizer(ChunkOptimizer):
         rules = [require_rule(self.optimizer, {**group, "params": ()}) for group in settings.groups]
         self._claim(updates, rules)
         pieces: dict[tuple[torch.device, Rounding], list[Piece]] = {}
+        wholes: dict[tuple[torch.device, Rounding], list[MatrixPiece]] = {}
         visits: list[ParameterState] = []
         for update in updates:
             state = home = self.states[id(update.parameter)]
@@ -127,22 +130,19 @@ class KernelOptimizer(ChunkOptimizer):
             rounding = rounding_for(update.target, self.numerics)
             if rounding is Rounding.MASTER:
                 _follow_writes(update.target, state)
-            pieces.setdefault((update.target.device, rounding), []).append(
-                Piece(
-                    weight=_flat(update.target),
-                    gradient=_flat_beside(update.target),
-                    state=state.tensors,
-                    rule=rules[self._group_of[id(update.parameter)]],
-                    step=home.step + 1,
-                    remainder=state.remainder,
-                    master=state.master,
-                    key=update_key(self.numerics.seed, self._number_of[id(update.parameter)], home.step + 1),
-                )
-            )
+            rule, kind = rules[self._group_of[id(update.parameter)]], (update.target.device, rounding)
+            step = home.step + 1
+            key = update_key(self.numerics.seed, self._number_of[id(update.parameter)], step)
+            if isinstance(rule, Adafactor):
+                wholes.setdefault(kind, []).append(_whole(update.target, state, rule, step, key))
+            else:
+                pieces.setdefault(kind, []).append(_piece(update.target, state, rule, step, key))
         for (device, rounding), alike in pieces.items():
             kernel = _kernel(device)
             factor = _factor(device, settings)
             kernel(alike, rounding=rounding, moments=self.numerics.moments, gradient_factor=factor)
+        for (device, rounding), whole in wholes.items():
+            matrix_kernel.update(whole, rounding=rounding, gradient_factor=_factor(device, settings))
         # Not before: an update that failed was not made.
         for update in updates:
             self.states[id(update.parameter)].step += 1
@@ -181,14 +181,14 @@ class KernelOptimizer(ChunkOptimizer):
 
     def fill(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """What torch's `state_dict` gave, with the states in fp32 and the masters; all updates must have been made."""
-        state: dict[int, dict[str, torch.Tensor]] = {}
+        state: dict[int, dict[str, Any]] = {}
         for group, saved in zip(self.optimizer.param_groups, state_dict["param_groups"], strict=True):
             for parameter, key in zip(group["params"], saved["params"], strict=True):
                 if id(parameter) in self.states:
                     state[key] = self._in_torchs_form(parameter)
         return {**state_dict, "state": state}
 
-    def _in_torchs_form(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _in_torchs_form(self, parameter: torch.Tensor) -> dict[str, Any]:
         """On the host, one parameter at a time: expanded state may not fit the device."""
         if self.pages is not None:
             self.pages.settle()
@@ -270,6 +270,34 @@ class KernelOptimizer(ChunkOptimizer):
             for index, group in enumerate(self.optimizer.param_groups)
             for number, parameter in enumerate(group["params"])
         ]
+
+
+def _piece(weight: torch.Tensor, state: ParameterState, rule: ElementwiseRule, step: int, key: int) -> Piece:
+    return Piece(
+        weight=_flat(weight),
+        gradient=_flat_beside(weight),
+        state=state.tensors,
+        rule=rule,
+        step=step,
+        remainder=state.remainder,
+        master=state.master,
+        key=key,
+    )
+
+
+def _whole(weight: torch.Tensor, state: ParameterState, rule: Adafactor, step: int, key: int) -> MatrixPiece:
+    return MatrixPiece(
+        weight=_flat(weight),
+        gradient=_flat_beside(weight),
+        state=state.tensors,
+        rule=rule,
+        step=step,
+        shape=tuple(weight.shape),
+        stride=weight.stride(),
+        remainder=state.remainder,
+        master=state.master,
+        key=key,
+    )
 
 
 def _kernel(device: torch.device) -> Callable[..., None]:

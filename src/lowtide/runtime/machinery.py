@@ -89,6 +89,8 @@ class Machinery:
         self._layout = layout
         self._mover = mover
         self._tracked = tracked
+        self._earlier_peak_bytes = 0
+        """What the statistics would show, had `take_device_peak` not begun a new peak."""
         self._max_grad_norm = max_grad_norm
         self._numerics = numerics
         self._poison = poison
@@ -215,6 +217,17 @@ class Machinery:
             is_emulated=self._tracked is not None,
             activations=self.activation_stats(),
         )
+
+    def take_device_peak(self) -> int:
+        """The most that the device held since this was last called, or since the start; a new peak begins."""
+        if self._tracked is not None:
+            peak_bytes = shown_bytes = self._tracked.reset_peak()
+        else:
+            device = self._mover.device
+            peak_bytes, shown_bytes = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+            torch.cuda.reset_peak_memory_stats(device)
+        self._earlier_peak_bytes = max(self._earlier_peak_bytes, shown_bytes)
+        return peak_bytes
 
     def activation_stats(self) -> ActivationStats | None:
         """What activation policies did; None where all keep what they save."""
@@ -425,9 +438,9 @@ class Machinery:
 
     def _tier_rows(self) -> tuple[TierRow, ...]:
         if self._tracked is not None:
-            peaks = [self._tracked.peak_bytes]
+            peaks = [self._tracked.peak_bytes, self._earlier_peak_bytes]
         elif self.is_on_cuda:
-            peaks = [torch.cuda.max_memory_reserved(self._mover.device)]
+            peaks = [torch.cuda.max_memory_reserved(self._mover.device), self._earlier_peak_bytes]
         else:
             peaks = []
         if self._legacy is not None:

@@ -17,6 +17,7 @@ from lowtide.memory.groups import find_groups
 from lowtide.memory.layout import lay_out
 from lowtide.memory.mover import Mover
 from lowtide.memory.unmanaged import unmanaged_parameters
+from lowtide.optim.adafactor import Adafactor
 from lowtide.optim.precision import numerics_of
 from lowtide.optim.update_types import Moments, Numerics
 from lowtide.planning.check_plan import check_plan
@@ -64,7 +65,8 @@ def manage(
         max_grad_norm: Clip the gradients by their global norm in each `optimizer.step()`.
         precision: "fp32", "bf16 exact", "bf16 stochastic", "bf16 nearest" or "fp16 exact": how updates land in the weights,
             through Lowtide's own kernels. None leaves all arithmetic to the optimizer's own.
-        moments: With a precision, how optimizer state is stored: "fp32", "bf16" or "8bit".
+        moments: With a precision, how optimizer state is stored: "fp32", "bf16" or "8bit". The vectors of
+            `lowtide.optim.Adafactor` are fp32 whatever this is.
         seed: Of stochastic rounding.
         poison: Fill memory that holds nothing with NaN, so that a fault shows. By default on an emulated device only.
 
@@ -171,6 +173,12 @@ def _numerics(
     wanted, numerics = numerics_of(precision, moments, seed=seed)
     if optimizer is None:
         raise ConfigError(f"precision={precision!r} is about updates, and there is no optimizer", key="precision")
+    if isinstance(optimizer, Adafactor) and numerics.moments is not Moments.FP32:
+        warnings.warn(
+            f"moments={moments!r} has no effect with Adafactor: its second moments are sums of rows and columns, a thousandth "
+            "of the weights, and stay in fp32; leave moments out",
+            stacklevel=3,
+        )
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     others = {parameter.dtype for parameter in trained} - {wanted.dtype, torch.float32}
     if others or (trained and not any(parameter.dtype is wanted.dtype for parameter in trained)):

@@ -15,8 +15,9 @@ import torch
 
 from lowtide import compat
 from lowtide.memory.mover import Mover, Ticket
+from lowtide.optim.matrix_rules import Rule
 from lowtide.optim.parameter_state import ParameterState, new_state
-from lowtide.optim.update_types import ElementwiseRule, Numerics
+from lowtide.optim.update_types import Numerics
 from lowtide.runtime.recording import Recorder
 from lowtide.runtime.timeline import Reason
 
@@ -52,7 +53,7 @@ class Pages:
         """When it was home again."""
         self._visitors: dict[int, _Visitor] = {}
 
-    def new(self, weight: torch.Tensor, rule: ElementwiseRule, numerics: Numerics) -> ParameterState:
+    def new(self, weight: torch.Tensor, rule: Rule, numerics: Numerics) -> ParameterState:
         """State before the first update, in locked memory of the host."""
         with compat.without_modes(), torch.no_grad():
             state = new_state(weight.detach().cpu(), rule, numerics)

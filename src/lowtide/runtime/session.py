@@ -92,6 +92,13 @@ class Session:
         """Bytes moved, time, residency and peaks so far. Waits for the work that is under way."""
         return self._open().stats()
 
+    def take_device_peak(self) -> int:
+        """The most that the device held, in bytes of tensors, since this was last called; a new peak begins.
+
+        On CUDA that is `torch.cuda.max_memory_allocated()` and a reset of torch's own peaks.
+        """
+        return self._open().take_device_peak()
+
     def timeline(self) -> Timeline:
         """What each lane did in the last steps, and which chunks were on the device."""
         return self._open().timeline()

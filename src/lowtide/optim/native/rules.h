@@ -52,9 +52,8 @@ inline void adam(const Tile& tile, const lowtide::Constants& constants, int32_t 
     }
     const F root = Vec::sqrt(second);
     const F corrected = divide(root, correction, inverse_correction);
-    // Infinity by anything is infinity, and the remainder of that division NaN.
-    const F finite = Vec::from_bits(Vec::where_nan(corrected, Vec::bits(root), Vec::bits(corrected)));
-    const F denominator = Vec::add(finite, epsilon);
+    // The correction is at most 1, so this is the quotient, but for infinity: the remainder of its division is NaN.
+    const F denominator = Vec::add(Vec::larger(corrected, root), epsilon);
     Vec::store(tile.weight + i, Vec::add(weight, Vec::div(Vec::mul(negative_step, first), denominator)));
   }
 }

@@ -1,7 +1,7 @@
 // Vectors of eight floats in plain C++: the fallback, and what a compiler may turn into NEON or SVE.
 //
-// Every operation gives the same bits as its namesakes in simd_avx2.h and simd_avx512.h. `std::fma` rounds once on every
-// machine; where there is no such instruction it is slow, and still right.
+// Every operation but two, the roots in steps, gives the same bits as its namesakes in simd_avx2.h and simd_avx512.h.
+// `std::fma` rounds once on every machine; where there is no such instruction it is slow, and still right.
 #pragma once
 
 #include <cmath>
@@ -77,7 +77,17 @@ struct Vec {
   static F mul(F a, F b) { F r; LOWTIDE_EACH r.x[i] = a.x[i] * b.x[i]; return r; }
   static F div(F a, F b) { F r; LOWTIDE_EACH r.x[i] = a.x[i] / b.x[i]; return r; }
   static F fma(F a, F b, F c) { F r; LOWTIDE_EACH r.x[i] = std::fma(a.x[i], b.x[i], c.x[i]); return r; }
+  static F fnma(F a, F b, F c) { F r; LOWTIDE_EACH r.x[i] = std::fma(-a.x[i], b.x[i], c.x[i]); return r; }
+  // The second where one of them is a NaN.
+  static F larger(F a, F b) { F r; LOWTIDE_EACH r.x[i] = a.x[i] > b.x[i] ? a.x[i] : b.x[i]; return r; }
   static F sqrt(F a) { F r; LOWTIDE_EACH r.x[i] = std::sqrt(a.x[i]); return r; }
+  // Zero for numbers that are too small to be normal. Where the processor sees to it, nothing is done here.
+  static F flushed(F a) { F r; LOWTIDE_EACH r.x[i] = std::fabs(a.x[i]) < 0x1p-126f ? 0.0f : a.x[i]; return r; }
+  // The root of `a` in whole steps, the nearest number or one less, on top of `origin`: that is 2^23 steps, and leaves no room
+  // for fractions. The only operations that differ between machines, whose roots are wrong by up to a quarter of a step. A
+  // root of less than a quarter may come to `origin - half`.
+  static F root_steps(F a, float origin, float half) { return add(sub(sqrt(a), broadcast(half)), broadcast(origin)); }
+  static F fourth_root_steps(F a, float origin, float half) { return root_steps(sqrt(a), origin, half); }
   // `size` with the sign of `a`; 0 where `a` is 0, NaN where it is NaN.
   static F signed_size(F a, F size) {
     F r;
@@ -90,10 +100,8 @@ struct Vec {
   static I ints(uint32_t a) { I r; LOWTIDE_EACH r.x[i] = a; return r; }
   static I lanes() { I r; LOWTIDE_EACH r.x[i] = static_cast<uint32_t>(i); return r; }
   static I iadd(I a, I b) { I r; LOWTIDE_EACH r.x[i] = a.x[i] + b.x[i]; return r; }
-  static I isub(I a, I b) { I r; LOWTIDE_EACH r.x[i] = a.x[i] - b.x[i]; return r; }
   static I imul(I a, I b) { I r; LOWTIDE_EACH r.x[i] = a.x[i] * b.x[i]; return r; }
   static I iand(I a, I b) { I r; LOWTIDE_EACH r.x[i] = a.x[i] & b.x[i]; return r; }
-  static I ior(I a, I b) { I r; LOWTIDE_EACH r.x[i] = a.x[i] | b.x[i]; return r; }
   static I ixor(I a, I b) { I r; LOWTIDE_EACH r.x[i] = a.x[i] ^ b.x[i]; return r; }
   static I imax(I a, I b) {
     I r;
@@ -107,6 +115,25 @@ struct Vec {
     LOWTIDE_EACH r.x[i] = test.x[i] != test.x[i] ? yes.x[i] : no.x[i];
     return r;
   }
+  // `a + 1` where the value has reached the border.
+  static I next_where(F value, F border, I a) {
+    I r;
+    LOWTIDE_EACH r.x[i] = a.x[i] + (value.x[i] >= border.x[i] ? 1u : 0u);
+    return r;
+  }
+  // `-a` where the value is negative.
+  static I negative_where(F value, I a) {
+    I r;
+    LOWTIDE_EACH r.x[i] = std::signbit(value.x[i]) ? 0u - a.x[i] : a.x[i];
+    return r;
+  }
+  // `a`, or `least` if that is more, where the value is not zero.
+  static I at_least_where(F value, I least, I a) {
+    const I more = imax(a, least);
+    I r;
+    LOWTIDE_EACH r.x[i] = value.x[i] != 0.0f ? more.x[i] : a.x[i];
+    return r;
+  }
   static uint32_t largest(I a) {
     uint32_t r = a.x[0];
     for (int i = 1; i < kWidth; ++i) r = static_cast<int32_t>(a.x[i]) > static_cast<int32_t>(r) ? a.x[i] : r;
@@ -114,12 +141,6 @@ struct Vec {
   }
 
   static F to_float(I a) { F r; LOWTIDE_EACH r.x[i] = static_cast<float>(static_cast<int32_t>(a.x[i])); return r; }
-  // To nearest even; finite values of small magnitude only.
-  static I to_int(F a) {
-    I r;
-    LOWTIDE_EACH r.x[i] = static_cast<uint32_t>(static_cast<int32_t>(std::nearbyint(a.x[i])));
-    return r;
-  }
 
   static I load_u16(const uint16_t* p) { I r; LOWTIDE_EACH r.x[i] = p[i]; return r; }
   static I load_i16(const int16_t* p) {
@@ -127,15 +148,15 @@ struct Vec {
     LOWTIDE_EACH r.x[i] = static_cast<uint32_t>(static_cast<int32_t>(p[i]));
     return r;
   }
-  static void store_16(void* p, I a) {
-    uint16_t r[kWidth];
-    LOWTIDE_EACH r[i] = static_cast<uint16_t>(a.x[i]);
+  // The upper halves of two vectors, one after the other.
+  static void store_upper(void* p, I low, I high) { store_lower(p, right<16>(low), right<16>(high)); }
+  // The same past the caches, where there is a way to; `p` is a multiple of 64.
+  static void stream_upper(void* p, I low, I high) { store_upper(p, low, high); }
+  static void store_lower(void* p, I low, I high) {
+    uint16_t r[2 * kWidth];
+    LOWTIDE_EACH r[i] = static_cast<uint16_t>(low.x[i]);
+    LOWTIDE_EACH r[kWidth + i] = static_cast<uint16_t>(high.x[i]);
     std::memcpy(p, r, sizeof r);
-  }
-  // Past the caches where there is a way to; `p` is a multiple of 64.
-  static void stream_16(void* p, I low, I high) {
-    store_16(p, low);
-    store_16(static_cast<uint16_t*>(p) + kWidth, high);
   }
   // Before other threads may read what was streamed.
   static void end_streams() {}

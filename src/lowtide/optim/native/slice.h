@@ -117,15 +117,19 @@ inline void load_state(const Piece& piece, const Stored& stored, int s, float* b
   }
 }
 
+inline void store_scale(const Piece& piece, const Stored& stored, int s, const Tile& tile) {
+  if (piece.state_format == StateFormat::kBlocks) *stored.scale[s] = scale_of(tile.state[s]);
+}
+
 inline void store_state(const Piece& piece, const Stored& stored, int s, const Tile& tile) {
   switch (piece.state_format) {
     case StateFormat::kFloat: break;
     case StateFormat::kBfloat: store_bfloat(stored.state[s], tile.state[s]); break;
     case StateFormat::kBlocks:
       if (is_unsigned(piece, s)) {
-        store_unsigned_block(stored.state[s], stored.scale[s], tile.state[s]);
+        store_unsigned_block(stored.state[s], *stored.scale[s], tile.state[s]);
       } else {
-        store_signed_block(stored.state[s], stored.scale[s], tile.state[s]);
+        store_signed_block(stored.state[s], *stored.scale[s], tile.state[s]);
       }
       break;
   }
@@ -147,8 +151,10 @@ inline void update_tile(const Piece& piece, const Stored& stored, int64_t elemen
     case lowtide::Rule::kSgd: sgd(tile, piece.constants, piece.flags, piece.num_states > 0); break;
     case lowtide::Rule::kLion: lion(tile, piece.constants); break;
   }
-  for (int s = 0; s < piece.num_states; ++s) store_state(piece, stored, s, tile);
+  // A scale is long in coming, and all codes wait for it: the weights are stored meanwhile.
+  for (int s = 0; s < piece.num_states; ++s) store_scale(piece, stored, s, tile);
   store_weight(piece, stored, element, tile);
+  for (int s = 0; s < piece.num_states; ++s) store_state(piece, stored, s, tile);
 }
 
 // The last tile of a piece may be short. It is worked on in full, in a copy that is filled up with zeros: so there is no

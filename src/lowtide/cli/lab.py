@@ -1,0 +1,136 @@
+"""`lowtide lab`: lists recipes, runs them one after the other, and makes a report of their records."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lowtide.cli.console import ERR, OUT, friendly_errors, progress
+from lowtide.cli.lab_display import display_of
+from lowtide.cli.lab_tables import recipe_row, recipe_table, run_row, run_table
+from lowtide.errors import ConfigError
+from lowtide.lab.catalogue import choose_recipes, known_recipes
+from lowtide.lab.collect import collect
+from lowtide.lab.recipe_file import read_recipe
+from lowtide.lab.record import Outcome
+from lowtide.lab.runner import EXPERIMENT, EndedRun, Run, run_all
+
+lab_app = typer.Typer(
+    name="lab",
+    help="Experiments from recipes: list them, run them, and set their records side by side.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+)
+
+Recipes = Annotated[list[Path] | None, typer.Option(help="a folder with more recipes; may be repeated")]
+Json = Annotated[bool, typer.Option("--json", help="machine-readable on the standard output")]
+FOLDER = Path("lowtide-lab")
+
+
+@lab_app.command("ls")
+def list_command(recipes: Recipes = None, json_: Json = False) -> None:
+    """The recipes: what each trains, and what it does differently from the one it descends from."""
+    with friendly_errors():
+        rows = [recipe_row(name, path) for name, path in known_recipes(recipes or []).items()]
+        if json_:
+            print(json.dumps({"schema": "lowtide.lab_recipes/1", "recipes": rows}, indent=2))
+        else:
+            OUT.print(recipe_table(rows))
+
+
+@lab_app.command("run")
+def run_command(
+    names: Annotated[list[str], typer.Argument(help="names, patterns such as 'peak_memory/*', or FILE.yaml")],
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="steps=5, dtype=bfloat16, plan.weights=resident, ...")
+    ] = None,
+    seeds: Annotated[
+        str | None, typer.Option(help="3 (so many, from the recipe's own on) or 0,1,2; without: the recipe's own")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="folder for records, logs and TensorBoard curves")] = FOLDER,
+    limit: Annotated[float | None, typer.Option(help="seconds after which a run is killed")] = None,
+    recipes: Recipes = None,
+    json_: Json = False,
+) -> None:
+    """Run recipes one after the other, each in a process of its own; exits with 1 if any did not finish."""
+    with friendly_errors():
+        runs = make_runs(choose_recipes(names, known_recipes(recipes or [])), set_ or [], seeds)
+        results: list[EndedRun] = []
+        try:
+            with display_of(runs, ERR) as display:
+                for ended in run_all(runs, out, on_progress=display.progressed, limit_s=limit, experiment=EXPERIMENT):
+                    results.append(ended)
+                    display.ended(ended)
+        finally:  # also of what was run before an interrupt
+            if json_:
+                print(json.dumps({"schema": "lowtide.lab_runs/1", "runs": [run_row(e) for e in results]}, indent=2))
+            elif results:
+                OUT.print(run_table(results, out))
+        if any(ended.record.outcome is not Outcome.FINISHED for ended in results):
+            raise typer.Exit(1)
+
+
+@lab_app.command("report")
+def report_command(
+    folders: Annotated[list[Path] | None, typer.Argument(help="folders that runs were written to")] = None,
+    out: Annotated[Path, typer.Option(help="the page")] = Path("report.html"),
+    markdown: Annotated[Path | None, typer.Option(help="also the table as markdown")] = None,
+    png: Annotated[Path | None, typer.Option(help="also the figure")] = None,
+) -> None:
+    """Set the records of folders side by side: table, scatter and timelines."""
+    with friendly_errors():
+        with progress("making the report") as say:
+            found = collect(folders or [FOLDER], say)
+            say(f"{len(found.records)} records")
+            from lowtide.lab.report import write_report  # it draws, and what draws takes a second to import
+
+            write_report(found.records, html=out, markdown=markdown, png=png, skipped=found.skipped)
+        for line in found.skipped:
+            ERR.print(f"skipped {line}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+        for path in (out, markdown, png):
+            if path is not None:
+                ERR.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+def make_runs(chosen: dict[str, Path], overrides: Sequence[str], seeds: str | None) -> list[Run]:
+    """A run for each recipe and seed. All recipes are read before the first is run, so that a mistake shows at once.
+
+    Raises:
+        ConfigError: A recipe, an override or the seeds cannot be read.
+    """
+    recipes = {name: read_recipe(path, overrides) for name, path in chosen.items()}
+    return [
+        Run(name=name, recipe=replace(recipe, seed=seed))
+        for name, recipe in recipes.items()
+        for seed in parse_seeds(seeds, recipe.seed)
+    ]
+
+
+def parse_seeds(text: str | None, own: int) -> tuple[int, ...]:
+    """The seeds that `--seeds` asks for: a number of them, or a list; one seed in a list is `7,`.
+
+    Example:
+        >>> parse_seeds(None, 42), parse_seeds("3", 42), parse_seeds("0,1,2", 42), parse_seeds("7,", 42)
+        ((42,), (42, 43, 44), (0, 1, 2), (7,))
+
+    Raises:
+        ConfigError: It is neither, a seed is given twice, or there is none.
+    """
+    if text is None:
+        return (own,)
+    words = [word.strip() for word in text.split(",")]
+    if len(words) > 1 and not words[-1]:
+        words.pop()
+    # Not `int` alone, which takes -1 and 1_000 as well.
+    if not all(word.isascii() and word.isdigit() for word in words) or len(set(words)) < len(words):
+        raise ConfigError(f"--seeds {text!r} is neither a number of seeds nor a list such as 0,1,2", key="seeds")
+    if "," in text:
+        return tuple(int(word) for word in words)
+    if int(text) < 1:
+        raise ConfigError("--seeds 0 asks for no run at all; give 1 or more, or the seed itself as 0,", key="seeds")
+    return tuple(range(own, own + int(text)))

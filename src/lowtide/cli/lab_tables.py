@@ -1,0 +1,121 @@
+"""Recipes and ended runs as rows: plain ones for scripts, tables for people."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from lowtide.cli.lab_display import STYLES
+from lowtide.errors import ConfigError
+from lowtide.lab.differences import recipe_differences
+from lowtide.lab.recipe_file import read_recipe
+from lowtide.lab.record import RunRecord
+from lowtide.lab.runner import EndedRun
+from lowtide.plain_text import Plain
+from lowtide.units import GiB
+
+
+def recipe_row(name: str, path: Path) -> dict[str, Plain]:
+    """What a recipe is about; of one that cannot be read, why."""
+    row: dict[str, Plain] = {"name": name, "path": str(path)}
+    try:
+        recipe = read_recipe(path)
+    except ConfigError as error:
+        # One bad file of a folder must not hide the others.
+        return row | {"error": str(error)}
+    published = None if recipe.published is None else recipe.published.peak_gib
+    return row | {
+        "about": recipe.about,
+        "model": recipe.model,
+        "differs": list(recipe_differences(path, recipe)),
+        "published_peak_gib": published,
+    }
+
+
+def recipe_table(rows: Sequence[dict[str, Plain]]) -> Table:
+    """The rows for people, by folder: below a recipe's name its model, below what it is about its settings."""
+    table = Table()
+    table.add_column("recipe", no_wrap=True)
+    table.add_column("what it does", overflow="fold")
+    table.add_column("published", justify="right", no_wrap=True)
+    for folder, group in itertools.groupby(rows, key=lambda row: str(row["name"]).rpartition("/")[0]):
+        table.add_section()
+        if folder:
+            table.add_row(Text(f"{folder}/", style="bold"))
+        for row in group:
+            table.add_row(*_recipe_cells(row, indent="  " if folder else ""))
+    return table
+
+
+def _recipe_cells(row: dict[str, Plain], indent: str) -> tuple[Text, Text, str]:
+    name = f"{indent}{str(row['name']).rpartition('/')[2]}"
+    if "error" in row:
+        return Text(name), Text(f"cannot be read: {row['error']}", style="bold red"), ""
+    differs, peak = row["differs"], row["published_peak_gib"]
+    assert isinstance(differs, list)
+    about = [Text(str(row["about"]))] if row["about"] else []
+    settings = [Text(", ".join(map(str, differs)), style="dim")] if differs else []
+    return (
+        Text.assemble(name, "\n", (f"{indent}{row['model']}", "dim")),
+        Text("\n").join([*about, *settings]),
+        "" if peak is None else f"{peak:.3f} GiB",
+    )
+
+
+def run_row(ended: EndedRun) -> dict[str, Plain]:
+    """What a script needs of a run; everything else is in its record."""
+    record = ended.record
+    return {
+        "name": ended.run.name,
+        "seed": ended.run.recipe.seed,
+        "outcome": str(record.outcome),
+        "message": record.message,
+        "peak_bytes": None if record.memory is None else record.memory.peak_bytes,
+        "samples_per_s": None if record.speed is None or not record.speed.step_s else record.speed.samples_per_s,
+        "perplexity": perplexity(record),
+        "record": str(ended.path),
+    }
+
+
+def perplexity(record: RunRecord) -> float | None:
+    """Of the evaluation; None where there was none, or where it is beyond any number."""
+    if record.evaluation_loss is None:
+        return None
+    try:
+        return math.exp(record.evaluation_loss)
+    except OverflowError:
+        return None
+
+
+def run_table(results: Sequence[EndedRun], folder: Path) -> Table:
+    """All runs with their figures, and the files of their records."""
+    # A whole path in each row would leave no room for anything else.
+    table = Table(caption=f"records are in {_short(folder / 'records')}/RECIPE", caption_justify="left")
+    for heading in ("recipe, record", "seed", "outcome", "peak", "samples/s", "perplexity"):
+        is_number = heading in ("seed", "peak", "samples/s", "perplexity")
+        table.add_column(heading, justify="right" if is_number else "left", overflow="fold")
+    for ended in results:
+        row = run_row(ended)
+        table.add_row(
+            Text.assemble(ended.run.name, "\n", (f"  {ended.path.name}", "dim")),
+            str(ended.run.recipe.seed),
+            Text(str(ended.record.outcome), style=STYLES[ended.record.outcome]),
+            "" if ended.record.memory is None else f"{ended.record.memory.peak_bytes / GiB:.3f} GiB",
+            _figure(row["samples_per_s"]),
+            _figure(row["perplexity"]),
+        )
+    return table
+
+
+def _figure(value: Plain) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else ""
+
+
+def _short(path: Path) -> str:
+    """From the current folder, where it is below it."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

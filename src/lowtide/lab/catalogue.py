@@ -1,0 +1,63 @@
+"""The recipes that can be named: those of the package and of other folders, chosen by name, pattern or path."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from lowtide.errors import ConfigError, UnknownNameError
+from lowtide.lab.recipe_file import FOLDER, SUFFIXES, find_recipe, recipe_names
+
+
+def known_recipes(more: Sequence[Path] = ()) -> dict[str, Path]:
+    """The file of each name, those of the package first; a name that a later folder has too is the later one's.
+
+    Raises:
+        ConfigError: A folder does not exist.
+    """
+    for folder in more:
+        if not folder.is_dir():
+            raise ConfigError(f"there is no folder of recipes {str(folder)!r}", key="recipes")
+    return {name: find_recipe(name, folder) for folder in (FOLDER, *more) for name in recipe_names(folder)}
+
+
+def choose_recipes(words: Sequence[str], known: Mapping[str, Path]) -> dict[str, Path]:
+    """The recipes that the words name, each once, in their order.
+
+    A word is the path of a file, a name, the last part of one where that is unique, or a pattern such as
+    `peak_memory/*` or `*_tiny`.
+
+    Raises:
+        UnknownNameError: There is no such recipe; the nearest name is in the message.
+        ConfigError: A word stands for several recipes, or two files would have one name.
+    """
+    chosen: dict[str, Path] = {}
+    for word in words:
+        for name, path in _found(word, known):
+            if chosen.setdefault(name, path).resolve() != path.resolve():
+                raise ConfigError(
+                    f"{chosen[name]} and {path} would both be recorded as {name!r}: rename one, or run them into "
+                    "different folders with --out"
+                )
+    return chosen
+
+
+def _found(word: str, known: Mapping[str, Path]) -> Iterator[tuple[str, Path]]:
+    path = Path(word)
+    if path.suffix in SUFFIXES and path.is_file():
+        yield next((name for name, file in known.items() if file.resolve() == path.resolve()), path.stem), path
+        return
+    if any(mark in word for mark in "*?["):
+        names = [name for name in known if any(fnmatch.fnmatchcase(end, word) for end in (name, _last(name)))]
+    else:
+        names = [name for name in known if name == word] or [name for name in known if name.endswith(f"/{word}")]
+        if len(names) > 1:
+            raise ConfigError(f"{word!r} is the end of several recipes: {', '.join(names)}; give one of these")
+    if not names:
+        raise UnknownNameError("recipe", word, [*known, *map(_last, known)])
+    yield from ((name, known[name]) for name in names)
+
+
+def _last(name: str) -> str:
+    return name.rpartition("/")[2]

@@ -1,0 +1,94 @@
+"""What a recipe does differently, in a few words: its settings that are not those of what it descends from."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from lowtide import config, plain_text
+from lowtide.errors import ConfigError
+from lowtide.lab.recipe import Recipe
+from lowtide.lab.recipe_file import merge_settings
+from lowtide.plain_text import Plain
+
+NOT_COMPARED = frozenset({"model", "about", "published", "tolerance"})
+"""Said elsewhere, or no part of a run."""
+
+
+def recipe_differences(path: Path, recipe: Recipe) -> tuple[str, ...]:
+    """Settings such as `dtype=bfloat16` and `plan.schedule=in_backward`, in the order of the recipe's fields.
+
+    Against the files at the end of all that this one extends, so that a variant of a variant shows both changes; against
+    the defaults where it extends none, or such as are no recipe by themselves.
+    """
+    base = Recipe(model=recipe.model)
+    roots = list(_roots(path))
+    if roots != [path]:
+        settings: dict[str, Plain] = {}
+        for root in roots:
+            settings = merge_settings(settings, _settings(root))
+        with contextlib.suppress(ConfigError):  # such as shared settings without a model
+            base = config.from_plain(Recipe, settings)
+    return tuple(_differences(recipe, base, config.to_plain(recipe), ""))
+
+
+def _roots(path: Path) -> Iterator[Path]:
+    """The files at the ends of the chains of `extends`. The file was read before, so there are ends."""
+    extended = _settings(path).get("extends", [])
+    others = [str(other) for other in (extended if isinstance(extended, list) else [extended])]
+    if not others:
+        yield path
+    for other in others:
+        yield from _roots(path.parent / other)
+
+
+def _settings(path: Path) -> dict[str, Plain]:
+    plain = plain_text.parse(path.read_text(encoding="utf-8"), plain_text.format_of(path))
+    return plain if isinstance(plain, dict) else {}
+
+
+def _differences(value: object, base: object, plain: Plain, path: str) -> Iterator[str]:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        assert isinstance(plain, dict)
+        is_new = type(base) is not type(value)
+        if is_new:
+            base = _default(type(value))
+        inner = [
+            difference
+            for field in dataclasses.fields(value)
+            if path or field.name not in NOT_COMPARED
+            for difference in _differences(
+                getattr(value, field.name),
+                getattr(base, field.name, dataclasses.MISSING),
+                plain[field.name],
+                f"{path}.{field.name}" if path else field.name,
+            )
+        ]
+        if is_new and "kind" in plain:
+            yield f"{path}={plain['kind']}"
+        elif is_new and not inner:
+            yield path
+        yield from inner
+    elif isinstance(value, dict) and isinstance(base, dict):
+        assert isinstance(plain, dict)
+        for key in dict.fromkeys([*value, *base]):
+            yield from _differences(value.get(key), base.get(key), plain.get(key), f"{path}.{key}")
+    elif value != base:
+        yield f"{path}={_shown(plain)}"
+
+
+def _default(kind: type) -> object:
+    """What a setting of that class is without settings; None where it cannot be."""
+    try:
+        default: object = kind()
+    except TypeError:
+        return None
+    return default
+
+
+def _shown(plain: Plain) -> str:
+    # As `--set` takes it.
+    return plain if isinstance(plain, str) else json.dumps(plain)

@@ -1,0 +1,262 @@
+"""One run of a recipe, from nothing to its record. It has the process to itself."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from lowtide import config
+from lowtide.errors import LowtideError
+from lowtide.hardware import find_hardware
+from lowtide.lab.check import find_device, plan_of
+from lowtide.lab.compiling import compile_model
+from lowtide.lab.inputs import Inputs, check_vocabulary, make_inputs
+from lowtide.lab.materialise import materialise
+from lowtide.lab.meter import Meter, metered
+from lowtide.lab.prediction import UnpredictedError, predict
+from lowtide.lab.progress import OnProgress, Progress
+from lowtide.lab.recipe import Recipe
+from lowtide.lab.record import Outcome, PredictedFigures, RunRecord, SpeedFigures
+from lowtide.lab.surroundings import find_surroundings
+from lowtide.lab.training import Batch, make_optimizer, make_scheduler
+from lowtide.lab.watching import Watch, watched
+from lowtide.models import ModelSource, resolve_model
+from lowtide.runtime.manage import manage
+from lowtide.runtime.session import Session
+
+MOST_POINTS = 400
+"""Of a timeline in a record."""
+
+
+def run_experiment(recipe: Recipe, *, name: str, on_progress: OnProgress) -> RunRecord:
+    """Train, evaluate and measure.
+
+    Args:
+        recipe: What to run.
+        name: The recipe's, for the record.
+        on_progress: Called at each step.
+
+    Raises:
+        LowtideError: The recipe does not fit the model or the machine.
+        torch.OutOfMemoryError: The device's memory, real or emulated, did not hold the run.
+    """
+    surroundings = find_surroundings(recipe.device)
+    device = find_device(recipe.device)
+    torch.set_float32_matmul_precision(recipe.matmul_precision)
+    if device.type == "cpu" and recipe.dtype != "float32":
+        torch.backends.mkldnn.set_flags(False, None, None, None)  # some processors lack what its half precision uses
+    say = _speaker(on_progress)
+    source = resolve_model(recipe.model, settings=recipe.model_settings)
+    check_vocabulary(recipe, source)
+    inputs = make_inputs(recipe, source, say)
+    say("drawing the first weights")
+    model = first_weights(recipe, source)
+    remarks: list[str] = []
+    predicted = _prediction(recipe, source, inputs.train(0), device, say, remarks)
+    run = _Run(recipe, model, inputs, device, on_progress)
+    with run.prepared() as session:
+        run.train()
+        evaluation_loss = run.evaluate()
+        timeline = () if recipe.compile is not None else run.watch()
+        stats = None if session is None else {**session.stats().to_dict(), "chunks": []}
+    if device.type == "cpu" and recipe.compile is not None and recipe.compile.backend == "inductor":
+        remarks.append("memory that compiled code makes on an emulated device is not seen: the peak is too small")
+    return RunRecord(
+        name=name,
+        outcome=Outcome.FINISHED,
+        surroundings=surroundings,
+        recipe=config.to_plain(recipe),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        losses=tuple(run.losses),
+        evaluation_loss=evaluation_loss,
+        memory=run.meter.figures(timeline),
+        predicted=predicted,
+        speed=SpeedFigures(step_s=tuple(run.step_s), samples_per_step=inputs.batch_size * recipe.accumulation),
+        session=stats,
+        remarks=tuple(remarks),
+    )
+
+
+def first_weights(recipe: Recipe, source: ModelSource) -> nn.Module:
+    """The model on the host: drawn in fp32 from the seed, then converted, so that all types begin at the same weights."""
+    torch.manual_seed(recipe.seed)
+    return materialise(source.build(torch.float32), name=recipe.model, dtype=torch.float32).to(recipe.torch_dtype)
+
+
+class _Run:
+    """The state of a run: what was measured so far."""
+
+    def __init__(
+        self, recipe: Recipe, model: nn.Module, inputs: Inputs, device: torch.device, on_progress: OnProgress
+    ) -> None:
+        self.recipe, self.model, self.inputs, self.device = recipe, model, inputs, device
+        self.on_progress = on_progress
+        self.losses: list[float] = []
+        self.step_s: list[float] = []
+        self.meter: Meter
+        self._watch: Watch | None = None
+
+    @contextlib.contextmanager
+    def prepared(self) -> Iterator[Session | None]:
+        """The model on its device, managed if there is a plan, compiled if asked for, and metered."""
+        self.on_progress(Progress(words="preparing the model", steps=self.recipe.steps))
+        if self.recipe.plan is None:
+            self.model.to(self.device)
+        if self.recipe.compile is not None:
+            # Before the session: its windows are outside of compiled code.
+            compile_model(self.model, self.recipe.compile)
+        self.optimizer = make_optimizer(self.recipe.optimizer, self.model)
+        with contextlib.ExitStack() as stack:
+            session = None
+            if self.recipe.plan is not None:
+                plan = plan_of(self.recipe.plan, self.model)
+                session = stack.enter_context(
+                    manage(
+                        self.model,
+                        self.optimizer,
+                        plan,
+                        device=self.device,
+                        max_grad_norm=self.recipe.max_grad_norm,
+                        precision=self.recipe.precision,
+                        moments=self.recipe.moments,
+                        seed=self.recipe.seed,
+                        poison=False,
+                    )
+                )
+            self.scheduler = make_scheduler(self.recipe, self.optimizer)
+            self.take_peak = stack.enter_context(metered(self.model, session, self.device))
+            self.meter = Meter(self.take_peak, self.device)
+            yield session
+
+    def train(self) -> None:
+        """All steps."""
+        torch.manual_seed(self.recipe.seed)
+        self.model.train()
+        self.meter.begin()
+        for step in range(self.recipe.steps):
+            began_s = time.perf_counter()
+            loss = self._step(step)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self.step_s.append(time.perf_counter() - began_s)
+            self.losses.append(loss)
+            self.on_progress(
+                Progress(
+                    words="training",
+                    step=step + 1,
+                    steps=self.recipe.steps,
+                    loss=loss,
+                    peak_bytes=self.meter.peak_bytes,
+                    samples_per_s=self.inputs.batch_size * self.recipe.accumulation / self.step_s[-1],
+                )
+            )
+
+    def evaluate(self) -> float | None:
+        """Mean over the evaluation batches of each one's mean loss; None where nothing is to be evaluated."""
+        if not self.inputs.evaluation:
+            return None
+        self.model.eval()
+        losses: list[float] = []
+        with torch.no_grad():
+            for number, batch in enumerate(self.inputs.evaluation):
+                losses.append(self.model(**self._moved(batch)).loss.double().item())
+                words = f"evaluating, batch {number + 1} of {len(self.inputs.evaluation)}"
+                self.on_progress(Progress(words=words, step=self.recipe.steps, steps=self.recipe.steps))
+        self.meter.end("evaluation")
+        self.model.train()
+        return sum(losses) / len(losses)
+
+    def watch(self) -> tuple[tuple[str, int], ...]:
+        """One more step, whose peaks between the calls of groups are noted; the figures of the run stay as they are."""
+        self._watch = Watch(self.take_peak)
+        self.take_peak()
+        with watched(self.model, self._watch):
+            self._step(self.recipe.steps)
+        points, self._watch = self._watch.points, None
+        return thinned(points, MOST_POINTS)
+
+    def _step(self, step: int) -> float:
+        parts = []
+        for part in range(self.recipe.accumulation):
+            batch = self._moved(self.inputs.train(step * self.recipe.accumulation + part))
+            self._enter("forward")
+            loss = self.model(**batch).loss
+            self._leave("forward")
+            self._enter("backward")
+            (loss / self.recipe.accumulation if self.recipe.accumulation > 1 else loss).backward()
+            self._leave("backward")
+            parts.append(loss.detach())
+            del loss
+        self._enter("update")
+        if self.recipe.max_grad_norm is not None and self.recipe.plan is None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.max_grad_norm)
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.optimizer.zero_grad()
+        self._leave("update")
+        return sum(float(part.double().item()) for part in parts) / len(parts)
+
+    def _enter(self, phase: str) -> None:
+        if self._watch is not None:
+            self._watch.phase = phase
+
+    def _leave(self, phase: str) -> None:
+        if self._watch is not None:
+            self._watch.mark(phase)
+        else:
+            self.meter.end(phase)
+
+    def _moved(self, batch: Batch) -> Batch:
+        return {
+            key: value.to(self.device, self.recipe.torch_dtype if value.is_floating_point() else value.dtype)
+            for key, value in batch.items()
+        }
+
+
+def thinned(points: list[tuple[str, int]], limit: int) -> tuple[tuple[str, int], ...]:
+    """At most `limit` points: of each stretch of one phase the largest stays.
+
+    Example:
+        >>> thinned([("forward", 1), ("forward", 3), ("backward", 2), ("backward", 1)], 2)
+        (('forward', 3), ('backward', 2))
+    """
+    if len(points) <= limit:
+        return tuple(points)
+    width = -(-len(points) // max(1, limit - len({phase for phase, _ in points}) + 1))
+    kept: list[tuple[str, int]] = []
+    stretch: list[tuple[str, int]] = []
+    for point in points:
+        if stretch and (point[0] != stretch[0][0] or len(stretch) == width):
+            kept.append(max(stretch, key=lambda each: each[1]))
+            stretch = []
+        stretch.append(point)
+    return (*kept, max(stretch, key=lambda each: each[1]))
+
+
+def _prediction(
+    recipe: Recipe,
+    source: ModelSource,
+    batch: Batch,
+    device: torch.device,
+    say: Callable[[str], None],
+    remarks: list[str],
+) -> PredictedFigures | None:
+    if device.type != "cuda":
+        return None  # predictions are for cards: an emulated device has no allocator and no workspaces
+    try:
+        card = find_hardware(torch.cuda.get_device_name(device).removeprefix("NVIDIA "))
+        return predict(recipe, source.build(recipe.torch_dtype), batch, hardware=card.name, say=say)
+    except UnpredictedError as error:
+        remarks.append(f"no prediction: {error}")
+    except LowtideError as error:
+        remarks.append(f"the prediction failed: {error}")
+    return None
+
+
+def _speaker(on_progress: OnProgress) -> Callable[[str], None]:
+    return lambda words: on_progress(Progress(words=words))

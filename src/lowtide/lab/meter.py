@@ -1,0 +1,95 @@
+"""Meter: the device's peak since it was last asked, whoever plays the device."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+
+import torch
+from torch import nn
+
+from lowtide.lab.record import MemoryFigures
+from lowtide.runtime.session import Session
+from lowtide.runtime.tracked_memory import TrackedMemory
+
+TakePeak = Callable[[], int]
+"""The most since the last call, in bytes of tensors; a new peak begins."""
+
+
+class Meter:
+    """Collects the peak of each phase of a run.
+
+    Args:
+        take_peak: Asked at each phase's end.
+        device: A CUDA device, whose reserved memory is noted too.
+    """
+
+    def __init__(self, take_peak: TakePeak, device: torch.device) -> None:
+        self._take_peak = take_peak
+        self._device = device
+        self._by_phase: dict[str, int] = {}
+        self._reserved_bytes = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest of all phases so far."""
+        return max(self._by_phase.values(), default=0)
+
+    def begin(self) -> None:
+        """Forget what was before."""
+        self._note_reserved()
+        self._take_peak()
+
+    def end(self, phase: str) -> None:
+        """A phase is over: what was held since the last call was held in it."""
+        self._note_reserved()
+        self._by_phase[phase] = max(self._by_phase.get(phase, 0), self._take_peak())
+
+    def figures(self, timeline: tuple[tuple[str, int], ...] = ()) -> MemoryFigures:
+        """All that was found."""
+        return MemoryFigures(
+            peak_bytes=self.peak_bytes,
+            by_phase=dict(self._by_phase),
+            reserved_bytes=self._reserved_bytes or None,
+            host_bytes=host_peak_bytes(),
+            timeline=timeline,
+        )
+
+    def _note_reserved(self) -> None:
+        # Before the peak is taken, which begins a new one of these too.
+        if self._device.type == "cuda":
+            self._reserved_bytes = max(self._reserved_bytes, torch.cuda.max_memory_reserved(self._device))
+
+
+@contextmanager
+def metered(model: nn.Module, session: Session | None, device: torch.device) -> Iterator[TakePeak]:
+    """How to ask for peaks while the model is trained: of the session, of the card, or of a host that plays one."""
+    if session is not None:
+        yield session.take_device_peak
+        return
+    if device.type == "cuda":
+        yield lambda: _take_cuda_peak(device)
+        return
+    tracked = TrackedMemory(None)
+    tracked.start()
+    try:
+        for tensor in chain(model.parameters(), model.buffers()):
+            tracked.include(tensor, "weights")
+        yield tracked.reset_peak
+    finally:
+        tracked.stop()
+
+
+def _take_cuda_peak(device: torch.device) -> int:
+    peak_bytes = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak_bytes
+
+
+def host_peak_bytes() -> int:
+    """The largest resident size of this process."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

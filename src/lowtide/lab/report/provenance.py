@@ -1,0 +1,47 @@
+"""Where the figures come from, as pairs of a name and its values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from lowtide.lab.record import RunRecord
+from lowtide.lab.report.comparison import Comparison
+
+
+def provenance(records: Sequence[RunRecord]) -> tuple[tuple[str, str], ...]:
+    """What the records were made with; several values where they do not agree, which the reader must know."""
+    around = [record.surroundings for record in records]
+    dates = sorted(surroundings.date for surroundings in around)
+    return (
+        ("commit", _unique(surroundings.commit for surroundings in around)),
+        ("device", _unique((surroundings.device for surroundings in around), separator="; ")),
+        ("torch", _unique(surroundings.torch for surroundings in around)),
+        ("lowtide", _unique(surroundings.lowtide for surroundings in around)),
+        ("python", _unique(surroundings.python for surroundings in around)),
+        ("platform", _unique((surroundings.platform for surroundings in around), separator="; ")),
+        ("date", dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"),
+        ("records", str(len(records))),
+    )
+
+
+def remarks(comparison: Comparison) -> tuple[str, ...]:
+    """What the runs themselves want to be known, each said once with the rows that say it."""
+    said: dict[str, list[str]] = {}
+    for row in comparison.rows:
+        for remark in row.remarks:
+            said.setdefault(remark, []).append(row.label)
+    everywhere = len(comparison.rows)
+    lines = [
+        remark if len(labels) == everywhere else f"{', '.join(labels)}: {remark}" for remark, labels in said.items()
+    ]
+    if comparison.is_emulated:
+        lines.insert(0, "The device is emulated on the host: bytes are true, times say nothing about a card.")
+    for row in comparison.rows:
+        if row.num_older:
+            runs = "an older run" if row.num_older == 1 else f"{row.num_older} older runs"
+            lines.append(f"{row.label}: {runs} with the same seeds left out, the newest of each seed counts.")
+    return tuple(lines)
+
+
+def _unique(values: Iterable[str], *, separator: str = ", ") -> str:
+    return separator.join(dict.fromkeys(values))

@@ -1,0 +1,261 @@
+"""Row: what the seeds of one configuration say together."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lowtide import config
+from lowtide.errors import ConfigError
+from lowtide.lab.recipe import PublishedFigures
+from lowtide.lab.record import MemoryFigures, Outcome, PredictedFigures, RunRecord
+from lowtide.lab.report.spread import Spread, perplexity, spread_of
+from lowtide.plain_text import Plain
+
+_UNKNOWN = "unknown"
+"""The device of a run that ended before it had one."""
+_NOT_RUN = frozenset({"seed", "about", "published", "tolerance"})
+"""Keys of a recipe that make no other configuration."""
+_MAX_SETTINGS, _MAX_WORD = 3, 24
+"""Of a label, which stands in charts: settings that differ, and letters of each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """A run that did not finish."""
+
+    seed: int
+    outcome: Outcome
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breakdown:
+    """The peak by category."""
+
+    by_category: Mapping[str, int]
+    is_predicted: bool
+    """Whether the trace said it, because no step was watched for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One configuration on one device, over its seeds."""
+
+    name: str
+    """Of the recipe, such as `peak_memory/control`."""
+    settings: str = ""
+    """What tells it from others of the same name, such as `steps=3`."""
+    device: str
+    model: str
+    seeds: tuple[int, ...]
+    """Of each run, finished or not."""
+    num_older: int = 0
+    """Runs of the same seeds that were made before, and do not count."""
+    unfinished: tuple[Ending, ...] = ()
+    peak_bytes: int | None = None
+    """The largest of all seeds."""
+    peak_phase: str | None = None
+    """Of that run, as all of the following about memory."""
+    by_phase: Mapping[str, int]
+    breakdown: Breakdown | None = None
+    timeline: tuple[tuple[str, int], ...] = ()
+    reserved_bytes: int | None = None
+    """The largest of all seeds, as the next."""
+    host_bytes: int | None = None
+    samples_per_s: Spread | None = None
+    """Of runs that finished, as all figures below; with compilation and first allocations."""
+    warm_samples_per_s: Spread | None = None
+    steps_10_to_100_s: Spread | None = None
+    samples_per_step: int | None = None
+    perplexity: Spread | None = None
+    predicted: PredictedFigures | None = None
+    published: PublishedFigures | None = None
+    parameters: int | None = None
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def folder(self) -> str:
+        """Of the name: configurations of one experiment share it."""
+        return _folder(self.name)
+
+    @property
+    def label(self) -> str:
+        """The name within its folder, with what tells it from its namesakes."""
+        short = self.name.rpartition("/")[2]
+        return f"{short} ({self.settings})" if self.settings else short
+
+    @property
+    def outcome(self) -> Outcome:
+        """Finished if every run has; otherwise of the first that has not."""
+        return self.unfinished[0].outcome if self.unfinished else Outcome.FINISHED
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every run came to its end."""
+        return not self.unfinished
+
+    @property
+    def is_control(self) -> bool:
+        """Whether others are measured against it, by its name."""
+        return self.name.endswith("control")
+
+    @property
+    def prediction_error(self) -> float | None:
+        """Predicted over measured, less 1; None where either is missing, or the run did not get to its peak."""
+        if self.predicted is None or not self.peak_bytes or not self.is_finished:
+            return None
+        return self.predicted.peak_bytes / self.peak_bytes - 1
+
+
+def make_rows(records: Sequence[RunRecord]) -> tuple[Row, ...]:
+    """Rows in the order of their first record; runs that differ in the seed alone share one.
+
+    Of several runs with one seed the newest counts. Runs of one name whose recipes differ otherwise, by an override or
+    since an edit, are different configurations: each gets a row that says what differs.
+    """
+    devices = _devices(records)
+    groups: dict[tuple[str, str, str], list[RunRecord]] = {}
+    for record, device in zip(records, devices, strict=True):
+        # What cannot be JSON, such as a path, is told apart by its text.
+        recipe = json.dumps(_flat(record.recipe), sort_keys=True, default=str)
+        groups.setdefault((record.name, device, recipe), []).append(record)
+    namesakes: dict[tuple[str, str], list[dict[str, Plain]]] = {}
+    for (name, device, _), runs in groups.items():
+        namesakes.setdefault((name, device), []).append(_flat(runs[0].recipe))
+    return tuple(
+        _row(runs, device=device, settings=_difference(_flat(runs[0].recipe), namesakes[name, device]))
+        for (name, device, _), runs in groups.items()
+    )
+
+
+def _devices(records: Sequence[RunRecord]) -> list[str]:
+    """Of each record. A run that ended before it could say belongs to the experiment's device, where there is only one."""
+    known: dict[str, dict[str, None]] = {}
+    for record in records:
+        if record.surroundings.device != _UNKNOWN:
+            known.setdefault(_folder(record.name), {})[record.surroundings.device] = None
+    devices = []
+    for record in records:
+        others = list(known.get(_folder(record.name), ()))
+        own = record.surroundings.device
+        devices.append(others[0] if own == _UNKNOWN and len(others) == 1 else own)
+    return devices
+
+
+def _newest(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """One of each seed, by rising seed."""
+    by_seed: dict[int, RunRecord] = {}
+    for run in sorted(runs, key=_when):
+        by_seed[_seed(run)] = run
+    return [by_seed[seed] for seed in sorted(by_seed)]
+
+
+def _when(run: RunRecord) -> float:
+    try:
+        return dt.datetime.fromisoformat(run.surroundings.date).timestamp()
+    except ValueError:
+        return -math.inf
+
+
+def _row(all_runs: Sequence[RunRecord], *, device: str, settings: str) -> Row:
+    runs = _newest(all_runs)
+    first = runs[0]
+    finished = [run for run in runs if run.outcome is Outcome.FINISHED]
+    # By peak: what is said about memory comes from the run that needed most, or the next that knows it.
+    measured = sorted((run.memory for run in runs if run.memory), key=lambda memory: -memory.peak_bytes)
+    most = measured[0] if measured else None
+    speeds = [run.speed for run in finished if run.speed and sum(run.speed.step_s) > 0]
+    predicted = next((run.predicted for run in runs if run.predicted), None)
+    published, complaints = _published(runs)
+    return Row(
+        name=first.name,
+        settings=settings,
+        device=device,
+        model=str(first.recipe.get("model", "")),
+        seeds=tuple(_seed(run) for run in runs),
+        num_older=len(all_runs) - len(runs),
+        unfinished=tuple(
+            Ending(seed=_seed(run), outcome=run.outcome, message=run.message)
+            for run in runs
+            if run.outcome is not Outcome.FINISHED
+        ),
+        peak_bytes=most.peak_bytes if most else None,
+        peak_phase=most.peak_phase if most and most.by_phase else None,
+        by_phase=most.by_phase if most else {},
+        breakdown=_breakdown(measured, predicted),
+        timeline=next((memory.timeline for memory in measured if memory.timeline), ()),
+        reserved_bytes=max((memory.reserved_bytes for memory in measured if memory.reserved_bytes), default=None),
+        host_bytes=max((memory.host_bytes for memory in measured if memory.host_bytes), default=None),
+        samples_per_s=spread_of(speed.samples_per_s for speed in speeds),
+        warm_samples_per_s=spread_of(speed.warm_samples_per_s() for speed in speeds),
+        steps_10_to_100_s=spread_of(speed.between_s() for speed in speeds),
+        samples_per_step=speeds[0].samples_per_step if speeds else None,
+        perplexity=spread_of(
+            None if run.evaluation_loss is None else perplexity(run.evaluation_loss) for run in finished
+        ),
+        predicted=predicted,
+        published=published,
+        parameters=next((run.parameters for run in runs if run.parameters is not None), None),
+        remarks=tuple(dict.fromkeys([*(remark for run in runs for remark in run.remarks), *complaints])),
+    )
+
+
+def _breakdown(measured: Sequence[MemoryFigures], predicted: PredictedFigures | None) -> Breakdown | None:
+    for memory in measured:
+        if memory.at_peak:
+            return Breakdown(by_category=memory.at_peak, is_predicted=False)
+    if predicted is not None and predicted.at_peak:
+        return Breakdown(by_category=predicted.at_peak, is_predicted=True)
+    return None
+
+
+def _published(runs: Sequence[RunRecord]) -> tuple[PublishedFigures | None, list[str]]:
+    """What the newest recipe has of it; and what is wrong with it, where it cannot be read."""
+    plain = next((run.recipe["published"] for run in reversed(runs) if run.recipe.get("published")), None)
+    if plain is None:
+        return None, []
+    try:
+        return config.from_plain(PublishedFigures, plain), []
+    except ConfigError as error:
+        return None, [f"Its published figures cannot be read: {error}"]
+
+
+def _folder(name: str) -> str:
+    return name.rpartition("/")[0]
+
+
+def _seed(run: RunRecord) -> int:
+    seed = run.recipe.get("seed", 0)
+    return seed if isinstance(seed, int) else 0
+
+
+def _flat(recipe: Mapping[str, Plain], prefix: str = "") -> dict[str, Plain]:
+    """Dotted keys of all that makes the configuration."""
+    flat: dict[str, Plain] = {}
+    for key, value in recipe.items():
+        if not prefix and key in _NOT_RUN:
+            continue
+        if isinstance(value, dict) and value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        elif value is not None:  # left out and none are the same
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _difference(mine: Mapping[str, Plain], all_of_name: Sequence[Mapping[str, Plain]]) -> str:
+    keys = dict.fromkeys(key for recipe in (mine, *all_of_name) for key in recipe)
+    differing = [key for key in keys if any(recipe.get(key) != mine.get(key) for recipe in all_of_name)]
+    words = [f"{key}={_word(mine.get(key))}" for key in differing[:_MAX_SETTINGS]]
+    rest = len(differing) - len(words)
+    return ", ".join([*words, *([f"{rest} more"] if rest else [])])
+
+
+def _word(value: Plain) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "none", True: "true", False: "false"}[value]
+    text = str(value)
+    return text if len(text) <= _MAX_WORD else f"{text[: _MAX_WORD - 1]}…"

@@ -1,0 +1,106 @@
+"""The chart of memory against speed as plain data, for the page and for the figure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowtide.lab.report.axis import Axis, axis_over
+from lowtide.lab.report.byte_unit import ByteUnit, unit_for
+from lowtide.lab.report.comparison import Comparison
+from lowtide.lab.report.published import published_speed
+from lowtide.lab.report.rows import Row
+from lowtide.units import GiB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """One place on the chart."""
+
+    row: Row
+    samples_per_s: float
+    memory: float
+    """In the chart's unit."""
+    is_on_front: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scatter:
+    """Memory upwards, samples/s to the right: what is low and far right is good."""
+
+    marks: tuple[Mark, ...]
+    """Of finished rows with both figures."""
+    published: tuple[Mark, ...]
+    """Where somebody else had the same rows."""
+    front: tuple[tuple[float, float], ...]
+    """Corners of the line below which nobody is, as (samples/s, memory)."""
+    speed: Axis
+    memory: Axis
+    unit: ByteUnit
+    speed_words: str
+    notes: tuple[str, ...]
+    """What is not drawn, and why."""
+
+
+def scatter_of(comparison: Comparison) -> Scatter | None:
+    """The chart; None where no finished row has both memory and speed."""
+    unit = unit_for(comparison.rows)
+    marks, published, undrawn = [], [], []
+    for row in comparison.rows:
+        speed = comparison.speed(row)
+        if row.is_finished and speed is not None and row.peak_bytes is not None:
+            marks.append(
+                Mark(
+                    row=row,
+                    samples_per_s=speed.mean,
+                    memory=row.peak_bytes / unit.num_bytes,
+                    is_on_front=row in comparison.front,
+                )
+            )
+        if row.published is None or row.published.peak_gib is None:
+            continue
+        their_speed = published_speed(row, is_warm=comparison.is_warm)
+        if their_speed is None:
+            undrawn.append(row.label)
+        else:
+            memory = row.published.peak_gib * GiB / unit.num_bytes
+            published.append(Mark(row=row, samples_per_s=their_speed, memory=memory))
+    if not marks:
+        return None
+    return Scatter(
+        marks=tuple(marks),
+        published=tuple(published),
+        front=_stairs([mark for row in comparison.front for mark in marks if mark.row is row]),
+        speed=axis_over(mark.samples_per_s for mark in (*marks, *published)),
+        memory=axis_over(mark.memory for mark in (*marks, *published)),
+        unit=unit,
+        speed_words="samples/s after 10 steps of warm-up" if comparison.is_warm else "samples/s with compilation",
+        notes=_notes(comparison, marks, published, undrawn),
+    )
+
+
+def _stairs(marks: list[Mark]) -> tuple[tuple[float, float], ...]:
+    """Between two rows of the front the memory of the next is needed for any speed above that of the first."""
+    corners: list[tuple[float, float]] = []
+    for mark in sorted(marks, key=lambda mark: mark.samples_per_s):
+        if corners:
+            corners.append((corners[-1][0], mark.memory))
+        corners.append((mark.samples_per_s, mark.memory))
+    return tuple(corners)
+
+
+def _notes(comparison: Comparison, marks: list[Mark], published: list[Mark], undrawn: list[str]) -> tuple[str, ...]:
+    notes = []
+    if published and comparison.is_warm:
+        notes.append("The speed of a published mark follows from its time of steps 10 to 100.")
+    if published:
+        sources = dict.fromkeys(mark.row.published.source for mark in published if mark.row.published)
+        notes.append(f"Published: {'; '.join(sources)}.")
+    if undrawn:
+        kind = "after warm-up" if comparison.is_warm else "with compilation"
+        notes.append(f"No published speed {kind} to draw for {', '.join(undrawn)}.")
+    drawn = [mark.row for mark in marks]
+    left_out = [f"{row.label} ({row.outcome})" for row in comparison.rows if not row.is_finished]
+    left_out += [row.label for row in comparison.rows if row.is_finished and row not in drawn]
+    if left_out:
+        notes.append(f"Not on the chart, for want of a peak or a speed: {', '.join(left_out)}.")
+    return tuple(notes)

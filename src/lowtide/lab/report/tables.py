@@ -1,0 +1,291 @@
+"""The tables of the report as plain data, rendered as markdown and as HTML alike.
+
+A column appears where at least one row has something to say in it, and brings its line of the legend with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from lowtide.lab.report.byte_unit import ByteUnit, unit_for
+from lowtide.lab.report.comparison import Comparison
+from lowtide.lab.report.published import Beside, BesidePublished, beside_published
+from lowtide.lab.report.rows import Row
+from lowtide.lab.report.spread import Spread
+from lowtide.report.palette import STACK_ORDER
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What a cell says, and what it is sorted by."""
+
+    text: str
+    order: float | str
+    detail: str = ""
+    """What is said smaller: a range, a reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """One column: its head, what it means, and its cells."""
+
+    head: str
+    legend: str = ""
+    is_number: bool = True
+    values: tuple[Value | None, ...]
+    """Of each row; None where it has nothing to say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Columns over the same rows, the name of the configuration before them."""
+
+    caption: str
+    rows: tuple[Row, ...]
+    columns: tuple[Column, ...]
+
+
+def result_table(comparison: Comparison) -> Table:
+    """All results, one row a configuration."""
+    rows, unit = comparison.rows, unit_for(comparison.rows)
+    columns = [
+        _column(
+            "outcome",
+            rows,
+            lambda row: _outcome(row) if any(not each.is_finished for each in rows) else None,
+            "how the runs ended, with the error's words",
+            is_number=False,
+        ),
+        _column(
+            "runs",
+            rows,
+            lambda row: (
+                Value(str(len(row.seeds)), len(row.seeds)) if any(len(each.seeds) > 1 for each in rows) else None
+            ),
+            "how many were made, one a seed; speeds and perplexities are means over them",
+        ),
+        _column(
+            f"peak, {unit.name}",
+            rows,
+            lambda row: _peak(row, unit),
+            "most bytes of tensors on the device at any time, the evaluation included; the largest of all seeds"
+            + ("; ≥ where a run ended early" if any(row.peak_bytes and not row.is_finished for row in rows) else ""),
+        ),
+        _column(
+            "reduction",
+            rows,
+            lambda row: _share(comparison.reduction(row)),
+            f"share of the peak of {comparison.control.label if comparison.control else ''} that is saved",
+        ),
+        _column("at", rows, _phase, "the part of the step in which the peak is", is_number=False),
+        _column("samples/s", rows, lambda row: _mean(row.samples_per_s), "over all steps, compilation included"),
+        _column(
+            "warm samples/s", rows, lambda row: _mean(row.warm_samples_per_s), "the same without the first 10 steps"
+        ),
+        _column(
+            "steps 10 to 100, s",
+            rows,
+            lambda row: None if row.steps_10_to_100_s is None else _seconds(row.steps_10_to_100_s.mean),
+            "seconds from the end of step 10 to the end of step 100",
+        ),
+        _column(
+            "perplexity",
+            rows,
+            lambda row: _perplexity(row.perplexity),
+            "exp of the evaluation loss" + _spread_words(row.perplexity for row in rows),
+        ),
+        _column(
+            f"predicted, {unit.name}",
+            rows,
+            lambda row: None if row.predicted is None else _size(row.predicted.peak_bytes, unit),
+            "the peak that the trace said before the run",
+        ),
+        _column(
+            "error", rows, lambda row: _signed(row.prediction_error, digits=2), "predicted over measured peak, less 1"
+        ),
+        _column(
+            f"reserved, {unit.name}",
+            rows,
+            lambda row: _size(row.reserved_bytes, unit),
+            "most that the allocator took from the card",
+        ),
+        _column(
+            f"host, {unit.name}", rows, lambda row: _size(row.host_bytes, unit), "largest resident size of the process"
+        ),
+    ]
+    return Table(caption="Results", rows=rows, columns=_said(columns))
+
+
+def breakdown_table(comparison: Comparison) -> Table | None:
+    """The peak of each row by category; None where no row knows it."""
+    rows = tuple(row for row in comparison.rows if row.breakdown)
+    if not rows:
+        return None
+    unit = unit_for(comparison.rows)
+    known = [category.value for category in STACK_ORDER]
+    others = dict.fromkeys(
+        name for row in rows if row.breakdown for name in row.breakdown.by_category if name not in known
+    )
+    columns = [
+        _column(f"{category}, {unit.name}", rows, lambda row, category=category: _category(row, category, unit))  # type: ignore[misc]
+        for category in (*known, *others)
+    ]
+    columns.append(
+        _column(
+            f"sum, {unit.name}",
+            rows,
+            lambda row: _size(sum(row.breakdown.by_category.values()), unit) if row.breakdown else None,
+            "of all categories; less than the peak where another step, or the evaluation, had more",
+        )
+    )
+    columns.append(
+        _column(
+            "from",
+            rows,
+            lambda row: (
+                Value("trace", "trace") if row.breakdown and row.breakdown.is_predicted else Value("run", "run")
+            ),
+            "run: one more step was watched; trace: as predicted, because none was",
+            is_number=False,
+        )
+    )
+    return Table(caption="What the peak is made of", rows=rows, columns=_said(columns))
+
+
+def published_table(comparison: Comparison) -> Table | None:
+    """Each row beside what was published for it; None where nothing was."""
+    beside = {id(row): beside_published(row) for row in comparison.rows}
+    rows = tuple(row for row in comparison.rows if beside[id(row)] is not None)
+    if not rows:
+        return None
+    unit = unit_for(rows)
+    kinds: tuple[tuple[str, Callable[[BesidePublished], Beside], Callable[[float], Value], int], ...] = (
+        (f"peak, {unit.name}", lambda all_: all_.peak_bytes, lambda size: Value(unit.text(size), size), 2),
+        ("samples/s", lambda all_: all_.samples_per_s, _speed, 0),
+        ("steps 10 to 100, s", lambda all_: all_.steps_10_to_100_s, _seconds, 0),
+        ("perplexity", lambda all_: all_.perplexity, lambda value: Value(number(value), value), 1),
+    )
+    columns = []
+    for head, pick, say, digits in kinds:
+        pairs = [pick(each) if (each := beside[id(row)]) is not None else None for row in rows]
+        if not any(pair and pair.published is not None for pair in pairs):
+            continue
+        columns += [
+            Column(head=head, values=tuple(_said_by(pair.ours if pair else None, say) for pair in pairs)),
+            Column(head="published", values=tuple(_said_by(pair.published if pair else None, say) for pair in pairs)),
+            Column(
+                head="differs",
+                values=tuple(_signed(pair.difference if pair else None, digits=digits) for pair in pairs),
+            ),
+        ]
+    return Table(caption="Beside the published figures", rows=rows, columns=_said(columns))
+
+
+def number(value: float) -> str:
+    """A perplexity: one digit after the point from 100 on, two below."""
+    if not math.isfinite(value):
+        return "not finite"
+    return f"{value:,.1f}" if value >= 100 else f"{value:.2f}"
+
+
+def speed_text(samples_per_s: float) -> str:
+    """Four digits, as published tables have them.
+
+    Example:
+        >>> speed_text(2.518), speed_text(31.234), speed_text(1250.0)
+        ('2.518', '31.23', '1,250.0')
+    """
+    decimals = 3 if samples_per_s < 10 else 2 if samples_per_s < 100 else 1
+    return f"{samples_per_s:,.{decimals}f}"
+
+
+def outcome_words(row: Row) -> str:
+    """How the runs of a row ended, in a few words."""
+    if row.is_finished:
+        return "finished"
+    words = ", ".join(dict.fromkeys(str(ending.outcome) for ending in row.unfinished))
+    finished = len(row.seeds) - len(row.unfinished)
+    return f"{words} ({finished} of {len(row.seeds)} finished)" if finished else words
+
+
+def shortened(message: str, limit: int = 120) -> str:
+    """The first words of an error on one line: the whole of it stands below the table."""
+    line = " ".join(message.split())
+    return line if len(line) <= limit else f"{line[: limit - 2].rsplit(' ', 1)[0]} …"
+
+
+def _column(
+    head: str, rows: Sequence[Row], value: Callable[[Row], Value | None], legend: str = "", *, is_number: bool = True
+) -> Column:
+    return Column(head=head, legend=legend, is_number=is_number, values=tuple(map(value, rows)))
+
+
+def _said(columns: Iterable[Column]) -> tuple[Column, ...]:
+    return tuple(column for column in columns if any(value is not None for value in column.values))
+
+
+def _said_by(value: float | None, say: Callable[[float], Value]) -> Value | None:
+    return None if value is None else say(value)
+
+
+def _outcome(row: Row) -> Value:
+    reason = next((ending.message for ending in row.unfinished if ending.message), "")
+    words = outcome_words(row)
+    return Value(words, words, shortened(reason))
+
+
+def _peak(row: Row, unit: ByteUnit) -> Value | None:
+    if row.peak_bytes is None:
+        return None
+    return Value(f"{'' if row.is_finished else '≥ '}{unit.text(row.peak_bytes)}", row.peak_bytes)
+
+
+def _phase(row: Row) -> Value | None:
+    return None if row.peak_phase is None else Value(row.peak_phase, row.peak_phase)
+
+
+def _size(num_bytes: int | None, unit: ByteUnit) -> Value | None:
+    return None if num_bytes is None else Value(unit.text(num_bytes), num_bytes)
+
+
+def _category(row: Row, category: str, unit: ByteUnit) -> Value | None:
+    size = row.breakdown.by_category.get(category, 0) if row.breakdown else 0
+    return Value(unit.text(size), size) if size else None
+
+
+def _share(share: float | None) -> Value | None:
+    return None if share is None else Value(f"{share:.1%}", share)
+
+
+def _signed(share: float | None, digits: int = 1) -> Value | None:
+    # Rounded first, so that a trifle below nothing is not written as -0.0%.
+    return None if share is None else Value(f"{round(share, digits + 2) + 0.0:+.{digits}%}", share)
+
+
+def _mean(spread: Spread | None) -> Value | None:
+    return None if spread is None else _speed(spread.mean)
+
+
+def _speed(samples_per_s: float) -> Value:
+    return Value(speed_text(samples_per_s), samples_per_s)
+
+
+def _seconds(seconds: float) -> Value:
+    return Value(f"{seconds:,.1f}", seconds)
+
+
+def _perplexity(spread: Spread | None) -> Value | None:
+    if spread is None:
+        return None
+    if spread.deviation is None:
+        return Value(number(spread.mean), spread.mean)
+    deviation = f"{spread.deviation:.1f}" if spread.mean >= 100 else f"{spread.deviation:.2f}"
+    extremes = f"{number(spread.least)}–{number(spread.largest)}"
+    return Value(f"{number(spread.mean)} ± {deviation}", spread.mean, extremes)
+
+
+def _spread_words(spreads: Iterable[Spread | None]) -> str:
+    several = any(spread and spread.count > 1 for spread in spreads)
+    return "; over several seeds: mean ± standard deviation (least–largest)" if several else ""

@@ -1,0 +1,60 @@
+"""`write_report`: records of runs to files that people read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from lowtide.errors import ConfigError
+from lowtide.lab.record import RunRecord
+from lowtide.lab.report.comparison import make_comparisons
+from lowtide.lab.report.html import render_html
+from lowtide.lab.report.markdown import render_markdown
+from lowtide.lab.report.sweep import read_sweep
+
+
+def write_report(
+    records: Sequence[RunRecord],
+    *,
+    html: Path | None,
+    markdown: Path | None,
+    png: Path | None,
+    skipped: Sequence[str] = (),
+    sweeps: Sequence[Mapping[str, object]] = (),
+) -> None:
+    """Write the report in each form that has a path; folders are made.
+
+    Args:
+        records: Of runs that finished and of those that did not: both are results.
+        html: One self-contained page.
+        markdown: Tables for a README or an issue.
+        png: Charts as one picture; a name that ends in `.pdf` or `.svg` gives vectors.
+        skipped: Files that could not be read, a line each with the reason.
+        sweeps: Plain data of `lowtide.budget_sweep/1`, shown on the page and in the markdown.
+
+    Raises:
+        ConfigError: There is no record, no path, or the picture's name ends in no known format.
+        BadRecordError: A sweep is of another kind or lacks something.
+    """
+    if html is None and markdown is None and png is None:
+        raise ConfigError("there is nothing to write: give a path for html, markdown or png")
+    if not records:
+        lost = f"; {len(skipped)} files were skipped: {'; '.join(skipped)}" if skipped else ""
+        raise ConfigError(f"a report needs at least one record of a run, got none{lost}")
+    comparisons = make_comparisons(records)
+    folders = dict.fromkeys(row.folder for comparison in comparisons for row in comparison.rows)
+    title = f"Lab report: {', '.join(filter(None, folders)) or 'runs'}"
+    read = [read_sweep(sweep) for sweep in sweeps]
+    if html is not None:
+        _write(html, render_html(comparisons, records, title=title, skipped=skipped, sweeps=read))
+    if markdown is not None:
+        _write(markdown, render_markdown(comparisons, records, title=title, skipped=skipped, sweeps=read))
+    if png is not None:
+        from lowtide.lab.report.png import save_report_png  # matplotlib takes a second to import
+
+        save_report_png(comparisons, png, title=title)
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")

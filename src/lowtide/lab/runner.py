@@ -1,0 +1,196 @@
+"""Runs recipes, each in a fresh process, one after the other: one that fails or is killed leaves a record, and the next begins.
+
+A process for each, because peaks, caches and compiled graphs of one run must not show in the next; never two at a time,
+because they would share the device.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lowtide import config
+from lowtide.errors import BadRecordError, ConfigError
+from lowtide.lab.messages import Request
+from lowtide.lab.progress import Progress
+from lowtide.lab.recipe import Recipe
+from lowtide.lab.record import Outcome, RunRecord, Surroundings, read_record, write_record
+from lowtide.lab.requirements import unmet_requirements
+from lowtide.lab.so_far import SoFar
+from lowtide.lab.surroundings import named_surroundings
+from lowtide.lab.worker_process import WorkerProcess
+from lowtide.units import format_seconds
+
+EXPERIMENT = "lowtide.lab.experiment:run_experiment"
+STDERR_LINES = 10
+"""Of a worker's last words, in its record."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One recipe with its seed."""
+
+    name: str
+    """The recipe's, which is a folder's below the records too."""
+    recipe: Recipe
+
+    @property
+    def title(self) -> str:
+        """For people, and different for each run of a list."""
+        return f"{self.name}, seed {self.recipe.seed}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedRun:
+    """A run and what became of it."""
+
+    run: Run
+    record: RunRecord
+    path: Path
+    """Of the record."""
+
+
+OnRunProgress = Callable[[Run, Progress], None]
+
+
+def run_all(
+    runs: Sequence[Run],
+    folder: Path,
+    *,
+    on_progress: OnRunProgress,
+    limit_s: float | None = None,
+    experiment: str = EXPERIMENT,
+) -> Iterator[EndedRun]:
+    """Run each in turn and give it back when its record is written, however it ended.
+
+    A run that lacks something here is not started; its record is that of a failure, and says what it needs. Ctrl-C ends
+    the running one, which is given back as killed, and then comes out of here.
+
+    Args:
+        runs: In this order.
+        folder: Gets `records`, `logs` (what runs print) and `tensorboard`.
+        on_progress: Called with each word of a run, the first as it is started.
+        limit_s: A run is killed after so many seconds; None: never.
+        experiment: What runs a recipe, as `package.module:function`.
+
+    Raises:
+        ConfigError: The folder cannot be written to, the limit is not above 0, or a recipe's device is none anywhere.
+    """
+    if limit_s is not None and not limit_s > 0:
+        raise ConfigError(f"the limit of a run is {limit_s} s; give more than 0, or leave it out", key="limit")
+    _make_folder(folder)
+    # Of all before the first begins: a wrong device of the last one should not show after hours.
+    lacking = [unmet_requirements(run.recipe) for run in runs]
+    for run, unmet in zip(runs, lacking, strict=True):
+        turn = _Turn(run, folder, on_progress)
+        if unmet:
+            yield turn.refused(unmet)
+            continue
+        try:
+            ended = turn.run(limit_s, experiment)
+        except KeyboardInterrupt:
+            yield turn.ended("was interrupted from the keyboard")
+            raise
+        yield ended
+
+
+class _Turn:
+    """One run, from its start to its record."""
+
+    def __init__(self, run: Run, folder: Path, on_progress: OnRunProgress) -> None:
+        self._run = run
+        self._folder = folder.resolve()
+        self._on_progress = on_progress
+        self._file = _free_name(self._folder / "records", run)
+        self._path = self._folder / "records" / f"{self._file}.json"
+        self._so_far = SoFar()
+        self._surroundings: Surroundings | None = None
+        self._process: WorkerProcess | None = None
+
+    def run(self, limit_s: float | None, experiment: str) -> EndedRun:
+        """Start the worker and wait for its end."""
+        self._on_progress(self._run, Progress(words="starting"))
+        logs = self._folder / "logs" / self._file
+        # Not with_suffix: the dots of a name are its own.
+        out, err = (logs.with_name(f"{logs.name}.{kind}") for kind in ("out", "err"))
+        with WorkerProcess(self._request(experiment), stdout=out, stderr=err) as process:
+            self._process = process
+            for message in process.messages(limit_s):
+                if isinstance(message, Surroundings):
+                    self._surroundings = message
+                elif isinstance(message, Progress):
+                    self._so_far.add(message)
+                    self._on_progress(self._run, message)
+        if process.is_late and limit_s is not None:
+            return self.ended(f"was killed at its limit of {format_seconds(limit_s)}")
+        return self.ended(_how(process.exit_code))
+
+    def refused(self, unmet: Sequence[str]) -> EndedRun:
+        """Not started: the record says what is lacking."""
+        return self._write(Outcome.FAILED, f"it cannot run here: {'; '.join(unmet)}")
+
+    def ended(self, how: str) -> EndedRun:
+        """With the worker's own record; where there is none, with one that says how the worker ended."""
+        self._path.with_suffix(".part").unlink(missing_ok=True)
+        try:
+            return EndedRun(run=self._run, record=read_record(self._path), path=self._path)
+        except BadRecordError:
+            elapsed = "" if self._process is None else f" after {format_seconds(self._process.elapsed_s)}"
+            message = f"the run {how}{elapsed}; {self._so_far.words}"
+            tail = "" if self._process is None else self._process.stderr_tail(STDERR_LINES)
+            return self._write(Outcome.KILLED, f"{message}\nits last errors:\n{tail}" if tail else message)
+
+    def _request(self, experiment: str) -> Request:
+        return Request(
+            name=self._run.name,
+            recipe=self._run.recipe,
+            record=self._path,
+            tensorboard=self._folder / "tensorboard" / self._file,
+            experiment=experiment,
+            import_paths=tuple(sys.path),
+            progress_fd=-1,
+        )
+
+    def _write(self, outcome: Outcome, message: str) -> EndedRun:
+        record = RunRecord(
+            name=self._run.name,
+            outcome=outcome,
+            surroundings=self._surroundings or named_surroundings(self._run.recipe.device or "unknown"),
+            recipe=config.to_plain(self._run.recipe),
+            message=message,
+            losses=self._so_far.losses,
+        )
+        write_record(record, self._path)
+        return EndedRun(run=self._run, record=record, path=self._path)
+
+
+def _how(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"ended without a record, with exit code {exit_code},"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = f"signal {-exit_code}"
+    by_whom = ", as the system's memory killer does," if name == "SIGKILL" else ""
+    return f"was ended by {name}{by_whom}"
+
+
+def _free_name(records: Path, run: Run) -> str:
+    date = dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H%M%SZ")
+    name = f"{run.name}/seed-{run.recipe.seed}_{date}"
+    number = 1
+    while (records / f"{name}.json").exists():  # another one within the same second
+        number += 1
+        name = f"{run.name}/seed-{run.recipe.seed}_{date}-{number}"
+    return name
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        (folder / "records").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"records cannot go to {str(folder)!r}: {error.strerror}", key="out") from error

@@ -1,0 +1,59 @@
+"""SoFar: what a run has told before it ended, for the record of one that could not write its own."""
+
+from __future__ import annotations
+
+import math
+
+from lowtide.lab.progress import Progress
+from lowtide.units import GiB
+
+
+class SoFar:
+    """Collects progress."""
+
+    def __init__(self) -> None:
+        self.last: Progress | None = None
+        self._losses: list[float] = []
+
+    def add(self, progress: Progress) -> None:
+        """One more word from the run."""
+        self.last = progress
+        # A loss counts once, and only where none before it is missing: its place says of which step it is.
+        if progress.loss is not None and progress.step == len(self._losses) + 1:
+            self._losses.append(progress.loss)
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """Of the first steps, up to one that was not told or is not finite, which no record can hold."""
+        return finite_part(self._losses)
+
+    @property
+    def words(self) -> str:
+        """The last progress, in words."""
+        return "nothing was heard of it" if self.last is None else f"last heard: {describe(self.last)}"
+
+
+def describe(progress: Progress) -> str:
+    """In words: `training, step 3 of 100, loss 5.1234, peak 3.975 GiB, 6.1 samples/s`."""
+    parts = [progress.words]
+    if progress.steps:
+        parts.append(f"step {progress.step} of {progress.steps}")
+    return ", ".join([*parts, *figures(progress)])
+
+
+def figures(progress: Progress) -> list[str]:
+    """The numbers that are known, each in words."""
+    parts = []
+    if progress.loss is not None:
+        parts.append(f"loss {progress.loss:.4f}")
+    if progress.peak_bytes is not None:
+        parts.append(f"peak {progress.peak_bytes / GiB:.3f} GiB")
+    if progress.samples_per_s is not None:
+        parts.append(f"{progress.samples_per_s:.4g} samples/s")
+    return parts
+
+
+def finite_part(losses: list[float] | tuple[float, ...]) -> tuple[float, ...]:
+    """The losses before the first that is not finite."""
+    end = next((step for step, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
+    return tuple(losses[:end])

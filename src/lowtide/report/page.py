@@ -1,0 +1,51 @@
+"""The sheet that every report is written on: `page.html` with the style, the data and the scripts put into it.
+
+A content security policy in its head forbids every request, so that a report of a private model can be opened anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from html import escape
+from importlib.resources import files
+from string import Template
+
+from lowtide.report.palette import COLOURS, DARK_COLOURS, PEAK_COLOUR, STACK_ORDER
+
+
+def fill_page(
+    *, title: str, contents: str, body: str, styles: Iterable[str], data: object, scripts: Iterable[str]
+) -> str:
+    """The whole page as text.
+
+    Args:
+        title: Plain text, of the heading and of the browser's tab.
+        contents: Escaped HTML below the heading.
+        body: Escaped HTML.
+        styles: Style sheets as text, after the page's own.
+        data: Plain data for the scripts.
+        scripts: As text, in the order in which they run.
+    """
+    return Template(read_part("page.html")).substitute(
+        title=escape(title),
+        contents=contents,
+        body=body,
+        style="".join([_colours(), read_part("page.css"), *styles]),
+        # "<" could end the script element, wherever a name holds it; inside JSON it can only be in a string.
+        data=json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c"),
+        script="\n".join(scripts),
+    )
+
+
+def read_part(name: str, package: str = "lowtide.report") -> str:
+    """A style sheet or script that lies beside the modules of a package."""
+    return files(package).joinpath(name).read_text(encoding="utf-8")
+
+
+def _colours() -> str:
+    light, dark = (
+        "".join(f"--{category.value}:{colours[category]};" for category in STACK_ORDER)
+        for colours in (COLOURS, DARK_COLOURS)
+    )
+    return f":root{{{light}--peak:{PEAK_COLOUR};}}@media (prefers-color-scheme:dark){{:root{{{dark}}}}}\n"

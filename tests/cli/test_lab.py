@@ -1,0 +1,250 @@
+"""`lowtide lab` as a user types it: tables, JSON, records and exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from lowtide.cli import lab
+from lowtide.cli.lab import parse_seeds
+from lowtide.cli.main import app
+from lowtide.errors import ConfigError
+from lowtide.lab.record import Outcome, RunRecord, read_record, write_record
+from lowtide.lab.surroundings import named_surroundings
+from tests.lab.pretend_runs import DOTTED
+
+RECIPES = {
+    "_base.yaml": "model: gpt-tiny\ndevice: cpu\nsteps: 3\nseed: 5\n",
+    "finishes.yaml": "extends: _base.yaml\nabout: ends well\npublished: {source: a page, peak_gib: 21.165}\n",
+    "kills_itself.yaml": "extends: _base.yaml\nabout: ends badly\ndtype: bfloat16\n",
+    "hangs.yaml": "extends: _base.yaml\n",
+}
+
+
+@pytest.fixture
+def recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(lab, "EXPERIMENT", DOTTED)
+    monkeypatch.chdir(tmp_path)
+    return write_recipes(tmp_path)
+
+
+def write_recipes(folder: Path) -> str:
+    for name, text in RECIPES.items():
+        path = folder / "recipes" / "pretended" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return str(folder / "recipes")
+
+
+def run(*words: str) -> Any:
+    return CliRunner().invoke(app, ["lab", *words], catch_exceptions=False)
+
+
+class TestList:
+    def test_table(self, recipes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(lab, "OUT", Console(width=200))
+        result = run("ls", "--recipes", recipes)
+        assert result.exit_code == 0, result.stderr
+        for words in (
+            "pretended/",
+            "finishes",
+            "ends well",
+            "gpt-tiny",
+            "21.165 GiB",
+            "dtype=bfloat16",
+            "peak_memory/",
+        ):
+            assert words in result.stdout
+
+    def test_json(self, recipes: str) -> None:
+        result = run("ls", "--recipes", recipes, "--json")
+        plain = json.loads(result.stdout)
+        assert plain["schema"] == "lowtide.lab_recipes/1"
+        by_name = {row["name"]: row for row in plain["recipes"]}
+        assert by_name["pretended/kills_itself"] == {
+            "name": "pretended/kills_itself",
+            "path": str(Path(recipes) / "pretended" / "kills_itself.yaml"),
+            "about": "ends badly",
+            "model": "gpt-tiny",
+            "differs": ["dtype=bfloat16"],
+            "published_peak_gib": None,
+        }
+        assert by_name["pretended/finishes"]["published_peak_gib"] == 21.165
+        assert by_name["peak_memory/control"]["published_peak_gib"] == 21.165
+
+    def test_one_bad_file_does_not_hide_the_others(self, recipes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(lab, "OUT", Console(width=200))
+        (Path(recipes) / "bad.yaml").write_text("model: gpt-tiny\nstpes: 3\n", encoding="utf-8")
+        result = run("ls", "--recipes", recipes, "--json")
+        assert result.exit_code == 0
+        by_name = {row["name"]: row for row in json.loads(result.stdout)["recipes"]}
+        assert "unknown key 'stpes'; did you mean 'steps'" in by_name["bad"]["error"]
+        assert "about" in by_name["pretended/finishes"]
+        assert "cannot be read" in run("ls", "--recipes", recipes).stdout
+
+
+class TestRun:
+    def test_a_killed_run_is_recorded_and_the_rest_goes_on(self, recipes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(lab, "OUT", Console(width=200))
+        result = run("run", "kills_itself", "finishes", "--recipes", recipes, "--seeds", "2", "--set", "steps=4")
+        assert result.exit_code == 1
+        rows = [line for line in result.stdout.splitlines() if "pretended/" in line]
+        words = [[cell.strip() for cell in row.strip("│").split("│")][:6] for row in rows]
+        assert words == [
+            ["pretended/kills_itself", "5", "killed", "", "", ""],
+            ["pretended/kills_itself", "6", "killed", "", "", ""],
+            ["pretended/finishes", "5", "finished", "3.000 GiB", "6", "100"],
+            ["pretended/finishes", "6", "finished", "3.000 GiB", "6", "100"],
+        ]
+        assert "records are in lowtide-lab/records/RECIPE" in result.stdout
+        records = sorted(Path("lowtide-lab/records/pretended/finishes").glob("seed-*_*.json"))
+        assert [read_record(path).recipe["seed"] for path in records] == [5, 6]
+        assert read_record(records[0]).recipe["steps"] == 4
+        assert records[0].name in result.stdout
+        lines = result.stderr.splitlines()
+        assert "[1/4] pretended/kills_itself, seed 5: starting" in lines
+        assert "[3/4] pretended/finishes, seed 5: finished, peak 3.000 GiB" in lines
+        assert any(
+            "[2/4] pretended/kills_itself, seed 6: killed: the run was ended by SIGKILL" in line for line in lines
+        )
+        assert any("training, step 2 of 3, loss 5.2500, peak 2.000 GiB, 20 samples/s" in line for line in lines)
+
+    def test_json_and_a_folder(self, recipes: str, tmp_path: Path) -> None:
+        path = Path(recipes) / "pretended" / "finishes.yaml"
+        result = run("run", str(path), "--seeds", "9,", "--out", str(tmp_path / "results"), "--json")
+        assert result.exit_code == 0, result.stderr
+        plain = json.loads(result.stdout)  # nothing but JSON on the standard output
+        assert plain["schema"] == "lowtide.lab_runs/1"
+        (row,) = plain["runs"]
+        assert Path(row.pop("record")).is_relative_to(tmp_path / "results" / "records" / "finishes")
+        assert row.pop("perplexity") == pytest.approx(100.0)
+        assert row == {
+            "name": "finishes",
+            "seed": 9,
+            "outcome": "finished",
+            "message": "",
+            "peak_bytes": 3 * 1024**3,
+            "samples_per_s": 6.0,
+        }
+
+    def test_what_is_lacking_is_recorded(self, recipes: str) -> None:
+        result = run("run", "pretended/finishes", "--recipes", recipes, "--set", "device=cuda:99", "--json")
+        assert result.exit_code == 1
+        (row,) = json.loads(result.stdout)["runs"]
+        assert row["outcome"] == "failed"
+        assert row["message"].startswith("it cannot run here: it needs the device 'cuda:99'")
+        assert read_record(Path(row["record"])).message == row["message"]
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (("pretended/finishs",), "there is no recipe named 'pretended/finishs'; did you mean 'pretended/finishes'"),
+            (("pretended/finishes", "nothing/*"), "there is no recipe named 'nothing/*'"),
+            (("finishes", "--set", "stpes=2"), "unknown key 'stpes'; did you mean 'steps'"),
+            (("finishes", "--set", "device=gpu"), "'gpu' is no device"),
+            (("finishes", "--seeds", "some"), "--seeds 'some' is neither a number of seeds nor a list"),
+            (("finishes", "--limit", "0"), "the limit of a run is 0.0 s; give more than 0"),
+            (("finishes", "--recipes", "no/folder"), "there is no folder of recipes 'no/folder'"),
+            (("finishes", "--out", "recipes/pretended/finishes.yaml"), "records cannot go to"),
+        ],
+    )
+    def test_bad_input_exits_with_2_before_anything_runs(
+        self, recipes: str, words: tuple[str, ...], message: str
+    ) -> None:
+        result = run("run", *words, "--recipes", recipes)
+        assert result.exit_code == 2
+        assert message in " ".join(result.stderr.split())
+        assert not list(Path().rglob("*.json"))
+
+    def test_ctrl_c_ends_the_worker_and_records_it(self, tmp_path: Path) -> None:
+        write_recipes(tmp_path)
+        script = f"from lowtide.cli import lab, main; lab.EXPERIMENT = {DOTTED!r}; main.app()"
+        words = ["lab", "run", "hangs", "finishes", "--recipes", "recipes"]
+        with subprocess.Popen(
+            [sys.executable, "-c", script, *words],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process:
+            assert process.stderr is not None
+            line = ""
+            while "step 2 of 3" not in line:
+                line = process.stderr.readline()
+                assert line, "it ended before it trained"
+            process.send_signal(signal.SIGINT)
+            stdout, stderr = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert "Traceback" not in stderr
+        assert "killed" in stdout
+        (path,) = tmp_path.rglob("records/**/*.json")
+        record = read_record(path)
+        assert record.outcome is Outcome.KILLED
+        assert record.message.startswith("the run was interrupted from the keyboard after ")
+
+
+class TestSeeds:
+    @pytest.mark.parametrize(
+        ("text", "expected"),
+        [(None, (42,)), ("1", (42,)), ("3", (42, 43, 44)), ("0,1,2", (0, 1, 2)), (" 4, 2 ", (4, 2)), ("0,", (0,))],
+    )
+    def test_a_number_or_a_list(self, text: str | None, expected: tuple[int, ...]) -> None:
+        assert parse_seeds(text, 42) == expected
+
+    @pytest.mark.parametrize("text", ["", ",", "0", "-1", "1.5", "1,1", "1,,2", "1,x", "٣"])
+    def test_anything_else_is_refused(self, text: str) -> None:
+        with pytest.raises(ConfigError, match="--seeds"):
+            parse_seeds(text, 42)
+
+
+class TestReport:
+    @pytest.fixture
+    def asked(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Sequence[RunRecord], dict[str, Any]]]:
+        """What the report package is asked for, instead of a report."""
+        calls: list[tuple[Sequence[RunRecord], dict[str, Any]]] = []
+        module = ModuleType("lowtide.lab.report")
+        module.write_report = lambda records, **words: calls.append((records, words))
+        monkeypatch.setitem(sys.modules, "lowtide.lab.report", module)
+        return calls
+
+    def test_records_reach_the_report_and_bad_ones_are_named(
+        self, asked: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        for name in ("a", "b"):
+            record = RunRecord(
+                name=name, outcome=Outcome.KILLED, surroundings=named_surroundings("none"), recipe={"seed": 0}
+            )
+            write_record(record, tmp_path / "lowtide-lab" / "records" / name / "seed-0.json")
+        (tmp_path / "lowtide-lab" / "records" / "bad.json").write_text("{", encoding="utf-8")
+        result = run("report", "--markdown", "table.md")
+        assert result.exit_code == 0, result.stderr
+        ((records, words),) = asked
+        assert [record.name for record in records] == ["a", "b"]
+        assert words["html"] == Path("report.html")
+        assert words["markdown"] == Path("table.md")
+        assert words["png"] is None
+        assert len(words["skipped"]) == 1
+        assert "records/bad.json: cannot be read as JSON" in words["skipped"][0]
+        lines = result.stderr.splitlines()
+        assert lines[0].startswith("skipped ")
+        assert "records/bad.json" in lines[0]
+        assert lines[1:] == ["wrote report.html", "wrote table.md"]
+
+    def test_nothing_to_report_exits_with_2(self, asked: list[Any], tmp_path: Path) -> None:
+        result = run("report", str(tmp_path))
+        assert result.exit_code == 2
+        assert "there are no records in" in " ".join(result.stderr.split())
+        assert asked == []

@@ -1,0 +1,217 @@
+"""Corpora: what is in them, when they are made again, and what is said when they cannot be made."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from lowtide.errors import ConfigError, MissingExtraError
+from lowtide.lab.corpus import Corpus, load, load_corpus
+from lowtide.lab.corpus.stories import Part, make_stories
+from lowtide.lab.data_recipe import HubDataset, Stories, TextFiles
+
+STORIES = Stories(num_stories=60, num_validation=7, vocab_size=600)
+TALES = [f"Tale {number}: the fox and the hen met the fox again." for number in range(40)]
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_text("\n\n".join(TALES[:25]), encoding="utf-8")
+    (folder / "b.txt").write_text("\n\n".join(TALES[25:]), encoding="utf-8")
+    return folder
+
+
+def making_is_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a tokenizer is trained although the corpus is cached")
+
+    monkeypatch.setattr(load, "train_tokenizer", refuse)
+
+
+def same(first: Corpus, second: Corpus) -> bool:
+    return first.tokenizer.to_json() == second.tokenizer.to_json() and all(
+        np.array_equal(one.ids, other.ids) and np.array_equal(one.offsets, other.offsets)
+        for one, other in ((first.train, second.train), (first.validation, second.validation))
+    )
+
+
+def decoded(corpus: Corpus, part: str) -> list[str]:
+    return [corpus.tokenizer.decode(ids.tolist()) for ids in getattr(corpus, part)]
+
+
+def test_stories(tmp_path: Path) -> None:
+    said: list[str] = []
+    corpus = load_corpus(STORIES, cache=tmp_path, on_progress=said.append)
+    assert decoded(corpus, "train") == list(make_stories(0, 60))
+    assert decoded(corpus, "validation") == list(make_stories(0, 7, part=Part.VALIDATION))
+    assert (corpus.vocab_size, corpus.name) == (600, "60 stories of seed 0")
+    assert all(ids[0] == 0 for ids in corpus.train)
+    assert corpus.train.ids.dtype == np.uint16
+    assert said[0] == "writing training stories, 0 of 60"
+    assert "training a tokenizer of 600 tokens on 60 samples" in said
+
+
+def test_the_lengths_of_stories(tmp_path: Path) -> None:
+    """As long as those of the table that the lab regenerates: 150 to 300 tokens of a vocabulary of 8,000."""
+    corpus = load_corpus(Stories(num_stories=3000, num_validation=0), cache=tmp_path)
+    lengths = corpus.train.lengths
+    assert 190 < lengths.mean() < 235
+    assert 20 < lengths.std() < 60
+    assert ((lengths >= 140) & (lengths <= 300)).mean() > 0.95
+    # None is cut in a batch of the experiment.
+    assert lengths.max() < 768
+    # The vocabulary is used, not only reached.
+    assert len(np.unique(corpus.train.ids)) > 0.75 * corpus.vocab_size
+
+
+def test_the_cache_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = load_corpus(STORIES, cache=tmp_path)
+    making_is_forbidden(monkeypatch)
+    said: list[str] = []
+    assert same(load_corpus(STORIES, cache=tmp_path, on_progress=said.append), first)
+    assert said == []
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"num_stories": 61}, {"num_validation": 8}, {"vocab_size": 601}])
+def test_another_recipe_is_another_corpus(change: dict[str, int], tmp_path: Path) -> None:
+    load_corpus(STORIES, cache=tmp_path)
+    settings = {"num_stories": 60, "num_validation": 7, "vocab_size": 600} | change
+    load_corpus(Stories(**settings), cache=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("name", ["stories.fingerprint", "library_version"])
+def test_another_generator_or_library_is_another_corpus(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_corpus(STORIES, cache=tmp_path)
+    monkeypatch.setattr(f"lowtide.lab.corpus.load.{name}", lambda: "another")
+    load_corpus(STORIES, cache=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_the_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    load_corpus(STORIES)
+    assert len(list((tmp_path / "lowtide").glob("corpus-*.npz"))) == 1
+
+
+@pytest.mark.parametrize("damage", [b"", b"rubbish"])
+def test_a_damaged_cache_is_made_again(damage: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = load_corpus(STORIES, cache=tmp_path)
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(damage)
+    assert same(load_corpus(STORIES, cache=tmp_path), first)
+    making_is_forbidden(monkeypatch)
+    assert same(load_corpus(STORIES, cache=tmp_path), first)
+
+
+def test_a_damaged_tokenizer_is_made_again(tmp_path: Path) -> None:
+    first = load_corpus(STORIES, cache=tmp_path)
+    (file,) = tmp_path.iterdir()
+    with np.load(file) as arrays:
+        changed = dict(arrays) | {"tokenizer": np.frombuffer(b"{}", dtype=np.uint8)}
+    with file.open("wb") as opened:
+        np.savez(opened, **changed)
+    assert same(load_corpus(STORIES, cache=tmp_path), first)
+
+
+def test_a_folder_that_cannot_be_written_costs_only_time(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way", encoding="utf-8")
+    said: list[str] = []
+    corpus = load_corpus(STORIES, cache=tmp_path / "file", on_progress=said.append)
+    assert len(corpus.train) == 60
+    assert said[-1].startswith("the corpus is not cached: cannot write")
+
+
+def test_too_few_stories_for_the_vocabulary(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"gives \d+ tokens, and vocab_size is 8000: set vocab_size to \d+, or give more text"
+    ):
+        load_corpus(Stories(num_stories=2), cache=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_text_files(texts: Path, tmp_path: Path) -> None:
+    corpus = load_corpus(TextFiles(path=texts, validation_share=0.1, vocab_size=280), cache=tmp_path / "cache")
+    assert decoded(corpus, "train") == TALES[:36]
+    assert decoded(corpus, "validation") == TALES[36:]
+    assert corpus.name == str(texts)
+
+
+def test_text_files_go_by_what_they_hold(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path / "cache"
+    first = load_corpus(TextFiles(path=texts, vocab_size=280), cache=cache)
+    moved = texts.rename(tmp_path / "moved")
+    with monkeypatch.context() as patched:
+        making_is_forbidden(patched)
+        assert same(load_corpus(TextFiles(path=moved, vocab_size=280), cache=cache), first)
+    (moved / "b.txt").write_text("\n\n".join(reversed(TALES[25:])), encoding="utf-8")
+    assert not same(load_corpus(TextFiles(path=moved, vocab_size=280), cache=cache), first)
+    assert len(list(cache.iterdir())) == 2
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.0, 0), (0.001, 1), (0.5, 20)])
+def test_the_share_of_validation(share: float, expected: int, texts: Path, tmp_path: Path) -> None:
+    corpus = load_corpus(TextFiles(path=texts, validation_share=share, vocab_size=270), cache=tmp_path / "cache")
+    assert (len(corpus.train), len(corpus.validation)) == (40 - expected, expected)
+
+
+def test_one_sample_cannot_be_parted(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one sample " * 50, encoding="utf-8")
+    with pytest.raises(ConfigError, match="holds 1 sample, and validation_share is 0.05.*blank lines, or set"):
+        load_corpus(TextFiles(path=tmp_path, vocab_size=260), cache=tmp_path / "cache")
+
+
+def test_no_text_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no file or folder"):
+        load_corpus(TextFiles(path=tmp_path / "nowhere"), cache=tmp_path)
+
+
+def test_text_files_that_cannot_be_read(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ConfigError, match="cannot read .*a.txt: Permission denied"):
+        load_corpus(TextFiles(path=texts), cache=tmp_path)
+
+
+def hub(monkeypatch: pytest.MonkeyPatch, splits: dict[str, list[str]]) -> None:
+    class Table(dict[str, list[str]]):
+        column_names = ("text",)
+
+    loaded = SimpleNamespace(load_dataset=lambda name, split: Table(text=splits[split]))
+    monkeypatch.setitem(sys.modules, "datasets", loaded)
+
+
+def test_a_data_set_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub(monkeypatch, {"train": [TALES[0], " \n", *TALES[1:30]], "validation": TALES[30:]})
+    data = HubDataset(name="somebody/tales", vocab_size=280)
+    corpus = load_corpus(data, cache=tmp_path)
+    # The blank one is left out: it has nothing to predict.
+    assert decoded(corpus, "train") == TALES[:30]
+    assert decoded(corpus, "validation") == TALES[30:]
+    assert corpus.name == "somebody/tales"
+    # And again without the package and the network.
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert same(load_corpus(data, cache=tmp_path), corpus)
+
+
+def test_an_empty_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub(monkeypatch, {"train": [], "validation": TALES})
+    with pytest.raises(ConfigError, match="the split 'train' of 'somebody/tales' is empty"):
+        load_corpus(HubDataset(name="somebody/tales"), cache=tmp_path)
+
+
+def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(MissingExtraError, match=r"lowtide\[lab\]"):
+        load_corpus(STORIES, cache=tmp_path)

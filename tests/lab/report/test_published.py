@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import pytest
+
+from lowtide.lab.record import Outcome, SpeedFigures
+from lowtide.lab.report.published import Beside, beside_published, published_speed
+from lowtide.lab.report.rows import make_rows
+from lowtide.units import GiB
+from tests.lab.report.samples import record
+
+PUBLISHED = {"source": "a page", "peak_gib": 20.0, "samples_per_s": 2.5, "steps_10_to_100_s": 100.0}
+SPEED = SpeedFigures(step_s=(0.5,) * 100, samples_per_step=4)
+
+
+def test_differences() -> None:
+    [row] = make_rows([record(peak_bytes=21 * GiB, speed=SPEED, recipe={"published": PUBLISHED})])
+    beside = beside_published(row)
+    assert beside is not None
+    assert beside.peak_bytes.difference == pytest.approx(0.05)
+    assert beside.samples_per_s.difference == pytest.approx(8.0 / 2.5 - 1)
+    assert beside.steps_10_to_100_s.difference == pytest.approx(45.0 / 100.0 - 1)
+    assert beside.perplexity.difference is None
+
+
+def test_what_did_not_finish_has_no_difference() -> None:
+    [row] = make_rows([record(outcome=Outcome.KILLED, speed=SPEED, recipe={"published": PUBLISHED})])
+    beside = beside_published(row)
+    assert beside is not None
+    assert (beside.peak_bytes.ours, beside.samples_per_s.ours) == (None, None)
+    assert beside.peak_bytes.published == 20 * GiB
+
+
+def test_nothing_published() -> None:
+    [row] = make_rows([record()])
+    assert beside_published(row) is None
+    assert published_speed(row, is_warm=True) is None
+    assert Beside(ours=1.0, published=0.0).difference is None
+    assert Beside(ours=float("nan"), published=1.0).difference is None
+
+
+def test_their_speed_is_of_the_kind_of_ours() -> None:
+    [row] = make_rows([record(speed=SPEED, recipe={"published": PUBLISHED})])
+    assert published_speed(row, is_warm=False) == 2.5
+    # 90 steps of 4 samples in 100 s.
+    assert published_speed(row, is_warm=True) == pytest.approx(3.6)
+    without = {key: value for key, value in PUBLISHED.items() if key != "steps_10_to_100_s"}
+    [row] = make_rows([record(speed=SPEED, recipe={"published": without})])
+    assert published_speed(row, is_warm=True) is None

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from lowtide.lab.record import SpeedFigures
+from lowtide.lab.report.comparison import make_comparisons
+from lowtide.lab.report.scatter import scatter_of
+from lowtide.units import GiB, MiB
+from tests.lab.report.samples import experiment, record
+
+
+def at(samples_per_s: float) -> SpeedFigures:
+    return SpeedFigures(step_s=(1 / samples_per_s,) * 20, samples_per_step=1)
+
+
+def test_the_front_is_a_staircase_of_what_can_be_had() -> None:
+    records = [
+        record("x/control", peak_bytes=8 * GiB, speed=at(4.0)),
+        record("x/lean", peak_bytes=2 * GiB, speed=at(1.0)),
+        record("x/middle", peak_bytes=4 * GiB, speed=at(2.0)),
+        record("x/beaten", peak_bytes=9 * GiB, speed=at(2.0)),
+    ]
+    [comparison] = make_comparisons(records)
+    scatter = scatter_of(comparison)
+    assert scatter is not None
+    assert scatter.front == ((1.0, 2.0), (1.0, 4.0), (2.0, 4.0), (2.0, 8.0), (4.0, 8.0))
+    assert [mark.row.label for mark in scatter.marks if not mark.is_on_front] == ["beaten"]
+    assert scatter.unit.name == "GiB"
+    assert not scatter.memory.is_log
+
+
+def test_small_models_are_drawn_in_small_units() -> None:
+    [comparison] = make_comparisons([record(peak_bytes=3 * MiB, speed=at(1.0))])
+    scatter = scatter_of(comparison)
+    assert scatter is not None
+    assert (scatter.unit.name, scatter.marks[0].memory) == ("MiB", 3.0)
+
+
+def test_no_speed_no_chart() -> None:
+    [comparison] = make_comparisons([record()])
+    assert scatter_of(comparison) is None
+
+
+def test_the_whole_experiment() -> None:
+    [comparison] = make_comparisons(experiment())
+    scatter = scatter_of(comparison)
+    assert scatter is not None
+    assert (len(scatter.marks), len(scatter.published)) == (14, 11)
+    assert scatter.memory.is_log
+    left_out = "Not on the chart, for want of a peak or a speed: control_batch_64 (out of memory), streamed_from_disk (killed)."
+    assert left_out in scatter.notes
+
+
+def test_published_rows_without_a_speed_are_said() -> None:
+    published = {"source": "a page", "peak_gib": 2.0, "samples_per_s": 3.0}
+    [comparison] = make_comparisons([record(speed=at(1.0), recipe={"published": published})])
+    scatter = scatter_of(comparison)
+    assert scatter is not None
+    assert scatter.published == ()
+    assert scatter.notes == ("No published speed after warm-up to draw for control.",)

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import math
+
+from lowtide.lab.record import MemoryFigures, Outcome, PredictedFigures, SpeedFigures
+from lowtide.lab.report.comparison import Comparison, make_comparisons
+from lowtide.lab.report.tables import Table, breakdown_table, published_table, result_table
+from lowtide.units import GiB, MiB
+from tests.lab.report.samples import experiment, record
+
+
+def cells(table: Table | None) -> dict[str, list[str | None]]:
+    assert table is not None
+    return {column.head: [value and value.text for value in column.values] for column in table.columns}
+
+
+def compare(*records: object) -> Comparison:
+    [comparison] = make_comparisons(records)
+    return comparison
+
+
+def test_only_columns_with_something_to_say() -> None:
+    assert cells(result_table(compare(record()))) == {"peak, GiB": ["1.000"], "at": ["forward"]}
+
+
+def test_all_columns_by_hand() -> None:
+    memory = MemoryFigures(
+        peak_bytes=8 * GiB, by_phase={"forward": GiB, "backward": 8 * GiB}, reserved_bytes=9 * GiB, host_bytes=2 * GiB
+    )
+    predicted = PredictedFigures(peak_bytes=8 * GiB - 8 * MiB, peak_phase="backward", at_peak={})
+    speed = SpeedFigures(step_s=(56.0, *[0.5] * 99), samples_per_step=4)
+    control = {"memory": memory, "predicted": predicted, "speed": speed}
+    comparison = compare(
+        record(seed=0, evaluation_loss=math.log(150.0), **control),
+        record(seed=1, evaluation_loss=math.log(154.0), **control),
+        record("peak_memory/lean", peak_bytes=2 * GiB, evaluation_loss=math.log(12.345)),
+    )
+    assert cells(result_table(comparison)) == {
+        "runs": ["2", "1"],
+        "peak, GiB": ["8.000", "2.000"],
+        "reduction": [None, "75.0%"],
+        "at": ["backward", "forward"],
+        # 400 samples in 105.5 s.
+        "samples/s": ["3.791", None],
+        "warm samples/s": ["8.000", None],
+        "steps 10 to 100, s": ["45.0", None],
+        "perplexity": ["152.0 ± 2.8", "12.35"],
+        "predicted, GiB": ["7.992", None],
+        "error": ["-0.10%", None],
+        "reserved, GiB": ["9.000", None],
+        "host, GiB": ["2.000", None],
+    }
+    [column] = [column for column in result_table(comparison).columns if column.head == "perplexity"]
+    assert column.values[0] is not None
+    assert column.values[0].detail == "150.0–154.0"
+    assert "mean ± standard deviation" in column.legend
+
+
+def test_one_seed_has_no_spread() -> None:
+    [column] = [
+        column for column in result_table(compare(record(evaluation_loss=1.0))).columns if column.head == "perplexity"
+    ]
+    assert column.values[0] is not None
+    assert (column.values[0].text, column.values[0].detail) == ("2.72", "")
+    assert column.legend == "exp of the evaluation loss"
+
+
+def test_a_loss_beyond_measure() -> None:
+    assert cells(result_table(compare(record(evaluation_loss=1e6))))["perplexity"] == ["not finite"]
+
+
+def test_bad_ends_stay_with_their_reasons() -> None:
+    comparison = compare(
+        record(),
+        record("peak_memory/big", outcome=Outcome.OUT_OF_MEMORY, message="no\nroom", peak_bytes=3 * GiB),
+        record("peak_memory/mixed", seed=0),
+        record("peak_memory/mixed", seed=1, outcome=Outcome.KILLED, peak_bytes=None),
+    )
+    table = result_table(comparison)
+    assert [row.label for row in table.rows] == ["control", "big", "mixed"]
+    assert cells(table)["outcome"] == ["finished", "out of memory", "killed (1 of 2 finished)"]
+    assert cells(table)["peak, GiB"] == ["1.000", "≥ 3.000", "≥ 1.000"]
+    assert table.columns[0].values[1] is not None
+    assert table.columns[0].values[1].detail == "no room"
+
+
+def test_long_reasons_are_cut_between_words() -> None:
+    comparison = compare(record(outcome=Outcome.FAILED, message="word " * 100))
+    value = result_table(comparison).columns[0].values[0]
+    assert value is not None
+    assert len(value.detail) <= 120
+    assert value.detail.endswith("word …")
+
+
+def test_what_the_peak_is_made_of() -> None:
+    memory = MemoryFigures(
+        peak_bytes=4 * GiB, by_phase={}, at_peak={"weights": 3 * GiB, "odd": GiB // 2, "gradients": 0}
+    )
+    predicted = PredictedFigures(peak_bytes=GiB, peak_phase="loss", at_peak={"weights": GiB})
+    comparison = compare(
+        record(memory=memory), record("peak_memory/a", predicted=predicted), record("peak_memory/b", peak_bytes=GiB)
+    )
+    table = breakdown_table(comparison)
+    assert cells(table) == {
+        "weights, GiB": ["3.000", "1.000"],
+        "odd, GiB": ["0.500", None],
+        "sum, GiB": ["3.500", "1.000"],
+        "from": ["run", "trace"],
+    }
+    assert breakdown_table(compare(record())) is None
+
+
+def test_beside_the_published_figures() -> None:
+    published = {"source": "a page", "peak_gib": 1.001, "perplexity": 100.0}
+    comparison = compare(
+        record(recipe={"published": published}, evaluation_loss=math.log(99.0)), record("peak_memory/a")
+    )
+    table = published_table(comparison)
+    assert table is not None
+    assert [row.label for row in table.rows] == ["control"]
+    texts = [(column.head, value and value.text) for column in table.columns for value in column.values]
+    assert texts == [
+        ("peak, GiB", "1.000"),
+        ("published", "1.001"),
+        ("differs", "-0.10%"),
+        ("perplexity", "99.00"),
+        ("published", "100.0"),
+        ("differs", "-1.0%"),
+    ]
+    assert published_table(compare(record())) is None
+
+
+def test_a_trifle_is_not_less_than_nothing() -> None:
+    published = {"source": "a page", "peak_gib": 1.00001}
+    table = published_table(compare(record(recipe={"published": published})))
+    assert table is not None
+    assert table.columns[2].values[0] is not None
+    assert table.columns[2].values[0].text == "+0.00%"
+
+
+def test_every_column_has_a_value_for_each_row() -> None:
+    comparison = compare(*experiment())
+    for table in (result_table(comparison), breakdown_table(comparison), published_table(comparison)):
+        assert table is not None
+        assert all(len(column.values) == len(table.rows) for column in table.columns)

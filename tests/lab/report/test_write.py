@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lowtide.errors import BadRecordError, ConfigError
+from lowtide.lab.record import read_record, write_record
+from lowtide.lab.report import write_report
+from tests.lab.report.samples import budget_sweep, experiment, record
+
+NOWHERE = {"html": None, "markdown": None, "png": None}
+
+
+def test_all_forms_are_written(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    write_report(
+        experiment(), html=folder / "r.html", markdown=folder / "r.md", png=folder / "r.png", sweeps=[budget_sweep()]
+    )
+    assert (folder / "r.html").read_text().startswith("<!doctype html>")
+    assert (folder / "r.md").read_text().startswith("# Lab report: peak_memory\n")
+    assert (folder / "r.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_records_that_went_through_files_say_the_same(tmp_path: Path) -> None:
+    again = []
+    for number, each in enumerate(experiment()):
+        write_record(each, tmp_path / f"{number}.json")
+        again.append(read_record(tmp_path / f"{number}.json"))
+    for name, records in (("direct", experiment()), ("read", again)):
+        write_report(records, html=tmp_path / f"{name}.html", markdown=tmp_path / f"{name}.md", png=None)
+    assert (tmp_path / "direct.md").read_text() == (tmp_path / "read.md").read_text()
+    assert (tmp_path / "direct.html").read_text() == (tmp_path / "read.html").read_text()
+
+
+def test_the_title_names_the_experiments(tmp_path: Path) -> None:
+    write_report([record("x/a"), record("y/b"), record("x/c")], **{**NOWHERE, "markdown": tmp_path / "r.md"})
+    assert (tmp_path / "r.md").read_text().startswith("# Lab report: x, y\n")
+    write_report([record("alone")], **{**NOWHERE, "markdown": tmp_path / "r.md"})
+    assert (tmp_path / "r.md").read_text().startswith("# Lab report: runs\n")
+
+
+def test_no_records() -> None:
+    with pytest.raises(ConfigError, match=r"^a report needs at least one record of a run, got none$"):
+        write_report([], **{**NOWHERE, "html": Path("never.html")})
+    with pytest.raises(ConfigError, match=r"got none; 1 files were skipped: a\.json: no JSON$"):
+        write_report([], **{**NOWHERE, "html": Path("never.html")}, skipped=["a.json: no JSON"])
+    assert not Path("never.html").exists()
+
+
+def test_nowhere_to_write() -> None:
+    with pytest.raises(ConfigError, match="there is nothing to write: give a path for html, markdown or png"):
+        write_report([record()], **NOWHERE)
+
+
+def test_a_bad_sweep_writes_nothing(tmp_path: Path) -> None:
+    with pytest.raises(BadRecordError, match="the schema of a budget sweep is None"):
+        write_report([record()], **{**NOWHERE, "html": tmp_path / "r.html"}, sweeps=[{}])
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,163 @@
+"""Recipes by name, pattern and path, and what each does differently."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lowtide.errors import ConfigError, UnknownNameError
+from lowtide.lab.catalogue import choose_recipes, known_recipes
+from lowtide.lab.differences import recipe_differences
+from lowtide.lab.recipe_file import FOLDER, read_recipe
+
+FILES = {
+    "_base.yaml": "model: gpt-tiny\nsteps: 4\noptimizer: {name: sgd, settings: {lr: 0.1, momentum: 0.9}}\n",
+    "study/control.yaml": "extends: ../_base.yaml\nabout: nothing changed\n",
+    "study/half.yaml": "extends: control.yaml\ndtype: bfloat16\n",
+    "study/half_fused.yaml": "extends: half.yaml\nplan: {schedule: in_backward, weights: {'*': streamed, head: resident}}\n",
+    "study/many.yaml": (
+        "extends: control.yaml\ndata: {kind: stories, num_stories: 50}\nscheduler: {kind: rise-from-zero, rise_steps: 3}\n"
+        "compile: {}\nplan: null\noptimizer: {settings: {momentum: null, lr: 0.2}}\n"
+    ),
+    "_small.yaml": "model: llama-tiny\nsteps: 2\n",
+    "study_small/half_fused.json": '{"extends": ["../study/half_fused.yaml", "../_small.yaml"], "batch": "1x8"}',
+    "other/control.yml": "model: gpt-tiny\nsteps: 3\n",
+    "_settings.yaml": "steps: 7\n",
+    "on_settings.yaml": "extends: _settings.yaml\nmodel: gpt-tiny\nseed: 1\n",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, text in FILES.items():
+        path = tmp_path / "recipes" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return tmp_path / "recipes"
+
+
+@pytest.fixture
+def known(folder: Path) -> dict[str, Path]:
+    return {name: path for name, path in known_recipes([folder]).items() if path.is_relative_to(folder)}
+
+
+def test_all_folders_are_known_and_shared_files_are_not(folder: Path, known: dict[str, Path]) -> None:
+    assert list(known) == [
+        "on_settings",
+        "other/control",
+        "study/control",
+        "study/half",
+        "study/half_fused",
+        "study/many",
+        "study_small/half_fused",
+    ]
+    assert known["other/control"] == folder / "other" / "control.yml"
+    everything = known_recipes([folder])
+    assert set(known_recipes()) | set(known) == set(everything)
+    assert everything["peak_memory/control"].is_relative_to(FOLDER)
+
+
+def test_a_later_folder_wins(tmp_path: Path) -> None:
+    own = tmp_path / "peak_memory" / "control.yaml"
+    own.parent.mkdir()
+    own.write_text("model: gpt-tiny\n", encoding="utf-8")
+    assert known_recipes([tmp_path])["peak_memory/control"] == own
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no folder of recipes .*none"):
+        known_recipes([tmp_path / "none"])
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["study/half"], ["study/half"]),
+        (["half"], ["study/half"]),
+        (["study/*"], ["study/control", "study/half", "study/half_fused", "study/many"]),
+        (["*_fused"], ["study/half_fused", "study_small/half_fused"]),
+        (["half*"], ["study/half", "study/half_fused", "study_small/half_fused"]),
+        (["man?", "study/[h]alf", "many"], ["study/many", "study/half"]),
+    ],
+)
+def test_words_choose_in_their_order_and_each_once(known: dict[str, Path], words: list[str], names: list[str]) -> None:
+    chosen = choose_recipes(words, known)
+    assert list(chosen) == names
+    assert all(known[name] == path for name, path in chosen.items())
+
+
+def test_a_path_has_the_name_that_it_is_known_by(folder: Path, known: dict[str, Path], tmp_path: Path) -> None:
+    elsewhere = tmp_path / "my.own.yaml"
+    elsewhere.write_text("model: gpt-tiny\n", encoding="utf-8")
+    chosen = choose_recipes([str(folder / "study" / ".." / "study" / "half.yaml"), str(elsewhere), "half"], known)
+    assert list(chosen) == ["study/half", "my.own"]
+
+
+@pytest.mark.parametrize("word", ["stdy/half", "study/haIf", "halv", "study", "nothing/*", "half.yaml"])
+def test_unknown_names_have_a_nearest_one(known: dict[str, Path], word: str) -> None:
+    with pytest.raises(UnknownNameError, match=f"there is no recipe named '{word.replace('*', '[*]')}'"):
+        choose_recipes(["study/control", word], known)
+    if word == "stdy/half":
+        with pytest.raises(UnknownNameError, match="did you mean 'study/half'"):
+            choose_recipes([word], known)
+
+
+def test_an_end_of_several_and_two_files_of_one_name(known: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'control' is the end of several recipes: other/control, study/control"):
+        choose_recipes(["control"], known)
+    paths = [tmp_path / "a" / "x.yaml", tmp_path / "b" / "x.yaml"]
+    for path in paths:
+        path.parent.mkdir()
+        path.write_text("model: gpt-tiny\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="would both be recorded as 'x'"):
+        choose_recipes([str(path) for path in paths], known)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("study/control", []),
+        ("study/half", ["dtype=bfloat16"]),
+        (
+            "study/half_fused",
+            ["dtype=bfloat16", 'plan.weights={"*": "streamed", "head": "resident"}', "plan.schedule=in_backward"],
+        ),
+        (
+            "study/many",
+            [
+                "data=stories",
+                "data.num_stories=50",
+                "optimizer.settings.lr=0.2",
+                "optimizer.settings.momentum=null",
+                "scheduler=rise-from-zero",
+                "scheduler.rise_steps=3",
+                "compile",
+                "plan=null",
+            ],
+        ),
+        # Against both ends of what it extends together: what makes it small is no difference.
+        (
+            "study_small/half_fused",
+            [
+                "batch=1x8",
+                "dtype=bfloat16",
+                'plan.weights={"*": "streamed", "head": "resident"}',
+                "plan.schedule=in_backward",
+            ],
+        ),
+        ("other/control", ["steps=3"]),
+        ("on_settings", ["steps=7", "seed=1"]),
+    ],
+)
+def test_differences(known: dict[str, Path], name: str, expected: list[str]) -> None:
+    assert list(recipe_differences(known[name], read_recipe(known[name]))) == expected
+
+
+def test_every_recipe_of_the_package_can_be_described() -> None:
+    names = known_recipes()
+    assert {"peak_memory/control", "peak_memory/streamed", "check/gpt_streamed"} <= set(names)
+    for path in names.values():
+        recipe_differences(path, read_recipe(path))
+    control = names["peak_memory/control"]
+    assert recipe_differences(control, read_recipe(control)) == ()

@@ -1,0 +1,160 @@
+"""One run of a recipe: the same numbers as a plain loop, and memory that is what its parts say."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lowtide.errors import ConfigError
+from lowtide.lab.data_recipe import EvaluationRecipe, Stories
+from lowtide.lab.experiment import first_weights, run_experiment, thinned
+from lowtide.lab.optimizer_recipe import OptimizerRecipe, RiseFromZero
+from lowtide.lab.plan_recipe import PlanRecipe
+from lowtide.lab.progress import Progress
+from lowtide.lab.recipe import CompileRecipe, Recipe
+from lowtide.lab.record import Outcome, RunRecord
+from lowtide.models import resolve_model
+from lowtide.planning.plan import Schedule, Site, Weights
+
+RESIDENT = PlanRecipe(weights=Weights.RESIDENT, update=Site.DEVICE)
+SMALL = Recipe(
+    model="deep-one-tiny",
+    batch="2x32",
+    steps=3,
+    device="cpu",
+    optimizer=OptimizerRecipe(name="deep-one-adafactor", settings={"lr": 0.01}),
+    plan=RESIDENT,
+)
+
+
+def run(recipe: Recipe, seen: list[Progress] | None = None) -> RunRecord:
+    collected = [] if seen is None else seen
+    return run_experiment(recipe, name="a/small", on_progress=collected.append)
+
+
+def test_a_plain_run_is_the_plain_loop() -> None:
+    recipe = replace(SMALL, plan=None, scheduler=RiseFromZero(rise_steps=10))
+    record = run(recipe)
+    source = resolve_model(recipe.model)
+    model = first_weights(recipe, source)
+    ids = source.make_batch("2x32")["input_ids"]
+    from lowtide.optim import Adafactor
+
+    optimizer = Adafactor(model.parameters(), lr=0.01)
+    losses = []
+    for step in range(3):
+        optimizer.param_groups[0]["lr"] = 0.01 * step / 10
+        batch = ids.roll(step, dims=-1)
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert record.losses == tuple(losses)
+    assert record.outcome is Outcome.FINISHED
+    assert record.parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("plan", "smaller"),
+    [
+        (RESIDENT, None),
+        (replace(RESIDENT, schedule=Schedule.IN_BACKWARD, chunk_memory="128KiB"), "update"),
+        (replace(RESIDENT, activations="recompute"), "forward"),
+        (PlanRecipe(device_memory="16MiB"), "update"),
+    ],
+    ids=["resident", "in backward", "recompute", "streamed"],
+)
+def test_a_plan_changes_memory_and_no_loss(plan: PlanRecipe, smaller: str | None) -> None:
+    plain, managed = run(replace(SMALL, plan=None)), run(replace(SMALL, plan=plan))
+    assert plain.losses == managed.losses
+    assert plain.memory is not None
+    assert managed.memory is not None
+    assert managed.session is not None
+    if smaller is None:
+        # Chunks are padded to 512 bytes for each parameter; nothing else may differ.
+        assert managed.memory.peak_bytes == pytest.approx(plain.memory.peak_bytes, rel=0.002)
+        assert managed.memory.by_phase.keys() == plain.memory.by_phase.keys() == {"forward", "backward", "update"}
+    else:
+        assert managed.memory.by_phase[smaller] < 0.8 * plain.memory.by_phase[smaller]
+
+
+def test_the_timeline_has_the_runs_peak() -> None:
+    record = run(replace(SMALL, plan=replace(RESIDENT, activations="recompute")))
+    assert record.memory is not None
+    assert max(num_bytes for _, num_bytes in record.memory.timeline) == record.memory.peak_bytes
+    phases = [phase for phase, _ in record.memory.timeline]
+    assert phases == sorted(phases, key=["forward", "backward", "update"].index)
+
+
+def test_all_types_begin_at_the_same_weights() -> None:
+    source = resolve_model("deep-one-tiny")
+    single = first_weights(SMALL, source)
+    half = first_weights(replace(SMALL, dtype="bfloat16"), source)
+    for one, other in zip(single.parameters(), half.parameters(), strict=True):
+        assert torch.equal(one.bfloat16(), other)
+
+
+def test_evaluation_and_progress() -> None:
+    stories = Stories(num_stories=60, num_validation=5, vocab_size=300)
+    recipe = replace(
+        SMALL,
+        data=stories,
+        model_settings={"vocab_size": 300},
+        evaluation=EvaluationRecipe(samples=5, batch=2),
+        plan=None,
+    )
+    seen: list[Progress] = []
+    record = run(recipe, seen)
+    assert record.evaluation_loss is not None
+    assert 0.5 * math.log(300) < record.evaluation_loss < 2 * math.log(300)
+    steps = [progress for progress in seen if progress.words == "training"]
+    assert [progress.step for progress in steps] == [1, 2, 3]
+    assert all(progress.peak_bytes and progress.samples_per_s and progress.loss for progress in steps)
+    assert sum(progress.words.startswith("evaluating") for progress in seen) == 3
+    assert record.memory is not None
+    assert "evaluation" in record.memory.by_phase
+    assert record.speed is not None
+    assert record.speed.samples_per_step == 2
+
+
+def test_the_same_recipe_gives_the_same_losses() -> None:
+    recipe = replace(SMALL, data=Stories(num_stories=60, num_validation=0, vocab_size=300))
+    recipe = replace(recipe, model_settings={"vocab_size": 300})
+    assert run(recipe).losses == run(recipe).losses
+    assert run(recipe).losses != run(replace(recipe, seed=1)).losses
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler reads it
+def test_compiled_blocks_are_close_to_plain_ones() -> None:
+    compiled = replace(SMALL, compile=CompileRecipe(scope="blocks", backend="aot_eager_decomp_partition"))
+    assert run(compiled).losses == pytest.approx(run(SMALL).losses, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        (replace(SMALL, evaluation=EvaluationRecipe()), "random inputs have nothing to evaluate on"),
+        (
+            Recipe(model="resnet-50", device="cpu", data=Stories(num_stories=60, vocab_size=300), batch="2x3x64x64"),
+            "pixel_values",
+        ),
+        (replace(SMALL, model_settings={"nrom": "fused"}), "did you mean 'norm'"),
+        (replace(SMALL, data=Stories(num_stories=60, vocab_size=600)), "vocab"),
+    ],
+)
+def test_what_does_not_fit_is_said(recipe: Recipe, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run(recipe)
+    assert message in str(caught.value)
+
+
+def test_thinned_timelines_keep_their_largest() -> None:
+    points = [("forward", value) for value in range(100)] + [("backward", value) for value in range(100, 0, -1)]
+    kept = thinned(points, 10)
+    assert len(kept) <= 12
+    assert max(value for _, value in kept) == 100
+    assert [phase for phase, _ in kept] == sorted((phase for phase, _ in kept), reverse=True)

@@ -1,0 +1,135 @@
+"""Recipes that extend others, and recipes by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lowtide.errors import ConfigError, UnknownNameError
+from lowtide.lab.optimizer_recipe import Constant, LinearWarmup
+from lowtide.lab.recipe_file import FOLDER, find_recipe, read_recipe, recipe_names
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_settings_replace_those_below_one_by_one(tmp_path: Path) -> None:
+    write(tmp_path, "base.yaml", "model: gpt-tiny\nsteps: 5\nplan: {weights: resident, prefetch_depth: 3}\n")
+    path = write(tmp_path, "other.yaml", "extends: base.yaml\nsteps: 7\nplan: {weights: streamed}\n")
+    recipe = read_recipe(path)
+    assert (recipe.model, recipe.steps) == ("gpt-tiny", 7)
+    assert recipe.plan is not None
+    assert (recipe.plan.weights, recipe.plan.prefetch_depth) == ("streamed", 3)
+
+
+def test_another_kind_begins_anew(tmp_path: Path) -> None:
+    write(tmp_path, "base.yaml", "model: gpt-tiny\nscheduler: {kind: linear-warmup, warmup_steps: 2}\n")
+    path = write(tmp_path, "other.yaml", "extends: base.yaml\nscheduler: {kind: constant}\n")
+    assert isinstance(read_recipe(tmp_path / "base.yaml").scheduler, LinearWarmup)
+    assert isinstance(read_recipe(path).scheduler, Constant)
+
+
+def test_another_optimizer_begins_anew(tmp_path: Path) -> None:
+    write(tmp_path, "base.yaml", "model: gpt-tiny\noptimizer: {name: adamw, settings: {lr: 0.1, betas: [0.9, 0.95]}}\n")
+    path = write(tmp_path, "other.yaml", "extends: base.yaml\noptimizer: {name: sgd, settings: {momentum: 0.9}}\n")
+    assert read_recipe(path).optimizer.settings == {"momentum": 0.9}
+
+
+def test_of_several_the_later_wins(tmp_path: Path) -> None:
+    write(tmp_path, "one.yaml", "model: gpt-tiny\nsteps: 5\nseed: 1\n")
+    write(tmp_path, "two.yaml", "steps: 6\n")
+    recipe = read_recipe(write(tmp_path, "three.yaml", "extends: [one.yaml, two.yaml]\n"))
+    assert (recipe.model, recipe.steps, recipe.seed) == ("gpt-tiny", 6, 1)
+
+
+def test_paths_are_from_the_file_that_extends(tmp_path: Path) -> None:
+    write(tmp_path, "a/base.yaml", "extends: ../root.yaml\nsteps: 5\n")
+    write(tmp_path, "root.yaml", "model: gpt-tiny\n")
+    assert read_recipe(write(tmp_path, "b/other.yaml", "extends: ../a/base.yaml\n")).steps == 5
+
+
+def test_null_takes_away(tmp_path: Path) -> None:
+    write(tmp_path, "base.yaml", "model: gpt-tiny\nplan: {weights: resident}\n")
+    assert read_recipe(write(tmp_path, "plain.yaml", "extends: base.yaml\nplan: null\n")).plan is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("extends: other.yaml\n", "extends itself"),
+        ("extends: missing.yaml\n", "cannot read the recipe file"),
+        ("extends: 3\n", "must be the path of another recipe"),
+        ("- a\n", "must be a mapping"),
+        ("model: gpt-tiny\nstep: 3\n", "unknown key 'step'; did you mean 'steps'"),
+    ],
+)
+def test_what_is_wrong_is_said_with_the_file(tmp_path: Path, text: str, message: str) -> None:
+    path = write(tmp_path, "other.yaml", text)
+    with pytest.raises(ConfigError) as caught:
+        read_recipe(path)
+    assert message in str(caught.value)
+    assert "other.yaml" in str(caught.value) or "missing.yaml" in str(caught.value)
+
+
+def test_names_leave_out_what_is_only_extended(tmp_path: Path) -> None:
+    for name in ("a/one.yaml", "a/_base.yaml", "b/two.json", "three.yml", "notes.txt"):
+        write(tmp_path, name, "")
+    assert recipe_names(tmp_path) == ("a/one", "b/two", "three")
+
+
+def test_a_name_may_be_its_last_part_where_that_is_unique(tmp_path: Path) -> None:
+    for name in ("a/one.yaml", "a/both.yaml", "b/both.yaml"):
+        write(tmp_path, name, "")
+    assert find_recipe("one", tmp_path) == tmp_path / "a/one.yaml"
+    assert find_recipe("b/both", tmp_path) == tmp_path / "b/both.yaml"
+    assert find_recipe(str(tmp_path / "a/both.yaml"), tmp_path) == tmp_path / "a/both.yaml"
+    with pytest.raises(ConfigError, match="end of several recipes: a/both, b/both"):
+        find_recipe("both", tmp_path)
+
+
+def test_an_unknown_name_gets_the_nearest(tmp_path: Path) -> None:
+    write(tmp_path, "a/control.yaml", "")
+    with pytest.raises(UnknownNameError, match="did you mean 'control'"):
+        find_recipe("contrl", tmp_path)
+
+
+PUBLISHED = {
+    "control": 21.165,
+    "bfloat16": 12.418,
+    "checkpoint": 12.529,
+    "compile": 19.712,
+    "fused": 21.164,
+    "fused_checkpoint": 7.425,
+    "bf16_fused_checkpoint": 3.975,
+    "memory_budget_05": 13.561,
+    "memory_budget_60": 15.636,
+    "fused_memory_budget_05": 13.562,
+    "bf16_budget_60": 6.709,
+}
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_that_comes_with_the_package_is_right(name: str) -> None:
+    recipe = read_recipe(find_recipe(name))
+    if name.startswith("peak_memory"):
+        assert recipe.about
+        tiny = name.startswith("peak_memory_tiny/")
+        assert (recipe.model, recipe.device) == (("deep-one-tiny", "cpu") if tiny else ("deep-one-1.6b", "cuda"))
+        assert (recipe.published is not None) == (not tiny and name.rpartition("/")[2] in PUBLISHED)
+
+
+def test_the_published_table_is_all_there() -> None:
+    found = {name: read_recipe(FOLDER / f"peak_memory/{name}.yaml").published for name in PUBLISHED}
+    assert {name: row.peak_gib for name, row in found.items() if row is not None} == PUBLISHED
+
+
+def test_every_recipe_has_a_small_one() -> None:
+    names = recipe_names()
+    large = {name.rpartition("/")[2] for name in names if name.startswith("peak_memory/")}
+    small = {name.rpartition("/")[2] for name in names if name.startswith("peak_memory_tiny/")}
+    assert large == small
