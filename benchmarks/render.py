@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.activations.tables import chunked_loss, embedding, policies
+from benchmarks.lab_tables import memory
 from benchmarks.optim.tables import host_kernel, steps
 from benchmarks.records import Record, gib, newest, percent, table
 from benchmarks.session.tables import budgets, start_up, streaming
@@ -128,6 +129,7 @@ RENDERERS: dict[str, Renderer] = {
     "chunked-loss": chunked_loss,
     "host-embedding": embedding,
     "host-kernel": host_kernel,
+    "lab-memory": memory,
     "optimizer": steps,
     "accuracy-summary": accuracy_summary,
     "held-out": functools.partial(accuracy, folder="held_out"),

@@ -16,11 +16,11 @@ from lowtide.lab.check import find_device, plan_of, run_check
 from lowtide.lab.optimizer_recipe import OptimizerRecipe
 from lowtide.lab.plan_recipe import PlanRecipe
 from lowtide.lab.recipe import Recipe
-from lowtide.lab.recipe_file import read_recipe
+from lowtide.lab.recipe_file import FOLDER, read_recipe
 from lowtide.planning.plan import Schedule, Site, Weights
 from lowtide.units import parse_bytes
 
-RECIPES = sorted((Path(__file__).resolve().parents[2] / "recipes" / "check").glob("*.yaml"))
+RECIPES = sorted((FOLDER / "check").glob("*.yaml"))
 SMALL = Recipe(model="gpt-tiny", batch="2x16", device="cpu", steps=3)
 
 Manage = Callable[..., Any]

@@ -13,7 +13,7 @@ from rich.text import Text
 from lowtide.cli.console import OUT, progress
 from lowtide.lab.check import run_check
 from lowtide.lab.check_report import CheckReport
-from lowtide.lab.recipe_file import read_recipe
+from lowtide.lab.recipe_file import find_recipe, read_recipe
 from lowtide.runtime.session_stats import TierRow
 from lowtide.units import format_bytes
 
@@ -21,9 +21,9 @@ MAX_ROWS = 24
 """Steps that the table shows; `--json` has them all."""
 
 
-def run_check_command(path: Path, overrides: list[str], *, as_json: bool) -> None:
+def run_check_command(name: str, overrides: list[str], *, as_json: bool) -> None:
     """Check a recipe, print what was found, and exit with 1 on a difference beyond its tolerance."""
-    recipe = read_recipe(path, overrides)
+    recipe = read_recipe(find_recipe(name), overrides)
     with progress(f"checking {recipe.model}") as on_progress:
         report = run_check(recipe, on_progress)
     if as_json:

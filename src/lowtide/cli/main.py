@@ -71,7 +71,7 @@ def explain(
 
 @app.command()
 def check(
-    recipe: Annotated[Path, typer.Argument(help="a recipe: FILE.yaml or FILE.json")],
+    recipe: Annotated[str, typer.Argument(help="a recipe: a name such as gpt_streamed, FILE.yaml or FILE.json")],
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="steps=5, plan.weights=resident, optimizer.settings.lr=1e-4, ...")
     ] = None,

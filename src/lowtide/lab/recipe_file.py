@@ -42,14 +42,14 @@ def recipe_names(folder: Path = FOLDER) -> tuple[str, ...]:
 
 
 def find_recipe(name: str, folder: Path = FOLDER) -> Path:
-    """The file of a recipe: a path that exists, a name such as `peak_memory/control`, or its last part where that is unique.
+    """The file of a recipe: a path with its suffix, a name such as `peak_memory/control`, or its last part where that is unique.
 
     Raises:
         UnknownNameError: There is none; the nearest name is in the message.
         ConfigError: Several recipes end so.
     """
-    if Path(name).suffix in SUFFIXES and Path(name).is_file():
-        return Path(name)
+    if Path(name).suffix in SUFFIXES:
+        return Path(name)  # whoever reads it says what is wrong with it
     names = recipe_names(folder)
     found = [known for known in names if known == name] or [known for known in names if known.endswith(f"/{name}")]
     if not found:

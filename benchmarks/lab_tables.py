@@ -1,0 +1,50 @@
+"""The lab's table in the documentation, from its records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.records import percent, table
+from lowtide.errors import BadRecordError
+from lowtide.lab.record import RunRecord, read_record
+from lowtide.units import GiB
+
+
+def memory(results: Path) -> str:
+    """Peaks of Deep One's recipes: measured, predicted before the run, and published."""
+    paths = sorted((results / "lab").glob("*.json"))
+    newest: dict[str, tuple[RunRecord, Path]] = {}
+    for path in paths:
+        record = read_record(path)
+        if record.name not in newest or record.surroundings.date > newest[record.name][0].surroundings.date:
+            newest[record.name] = (record, path)
+    if not newest:
+        raise BadRecordError(f"there are no records in {results / 'lab'}; run the lab before its table is rendered")
+    lines = []
+    for name, (record, _) in sorted(newest.items(), key=lambda item: -_peak(item[1][0])):
+        published = record.recipe.get("published")
+        peak_gib = published.get("peak_gib") if isinstance(published, dict) else None
+        memory, predicted = record.memory, record.predicted
+        assert memory is not None, "an unfinished run has no place in the results"
+        lines.append(
+            [
+                name.rpartition("/")[2],
+                "-" if peak_gib is None else f"{peak_gib:.3f}",
+                f"{memory.peak_bytes / GiB:.3f}",
+                memory.peak_phase,
+                "-" if predicted is None else f"{predicted.peak_bytes / GiB:.3f}",
+                "-" if predicted is None else percent(predicted.peak_bytes / memory.peak_bytes - 1),
+                "-" if memory.reserved_bytes is None else f"{memory.reserved_bytes / GiB:.2f}",
+            ]
+        )
+    header = ["recipe", "published GiB", "measured GiB", "in", "predicted GiB", "error", "reserved GiB"]
+    first = next(iter(newest.values()))[0].surroundings
+    commits = ", ".join(sorted({record.surroundings.commit[:12] for record, _ in newest.values()}))
+    provenance = (
+        f"From `benchmarks/results/lab`: {first.device}, torch {first.torch}, commit {commits}, {first.date[:10]}."
+    )
+    return table(header, lines, num_text=1) + f"\n\n{provenance}"
+
+
+def _peak(record: RunRecord) -> int:
+    return 0 if record.memory is None else record.memory.peak_bytes
