@@ -99,19 +99,19 @@ class TestRun:
         monkeypatch.setattr(lab, "OUT", Console(width=200))
         result = run("run", "kills_itself", "finishes", "--recipes", recipes, "--seeds", "2", "--set", "steps=4")
         assert result.exit_code == 1
-        rows = [line for line in result.stdout.splitlines() if "pretended/" in line]
+        rows = [line for line in result.stdout.splitlines() if line.startswith("│")]
         words = [[cell.strip() for cell in row.strip("│").split("│")][:6] for row in rows]
         assert words == [
-            ["pretended/kills_itself", "5", "killed", "", "", ""],
-            ["pretended/kills_itself", "6", "killed", "", "", ""],
-            ["pretended/finishes", "5", "finished", "3.000 GiB", "6", "100"],
-            ["pretended/finishes", "6", "finished", "3.000 GiB", "6", "100"],
+            ["pretended/", "", "", "", "", ""],
+            ["kills_itself", "5", "killed", "", "", ""],
+            ["kills_itself", "6", "killed", "", "", ""],
+            ["finishes", "5", "finished", "3.000 GiB", "6", "100"],
+            ["finishes", "6", "finished", "3.000 GiB", "6", "100"],
         ]
         assert "records are in lowtide-lab/records/RECIPE" in result.stdout
         records = sorted(Path("lowtide-lab/records/pretended/finishes").glob("seed-*_*.json"))
         assert [read_record(path).recipe["seed"] for path in records] == [5, 6]
         assert read_record(records[0]).recipe["steps"] == 4
-        assert records[0].name in result.stdout
         lines = result.stderr.splitlines()
         assert "[1/4] pretended/kills_itself, seed 5: starting" in lines
         assert "[3/4] pretended/finishes, seed 5: finished, peak 3.000 GiB" in lines

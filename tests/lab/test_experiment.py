@@ -82,8 +82,11 @@ def test_a_plan_changes_memory_and_no_loss(plan: PlanRecipe, smaller: str | None
         assert managed.memory.by_phase[smaller] < 0.8 * plain.memory.by_phase[smaller]
 
 
-def test_the_timeline_has_the_runs_peak() -> None:
-    record = run(replace(SMALL, plan=replace(RESIDENT, activations="recompute")))
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_the_timeline_has_the_runs_peak(activations: str) -> None:
+    stories = Stories(num_stories=60, num_validation=5, vocab_size=300)
+    recipe = replace(SMALL, data=stories, model_settings={"vocab_size": 300}, evaluation=EvaluationRecipe(batch=1))
+    record = run(replace(recipe, batch="8x64", plan=replace(RESIDENT, activations=activations)))
     assert record.memory is not None
     assert max(num_bytes for _, num_bytes in record.memory.timeline) == record.memory.peak_bytes
     phases = [phase for phase, _ in record.memory.timeline]

@@ -15,8 +15,7 @@ from rich.text import Text
 from lowtide.lab.progress import Progress as RunProgress
 from lowtide.lab.record import Outcome
 from lowtide.lab.runner import EndedRun, Run
-from lowtide.lab.so_far import describe, figures
-from lowtide.units import GiB
+from lowtide.lab.so_far import describe, figures, shown_bytes
 
 LINES_A_RUN = 10
 """Lines for the steps of one run, where there is no bar."""
@@ -128,7 +127,7 @@ def outcome_words(ended: EndedRun) -> str:
     record = ended.record
     if record.outcome is not Outcome.FINISHED:
         return f"{record.outcome}: {record.message.partition(chr(10))[0]}"
-    return "finished" if record.memory is None else f"finished, peak {record.memory.peak_bytes / GiB:.3f} GiB"
+    return "finished" if record.memory is None else f"finished, peak {shown_bytes(record.memory.peak_bytes)}"
 
 
 def _print_end(console: Console, title: str, ended: EndedRun) -> None:

@@ -16,8 +16,8 @@ from lowtide.lab.differences import recipe_differences
 from lowtide.lab.recipe_file import read_recipe
 from lowtide.lab.record import RunRecord
 from lowtide.lab.runner import EndedRun
+from lowtide.lab.so_far import shown_bytes
 from lowtide.plain_text import Plain
-from lowtide.units import GiB
 
 
 def recipe_row(name: str, path: Path) -> dict[str, Plain]:
@@ -93,22 +93,27 @@ def perplexity(record: RunRecord) -> float | None:
 
 
 def run_table(results: Sequence[EndedRun], folder: Path) -> Table:
-    """All runs with their figures, and the files of their records."""
-    # A whole path in each row would leave no room for anything else.
+    """All runs with their figures, by the folders of their recipes."""
     table = Table(caption=f"records are in {_short(folder / 'records')}/RECIPE", caption_justify="left")
-    for heading in ("recipe, record", "seed", "outcome", "peak", "samples/s", "perplexity"):
-        is_number = heading in ("seed", "peak", "samples/s", "perplexity")
-        table.add_column(heading, justify="right" if is_number else "left", overflow="fold")
-    for ended in results:
-        row = run_row(ended)
-        table.add_row(
-            Text.assemble(ended.run.name, "\n", (f"  {ended.path.name}", "dim")),
-            str(ended.run.recipe.seed),
-            Text(str(ended.record.outcome), style=STYLES[ended.record.outcome]),
-            "" if ended.record.memory is None else f"{ended.record.memory.peak_bytes / GiB:.3f} GiB",
-            _figure(row["samples_per_s"]),
-            _figure(row["perplexity"]),
-        )
+    table.add_column("recipe", no_wrap=True)
+    table.add_column("seed", justify="right", no_wrap=True)
+    table.add_column("outcome")
+    for heading in ("peak", "samples/s", "perplexity"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for group_folder, group in itertools.groupby(results, key=lambda ended: ended.run.name.rpartition("/")[0]):
+        table.add_section()
+        if group_folder:
+            table.add_row(Text(f"{group_folder}/", style="bold"))
+        for ended in group:
+            row = run_row(ended)
+            table.add_row(
+                Text(f"{'  ' if group_folder else ''}{ended.run.name.rpartition('/')[2]}"),
+                str(ended.run.recipe.seed),
+                Text(str(ended.record.outcome), style=STYLES[ended.record.outcome]),
+                "" if ended.record.memory is None else shown_bytes(ended.record.memory.peak_bytes),
+                _figure(row["samples_per_s"]),
+                _figure(row["perplexity"]),
+            )
     return table
 
 

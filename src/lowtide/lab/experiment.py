@@ -212,8 +212,9 @@ class _Run:
             self.meter.end(phase)
 
     def _moved(self, batch: Batch) -> Batch:
+        # A copy, also where the host plays the device: what it holds of a batch dies with the step.
         return {
-            key: value.to(self.device, self.recipe.torch_dtype if value.is_floating_point() else value.dtype)
+            key: value.to(self.device, self.recipe.torch_dtype if value.is_floating_point() else value.dtype, copy=True)
             for key, value in batch.items()
         }
 

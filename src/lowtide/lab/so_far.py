@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from lowtide.lab.progress import Progress
-from lowtide.units import GiB
+from lowtide.units import GiB, MiB
 
 
 class SoFar:
@@ -47,10 +47,20 @@ def figures(progress: Progress) -> list[str]:
     if progress.loss is not None:
         parts.append(f"loss {progress.loss:.4f}")
     if progress.peak_bytes is not None:
-        parts.append(f"peak {progress.peak_bytes / GiB:.3f} GiB")
+        parts.append(f"peak {shown_bytes(progress.peak_bytes)}")
     if progress.samples_per_s is not None:
         parts.append(f"{progress.samples_per_s:.4g} samples/s")
     return parts
+
+
+def shown_bytes(num_bytes: int) -> str:
+    """With the digits that such tables are published with.
+
+    Example:
+        >>> shown_bytes(22_725_752_832), shown_bytes(23_000_000)
+        ('21.165 GiB', '21.935 MiB')
+    """
+    return f"{num_bytes / GiB:.3f} GiB" if num_bytes >= GiB // 10 else f"{num_bytes / MiB:.3f} MiB"
 
 
 def finite_part(losses: list[float] | tuple[float, ...]) -> tuple[float, ...]:
