@@ -82,7 +82,7 @@ def main() -> None:
         recipe = Recipe(model=name, batch=batch, plan=None, device="cpu")
         joint, _ = trace_recipe(recipe)
         for budget in BUDGETS:
-            point = make_point(joint, budget)
+            point = make_point(joint, budget, on_host=True)
             torch.compiler.reset()
             start = time.perf_counter()
             saved_bytes, peak_bytes = measure(recipe, budget)

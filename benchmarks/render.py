@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.activations.tables import chunked_loss, embedding, policies
+from benchmarks.budget_tables import check, sweep
 from benchmarks.lab_tables import memory
 from benchmarks.optim.tables import host_kernel, steps
 from benchmarks.records import Record, gib, newest, percent, table
@@ -126,6 +127,8 @@ RENDERERS: dict[str, Renderer] = {
     "accuracy": accuracy,
     "activation-policies": policies,
     "activation-policies-long": functools.partial(policies, suite="policies_long"),
+    "budget-check": check,
+    "budget-sweep": sweep,
     "chunked-loss": chunked_loss,
     "host-embedding": embedding,
     "host-kernel": host_kernel,

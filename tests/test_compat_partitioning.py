@@ -74,6 +74,7 @@ def test_the_budget_is_put_back() -> None:
     from torch._functorch import config
 
     before = config.activation_memory_budget
+    assert before == 1.0, "a budget of 1 is what torch does by itself"
     compat.partition(compat.trace_joint_graph(two_layers, *shapes()), 0.25)
     assert config.activation_memory_budget == before
 

@@ -13,9 +13,10 @@ import torch
 from lowtide.errors import ConfigError, HardwareError, LowtideError
 from lowtide.lab import check
 from lowtide.lab.check import find_device, plan_of, run_check
+from lowtide.lab.data_recipe import Stories
 from lowtide.lab.optimizer_recipe import OptimizerRecipe
 from lowtide.lab.plan_recipe import PlanRecipe
-from lowtide.lab.recipe import Recipe
+from lowtide.lab.recipe import CompileRecipe, Recipe
 from lowtide.lab.recipe_file import FOLDER, read_recipe
 from lowtide.planning.plan import Schedule, Site, Weights
 from lowtide.units import parse_bytes
@@ -126,3 +127,21 @@ def test_devices() -> None:
         find_device("meta")
     with pytest.raises(HardwareError, match=f"torch sees {torch.cuda.device_count()} CUDA devices"):
         find_device("cuda:99")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"precision": "fp32"}, {"compile": CompileRecipe()}, {"data": Stories()}, {"plan": None}],
+    ids=["precision", "compile", "data", "plan"],
+)
+def test_what_a_check_would_leave_out_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run_check(replace(Recipe(model="gpt-tiny", device="cpu"), **changes))
+    assert next(iter(changes)) in str(caught.value)
+
+
+def test_settings_of_the_model_are_kept() -> None:
+    recipe = Recipe(model="deep-one-tiny", device="cpu", steps=1, batch="2x16", model_settings={"vocab_size": 99})
+    assert run_check(recipe).passed
+    with pytest.raises(ConfigError, match="did you mean 'norm'"):
+        run_check(replace(recipe, model_settings={"nrom": "fused"}))

@@ -161,3 +161,18 @@ def test_thinned_timelines_keep_their_largest() -> None:
     assert len(kept) <= 12
     assert max(value for _, value in kept) == 100
     assert [phase for phase, _ in kept] == sorted((phase for phase, _ in kept), reverse=True)
+
+
+def test_a_run_that_diverges_is_seen() -> None:
+    recipe = replace(
+        SMALL, optimizer=OptimizerRecipe(name="sgd", settings={"lr": 1e30}), model_settings={"loss": "chunked"}
+    )
+    assert not math.isfinite(run(recipe).losses[-1])
+
+
+def test_buffers_keep_the_type_that_the_model_gives_them() -> None:
+    source = resolve_model("llama-tiny")
+    made = first_weights(replace(SMALL, model="llama-tiny", dtype="bfloat16"), source)
+    expected = source.build(torch.bfloat16)
+    assert [tensor.dtype for tensor in made.buffers()] == [tensor.dtype for tensor in expected.buffers()]
+    assert {tensor.dtype for tensor in made.parameters()} == {torch.bfloat16}

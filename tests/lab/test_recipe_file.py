@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lowtide.errors import ConfigError, UnknownNameError
+from lowtide.lab.data_recipe import HubDataset
 from lowtide.lab.optimizer_recipe import Constant, LinearWarmup
 from lowtide.lab.recipe_file import FOLDER, find_recipe, read_recipe, recipe_names
 
@@ -38,6 +39,12 @@ def test_another_optimizer_begins_anew(tmp_path: Path) -> None:
     write(tmp_path, "base.yaml", "model: gpt-tiny\noptimizer: {name: adamw, settings: {lr: 0.1, betas: [0.9, 0.95]}}\n")
     path = write(tmp_path, "other.yaml", "extends: base.yaml\noptimizer: {name: sgd, settings: {momentum: 0.9}}\n")
     assert read_recipe(path).optimizer.settings == {"momentum": 0.9}
+
+
+def test_a_data_set_of_another_name_keeps_its_other_settings(tmp_path: Path) -> None:
+    write(tmp_path, "base.yaml", "model: gpt-tiny\ndata: {kind: hub-dataset, name: a, column: story}\n")
+    data = read_recipe(write(tmp_path, "other.yaml", "extends: base.yaml\ndata: {name: b}\n")).data
+    assert data == HubDataset(name="b", column="story")
 
 
 def test_of_several_the_later_wins(tmp_path: Path) -> None:

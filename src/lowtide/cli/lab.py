@@ -12,8 +12,10 @@ import typer
 
 from lowtide.cli.console import ERR, OUT, friendly_errors, progress
 from lowtide.cli.lab_display import display_of
+from lowtide.cli.lab_sweep import sweep_command
 from lowtide.cli.lab_tables import recipe_row, recipe_table, run_row, run_table
 from lowtide.errors import ConfigError
+from lowtide.lab.budget import sweep_data
 from lowtide.lab.catalogue import choose_recipes, known_recipes
 from lowtide.lab.collect import collect
 from lowtide.lab.recipe_file import read_recipe
@@ -89,12 +91,16 @@ def report_command(
             say(f"{len(found.records)} records")
             from lowtide.lab.report import write_report  # it draws, and what draws takes a second to import
 
-            write_report(found.records, html=out, markdown=markdown, png=png, skipped=found.skipped)
+            sweeps = [sweep_data(sweep) for sweep in found.sweeps]
+            write_report(found.records, html=out, markdown=markdown, png=png, skipped=found.skipped, sweeps=sweeps)
         for line in found.skipped:
             ERR.print(f"skipped {line}", style="yellow", markup=False, highlight=False, soft_wrap=True)
         for path in (out, markdown, png):
             if path is not None:
                 ERR.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+lab_app.command("sweep")(sweep_command)
 
 
 def make_runs(chosen: dict[str, Path], overrides: Sequence[str], seeds: str | None) -> list[Run]:

@@ -69,6 +69,15 @@ from lowtide.compat.optimizers import (
     step_hooks,
     step_without_hooks,
 )
+from lowtide.compat.partitioning import (
+    Halves,
+    JointGraph,
+    fusible_operators,
+    is_view,
+    partition,
+    trace_joint_graph,
+    writes_argument,
+)
 from lowtide.compat.profiling import (
     MemoryProfile,
     allocator_history,
@@ -94,6 +103,8 @@ __all__ = [
     "SCALER_ATTRIBUTES",
     "UNSCALE",
     "BudgetedCompiler",
+    "Halves",
+    "JointGraph",
     "MemoryProfile",
     "SavedTensor",
     "TorchDispatchMode",
@@ -113,6 +124,7 @@ __all__ = [
     "current_node_number",
     "find_overload",
     "flatten",
+    "fusible_operators",
     "has_gradient_hooks",
     "has_mode",
     "has_module_hooks",
@@ -121,6 +133,7 @@ __all__ = [
     "is_autograd_holder",
     "is_compiled_around",
     "is_profiling",
+    "is_view",
     "keeps_graph",
     "lock_host_memory",
     "make_last_gradient_hook",
@@ -134,6 +147,7 @@ __all__ = [
     "operator_path",
     "operators_with_fallback",
     "parametrized_names",
+    "partition",
     "plain_call",
     "plain_storage",
     "post_accumulate_hooks",
@@ -155,6 +169,7 @@ __all__ = [
     "storage_key",
     "storage_over",
     "tensor_hooks",
+    "trace_joint_graph",
     "treat_cuda_as",
     "uncompiled",
     "unflatten",
@@ -165,4 +180,5 @@ __all__ = [
     "without_dispatch",
     "without_modes",
     "without_torch_function",
+    "writes_argument",
 ]

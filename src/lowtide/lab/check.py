@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lowtide.errors import ConfigError, HardwareError
 from lowtide.lab.check_report import CheckReport, compare_tensors
+from lowtide.lab.data_recipe import RandomInputs
 from lowtide.lab.plan_recipe import PlanRecipe
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.training import Batch, make_batches, make_model, make_optimizer, train
@@ -47,8 +48,10 @@ def run_check(recipe: Recipe, on_progress: OnProgress | None = None) -> CheckRep
     say = on_progress or (lambda _: None)
     if recipe.plan is None:
         raise ConfigError("a check compares a managed run with a plain one, and plan is null: give a plan", key="plan")
+    _refuse_incomparable(recipe)
     device = find_device(recipe.device)
-    source = resolve_model(recipe.model)
+    torch.set_float32_matmul_precision(recipe.matmul_precision)
+    source = resolve_model(recipe.model, settings=recipe.model_settings)
     batch = make_batches(recipe, source)
     with _comparable(device, recipe.torch_dtype):
         plain_losses, plain_weights = _run_plain(recipe, source, batch, device, say)
@@ -63,6 +66,22 @@ def run_check(recipe: Recipe, on_progress: OnProgress | None = None) -> CheckRep
         differing_weights=compare_tensors(plain_weights, managed_weights),
         stats=stats,
     )
+
+
+def _refuse_incomparable(recipe: Recipe) -> None:
+    """What a check would leave out, and so check another run than the recipe's."""
+    asked = {
+        "precision": recipe.precision is not None,
+        "compile": recipe.compile is not None,
+        "data": not isinstance(recipe.data, RandomInputs),
+    }
+    for key, is_asked in asked.items():
+        if is_asked:
+            raise ConfigError(
+                f"a check compares with plain torch on random inputs, and the recipe sets {key}: leave it out, or run the "
+                "recipe in the lab (lowtide lab run)",
+                key=key,
+            )
 
 
 def find_device(name: str | None) -> torch.device:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lowtide.errors import BadRecordError, ConfigError
+from lowtide.lab.budget import BudgetSweep, read_sweep
 from lowtide.lab.record import RunRecord, read_record
 
 
@@ -16,6 +17,8 @@ class Collection:
 
     records: tuple[RunRecord, ...]
     """In the order of the places given, and of their paths in each."""
+    sweeps: tuple[BudgetSweep, ...]
+    """Of torch's activation budget, from `sweeps` in each place."""
     skipped: tuple[str, ...]
     """One sentence for each file that is no record, with its path."""
 
@@ -39,7 +42,13 @@ def collect(places: Sequence[Path], on_progress: Callable[[str], None] | None = 
         where = ", ".join(str(place) for place in places)
         what = f"no record could be read ({'; '.join(skipped)})" if skipped else "there are no records"
         raise ConfigError(f"{what} in {where}; `lowtide lab run NAME` makes some")
-    return Collection(records=tuple(records), skipped=tuple(skipped))
+    sweeps = []
+    for file in dict.fromkeys(file for place in places for file in sorted((place / "sweeps").glob("*.json"))):
+        try:
+            sweeps.append(read_sweep(file))
+        except BadRecordError as error:
+            skipped.append(str(error))
+    return Collection(records=tuple(records), sweeps=tuple(sweeps), skipped=tuple(skipped))
 
 
 def _files(place: Path) -> list[Path]:

@@ -84,7 +84,17 @@ def run_experiment(recipe: Recipe, *, name: str, on_progress: OnProgress) -> Run
 def first_weights(recipe: Recipe, source: ModelSource) -> nn.Module:
     """The model on the host: drawn in fp32 from the seed, then converted, so that all types begin at the same weights."""
     torch.manual_seed(recipe.seed)
-    return materialise(source.build(torch.float32), name=recipe.model, dtype=torch.float32).to(recipe.torch_dtype)
+    model = materialise(source.build(torch.float32), name=recipe.model, dtype=torch.float32)
+    # Not `model.to`: buffers such as rotary frequencies are of the type that the model itself gives them.
+    types = {name: tensor.dtype for name, tensor in _tensors(source.build(recipe.torch_dtype))}
+    for name, tensor in _tensors(model):
+        tensor.data = tensor.data.to(types[name])
+    return model
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
 
 
 class _Run:

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lowtide.optim.matrix_rules import Adafactor
+from lowtide.optim.matrix_table import num_partials
 from lowtide.optim.parameter_state import new_state
 from lowtide.optim.precision import numerics_of
 from lowtide.optim.rules import require_rule
 
 
 class KernelFootprint(Optimizer):
-    """Keeps the state that the kernels keep, and makes no temporaries, as they make none worth counting.
+    """Keeps the state that the kernels keep, and makes the workspace that a matrix rule's kernels need for a moment.
 
     Args:
         params: The parameters.
@@ -39,7 +41,11 @@ class KernelFootprint(Optimizer):
         del closure
         for group, imitated in zip(self.param_groups, self._imitated.param_groups, strict=True):
             for parameter in group["params"]:
-                if parameter.grad is not None and not self.state[parameter]:
-                    rule = require_rule(self._imitated, {**imitated, "params": ()})
+                if parameter.grad is None:
+                    continue
+                rule = require_rule(self._imitated, {**imitated, "params": ()})
+                if isinstance(rule, Adafactor):
+                    torch.empty(num_partials(parameter.shape), dtype=torch.float32, device=parameter.device)
+                if not self.state[parameter]:
                     tensors = new_state(parameter, rule, self._numerics).all_tensors()
                     self.state[parameter] = {str(number): tensor for number, tensor in enumerate(tensors)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,11 +14,10 @@ from lowtide.errors import LowtideError
 from lowtide.hardware import find_hardware, parse_cublas_workspace_config
 from lowtide.lab.check import plan_of
 from lowtide.lab.footprint import KernelFootprint
-from lowtide.lab.optimizer_recipe import OPTIMIZERS
 from lowtide.lab.plan_recipe import PlanRecipe
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.record import PredictedFigures
-from lowtide.lab.training import Batch
+from lowtide.lab.training import Batch, optimizer_over
 from lowtide.memory.groups import find_groups
 from lowtide.memory.layout import lay_out
 from lowtide.planning.plan import Plan, Schedule, Site, Weights
@@ -132,8 +130,7 @@ def _refuse_unknown(recipe: Recipe) -> None:
 
 
 def _optimizer(recipe: Recipe) -> Callable[[Iterable[Tensor]], torch.optim.Optimizer]:
-    settings: dict[str, Any] = dict(recipe.optimizer.settings)
-    make: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = partial(OPTIMIZERS[recipe.optimizer.name], **settings)
+    make: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = partial(optimizer_over, recipe.optimizer)
     if recipe.precision is None:
         return make
     return partial(KernelFootprint, make=make, precision=recipe.precision, moments=recipe.moments)

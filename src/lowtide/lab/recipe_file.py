@@ -91,12 +91,13 @@ def merge_settings(below: dict[str, Plain], above: dict[str, Plain]) -> dict[str
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
-        if isinstance(old, dict) and isinstance(value, dict) and not _begins_anew(old, value):
+        if isinstance(old, dict) and isinstance(value, dict) and not _begins_anew(key, old, value):
             merged[key] = merge_settings(old, value)
         else:
             merged[key] = value
     return merged
 
 
-def _begins_anew(old: dict[str, Plain], new: dict[str, Plain]) -> bool:
-    return any(key in new and new[key] != old.get(key) for key in ("kind", "name"))
+def _begins_anew(key: str, old: dict[str, Plain], new: dict[str, Plain]) -> bool:
+    word = "name" if key == "optimizer" else "kind"
+    return word in new and new[word] != old.get(word)

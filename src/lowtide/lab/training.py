@@ -6,7 +6,7 @@ The loop knows nothing of plans: the plain and the managed run of a check go thr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -29,7 +29,12 @@ def make_model(recipe: Recipe, source: ModelSource) -> nn.Module:
 
 def make_optimizer(recipe: OptimizerRecipe, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer over the parameters that are trained."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return optimizer_over(recipe, [parameter for parameter in model.parameters() if parameter.requires_grad])
+
+
+def optimizer_over(recipe: OptimizerRecipe, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """The optimizer over some parameters."""
+    trained = list(parameters)
     settings: dict[str, Any] = dict(recipe.settings)
     if not recipe.decay_matrices_only:
         return OPTIMIZERS[recipe.name](trained, **settings)

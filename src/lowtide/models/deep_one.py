@@ -190,7 +190,7 @@ class Head(nn.Linear):
         # The last position predicts nothing. Shifting the labels, not the hidden states, copies no large tensor.
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
         loss = linear_cross_entropy(x, self.weight, targets, ignore_index=IGNORED_LABEL)
-        return loss.nan_to_num()
+        return zero_without_labels(loss, targets)
 
 
 class DeepOne(LayeredModel):
@@ -262,4 +262,12 @@ def copied_logits_loss(logits: Tensor, labels: Tensor) -> Tensor:
     kept = logits[:, :-1].contiguous()
     targets = labels[:, 1:].contiguous()
     loss = F.cross_entropy(kept.view(-1, kept.shape[-1]), targets.view(-1), ignore_index=IGNORED_LABEL)
-    return loss.nan_to_num()
+    return zero_without_labels(loss, targets)
+
+
+def zero_without_labels(loss: Tensor, targets: Tensor) -> Tensor:
+    """The loss; 0 where no target counts, and the mean is of nothing.
+
+    The experiment wrote `nan_to_num` here, which also makes a loss of 0 of a run that has diverged.
+    """
+    return torch.where((targets != IGNORED_LABEL).any(), loss, torch.zeros_like(loss))

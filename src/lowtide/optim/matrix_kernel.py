@@ -20,8 +20,8 @@ from lowtide.optim.update_types import Rounding
 def update(pieces: Sequence[MatrixPiece], *, rounding: Rounding, gradient_factor: float | Tensor = 1.0) -> None:
     """What `matrix_reference.update` does, within fp32 rounding on a GPU and the same elsewhere. Nothing is waited for.
 
-    Temporaries: on a GPU partial sums, at most `WORKSPACE_BYTES` or, where that is more, a fiftieth of the largest matrix
-    in fp32; elsewhere some MiB. A weight whose memory is in another order than its shape says, such as a convolution's
+    Temporaries: on a GPU partial sums, at most `WORKSPACE_BYTES` or, where that is more, those of the largest matrix, see
+    `num_partials`; elsewhere some MiB. A weight whose memory is in another order than its shape says, such as a convolution's
     in channels_last, is copied whole, with its gradient.
 
     Args:

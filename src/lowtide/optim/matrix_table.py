@@ -5,6 +5,7 @@ A row begins as the elementwise kernel's rows do, so that both read and write we
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -30,7 +31,8 @@ last say where the workspace has sums: of rows by tile, of columns by tile, of t
 update by tile."""
 FLOATS = ("factor", "lr", "decay", "amount", "eps", "clip_threshold", "num_elements")
 TILE_ROWS, TILE_COLUMNS = 64, 256
-"""What one program sums or updates. Partial sums are 1/64 + 1/256 of the elements: a fiftieth of a matrix in fp32."""
+"""What one program sums or updates. Partial sums are 1/64 + 1/256 of the elements, a fiftieth of a matrix in fp32, where
+rows are long; of rows shorter than a tile each has a sum of its own, and a matrix of 64 columns is partial sums to 3%."""
 STATISTICS = 64
 """Numbers of a vector that one program moves."""
 WORKSPACE_BYTES = 8 << 20
@@ -77,7 +79,7 @@ def batches_of(pieces: Sequence[MatrixPiece], rounding: Rounding, gradient_facto
         together: list[MatrixPiece] = []
         num_bytes = 0
         for piece in alike:
-            needed = 4 * (1 + sum(_num_partials(piece)))
+            needed = 4 * (1 + num_partials(piece.shape))
             if together and num_bytes + needed > WORKSPACE_BYTES:
                 yield _batch(variant, together, gradient_factor)
                 together, num_bytes = [], 0
@@ -102,10 +104,10 @@ def variant_of(piece: MatrixPiece, rounding: Rounding) -> MatrixVariant:
 def _batch(variant: MatrixVariant, pieces: Sequence[MatrixPiece], gradient_factor: float) -> Batch:
     batch = Batch(variant=variant, num_partials=len(pieces))
     for piece in pieces:
-        rows, columns = _grid(piece)
+        rows, columns = _grid(piece.shape)
         batch.num_tiles += _tiles_down(rows) * _tiles_across(columns)
         offsets = []
-        for count in _num_partials(piece):
+        for count in _num_partials(piece.shape):
             offsets.append(batch.num_partials)
             batch.num_partials += count
         if piece.is_matrix:
@@ -118,18 +120,28 @@ def _batch(variant: MatrixVariant, pieces: Sequence[MatrixPiece], gradient_facto
     return batch
 
 
-def _grid(piece: MatrixPiece) -> tuple[int, int]:
+def num_partials(shape: Sequence[int]) -> int:
+    """How many numbers the workspace has for a parameter of this shape.
+
+    Example:
+        >>> num_partials((2048, 5400)) / (2048 * 5400)  # where rows are long, a fiftieth
+        0.019765625
+    """
+    return sum(_num_partials(shape))
+
+
+def _grid(shape: Sequence[int]) -> tuple[int, int]:
     """Rows and columns as the kernels see them."""
-    if piece.is_matrix:
-        return matrix_shape(piece.shape)
-    return -(-piece.weight.numel() // TILE_COLUMNS), TILE_COLUMNS
+    if len(shape) > 1:
+        return matrix_shape(shape)
+    return -(-math.prod(shape) // TILE_COLUMNS), TILE_COLUMNS
 
 
-def _num_partials(piece: MatrixPiece) -> tuple[int, int, int, int]:
+def _num_partials(shape: Sequence[int]) -> tuple[int, int, int, int]:
     """Of rows by tile, of columns by tile, of the vector of rows, and of squares of the update by tile."""
-    rows, columns = _grid(piece)
+    rows, columns = _grid(shape)
     down, across = _tiles_down(rows), _tiles_across(columns)
-    if not piece.is_matrix:
+    if len(shape) <= 1:
         return 0, 0, 0, down * across
     return rows * across, columns * down, -(-rows // STATISTICS), down * across
 

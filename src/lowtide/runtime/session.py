@@ -96,7 +96,14 @@ class Session:
         """The most that the device held, in bytes of tensors, since this was last called; a new peak begins.
 
         On CUDA that is `torch.cuda.max_memory_allocated()` and a reset of torch's own peaks.
+
+        Raises:
+            SessionError: A warm-up step is being observed, whose peaks this would take away.
         """
+        if self.is_warming_up:
+            raise SessionError(
+                "the warm-up step is observed until it is over, and its peaks are the plan's: ask after it"
+            )
         return self._open().take_device_peak()
 
     def timeline(self) -> Timeline:

@@ -1,0 +1,177 @@
+"""From the two graphs of a partition to programs: buffers instead of tensors, views as other names of a buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any
+
+from torch import Tensor, fx
+
+from lowtide import compat
+from lowtide.lab.budget.program import Program, Step, Work
+
+Place = str | tuple[str, ...]
+"""The buffer of a node's result, or those of its several results."""
+
+LOWERED_POINTWISE = ("aten.slice_scatter", "aten.select_scatter", "aten.constant_pad_nd")
+"""Not in the partitioner's list, and still pointwise code in inductor."""
+
+STRAIGHT_VIEWS = ("aten.view", "aten.unsqueeze", "aten.squeeze", "aten.alias")
+"""Views that leave every element in its place."""
+
+HEAVY = ("aten.exp", "aten.log", "aten.log10", "aten.log1p", "aten.log2", "aten.sigmoid", "aten.tanh")
+"""What inductor does not compute twice on a processor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """A forward and a backward, with one name for each buffer in both."""
+
+    forward: Program
+    backward: Program
+    kept: tuple[str, ...]
+    """Inputs of the forward: weights, buffers and the batch, which live through both."""
+    tangents: tuple[str, ...]
+    """The gradients of the forward's outputs, zeros for all but the loss; autograd holds them as long as the backward runs."""
+    saved: frozenset[str]
+    """What the forward makes and the backward reads."""
+    donated: frozenset[str]
+    """What of it nobody else has got: the backward may write over it. Logits are also returned."""
+
+    @property
+    def saved_bytes(self) -> int:
+        """Of what is saved; the forward's inputs are not counted, they live anyway."""
+        return sum(self.forward.sizes[buffer] for buffer in self.saved)
+
+
+def read_partition(halves: compat.Halves) -> Partition:
+    """The programs of a partition."""
+    forward = _Reader("", {})
+    returned = forward.read(halves.forward)
+    # What is saved of a view is the buffer behind it: of a transposed weight, the weight.
+    saved = dict(returned[halves.num_outputs :])
+    backward = _Reader("backward ", saved)
+    gradients = backward.read(halves.backward)
+    sizes = {**forward.sizes, **backward.sizes}
+    kept = tuple(dict.fromkeys(forward.inputs))
+    made = frozenset(_flat(saved.values())) - frozenset(kept)
+    return Partition(
+        forward=Program(
+            inputs=kept,
+            steps=tuple(forward.steps),
+            outputs=frozenset(_flat(place for _, place in returned)),
+            sizes=sizes,
+        ),
+        backward=Program(
+            inputs=tuple(dict.fromkeys((*kept, *backward.inputs))),
+            steps=tuple(backward.steps),
+            outputs=frozenset(_flat(place for _, place in gradients)),
+            sizes=sizes,
+        ),
+        kept=kept,
+        tangents=tuple(buffer for buffer in backward.inputs if buffer in backward.sizes),
+        saved=made,
+        donated=made - frozenset(_flat(place for _, place in returned[: halves.num_outputs])),
+    )
+
+
+class _Reader:
+    """Goes through one graph."""
+
+    def __init__(self, prefix: str, known: Mapping[str, Place]) -> None:
+        # What is computed again in the backward has its name from the forward, and is another buffer.
+        self._prefix = prefix
+        self._known = known
+        self._places: dict[fx.Node, Place] = {}
+        self._turned: set[fx.Node] = set()
+        self._fusible = compat.fusible_operators()
+        self.inputs: list[str] = []
+        self.steps: list[Step] = []
+        self.sizes: dict[str, int] = {}
+
+    def read(self, graph: fx.Graph) -> list[tuple[str, Place]]:
+        """Note down inputs, steps and sizes; returns the name and the place of each output."""
+        for node in graph.nodes:
+            match node.op:
+                case "placeholder":
+                    known = self._known.get(node.name)
+                    self._places[node] = self._begin(node) if known is None else known
+                    self.inputs += _flat([self._places[node]])
+                case "call_function":
+                    self._places[node] = self._call(node)
+                case "get_attr":
+                    # A constant that the trace came upon: it lives with the graph, and is no part of the step.
+                    self._places[node] = ()
+        # The gradient of an input that needs none is returned as None.
+        return [(node.name, self._places[node]) for node in _returned(graph) if isinstance(node, fx.Node)]
+
+    def _call(self, node: fx.Node) -> Place:
+        arguments = [self._places[argument] for argument in node.all_input_nodes]
+        if node.target is getitem:
+            index = node.args[1]
+            assert isinstance(index, int), "results are numbered"
+            # The parts of a view share its buffer.
+            if node.all_input_nodes[0] in self._turned:
+                self._turned.add(node)
+            return arguments[0][index] if isinstance(arguments[0], tuple) and arguments[0] else arguments[0]
+        if compat.is_view(node.target) and arguments:
+            if _packet(node) not in STRAIGHT_VIEWS or node.all_input_nodes[0] in self._turned:
+                self._turned.add(node)
+            return arguments[0]
+        written_over = compat.writes_argument(node.target) and arguments
+        place = arguments[0] if written_over else self._begin(node)
+        reads = tuple(dict.fromkeys(_flat(arguments)))
+        writes = () if written_over else _flat([place])
+        turned = frozenset(_flat(self._places[of] for of in node.all_input_nodes if of in self._turned))
+        if reads or writes:
+            is_heavy = _packet(node) in HEAVY
+            self.steps.append(Step(self._prefix + node.name, reads, writes, self._work(node), turned, is_heavy))
+        return place
+
+    def _begin(self, node: fx.Node) -> Place:
+        """New buffers for a node's results."""
+        name, value = self._prefix + node.name, node.meta.get("val")
+        if isinstance(value, Tensor):
+            self.sizes[name] = value.nbytes
+            return name
+        if isinstance(value, tuple | list):
+            parts = tuple(f"{name}.{index}" for index in range(len(value)))
+            self.sizes |= {part: _num_bytes(of) for part, of in zip(parts, value, strict=True)}
+            return parts
+        # A number.
+        return ()
+
+    def _work(self, node: fx.Node) -> Work:
+        packet = getattr(node.target, "overloadpacket", None)
+        if packet not in self._fusible and _packet(node) not in LOWERED_POINTWISE:
+            return Work.KERNEL
+        num_read = max((_num_elements(argument) for argument in node.all_input_nodes), default=0)
+        return Work.REDUCTION if _num_elements(node) < num_read else Work.POINTWISE
+
+
+def _returned(graph: fx.Graph) -> tuple[Any, ...]:
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    (values,) = output.args
+    assert isinstance(values, tuple | list), "a partition returns several values"
+    return tuple(values)
+
+
+def _packet(node: fx.Node) -> str:
+    """The operator without its overload: `aten.view`."""
+    return str(getattr(node.target, "overloadpacket", ""))
+
+
+def _flat(places: Iterable[Place]) -> tuple[str, ...]:
+    return tuple(name for place in places for name in ((place,) if isinstance(place, str) else place))
+
+
+def _num_bytes(value: object) -> int:
+    return value.nbytes if isinstance(value, Tensor) else 0
+
+
+def _num_elements(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    values = value if isinstance(value, tuple | list) else [value]
+    return sum(part.numel() for part in values if isinstance(part, Tensor))

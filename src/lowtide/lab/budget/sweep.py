@@ -1,0 +1,125 @@
+"""The sweep: torch's activation memory budget against the peak it gives, point by point, without compiling."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lowtide import compat
+from lowtide.errors import ConfigError
+from lowtide.lab.budget.flops import recomputed_share
+from lowtide.lab.budget.fusion import fuse
+from lowtide.lab.budget.joint import trace_recipe
+from lowtide.lab.budget.liveness import find_peak
+from lowtide.lab.budget.points import BudgetPoint, not_monotone
+from lowtide.lab.budget.reading import Partition, read_partition
+from lowtide.lab.progress import OnProgress, Progress
+from lowtide.lab.recipe import Recipe
+from lowtide.models import resolve_model
+
+COUNTED = (
+    "bytes are those of live tensors: the allocator's rounding, the libraries' workspaces and the optimizer's update are not "
+    "among them"
+)
+ASSUMED = (
+    "peak_bytes: a pointwise result is written only where it is an output, where a product or attention reads it, or where "
+    "its readers would have to read more than 4 buffers for it (8 for a single reader); unfused_peak_bytes: all are written"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetSweep:
+    """The points of one model and batch."""
+
+    model: str
+    batch: str
+    dtype: str
+    torch: str
+    """Version of the partitioner."""
+    trace_seconds: float
+    """To trace the graph, once."""
+    points: tuple[BudgetPoint, ...]
+    """By budget, the smallest first."""
+    remarks: tuple[str, ...] = ()
+
+
+def run_sweep(recipe: Recipe, budgets: Sequence[float], *, on_progress: OnProgress) -> BudgetSweep:
+    """What the recipe's model, compiled as a whole, would save and need at its peak under each budget.
+
+    The graph is traced once, on tensors without values. Torch's own partitioner then cuts it for each budget; nothing is
+    compiled, and no GPU is needed. Of the recipe only the model, the batch, the dtype and the device count.
+
+    Args:
+        recipe: What is trained.
+        budgets: From 0 to 1, in any order; a number given twice is one point.
+        on_progress: Told of each point.
+
+    Raises:
+        ConfigError: There is no budget, one is not within 0 and 1, or the batch does not fit the model.
+        TraceError: The model cannot be traced as one graph.
+    """
+    ordered = _checked(budgets)
+    on_progress(Progress(words=f"tracing {recipe.model}", steps=len(ordered)))
+    start = time.perf_counter()
+    joint, remarks = trace_recipe(recipe)
+    trace_seconds = time.perf_counter() - start
+    points = []
+    for number, budget in enumerate(ordered):
+        on_progress(Progress(words=f"budget {budget:g}", step=number, steps=len(ordered)))
+        points.append(make_point(joint, budget, on_host=recipe.device == "cpu"))
+    on_progress(Progress(words="done", step=len(ordered), steps=len(ordered)))
+    return BudgetSweep(
+        model=recipe.model,
+        batch=recipe.batch or resolve_model(recipe.model, settings=recipe.model_settings).default_batch,
+        dtype=recipe.dtype,
+        torch=torch.__version__,
+        trace_seconds=trace_seconds,
+        points=tuple(points),
+        remarks=(*remarks, COUNTED, ASSUMED, *(f"not monotone: {rise.words}" for rise in not_monotone(points))),
+    )
+
+
+def make_point(joint: compat.JointGraph, budget: float, *, on_host: bool) -> BudgetPoint:
+    """One point: the graph cut under a budget, and what can be read off the two halves, compiled for the host or a card."""
+    start = time.perf_counter()
+    halves = compat.partition(joint, budget)
+    partition = read_partition(halves)
+    return BudgetPoint(
+        budget=budget,
+        saved_bytes=partition.saved_bytes,
+        peak_bytes=peak_bytes(partition, on_host=on_host),
+        unfused_peak_bytes=unfused_peak_bytes(partition),
+        recomputed_flops_share=recomputed_share(halves),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def peak_bytes(partition: Partition, *, on_host: bool) -> int:
+    """Over forward and backward, with fusion."""
+    forward = find_peak(fuse(partition.forward, on_host=on_host), kept=partition.kept, donated=())
+    held = (*partition.kept, *partition.tangents)
+    backward = find_peak(fuse(partition.backward, on_host=on_host), kept=held, donated=partition.donated)
+    return max(forward.num_bytes, backward.num_bytes)
+
+
+def unfused_peak_bytes(partition: Partition) -> int:
+    """Over forward and backward, every result in a buffer of its own."""
+    forward = find_peak(partition.forward, kept=partition.kept)
+    backward = find_peak(partition.backward, kept=(*partition.kept, *partition.tangents))
+    return max(forward.num_bytes, backward.num_bytes)
+
+
+def _checked(budgets: Sequence[float]) -> list[float]:
+    if not budgets:
+        raise ConfigError("there is no budget to try; give numbers from 0 to 1, such as 0.2, 0.5 and 1", key="budgets")
+    for budget in budgets:
+        # Also for what is not a number.
+        if not 0.0 <= budget <= 1.0:
+            raise ConfigError(
+                f"the budget {budget} is not within 0 and 1, which stands for what torch saves by default",
+                key="budgets",
+            )
+    return sorted(set(budgets))

@@ -1,0 +1,200 @@
+"""The sweep: its points, its refusals, its file, and compiled code as the truth."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.budget_check import measure
+from lowtide.errors import BadRecordError, ConfigError, TraceError
+from lowtide.lab.budget import BudgetSweep, read_sweep, run_sweep, write_sweep
+from lowtide.lab.budget.joint import trace_model, trace_recipe
+from lowtide.lab.budget.sweep import make_point
+from lowtide.lab.progress import Progress
+from lowtide.lab.recipe import CompileRecipe, Recipe
+from lowtide.models import resolve_model
+from lowtide.models.output import ModelOutput
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+
+SMALL = Recipe(model="deep-one-tiny", model_settings={"num_layers": 2}, batch="2x32", plan=None)
+
+
+def silent(progress: Progress) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def sweep() -> BudgetSweep:
+    return run_sweep(SMALL, [1.0, 0.5, 0.0, 0.5], on_progress=silent)
+
+
+def test_points_come_by_budget_each_once(sweep: BudgetSweep) -> None:
+    assert [point.budget for point in sweep.points] == [0.0, 0.5, 1.0]
+    assert all(point.seconds > 0 and point.kind == "static" for point in sweep.points)
+    assert (sweep.model, sweep.batch, sweep.dtype, sweep.torch) == (
+        "deep-one-tiny",
+        "2x32",
+        "float32",
+        torch.__version__,
+    )
+
+
+def test_less_is_saved_and_more_computed_again_under_a_smaller_budget(sweep: BudgetSweep) -> None:
+    none, half, whole = sweep.points
+    assert none.saved_bytes == 0 < half.saved_bytes < whole.saved_bytes
+    assert none.recomputed_flops_share == pytest.approx(1.0)
+    assert whole.recomputed_flops_share < half.recomputed_flops_share < none.recomputed_flops_share
+
+
+def test_the_peak_lies_between_what_must_live_and_the_unfused_bound(sweep: BudgetSweep) -> None:
+    model = resolve_model("deep-one-tiny", settings=SMALL.model_settings).build(None)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    for point in sweep.points:
+        # At the end of the backward: the weights and a gradient for each.
+        assert 2 * weights <= point.peak_bytes <= point.unfused_peak_bytes
+        assert point.peak_bytes >= weights + point.saved_bytes
+
+
+def test_remarks_say_what_was_assumed(sweep: BudgetSweep) -> None:
+    assert "attention runs on the efficient backend" in sweep.remarks
+    assert any(remark.startswith("peak_bytes: ") for remark in sweep.remarks)
+    rises = [remark for remark in sweep.remarks if remark.startswith("not monotone: ")]
+    none, half, whole = (point.peak_bytes for point in sweep.points)
+    assert bool(rises) == (none > half or half > whole)
+
+
+def test_on_the_host_attention_is_the_hosts() -> None:
+    recipe = Recipe(model="gpt-tiny", batch="1x16", plan=None, device="cpu")
+    assert run_sweep(recipe, [1.0], on_progress=silent).remarks[0] == "attention as on the host"
+
+
+def test_progress_is_told_before_each_point() -> None:
+    told: list[Progress] = []
+    run_sweep(SMALL, [1.0], on_progress=told.append)
+    assert [(progress.words, progress.step, progress.steps) for progress in told] == [
+        ("tracing deep-one-tiny", 0, 1),
+        ("budget 1", 0, 1),
+        ("done", 1, 1),
+    ]
+
+
+def test_half_precision_halves_what_is_not_upcast() -> None:
+    whole = run_sweep(SMALL, [1.0], on_progress=silent).points[0]
+    half = run_sweep(
+        Recipe(model=SMALL.model, model_settings=SMALL.model_settings, batch="2x32", plan=None, dtype="bfloat16"),
+        [1.0],
+        on_progress=silent,
+    ).points[0]
+    assert whole.saved_bytes / 2 <= half.saved_bytes < whole.saved_bytes
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "resnet-50"])
+def test_other_models(name: str) -> None:
+    batch = "1x3x64x64" if name == "resnet-50" else "1x16"
+    (point,) = run_sweep(Recipe(model=name, batch=batch, plan=None), [1.0], on_progress=silent).points
+    assert point.saved_bytes > 0
+
+
+@pytest.mark.parametrize("budgets", [[], [1.5], [0.5, -0.1], [float("nan")]])
+def test_budgets_that_are_none(budgets: list[float]) -> None:
+    with pytest.raises(ConfigError, match="there is no budget|is not within 0 and 1") as caught:
+        run_sweep(SMALL, budgets, on_progress=silent)
+    assert caught.value.key == "budgets"
+
+
+def test_blocks_are_refused() -> None:
+    recipe = Recipe(model="deep-one-tiny", plan=None, compile=CompileRecipe(scope="blocks"))
+    with pytest.raises(ConfigError, match="a sweep cuts the graph of the whole model"):
+        run_sweep(recipe, [1.0], on_progress=silent)
+
+
+class Reader(nn.Module):
+    """Reads a value, which a graph cannot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> ModelOutput:
+        out = self.linear(x)
+        return ModelOutput(loss=out.sum() if out.sum() > 0 else out.mean(), logits=None)
+
+
+def test_a_model_that_reads_values_is_refused() -> None:
+    with pytest.raises(TraceError, match="my-model cannot be traced as one graph of forward and backward"):
+        trace_model(Reader(), {"x": torch.zeros(2, 4)}, name="my-model")
+
+
+def test_a_model_without_anything_to_train_is_refused() -> None:
+    model = nn.Linear(4, 4).requires_grad_(False)
+    with pytest.raises(TraceError, match="nothing that the function returns needs a gradient"):
+        trace_model(model, {"input": torch.zeros(2, 4)}, name="frozen")
+
+
+class TestFile:
+    def test_a_sweep_survives(self, sweep: BudgetSweep, tmp_path: Path) -> None:
+        path = tmp_path / "folder" / "sweep.json"
+        write_sweep(sweep, path)
+        assert read_sweep(path) == sweep
+        assert [file.name for file in path.parent.iterdir()] == ["sweep.json"]
+
+    def test_the_keys_are_those_of_the_schema(self, sweep: BudgetSweep, tmp_path: Path) -> None:
+        write_sweep(sweep, tmp_path / "sweep.json")
+        plain = json.loads((tmp_path / "sweep.json").read_text())
+        assert plain["schema"] == "lowtide.budget_sweep/1"
+        assert {"model", "batch", "torch", "points", "remarks"} <= set(plain)
+        assert set(plain["points"][0]) == {
+            "budget",
+            "saved_bytes",
+            "peak_bytes",
+            "unfused_peak_bytes",
+            "recomputed_flops_share",
+            "seconds",
+            "kind",
+        }
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("{", "cannot be read as JSON"),
+            ("[]", "the schema is 'list'"),
+            ('{"schema": "lowtide.trace/1"}', "the schema is 'lowtide.trace/1'"),
+            ('{"schema": "lowtide.budget_sweep/1", "model": "x"}', "batch"),
+        ],
+    )
+    def test_a_bad_file_is_named(self, text: str, message: str, tmp_path: Path) -> None:
+        path = tmp_path / "bad.json"
+        path.write_text(text)
+        with pytest.raises(BadRecordError, match=message) as caught:
+            read_sweep(path)
+        assert str(path) in str(caught.value)
+
+
+class TestCompiled:
+    """The same model compiled by inductor on the host: what it saves and needs is what was read off the graph."""
+
+    @pytest.fixture(autouse=True)
+    def fresh(self) -> Iterator[None]:
+        torch.compiler.reset()
+        yield
+        torch.compiler.reset()
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("budget", [1.0, 0.6, 0.05])
+    def test_saved_bytes_and_peak(self, budget: float) -> None:
+        recipe = Recipe(model="deep-one-tiny", batch="16x96", plan=None, device="cpu")
+        point = make_point(trace_recipe(recipe)[0], budget, on_host=True)
+        saved_bytes, peak_bytes = measure(recipe, budget)
+        assert point.saved_bytes == saved_bytes
+        assert peak_bytes <= point.unfused_peak_bytes
+        # Beyond the loss, which lives on, only choices of inductor that the model of fusion leaves out.
+        assert point.peak_bytes == pytest.approx(peak_bytes, rel=0.002)
