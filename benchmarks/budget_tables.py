@@ -19,9 +19,6 @@ _CHECK_FIELDS = (
     "static_saved_bytes",
     "measured_peak_bytes",
     "static_peak_bytes",
-    "unfused_peak_bytes",
-    "compile_seconds",
-    "static_seconds",
 )
 
 
@@ -69,9 +66,7 @@ def check(results: Path) -> str:
                 f"{number['measured_peak_bytes'] / MiB:.2f}",
                 f"{number['static_peak_bytes'] / MiB:.2f}",
                 percent(number["static_peak_bytes"] / number["measured_peak_bytes"] - 1),
-                f"{number['compile_seconds']:.0f}",
-                f"{number['static_seconds']:.1f}",
             ]
         )
-    header = ["model", "budget", "saved bytes", "static", "peak MiB", "static", "error", "compiling s", "static s"]
+    header = ["model", "budget", "saved bytes", "static", "peak MiB", "static", "error"]
     return f"{table(header, rows, num_text=1)}\n\n{record.provenance}"

@@ -94,7 +94,12 @@ def test_a_path_has_the_name_that_it_is_known_by(folder: Path, known: dict[str, 
     assert list(chosen) == ["study/half", "my.own"]
 
 
-@pytest.mark.parametrize("word", ["stdy/half", "study/haIf", "halv", "study", "nothing/*", "half.yaml"])
+def test_a_file_that_is_not_there_is_said(known: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match="there is no recipe file half.yaml in"):
+        choose_recipes(["half.yaml"], known)
+
+
+@pytest.mark.parametrize("word", ["stdy/half", "study/haIf", "halv", "study", "nothing/*"])
 def test_unknown_names_have_a_nearest_one(known: dict[str, Path], word: str) -> None:
     with pytest.raises(UnknownNameError, match=f"there is no recipe named '{word.replace('*', '[*]')}'"):
         choose_recipes(["study/control", word], known)

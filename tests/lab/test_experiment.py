@@ -93,6 +93,17 @@ def test_the_timeline_has_the_runs_peak(activations: str) -> None:
     assert phases == sorted(phases, key=["forward", "backward", "update"].index)
 
 
+def test_a_streamed_run_has_a_timeline_of_all_its_groups() -> None:
+    plain, streamed = run(replace(SMALL, plan=None)), run(replace(SMALL, plan=PlanRecipe(device_memory="16MiB")))
+    assert plain.memory is not None
+    assert streamed.memory is not None
+    assert len(streamed.memory.timeline) == len(plain.memory.timeline) > 10
+
+
+def test_offloading_nothing_is_remarked() -> None:
+    assert "nothing was offloaded" in run(replace(SMALL, plan=replace(RESIDENT, activations="offload"))).remarks[0]
+
+
 def test_all_types_begin_at_the_same_weights() -> None:
     source = resolve_model("deep-one-tiny")
     single = first_weights(SMALL, source)

@@ -60,6 +60,12 @@ def test_paths_are_from_the_file_that_extends(tmp_path: Path) -> None:
     assert read_recipe(write(tmp_path, "b/other.yaml", "extends: ../a/base.yaml\n")).steps == 5
 
 
+def test_recipes_of_the_package_are_extended_by_name(tmp_path: Path) -> None:
+    for name in ("peak_memory_tiny/control", "peak_memory_tiny/control.yaml"):
+        recipe = read_recipe(write(tmp_path, "mine.yaml", f"extends: {name}\nsteps: 5\n"))
+        assert (recipe.model, recipe.steps) == ("deep-one-tiny", 5)
+
+
 def test_null_takes_away(tmp_path: Path) -> None:
     write(tmp_path, "base.yaml", "model: gpt-tiny\nplan: {weights: resident}\n")
     assert read_recipe(write(tmp_path, "plain.yaml", "extends: base.yaml\nplan: null\n")).plan is None
@@ -69,7 +75,7 @@ def test_null_takes_away(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("extends: other.yaml\n", "extends itself"),
-        ("extends: missing.yaml\n", "cannot read the recipe file"),
+        ("extends: missing.yaml\n", "neither the file"),
         ("extends: 3\n", "must be the path of another recipe"),
         ("- a\n", "must be a mapping"),
         ("model: gpt-tiny\nstep: 3\n", "unknown key 'step'; did you mean 'steps'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -32,7 +33,7 @@ def sweep_command(
         recipe = read_recipe(find_recipe(name), set_ or [])
         with progress(f"sweeping the budget of {recipe.model}") as say:
             sweep = run_sweep(recipe, parse_budgets(budgets), on_progress=lambda told: say(told.words))
-        path = out / "sweeps" / f"{recipe.model.replace('/', '_')}_{recipe.dtype}_{sweep.batch}.json"
+        path = out / "sweeps" / f"{re.sub(r'[^A-Za-z0-9._-]+', '_', recipe.model)}_{recipe.dtype}_{sweep.batch}.json"
         write_sweep(sweep, path)
         if json_:
             print(json.dumps(sweep_data(sweep), indent=2))

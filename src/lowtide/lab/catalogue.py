@@ -45,7 +45,11 @@ def choose_recipes(words: Sequence[str], known: Mapping[str, Path]) -> dict[str,
 
 def _found(word: str, known: Mapping[str, Path]) -> Iterator[tuple[str, Path]]:
     path = Path(word)
-    if path.suffix in SUFFIXES and path.is_file():
+    if path.suffix in SUFFIXES:
+        if not path.is_file():
+            raise ConfigError(
+                f"there is no recipe file {word} in {Path.cwd()}; `lowtide lab ls` has the names of recipes"
+            )
         yield next((name for name, file in known.items() if file.resolve() == path.resolve()), path.stem), path
         return
     if any(mark in word for mark in "*?["):

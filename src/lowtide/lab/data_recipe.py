@@ -76,9 +76,9 @@ class EvaluationRecipe:
 
     samples: int = 500
     """At most; from the beginning of the validation part."""
-    batch: int = 8
-    """Samples at a time."""
+    batch: int | None = None
+    """Samples at a time; None: as many as a training batch has, so that the evaluation does not set the peak."""
 
     def __post_init__(self) -> None:
         at_least("samples", self.samples, 1)
-        at_least("batch", self.batch, 1)
+        at_least("batch", 1 if self.batch is None else self.batch, 1)

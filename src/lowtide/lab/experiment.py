@@ -23,8 +23,9 @@ from lowtide.lab.recipe import Recipe
 from lowtide.lab.record import Outcome, PredictedFigures, RunRecord, SpeedFigures
 from lowtide.lab.surroundings import find_surroundings
 from lowtide.lab.training import Batch, make_optimizer, make_scheduler
-from lowtide.lab.watching import Watch, watched
+from lowtide.lab.watching import Watch, watched, watched_modules
 from lowtide.models import ModelSource, resolve_model
+from lowtide.plain_text import Plain
 from lowtide.runtime.manage import manage
 from lowtide.runtime.session import Session
 
@@ -62,9 +63,11 @@ def run_experiment(recipe: Recipe, *, name: str, on_progress: OnProgress) -> Run
         run.train()
         evaluation_loss = run.evaluate()
         timeline = () if recipe.compile is not None else run.watch()
-        stats = None if session is None else {**session.stats().to_dict(), "chunks": []}
+        stats: dict[str, Plain] | None = None if session is None else {**session.stats().to_dict(), "chunks": []}
     if device.type == "cpu" and recipe.compile is not None and recipe.compile.backend == "inductor":
         remarks.append("memory that compiled code makes on an emulated device is not seen: the peak is too small")
+    if stats is not None and _offloaded_nothing(recipe, stats):
+        remarks.append("nothing was offloaded: tensors under 1 MiB stay on the device, and no block saved a larger one")
     return RunRecord(
         name=name,
         outcome=Outcome.FINISHED,
@@ -79,6 +82,14 @@ def run_experiment(recipe: Recipe, *, name: str, on_progress: OnProgress) -> Run
         session=stats,
         remarks=tuple(remarks),
     )
+
+
+def _offloaded_nothing(recipe: Recipe, stats: dict[str, Plain]) -> bool:
+    words = None if recipe.plan is None else recipe.plan.activations
+    asked = [words] if isinstance(words, str | None) else list(words.values())
+    done = stats.get("activations")
+    is_done = isinstance(done, dict) and bool(done.get("offloaded_bytes"))
+    return not is_done and any(word is not None and word.startswith("offload") for word in asked)
 
 
 def first_weights(recipe: Recipe, source: ModelSource) -> nn.Module:
@@ -109,6 +120,7 @@ class _Run:
         self.step_s: list[float] = []
         self.meter: Meter
         self._watch: Watch | None = None
+        self._groups = watched_modules(model)
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[Session | None]:
@@ -184,7 +196,7 @@ class _Run:
         """One more step, whose peaks between the calls of groups are noted; the figures of the run stay as they are."""
         self._watch = Watch(self.take_peak)
         self.take_peak()
-        with watched(self.model, self._watch):
+        with watched(self._groups, self._watch):
             self._step(self.recipe.steps)
         points, self._watch = self._watch.points, None
         return thinned(points, MOST_POINTS)

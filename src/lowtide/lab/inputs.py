@@ -38,7 +38,7 @@ def check_vocabulary(recipe: Recipe, source: ModelSource) -> None:
     if tables and recipe.data.vocab_size > max(tables):
         raise ConfigError(
             f"data.vocab_size is {recipe.data.vocab_size}, and the largest embedding of {recipe.model} has {max(tables)} rows: "
-            "lower data.vocab_size, or raise the model's",
+            "lower data.vocab_size (260 or more), or set model_settings.vocab_size of a built-in model",
             key="data.vocab_size",
         )
 
@@ -71,7 +71,7 @@ def make_inputs(recipe: Recipe, source: ModelSource, on_words: Callable[[str], N
         if not len(corpus.validation):
             raise ConfigError("evaluation is asked for, and the data has no validation samples", key="evaluation")
         part = corpus.validation[: recipe.evaluation.samples]
-        batches = TextBatches(part, batch=recipe.evaluation.batch, length=length)
+        batches = TextBatches(part, batch=recipe.evaluation.batch or batch_size, length=length)
         evaluation = [batches.partial(number) for number in range(batches.num_batches)]
     train = TextBatches(corpus.train, batch=batch_size, length=length)
     return Inputs(train=train, evaluation=evaluation, batch_size=batch_size)

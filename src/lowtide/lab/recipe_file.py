@@ -1,6 +1,7 @@
 """Recipes on disk: files that extend others, found by path or by name.
 
-A file may begin with `extends: other.yaml`, a path from its own folder, or a list of them, of which later ones win. Its
+A file may begin with `extends: other.yaml`, a path from its own folder or the name of a recipe that comes with the package
+(`peak_memory/control`), or with a list of them, of which later ones win. Its
 settings then replace those of the others key by key, and those of a mapping one by one; a mapping that names another
 `kind`, or an optimizer of another `name`, begins anew.
 """
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lowtide import config, plain_text
-from lowtide.errors import ConfigError, UnknownNameError
+from lowtide.errors import ConfigError, LowtideError, UnknownNameError
 from lowtide.lab.recipe import Recipe
 from lowtide.plain_text import Plain
 
@@ -82,8 +83,23 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Plain]:
                 f"{path}: 'extends' must be the path of another recipe, or a list of paths, got {other!r}",
                 key="extends",
             )
-        merged = merge_settings(merged, _read(path.parent / other, (*seen, path.resolve())))
+        merged = merge_settings(merged, _read(_extended(path, other), (*seen, path.resolve())))
     return merge_settings(merged, plain)
+
+
+def _extended(path: Path, other: str) -> Path:
+    """The file that another one extends: beside it, or a recipe that comes with the package, by its name."""
+    beside = path.parent / other
+    if beside.is_file():
+        return beside
+    try:
+        found = find_recipe(other.removesuffix(Path(other).suffix) if Path(other).suffix in SUFFIXES else other)
+    except LowtideError as error:
+        raise ConfigError(
+            f"{path} extends {other!r}, which is neither the file {beside} nor a recipe of the package: {error}",
+            key="extends",
+        ) from error
+    return found
 
 
 def merge_settings(below: dict[str, Plain], above: dict[str, Plain]) -> dict[str, Plain]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,11 +27,16 @@ class Watch:
         self.points.append((phase or self.phase, self._take_peak()))
 
 
-@contextmanager
-def watched(model: nn.Module, watch: Watch) -> Iterator[None]:
-    """Mark the ends of the calls of groups, and the beginnings of their backwards. Changes no tensor and no graph."""
+def watched_modules(model: nn.Module) -> list[nn.Module]:
+    """Those whose calls are marked: of the groups of a plain model. In a session parameters may be veiled."""
     paths = dict.fromkeys(window for group in find_groups(model) for window in group.windows)
-    handles = [model.get_submodule(path).register_forward_hook(_ends(watch)) for path in paths if path]
+    return [model.get_submodule(path) for path in paths if path]
+
+
+@contextmanager
+def watched(modules: Sequence[nn.Module], watch: Watch) -> Iterator[None]:
+    """Mark the ends of the calls of modules, and the beginnings of their backwards. Changes no tensor and no graph."""
+    handles = [module.register_forward_hook(_ends(watch)) for module in modules]
     try:
         yield
     finally:

@@ -105,7 +105,7 @@ class _Reader:
                     # A constant that the trace came upon: it lives with the graph, and is no part of the step.
                     self._places[node] = ()
         # The gradient of an input that needs none is returned as None.
-        return [(node.name, self._places[node]) for node in _returned(graph) if isinstance(node, fx.Node)]
+        return [(node.name, self._places[node]) if isinstance(node, fx.Node) else ("", ()) for node in _returned(graph)]
 
     def _call(self, node: fx.Node) -> Place:
         arguments = [self._places[argument] for argument in node.all_input_nodes]

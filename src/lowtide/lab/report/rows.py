@@ -19,7 +19,7 @@ _UNKNOWN = "unknown"
 """The device of a run that ended before it had one."""
 _NOT_RUN = frozenset({"seed", "about", "published", "tolerance"})
 """Keys of a recipe that make no other configuration."""
-_MAX_SETTINGS, _MAX_WORD = 3, 24
+_MAX_WORD = 24
 """Of a label, which stands in charts: settings that differ, and letters of each."""
 
 
@@ -247,11 +247,15 @@ def _flat(recipe: Mapping[str, Plain], prefix: str = "") -> dict[str, Plain]:
 
 
 def _difference(mine: Mapping[str, Plain], all_of_name: Sequence[Mapping[str, Plain]]) -> str:
+    """The fewest settings, as far as a greedy choice finds them, that tell a recipe from each of its namesakes."""
     keys = dict.fromkeys(key for recipe in (mine, *all_of_name) for key in recipe)
-    differing = [key for key in keys if any(recipe.get(key) != mine.get(key) for recipe in all_of_name)]
-    words = [f"{key}={_word(mine.get(key))}" for key in differing[:_MAX_SETTINGS]]
-    rest = len(differing) - len(words)
-    return ", ".join([*words, *([f"{rest} more"] if rest else [])])
+    chosen: list[str] = []
+    alike = [recipe for recipe in all_of_name if recipe != mine]
+    while alike:
+        # The first of equally telling ones: `max` keeps it.
+        chosen.append(max(keys, key=lambda key: sum(recipe.get(key) != mine.get(key) for recipe in alike)))
+        alike = [recipe for recipe in alike if recipe.get(chosen[-1]) == mine.get(chosen[-1])]
+    return ", ".join(f"{key}={_word(mine.get(key))}" for key in chosen)
 
 
 def _word(value: Plain) -> str:
