@@ -196,5 +196,7 @@ class TestCompiled:
         saved_bytes, peak_bytes = measure(recipe, budget)
         assert point.saved_bytes == saved_bytes
         assert peak_bytes <= point.unfused_peak_bytes
-        # Beyond the loss, which lives on, only choices of inductor that the model of fusion leaves out.
-        assert point.peak_bytes == pytest.approx(peak_bytes, rel=0.002)
+        # Beyond the loss, which lives on, only choices of inductor that the model of fusion leaves out. Code of torch 2.11
+        # holds about one tensor of the logits' size more under a budget.
+        is_older = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+        assert point.peak_bytes == pytest.approx(peak_bytes, rel=0.04 if is_older else 0.002)

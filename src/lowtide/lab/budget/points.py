@@ -21,7 +21,7 @@ class BudgetPoint:
     peak_bytes: int
     """Largest sum of live bytes over forward and backward, with inductor's fusion in the simple form of `fusion`."""
     unfused_peak_bytes: int
-    """The same where every result is written: an upper bound."""
+    """The same where every result is written: not quite a bound: another order of steps may hold more."""
     recomputed_flops_share: float
     """Of the forward's operations, those that the backward does again."""
     seconds: float
