@@ -178,6 +178,8 @@ class TestRun:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            # Whoever starts the tests in the background has them ignore it, and children with them.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         ) as process:
             assert process.stderr is not None
             line = ""

@@ -12,7 +12,7 @@ from lowtide.errors import ConfigError
 from lowtide.lab.optimizer_recipe import OPTIMIZERS, Constant, LinearWarmup, OptimizerRecipe
 from lowtide.lab.plan_recipe import PlanRecipe
 from lowtide.lab.recipe import Recipe
-from lowtide.lab.recipe_file import read_recipe
+from lowtide.lab.recipe_file import FOLDER, read_recipe
 from lowtide.planning.plan import Schedule, Site, Weights
 
 
@@ -159,8 +159,8 @@ def test_every_optimizer_steps_without_a_closure(name: str) -> None:
     assert not torch.equal(parameter, torch.ones(3, 2))
 
 
-def test_the_recipes_of_the_repository_can_be_read(repo_root: Path) -> None:
-    files = sorted((repo_root / "recipes" / "check").glob("*.yaml"))
+def test_the_recipes_for_checks_can_be_read() -> None:
+    files = sorted((FOLDER / "check").glob("*.yaml"))
     assert len(files) >= 3
     for file in files:
         assert read_recipe(file).tolerance == 0.0

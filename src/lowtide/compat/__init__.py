@@ -23,6 +23,7 @@ from lowtide.compat.autograd import (
     version_of,
 )
 from lowtide.compat.backends import allow_foreach_on, register_python_backend, treat_cuda_as
+from lowtide.compat.compiling import outside_compilation, waiting
 from lowtide.compat.modes import (
     TorchDispatchMode,
     WatchingMode,
@@ -146,6 +147,7 @@ __all__ = [
     "operator_name",
     "operator_path",
     "operators_with_fallback",
+    "outside_compilation",
     "parametrized_names",
     "partition",
     "plain_call",
@@ -176,6 +178,7 @@ __all__ = [
     "unlock_host_memory",
     "unscale_in_place",
     "version_of",
+    "waiting",
     "without_autocast",
     "without_dispatch",
     "without_modes",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import ConfigError, HardwareError
+from lowtide.lab.arithmetic import arithmetic
 from lowtide.lab.check_report import CheckReport, compare_tensors
 from lowtide.lab.data_recipe import RandomInputs
 from lowtide.lab.plan_recipe import PlanRecipe
@@ -50,10 +51,9 @@ def run_check(recipe: Recipe, on_progress: OnProgress | None = None) -> CheckRep
         raise ConfigError("a check compares a managed run with a plain one, and plan is null: give a plan", key="plan")
     _refuse_incomparable(recipe)
     device = find_device(recipe.device)
-    torch.set_float32_matmul_precision(recipe.matmul_precision)
     source = resolve_model(recipe.model, settings=recipe.model_settings)
     batch = make_batches(recipe, source)
-    with _comparable(device, recipe.torch_dtype):
+    with _comparable(recipe, device):
         plain_losses, plain_weights = _run_plain(recipe, source, batch, device, say)
         _check_finite(plain_losses)
         managed_losses, managed_weights, stats = _run_managed(recipe, source, batch, device, say)
@@ -168,20 +168,10 @@ def _check_finite(losses: tuple[float, ...]) -> None:
 
 
 @contextlib.contextmanager
-def _comparable(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+def _comparable(recipe: Recipe, device: torch.device) -> Iterator[None]:
     """Settings under which two plain runs give the same bits, taken back afterwards."""
-    if device.type == "cuda":
-        with _deterministic():
-            yield
-        return
-    # oneDNN's half precision kernels use instructions that some processors lack, and the process dies on those. None
-    # leaves the other flags as they are; setting them too, as `mkldnn.flags` does, warns where there is no Intel card.
-    was_enabled = bool(torch.backends.mkldnn.set_flags(None, None, None, None)[0])
-    torch.backends.mkldnn.set_flags(was_enabled and dtype == torch.float32, None, None, None)
-    try:
+    with arithmetic(recipe, device), _deterministic() if device.type == "cuda" else contextlib.nullcontext():
         yield
-    finally:
-        torch.backends.mkldnn.set_flags(was_enabled, None, None, None)
 
 
 @contextlib.contextmanager

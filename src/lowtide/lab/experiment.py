@@ -12,6 +12,7 @@ from torch import nn
 from lowtide import config
 from lowtide.errors import LowtideError
 from lowtide.hardware import find_hardware
+from lowtide.lab.arithmetic import arithmetic
 from lowtide.lab.check import find_device, plan_of
 from lowtide.lab.compiling import compile_model
 from lowtide.lab.inputs import Inputs, check_vocabulary, make_inputs
@@ -20,7 +21,7 @@ from lowtide.lab.meter import Meter, metered
 from lowtide.lab.prediction import UnpredictedError, predict
 from lowtide.lab.progress import OnProgress, Progress
 from lowtide.lab.recipe import Recipe
-from lowtide.lab.record import Outcome, PredictedFigures, RunRecord, SpeedFigures
+from lowtide.lab.record import Outcome, PredictedFigures, RunRecord, SpeedFigures, Surroundings
 from lowtide.lab.surroundings import find_surroundings
 from lowtide.lab.training import Batch, make_optimizer, make_scheduler
 from lowtide.lab.watching import Watch, watched, watched_modules
@@ -47,9 +48,13 @@ def run_experiment(recipe: Recipe, *, name: str, on_progress: OnProgress) -> Run
     """
     surroundings = find_surroundings(recipe.device)
     device = find_device(recipe.device)
-    torch.set_float32_matmul_precision(recipe.matmul_precision)
-    if device.type == "cpu" and recipe.dtype != "float32":
-        torch.backends.mkldnn.set_flags(False, None, None, None)  # some processors lack what its half precision uses
+    with arithmetic(recipe, device):
+        return _run(recipe, name, device, surroundings, on_progress)
+
+
+def _run(
+    recipe: Recipe, name: str, device: torch.device, surroundings: Surroundings, on_progress: OnProgress
+) -> RunRecord:
     say = _speaker(on_progress)
     source = resolve_model(recipe.model, settings=recipe.model_settings)
     check_vocabulary(recipe, source)

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from lowtide import compat
+
 BEFORE_UPDATES = -1
 """The place of what updates depend on."""
 
@@ -36,7 +38,8 @@ class Job:
 
     def wait(self) -> None:
         """Wait for it; raises what it raised."""
-        self._future.result()
+        with compat.waiting():
+            self._future.result()
 
 
 @dataclass(order=True)
@@ -129,8 +132,9 @@ class HostWorker:
             if not queue.num_open:
                 return False
             num_done = queue.num_done
-            while queue.num_done == num_done:
-                queue.condition.wait()
+            with compat.waiting():
+                while queue.num_done == num_done:
+                    queue.condition.wait()
         self.check()
         return True
 
@@ -145,7 +149,8 @@ class HostWorker:
         """Let the jobs finish and end the thread."""
         self._end()
         if self._thread is not None:
-            self._thread.join()
+            with compat.waiting():
+                self._thread.join()
 
 
 _OPEN: weakref.WeakSet[HostWorker] = weakref.WeakSet()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from lowtide import compat
 from lowtide.memory.allocation_cache import AllocationCache
 from lowtide.memory.chunk import Chunk
 from lowtide.memory.store import ChunkStore
@@ -83,7 +84,8 @@ class Updater:
                 # Not before: the update ahead of this one takes its own gradients off the same twins.
                 for item, gradient in zip(updates, gradients, strict=True):
                     item.target.grad = gradient
-                self.optimizer.run(updates, settings)
+                with compat.outside_compilation():
+                    self.optimizer.run(updates, settings)
             finally:
                 for item in updates:
                     item.target.grad = None

@@ -1,0 +1,53 @@
+"""Work in other threads beside torch's compiler.
+
+Checked in torch 2.13: while any thread traces or compiles, `torch.compiler.is_compiling()` is true in all of them, and the
+optimizers of `torch.optim` then compute their bias corrections with tensors instead of Python's numbers: the same update
+rounds differently. The compiler holds `torch._dynamo.convert_frame.compile_lock` meanwhile.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_POLL_S = 0.02
+_guard = threading.Lock()
+_num_waiting = 0
+"""Threads that compile and wait for work of another one: that must not wait for the compiler in turn."""
+
+
+def _compile_lock() -> Any:
+    """The compiler's lock; None as long as nothing was compiled."""
+    return getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
+
+
+@contextmanager
+def outside_compilation() -> Iterator[None]:
+    """While no other thread compiles. Where a thread that compiles waits for this one, it goes on beside it."""
+    lock = _compile_lock()
+    is_held = False
+    while lock is not None and not is_held and not _num_waiting:
+        is_held = lock.acquire(timeout=_POLL_S)
+    try:
+        yield
+    finally:
+        if is_held:
+            lock.release()
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Around a wait for work that may be `outside_compilation`, so that it cannot be a wait for oneself."""
+    global _num_waiting
+    lock = _compile_lock()
+    is_compiling = lock is not None and lock._is_owned()
+    with _guard:
+        _num_waiting += is_compiling
+    try:
+        yield
+    finally:
+        with _guard:
+            _num_waiting -= is_compiling
