@@ -142,7 +142,7 @@ def torch_rows(num_elements: int, num_threads: int, num_repeats: int) -> list[Ro
         weight.grad = make_piece(
             num_elements, torch.float32, Rounding.NEAREST, Moments.FP32, Sgd(lr=0.1), "small"
         ).gradient
-        optimizer = torch.optim.AdamW([weight], lr=1e-4, weight_decay=0.1, **settings)  # type: ignore[arg-type]
+        optimizer = torch.optim.AdamW([weight], lr=1e-4, weight_decay=0.1, **settings)  # type: ignore[arg-type]  # bools by name
         times = measure(lambda: optimizer.step(), num_repeats)
         rows.append(_row(f"torch {name} fp32, {num_threads} threads", num_elements, 28.0, times, threads=num_threads))
     for name, dtype, rounding in FORMATS[:3]:
