@@ -133,6 +133,15 @@ class TestTheNumbers:
 
 
 class TestTheChange:
+    def test_the_observed_steps_peaks_are_not_taken_away(self, warming: lowtide.Session) -> None:
+        with pytest.raises(SessionError, match="ask after it"):
+            warming.take_device_peak()
+        steps(warming.model, optimizer_of(warming), 3)
+        assert not warming.is_warming_up
+        assert warming.take_device_peak() > 0
+        tiers = {row.tier: row.peak_bytes for row in warming.stats().tiers}
+        assert tiers["device"] > warming.take_device_peak()  # the statistics remember the peaks before
+
     def test_comes_at_the_second_step_and_uses_what_the_first_left(self, warming: lowtide.Session) -> None:
         first = warming.plan
         assert warming.is_warming_up
