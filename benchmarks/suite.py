@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 Row = dict[str, Any]
@@ -30,16 +31,31 @@ class RowProcess:
 
     def run(self, timeout_s: float) -> Row:
         """Let it begin, and wait for its answer; a death without one is a result too."""
-        try:
-            out, err = self._process.communicate("go\n", timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            self.end()
-            return {**self.row, "failed": f"no answer after {timeout_s:.0f} s"}
+        deadline_s = time.monotonic() + timeout_s
+        message: str | None = "go\n"
+        while True:
+            try:
+                out, err = self._process.communicate(message, timeout=0.5)
+                break
+            except subprocess.TimeoutExpired:
+                message = None  # it is on its way; what was read so far is kept
+            if (used_bytes := self._resident_bytes()) > self.row.get("host_limit_bytes", float("inf")):
+                self.end()
+                return {**self.row, "failed": f"host memory: {used_bytes / 2**30:.1f} GiB in use"}
+            if time.monotonic() > deadline_s:
+                self.end()
+                return {**self.row, "failed": f"no answer after {timeout_s:.0f} s"}
         lines = out.strip().splitlines()
         if self._process.returncode or not lines:
             return {**self.row, "failed": f"exit code {self._process.returncode}", "message": err[-1500:]}
         answer: Row = json.loads(lines[-1])
         return answer
+
+    def _resident_bytes(self) -> int:
+        try:
+            return int(psutil.Process(self._process.pid).memory_info().rss)
+        except psutil.NoSuchProcess:
+            return 0
 
     def end(self) -> None:
         """Stop it, wherever it is."""
@@ -74,13 +90,15 @@ def main(
     suites: Mapping[str, Sequence[Row]],
     prepare: Callable[[str], None] = lambda suite: None,
 ) -> None:
-    """The command line: SUITE --out FOLDER --commit HASH [--match TEXT]. `modules`: what runs a row, of each suite or of all."""
+    """The command line: SUITE --out FOLDER --commit HASH [--match TEXT].... `modules`: what runs a row, of each suite or of all."""
     parser = argparse.ArgumentParser()
     parser.add_argument("suite", choices=sorted(suites))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--timeout", type=float, default=150.0)
-    parser.add_argument("--match", default="", help="only rows whose name has this in it")
+    parser.add_argument(
+        "--match", action="append", default=[], help="only rows whose name has this in it; may be repeated"
+    )
     arguments = parser.parse_args()
     prepare(arguments.suite)
     module = modules if isinstance(modules, str) else modules[arguments.suite]
@@ -95,7 +113,8 @@ def main(
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"{arguments.suite}_{time.strftime('%Y-%m-%dT%H%M')}_h200_{arguments.commit}.json"
-    rows = [row for row in suites[arguments.suite] if arguments.match in row["name"]]
+    wanted = arguments.match or [""]
+    rows = [row for row in suites[arguments.suite] if any(text in row["name"] for text in wanted)]
     if not rows:
         raise SystemExit(f"no row of {arguments.suite} has {arguments.match!r} in its name")
     following: RowProcess | None = RowProcess(module, rows[0])

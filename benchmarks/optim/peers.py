@@ -30,7 +30,7 @@ def _one_rank() -> None:
 
 
 def deepspeed_zero3(row: Row) -> Step:
-    """ZeRO-3 with parameters and optimizer on the host."""
+    """ZeRO-3 with parameters and optimizer on the host; with a `ratio`, that share of the optimizer alone."""
     import deepspeed
 
     _one_rank()
@@ -44,8 +44,8 @@ def deepspeed_zero3(row: Row) -> Step:
             "overlap_comm": True,
             "contiguous_gradients": True,
             "sub_group_size": row.get("sub_group_size", 2e8),
-            "offload_optimizer": {"device": "cpu", "pin_memory": True},
-            "offload_param": {"device": "cpu", "pin_memory": True},
+            "offload_optimizer": {"device": "cpu", "pin_memory": True, "ratio": row.get("ratio", 1.0)},
+            **({} if "ratio" in row else {"offload_param": {"device": "cpu", "pin_memory": True}}),
         },
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
     }
@@ -108,7 +108,21 @@ def torchao_offload(row: Row) -> Step:
     return step
 
 
+def no_peer(row: Row) -> Step:
+    """Plain torch, forward and backward: what the peers' updates come on top of."""
+    model = build(row["model"], on="cuda")
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        model.zero_grad()
+        return loss.detach()
+
+    return step
+
+
 PEERS: dict[str, Callable[[Row], Step]] = {
+    "none": no_peer,
     "deepspeed zero-3": deepspeed_zero3,
     "fsdp2": fsdp2,
     "torchao": torchao_offload,

@@ -19,7 +19,10 @@ SIZES: dict[str, dict[str, int]] = {
     # hidden, layers, ffn, heads, key-value heads, vocabulary
     "1b": {"h": 2048, "l": 16, "f": 8192, "a": 32, "k": 8, "v": 32000},
     "3.14b": {"h": 3072, "l": 26, "f": 8192, "a": 24, "k": 24, "v": 32000},
+    "4.4b": {"h": 3072, "l": 37, "f": 8192, "a": 24, "k": 24, "v": 32000},
+    "5.1b": {"h": 3072, "l": 43, "f": 8192, "a": 24, "k": 24, "v": 32000},
     "8b": {"h": 4096, "l": 32, "f": 14336, "a": 32, "k": 8, "v": 128256},
+    "10b": {"h": 5120, "l": 30, "f": 13824, "a": 40, "k": 40, "v": 32000},
     "13b": {"h": 5120, "l": 40, "f": 13824, "a": 40, "k": 40, "v": 32000},
     "20b": {"h": 6144, "l": 51, "f": 16384, "a": 48, "k": 8, "v": 32000},
     "40b": {"h": 8192, "l": 57, "f": 22016, "a": 64, "k": 8, "v": 32000},
@@ -75,6 +78,24 @@ def by_layers(model: Any, num_resident: int) -> dict[str, dict[str, str]]:
     }
 
 
+def plan_of(row: dict[str, Any], model: Any) -> Any:
+    """The row's plan, or how one is to be made."""
+    import lowtide
+
+    if "partition_share" in row:
+        size = None if torch.cuda.is_available() else "1MiB"
+        return lowtide.StaticPartition(share=row["partition_share"], schedule=row["schedule"], device_memory=size)
+    words = {"weights": row.get("weights", "streamed"), "update": row.get("update", "device")}
+    return lowtide.make_plan(
+        model,
+        **(by_layers(model, row["resident_layers"]) if "resident_layers" in row else words),
+        schedule=row.get("schedule", "deferred"),
+        prefetch_depth=row.get("prefetch_depth", 1),
+        device_memory=row.get("device_memory"),
+        activations=row.get("activations"),
+    )
+
+
 def optimizer_of(name: str, model: Any) -> torch.optim.Optimizer | None:
     """The row's optimizer."""
     if name == "none":
@@ -118,21 +139,17 @@ def run(row: dict[str, Any]) -> dict[str, Any]:
         if kind != "plain" and not row.get("stays_on_device"):
             model = model.to("cpu")
             torch.cuda.empty_cache() if device == "cuda" else None
+    if row.get("loss") == "chunked":
+        from lowtide.activations import chunked_head
+
+        chunked_head(model)
     optimizer = optimizer_of(row.get("optimizer", "none"), model)
     built_s = time.perf_counter() - started
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if kind != "plain":
         import lowtide
 
-        words = {"weights": row.get("weights", "streamed"), "update": row.get("update", "device")}
-        plan = lowtide.make_plan(
-            model,
-            **(by_layers(model, row["resident_layers"]) if "resident_layers" in row else words),
-            schedule=row.get("schedule", "deferred"),
-            prefetch_depth=row.get("prefetch_depth", 1),
-            device_memory=row.get("device_memory"),
-            activations=row.get("activations"),
-        )
+        plan = plan_of(row, model)
         begun = time.perf_counter()
         session = lowtide.manage(
             model,

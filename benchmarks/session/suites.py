@@ -33,6 +33,24 @@ def _optimizer_rows(batch: str, budget: str) -> list[Row]:
     ]
 
 
+def _long_rows(batch: str, budget: str) -> list[Row]:
+    """So many tokens that the logits alone outgrow the budget: the loss is made by chunks in the rows that must fit.
+
+    A plain row has the chunked loss too, so that what it saves in time is nobody's merit.
+    """
+    llama = {**LLAMA, "batch": batch, "steps": 4, "warm_up": 2}
+    chunked = {**llama, "loss": "chunked"}
+    on_host = {**chunked, **STREAMED, **EXACT, "update": "host", "device_memory": budget}
+    plain = {"kind": "plain", "optimizer": "none"}
+    return [
+        {"name": "plain torch, forward and backward, unchunked loss", **llama, **plain},
+        {"name": "plain torch, forward and backward", **chunked, **plain},
+        {"name": "streamed, on the host in backward, exact", **on_host, "schedule": "in_backward"},
+        {"name": "streamed, on the host deferred, exact, not clipped", **on_host},
+        {"name": "streamed, on the host deferred, exact, clipped", **on_host, "max_grad_norm": 1.0},
+    ]
+
+
 def _scale_rows() -> list[Row]:
     """Models whose state is larger than the device, layers by layers on device and host; the batch repeats."""
     scale = {"kind": "managed", "steps": 4, "warm_up": 2, "stays_on_device": True, **EXACT}
@@ -63,17 +81,29 @@ def _scale_rows() -> list[Row]:
 
 def _share_rows(model: str, batch: str) -> list[Row]:
     """What each share of the host costs, with resident weights and updates in backward."""
-    row = {**LLAMA, "model": model, "batch": batch, "steps": 4, **EXACT, "kind": "managed", "weights": "resident"}
+    llama = {**LLAMA, "model": model, "batch": batch, "steps": 4, "warm_up": 2, "stays_on_device": True}
+    row = {**llama, **EXACT, "kind": "managed", "weights": "resident", "schedule": "in_backward"}
     return [
-        {"name": f"{model}, {10 * tenth}% on the host", **row, "update": tenth / 10, "schedule": "in_backward"}
-        for tenth in range(11)
+        {"name": f"{model}, forward and backward", **llama, "kind": "plain", "optimizer": "none"},
+        *({"name": f"{model}, {10 * tenth}% on the host", **row, "update": tenth / 10} for tenth in range(11)),
+    ]
+
+
+def _partition_rows(model: str, batch: str, shares: tuple[float, ...]) -> list[Row]:
+    """A static partition of the card: what is outside its share is streamed, and updated on the host."""
+    llama = {**LLAMA, "model": model, "batch": batch, "steps": 4, "warm_up": 2, "stays_on_device": True}
+    row = {**llama, **EXACT, "kind": "managed", "schedule": "in_backward"}
+    return [
+        {"name": f"{model}, static partition, {share:.0%} of the card", **row, "partition_share": share}
+        for share in shares
     ]
 
 
 SUITES: dict[str, list[Row]] = {
     "optimizer": _optimizer_rows("8x2048", "12GiB"),
     "optimizer_short": _optimizer_rows("4x2048", "12GiB"),
-    "optimizer_long": _optimizer_rows("32x2048", "32GiB"),
+    "optimizer_long": _long_rows("32x2048", "32GiB"),
+    "optimizer_long_tiny": [{**row, "model": "tiny"} for row in _long_rows("2x32", "1MiB")],
     "scale": _scale_rows(),
     "scale_tiny": [
         {**row, "model": "tiny", "batch": "2x32", "resident_layers": 2, "steps": 2, "warm_up": 1}
@@ -81,6 +111,9 @@ SUITES: dict[str, list[Row]] = {
     ],
     "host_share_3b": _share_rows("3.14b", "8x2048"),
     "host_share_8b": _share_rows("8b", "4x2048"),
+    "partition_3b": _partition_rows("3.14b", "8x2048", (0.05, 0.1, 0.15, 0.2, 0.3)),
+    "partition_8b": _partition_rows("8b", "4x2048", (0.1, 0.2, 0.4, 0.6, 0.7)),
+    "partition_tiny": _partition_rows("tiny", "2x32", (0.5,)),
     "streaming": [
         {"name": "plain torch, forward and backward", **LLAMA, "kind": "plain", "optimizer": "none"},
         {"name": "plain torch, SGD", **LLAMA, "kind": "plain", "optimizer": "sgd"},

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lowtide.errors import UnsupportedOptimizerError
+from lowtide.optim.precision import numerics_of
 from lowtide.runtime.state_size import state_bytes_per_parameter_byte
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -70,3 +71,19 @@ def test_an_optimizer_that_cannot_be_asked() -> None:
 def test_an_optimizer_that_no_chunk_can_use() -> None:
     with pytest.raises(UnsupportedOptimizerError, match="LBFGS takes its step over all parameters at once"):
         state_bytes_per_parameter_byte(torch.optim.LBFGS([nn.Parameter(torch.ones(4, 4))]))
+
+
+@pytest.mark.parametrize(
+    ("precision", "moments", "expected"),
+    [("bf16 exact", "fp32", 5.0), ("bf16 stochastic", "bf16", 2.0), ("bf16 stochastic", "8bit", 1 + 4 / 128)],
+)
+def test_own_kernels_keep_what_their_formats_take(precision: str, moments: str, expected: float) -> None:
+    numerics = numerics_of(precision, moments)[1]
+    parameters = [nn.Parameter(torch.ones(64, 128, dtype=torch.bfloat16)), nn.Parameter(torch.ones(128).bfloat16())]
+    assert state_bytes_per_parameter_byte(torch.optim.AdamW(parameters), numerics) == expected
+
+
+def test_a_single_number_is_not_taken_for_the_whole_model() -> None:
+    numerics = numerics_of("bf16 stochastic", "8bit")[1]
+    parameters = [nn.Parameter(torch.ones(1 << 16).bfloat16()), nn.Parameter(torch.ones(1).bfloat16())]
+    assert state_bytes_per_parameter_byte(torch.optim.AdamW(parameters), numerics) < 1.04

@@ -63,6 +63,18 @@ def test_an_optimizer_with_less_state_leaves_room_for_more() -> None:
     assert found == [3, 7]
 
 
+def test_formats_with_less_state_leave_room_for_more() -> None:
+    found = []
+    for precision, moments in (("bf16 exact", "fp32"), ("bf16 stochastic", "8bit")):
+        model = Stack().bfloat16()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        plan = StaticPartition(share=0.15, device_memory=SIZE)
+        with lowtide.manage(model, optimizer, plan, device="cpu", precision=precision, moments=moments) as session:
+            found.append(num_resident(session.plan))
+    # In 120 KiB beside windows of 16: a block of 8 KiB takes 56 with its gradient and five times its bytes of state, or 24.5.
+    assert found == [2, 5]
+
+
 def test_without_an_optimizer() -> None:
     model = Stack()
     with lowtide.manage(model, None, StaticPartition(share=0.5, device_memory=SIZE), device="cpu"), torch.no_grad():

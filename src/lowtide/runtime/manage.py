@@ -88,9 +88,12 @@ def manage(
         )
     layout = lay_out(find_groups(model), chunk_bytes=plan.chunk_bytes if isinstance(plan, Plan) else None)
     target = _device(device)
-    plans = WarmUpPlans.on(layout, plan, optimizer, target) if isinstance(plan, WarmUp) else None
+    _require_own_parameters(model, optimizer)
+    _warn_of_strangers(model, optimizer)
+    numerics = _numerics(model, optimizer, precision, moments, seed)
+    plans = WarmUpPlans.on(layout, plan, optimizer, numerics, target) if isinstance(plan, WarmUp) else None
     if isinstance(plan, StaticPartition):
-        plan = partition_plan(layout, plan, optimizer, target)
+        plan = partition_plan(layout, plan, optimizer, numerics, target)
     elif plans is not None:
         plan = plans.first()
     if not isinstance(plan, Plan):
@@ -98,9 +101,6 @@ def manage(
             f"the plan is a {type(plan).__name__}; give one from lowtide.make_plan(model, ...), a StaticPartition or a "
             "WarmUp"
         )
-    _require_own_parameters(model, optimizer)
-    _warn_of_strangers(model, optimizer)
-    numerics = _numerics(model, optimizer, precision, moments, seed)
     if numerics is None and any(site is Site.PAGED for group in plan.groups for site in group.sites):
         raise ConfigError(
             "the plan updates chunks on the device with state that visits it ('paged'), which is for updates through "

@@ -10,6 +10,7 @@ import torch
 from lowtide.errors import ConfigError
 from lowtide.memory.capacity import device_capacity_bytes, host_capacity_bytes, resolve_budget
 from lowtide.memory.layout_types import Layout
+from lowtide.optim.update_types import Numerics
 from lowtide.planning.plan import Plan
 from lowtide.planning.static_partition import StaticPartition, partition
 from lowtide.planning.warm_up import MomentSample, WarmUp, plan_after, warm_up_plan
@@ -29,7 +30,12 @@ class WarmUpPlans:
 
     @classmethod
     def on(
-        cls, layout: Layout, config: WarmUp, optimizer: torch.optim.Optimizer | None, device: torch.device
+        cls,
+        layout: Layout,
+        config: WarmUp,
+        optimizer: torch.optim.Optimizer | None,
+        numerics: Numerics | None,
+        device: torch.device,
     ) -> WarmUpPlans:
         """For this machine.
 
@@ -46,7 +52,7 @@ class WarmUpPlans:
             config=config,
             device_bytes=device_size(config.device_memory, device),
             host_bytes=resolve_budget(config.host_memory, host_capacity_bytes(), what="host_memory"),
-            state_bytes_per_parameter_byte=state_bytes_per_parameter_byte(optimizer),
+            state_bytes_per_parameter_byte=state_bytes_per_parameter_byte(optimizer, numerics),
         )
 
     def first(self) -> Plan:
@@ -66,14 +72,18 @@ class WarmUpPlans:
 
 
 def partition_plan(
-    layout: Layout, config: StaticPartition, optimizer: torch.optim.Optimizer | None, device: torch.device
+    layout: Layout,
+    config: StaticPartition,
+    optimizer: torch.optim.Optimizer | None,
+    numerics: Numerics | None,
+    device: torch.device,
 ) -> Plan:
     """The plan of a static partition for this machine."""
     return partition(
         layout,
         device_size(config.device_memory, device),
         config,
-        state_bytes_per_parameter_byte=state_bytes_per_parameter_byte(optimizer),
+        state_bytes_per_parameter_byte=state_bytes_per_parameter_byte(optimizer, numerics),
     )
 
 

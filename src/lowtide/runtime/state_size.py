@@ -8,18 +8,23 @@ import torch
 
 from lowtide import compat
 from lowtide.errors import UnsupportedOptimizerError
+from lowtide.optim.parameter_state import state_bytes
+from lowtide.optim.rules import require_rule
+from lowtide.optim.update_types import Numerics
 from lowtide.runtime.chunk_optimizer import ChunkOptimizer
 
 _LARGEST_PROBE = 32
 """Elements of a probe along each dimension: many enough that the rows and columns of a factored state count little."""
 
 
-def state_bytes_per_parameter_byte(optimizer: torch.optim.Optimizer | None) -> float:
+def state_bytes_per_parameter_byte(optimizer: torch.optim.Optimizer | None, numerics: Numerics | None = None) -> float:
     """2 for Adam, 0 for SGD without momentum, and so on; the largest over all trained parameters, so that no chunk's
     state takes more than was foreseen.
 
-    The optimizer's own class takes one step on a small tensor for each kind of parameter that it has. State that is
-    there already is not touched. The count of steps, one number, is not counted.
+    With `numerics`, by the formats of the own kernels: 5 for Adam on bf16 weights with exact rounding, whose moments take
+    8 bytes and whose remainder takes 2. Without them the optimizer's own class takes one step on a small tensor for each
+    kind of parameter that it has. State that is there already is not touched. The count of steps, one number, is not
+    counted.
 
     Raises:
         UnsupportedOptimizerError: It cannot take a step on one tensor alone.
@@ -33,6 +38,8 @@ def state_bytes_per_parameter_byte(optimizer: torch.optim.Optimizer | None) -> f
     """
     if optimizer is None:
         return 0.0
+    if numerics is not None:
+        return _ratio_of_formats(optimizer, numerics)
     ratios: dict[tuple[int, torch.dtype, int], float] = {}
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -40,6 +47,20 @@ def state_bytes_per_parameter_byte(optimizer: torch.optim.Optimizer | None) -> f
             if parameter.requires_grad and kind not in ratios:
                 ratios[kind] = _ratio(optimizer, index, group, parameter)
     return max(ratios.values(), default=0.0)
+
+
+def _ratio_of_formats(optimizer: torch.optim.Optimizer, numerics: Numerics) -> float:
+    """Of each kind of parameter together: one number beside a tensor of one element would pass for the whole model's."""
+    held: dict[tuple[int, torch.dtype, int], tuple[int, int]] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        rule = require_rule(optimizer, group)
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                kind = (index, parameter.dtype, parameter.dim())
+                state, weights = held.get(kind, (0, 0))
+                state += state_bytes(parameter.shape, parameter.dtype, rule, numerics)
+                held[kind] = (state, weights + parameter.nbytes)
+    return max((state / max(1, weights) for state, weights in held.values()), default=0.0)
 
 
 def _ratio(optimizer: torch.optim.Optimizer, index: int, group: dict[str, Any], parameter: torch.Tensor) -> float:
