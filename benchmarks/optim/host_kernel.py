@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.optim.huge_pages import advise_huge_pages
 from lowtide.optim import host_kernel, reference
-from lowtide.optim.huge_pages import advise_huge_pages
 from lowtide.optim.precision import state_names
 from lowtide.optim.update_types import UNSIGNED, Adam, ElementwiseRule, Lion, Moments, Piece, Rounding, Sgd
 

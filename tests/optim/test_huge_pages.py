@@ -7,7 +7,7 @@ import mmap
 import pytest
 import torch
 
-from lowtide.optim.huge_pages import HUGE_PAGE_BYTES, advise_huge_pages
+from benchmarks.optim.huge_pages import HUGE_PAGE_BYTES, advise_huge_pages
 
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="needs Linux")
