@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,37 @@ from benchmarks.session.suites import SUITES
 from lowtide.units import GiB
 
 _BASE = "plain torch, forward and backward"
+_SUMMARY = (
+    "plain torch, fused AdamW, all bf16",
+    "all on the device, exact",
+    "streamed, on the host in backward, exact",
+    "streamed, on the host deferred, exact, clipped",
+)
+"""The own rows that stand beside the peers in the README."""
+
+Row = dict[str, Any]
+Found = dict[str, tuple[Row, Record]]
 
 
 def steps(results: Path, suite: str = "optimizer") -> str:
-    """Steps with all state on the host and on the device, beside plain torch and, where they were run, the peers."""
-    found: dict[str, tuple[dict[str, Any], Record]] = newest_rows(results / suite, "lowtide.session_benchmark/1")
-    names = [str(row["name"]) for row in SUITES[suite]]
-    if suite == "optimizer" and (results / "optimizer_peers").exists():
-        found |= newest_rows(results / "optimizer_peers", "lowtide.optimizer_benchmark/1")
-        names += [str(row["name"]) for row in PEERS["peers"]]
-    base_s = float(found[_BASE][0]["median_s"])
-    own_rss = int(found[_BASE][0]["host_rss_bytes"])
+    """Steps with all state on the host and on the device, beside plain torch in the same run."""
+    found: Found = newest_rows(results / suite, "lowtide.session_benchmark/1")
+    return _steps(found, [str(row["name"]) for row in SUITES[suite]])
+
+
+def beside_peers(results: Path) -> str:
+    """The main rows and the peers, each beside the plain row of its own run."""
+    found: Found = newest_rows(results / "optimizer", "lowtide.session_benchmark/1")
+    peers: Found = newest_rows(results / "optimizer_peers", "lowtide.optimizer_benchmark/1")
+    parameters = found[_BASE][0]["parameters"]
+    for name, (row, record) in peers.items():
+        if row["peer"] != "none":
+            found[name] = {"parameters": parameters, **row}, record
+    others = [str(row["name"]) for row in PEERS["peers"] if row["peer"] != "none"]
+    return _steps(found, [_BASE, *_SUMMARY, *others])
+
+
+def _steps(found: Found, names: Iterable[str]) -> str:
     lines, used, missing = [], [], []
     for name in names:
         if name not in found:
@@ -32,26 +53,56 @@ def steps(results: Path, suite: str = "optimizer") -> str:
         if "failed" in row:
             lines.append([name, str(row["failed"]), "-", "-", "-"])
             continue
-        beyond = max(0, int(row["host_rss_bytes"]) - own_rss)
+        base = _plain_row(record) or found[_BASE][0]
+        beyond = max(0, int(row["host_rss_bytes"]) - int(base["host_rss_bytes"]))
         lines.append(
             [
                 name,
                 f"{1000 * float(row['median_s']):.0f}",
-                f"{float(row['median_s']) / base_s:.2f}",
+                f"{float(row['median_s']) / float(base['median_s']):.2f}",
                 f"{row['max_reserved_bytes'] / GiB:.2f}",
                 f"{beyond / row['parameters']:.2f}",
             ]
         )
     header = ["", "ms a step", "times forward and backward", "reserved GiB", "host bytes a parameter"]
-    remark = f" Not measured yet: {', '.join(missing)}." if missing else ""
-    return table(header, lines, num_text=1) + f"\n\n{sources(used)}{remark}"
+    return table(header, lines, num_text=1) + f"\n\n{sources(used)}{_remark(missing)}"
+
+
+def scale(results: Path) -> str:
+    """Models that do not fit the card, and how far a peer comes on the same machine."""
+    found: Found = newest_rows(results / "optimizer_scale", "lowtide.session_benchmark/1")
+    names = [str(row["name"]) for row in SUITES["scale"]]
+    if (results / "optimizer_largest").exists():
+        found |= newest_rows(results / "optimizer_largest", "lowtide.optimizer_benchmark/1")
+        names += [str(row["name"]) for row in PEERS["largest"]]
+    lines, used, missing = [], [], []
+    for name in names:
+        if name not in found:
+            missing.append(name)
+            continue
+        row, record = found[name]
+        used.append(record)
+        if "failed" in row:
+            lines.append([name, row["batch"], str(row["failed"]), "-", "-", "-"])
+            continue
+        losses = [float(loss) for loss in row["losses"]]
+        lines.append(
+            [
+                name,
+                row["batch"],
+                f"{1000 * float(row['median_s']):.0f}",
+                f"{row['max_reserved_bytes'] / GiB:.1f}",
+                f"{row['host_peak_rss_bytes'] / GiB:.1f}",
+                f"{losses[0]:.2f} to {losses[-1]:.3f} in {len(losses)}" if losses[-1] != losses[0] else "no updates",
+            ]
+        )
+    header = ["", "batch", "ms a step", "reserved GiB", "host GiB", "loss on a repeated batch, steps"]
+    return table(header, lines, num_text=2) + f"\n\n{sources(used)}{_remark(missing)}"
 
 
 def host_kernel(results: Path) -> str:
     """Speed of the host's update by format of weights and moments, beside torch's own."""
-    found: dict[str, tuple[dict[str, Any], Record]] = newest_rows(
-        results / "optim_host_kernel", "lowtide.host_kernel_benchmark/1"
-    )
+    found: Found = newest_rows(results / "optim_host_kernel", "lowtide.host_kernel_benchmark/1")
     lines, used = [], []
     for name, (row, record) in found.items():
         used.append(record)
@@ -65,3 +116,15 @@ def host_kernel(results: Path) -> str:
         )
     header = ["", "billion parameters a second", "bytes a parameter", "GB/s"]
     return table(header, lines, num_text=1) + f"\n\n{sources(used)}"
+
+
+def _plain_row(record: Record) -> Row | None:
+    """Forward and backward in the same run, which the machine's state of that hour touches alike."""
+    for row in record.rows("rows", ("name",)):
+        if str(row["name"]).startswith(_BASE) and "failed" not in row:
+            return row
+    return None
+
+
+def _remark(missing: list[str]) -> str:
+    return f" Not measured yet: {', '.join(missing)}." if missing else ""

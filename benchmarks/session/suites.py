@@ -43,7 +43,7 @@ def _long_rows(batch: str, budget: str) -> list[Row]:
     on_host = {**chunked, **STREAMED, **EXACT, "update": "host", "device_memory": budget}
     plain = {"kind": "plain", "optimizer": "none"}
     return [
-        {"name": "plain torch, forward and backward, unchunked loss", **llama, **plain},
+        {"name": "plain torch, unchunked loss", **llama, **plain},
         {"name": "plain torch, forward and backward", **chunked, **plain},
         {"name": "streamed, on the host in backward, exact", **on_host, "schedule": "in_backward"},
         {"name": "streamed, on the host deferred, exact, not clipped", **on_host},
