@@ -162,6 +162,9 @@ class Machinery:
         self._worker.close()
         self.calls.remove()
         self._engine.stop()
+        if self._count is not None:
+            # The next machinery counts the steps.
+            self._count.remove()
         peak_bytes = self.reporter.device_peak_bytes()
         host = torch.device("cpu")
         with self.basis.on_host():
