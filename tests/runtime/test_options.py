@@ -54,7 +54,7 @@ def num_fetches(session: lowtide.Session) -> int:
 def device_bytes_beside_chunks(session: lowtide.Session) -> int:
     """Between two steps, when there are neither activations nor gradients: the state."""
     session.settle()
-    tracked = session._open()._tracked
+    tracked = session._open().basis.tracked
     assert tracked is not None
     return tracked.current_bytes - tracked.charged_bytes
 

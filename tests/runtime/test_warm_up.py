@@ -154,7 +154,7 @@ class TestTheChange:
         assert residents(warming.plan) == NUM_BLOCKS + 1
         assert 0 < num_on_device(warming.plan) < NUM_BLOCKS + 1
         assert tier(warming, "device").is_within_budget
-        tracked = warming._open()._tracked
+        tracked = warming._open().basis.tracked
         assert tracked is not None
         assert tracked.charged_bytes == REST_BYTES + NUM_BLOCKS * BLOCK_BYTES, "each chunk once"
 
@@ -210,13 +210,18 @@ class TestTheChange:
             machinery = session._open()
             observer.watch(
                 ObservedStore(
-                    [], machinery._mover, [], window_bytes=0, prefetch_depth=0, listener=machinery._engine.residency
+                    [],
+                    machinery.basis.mover,
+                    [],
+                    window_bytes=0,
+                    prefetch_depth=0,
+                    listener=machinery._engine.residency,
                 ),
                 0,
             )
-            assert machinery.root_window is not None
+            assert machinery.calls.root_window is not None
             run = WarmUpRun(
-                machinery.root_window,
+                machinery.calls.root_window,
                 optimizer,
                 observer,
                 plan_after=lambda samples: plan,

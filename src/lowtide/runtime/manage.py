@@ -24,6 +24,7 @@ from lowtide.planning.check_plan import check_plan
 from lowtide.planning.plan import Plan, Schedule, Site
 from lowtide.planning.static_partition import StaticPartition
 from lowtide.planning.warm_up import WarmUp
+from lowtide.runtime.basis import Basis
 from lowtide.runtime.binding import copy_values
 from lowtide.runtime.collector import ObjectsAside
 from lowtide.runtime.machinery import Machinery
@@ -125,19 +126,17 @@ def manage(
     observer = None
     if plans is not None:
         observer = StepObserver(CudaGauge(target) if tracked is None else TrackedGauge(tracked), plans.config.monitor)
-    machinery = Machinery(
-        model,
-        optimizer,
-        plan,
-        layout,
-        mover,
+    basis = Basis(
+        model=model,
+        optimizer=optimizer,
+        layout=layout,
+        mover=mover,
         tracked=tracked,
-        fill=copy_values if file is None else file.fill,
         max_grad_norm=max_grad_norm,
         numerics=numerics,
         poison=poison if poison is not None else tracked is not None,
-        observer=observer,
     )
+    machinery = Machinery(basis, plan, fill=copy_values if file is None else file.fill, observer=observer)
     try:
         _place_the_rest(model, target, file, machinery.moved_along)
         if tracked is not None:

@@ -16,7 +16,7 @@ import torch
 from lowtide import compat
 from lowtide.errors import StepLostError
 from lowtide.planning.plan import Schedule, Site
-from lowtide.runtime.backward import is_away
+from lowtide.runtime.backward_task import is_away
 from lowtide.runtime.chunk_optimizer import ChunkOptimizer, Settings
 from lowtide.runtime.clip_factor import clip_factor
 from lowtide.runtime.clipping import clip_by_norm

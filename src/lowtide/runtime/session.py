@@ -14,6 +14,7 @@ from lowtide.planning.plan import Plan
 from lowtide.planning.warm_up import MomentSample
 from lowtide.runtime.collector import ObjectsAside
 from lowtide.runtime.observer import StepObserver
+from lowtide.runtime.plan_switch import switch_plan
 from lowtide.runtime.session_stats import SessionStats
 from lowtide.runtime.timeline import Timeline
 from lowtide.runtime.warm_up_run import WarmUpRun
@@ -48,14 +49,14 @@ class Session:
         self._machinery: Machinery | None = machinery
         # Lives as long as the model goes through it, though nobody else holds it.
         machinery.session = self
-        self.model: nn.Module = machinery.model
-        self.optimizer: torch.optim.Optimizer | None = machinery.optimizer
+        self.model: nn.Module = machinery.basis.model
+        self.optimizer: torch.optim.Optimizer | None = machinery.basis.optimizer
         self._warm_up: WarmUpRun | None = None
         # A model without a window has nothing that a plan could place.
-        if observer is not None and plan_after is not None and machinery.root_window is not None:
+        if observer is not None and plan_after is not None and machinery.calls.root_window is not None:
             assert self.optimizer is not None
             self._warm_up = WarmUpRun(
-                machinery.root_window,
+                machinery.calls.root_window,
                 self.optimizer,
                 observer,
                 plan_after=plan_after,
@@ -90,7 +91,7 @@ class Session:
 
     def stats(self) -> SessionStats:
         """Bytes moved, time, residency and peaks so far. Waits for the work that is under way."""
-        return self._open().stats()
+        return self._open().reporter.stats()
 
     def take_device_peak(self) -> int:
         """The most that the device held, in bytes of tensors, since this was last called; a new peak begins.
@@ -104,11 +105,11 @@ class Session:
             raise SessionError(
                 "the warm-up step is observed until it is over, and its peaks are the plan's: ask after it"
             )
-        return self._open().take_device_peak()
+        return self._open().peak.take()
 
     def timeline(self) -> Timeline:
         """What each lane did in the last steps, and which chunks were on the device."""
-        return self._open().timeline()
+        return self._open().reporter.timeline()
 
     def settle(self) -> None:
         """Wait until every update is made and every copy is done."""
@@ -137,7 +138,7 @@ class Session:
     def _switch(self, plan: Plan) -> None:
         # Without machinery where the switch fails: the model is plain then.
         machinery, self._machinery = self._open(), None
-        self._machinery = machinery.follow(plan)
+        self._machinery = switch_plan(machinery, plan)
         self._machinery.session = self
 
     def _open(self) -> Machinery:

@@ -12,6 +12,7 @@ the parameter is veiled, so that whoever looks gets the host's value; see `runti
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -251,6 +252,11 @@ class Unit:
             with torch.no_grad():
                 home.copy_(bound.parameter.data)
         return found
+
+
+def chunks_in(units: Iterable[Unit]) -> list[Chunk]:
+    """All chunks of all units."""
+    return [chunk for unit in units for chunk in unit.group.chunks]
 
 
 class Settler(Protocol):

@@ -32,7 +32,7 @@ from lowtide.runtime.unit import Unit
 class Visit:
     """One forward call with a graph. Only hooks in that graph hold it, so it dies with the graph."""
 
-    def __init__(self, window: Window, listener: WindowListener) -> None:
+    def __init__(self, window: Window, listener: BackwardListener) -> None:
         self.window = window
         self.generations = tuple(unit.generation for unit in window.units)
         self.backward: int | None = None
@@ -56,29 +56,33 @@ class Visit:
         return True
 
     def _on_output_gradient(self, gradient: torch.Tensor) -> None:
-        self._listener.backward_reached(self, gradient)
+        self._listener.reached(self, gradient)
 
     def _on_last_node(self, inputs: object, outputs: object) -> None:
         del inputs, outputs
-        self._listener.backward_left(self)
+        self._listener.left(self)
 
 
-class WindowListener(Protocol):
-    """Opens and closes the groups."""
+class ForwardListener(Protocol):
+    """Opens and closes the groups around calls."""
 
-    def forward_begins(self, window: Window) -> None:
+    def begins(self, window: Window) -> None:
         """The module is about to be called."""
 
-    def forward_ends(self, window: Window) -> None:
+    def ends(self, window: Window) -> None:
         """The module has returned or raised."""
 
-    def model_returned(self, window: Window, output: object) -> None:
+    def model_returned(self, output: object) -> None:
         """The whole model has returned."""
 
-    def backward_reached(self, visit: Visit, gradient: torch.Tensor) -> None:
+
+class BackwardListener(Protocol):
+    """Opens and closes the groups in a backward."""
+
+    def reached(self, visit: Visit, gradient: torch.Tensor) -> None:
         """A gradient arrived at an output of the visit."""
 
-    def backward_left(self, visit: Visit) -> None:
+    def left(self, visit: Visit) -> None:
         """The oldest node of the visit has run."""
 
 
@@ -92,18 +96,33 @@ class Window:
     Args:
         path: Of the module, "" for the whole model.
         units: The groups that the module needs.
+        forward: Told of the module's calls.
+        backward: Told of backwards through them.
     """
 
-    def __init__(self, module: nn.Module, path: str, units: tuple[Unit, ...], listener: WindowListener) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        path: str,
+        units: tuple[Unit, ...],
+        forward: ForwardListener,
+        backward: BackwardListener,
+    ) -> None:
         self.module = module
         self.path = path
         self.units = units
-        self._listener = listener
+        self._forward = forward
+        self._backward = backward
         self._inner: Callable[..., Any] | None = None
         self._is_installed = False
         self._known: dict[int, str] = {}
         self.gate: Gate | None = None
         """Decides how a call goes on, where somebody has to."""
+
+    @property
+    def name(self) -> str:
+        """That of its first group, where it has one: under which moments are written down."""
+        return self.units[0].name if self.units else self.path
 
     def install(self) -> None:
         """Take the module's calls."""
@@ -159,15 +178,15 @@ class Window:
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         inner = self._inner or compat.plain_call(self.module)
-        self._listener.forward_begins(self)
+        self._forward.begins(self)
         try:
             makes_graph = torch.is_grad_enabled() and bool(self.units)
             output = self._visit(inner, args, kwargs) if makes_graph else inner(*args, **kwargs)
         finally:
-            self._listener.forward_ends(self)
+            self._forward.ends(self)
         self._refuse_weights_in(output)
         if self.path == "":
-            self._listener.model_returned(self, output)
+            self._forward.model_returned(output)
         return output
 
     def _refuse_weights_in(self, output: object) -> None:
@@ -188,7 +207,7 @@ class Window:
                 )
 
     def _visit(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        visit = Visit(self, self._listener)
+        visit = Visit(self, self._backward)
         entered = {id(tensor) for tensor in tensors_in((args, kwargs))}
         output = inner(*args, **kwargs)
         # What passes through unchanged has no node of the module; its gradient comes after the module's.

@@ -1,0 +1,72 @@
+"""A session that goes on under another plan trains as plain torch does; where it cannot, the model is plain."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import lowtide
+from lowtide.errors import PlanError
+from lowtide.runtime.machinery import Machinery
+from lowtide.runtime.plan_switch import switch_plan
+from tests.runtime.twins import PLACES, Twins, flat_state, make_net, take_step
+from tests.zoo import assert_same_tensors
+
+
+def switch(both: Twins, place: str) -> None:
+    assert both.session._open().is_quiet()
+    both.session._switch(lowtide.make_plan(make_net(), **PLACES[place]))
+
+
+@pytest.mark.parametrize("before", PLACES)
+@pytest.mark.parametrize("after", PLACES)
+def test_training_goes_on(before: str, after: str) -> None:
+    # Resident weights stay in full, whichever of the two plans has them.
+    both = Twins(before, device_memory=1 << 20)
+    both.step(0)
+    num_steps = both.session.stats().num_steps
+    switch(both, after)
+    both.step(1)
+    both.step(2)
+    both.assert_same()
+    assert both.session.stats().num_steps == num_steps + 2
+    both.session.close()
+
+
+class TestWhereTheSuccessorIsRefused:
+    """Something is refused after the machinery of before was taken apart."""
+
+    @pytest.fixture
+    def both(self, monkeypatch: pytest.MonkeyPatch) -> Twins:
+        both = Twins("mixed")
+        both.step(0)
+
+        def refuse(*_: object, **__: object) -> Machinery:
+            raise RuntimeError("no")
+
+        monkeypatch.setattr("lowtide.runtime.plan_switch.Machinery", refuse)
+        with pytest.raises(RuntimeError, match="no"):
+            switch(both, "resident-device")
+        return both
+
+    def test_the_session_is_closed(self, both: Twins) -> None:
+        assert not both.session.is_open
+
+    def test_model_and_optimizer_train_on_as_plain_ones(self, both: Twins) -> None:
+        assert "step" not in vars(both.optimizer)
+        for seed in (1, 2):
+            losses = [take_step(model, optimizer, seed) for model, optimizer in both.pairs]
+            assert torch.equal(*losses)
+        assert_same_tensors(both.plain.state_dict(), both.model.state_dict())
+        assert_same_tensors(flat_state(both.plain_optimizer), flat_state(both.optimizer))
+
+
+def test_a_plan_for_another_model_leaves_the_machinery_as_it_is() -> None:
+    both = Twins("mixed")
+    both.step(0)
+    other = lowtide.make_plan(torch.nn.Sequential(torch.nn.Linear(3, 3)))
+    with pytest.raises(PlanError, match="does not fit this model"):
+        switch_plan(both.session._open(), other)
+    both.step(1)
+    both.assert_same()
+    both.session.close()
