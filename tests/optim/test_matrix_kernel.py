@@ -268,8 +268,12 @@ def test_large_matrices_and_their_temporaries(shape: tuple[int, int], rounding: 
         # The two tables, and what the allocator rounds up: it does not split off less than 1 MiB of a large block.
         assert torch.cuda.max_memory_allocated() - before <= partial_bytes + (1 << 20) + 4096
         matrix_reference.update(pieces(theirs, step, torch.bfloat16), rounding=rounding)
-    tolerance = {"rtol": 2**-7, "atol": 1e-6} if rounding is Rounding.STOCHASTIC else {"rtol": 2e-6, "atol": 1e-6}
-    torch.testing.assert_close(value_of(ours[0]), value_of(theirs[0]), **tolerance)
+        if rounding is Rounding.STOCHASTIC:
+            # Where the last bit of a sum decides, one rounds up and the other down: one unit in a step. Steps begin alike,
+            # since among millions of elements some differ in two steps running.
+            torch.testing.assert_close(value_of(ours[0]), value_of(theirs[0]), rtol=2**-7, atol=1e-6)
+            theirs[0][0].copy_(ours[0][0])
+    torch.testing.assert_close(value_of(ours[0]), value_of(theirs[0]), rtol=2e-6, atol=1e-6)
     # The same bits each time.
     again = copy.deepcopy(ours)
     for parts in (ours, again):
