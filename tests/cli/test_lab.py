@@ -157,6 +157,22 @@ class TestRun:
             (("finishes", "--limit", "0"), "the limit of a run is 0.0 s; give more than 0"),
             (("finishes", "--recipes", "no/folder"), "there is no folder of recipes 'no/folder'"),
             (("finishes", "--out", "recipes/pretended/finishes.yaml"), "records cannot go to"),
+            (
+                ("finishes", "kills_itself", "--set", "precision=bf16 exact"),
+                "finishes.yaml with precision=bf16 exact: precision is 'bf16 exact', which is for weights in bfloat16",
+            ),
+            (
+                ("kills_itself", "finishes", "--set", "data.kind=stories", "--set", "data.vocab_size=9000"),
+                "the recipe 'pretended/kills_itself' cannot run: data.vocab_size is 9000, and the largest embedding",
+            ),
+            (
+                ("finishes", "--set", "model_settings.vocb_size=9000"),
+                "the recipe 'pretended/finishes' cannot run: model_settings: unknown key 'vocb_size'; did you mean",
+            ),
+            (
+                ("finishes", "--set", "optimizer.settings.lr=-1"),
+                "the recipe 'pretended/finishes' cannot run: optimizer.settings: ValueError: Invalid learning rate",
+            ),
         ],
     )
     def test_bad_input_exits_with_2_before_anything_runs(

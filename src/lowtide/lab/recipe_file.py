@@ -33,7 +33,10 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         recipe = config.from_plain(Recipe, plain)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}", key=error.key) from error
-    return config.override(recipe, overrides)
+    try:
+        return config.override(recipe, overrides)
+    except ConfigError as error:
+        raise ConfigError(f"{path} with {', '.join(overrides)}: {error}", key=error.key) from error
 
 
 def recipe_names(folder: Path = FOLDER) -> tuple[str, ...]:
