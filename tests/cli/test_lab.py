@@ -31,6 +31,8 @@ RECIPES = {
     "hangs.yaml": "extends: _base.yaml\n",
 }
 
+ENDS = ("finishes", "hangs", "kills_itself")
+
 
 @pytest.fixture
 def recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -82,6 +84,23 @@ class TestList:
         }
         assert by_name["pretended/finishes"]["published_peak_gib"] == 21.165
         assert by_name["peak_memory/control"]["published_peak_gib"] == 21.165
+
+    def test_only_what_a_pattern_finds(self, recipes: str) -> None:
+        def listed(*words: str) -> list[str]:
+            result = run("ls", *words, "--recipes", recipes, "--json")
+            assert result.exit_code == 0, result.stderr
+            return [row["name"] for row in json.loads(result.stdout)["recipes"]]
+
+        assert listed("pretended/*s") == ["pretended/finishes", "pretended/hangs"]
+        assert listed("hangs", "fin*") == ["pretended/finishes", "pretended/hangs"]
+        assert listed("control") == ["peak_memory/control", "peak_memory_tiny/control"]
+        assert listed("pretended") == listed("pretended/") == [f"pretended/{end}" for end in ENDS]
+        assert len(listed()) > len(listed("peak_memory")) > len(ENDS)
+
+    def test_a_pattern_that_finds_nothing_exits_with_2(self, recipes: str) -> None:
+        result = run("ls", "hangs", "pretended/finishs", "--recipes", recipes)
+        assert result.exit_code == 2
+        assert "did you mean 'pretended/finishes'" in " ".join(result.stderr.split())
 
     def test_one_bad_file_does_not_hide_the_others(self, recipes: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(lab, "OUT", Console(width=200))

@@ -12,11 +12,12 @@ import typer
 
 from lowtide.cli.console import ERR, OUT, friendly_errors, progress
 from lowtide.cli.lab_display import display_of
+from lowtide.cli.lab_show import show_command
 from lowtide.cli.lab_sweep import sweep_command
 from lowtide.cli.lab_tables import recipe_row, recipe_table, run_row, run_table
 from lowtide.errors import ConfigError
 from lowtide.lab.budget import sweep_data
-from lowtide.lab.catalogue import choose_recipes, known_recipes
+from lowtide.lab.catalogue import choose_recipes, known_recipes, matching_recipes
 from lowtide.lab.collect import collect
 from lowtide.lab.recipe_file import read_recipe
 from lowtide.lab.record import Outcome
@@ -35,10 +36,18 @@ FOLDER = Path("lowtide-lab")
 
 
 @lab_app.command("ls")
-def list_command(recipes: Recipes = None, json_: Json = False) -> None:
+def list_command(
+    patterns: Annotated[
+        list[str] | None, typer.Argument(help="only these: names, folders, or patterns such as '*checkpoint'")
+    ] = None,
+    recipes: Recipes = None,
+    json_: Json = False,
+) -> None:
     """The recipes: what each trains, and what it does differently from the one it descends from."""
     with friendly_errors():
-        rows = [recipe_row(name, path) for name, path in known_recipes(recipes or []).items()]
+        known = known_recipes(recipes or [])
+        listed = matching_recipes(patterns, known) if patterns else known
+        rows = [recipe_row(name, path) for name, path in listed.items()]
         if json_:
             print(json.dumps({"schema": "lowtide.lab_recipes/1", "recipes": rows}, indent=2))
         else:
@@ -100,6 +109,7 @@ def report_command(
                 ERR.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
 
 
+lab_app.command("show")(show_command)
 lab_app.command("sweep")(sweep_command)
 
 

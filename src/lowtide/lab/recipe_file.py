@@ -120,7 +120,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> Tree:
     if isinstance(data, dict) and isinstance(data.get("path"), str):
         # From the file that names it, so that a folder with a recipe and its texts can be moved and run from anywhere.
         plain["data"] = data | {"path": str((path.parent / str(data["path"])).resolve())}
-    return merge(merged, tree_of({key: value for key, value in plain.items() if key != "extends"}, str(path)))
+    return merge(merged, tree_of({key: value for key, value in plain.items() if key != "extends"}, str(path.resolve())))
 
 
 def _parse(path: Path) -> dict[str, Plain]:
