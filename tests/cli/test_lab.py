@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -279,6 +280,22 @@ class TestReport:
         assert lines[0].startswith("skipped ")
         assert "records/bad.json" in lines[0]
         assert lines[1:] == ["wrote report.html", "wrote table.md"]
+
+    def test_older_records_are_left_out_and_said(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        for number, (name, seed) in enumerate([("a", 0), ("a", 0), ("a", 0), ("a", 1), ("b", 0)]):
+            around = replace(named_surroundings("none"), date=f"2026-03-0{number + 1}T10:00:00+00:00")
+            record = RunRecord(name=name, outcome=Outcome.KILLED, surroundings=around, recipe={"seed": seed})
+            write_record(record, tmp_path / "lowtide-lab" / "records" / f"{number}.json")
+        result = run("report", "--markdown", "table.md")
+        assert result.exit_code == 0, result.stderr
+        assert "left out 2 older records of the same recipe, seed and settings; --all shows them" in result.stderr
+        assert "- records: 3; 2 older ones" in Path("table.md").read_text()
+        assert "older 1" not in Path("table.md").read_text()
+        result = run("report", "--markdown", "table.md", "--all")
+        assert "left out" not in result.stderr
+        assert "- records: 5\n" in Path("table.md").read_text()
+        assert "older 2, 2026-03-01 10:00" in Path("table.md").read_text()
 
     def test_nothing_to_report_exits_with_2(self, asked: list[Any], tmp_path: Path) -> None:
         result = run("report", str(tmp_path))
