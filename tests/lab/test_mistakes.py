@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lowtide.errors import ConfigError
-from lowtide.lab import compiling
+from lowtide.lab import compiling, mistakes
 from lowtide.lab.data_recipe import EvaluationRecipe, Stories, TextFiles
 from lowtide.lab.mistakes import refuse_mistakes
 from lowtide.lab.optimizer_recipe import OptimizerRecipe
@@ -79,8 +79,9 @@ def test_what_cannot_run_is_refused_with_its_key(changes: dict[str, Any], key: s
     assert caught.value.key == key
 
 
-def test_what_may_run_is_left_alone(tmp_path: Path) -> None:
+def test_what_may_run_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "text.txt").write_text("one\n\ntwo", encoding="utf-8")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     fine: tuple[dict[str, Any], ...] = (
         {"optimizer": OptimizerRecipe(settings={"fused": True})},
         {"optimizer": OptimizerRecipe(settings={"weight_decay": 0.1}, decay_matrices_only=True)},
@@ -90,6 +91,19 @@ def test_what_may_run_is_left_alone(tmp_path: Path) -> None:
     )
     for changes in fine:
         refuse_mistakes("mine", replace(RECIPE, **changes))
+
+
+def test_a_small_text_must_give_the_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text("one two\n\none two", encoding="utf-8")
+    recipe = replace(RECIPE, data=TextFiles(path=tmp_path / "text.txt", vocab_size=299))
+    with pytest.raises(
+        ConfigError, match=r"'mine' cannot run: data: the training text gives \d+ tokens, and vocab_size is 299"
+    ):
+        refuse_mistakes("mine", recipe)
+    # A long one is for the run to read.
+    monkeypatch.setattr(mistakes, "SMALL_TEXT_BYTES", 3)
+    refuse_mistakes("mine", recipe)
 
 
 def test_blocks_can_only_be_compiled_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,8 +32,8 @@ def by_configuration(records: Sequence[RunRecord]) -> dict[Configuration, list[R
 def generations(runs: Sequence[RunRecord]) -> list[list[RunRecord]]:
     """Runs of one configuration: the newest of each seed, then those before them, and so on; each by rising seed."""
     by_seed: dict[int, list[RunRecord]] = {}
-    # Of equally old ones the later in the list counts as newer: sorting keeps their order.
-    for run in sorted(runs[::-1], key=_when, reverse=True):
+    # Of equally old ones the later in the list counts as newer.
+    for _, run in sorted(enumerate(runs), key=lambda pair: (_when(pair[1]), pair[0]), reverse=True):
         by_seed.setdefault(seed_of(run), []).append(run)
     most = max(map(len, by_seed.values()), default=0)
     return [[by_seed[seed][age] for seed in sorted(by_seed) if age < len(by_seed[seed])] for age in range(most)]

@@ -15,6 +15,7 @@ from torch import nn
 from lowtide.errors import ConfigError, LowtideError, PlanError
 from lowtide.lab.check import plan_of
 from lowtide.lab.compiling import compiled_modules
+from lowtide.lab.corpus import load_corpus
 from lowtide.lab.corpus.text_files import find_files
 from lowtide.lab.data_recipe import TextFiles
 from lowtide.lab.inputs import check_inputs, check_vocabulary
@@ -22,13 +23,17 @@ from lowtide.lab.recipe import Recipe
 from lowtide.lab.training import optimizer_over
 from lowtide.models import ModelSource, resolve_model
 from lowtide.optim.rules import require_rule
+from lowtide.units import MiB
+
+SMALL_TEXT_BYTES = 4 * MiB
+"""Up to this a text is tokenized before the run: it may give fewer tokens than the recipe's vocabulary has."""
 
 Check = tuple[str, Callable[[], object]]
 """The key that is to blame, and what raises where it is."""
 
 
 def refuse_mistakes(name: str, recipe: Recipe) -> None:
-    """Build the model on meta and try what the run will ask of it. No device is touched, and no text is read.
+    """Build the model on meta and try what the run will ask of it. No device is touched, and no long text is read.
 
     Args:
         name: The recipe's, for the message.
@@ -56,8 +61,8 @@ def _blamed(error: Exception, key: str) -> str:
 
 def _checks(recipe: Recipe) -> Iterator[Check]:
     if isinstance(recipe.data, TextFiles):
-        path = recipe.data.path
-        yield "data.path", lambda: find_files(path)
+        data = recipe.data
+        yield "data.path", lambda: find_files(data.path)
     yield "optimizer.settings", lambda: _optimizer(recipe)
     if recipe.precision is not None:
         yield "precision", lambda: _check_kernels(recipe)
@@ -74,11 +79,20 @@ def _checks(recipe: Recipe) -> Iterator[Check]:
 def _model_checks(recipe: Recipe, source: ModelSource, model: nn.Module) -> Iterator[Check]:
     yield "data.vocab_size", lambda: check_vocabulary(recipe, source)
     yield "batch", lambda: check_inputs(recipe, source)
+    if isinstance(recipe.data, TextFiles):
+        data = recipe.data
+        yield "data", lambda: _check_small_text(data)
     if recipe.plan is not None:
         yield "plan", lambda: _check_plan(recipe, model)
     if recipe.compile is not None:
         scope = recipe.compile.scope
         yield "compile.scope", lambda: compiled_modules(model, scope)
+
+
+def _check_small_text(data: TextFiles) -> None:
+    # A larger text has any usual vocabulary, and takes long to read. What is made here is cached, and the run finds it.
+    if sum(file.stat().st_size for file in find_files(data.path)) <= SMALL_TEXT_BYTES:
+        load_corpus(data)
 
 
 def _optimizer(recipe: Recipe) -> torch.optim.Optimizer:
