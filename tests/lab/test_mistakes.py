@@ -93,6 +93,14 @@ def test_what_may_run_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         refuse_mistakes("mine", replace(RECIPE, **changes))
 
 
+def test_a_vocabulary_is_lowered_only_where_it_can_be() -> None:
+    recipe = replace(RECIPE, data=Stories(vocab_size=301))
+    with pytest.raises(ConfigError, match="lower data.vocab_size to 300 or less, or set model_settings.vocab_size"):
+        refuse_mistakes("mine", recipe)
+    with pytest.raises(ConfigError, match="has 256 rows: set model_settings.vocab_size"):
+        refuse_mistakes("mine", replace(recipe, model_settings={}))
+
+
 def test_a_small_text_must_give_the_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "text.txt").write_text("one two\n\none two", encoding="utf-8")
