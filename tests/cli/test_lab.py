@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,6 +31,8 @@ RECIPES = {
     "kills_itself.yaml": "extends: _base.yaml\nabout: ends badly\ndtype: bfloat16\n",
     "hangs.yaml": "extends: _base.yaml\n",
 }
+
+ENDS = ("finishes", "hangs", "kills_itself")
 
 
 @pytest.fixture
@@ -82,6 +85,23 @@ class TestList:
         }
         assert by_name["pretended/finishes"]["published_peak_gib"] == 21.165
         assert by_name["peak_memory/control"]["published_peak_gib"] == 21.165
+
+    def test_only_what_a_pattern_finds(self, recipes: str) -> None:
+        def listed(*words: str) -> list[str]:
+            result = run("ls", *words, "--recipes", recipes, "--json")
+            assert result.exit_code == 0, result.stderr
+            return [row["name"] for row in json.loads(result.stdout)["recipes"]]
+
+        assert listed("pretended/*s") == ["pretended/finishes", "pretended/hangs"]
+        assert listed("hangs", "fin*") == ["pretended/finishes", "pretended/hangs"]
+        assert listed("control") == ["peak_memory/control", "peak_memory_tiny/control"]
+        assert listed("pretended") == listed("pretended/") == [f"pretended/{end}" for end in ENDS]
+        assert len(listed()) > len(listed("peak_memory")) > len(ENDS)
+
+    def test_a_pattern_that_finds_nothing_exits_with_2(self, recipes: str) -> None:
+        result = run("ls", "hangs", "pretended/finishs", "--recipes", recipes)
+        assert result.exit_code == 2
+        assert "did you mean 'pretended/finishes'" in " ".join(result.stderr.split())
 
     def test_one_bad_file_does_not_hide_the_others(self, recipes: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(lab, "OUT", Console(width=200))
@@ -157,6 +177,22 @@ class TestRun:
             (("finishes", "--limit", "0"), "the limit of a run is 0.0 s; give more than 0"),
             (("finishes", "--recipes", "no/folder"), "there is no folder of recipes 'no/folder'"),
             (("finishes", "--out", "recipes/pretended/finishes.yaml"), "records cannot go to"),
+            (
+                ("finishes", "kills_itself", "--set", "precision=bf16 exact"),
+                "finishes.yaml with precision=bf16 exact: precision is 'bf16 exact', which is for weights in bfloat16",
+            ),
+            (
+                ("kills_itself", "finishes", "--set", "data.kind=stories", "--set", "data.vocab_size=9000"),
+                "the recipe 'pretended/kills_itself' cannot run: data.vocab_size is 9000, and the largest embedding",
+            ),
+            (
+                ("finishes", "--set", "model_settings.vocb_size=9000"),
+                "the recipe 'pretended/finishes' cannot run: model_settings: unknown key 'vocb_size'; did you mean",
+            ),
+            (
+                ("finishes", "--set", "optimizer.settings.lr=-1"),
+                "the recipe 'pretended/finishes' cannot run: optimizer.settings: ValueError: Invalid learning rate",
+            ),
         ],
     )
     def test_bad_input_exits_with_2_before_anything_runs(
@@ -244,6 +280,22 @@ class TestReport:
         assert lines[0].startswith("skipped ")
         assert "records/bad.json" in lines[0]
         assert lines[1:] == ["wrote report.html", "wrote table.md"]
+
+    def test_older_records_are_left_out_and_said(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        for number, (name, seed) in enumerate([("a", 0), ("a", 0), ("a", 0), ("a", 1), ("b", 0)]):
+            around = replace(named_surroundings("none"), date=f"2026-03-0{number + 1}T10:00:00+00:00")
+            record = RunRecord(name=name, outcome=Outcome.KILLED, surroundings=around, recipe={"seed": seed})
+            write_record(record, tmp_path / "lowtide-lab" / "records" / f"{number}.json")
+        result = run("report", "--markdown", "table.md")
+        assert result.exit_code == 0, result.stderr
+        assert "left out 2 older records of the same recipe, seed and settings; --all shows them" in result.stderr
+        assert "- records: 3; 2 older ones" in Path("table.md").read_text()
+        assert "older 1" not in Path("table.md").read_text()
+        result = run("report", "--markdown", "table.md", "--all")
+        assert "left out" not in result.stderr
+        assert "- records: 5\n" in Path("table.md").read_text()
+        assert "older 2, 2026-03-01 10:00" in Path("table.md").read_text()
 
     def test_nothing_to_report_exits_with_2(self, asked: list[Any], tmp_path: Path) -> None:
         result = run("report", str(tmp_path))

@@ -166,3 +166,12 @@ def test_every_recipe_of_the_package_can_be_described() -> None:
         recipe_differences(path, read_recipe(path))
     control = names["peak_memory/control"]
     assert recipe_differences(control, read_recipe(control)) == ()
+
+
+def test_differences_from_a_recipe_of_the_package_and_from_one_with_texts(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("extends: peak_memory_tiny/control\nsteps: 7\n", encoding="utf-8")
+    assert recipe_differences(mine, read_recipe(mine)) == ("steps=7",)
+    (tmp_path / "texts.yaml").write_text("model: gpt-tiny\ndata: {kind: text-files, path: a.txt}\n", encoding="utf-8")
+    mine.write_text("extends: texts.yaml\nsteps: 7\n", encoding="utf-8")
+    assert recipe_differences(mine, read_recipe(mine)) == ("steps=7",)

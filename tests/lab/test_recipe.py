@@ -142,6 +142,18 @@ def test_overrides(tmp_path: Path) -> None:
         ("{model: a, dtype: float8}", "must be one of 'float32', 'bfloat16', 'float16'"),
         ("{model: a, max_grad_norm: 1, plan: {schedule: in_backward}}", "needs all gradients before the first"),
         ("{model: a, accumulation: 2, plan: {schedule: in_backward}}", "allows one backward to an update"),
+        (
+            "{model: a, precision: bf16 exact}",
+            "is for weights in bfloat16, and dtype is float32: set dtype to bfloat16",
+        ),
+        ("{model: a, precision: fp32, dtype: bfloat16}", "is for weights in float32, and dtype is bfloat16"),
+        (
+            "{model: a, precision: bf16 exakt, dtype: bfloat16}",
+            "there is no precision named 'bf16 exakt'; did you mean",
+        ),
+        ("{model: a, moments: 8bit}", "moments is '8bit', which is for updates through Lowtide's own kernels"),
+        ("{model: a, plan: {update: paged}}", "plan.update is 'paged', which is for updates through Lowtide's own"),
+        ("{model: a, plan: {update: {head: paged}}}", "plan.update is 'paged'"),
     ],
 )
 def test_wrong_recipes_say_what_is_wrong(tmp_path: Path, text: str, message: str) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from lowtide.errors import ConfigError, UnknownNameError
-from lowtide.lab.data_recipe import HubDataset
+from lowtide.lab.data_recipe import HubDataset, TextFiles
 from lowtide.lab.optimizer_recipe import Constant, LinearWarmup
-from lowtide.lab.recipe_file import FOLDER, find_recipe, read_recipe, recipe_names
+from lowtide.lab.recipe_file import FOLDER, find_recipe, read_recipe, recipe_names, resolve_recipe
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -69,6 +69,52 @@ def test_recipes_of_the_package_are_extended_by_name(tmp_path: Path) -> None:
 def test_null_takes_away(tmp_path: Path) -> None:
     write(tmp_path, "base.yaml", "model: gpt-tiny\nplan: {weights: resident}\n")
     assert read_recipe(write(tmp_path, "plain.yaml", "extends: base.yaml\nplan: null\n")).plan is None
+
+
+def test_paths_of_data_are_from_the_folder_of_the_file_that_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = "data: {kind: text-files, path: texts}\n"
+    base = write(tmp_path, "shared/base.yaml", f"model: gpt-tiny\n{data}")
+    heir = write(tmp_path, "mine/heir.yaml", "extends: ../shared/base.yaml\ndata: {vocab_size: 300}\n")
+    other = write(tmp_path, "mine/other.yaml", "extends: ../shared/base.yaml\ndata: {path: ../more}\n")
+    whole = write(tmp_path, "mine/whole.yaml", f"extends: ../shared/base.yaml\ndata: {{path: {tmp_path}/a.txt}}\n")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert read_recipe(base).data == TextFiles(path=tmp_path / "shared/texts")
+    assert read_recipe("../shared/base.yaml").data == TextFiles(path=tmp_path / "shared/texts")
+    assert read_recipe(heir).data == TextFiles(path=tmp_path / "shared/texts", vocab_size=300)
+    assert read_recipe(other).data == TextFiles(path=tmp_path / "more")
+    assert read_recipe(whole).data == TextFiles(path=tmp_path / "a.txt")
+    assert read_recipe(base, ["data.path=texts"]).data == TextFiles(path=elsewhere / "texts")
+    assert read_recipe(base, ["data.path=texts", "data.vocab_size=300"]).data.path == elsewhere / "texts"
+
+
+class TestSources:
+    def test_each_setting_has_the_file_that_set_it_last(self, tmp_path: Path) -> None:
+        base = write(tmp_path, "base.yaml", "model: gpt-tiny\nsteps: 5\noptimizer: {settings: {lr: 0.1, eps: 1e-7}}\n")
+        path = write(tmp_path, "other.yaml", "extends: base.yaml\nsteps: 6\noptimizer: {settings: {lr: 0.2}}\n")
+        resolved = resolve_recipe(path, ["seed=3"])
+        assert resolved.recipe == read_recipe(path, ["seed=3"])
+        assert resolved.sources == {
+            "model": str(base),
+            "steps": str(path),
+            "optimizer.settings.lr": str(path),
+            "optimizer.settings.eps": str(base),
+            "seed": "--set",
+        }
+
+    def test_what_begins_anew_has_no_older_source(self, tmp_path: Path) -> None:
+        write(tmp_path, "base.yaml", "model: gpt-tiny\ndata: {kind: stories, vocab_size: 300, seed: 2}\n")
+        path = write(tmp_path, "other.yaml", "extends: base.yaml\ndata: {kind: hub-dataset, name: a}\n")
+        assert resolve_recipe(path).sources.keys() == {"model", "data.kind", "data.name"}
+        assert "data.vocab_size" in resolve_recipe(tmp_path / "base.yaml", ["data.kind=stories"]).sources
+        sources = resolve_recipe(tmp_path / "base.yaml", ["data.kind=random-inputs"]).sources
+        assert sources.keys() == {"model", "data.kind"}
+        assert sources["data.kind"] == "--set"
+        sources = resolve_recipe(tmp_path / "base.yaml", ["data={kind: stories, seed: 4}"]).sources
+        assert sources == {"model": str(tmp_path / "base.yaml"), "data.kind": "--set", "data.seed": "--set"}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 
 from lowtide.errors import ConfigError
 from lowtide.lab import requirements
-from lowtide.lab.data_recipe import HubDataset, Stories, TextFiles
+from lowtide.lab.data_recipe import HubDataset, Stories
 from lowtide.lab.recipe import CompileRecipe, Recipe
 from lowtide.lab.requirements import unmet_requirements
 
@@ -46,10 +46,6 @@ def test_random_inputs_on_the_host_need_nothing() -> None:
         (
             {"data": HubDataset(name="a/b")},
             ["it reads 'a/b' through the package 'datasets'; run: pip install datasets", "it trains a tokenizer"],
-        ),
-        (
-            {"data": TextFiles(path=Path("no/such.txt"))},
-            ["it reads 'no/such.txt', which is not there; set data.path", "it trains a tokenizer"],
         ),
         ({"model": "hf:some/model"}, ["it builds 'hf:some/model' with the package 'transformers'; run: pip install"]),
         (

@@ -12,12 +12,14 @@ import typer
 
 from lowtide.cli.console import ERR, OUT, friendly_errors, progress
 from lowtide.cli.lab_display import display_of
+from lowtide.cli.lab_show import show_command
 from lowtide.cli.lab_sweep import sweep_command
 from lowtide.cli.lab_tables import recipe_row, recipe_table, run_row, run_table
 from lowtide.errors import ConfigError
 from lowtide.lab.budget import sweep_data
-from lowtide.lab.catalogue import choose_recipes, known_recipes
+from lowtide.lab.catalogue import choose_recipes, known_recipes, matching_recipes
 from lowtide.lab.collect import collect
+from lowtide.lab.configurations import newest_records
 from lowtide.lab.recipe_file import read_recipe
 from lowtide.lab.record import Outcome
 from lowtide.lab.runner import EXPERIMENT, EndedRun, Run, run_all
@@ -35,10 +37,18 @@ FOLDER = Path("lowtide-lab")
 
 
 @lab_app.command("ls")
-def list_command(recipes: Recipes = None, json_: Json = False) -> None:
+def list_command(
+    patterns: Annotated[
+        list[str] | None, typer.Argument(help="only these: names, folders, or patterns such as '*checkpoint'")
+    ] = None,
+    recipes: Recipes = None,
+    json_: Json = False,
+) -> None:
     """The recipes: what each trains, and what it does differently from the one it descends from."""
     with friendly_errors():
-        rows = [recipe_row(name, path) for name, path in known_recipes(recipes or []).items()]
+        known = known_recipes(recipes or [])
+        listed = matching_recipes(patterns, known) if patterns else known
+        rows = [recipe_row(name, path) for name, path in listed.items()]
         if json_:
             print(json.dumps({"schema": "lowtide.lab_recipes/1", "recipes": rows}, indent=2))
         else:
@@ -83,8 +93,11 @@ def report_command(
     out: Annotated[Path, typer.Option(help="the page")] = Path("report.html"),
     markdown: Annotated[Path | None, typer.Option(help="also the table as markdown")] = None,
     png: Annotated[Path | None, typer.Option(help="also the figure")] = None,
+    all_: Annotated[
+        bool, typer.Option("--all", help="also older runs of the same recipe, seed and settings, in rows of their own")
+    ] = False,
 ) -> None:
-    """Set the records of folders side by side: table, scatter and timelines."""
+    """Set the records of folders side by side: table, scatter and timelines; of one recipe, seed and settings the newest."""
     with friendly_errors():
         with progress("making the report") as say:
             found = collect(folders or [FOLDER], say)
@@ -92,7 +105,19 @@ def report_command(
             from lowtide.lab.report import write_report  # it draws, and what draws takes a second to import
 
             sweeps = [sweep_data(sweep) for sweep in found.sweeps]
-            write_report(found.records, html=out, markdown=markdown, png=png, skipped=found.skipped, sweeps=sweeps)
+            write_report(
+                found.records,
+                html=out,
+                markdown=markdown,
+                png=png,
+                skipped=found.skipped,
+                sweeps=sweeps,
+                with_older=all_,
+            )
+        num_older = 0 if all_ else len(found.records) - len(newest_records(found.records))
+        if num_older:
+            records = "1 older record" if num_older == 1 else f"{num_older} older records"
+            ERR.print(f"left out {records} of the same recipe, seed and settings; --all shows them", highlight=False)
         for line in found.skipped:
             ERR.print(f"skipped {line}", style="yellow", markup=False, highlight=False, soft_wrap=True)
         for path in (out, markdown, png):
@@ -100,6 +125,7 @@ def report_command(
                 ERR.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
 
 
+lab_app.command("show")(show_command)
 lab_app.command("sweep")(sweep_command)
 
 

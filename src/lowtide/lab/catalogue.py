@@ -43,6 +43,21 @@ def choose_recipes(words: Sequence[str], known: Mapping[str, Path]) -> dict[str,
     return chosen
 
 
+def matching_recipes(words: Sequence[str], known: Mapping[str, Path]) -> dict[str, Path]:
+    """All recipes that any of the words may mean, in the order of the names: also those of a folder, and of one last part.
+
+    Raises:
+        UnknownNameError: A word means none; the nearest name is in the message.
+    """
+    chosen: set[str] = set()
+    for word in words:
+        names = [name for name in known if name.startswith(f"{word.rstrip('/')}/")] + _names(word, known)
+        if not names:
+            raise _unknown(word, known)
+        chosen.update(names)
+    return {name: path for name, path in known.items() if name in chosen}
+
+
 def _found(word: str, known: Mapping[str, Path]) -> Iterator[tuple[str, Path]]:
     path = Path(word)
     if path.suffix in SUFFIXES:
@@ -52,15 +67,26 @@ def _found(word: str, known: Mapping[str, Path]) -> Iterator[tuple[str, Path]]:
             )
         yield next((name for name, file in known.items() if file.resolve() == path.resolve()), path.stem), path
         return
-    if any(mark in word for mark in "*?["):
-        names = [name for name in known if any(fnmatch.fnmatchcase(end, word) for end in (name, _last(name)))]
-    else:
-        names = [name for name in known if name == word] or [name for name in known if name.endswith(f"/{word}")]
-        if len(names) > 1:
-            raise ConfigError(f"{word!r} is the end of several recipes: {', '.join(names)}; give one of these")
+    names = _names(word, known)
     if not names:
-        raise UnknownNameError("recipe", word, [*known, *map(_last, known)])
+        raise _unknown(word, known)
+    if len(names) > 1 and not _is_pattern(word):
+        raise ConfigError(f"{word!r} is the end of several recipes: {', '.join(names)}; give one of these")
     yield from ((name, known[name]) for name in names)
+
+
+def _names(word: str, known: Mapping[str, Path]) -> list[str]:
+    if _is_pattern(word):
+        return [name for name in known if any(fnmatch.fnmatchcase(end, word) for end in (name, _last(name)))]
+    return [name for name in known if name == word] or [name for name in known if name.endswith(f"/{word}")]
+
+
+def _is_pattern(word: str) -> bool:
+    return any(mark in word for mark in "*?[")
+
+
+def _unknown(word: str, known: Mapping[str, Path]) -> UnknownNameError:
+    return UnknownNameError("recipe", word, [*known, *map(_last, known)])
 
 
 def _last(name: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import nn
 
 from lowtide import compat
@@ -19,13 +21,22 @@ def compile_model(model: nn.Module, recipe: CompileRecipe) -> None:
     backend: str | compat.BudgetedCompiler = recipe.backend
     if recipe.activation_budget is not None:
         backend = compat.BudgetedCompiler(recipe.activation_budget, recipe.backend)
-    targets = [model]
-    if recipe.scope == "blocks":
-        targets = [model.get_submodule(group.name) for group in find_groups(model) if group.is_block]
-        if not targets:
-            raise ConfigError(
-                "scope is 'blocks', and the model has no repeated blocks; compile the whole of it: scope: model",
-                key="scope",
-            )
-    for module in targets:
+    for module in compiled_modules(model, recipe.scope):
         module.compile(backend=backend, dynamic=False)
+
+
+def compiled_modules(model: nn.Module, scope: Literal["model", "blocks"]) -> list[nn.Module]:
+    """What is compiled by itself.
+
+    Raises:
+        ConfigError: The model has no repeated blocks, and only those are asked for.
+    """
+    if scope == "model":
+        return [model]
+    blocks = [model.get_submodule(group.name) for group in find_groups(model) if group.is_block]
+    if not blocks:
+        raise ConfigError(
+            "compile.scope is 'blocks', and the model has no repeated blocks; compile the whole of it: scope: model",
+            key="compile.scope",
+        )
+    return blocks

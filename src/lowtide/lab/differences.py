@@ -8,10 +8,11 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from lowtide import config, plain_text
+from lowtide import config
 from lowtide.errors import ConfigError
 from lowtide.lab.recipe import Recipe
-from lowtide.lab.recipe_file import merge_settings
+from lowtide.lab.recipe_file import extended_files, read_tree
+from lowtide.lab.settings_tree import Tree, merge, plain_of
 from lowtide.plain_text import Plain
 
 NOT_COMPARED = frozenset({"model", "about", "published", "tolerance"})
@@ -27,27 +28,21 @@ def recipe_differences(path: Path, recipe: Recipe) -> tuple[str, ...]:
     base = Recipe(model=recipe.model)
     roots = list(_roots(path))
     if roots != [path]:
-        settings: dict[str, Plain] = {}
+        tree: Tree = {}
         for root in roots:
-            settings = merge_settings(settings, _settings(root))
+            tree = merge(tree, read_tree(root))
         with contextlib.suppress(ConfigError):  # such as shared settings without a model
-            base = config.from_plain(Recipe, settings)
+            base = config.from_plain(Recipe, plain_of(tree))
     return tuple(_differences(recipe, base, config.to_plain(recipe), ""))
 
 
 def _roots(path: Path) -> Iterator[Path]:
     """The files at the ends of the chains of `extends`. The file was read before, so there are ends."""
-    extended = _settings(path).get("extends", [])
-    others = [str(other) for other in (extended if isinstance(extended, list) else [extended])]
+    others = extended_files(path)
     if not others:
         yield path
     for other in others:
-        yield from _roots(path.parent / other)
-
-
-def _settings(path: Path) -> dict[str, Plain]:
-    plain = plain_text.parse(path.read_text(encoding="utf-8"), plain_text.format_of(path))
-    return plain if isinstance(plain, dict) else {}
+        yield from _roots(other)
 
 
 def _differences(value: object, base: object, plain: Plain, path: str) -> Iterator[str]:

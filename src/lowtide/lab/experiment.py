@@ -21,7 +21,7 @@ from lowtide.lab.meter import Meter, metered
 from lowtide.lab.prediction import UnpredictedError, predict
 from lowtide.lab.progress import OnProgress, Progress
 from lowtide.lab.recipe import Recipe
-from lowtide.lab.record import Outcome, PredictedFigures, RunRecord, SpeedFigures, Surroundings
+from lowtide.lab.record import EVALUATION, Outcome, PredictedFigures, RunRecord, SpeedFigures, Surroundings
 from lowtide.lab.surroundings import find_surroundings
 from lowtide.lab.training import Batch, make_optimizer, make_scheduler
 from lowtide.lab.watching import Watch, watched, watched_modules
@@ -193,7 +193,7 @@ class _Run:
                 losses.append(self.model(**self._moved(batch)).loss.double().item())
                 words = f"evaluating, batch {number + 1} of {len(self.inputs.evaluation)}"
                 self.on_progress(Progress(words=words, step=self.recipe.steps, steps=self.recipe.steps))
-        self.meter.end("evaluation")
+        self.meter.end(EVALUATION)
         self.model.train()
         return sum(losses) / len(losses)
 

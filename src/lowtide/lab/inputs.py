@@ -9,7 +9,7 @@ from torch import nn
 
 from lowtide.errors import ConfigError
 from lowtide.lab.corpus import TextBatches, load_corpus
-from lowtide.lab.data_recipe import RandomInputs
+from lowtide.lab.data_recipe import LEAST_VOCABULARY, RandomInputs, Stories, TextFiles
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.training import Batch, make_batches
 from lowtide.models import ModelSource
@@ -36,10 +36,50 @@ def check_vocabulary(recipe: Recipe, source: ModelSource) -> None:
         return
     tables = [module.num_embeddings for module in source.build(None).modules() if isinstance(module, nn.Embedding)]
     if tables and recipe.data.vocab_size > max(tables):
+        # A tokenizer has a least size, which a model for tests may be below.
+        can_lower = max(tables) >= LEAST_VOCABULARY
+        lower = f"lower data.vocab_size to {max(tables)} or less, or " if can_lower else ""
         raise ConfigError(
             f"data.vocab_size is {recipe.data.vocab_size}, and the largest embedding of {recipe.model} has {max(tables)} rows: "
-            "lower data.vocab_size (260 or more), or set model_settings.vocab_size of a built-in model",
+            f"{lower}set model_settings.vocab_size of a built-in model",
             key="data.vocab_size",
+        )
+
+
+def check_inputs(recipe: Recipe, source: ModelSource) -> Batch:
+    """A batch of the shape that all have; no text is read for it.
+
+    Raises:
+        ConfigError: The batch does not fit the model, its data does not, or there is nothing to evaluate on.
+    """
+    shape = make_batches(recipe, source)(0)
+    if recipe.evaluation is not None:
+        _check_evaluation(recipe)
+    if isinstance(recipe.data, RandomInputs):
+        return shape
+    if set(shape) != {"input_ids", "labels"} or shape["input_ids"].shape != shape["labels"].shape:
+        raise ConfigError(
+            f"{recipe.model} takes {', '.join(shape)}, and text makes input_ids and labels of one length: choose a model "
+            "that predicts tokens, or data: {kind: random-inputs}",
+            key="data",
+        )
+    if shape["input_ids"].shape[1] < 2:
+        raise ConfigError(
+            "batch has sequences of 1 token, which leaves no next one to predict: give 2 tokens or more", key="batch"
+        )
+    return shape
+
+
+def _check_evaluation(recipe: Recipe) -> None:
+    if isinstance(recipe.data, RandomInputs):
+        raise ConfigError(
+            "random inputs have nothing to evaluate on: leave evaluation out, or choose data such as {kind: stories}",
+            key="evaluation",
+        )
+    asked = {Stories: "num_validation", TextFiles: "validation_share"}.get(type(recipe.data))
+    if asked is not None and not getattr(recipe.data, asked):
+        raise ConfigError(
+            f"evaluation is asked for, and data.{asked} is 0: raise it, or leave evaluation out", key="evaluation"
         )
 
 
@@ -49,21 +89,10 @@ def make_inputs(recipe: Recipe, source: ModelSource, on_words: Callable[[str], N
     Raises:
         ConfigError: The batch does not fit the model, a vocabulary does not, or there is no data.
     """
-    shape = make_batches(recipe, source)(0)
+    shape = check_inputs(recipe, source)
     batch_size = next(iter(shape.values())).shape[0]
     if isinstance(recipe.data, RandomInputs):
-        if recipe.evaluation is not None:
-            raise ConfigError(
-                "random inputs have nothing to evaluate on: leave evaluation out, or choose data such as {kind: stories}",
-                key="evaluation",
-            )
         return Inputs(train=make_batches(recipe, source), evaluation=(), batch_size=batch_size)
-    if set(shape) != {"input_ids", "labels"} or shape["input_ids"].shape != shape["labels"].shape:
-        raise ConfigError(
-            f"{recipe.model} takes {', '.join(shape)}, and text makes input_ids and labels of one length: choose a model "
-            "that predicts tokens, or data: {kind: random-inputs}",
-            key="data",
-        )
     length = shape["input_ids"].shape[1]
     corpus = load_corpus(recipe.data, on_progress=on_words)
     evaluation: Sequence[Batch] = ()

@@ -14,12 +14,14 @@ from lowtide.errors import LowtideError
 from lowtide.hardware import find_hardware, parse_cublas_workspace_config
 from lowtide.lab.check import plan_of
 from lowtide.lab.footprint import KernelFootprint
+from lowtide.lab.inputs import check_inputs
 from lowtide.lab.plan_recipe import PlanRecipe
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.record import PredictedFigures
 from lowtide.lab.training import Batch, optimizer_over
 from lowtide.memory.groups import find_groups
 from lowtide.memory.layout import lay_out
+from lowtide.models import resolve_model
 from lowtide.planning.plan import Plan, Schedule, Site, Weights
 from lowtide.planning.window_need import window_bytes_needed
 from lowtide.tracing.settings import StepSettings, UpdateSchedule
@@ -74,6 +76,19 @@ def predict(
             reserved_bytes=result.peak_reserved_bytes,
         )
     return _with_chunks(result, weight_bytes(plan_of(recipe.plan, model), model))
+
+
+def predict_recipe(recipe: Recipe, *, hardware: str, say: Callable[[str], None]) -> PredictedFigures:
+    """The same without a run: from the recipe alone, on a batch of the shape that all of its batches have.
+
+    Raises:
+        UnpredictedError: As for `predict`.
+        ConfigError: The recipe does not fit its model.
+    """
+    _refuse_unknown(recipe)  # before the model is built
+    source = resolve_model(recipe.model, settings=recipe.model_settings)
+    batch = check_inputs(recipe, source)
+    return predict(recipe, source.build(recipe.torch_dtype), batch, hardware=hardware, say=say)
 
 
 def weight_bytes(plan: Plan, model: nn.Module) -> int:

@@ -22,7 +22,8 @@ from lowtide.lab.bounds import at_least
 from lowtide.lab.data_recipe import EvaluationRecipe, HubDataset, RandomInputs, Stories, TextFiles
 from lowtide.lab.optimizer_recipe import Constant, LinearWarmup, OptimizerRecipe, RiseFromZero
 from lowtide.lab.plan_recipe import PlanRecipe
-from lowtide.planning.plan import Schedule
+from lowtide.optim.precision import numerics_of
+from lowtide.planning.plan import Schedule, Site
 
 ModelSetting = bool | int | float | str
 
@@ -123,6 +124,32 @@ class Recipe:
             raise ConfigError(
                 f"precision is {self.precision!r}, which is a session's, and plan is null: give a plan, such as "
                 "{weights: resident, update: device}, or leave precision out",
+                key="precision",
+            )
+        self._check_numerics()
+
+    def _check_numerics(self) -> None:
+        if self.precision is not None:
+            wanted = numerics_of(self.precision, self.moments)[0].dtype
+            if wanted != self.torch_dtype:
+                name = str(wanted).removeprefix("torch.")
+                raise ConfigError(
+                    f"precision is {self.precision!r}, which is for weights in {name}, and dtype is {self.dtype}: set "
+                    f"dtype to {name}, or choose another precision",
+                    key="precision",
+                )
+            return
+        if self.moments != "fp32":
+            raise ConfigError(
+                f"moments is {self.moments!r}, which is for updates through Lowtide's own kernels: give a precision as "
+                "well, such as 'fp32' or 'bf16 exact', or leave moments out",
+                key="moments",
+            )
+        update = None if self.plan is None else self.plan.update
+        if Site.PAGED in (update.values() if isinstance(update, dict) else (update,)):
+            raise ConfigError(
+                "plan.update is 'paged', which is for updates through Lowtide's own kernels: give a precision as well, such "
+                "as 'fp32' or 'bf16 exact', or update on the device or the host",
                 key="precision",
             )
 

@@ -3,22 +3,36 @@
 A file may begin with `extends: other.yaml`, a path from its own folder or the name of a recipe that comes with the package
 (`peak_memory/control`), or with a list of them, of which later ones win. Its
 settings then replace those of the others key by key, and those of a mapping one by one; a mapping that names another
-`kind`, or an optimizer of another `name`, begins anew.
+`kind`, or an optimizer of another `name`, begins anew. A relative path of data is from the folder of the file it stands in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lowtide import config, plain_text
 from lowtide.errors import ConfigError, LowtideError, UnknownNameError
+from lowtide.lab.data_recipe import TextFiles
 from lowtide.lab.recipe import Recipe
+from lowtide.lab.settings_tree import Tree, merge, plain_of, sources_of, tree_of
 from lowtide.plain_text import Plain
 
 SUFFIXES = (".yaml", ".yml", ".json")
 FOLDER = Path(__file__).resolve().parents[1] / "recipes"
 """The recipes that come with the package."""
+OVERRIDE = "--set"
+"""The source of a setting that no file has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedRecipe:
+    """A recipe, and where its settings come from."""
+
+    recipe: Recipe
+    sources: dict[str, str]
+    """Of each setting that is not left to its default, by its dotted key: the path of a file, or `OVERRIDE`."""
 
 
 def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -27,13 +41,48 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         ConfigError: The file or one it extends cannot be read, a key is unknown, or a value does not fit.
     """
+    return resolve_recipe(path, overrides).recipe
+
+
+def resolve_recipe(path: str | Path, overrides: Sequence[str] = ()) -> ResolvedRecipe:
+    """The same with the sources of its settings.
+
+    Raises:
+        ConfigError: As for `read_recipe`.
+    """
     path = Path(path)
-    plain = _read(path, ())
+    tree = read_tree(path)
     try:
-        recipe = config.from_plain(Recipe, plain)
+        recipe = config.from_plain(Recipe, plain_of(tree))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}", key=error.key) from error
-    return config.override(recipe, overrides)
+    kinds = _kinds(config.to_plain(recipe))
+    try:
+        recipe = config.override(recipe, overrides)
+    except ConfigError as error:
+        raise ConfigError(f"{path} with {', '.join(overrides)}: {error}", key=error.key) from error
+    if isinstance(recipe.data, TextFiles):
+        # Those of files are absolute by now; one that was typed is from where it was typed.
+        recipe = replace(recipe, data=replace(recipe.data, path=recipe.data.path.resolve()))
+    return ResolvedRecipe(recipe=recipe, sources=_overridden(sources_of(tree), overrides, kinds))
+
+
+def read_tree(path: Path) -> Tree:
+    """The settings of a file over those of all that it extends, with their sources; paths of data are absolute.
+
+    Raises:
+        ConfigError: A file cannot be read, is no mapping, or extends what is not there.
+    """
+    return _read(path, ())
+
+
+def extended_files(path: Path) -> list[Path]:
+    """The files that a file extends by itself, in its order.
+
+    Raises:
+        ConfigError: The file cannot be read, or one of them is not there.
+    """
+    return _extended(path, _parse(path))
 
 
 def recipe_names(folder: Path = FOLDER) -> tuple[str, ...]:
@@ -60,9 +109,21 @@ def find_recipe(name: str, folder: Path = FOLDER) -> Path:
     return next(path for suffix in SUFFIXES if (path := folder / f"{found[0]}{suffix}").is_file())
 
 
-def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Plain]:
+def _read(path: Path, seen: tuple[Path, ...]) -> Tree:
     if path.resolve() in seen:
         raise ConfigError(f"{path} extends itself, by way of {', '.join(str(step) for step in seen)}", key="extends")
+    plain = _parse(path)
+    merged: Tree = {}
+    for other in _extended(path, plain):
+        merged = merge(merged, _read(other, (*seen, path.resolve())))
+    data = plain.get("data")
+    if isinstance(data, dict) and isinstance(data.get("path"), str):
+        # From the file that names it, so that a folder with a recipe and its texts can be moved and run from anywhere.
+        plain["data"] = data | {"path": str((path.parent / str(data["path"])).resolve())}
+    return merge(merged, tree_of({key: value for key, value in plain.items() if key != "extends"}, str(path.resolve())))
+
+
+def _parse(path: Path) -> dict[str, Plain]:
     try:
         plain = plain_text.parse(path.read_text(encoding="utf-8"), plain_text.format_of(path))
     except OSError as error:
@@ -72,22 +133,26 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Plain]:
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}", key=error.key) from error
     if plain is None:
-        plain = {}
+        return {}
     if not isinstance(plain, dict):
         raise ConfigError(f"{path} must be a mapping of settings, got {type(plain).__name__}")
-    extended = plain.pop("extends", [])
-    merged: dict[str, Plain] = {}
-    for other in extended if isinstance(extended, list) else [extended]:
+    return plain
+
+
+def _extended(path: Path, plain: Mapping[str, Plain]) -> list[Path]:
+    named = plain.get("extends", [])
+    files = []
+    for other in named if isinstance(named, list) else [named]:
         if not isinstance(other, str):
             raise ConfigError(
                 f"{path}: 'extends' must be the path of another recipe, or a list of paths, got {other!r}",
                 key="extends",
             )
-        merged = merge_settings(merged, _read(_extended(path, other), (*seen, path.resolve())))
-    return merge_settings(merged, plain)
+        files.append(_find_extended(path, other))
+    return files
 
 
-def _extended(path: Path, other: str) -> Path:
+def _find_extended(path: Path, other: str) -> Path:
     """The file that another one extends: beside it, or a recipe that comes with the package, by its name."""
     beside = path.parent / other
     if beside.is_file():
@@ -102,18 +167,30 @@ def _extended(path: Path, other: str) -> Path:
     return found
 
 
-def merge_settings(below: dict[str, Plain], above: dict[str, Plain]) -> dict[str, Plain]:
-    """The settings of one file over those of another, as `extends` puts them together."""
-    merged = dict(below)
-    for key, value in above.items():
-        old = merged.get(key)
-        if isinstance(old, dict) and isinstance(value, dict) and not _begins_anew(key, old, value):
-            merged[key] = merge_settings(old, value)
-        else:
-            merged[key] = value
-    return merged
+def _kinds(plain: Mapping[str, Plain]) -> dict[str, str]:
+    """By dotted key; only parts of the whole have kinds."""
+    return {
+        f"{key}.kind": str(part["kind"]) for key, part in plain.items() if isinstance(part, dict) and "kind" in part
+    }
 
 
-def _begins_anew(key: str, old: dict[str, Plain], new: dict[str, Plain]) -> bool:
-    word = "name" if key == "optimizer" else "kind"
-    return word in new and new[word] != old.get(word)
+def _overridden(sources: Mapping[str, str], overrides: Sequence[str], kinds: dict[str, str]) -> dict[str, str]:
+    """The sources after overrides that fit: what one replaces has no other source any more."""
+    left = dict(sources)
+    for override in overrides:
+        key, _, text = (part.strip() for part in override.partition("="))
+        is_other_kind = key in kinds and kinds[key] != text
+        replaced = key.removesuffix(".kind") if is_other_kind else key
+        left = {known: source for known, source in left.items() if not f"{known}.".startswith(f"{replaced}.")}
+        left |= sources_of(tree_of({key: _mapping(text) or text}, OVERRIDE))
+        kinds = {**kinds, key: text} if is_other_kind else kinds
+    return left
+
+
+def _mapping(text: str) -> dict[str, Plain] | None:
+    """A mapping that was typed whole, such as `plan={weights: resident}`; None for anything else."""
+    try:
+        value = plain_text.parse(text, "yaml")
+    except ConfigError:
+        return None
+    return value if isinstance(value, dict) else None

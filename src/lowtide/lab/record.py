@@ -12,6 +12,8 @@ from lowtide.errors import BadRecordError, ConfigError
 from lowtide.plain_text import Plain
 
 SCHEMA = "lowtide.lab_run/1"
+EVALUATION = "evaluation"
+"""The one phase that is no part of a step."""
 
 
 class Outcome(enum.StrEnum):
@@ -57,6 +59,11 @@ class MemoryFigures:
     """The peak by category, from one more step that was watched; empty where none was."""
     timeline: tuple[tuple[str, int], ...] = ()
     """(phase, bytes) through that step, thinned out for drawing; empty where none was watched."""
+
+    @property
+    def training_peak_bytes(self) -> int | None:
+        """The largest of all phases but the evaluation; None where no phase of training is known."""
+        return max((num_bytes for phase, num_bytes in self.by_phase.items() if phase != EVALUATION), default=None)
 
     @property
     def peak_phase(self) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from lowtide.errors import HardwareError
 from lowtide.lab.check import find_device
-from lowtide.lab.data_recipe import HubDataset, RandomInputs, TextFiles
+from lowtide.lab.data_recipe import HubDataset, RandomInputs
 from lowtide.lab.recipe import Recipe
 
 CPP_COMPILERS = ("g++", "clang++", "c++")
@@ -39,8 +39,6 @@ def _device(recipe: Recipe) -> Iterator[str]:
 
 def _data(recipe: Recipe) -> Iterator[str]:
     data = recipe.data
-    if isinstance(data, TextFiles) and not data.path.exists():
-        yield f"it reads {str(data.path)!r}, which is not there; set data.path to a text file or a folder of them"
     if isinstance(data, HubDataset) and not _has("datasets"):
         yield f"it reads {data.name!r} through the package 'datasets'; run: pip install datasets"
     if not isinstance(data, RandomInputs) and not _has("tokenizers"):

@@ -10,12 +10,13 @@ import datetime as dt
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lowtide import config
 from lowtide.errors import BadRecordError, ConfigError
 from lowtide.lab.messages import Request
+from lowtide.lab.mistakes import refuse_mistakes
 from lowtide.lab.progress import Progress
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.record import Outcome, RunRecord, Surroundings, read_record, write_record
@@ -78,13 +79,15 @@ def run_all(
         experiment: What runs a recipe, as `package.module:function`.
 
     Raises:
-        ConfigError: The folder cannot be written to, the limit is not above 0, or a recipe's device is none anywhere.
+        ConfigError: The folder cannot be written to, the limit is not above 0, or a recipe cannot run anywhere; nothing
+            was started then, and nothing is recorded.
     """
     if limit_s is not None and not limit_s > 0:
         raise ConfigError(f"the limit of a run is {limit_s} s; give more than 0, or leave it out", key="limit")
-    _make_folder(folder)
     # Of all before the first begins: a wrong device of the last one should not show after hours.
     lacking = [unmet_requirements(run.recipe) for run in runs]
+    _refuse_mistakes([run for run, unmet in zip(runs, lacking, strict=True) if not unmet])
+    _make_folder(folder)
     for run, unmet in zip(runs, lacking, strict=True):
         turn = _Turn(run, folder, on_progress)
         if unmet:
@@ -96,6 +99,16 @@ def run_all(
             yield turn.ended("was interrupted from the keyboard")
             raise
         yield ended
+
+
+def _refuse_mistakes(runs: Sequence[Run]) -> None:
+    checked: dict[str, Recipe] = {}
+    for run in runs:
+        # Seeds change nothing that could be wrong, and a large model takes a moment to build.
+        seedless = replace(run.recipe, seed=0)
+        if checked.get(run.name) != seedless:
+            refuse_mistakes(run.name, seedless)
+        checked[run.name] = seedless
 
 
 class _Turn:

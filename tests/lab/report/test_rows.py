@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from lowtide.lab.record import MemoryFigures, Outcome, PredictedFigures, SpeedFigures
+from lowtide.lab.record import MemoryFigures, Outcome, PredictedFigures, RunRecord, SpeedFigures
 from lowtide.lab.report.rows import make_rows
 from lowtide.units import GiB, MiB
 from tests.lab.report.samples import SURROUNDINGS, record
@@ -157,3 +157,59 @@ def test_the_newest_run_of_a_seed_counts() -> None:
     failed = made("2026-03-02T00:30:00+00:00", 9 * GiB, outcome=Outcome.OUT_OF_MEMORY)
     [row] = make_rows([newest, failed, made("no date", 8 * GiB)])
     assert (row.peak_bytes, row.num_older, row.seeds, row.is_finished) == (GiB, 2, (0,), True)
+
+
+def test_older_runs_have_rows_when_asked_for() -> None:
+    def made(date: str, seed: int, peak_bytes: int, steps: int = 100) -> RunRecord:
+        run = record(seed=seed, peak_bytes=peak_bytes, recipe={"steps": steps})
+        return replace(run, surroundings=replace(SURROUNDINGS, date=f"2026-03-0{date}T10:00:00+00:00"))
+
+    records = [
+        made("1", 0, 1),
+        made("3", 0, 2),
+        made("2", 0, 3),
+        made("1", 1, 4),
+        made("2", 1, 5),
+        made("1", 2, 6),
+        made("1", 0, 7, steps=3),
+    ]
+    newest, other = make_rows(records)
+    assert (newest.label, newest.seeds, newest.peak_bytes, newest.num_older) == ("control (steps=100)", (0, 1, 2), 6, 3)
+    assert (other.label, other.num_older) == ("control (steps=3)", 0)
+    rows = make_rows(records, with_older=True)
+    assert [(row.label, row.seeds, row.peak_bytes, row.is_older) for row in rows] == [
+        ("control (steps=100)", (0, 1, 2), 6, False),
+        ("control (steps=100, older 1, 2026-03-02 10:00)", (0, 1), 4, True),
+        ("control (steps=100, older 2, 2026-03-01 10:00)", (0,), 1, True),
+        ("control (steps=3)", (0,), 7, False),
+    ]
+    assert [row.num_older for row in rows] == [0, 0, 0, 0]
+    assert [row.is_control for row in rows] == [True, False, False, True]
+
+
+def test_training_is_told_from_the_evaluation() -> None:
+    def memory(training: int, evaluation: int) -> MemoryFigures:
+        phases = {"forward": training - 1, "backward": training, "evaluation": evaluation}
+        return MemoryFigures(peak_bytes=max(phases.values()), by_phase=phases)
+
+    predicted = PredictedFigures(peak_bytes=99, peak_phase="backward", at_peak={})
+    # The largest of each, whichever seed it is of.
+    [row] = make_rows(
+        [record(seed=0, memory=memory(100, 40), predicted=predicted), record(seed=1, memory=memory(90, 300))]
+    )
+    assert (row.peak_bytes, row.peak_phase, row.training_peak_bytes) == (300, "evaluation", 100)
+    assert row.prediction_error == pytest.approx(-0.01)
+    [row] = make_rows([record(memory=MemoryFigures(peak_bytes=5, by_phase={}), predicted=predicted)])
+    assert row.training_peak_bytes is None
+    assert row.prediction_error == pytest.approx(99 / 5 - 1)
+
+
+def test_a_plain_user_error_is_one_line() -> None:
+    trail = '\nlast heard: preparing\n  File "a.py", line 3, in run\n    raise it'
+    failed = [
+        record("x/a", peak_bytes=None, outcome=Outcome.FAILED, message=f"ConfigError: no such\n  thing{trail}"),
+        record("x/b", peak_bytes=None, outcome=Outcome.FAILED, message=f"ChunkStateError: a fault{trail}"),
+    ]
+    plain, fault = make_rows(failed)
+    assert plain.unfinished[0].message == "ConfigError: no such thing"
+    assert fault.unfinished[0].message == failed[1].message

@@ -56,6 +56,19 @@ def test_all_columns_by_hand() -> None:
     assert "mean ± standard deviation" in column.legend
 
 
+def test_the_training_peak_stands_beside_one_that_an_evaluation_sets() -> None:
+    def run(name: str, training: int, evaluation: int) -> object:
+        phases = {"backward": training * GiB, "evaluation": evaluation * GiB}
+        return record(name, memory=MemoryFigures(peak_bytes=max(phases.values()), by_phase=phases))
+
+    # The same everywhere: one column is enough.
+    assert "training, GiB" not in cells(result_table(compare(run("x/a", 4, 2), run("x/b", 3, 3))))
+    table = cells(result_table(compare(run("x/a", 4, 2), run("x/b", 3, 5))))
+    assert table["peak, GiB"] == ["5.000", "4.000"]
+    assert table["training, GiB"] == ["3.000", "4.000"]
+    assert table["at"] == ["evaluation", "backward"]
+
+
 def test_one_seed_has_no_spread() -> None:
     [column] = [
         column for column in result_table(compare(record(evaluation_loss=1.0))).columns if column.head == "perplexity"

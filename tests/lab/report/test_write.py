@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,8 @@ import pytest
 from lowtide.errors import BadRecordError, ConfigError
 from lowtide.lab.record import read_record, write_record
 from lowtide.lab.report import write_report
-from tests.lab.report.samples import budget_sweep, experiment, record
+from lowtide.units import GiB
+from tests.lab.report.samples import SURROUNDINGS, budget_sweep, experiment, record
 
 NOWHERE = {"html": None, "markdown": None, "png": None}
 
@@ -37,7 +39,27 @@ def test_the_title_names_the_experiments(tmp_path: Path) -> None:
     write_report([record("x/a"), record("y/b"), record("x/c")], **{**NOWHERE, "markdown": tmp_path / "r.md"})
     assert (tmp_path / "r.md").read_text().startswith("# Lab report: x, y\n")
     write_report([record("alone")], **{**NOWHERE, "markdown": tmp_path / "r.md"})
-    assert (tmp_path / "r.md").read_text().startswith("# Lab report: runs\n")
+    assert (tmp_path / "r.md").read_text().startswith("# Lab report: alone\n")
+
+
+def test_older_runs_are_left_out_and_counted_or_shown(tmp_path: Path) -> None:
+    old = replace(
+        record("x/a", peak_bytes=7 * GiB),
+        surroundings=replace(SURROUNDINGS, date="2025-12-24T18:00:00+00:00", commit="0ldc0de"),
+    )
+    records = [old, record("x/a", peak_bytes=GiB), record("x/b", peak_bytes=2 * GiB)]
+    paths = {"html": tmp_path / "r.html", "markdown": tmp_path / "r.md", "png": None}
+    write_report(records, **paths)
+    for path in (tmp_path / "r.html", tmp_path / "r.md"):
+        text = path.read_text()
+        assert "2; one older one of the same configuration and seed left out" in text
+        # Not even where the figures come from: none of them comes from there.
+        assert not any(word in text for word in ("7.000", "0ldc0de", "2025-12-24"))
+    write_report(records, **paths, with_older=True)
+    for path in (tmp_path / "r.html", tmp_path / "r.md"):
+        text = path.read_text()
+        assert "left out" not in text
+        assert all(word in text for word in ("7.000", "0ldc0de", "older 1, 2025-12-24 18:00"))
 
 
 def test_no_records() -> None:

@@ -9,6 +9,7 @@ from lowtide.lab.record import RunRecord
 from lowtide.lab.report.pareto import pareto_front
 from lowtide.lab.report.rows import Row, make_rows
 from lowtide.lab.report.spread import Spread
+from lowtide.lab.report.titles import group_words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,17 +46,22 @@ class Comparison:
         return 1 - row.peak_bytes / self.control.peak_bytes
 
 
-def make_comparisons(records: Sequence[RunRecord]) -> tuple[Comparison, ...]:
-    """One for each experiment (the folder of the names), model and device, in the order of their first record."""
+def make_comparisons(records: Sequence[RunRecord], *, with_older: bool = False) -> tuple[Comparison, ...]:
+    """One for each experiment (the folder of the names), model and device, in the order of their first record.
+
+    Args:
+        records: Of all experiments.
+        with_older: Whether older runs of the same configuration and seed are rows too.
+    """
     groups: dict[tuple[str, str, str], list[Row]] = {}
-    for row in make_rows(records):
+    for row in make_rows(records, with_older=with_older):
         groups.setdefault((row.folder, row.model, row.device), []).append(row)
     # A model is worth a word only where one experiment tries several.
     models: dict[str, set[str]] = {}
     for folder, model, _ in groups:
         models.setdefault(folder, set()).add(model)
     return tuple(
-        _compare(rows, title=" ".join([folder or "runs", *([model] if len(models[folder]) > 1 else []), "on", device]))
+        _compare(rows, title=" ".join([group_words(rows), *([model] if len(models[folder]) > 1 else []), "on", device]))
         for (folder, model, device), rows in groups.items()
     )
 

@@ -31,6 +31,7 @@ def render_html(
     title: str,
     skipped: Sequence[str] = (),
     sweeps: Sequence[Sweep] = (),
+    num_older: int = 0,
 ) -> str:
     """The page as text to be written to a `.html` file."""
     scatters = [scatter_of(comparison) for comparison in comparisons]
@@ -40,7 +41,7 @@ def render_html(
     ]
     if sweeps:
         body.append(parts.sweep_section(sweeps))
-    body.append(_origin(records, skipped))
+    body.append(_origin(records, skipped, num_older))
     return fill_page(
         title=title,
         contents=_contents(comparisons, has_sweeps=bool(sweeps)),
@@ -131,8 +132,8 @@ def _timelines(comparison: Comparison, index: int) -> str:
     )
 
 
-def _origin(records: Sequence[RunRecord], skipped: Sequence[str]) -> str:
-    pairs: list[list[markup.Cell]] = [[name, value] for name, value in provenance(records)]
+def _origin(records: Sequence[RunRecord], skipped: Sequence[str], num_older: int) -> str:
+    pairs: list[list[markup.Cell]] = [[name, value] for name, value in provenance(records, num_older)]
     pieces = ['<section class="trace lab" id="origin" aria-labelledby="name-origin">']
     pieces.append('<header><h2 id="name-origin">Where the figures come from</h2></header>')
     pieces.append(markup.table("Made with", ["what", "value"], pairs, kind="narrow origin"))

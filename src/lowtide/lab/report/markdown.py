@@ -20,6 +20,7 @@ def render_markdown(
     title: str,
     skipped: Sequence[str] = (),
     sweeps: Sequence[Sweep] = (),
+    num_older: int = 0,
 ) -> str:
     """The whole report as text."""
     parts = [f"# {escape(title)}"]
@@ -30,7 +31,7 @@ def render_markdown(
     for sweep in sweeps:
         parts += _sweep(sweep)
     parts.append("## Where the figures come from")
-    parts.append("\n".join(f"- {name}: {escape(value)}" for name, value in provenance(records)))
+    parts.append("\n".join(f"- {name}: {escape(value)}" for name, value in provenance(records, num_older)))
     if skipped:
         parts += ["## Skipped files", "\n".join(f"- {escape(line)}" for line in skipped)]
     return "\n\n".join(parts) + "\n"

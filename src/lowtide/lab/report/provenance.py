@@ -8,8 +8,14 @@ from lowtide.lab.record import RunRecord
 from lowtide.lab.report.comparison import Comparison
 
 
-def provenance(records: Sequence[RunRecord]) -> tuple[tuple[str, str], ...]:
-    """What the records were made with; several values where they do not agree, which the reader must know."""
+def provenance(records: Sequence[RunRecord], num_older: int = 0) -> tuple[tuple[str, str], ...]:
+    """What the records were made with; several values where they do not agree, which the reader must know.
+
+    Args:
+        records: Those that the figures are from.
+        num_older: How many others were left out.
+    """
+    left_out = f"; {older_words(num_older)}" if num_older else ""
     around = [record.surroundings for record in records]
     dates = sorted(surroundings.date for surroundings in around)
     return (
@@ -20,8 +26,14 @@ def provenance(records: Sequence[RunRecord]) -> tuple[tuple[str, str], ...]:
         ("python", _unique(surroundings.python for surroundings in around)),
         ("platform", _unique((surroundings.platform for surroundings in around), separator="; ")),
         ("date", dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"),
-        ("records", str(len(records))),
+        ("records", f"{len(records)}{left_out}"),
     )
+
+
+def older_words(num_older: int) -> str:
+    """That so many records do not count."""
+    ones = "one older one" if num_older == 1 else f"{num_older} older ones"
+    return f"{ones} of the same configuration and seed left out"
 
 
 def remarks(comparison: Comparison) -> tuple[str, ...]:

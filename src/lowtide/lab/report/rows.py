@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import datetime as dt
-import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lowtide import config
 from lowtide.errors import ConfigError
+from lowtide.lab.configurations import by_configuration, flat_settings, folder_of, generations, seed_of
 from lowtide.lab.recipe import PublishedFigures
 from lowtide.lab.record import MemoryFigures, Outcome, PredictedFigures, RunRecord
+from lowtide.lab.report.error_words import error_words
 from lowtide.lab.report.spread import Spread, perplexity, spread_of
 from lowtide.plain_text import Plain
 
-_UNKNOWN = "unknown"
-"""The device of a run that ended before it had one."""
-_NOT_RUN = frozenset({"seed", "about", "published", "tolerance"})
-"""Keys of a recipe that make no other configuration."""
 _MAX_WORD = 24
 """Of a label, which stands in charts: settings that differ, and letters of each."""
 
@@ -30,6 +25,7 @@ class Ending:
     seed: int
     outcome: Outcome
     message: str
+    """Of a plain user error its words alone; the record has the traceback."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +51,13 @@ class Row:
     """Of each run, finished or not."""
     num_older: int = 0
     """Runs of the same seeds that were made before, and do not count."""
+    is_older: bool = False
+    """Whether it is of such runs itself."""
     unfinished: tuple[Ending, ...] = ()
     peak_bytes: int | None = None
     """The largest of all seeds."""
+    training_peak_bytes: int | None = None
+    """Likewise, without the evaluation; None where phases are not known."""
     peak_phase: str | None = None
     """Of that run, as all of the following about memory."""
     by_phase: Mapping[str, int]
@@ -80,7 +80,7 @@ class Row:
     @property
     def folder(self) -> str:
         """Of the name: configurations of one experiment share it."""
-        return _folder(self.name)
+        return folder_of(self.name)
 
     @property
     def label(self) -> str:
@@ -101,68 +101,48 @@ class Row:
     @property
     def is_control(self) -> bool:
         """Whether others are measured against it, by its name."""
-        return self.name.endswith("control")
+        return self.name.endswith("control") and not self.is_older
 
     @property
     def prediction_error(self) -> float | None:
-        """Predicted over measured, less 1; None where either is missing, or the run did not get to its peak."""
-        if self.predicted is None or not self.peak_bytes or not self.is_finished:
+        """Predicted over measured, less 1; None where either is missing, or the run did not get to its peak.
+
+        What is predicted is a step of training: an evaluation that is higher says nothing about it.
+        """
+        measured_bytes = self.training_peak_bytes or self.peak_bytes
+        if self.predicted is None or not measured_bytes or not self.is_finished:
             return None
-        return self.predicted.peak_bytes / self.peak_bytes - 1
+        return self.predicted.peak_bytes / measured_bytes - 1
 
 
-def make_rows(records: Sequence[RunRecord]) -> tuple[Row, ...]:
+def make_rows(records: Sequence[RunRecord], *, with_older: bool = False) -> tuple[Row, ...]:
     """Rows in the order of their first record; runs that differ in the seed alone share one.
 
     Of several runs with one seed the newest counts. Runs of one name whose recipes differ otherwise, by an override or
     since an edit, are different configurations: each gets a row that says what differs.
+
+    Args:
+        records: Of any number of experiments.
+        with_older: Whether older runs of the same configuration and seed get rows of their own, or are left out.
     """
-    devices = _devices(records)
-    groups: dict[tuple[str, str, str], list[RunRecord]] = {}
-    for record, device in zip(records, devices, strict=True):
-        # What cannot be JSON, such as a path, is told apart by its text.
-        recipe = json.dumps(_flat(record.recipe), sort_keys=True, default=str)
-        groups.setdefault((record.name, device, recipe), []).append(record)
+    groups = by_configuration(records)
     namesakes: dict[tuple[str, str], list[dict[str, Plain]]] = {}
     for (name, device, _), runs in groups.items():
-        namesakes.setdefault((name, device), []).append(_flat(runs[0].recipe))
-    return tuple(
-        _row(runs, device=device, settings=_difference(_flat(runs[0].recipe), namesakes[name, device]))
-        for (name, device, _), runs in groups.items()
-    )
+        namesakes.setdefault((name, device), []).append(flat_settings(runs[0].recipe))
+    rows = []
+    for (name, device, _), runs in groups.items():
+        newest, *older = generations(runs)
+        settings = _difference(flat_settings(runs[0].recipe), namesakes[name, device])
+        num_older = 0 if with_older else len(runs) - len(newest)
+        rows.append(_row(newest, device=device, settings=settings, num_older=num_older))
+        for age, before in enumerate(older if with_older else (), start=1):
+            when = f"older {age}, {before[0].surroundings.date[:16].replace('T', ' ')}"
+            words = f"{settings}, {when}" if settings else when
+            rows.append(replace(_row(before, device=device, settings=words), is_older=True))
+    return tuple(rows)
 
 
-def _devices(records: Sequence[RunRecord]) -> list[str]:
-    """Of each record. A run that ended before it could say belongs to the experiment's device, where there is only one."""
-    known: dict[str, dict[str, None]] = {}
-    for record in records:
-        if record.surroundings.device != _UNKNOWN:
-            known.setdefault(_folder(record.name), {})[record.surroundings.device] = None
-    devices = []
-    for record in records:
-        others = list(known.get(_folder(record.name), ()))
-        own = record.surroundings.device
-        devices.append(others[0] if own == _UNKNOWN and len(others) == 1 else own)
-    return devices
-
-
-def _newest(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """One of each seed, by rising seed."""
-    by_seed: dict[int, RunRecord] = {}
-    for run in sorted(runs, key=_when):
-        by_seed[_seed(run)] = run
-    return [by_seed[seed] for seed in sorted(by_seed)]
-
-
-def _when(run: RunRecord) -> float:
-    try:
-        return dt.datetime.fromisoformat(run.surroundings.date).timestamp()
-    except ValueError:
-        return -math.inf
-
-
-def _row(all_runs: Sequence[RunRecord], *, device: str, settings: str) -> Row:
-    runs = _newest(all_runs)
+def _row(runs: Sequence[RunRecord], *, device: str, settings: str, num_older: int = 0) -> Row:
     first = runs[0]
     finished = [run for run in runs if run.outcome is Outcome.FINISHED]
     # By peak: what is said about memory comes from the run that needed most, or the next that knows it.
@@ -176,14 +156,17 @@ def _row(all_runs: Sequence[RunRecord], *, device: str, settings: str) -> Row:
         settings=settings,
         device=device,
         model=str(first.recipe.get("model", "")),
-        seeds=tuple(_seed(run) for run in runs),
-        num_older=len(all_runs) - len(runs),
+        seeds=tuple(seed_of(run) for run in runs),
+        num_older=num_older,
         unfinished=tuple(
-            Ending(seed=_seed(run), outcome=run.outcome, message=run.message)
+            Ending(seed=seed_of(run), outcome=run.outcome, message=error_words(run.message))
             for run in runs
             if run.outcome is not Outcome.FINISHED
         ),
         peak_bytes=most.peak_bytes if most else None,
+        training_peak_bytes=max(
+            (memory.training_peak_bytes for memory in measured if memory.training_peak_bytes), default=None
+        ),
         peak_phase=most.peak_phase if most and most.by_phase else None,
         by_phase=most.by_phase if most else {},
         breakdown=_breakdown(measured, predicted),
@@ -222,28 +205,6 @@ def _published(runs: Sequence[RunRecord]) -> tuple[PublishedFigures | None, list
         return config.from_plain(PublishedFigures, plain), []
     except ConfigError as error:
         return None, [f"Its published figures cannot be read: {error}"]
-
-
-def _folder(name: str) -> str:
-    return name.rpartition("/")[0]
-
-
-def _seed(run: RunRecord) -> int:
-    seed = run.recipe.get("seed", 0)
-    return seed if isinstance(seed, int) else 0
-
-
-def _flat(recipe: Mapping[str, Plain], prefix: str = "") -> dict[str, Plain]:
-    """Dotted keys of all that makes the configuration."""
-    flat: dict[str, Plain] = {}
-    for key, value in recipe.items():
-        if not prefix and key in _NOT_RUN:
-            continue
-        if isinstance(value, dict) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
-        elif value is not None:  # left out and none are the same
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def _difference(mine: Mapping[str, Plain], all_of_name: Sequence[Mapping[str, Plain]]) -> str:

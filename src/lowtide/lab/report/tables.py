@@ -74,12 +74,18 @@ def result_table(comparison: Comparison) -> Table:
             + ("; ≥ where a run ended early" if any(row.peak_bytes and not row.is_finished for row in rows) else ""),
         ),
         _column(
+            f"training, {unit.name}",
+            rows,
+            lambda row: _size(row.training_peak_bytes, unit) if any(map(_evaluation_is_higher, rows)) else None,
+            "the peak without the evaluation, which somewhere is higher than training",
+        ),
+        _column(
             "reduction",
             rows,
             lambda row: _share(comparison.reduction(row)),
             f"share of the peak of {comparison.control.label if comparison.control else ''} that is saved",
         ),
-        _column("at", rows, _phase, "the part of the step in which the peak is", is_number=False),
+        _column("at", rows, _phase, "the part of the step, or the evaluation, in which the peak is", is_number=False),
         _column("samples/s", rows, lambda row: _mean(row.samples_per_s), "over all steps, compilation included"),
         _column(
             "warm samples/s", rows, lambda row: _mean(row.warm_samples_per_s), "the same without the first 10 steps"
@@ -103,7 +109,10 @@ def result_table(comparison: Comparison) -> Table:
             "the peak that the trace said before the run",
         ),
         _column(
-            "error", rows, lambda row: _signed(row.prediction_error, digits=2), "predicted over measured peak, less 1"
+            "error",
+            rows,
+            lambda row: _signed(row.prediction_error, digits=2),
+            "predicted over measured peak of training, less 1",
         ),
         _column(
             f"reserved, {unit.name}",
@@ -240,6 +249,10 @@ def _peak(row: Row, unit: ByteUnit) -> Value | None:
     if row.peak_bytes is None:
         return None
     return Value(f"{'' if row.is_finished else '≥ '}{unit.text(row.peak_bytes)}", row.peak_bytes)
+
+
+def _evaluation_is_higher(row: Row) -> bool:
+    return bool(row.peak_bytes and row.training_peak_bytes and row.peak_bytes > row.training_peak_bytes)
 
 
 def _phase(row: Row) -> Value | None:

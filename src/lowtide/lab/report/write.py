@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lowtide.errors import ConfigError
+from lowtide.lab.configurations import newest_records
 from lowtide.lab.record import RunRecord
 from lowtide.lab.report.comparison import make_comparisons
 from lowtide.lab.report.html import render_html
 from lowtide.lab.report.markdown import render_markdown
 from lowtide.lab.report.sweep import read_sweep
+from lowtide.lab.report.titles import report_title
 
 
 def write_report(
@@ -21,6 +23,7 @@ def write_report(
     png: Path | None,
     skipped: Sequence[str] = (),
     sweeps: Sequence[Mapping[str, object]] = (),
+    with_older: bool = False,
 ) -> None:
     """Write the report in each form that has a path; folders are made.
 
@@ -31,6 +34,7 @@ def write_report(
         png: Charts as one picture; a name that ends in `.pdf` or `.svg` gives vectors.
         skipped: Files that could not be read, a line each with the reason.
         sweeps: Plain data of `lowtide.budget_sweep/1`, shown on the page and in the markdown.
+        with_older: Whether runs that a newer one of the same configuration and seed replaces get rows too.
 
     Raises:
         ConfigError: There is no record, no path, or the picture's name ends in no known format.
@@ -41,14 +45,19 @@ def write_report(
     if not records:
         lost = f"; {len(skipped)} files were skipped: {'; '.join(skipped)}" if skipped else ""
         raise ConfigError(f"a report needs at least one record of a run, got none{lost}")
-    comparisons = make_comparisons(records)
-    folders = dict.fromkeys(row.folder for comparison in comparisons for row in comparison.rows)
-    title = f"Lab report: {', '.join(filter(None, folders)) or 'runs'}"
+    comparisons = make_comparisons(records, with_older=with_older)
+    title = report_title([row for comparison in comparisons for row in comparison.rows])
+    # What the figures were made with is said of those that count.
+    counted = records if with_older else newest_records(records)
+    num_older = len(records) - len(counted)
     read = [read_sweep(sweep) for sweep in sweeps]
     if html is not None:
-        _write(html, render_html(comparisons, records, title=title, skipped=skipped, sweeps=read))
+        _write(html, render_html(comparisons, counted, title=title, skipped=skipped, sweeps=read, num_older=num_older))
     if markdown is not None:
-        _write(markdown, render_markdown(comparisons, records, title=title, skipped=skipped, sweeps=read))
+        _write(
+            markdown,
+            render_markdown(comparisons, counted, title=title, skipped=skipped, sweeps=read, num_older=num_older),
+        )
     if png is not None:
         from lowtide.lab.report.png import save_report_png  # matplotlib takes a second to import
 

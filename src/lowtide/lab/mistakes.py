@@ -1,0 +1,115 @@
+"""Mistakes of a recipe that can be known before it is run: each would end the run, and none is a result.
+
+What only this machine lacks is in `requirements`, and what a budget does not hold is for the run to find out: both are
+results, with records. A model's own factory runs in the process of its run alone, so that its mistakes show there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from lowtide.errors import ConfigError, LowtideError, PlanError
+from lowtide.lab.check import plan_of
+from lowtide.lab.compiling import compiled_modules
+from lowtide.lab.corpus import load_corpus
+from lowtide.lab.corpus.text_files import find_files
+from lowtide.lab.data_recipe import TextFiles
+from lowtide.lab.inputs import check_inputs, check_vocabulary
+from lowtide.lab.recipe import Recipe
+from lowtide.lab.training import optimizer_over
+from lowtide.models import ModelSource, resolve_model
+from lowtide.optim.rules import require_rule
+from lowtide.units import MiB
+
+SMALL_TEXT_BYTES = 4 * MiB
+"""Up to this a text is tokenized before the run: it may give fewer tokens than the recipe's vocabulary has."""
+
+Check = tuple[str, Callable[[], object]]
+"""The key that is to blame, and what raises where it is."""
+
+
+def refuse_mistakes(name: str, recipe: Recipe) -> None:
+    """Build the model on meta and try what the run will ask of it. No device is touched, and no long text is read.
+
+    Args:
+        name: The recipe's, for the message.
+        recipe: What is to be run.
+
+    Raises:
+        ConfigError: The recipe cannot run anywhere; the message names the recipe and the key.
+    """
+    for key, check in _checks(recipe):
+        try:
+            check()
+        except Exception as error:  # torch and transformers have errors of their own for settings that do not fit
+            said = str(error) if isinstance(error, LowtideError) else f"{type(error).__name__}: {error}"
+            blamed = _blamed(error, key)
+            named = said if said.startswith((blamed, repr(blamed))) else f"{blamed}: {said}"
+            raise ConfigError(f"the recipe {name!r} cannot run: {named}", key=blamed) from error
+
+
+def _blamed(error: Exception, key: str) -> str:
+    """The error's own key where it is a recipe's; others are of a part that does not know where it stands."""
+    own = error.key if isinstance(error, ConfigError) else None
+    is_whole = own is not None and own.partition(".")[0] in {field.name for field in dataclasses.fields(Recipe)}
+    return own if own is not None and is_whole else key
+
+
+def _checks(recipe: Recipe) -> Iterator[Check]:
+    if isinstance(recipe.data, TextFiles):
+        data = recipe.data
+        yield "data.path", lambda: find_files(data.path)
+    yield "optimizer.settings", lambda: _optimizer(recipe)
+    if recipe.precision is not None:
+        yield "precision", lambda: _check_kernels(recipe)
+    if ":" in recipe.model and not recipe.model.startswith("hf:"):
+        return
+    yield "model", lambda: resolve_model(recipe.model)
+    if recipe.model_settings:
+        yield "model_settings", lambda: resolve_model(recipe.model, settings=recipe.model_settings)
+    source = resolve_model(recipe.model, settings=recipe.model_settings)
+    yield "model_settings" if recipe.model_settings else "model", lambda: source.build(recipe.torch_dtype)
+    yield from _model_checks(recipe, source, source.build(recipe.torch_dtype))
+
+
+def _model_checks(recipe: Recipe, source: ModelSource, model: nn.Module) -> Iterator[Check]:
+    yield "data.vocab_size", lambda: check_vocabulary(recipe, source)
+    yield "batch", lambda: check_inputs(recipe, source)
+    if isinstance(recipe.data, TextFiles):
+        data = recipe.data
+        yield "data", lambda: _check_small_text(data)
+    if recipe.plan is not None:
+        yield "plan", lambda: _check_plan(recipe, model)
+    if recipe.compile is not None:
+        scope = recipe.compile.scope
+        yield "compile.scope", lambda: compiled_modules(model, scope)
+
+
+def _check_small_text(data: TextFiles) -> None:
+    # A larger text has any usual vocabulary, and takes long to read. What is made here is cached, and the run finds it.
+    if sum(file.stat().st_size for file in find_files(data.path)) <= SMALL_TEXT_BYTES:
+        load_corpus(data)
+
+
+def _optimizer(recipe: Recipe) -> torch.optim.Optimizer:
+    # On the host, not on meta: torch refuses fused optimizers there. A matrix and a vector, for either param group.
+    return optimizer_over(recipe.optimizer, [torch.zeros(2, 2, requires_grad=True), torch.zeros(2, requires_grad=True)])
+
+
+def _check_kernels(recipe: Recipe) -> None:
+    optimizer = _optimizer(recipe)
+    for group in optimizer.param_groups:
+        require_rule(optimizer, group)
+
+
+def _check_plan(recipe: Recipe, model: nn.Module) -> None:
+    assert recipe.plan is not None
+    try:
+        plan_of(recipe.plan, model)
+    except PlanError as error:
+        if error.needed_bytes is None:
+            raise

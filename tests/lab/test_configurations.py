@@ -1,0 +1,41 @@
+"""Which records are runs of the same thing, and which of them is the newest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lowtide.lab.configurations import by_configuration, generations, newest_records
+from lowtide.lab.record import RunRecord
+from tests.lab.report.samples import SURROUNDINGS, record
+
+
+def made(date: str, **changes: object) -> RunRecord:
+    return replace(record(**changes), surroundings=replace(SURROUNDINGS, date=date))
+
+
+def test_one_configuration_is_name_device_and_settings() -> None:
+    records = [
+        record(),
+        record(seed=1),
+        record(recipe={"about": "other words", "plan": None}),
+        record("peak_memory/fused"),
+        record(device="cpu, emulated"),
+        record(recipe={"plan": {"update": "host"}}),
+        record(recipe={"plan": {"update": "device"}}),
+    ]
+    groups = by_configuration(records)
+    assert [len(runs) for runs in groups.values()] == [3, 1, 1, 1, 1]
+
+
+def test_newest_records_stay_in_their_order() -> None:
+    older, newest = made("2026-03-01T10:00:00+00:00"), made("2026-03-02T10:00:00+00:00")
+    other = made("2026-02-01T10:00:00+00:00", seed=1)
+    assert newest_records([newest, other, older]) == [newest, other]
+    assert newest_records([older, other, newest]) == [other, newest]
+    assert newest_records([]) == []
+
+
+def test_a_record_without_a_date_is_older_and_of_equal_ones_the_later_counts() -> None:
+    first, second, undated = made("2026-03-01T10:00:00+00:00"), made("2026-03-01T10:00:00+00:00"), made("no date")
+    ages = generations([undated, first, second])
+    assert [[id(run) for run in runs] for runs in ages] == [[id(second)], [id(first)], [id(undated)]]

@@ -1,0 +1,136 @@
+"""Mistakes are found before a run, and say which recipe and which key."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowtide.errors import ConfigError
+from lowtide.lab import compiling, mistakes
+from lowtide.lab.data_recipe import EvaluationRecipe, Stories, TextFiles
+from lowtide.lab.mistakes import refuse_mistakes
+from lowtide.lab.optimizer_recipe import OptimizerRecipe
+from lowtide.lab.plan_recipe import PlanRecipe
+from lowtide.lab.recipe import CompileRecipe, Recipe
+from lowtide.lab.recipe_file import find_recipe, read_recipe, recipe_names
+from lowtide.planning.plan import Site, Weights
+
+RECIPE = Recipe(model="gpt-tiny", model_settings={"vocab_size": 300}, device="cpu")
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_recipes_of_the_package_have_none(name: str) -> None:
+    refuse_mistakes(name, read_recipe(find_recipe(name)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "message"),
+    [
+        ({"model": "gpt-tny", "model_settings": {}}, "model", "model: there is no model named 'gpt-tny'"),
+        ({"model": "nowhere", "model_settings": {}}, "model", "there is no model named 'nowhere'"),
+        ({"model": "hf:no/folder", "model_settings": {}}, "model", "'no/folder'"),
+        (
+            {"model_settings": {"vocb_size": 300}},
+            "model_settings",
+            "unknown key 'vocb_size'; did you mean 'vocab_size'",
+        ),
+        ({"model_settings": {"vocab_size": "many"}}, "model_settings", "'vocab_size' must be an integer"),
+        (
+            {"data": Stories(vocab_size=100_000)},
+            "data.vocab_size",
+            "data.vocab_size is 100000, and the largest embedding",
+        ),
+        ({"data": TextFiles(path=Path("no/such.txt"))}, "data.path", "there is no file or folder no/such.txt"),
+        ({"batch": "2x3x4x5"}, "batch", "'batch': '2x3x4x5' has 4 sizes"),
+        ({"batch": "2x1", "data": Stories(vocab_size=260)}, "batch", "batch has sequences of 1 token"),
+        (
+            {"model": "resnet-50", "model_settings": {}, "data": Stories()},
+            "data",
+            "data: resnet-50 takes pixel_values, labels, and text makes",
+        ),
+        ({"evaluation": EvaluationRecipe()}, "evaluation", "random inputs have nothing to evaluate on"),
+        (
+            {"evaluation": EvaluationRecipe(), "data": Stories(vocab_size=260, num_validation=0)},
+            "evaluation",
+            "data.num_validation is 0",
+        ),
+        ({"optimizer": OptimizerRecipe(settings={"lr": -1.0})}, "optimizer.settings", "Invalid learning rate: -1.0"),
+        ({"optimizer": OptimizerRecipe(settings={"betas": 0.9})}, "optimizer.settings", "TypeError: "),
+        (
+            {"optimizer": OptimizerRecipe(name="rmsprop"), "precision": "fp32"},
+            "precision",
+            "precision: there is no kernel for this update: RMSprop is none of the rules",
+        ),
+        (
+            {"plan": PlanRecipe(weights={"blocks.99": Weights.RESIDENT})},
+            "plan",
+            "plan: there is no group (weights) named 'blocks.99'",
+        ),
+    ],
+)
+def test_what_cannot_run_is_refused_with_its_key(changes: dict[str, Any], key: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        refuse_mistakes("group/mine", replace(RECIPE, **changes))
+    assert str(caught.value).startswith("the recipe 'group/mine' cannot run: ")
+    assert message in str(caught.value)
+    assert caught.value.key == key
+
+
+def test_what_may_run_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "text.txt").write_text("one\n\ntwo", encoding="utf-8")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    fine: tuple[dict[str, Any], ...] = (
+        {"optimizer": OptimizerRecipe(settings={"fused": True})},
+        {"optimizer": OptimizerRecipe(settings={"weight_decay": 0.1}, decay_matrices_only=True)},
+        {"data": TextFiles(path=tmp_path, vocab_size=260), "evaluation": EvaluationRecipe()},
+        # A budget that is too small is a result, and not a mistake.
+        {"plan": PlanRecipe(weights=Weights.RESIDENT, update=Site.DEVICE, device_memory="1KiB")},
+    )
+    for changes in fine:
+        refuse_mistakes("mine", replace(RECIPE, **changes))
+
+
+def test_a_vocabulary_is_lowered_only_where_it_can_be() -> None:
+    recipe = replace(RECIPE, data=Stories(vocab_size=301))
+    with pytest.raises(ConfigError, match="lower data.vocab_size to 300 or less, or set model_settings.vocab_size"):
+        refuse_mistakes("mine", recipe)
+    with pytest.raises(ConfigError, match="has 256 rows: set model_settings.vocab_size"):
+        refuse_mistakes("mine", replace(recipe, model_settings={}))
+
+
+def test_a_small_text_must_give_the_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text("one two\n\none two", encoding="utf-8")
+    recipe = replace(RECIPE, data=TextFiles(path=tmp_path / "text.txt", vocab_size=299))
+    with pytest.raises(
+        ConfigError, match=r"'mine' cannot run: data: the training text gives \d+ tokens, and vocab_size is 299"
+    ):
+        refuse_mistakes("mine", recipe)
+    # A long one is for the run to read.
+    monkeypatch.setattr(mistakes, "SMALL_TEXT_BYTES", 3)
+    refuse_mistakes("mine", recipe)
+
+
+def test_blocks_can_only_be_compiled_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = replace(RECIPE, compile=CompileRecipe(scope="blocks"), plan=None)
+    refuse_mistakes("mine", recipe)
+    monkeypatch.setattr(compiling, "find_groups", lambda model: ())
+    with pytest.raises(ConfigError, match=r"compile\.scope is 'blocks', and the model has no repeated blocks"):
+        refuse_mistakes("mine", recipe)
+
+
+def test_the_code_of_a_factory_stays_in_its_run() -> None:
+    refuse_mistakes("mine", replace(RECIPE, model="no_such_module:factory", model_settings={}))
+    with pytest.raises(ConfigError, match="Invalid learning rate"):
+        refuse_mistakes(
+            "mine",
+            replace(
+                RECIPE,
+                model="no_such_module:factory",
+                model_settings={},
+                optimizer=OptimizerRecipe(settings={"lr": -1.0}),
+            ),
+        )
