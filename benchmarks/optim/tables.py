@@ -51,7 +51,7 @@ def _steps(found: Found, names: Iterable[str]) -> str:
         row, record = found[name]
         used.append(record)
         if "failed" in row:
-            lines.append([name, str(row["failed"]), "-", "-", "-"])
+            lines.append([name, str(row["failed"]), "-", "-", "-", "-"])
             continue
         base = _plain_row(record) or found[_BASE][0]
         beyond = max(0, int(row["host_rss_bytes"]) - int(base["host_rss_bytes"]))
@@ -60,11 +60,12 @@ def _steps(found: Found, names: Iterable[str]) -> str:
                 name,
                 f"{1000 * float(row['median_s']):.0f}",
                 f"{float(row['median_s']) / float(base['median_s']):.2f}",
+                f"{row['max_allocated_bytes'] / GiB:.2f}",
                 f"{row['max_reserved_bytes'] / GiB:.2f}",
                 f"{beyond / row['parameters']:.2f}",
             ]
         )
-    header = ["", "ms a step", "times forward and backward", "reserved GiB", "host bytes a parameter"]
+    header = ["", "ms a step", "times forward and backward", "allocated GiB", "reserved GiB", "host bytes a parameter"]
     return table(header, lines, num_text=1) + f"\n\n{sources(used)}{_remark(missing)}"
 
 
