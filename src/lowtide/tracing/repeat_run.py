@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from lowtide import compat
 from lowtide.tracing import block_signature
-from lowtide.tracing.ghost.mode import META, GhostMode
+from lowtide.tracing.ghost.arguments import META
+from lowtide.tracing.ghost.mode import GhostMode
 from lowtide.tracing.ghost.tensor import Ghost
 from lowtide.tracing.number_watch import NumberWatch
 from lowtide.tracing.repeat_calls import (
