@@ -35,7 +35,7 @@ def test_the_headline_says_how_much_where_and_whether_it_fits() -> None:
     assert row_of(text, "the peak is in")[-1] == "loss"
     assert "(outside the model) aten._log_softmax" in text
     assert row_of(text, "line")[1:] == ["tiny.py:20"]
-    assert "tiny  1.05M parameters, predicted" in text
+    assert "tiny  1.05M parameters in float32, predicted" in text
 
 
 def test_the_headline_of_a_step_that_does_not_fit() -> None:

@@ -37,7 +37,7 @@ Set = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
-        help="dtype=float32, optimizer=sgd, torch=2.11.0, step.activations=recompute, step.autocast=bfloat16, ...",
+        help="dtype=float32 (else a factory's own type, or bfloat16), optimizer=sgd, torch=2.11.0, step.activations=recompute, ...",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="machine-readable figures on the standard output")]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowtide import config
 from lowtide.errors import UnknownNameError
@@ -45,8 +45,9 @@ class TraceRequest:
     """The card to predict for."""
     torch: str | None = None
     """The torch version to predict for; the installed one where it is left out."""
-    dtype: str = "bfloat16"
-    """Type of the weights, and of everything computed from them without autocast: bfloat16, float16 or float32."""
+    dtype: str | None = None
+    """Type of the weights, and of everything computed from them without autocast: bfloat16, float16 or float32. Left out: a
+    factory's model as the factory makes it, all others in bfloat16."""
     optimizer: str = "adamw"
     """adamw, adam, sgd, sgd-momentum, adafactor, rmsprop, adagrad, deep-one-adafactor, or none for forward and backward alone."""
     step: StepSettings = field(default_factory=StepSettings)
@@ -55,15 +56,17 @@ class TraceRequest:
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS and self.optimizer != "none":
             raise UnknownNameError("optimizer", self.optimizer, [*OPTIMIZERS, "none"])
-        if self.dtype not in DTYPES:
+        if self.dtype is not None and self.dtype not in DTYPES:
             raise UnknownNameError("dtype", self.dtype, DTYPES)
 
     def problem(self) -> Problem:
         """The step to trace: the model is built on the meta device, whatever its size."""
         source = resolve_model(self.model)
+        is_as_made = self.dtype is None and source.family == "factory"
+        model = source.build(None if is_as_made else DTYPES[self.dtype or "bfloat16"])
         return Problem(
-            model=source.build(DTYPES[self.dtype]),
-            batch=self._make_batch(source),
+            model=model,
+            batch=self._make_batch(source, model),
             optimizer=OPTIMIZERS.get(self.optimizer),
             settings=self.step,
             hardware=find_hardware(self.gpu),
@@ -77,10 +80,10 @@ class TraceRequest:
         on_progress(f"building {self.model}")
         return self.problem().trace(on_progress)
 
-    def _make_batch(self, source: ModelSource) -> dict[str, Tensor]:
+    def _make_batch(self, source: ModelSource, model: nn.Module) -> dict[str, Tensor]:
         """The batch, floating point inputs in the model's type."""
         batch = source.make_batch(self.batch or source.default_batch)
-        dtype = DTYPES[self.dtype]
+        dtype = next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), torch.float32)
         return {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()}
 
 

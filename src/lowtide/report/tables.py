@@ -5,6 +5,7 @@ Every name from a model is wrapped in `Text`, never passed as markup: `layers[0]
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from rich.bar import Bar
@@ -22,7 +23,7 @@ from lowtide.tracing.alive import AliveGroup, group_alive, largest_alive
 from lowtide.tracing.attention_use import attention_use, fallbacks, is_on_attention
 from lowtide.tracing.compare import Difference
 from lowtide.tracing.instant import instant_of
-from lowtide.tracing.step_trace import Allocation, StepTrace
+from lowtide.tracing.step_trace import Allocation, Category, StepTrace
 from lowtide.units import format_bytes, format_count
 
 _BAR_WIDTH = 24
@@ -48,6 +49,15 @@ def trace_report(
     return Group(*(Padding(part, (0, 0, 1, 0)) for part in parts))
 
 
+def _weight_types(trace: StepTrace) -> str:
+    """What the weights are stored in, the most bytes first: two runs that differ in nothing else differ twofold."""
+    held: Counter[str] = Counter()
+    for item in trace.allocations:
+        if item.category is Category.WEIGHTS and item.dtype:
+            held[item.dtype] += item.bytes
+    return f" in {' and '.join(name for name, _ in held.most_common())}" if held else ""
+
+
 def headline(trace: StepTrace) -> Panel:
     """The peak, whether it fits, and the instant it happens at."""
     facts = Table.grid(padding=(0, 2))
@@ -70,7 +80,8 @@ def headline(trace: StepTrace) -> Panel:
         facts.add_row("attention" if use is uses[0] else "", Text(use.text))
     for note in fallbacks(trace):
         facts.add_row("", Text(note, style=_BAD))
-    title = Text.assemble((trace.model, "bold"), f"  {format_count(trace.num_parameters)} parameters, {trace.origin}")
+    size = f"{format_count(trace.num_parameters)} parameters{_weight_types(trace)}"
+    title = Text.assemble((trace.model, "bold"), f"  {size}, {trace.origin}")
     return Panel(facts, title=title, title_align="left", expand=False, padding=(1, 2))
 
 
