@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lowtide.errors import BadRecordError
 from lowtide.units import GiB
@@ -71,6 +72,17 @@ def newest_rows(folder: Path, schema: str) -> dict[str, tuple[dict[str, object],
             if "failed" not in row or str(row["name"]) not in found:
                 found[str(row["name"])] = (row, record)
     return found
+
+
+def row_of_the_run(record: Record, beginning: str) -> dict[str, Any] | None:
+    """The first row of a record whose name begins so, and did not fail: what other rows of the same run are compared with.
+
+    A machine is faster in one hour than in another; rows of one run met the same.
+    """
+    for row in record.rows("rows", ("name",)):
+        if str(row["name"]).startswith(beginning) and "failed" not in row:
+            return row
+    return None
 
 
 def sources(records: Iterable[Record]) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.activations.suites import SUITES
-from benchmarks.records import Record, newest, newest_rows, percent, sources, table
+from benchmarks.records import Record, newest, newest_rows, percent, row_of_the_run, sources, table
 from lowtide.units import GiB, MiB
 
 _SCHEMA = "lowtide.activation_benchmark/1"
@@ -18,7 +18,6 @@ def policies(results: Path, suite: str = "policies") -> str:
     found: dict[str, tuple[dict[str, Any], Record]] = newest_rows(results / f"activations_{suite}", _SCHEMA)
     predicted = newest(results / "activations_predicted", "lowtide.activation_prediction/1")
     foreseen = {row["name"]: row for row in predicted.rows("rows", ("name", "suite")) if row["suite"] == suite}
-    base_s = float(found[_BASE][0]["median_s"])
     lines, used, missing = [], [predicted], []
     for name in (str(row["name"]) for row in SUITES[suite]):
         if name not in found:
@@ -29,18 +28,27 @@ def policies(results: Path, suite: str = "policies") -> str:
         if "failed" in row:
             lines.append([name, str(row["failed"]), "-", "-", "-", "-", "-"])
             continue
+        base = row_of_the_run(record, _BASE) or found[_BASE][0]
         lines.append(
             [
                 name,
                 f"{1000 * float(row['median_s']):.0f}",
-                percent(float(row["median_s"]) / base_s - 1),
+                percent(float(row["median_s"]) / float(base["median_s"]) - 1),
                 f"{row['max_allocated_bytes'] / GiB:.2f}",
                 _error(foreseen.get(name), row, "allocated"),
                 f"{row['max_reserved_bytes'] / GiB:.2f}",
                 _error(foreseen.get(name), row, "reserved"),
             ]
         )
-    header = ["", "ms a step", "against checkpoint", "allocated GiB", "predicted", "reserved GiB", "predicted"]
+    header = [
+        "",
+        "ms a step",
+        "against checkpoint in the same run",
+        "allocated GiB",
+        "predicted",
+        "reserved GiB",
+        "predicted",
+    ]
     remark = f" Not measured yet: {', '.join(missing)}." if missing else ""
     return table(header, lines, num_text=1) + f"\n\n{sources(used)}{remark}"
 

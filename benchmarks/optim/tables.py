@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.optim.run import SUITES as PEERS
-from benchmarks.records import Record, newest_rows, sources, table
+from benchmarks.records import Record, newest_rows, row_of_the_run, sources, table
 from benchmarks.session.suites import SUITES
 from lowtide.units import GiB
 
@@ -53,7 +53,7 @@ def _steps(found: Found, names: Iterable[str]) -> str:
         if "failed" in row:
             lines.append([name, str(row["failed"]), "-", "-", "-", "-"])
             continue
-        base = _plain_row(record) or found[_BASE][0]
+        base = row_of_the_run(record, _BASE) or found[_BASE][0]
         beyond = max(0, int(row["host_rss_bytes"]) - int(base["host_rss_bytes"]))
         lines.append(
             [
@@ -117,14 +117,6 @@ def host_kernel(results: Path) -> str:
         )
     header = ["", "billion parameters a second", "bytes a parameter", "GB/s"]
     return table(header, lines, num_text=1) + f"\n\n{sources(used)}"
-
-
-def _plain_row(record: Record) -> Row | None:
-    """Forward and backward in the same run, which the machine's state of that hour touches alike."""
-    for row in record.rows("rows", ("name",)):
-        if str(row["name"]).startswith(_BASE) and "failed" not in row:
-            return row
-    return None
 
 
 def _remark(missing: list[str]) -> str:
