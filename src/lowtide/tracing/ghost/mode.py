@@ -67,7 +67,7 @@ class GhostMode(compat.TorchDispatchMode):
         """Assumptions made on the way, each once, in order."""
         self.sole_owner_count: int | None = None
         self.on_fatal: Callable[[BaseException], None] | None = None
-        """Is told of an error in autograd's own thread: raised there it would abort the process (see `_fail`)."""
+        """Is told of an error in autograd's own thread: raised there it would abort the process (see `fail`)."""
         self._lives: dict[int, Life] = {}
 
     # -- making ghosts -----------------------------------------------------------------------------------------------
@@ -100,10 +100,10 @@ class GhostMode(compat.TorchDispatchMode):
         try:
             return self._dispatch(func, args, kwargs or {})
         except BaseException as error:
-            self._fail(error)
+            self.fail(error)
             raise
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """Tell of an error at once where raising it would lose it.
 
         Torch restores the current device while an exception passes through autograd's thread, through a Python guard that
