@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
+from lowtide import compat
 from lowtide.errors import BudgetError, EmulatedOutOfMemoryError, OwnershipError
 from lowtide.runtime.tracked_memory import TrackedMemory
 from tests.zoo import bf16_safe
@@ -76,6 +77,17 @@ class TestBirthAndDeath:
         del x
         assert floats(memory) == 100  # the view holds it
         del view
+        assert floats(memory) == 0
+
+    def test_what_takes_the_place_of_another_has_its_bytes_at_once(self, memory: TrackedMemory) -> None:
+        old = torch.ones(100)
+        with compat.without_modes():
+            new = torch.ones(100)
+        memory.hand_over(old.untyped_storage(), new.untyped_storage())
+        assert floats(memory) == 100  # before any operator reads the new one
+        del old
+        assert floats(memory) == 100
+        del new
         assert floats(memory) == 0
 
     def test_several_results_count_each(self, memory: TrackedMemory) -> None:

@@ -129,7 +129,7 @@ class KernelOptimizer(ChunkOptimizer):
                 visits.append(home)
             rounding = rounding_for(update.target, self.numerics)
             if rounding is Rounding.MASTER:
-                _follow_writes(update.target, state)
+                follow_writes(update.target, state)
             rule, kind = rules[self._group_of[id(update.parameter)]], (update.target.device, rounding)
             step = home.step + 1
             key = update_key(self.numerics.seed, self._number_of[id(update.parameter)], step)
@@ -315,7 +315,7 @@ def _factor(device: torch.device, settings: Settings) -> float | torch.Tensor:
     return factor if scale is None else factor / float(scale)
 
 
-def _follow_writes(weight: torch.Tensor, state: ParameterState) -> None:
+def follow_writes(weight: torch.Tensor, state: ParameterState) -> None:
     """What somebody wrote to the weight since the last update is the master from now on."""
     assert state.master is not None
     flat = _flat(weight)

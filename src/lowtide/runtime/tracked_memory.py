@@ -246,7 +246,8 @@ class TrackedMemory:
             life = self._find(old)
             if life is not None and life.nbytes == new.nbytes():
                 self._remove(life)
-                self._add(new, life.nbytes, life.maker, life.shape)
+                # Not the life's own bytes: those are gone with it.
+                self._add(new, new.nbytes(), life.maker, life.shape)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

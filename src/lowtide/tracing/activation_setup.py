@@ -9,7 +9,7 @@ from torch import nn
 
 from lowtide.activations.apply import apply
 from lowtide.activations.huggingface_head import chunked_head
-from lowtide.activations.policy import Keep, Offload, Recompute
+from lowtide.activations.policy import Keep, Offload, Policy, Recompute
 from lowtide.memory.mover import Mover
 from lowtide.tracing.settings import StepSettings
 
@@ -37,5 +37,9 @@ def activations_applied(model: nn.Module, settings: StepSettings, *, mover: Move
 
 def connects_blocks(settings: StepSettings) -> bool:
     """Whether blocks have to do with each other: what one saves, another brings back or makes again."""
-    policy = settings.policy
+    return settings.policy is not None and connects_calls(settings.policy)
+
+
+def connects_calls(policy: Policy) -> bool:
+    """The same of a policy."""
     return isinstance(policy, Offload) or (isinstance(policy, Recompute) and policy.segment > 1)

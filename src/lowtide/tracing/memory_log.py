@@ -29,7 +29,8 @@ def replay(recorder: Recorder, settings: AllocatorSettings) -> MemoryLog:
     result = MemoryLog()
     for entry in recorder.log:
         if entry >= 0:
-            handle = handles[entry] = allocator.malloc(recorder.lives[entry].requested_bytes)
+            life = recorder.lives[entry]
+            handle = handles[entry] = allocator.malloc(life.requested_bytes, life.stream)
             result.block_bytes[entry] = allocator.block_bytes(handle)
         else:
             allocator.free(handles.pop(~entry))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from lowtide.tracing.repeat import RepeatedBlocks
 from lowtide.tracing.roles import GradientWatch, ModulePaths, state_roles, weight_roles
 from lowtide.tracing.settings import StepSettings, UpdateSchedule
 from lowtide.tracing.step_trace import Category, StepTrace, Target
+from lowtide.tracing.surroundings import DeviceMemory, Surroundings
 from lowtide.tracing.training_step import Loss, TrainingStep, choose_implementation, update_in_backward
 from lowtide.tracing.transport import TensorCard, unpack
 
@@ -58,6 +60,7 @@ class Contents:
     batch: Any
     optimizer: torch.optim.Optimizer | OptimizerFactory | None
     loss: Loss | None
+    surroundings: Surroundings | None = None
 
 
 def predict(
@@ -65,7 +68,7 @@ def predict(
     on_progress: Callable[[str], None] = lambda _: None,
     on_fatal: Callable[[BaseException], None] | None = None,
 ) -> StepTrace:
-    """Run the step twice on ghosts, the second time on record, and assemble the trace.
+    """Run the step on ghosts until it repeats itself, the last time on record, and assemble the trace.
 
     `on_fatal` is told of errors that cannot be raised (see `GhostMode.on_fatal`).
     """
@@ -88,13 +91,16 @@ def _predict(
     mode.on_fatal = on_fatal
     with mode, LiteralDevices(machine.device), cuda_functions(job.hardware):
         on_progress("placing the model")
-        step = _prepare(job, mode)
+        step, surroundings = _prepare(job, mode)
         recorder.root = type(step.model).__name__
         recorder.updater = type(step.optimizer).__name__ if step.optimizer is not None else ""
         _name_weights(step.model, recorder)
 
-        with activations_applied(step.model, job.settings, mover=GhostMover(machine.device)):
-            recorder, first_event, first_op = _run_steps(step, mode, job, on_progress)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(activations_applied(step.model, job.settings, mover=GhostMover(machine.device)))
+            if surroundings is not None:
+                stack.enter_context(surroundings.around(step.model, DeviceMemory(recorder, machine.device, mode.fail)))
+            recorder, first_event, first_op = _run_steps(step, mode, job, surroundings, on_progress)
     recorder.is_closed = True
     on_progress("replaying the allocator")
     notes = [*mode.notes, *machine.attention.notes(), *([chunked_loss.NOTE] if job.settings.chunked_loss else [])]
@@ -118,18 +124,24 @@ def _predict(
 
 
 def _run_steps(
-    step: TrainingStep, mode: GhostMode, job: Job, on_progress: Callable[[str], None]
+    step: TrainingStep,
+    mode: GhostMode,
+    job: Job,
+    surroundings: Surroundings | None,
+    on_progress: Callable[[str], None],
 ) -> tuple[Recorder, int, int]:
-    """The record of both steps, and where in it the events and the ops of the second begin."""
+    """The record of all steps, and where in it the events and the ops of the last begin."""
     recorder, device_type = mode.recorder, mode.device.type
-    repeated = RepeatedBlocks(step.model, mode, is_on=job.repeat_blocks and not connects_blocks(job.settings))
+    is_connected = connects_blocks(job.settings) or (surroundings is not None and surroundings.connects_blocks)
+    repeated = RepeatedBlocks(step.model, mode, is_on=job.repeat_blocks and not is_connected)
     try:
         with ModulePaths(step.model, recorder), GradientWatch(step.model, _mark_gradient), repeated:
             recorder.is_detailed = False
             on_progress("tracing the first step")
-            step(device_type, recorder.begin_phase)
-            _name_optimizer_state(step)
-            repeated.check()
+            for _ in range(1 if surroundings is None else surroundings.num_warm_up_steps):
+                step(device_type, recorder.begin_phase)
+                _name_optimizer_state(step)
+                repeated.check()
             recorder.is_detailed = True
             first_event, first_op = len(recorder.log), len(recorder.op_names)
             on_progress("tracing the steady step")
@@ -142,21 +154,24 @@ def _run_steps(
         raise
 
 
-def _prepare(job: Job, mode: GhostMode) -> TrainingStep:
+def _prepare(job: Job, mode: GhostMode) -> tuple[TrainingStep, Surroundings | None]:
     dtype = None if job.settings.precision is None else getattr(torch, job.settings.precision)
     contents: Contents = unpack(job.payload, functools.partial(_make_ghost, mode, dtype))
     model = contents.model
     compat.restore_registrations(model)
+    placed = [] if contents.surroundings is None else contents.surroundings.placed(model)
+    elsewhere = {parameter.life.number for parameter in placed if isinstance(parameter, Ghost)}
     for tensor in _placement_order(model):
-        mode.recorder.log_birth(tensor.life)
         tensor.life.category = Category.WEIGHTS
+        if tensor.life.number not in elsewhere:
+            mode.recorder.log_birth(tensor.life)
     if isinstance(contents.optimizer, torch.optim.Optimizer):
         for state, role in state_roles(model, contents.optimizer):  # of one that has stepped already
             if isinstance(state, Ghost) and not state.life.is_logged:
                 mode.recorder.log_birth(state.life)
                 state.life.category, state.life.module, state.life.op = role.category, role.module, role.op
     for life in list(mode.recorder.lives):  # the batch and whatever else came along, after the model
-        if not life.is_logged:
+        if not life.is_logged and life.number not in elsewhere:
             life.op, life.module = "batch", "(batch)"
             life.category = Category.ACTIVATIONS
             mode.recorder.log_birth(life)
@@ -173,7 +188,7 @@ def _prepare(job: Job, mode: GhostMode) -> TrainingStep:
         choose_implementation(optimizer, job.settings.implementation)
     if optimizer is not None and job.settings.update is UpdateSchedule.IN_BACKWARD:
         update_in_backward(optimizer)
-    return TrainingStep(model, contents.batch, optimizer, contents.loss, job.settings)
+    return TrainingStep(model, contents.batch, optimizer, contents.loss, job.settings), contents.surroundings
 
 
 def _make_ghost(mode: GhostMode, dtype: torch.dtype | None, card: TensorCard, values: Tensor | None) -> Tensor:

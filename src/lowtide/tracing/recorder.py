@@ -50,6 +50,8 @@ class Life:
     is_logged: bool = True
     died_event: int | None = None
     on_device: bool = True
+    stream: int = 0
+    """Whose pool of the allocator it comes from."""
     version: int = 0
     """Counts writes, so that values computed ahead are not believed after them."""
     content: Any = None
@@ -188,6 +190,7 @@ class Recorder:
         category: Category | None = None,
         on_device: bool = True,
         is_logged: bool = True,
+        stream: int = 0,
     ) -> Life:
         """A storage is born in the running operator. Without `storage`, the caller frees it by hand.
 
@@ -208,6 +211,7 @@ class Recorder:
             category=category,
             in_recompute=self.phase is Phase.BACKWARD and bool(self._stack),
             on_device=on_device,
+            stream=stream,
         )
         self.lives.append(life)
         if on_device and nbytes and is_logged:

@@ -17,6 +17,7 @@ from lowtide.tracing.predict import Contents, Job, OptimizerFactory
 from lowtide.tracing.sandbox import run_job
 from lowtide.tracing.settings import StepSettings
 from lowtide.tracing.step_trace import StepTrace
+from lowtide.tracing.surroundings import Surroundings
 from lowtide.tracing.training_step import Loss
 from lowtide.tracing.transport import pack
 from lowtide.units import format_bytes
@@ -34,6 +35,7 @@ def trace(
     torch_version: str | None = None,
     allocator: AllocatorSettings | None = None,
     name: str | None = None,
+    surroundings: Surroundings | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> StepTrace:
     """Predict a steady-state training step: what it allocates, when, and for which module.
@@ -53,6 +55,7 @@ def trace(
         torch_version: The version it will run under; the installed one by default.
         allocator: The allocator's settings, as in `PYTORCH_ALLOC_CONF`.
         name: Shown in reports; the model's class by default.
+        surroundings: What the step runs inside of, where something else than torch holds its weights.
         on_progress: Is told what is being done.
 
     Example:
@@ -70,7 +73,7 @@ def trace(
     card = find_hardware(hardware) if isinstance(hardware, str) else hardware
     job = Job(
         name=name or type(model).__name__,
-        payload=pack(Contents(model, batch, optimizer, loss), batch),
+        payload=pack(Contents(model, batch, optimizer, loss, surroundings), batch),
         settings=settings,
         hardware=card,
         torch_version=_checked_version(torch_version or torch.__version__),

@@ -61,7 +61,7 @@ class GhostMode(compat.TorchDispatchMode):
         self.notes: dict[str, None] = {}
         """Assumptions made on the way, each once, in order."""
         self.on_fatal: Callable[[BaseException], None] | None = None
-        """Is told of an error in autograd's own thread: raised there it would abort the process (see `_fail`)."""
+        """Is told of an error in autograd's own thread: raised there it would abort the process (see `fail`)."""
         self._maker = Maker(recorder, device)
         self._reader = Reader(self._maker, self.notes)
         self._sums = GradientSums(self._maker)
@@ -76,10 +76,10 @@ class GhostMode(compat.TorchDispatchMode):
         try:
             return self._dispatch(func, args, kwargs or {})
         except BaseException as error:
-            self._fail(error)
+            self.fail(error)
             raise
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """Tell of an error at once where raising it would lose it.
 
         Torch restores the current device while an exception passes through autograd's thread, through a Python guard that

@@ -1,0 +1,85 @@
+"""FootprintResidency: opens and closes groups in a trace, whose parameters look nowhere: they have no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from lowtide.errors import BudgetError
+from lowtide.memory.chunk import Chunk, StoredGroup
+from lowtide.memory.mover import Copied, Ticket
+from lowtide.memory.store import ChunkStore
+from lowtide.runtime.unit import Unit
+
+
+class FootprintResidency:
+    """What `runtime.residency.Residency` is in a session. Also the store's listener, and its books.
+
+    `store` is set right after both are made: each of the two needs the other. `tell` is told of errors before they are raised.
+    """
+
+    store: ChunkStore
+
+    def __init__(self, units: Iterable[Unit], tell: Callable[[BaseException], None]) -> None:
+        self.units = {unit.name: unit for unit in units}
+        self._tell = tell
+
+    def open(self, unit: Unit) -> None:
+        """Bring the group to the device.
+
+        Raises:
+            BudgetError: The window does not hold it beside those that are open; a session would refuse it too.
+        """
+        try:
+            self.store.open(unit.name)
+        except BudgetError as error:
+            self._tell(error)
+            raise
+
+    def open_all(self, units: Sequence[Unit]) -> None:
+        """All of them."""
+        for unit in units:
+            self.open(unit)
+
+    def close(self, unit: Unit) -> None:
+        """One use less."""
+        self.store.close(unit.name)
+        if not unit.group.num_open:
+            self.forget_old_copy(unit)
+
+    def forget_old_copy(self, unit: Unit) -> None:
+        """Where the host is changing the weights, a copy on the device is the old one."""
+        is_changing = any(chunk.host_work is not None for chunk in unit.group.chunks)
+        if is_changing and not unit.is_resident and not unit.group.num_open:
+            self.store.drop(unit.name)
+
+    def keep_writes(self, unit: Unit) -> None:
+        """A forward that writes to its own weights takes no memory for it."""
+
+    def guard(self, unit: Unit) -> None:
+        """Nobody looks."""
+
+    def rest(self) -> None:
+        """Nobody looks."""
+
+    # -- told by the store ---------------------------------------------------------------------------------------------
+
+    def charge(self, num_bytes: int, owner: str) -> None:
+        """A trace has room for everything."""
+
+    def credit(self, num_bytes: int, owner: str) -> None:
+        """A trace has room for everything."""
+
+    def before_fetch(self, chunk: Chunk) -> None:
+        """There are no bytes that could be the wrong ones."""
+
+    def on_copy(self, chunk: Chunk, copied: Copied, reason: str) -> None:
+        """Copies are not counted."""
+
+    def on_present(self, chunk: Chunk, at: Ticket) -> None:
+        """The mover has taken the memory."""
+
+    def on_absent(self, chunk: Chunk, at: Ticket) -> None:
+        """The mover has given it back."""
+
+    def on_wait(self, group: StoredGroup, reached: Ticket, copied: Sequence[Copied]) -> None:
+        """Nothing is waited for."""

@@ -1,0 +1,237 @@
+"""SessionFootprint: a session around a traced step. Its forward and backward pass, its store and its updates by chunk are the
+runtime's own; what they handle has no memory, and what they take shows in the trace.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from lowtide import compat
+from lowtide.activations.apply import Applied, apply
+from lowtide.activations.policy import Keep, Policy
+from lowtide.lab.footprint.kernels import KernelFootprint
+from lowtide.lab.footprint.lookup import FootprintLookup
+from lowtide.lab.footprint.loss import FootprintLoss
+from lowtide.lab.footprint.mover import FootprintMover
+from lowtide.lab.footprint.residency import FootprintResidency
+from lowtide.lab.footprint.updates import FootprintGradients, FootprintUpdater
+from lowtide.memory.chunk import Chunk, StoredGroup
+from lowtide.memory.chunk_state import ChunkState
+from lowtide.memory.layout_types import Layout
+from lowtide.memory.store import ChunkStore
+from lowtide.optim.update_types import Numerics
+from lowtide.planning.plan import GroupPlan, Plan, Schedule, Site, Weights
+from lowtide.planning.window_need import window_bytes_needed
+from lowtide.runtime.backward_pass import BackwardPass
+from lowtide.runtime.backward_task import is_away
+from lowtide.runtime.chunk_optimizer import ChunkOptimizer
+from lowtide.runtime.finishing import Finisher
+from lowtide.runtime.forward_pass import ForwardPass
+from lowtide.runtime.gradients import GradientMover
+from lowtide.runtime.host_worker import HostWorker
+from lowtide.runtime.loss_watch import LossWatch
+from lowtide.runtime.recording import Recorder
+from lowtide.runtime.residency import Residency
+from lowtide.runtime.unit import Bound, Unit
+from lowtide.runtime.updater import Updater
+from lowtide.runtime.window import Window
+from lowtide.tracing.activation_setup import connects_calls
+from lowtide.tracing.ghost.mover import GhostMover
+from lowtide.tracing.surroundings import DeviceMemory
+
+MakeOptimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
+
+
+class SessionFootprint:
+    """The surroundings of a trace under a plan, and its optimizer.
+
+    Args:
+        plan: Of the model.
+        layout: Of the model.
+        make_optimizer: From parameters.
+        numerics: Of updates through our own kernels; None for the optimizer's own.
+    """
+
+    def __init__(self, plan: Plan, layout: Layout, *, make_optimizer: MakeOptimizer, numerics: Numerics | None) -> None:
+        self._plan = plan
+        self._layout = layout
+        self._make_optimizer = make_optimizer
+        self._numerics = numerics
+        self._runner: ChunkOptimizer | None = None
+
+    def optimizer(self, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+        """The optimizer that the trace steps: through this session."""
+        optimizer = self._make_optimizer(parameters)
+        if self._numerics is None:
+            self._runner = ChunkOptimizer(optimizer, ())
+        else:
+            self._runner = KernelFootprint(optimizer, self._numerics)
+        vars(optimizer)["step"] = self._step
+        return optimizer
+
+    @property
+    def connects_blocks(self) -> bool:
+        """Whether weights, gradients or activations travel: then it matters what came before."""
+        return self._moves or any(map(connects_calls, self._policies().values()))
+
+    @property
+    def num_warm_up_steps(self) -> int:
+        """Where weights travel, nothing is prefetched in the first step, nor for the second: the third begins as all do."""
+        return 2 if self._moves else 1
+
+    @property
+    def _moves(self) -> bool:
+        return any(group.weights is not Weights.RESIDENT or Site.HOST in group.sites for group in self._plan.groups)
+
+    def placed(self, model: nn.Module) -> list[nn.Parameter]:
+        """All that are managed."""
+        parameters = dict(model.named_parameters())
+        return [parameters[span.parameter.name] for chunk in self._layout.chunks for span in chunk.spans]
+
+    @contextmanager
+    def around(self, model: nn.Module, memory: DeviceMemory) -> Iterator[None]:
+        """The session begins, and ends."""
+        self._bind(model, memory)
+        windows = self._forward.windows = self._windows(model)
+        self._backward.watch_gradients()
+        with ExitStack() as stack:
+            stack.callback(self._backward.stop)
+            if policies := self._policies():
+                stack.callback(self._apply(model, policies, memory).remove)
+            for unit in self._residency.units.values():
+                if unit.is_on_host:
+                    stack.callback(FootprintLookup(model.get_submodule(unit.name)).remove)
+            for window in windows:
+                stack.callback(window.remove)
+                window.install()  # outside of the policies, as in a session
+            yield
+
+    # -- putting together ----------------------------------------------------------------------------------------------
+
+    def _policies(self) -> dict[str, Policy]:
+        return {group.name: group.activation for group in self._plan.groups if not isinstance(group.activation, Keep)}
+
+    def _apply(self, model: nn.Module, policies: dict[str, Policy], memory: DeviceMemory) -> Applied:
+        storages = {compat.storage_key(parameter) for parameter in self.placed(model)}
+        mover = GhostMover(memory.device)
+        return apply(model, policies, mover=mover, is_weight=lambda tensor: compat.storage_key(tensor) in storages)
+
+    def _bind(self, model: nn.Module, memory: DeviceMemory) -> None:
+        assert self._runner is not None, "the optimizer is made first"
+        kept_bytes = max((group.nbytes for group in self._layout.groups), default=0)
+        mover = self._mover = FootprintMover(memory, max_kept_bytes=kept_bytes)
+        parameters = dict(model.named_parameters())
+        units = [self._unit(group, parameters) for group in self._plan.groups]
+        residency = self._residency = FootprintResidency(units, memory.tell)
+        window_bytes = self._plan.budgets.window_bytes
+        residency.store = ChunkStore(
+            [unit.group for unit in units],
+            mover,
+            [residency],
+            window_bytes=window_bytes if window_bytes is not None else window_bytes_needed(self._layout, self._plan),
+            prefetch_depth=self._plan.prefetch_depth,
+            listener=residency,
+        )
+        # Each does here what the runtime's class of that name does in a session, without memory to point to.
+        as_residency = cast(Residency, residency)
+        gradients = cast(GradientMover, FootprintGradients(mover))
+        recorder, lock = Recorder(), threading.RLock()
+        self._loss = cast(LossWatch, FootprintLoss(is_immediate=self._plan.schedule is Schedule.IN_BACKWARD))
+        self._backward = BackwardPass(
+            as_residency, mover, gradients, recorder, self._plan.schedule, loss=self._loss, observer=None, lock=lock
+        )
+        self._forward = ForwardPass(
+            as_residency,
+            mover,
+            HostWorker(),
+            recorder,
+            backward=self._backward,
+            loss=self._loss,
+            observer=None,
+            lock=lock,
+        )
+        self._updater = FootprintUpdater(self._runner, residency.store)
+        self._finisher = Finisher(cast(Updater, self._updater), as_residency, mover, recorder)
+        self._backward.finisher = self._finisher
+
+    def _unit(self, plan: GroupPlan, parameters: dict[str, nn.Parameter]) -> Unit:
+        is_resident = plan.weights is Weights.RESIDENT
+        chunks: list[Chunk] = []
+        bounds: list[Bound] = []
+        for spec, site in zip(self._layout.chunks_of(plan.name), plan.sites, strict=True):
+            chunk = Chunk(spec, self._mover.host_buffer(spec.nbytes), self._mover.device_buffer(spec.nbytes))
+            chunks.append(chunk)
+            for span in spec.spans:
+                parameter = parameters[span.parameter.name]
+                bound = Bound(parameter, span.parameter, chunk, site, host_view=None, device_view=parameter)
+                if site is Site.HOST and parameter.requires_grad:
+                    bound.twin = parameter
+                bounds.append(bound)
+            if is_resident:
+                self._mover.grow(chunk.device)
+                chunk.become(ChunkState.RESIDENT)
+        group = next(group for group in self._layout.groups if group.name == plan.name)
+        is_on_host = plan.weights is Weights.HOST
+        return Unit(StoredGroup(group, chunks), bounds, is_resident=is_resident, is_on_host=is_on_host)
+
+    def _windows(self, model: nn.Module) -> list[Window]:
+        """As `runtime.model_calls` makes them."""
+        by_path: dict[str, list[Unit]] = {}
+        for unit in self._residency.units.values():
+            if unit.is_on_host or (unit.is_resident and not any(map(is_away, unit.bounds))):
+                continue
+            for path in unit.group.spec.windows:
+                by_path.setdefault(path, []).append(unit)
+        has_tables = any(unit.is_on_host for unit in self._residency.units.values())
+        if by_path or has_tables or self._plan.schedule is Schedule.IN_BACKWARD:
+            by_path.setdefault("", [])
+        return [
+            Window(model.get_submodule(path), path, tuple(units), self._forward, self._backward)
+            for path, units in by_path.items()
+        ]
+
+    # -- the step ------------------------------------------------------------------------------------------------------
+
+    def _step(self, closure: Any = None) -> None:
+        """As `ManagedOptimizer` takes it: loose parameters and resident weights first, then streamed ones by chunk."""
+        del closure
+        assert self._runner is not None
+        self._loss.forget()
+        settings = self._runner.settings()
+        units = list(self._residency.units.values())
+        here = [
+            bound
+            for unit in units
+            if unit.is_resident and self._plan.schedule is Schedule.DEFERRED
+            for bound in unit.bounds
+            if bound.site is Site.DEVICE
+        ]
+        managed = {id(bound.parameter) for unit in units for bound in unit.bounds}
+        loose = [
+            parameter
+            for group in self._runner.optimizer.param_groups
+            for parameter in group["params"]
+            if id(parameter) not in managed
+        ]
+        self._updater.update_here(here, loose, settings)
+        for unit in units:
+            unit.consumed.clear()
+            if self._plan.schedule is Schedule.DEFERRED:
+                self._step_unit(unit)
+
+    def _step_unit(self, unit: Unit) -> None:
+        assert self._runner is not None
+        settings = self._runner.settings()
+        for chunk in unit.group.chunks:
+            bounds = [bound for bound in unit.bounds if bound.chunk is chunk]
+            if any(map(is_away, bounds)):
+                self._updater.update_on_host(unit, chunk, bounds, settings)
+                self._residency.store.drop(unit.name)
+            elif not unit.is_resident and any(bound.parameter.grad is not None for bound in bounds):
+                self._finisher.update_streamed_on_device(unit, chunk, bounds, settings)

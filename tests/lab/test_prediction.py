@@ -1,0 +1,70 @@
+"""Predictions of recipes against what was measured, and what is not predicted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lowtide import config
+from lowtide.lab.plan_recipe import PlanRecipe
+from lowtide.lab.prediction import UnpredictedError, predict_recipe
+from lowtide.lab.recipe import CompileRecipe, Recipe
+from lowtide.lab.record import read_record
+from lowtide.models import resolve_model
+from lowtide.planning.plan import Schedule, Site, Weights
+
+RECORDS = sorted((Path(__file__).resolve().parents[2] / "benchmarks/results/lab").glob("*.json"))
+TOLERANCE = 0.01
+"""Of the measured peak; all but `streamed` are nearer than 4 KiB."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem.partition("_seed")[0])
+def test_measured_peaks_are_predicted(path: Path) -> None:
+    record = read_record(path)
+    recipe = config.from_plain(Recipe, record.recipe)
+    assert record.memory is not None
+    predicted = predict_recipe(recipe, hardware="h200", say=lambda _: None)
+    assert predicted.peak_bytes == pytest.approx(record.memory.peak_bytes, rel=TOLERANCE)
+    by_phase = record.memory.by_phase
+    # The loss is made within what a run calls its forward.
+    assert predicted.peak_phase.replace("loss", "forward") == max(by_phase, key=lambda phase: by_phase[phase])
+
+
+TINY = Recipe(model="deep-one-tiny", batch="2x32", plan=PlanRecipe(weights=Weights.RESIDENT, update=Site.DEVICE))
+
+
+def peak(**words: object) -> int:
+    plan = replace(PlanRecipe(chunk_memory="1MiB"), **words)  # type: ignore[arg-type]  # fields of it
+    return predict_recipe(replace(TINY, plan=plan), hardware="h200", say=lambda _: None).peak_bytes
+
+
+def test_updates_on_the_host_take_state_off_the_device() -> None:
+    num_parameters = sum(parameter.numel() for parameter in resolve_model(TINY.model).build(None).parameters())
+    on_device, on_host = peak(weights=Weights.RESIDENT, update=Site.DEVICE), peak(weights=Weights.RESIDENT)
+    assert on_device - on_host > 2 * 4 * num_parameters  # AdamW's, and most of the gradients
+
+
+def test_a_budget_that_is_too_small_does_not_hide_the_peak() -> None:
+    said: list[str] = []
+    plan = PlanRecipe(update=Site.DEVICE, schedule=Schedule.IN_BACKWARD, chunk_memory="1MiB", device_memory="12MiB")
+    found = predict_recipe(replace(TINY, plan=plan), hardware="h200", say=said.append)
+    assert found.peak_bytes == peak(update=Site.DEVICE, schedule=Schedule.IN_BACKWARD)
+    assert "the budget does not hold the step; tracing it without" in said
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        (replace(TINY, compile=CompileRecipe()), "compiled code is not predicted"),
+        (
+            replace(TINY, precision="fp32", plan=PlanRecipe(update=Site.PAGED)),
+            "state that visits the device is not predicted",
+        ),
+    ],
+)
+def test_what_is_not_predicted(recipe: Recipe, message: str) -> None:
+    with pytest.raises(UnpredictedError, match=message):
+        predict_recipe(recipe, hardware="h200", say=lambda _: None)
