@@ -67,7 +67,7 @@ class GhostMode(compat.TorchDispatchMode):
         """Assumptions made on the way, each once, in order."""
         self.sole_owner_count: int | None = None
         self.on_fatal: Callable[[BaseException], None] | None = None
-        """Is told of an error in autograd's own thread: raised there it would abort the process (see `_fail`)."""
+        """Is told of an error in autograd's own thread: raised there it would abort the process (see `fail`)."""
         self._lives: dict[int, Life] = {}
 
     # -- making ghosts -----------------------------------------------------------------------------------------------
@@ -100,10 +100,10 @@ class GhostMode(compat.TorchDispatchMode):
         try:
             return self._dispatch(func, args, kwargs or {})
         except BaseException as error:
-            self._fail(error)
+            self.fail(error)
             raise
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """Tell of an error at once where raising it would lose it.
 
         Torch restores the current device while an exception passes through autograd's thread, through a Python guard that
@@ -188,7 +188,7 @@ class GhostMode(compat.TorchDispatchMode):
         result = self._wrap(op, args, kwargs, out, values, on_device)
         is_view = len(self.recorder.lives) == num_lives and not op.writes and not op.written_names
         if on_device and not is_view:
-            self._charge(op, args, result)
+            self.charge(op, args, result)
         if values is None and not op.writes and not op.written_names:
             self._assume(op, args, result)
         return result
@@ -245,8 +245,8 @@ class GhostMode(compat.TorchDispatchMode):
                 known = values(None) if values is not None and ghost is target and len(op.writes) == 1 else None
                 contents.written(ghost, known)
 
-    def _charge(self, op: Operator, args: Any, out: Any) -> None:
-        """What the card's libraries need besides the outputs."""
+    def charge(self, op: Operator, args: Any, out: Any) -> None:
+        """What the card's libraries need besides the outputs of an operator that runs."""
         for owner, nbytes in self.costs.lasting(op, args):
             life = self.recorder.allocate(nbytes, (nbytes,), "uint8", category=Category.WORKSPACE)
             life.module, life.op = owner, "workspace"
