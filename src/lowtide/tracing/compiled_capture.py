@@ -25,6 +25,8 @@ from lowtide.tracing.card_attention import CardAttention
 from lowtide.tracing.ghost.attention import Attention
 from lowtide.tracing.ghost.tensor import Ghost
 
+_PLAIN = (Tensor, bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+
 TENSOR = object()
 """Stands for a tensor."""
 
@@ -93,6 +95,7 @@ class Captures:
         return made
 
     def _capture(self, call: GroupCall, share: float) -> Captured:
+        _refuse_objects(call)
         returned = _Returned()
         with compat.without_modes(), CardAttention(self._attention), _explained(call):
             weights = [_form(weight) for weight in call.weights.values()]
@@ -163,8 +166,15 @@ def _circumstances(call: GroupCall) -> tuple[Any, ...]:
 def _describe(leaf: Any) -> tuple[Any, ...]:
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad
-    plain = isinstance(leaf, bool | int | float | complex | str | bytes | torch.dtype | torch.device | None)
-    return (type(leaf), leaf) if plain else ("object", id(leaf))
+    return type(leaf), leaf
+
+
+def _refuse_objects(call: GroupCall) -> None:
+    """Refuse a call with objects that the group could write to: tensors of the capture must not stay behind in them."""
+    for leaf in call.leaves:
+        if not isinstance(leaf, _PLAIN):
+            advice = "; switch caches off (use_cache=False)" if "Cache" in type(leaf).__name__ else ""
+            raise _refusal(call, f"it is given a {type(leaf).__name__}, which it may write to{advice}")
 
 
 def _check(call: GroupCall, partition: Partition, returned: _Returned) -> None:
@@ -185,7 +195,7 @@ def _check(call: GroupCall, partition: Partition, returned: _Returned) -> None:
 def _explained(call: GroupCall) -> Iterator[None]:
     try:
         yield
-    except (RuntimeError, ValueError, NotImplementedError, TypeError, AttributeError) as error:
+    except Exception as error:  # torch's tracer and the group's own code may raise anything
         text = str(error).strip().splitlines()
         raise _refusal(call, f"{type(error).__name__}: {text[0] if text else ''}") from error
 
