@@ -44,6 +44,10 @@ class Step:
     """Of what it reads, what it sees through a view that cuts or turns it: element by element it cannot be written over."""
     is_heavy: bool = False
     """Whether an element takes a processor long: exponentials and logarithms."""
+    extent: int = 0
+    """Elements that its code goes over: of its result, or of what it reduces."""
+    over_rows: bool = True
+    """For a reduction: whether it sums along the last dimension, as pointwise code beside it runs."""
     operator: str = ""
     """Without its overload: `aten.mm`."""
     call: KernelCall | None = None

@@ -20,6 +20,9 @@ Place = str | tuple[str, ...]
 LOWERED_POINTWISE = ("aten.slice_scatter", "aten.select_scatter", "aten.constant_pad_nd")
 """Not in the partitioner's list, and still pointwise code in inductor."""
 
+MAX_FUSED_PARTS = 8
+"""Of a concatenation that pointwise code reads."""
+
 STRAIGHT_VIEWS = ("aten.view", "aten.unsqueeze", "aten.squeeze", "aten.alias")
 """Views that leave every element in its place."""
 
@@ -179,6 +182,8 @@ class _Reader:
                     work,
                     turned,
                     is_heavy=_packet(node) in HEAVY,
+                    extent=_num_elements(node) if work is Work.POINTWISE else _num_read(node),
+                    over_rows=_is_over_rows(node),
                     operator=_packet(node),
                     call=_kernel_call(node) if work is Work.KERNEL else None,
                 )
@@ -202,10 +207,19 @@ class _Reader:
 
     def _work(self, node: fx.Node) -> Work:
         packet = getattr(node.target, "overloadpacket", None)
-        if packet not in self._fusible and _packet(node) not in LOWERED_POINTWISE:
+        if packet not in self._fusible and _packet(node) not in LOWERED_POINTWISE and not self._is_fused_cat(node):
             return Work.KERNEL
-        num_read = max((_num_elements(argument) for argument in node.all_input_nodes), default=0)
-        return Work.REDUCTION if _num_elements(node) < num_read else Work.POINTWISE
+        return Work.REDUCTION if _num_elements(node) < _num_read(node) else Work.POINTWISE
+
+    def _is_fused_cat(self, node: fx.Node) -> bool:
+        """Whether parts are put together inside of whoever reads them, as inductor does for few parts and pointwise readers."""
+        parts = node.args[0] if node.args else ()
+        if _packet(node) != "aten.cat" or not isinstance(parts, tuple | list) or len(parts) > MAX_FUSED_PARTS:
+            return False
+        return all(
+            getattr(user.target, "overloadpacket", None) in self._fusible or _packet(user) in LOWERED_POINTWISE
+            for user in node.users
+        )
 
 
 def _returned(graph: fx.Graph) -> tuple[Any, ...]:
@@ -244,6 +258,18 @@ def _form(value: Tensor) -> Tensor:
 
 def _num_bytes(value: object) -> int:
     return value.nbytes if isinstance(value, Tensor) else 0
+
+
+def _num_read(node: fx.Node) -> int:
+    return max((_num_elements(argument) for argument in node.all_input_nodes), default=0)
+
+
+def _is_over_rows(node: fx.Node) -> bool:
+    dims = node.args[1] if len(node.args) > 1 else None
+    value = node.all_input_nodes[0].meta.get("val") if node.all_input_nodes else None
+    if not isinstance(dims, tuple | list) or not isinstance(value, Tensor):
+        return True
+    return -1 in dims or value.dim() - 1 in dims
 
 
 def _num_elements(node: fx.Node) -> int:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from lowtide import compat
 from lowtide.errors import TraceError
-from lowtide.partition.fusion import fuse
 from lowtide.partition.program import Program
 from lowtide.partition.reading import Partition, read_partition
+from lowtide.partition.scheduling import schedule
 from lowtide.tracing import block_signature
 from lowtide.tracing.attention_rules import enabled_backends
 from lowtide.tracing.card_attention import CardAttention
@@ -37,7 +37,7 @@ class Captured:
 
     partition: Partition
     forward: Program
-    """Without what fusion never writes."""
+    """As compiled code would run it."""
     backward: Program
     needs_gradient: tuple[bool, ...]
     """For each tensor that the group returns."""
@@ -104,8 +104,8 @@ class Captures:
         _check(call, partition, returned)
         return Captured(
             partition=partition,
-            forward=fuse(partition.forward),
-            backward=fuse(partition.backward),
+            forward=schedule(partition.forward),
+            backward=schedule(partition.backward, freeable=partition.saved),
             needs_gradient=tuple(returned.needs_gradient),
             others=tuple(TENSOR if isinstance(leaf, Tensor) else leaf for leaf in returned.leaves),
             structure=returned.structure,

@@ -1,0 +1,122 @@
+"""Joining, in a simple form of inductor's: kernels of fused code that read the same buffers become one.
+
+One kernel writes all of its results at a time, so that results exist earlier than the graph would make them, and what they
+are computed from ends earlier. Pairs are joined by the bytes that they share, the most first, where
+
+- both go over as many elements, and reduce alike: along rows, which pointwise code can follow, or along columns;
+- nothing that one of them needs waits for the other by way of a third.
+
+Left out of the model: limits on the size of a kernel, loops in another order, reductions along rows and columns in one kernel.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from lowtide.partition.program import Program, Step, Work
+
+MAX_ROUNDS = 10
+"""As in inductor."""
+
+
+def join(program: Program) -> Program:
+    """The program with kernels joined, in an order that is possible."""
+    steps = list(program.steps)
+    for _ in range(MAX_ROUNDS):
+        joined = _joined_once(program, steps)
+        if len(joined) == len(steps):
+            break
+        steps = joined
+    return replace(program, steps=tuple(steps))
+
+
+def in_order(steps: Iterable[Step]) -> list[Step]:
+    """Steps in the order in which they are given, each behind those that make what it reads."""
+    given = list(steps)
+    makers = {buffer: index for index, step in enumerate(given) for buffer in step.writes}
+    before = [[makers[buffer] for buffer in step.reads if buffer in makers] for step in given]
+    return [given[index] for index in behind(range(len(given)), before)]
+
+
+def behind(order: Iterable[int], before: Sequence[Iterable[int]]) -> list[int]:
+    """Numbers in an order, each behind those that must come before it, which are taken in their own order."""
+    placed: dict[int, None] = {}
+    # No recursion: a chain may be longer than Python's stack.
+    waiting = list(order)[::-1]
+    while waiting:
+        missing = [] if waiting[-1] in placed else [index for index in before[waiting[-1]] if index not in placed]
+        if missing:
+            waiting += reversed(missing)
+        else:
+            placed[waiting.pop()] = None
+    return list(placed)
+
+
+def _joined_once(program: Program, steps: Sequence[Step]) -> list[Step]:
+    """Every step joined with at most one other."""
+    pairs = []
+    for (first, one), (second, other) in itertools.combinations(enumerate(steps), 2):
+        shared = _shared_bytes(program, one, other) if _go_together(one, other) else 0
+        if shared:
+            pairs.append((-shared, second - first, first, second))
+    left = dict(enumerate(steps))
+    ancestors = _ancestors(steps)
+    joined: set[int] = set()
+    for *_, first, second in sorted(pairs):
+        if first in joined or second in joined or not _is_free(ancestors, steps[first].name, steps[second].name):
+            continue
+        joined |= {first, second}
+        left[first] = _merged(program, left, first, second)
+        del left[second]
+        # With every pair the graph becomes another.
+        ancestors = _ancestors(left.values())
+    return in_order(left.values())
+
+
+def _go_together(one: Step, other: Step) -> bool:
+    if Work.KERNEL in (one.work, other.work) or one.extent != other.extent:
+        return False
+    return one.over_rows == other.over_rows
+
+
+def _shared_bytes(program: Program, one: Step, other: Step) -> int:
+    common = (set(one.reads) | set(one.writes)) & (set(other.reads) | set(other.writes))
+    return sum(program.sizes[buffer] for buffer in common)
+
+
+def _is_free(ancestors: dict[str, set[str]], one: str, other: str) -> bool:
+    """Whether no third step needs one of the two and is needed by the other."""
+    return not any(
+        (one in before and third in ancestors[other]) or (other in before and third in ancestors[one])
+        for third, before in ancestors.items()
+    )
+
+
+def _ancestors(steps: Iterable[Step]) -> dict[str, set[str]]:
+    """For each step the names of all that must have run before."""
+    ordered = in_order(steps)
+    makers = {buffer: step.name for step in ordered for buffer in step.writes}
+    found: dict[str, set[str]] = {}
+    for step in ordered:
+        direct = {makers[buffer] for buffer in step.reads if buffer in makers}
+        found[step.name] = direct.union(*(found[name] for name in direct))
+    return found
+
+
+def _merged(program: Program, steps: Mapping[int, Step], first: int, second: int) -> Step:
+    one, other = steps[first], steps[second]
+    made = {*one.writes, *other.writes}
+    others = (step for index, step in steps.items() if index not in (first, second))
+    needed = program.outputs.union(*(step.reads for step in others))
+    return replace(
+        other,
+        name=one.name,
+        reads=tuple(buffer for buffer in dict.fromkeys((*one.reads, *other.reads)) if buffer not in made),
+        # What only the two exchange is never written.
+        writes=tuple(buffer for buffer in (*one.writes, *other.writes) if buffer in needed),
+        work=Work.REDUCTION if Work.REDUCTION in (one.work, other.work) else Work.POINTWISE,
+        # What both read cannot be written over by what one of them makes.
+        turned=one.turned | other.turned | (frozenset(one.reads) & frozenset(other.reads)),
+    )
