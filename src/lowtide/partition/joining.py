@@ -4,6 +4,8 @@ One kernel writes all of its results at a time, so that results exist earlier th
 are computed from ends earlier. Pairs are joined by the bytes that they share, the most first, where
 
 - both go over as many elements, and reduce alike: along rows, which pointwise code can follow, or along columns;
+- not each of them is alone in reading a result of one size, which it could have given back or written over by itself, unless they
+  share a good part of what that is;
 - nothing that one of them needs waits for the other by way of a third.
 
 Left out of the model: limits on the size of a kernel, loops in another order, reductions along rows and columns in one kernel.
@@ -12,6 +14,7 @@ Left out of the model: limits on the size of a kernel, loops in another order, r
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -19,6 +22,8 @@ from lowtide.partition.program import Program, Step, Work
 
 MAX_ROUNDS = 10
 """As in inductor."""
+LOST_PER_SHARED = 32
+"""Elements that two kernels may forgo to write over, for each byte that both read: inductor's, which calls it arbitrary."""
 
 
 def join(program: Program) -> Program:
@@ -56,10 +61,11 @@ def behind(order: Iterable[int], before: Sequence[Iterable[int]]) -> list[int]:
 
 def _joined_once(program: Program, steps: Sequence[Step]) -> list[Step]:
     """Every step joined with at most one other."""
+    alone = _read_alone(program, steps)
     pairs = []
     for (first, one), (second, other) in itertools.combinations(enumerate(steps), 2):
         shared = _shared_bytes(program, one, other) if _go_together(one, other) else 0
-        if shared:
+        if shared and not (alone[first] & alone[second] and one.extent > LOST_PER_SHARED * shared):
             pairs.append((-shared, second - first, first, second))
     left = dict(enumerate(steps))
     ancestors = _ancestors(steps)
@@ -84,6 +90,16 @@ def _go_together(one: Step, other: Step) -> bool:
 def _shared_bytes(program: Program, one: Step, other: Step) -> int:
     common = (set(one.reads) | set(one.writes)) & (set(other.reads) | set(other.writes))
     return sum(program.sizes[buffer] for buffer in common)
+
+
+def _read_alone(program: Program, steps: Sequence[Step]) -> list[set[int]]:
+    """For each step the sizes of results that no other step reads; parts of a kernel's several results do not count."""
+    num_readers = Counter(buffer for step in steps for buffer in step.reads)
+    single = {buffer for step in steps if step.call is None or len(step.writes) == 1 for buffer in step.writes}
+    return [
+        {program.sizes[buffer] for buffer in step.reads if buffer in single and num_readers[buffer] == 1}
+        for step in steps
+    ]
 
 
 def _is_free(ancestors: dict[str, set[str]], one: str, other: str) -> bool:

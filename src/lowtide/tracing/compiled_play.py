@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lowtide.partition.lifetimes import Moment, moments, unread_inputs
 from lowtide.partition.program import Program, Step
+from lowtide.partition.reuse import with_reuse
 from lowtide.tracing.ghost.mode import GhostMode
 from lowtide.tracing.ghost.operators import Operator, describe
 from lowtide.tracing.ghost.tensor import Ghost
@@ -35,7 +36,7 @@ def play(
     """
     for buffer in unread_inputs(program, kept):
         given.pop(buffer, None)  # of the backward's inputs, only those that it reads are given
-    for moment in moments(program, kept=kept, donated=donated):
+    for moment in with_reuse(program, moments(program, kept=kept, donated=donated)):
         _run(moment, given, forms, mode)
     return {buffer: given[buffer] for buffer in program.outputs}
 
