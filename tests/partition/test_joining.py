@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lowtide.partition.joining import LOST_PER_SHARED, behind, in_order, join
+from lowtide.partition.joining import LOST_PER_SHARED, MAX_DISTANCE, behind, in_order, join
 from lowtide.partition.liveness import find_peak
 from lowtide.partition.program import Program, Step, Work
 
@@ -94,6 +94,16 @@ def test_results_that_each_could_write_over_keep_them_apart_unless_they_share_en
 def test_what_both_read_is_not_written_over() -> None:
     [joined] = join(program(pointwise("a", "x"), pointwise("b", "x", "y"), outputs=("a", "b"))).steps
     assert joined.turned == {"x"}
+
+
+def test_far_apart_steps_stay_apart() -> None:
+    def num_steps(between: int) -> int:
+        others = [kernel(f"k{number}", "w") for number in range(between)]
+        steps = (pointwise("a", "x"), *others, pointwise("b", "x"))
+        return len(join(program(*steps, outputs=("a", "b"))).steps)
+
+    assert num_steps(MAX_DISTANCE - 1) == MAX_DISTANCE
+    assert num_steps(MAX_DISTANCE) == MAX_DISTANCE + 2
 
 
 def test_long_chains() -> None:

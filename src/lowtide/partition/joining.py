@@ -22,6 +22,8 @@ from lowtide.partition.program import Program, Step, Work
 
 MAX_ROUNDS = 10
 """As in inductor."""
+MAX_DISTANCE = 64
+"""Steps between two that are joined; beyond, what lies between would have to wait for too long."""
 LOST_PER_SHARED = 32
 """Elements that two kernels may forgo to write over, for each byte that both read: inductor's, which calls it arbitrary."""
 
@@ -64,20 +66,22 @@ def _joined_once(program: Program, steps: Sequence[Step]) -> list[Step]:
     alone = _read_alone(program, steps)
     pairs = []
     for (first, one), (second, other) in itertools.combinations(enumerate(steps), 2):
-        shared = _shared_bytes(program, one, other) if _go_together(one, other) else 0
+        if second - first > MAX_DISTANCE or not _go_together(one, other):
+            continue
+        shared = _shared_bytes(program, one, other)
         if shared and not (alone[first] & alone[second] and one.extent > LOST_PER_SHARED * shared):
             pairs.append((-shared, second - first, first, second))
     left = dict(enumerate(steps))
-    ancestors = _ancestors(steps)
+    order = _Order(steps)
     joined: set[int] = set()
     for *_, first, second in sorted(pairs):
-        if first in joined or second in joined or not _is_free(ancestors, steps[first].name, steps[second].name):
+        if first in joined or second in joined or not order.is_free(steps[first].name, steps[second].name):
             continue
         joined |= {first, second}
         left[first] = _merged(program, left, first, second)
         del left[second]
         # With every pair the graph becomes another.
-        ancestors = _ancestors(left.values())
+        order = _Order(left.values())
     return in_order(left.values())
 
 
@@ -102,23 +106,25 @@ def _read_alone(program: Program, steps: Sequence[Step]) -> list[set[int]]:
     ]
 
 
-def _is_free(ancestors: dict[str, set[str]], one: str, other: str) -> bool:
-    """Whether no third step needs one of the two and is needed by the other."""
-    return not any(
-        (one in before and third in ancestors[other]) or (other in before and third in ancestors[one])
-        for third, before in ancestors.items()
-    )
+class _Order:
+    """Which steps must run before which, by name. Sets are bits of a number: a whole model has thousands of steps."""
 
+    def __init__(self, steps: Iterable[Step]) -> None:
+        ordered = in_order(steps)
+        self._bits = {step.name: 1 << index for index, step in enumerate(ordered)}
+        makers = {buffer: step.name for step in ordered for buffer in step.writes}
+        before = {step.name: {makers[buffer] for buffer in step.reads if buffer in makers} for step in ordered}
+        self._before, self._after = dict.fromkeys(self._bits, 0), dict.fromkeys(self._bits, 0)
+        for step in ordered:
+            for name in before[step.name]:
+                self._before[step.name] |= self._before[name] | self._bits[name]
+        for step in reversed(ordered):
+            for name in before[step.name]:
+                self._after[name] |= self._after[step.name] | self._bits[step.name]
 
-def _ancestors(steps: Iterable[Step]) -> dict[str, set[str]]:
-    """For each step the names of all that must have run before."""
-    ordered = in_order(steps)
-    makers = {buffer: step.name for step in ordered for buffer in step.writes}
-    found: dict[str, set[str]] = {}
-    for step in ordered:
-        direct = {makers[buffer] for buffer in step.reads if buffer in makers}
-        found[step.name] = direct.union(*(found[name] for name in direct))
-    return found
+    def is_free(self, one: str, other: str) -> bool:
+        """Whether no third step needs one of the two and is needed by the other."""
+        return not (self._after[one] & self._before[other] or self._after[other] & self._before[one])
 
 
 def _merged(program: Program, steps: Mapping[int, Step], first: int, second: int) -> Step:
