@@ -29,7 +29,7 @@ def predict(row: dict[str, object]) -> dict[str, object]:
     sequences, length = (int(part) for part in str(row["batch"]).split("x"))
     model = build(str(row["model"]), on="meta", recompute=row["kind"] == "checkpoint", positions=length)
     ids = torch.randint(0, SIZES[str(row["model"])]["v"], (sequences, length))
-    settings = lowtide.StepSettings(activations=str(row["policy"]) if "policy" in row else None)
+    settings = lowtide.StepSettings(activations=_word(row))
     result = lowtide.trace(
         model, {"input_ids": ids, "labels": ids}, settings=settings, hardware="h200", torch_version=TORCH
     )
@@ -42,6 +42,12 @@ def predict(row: dict[str, object]) -> dict[str, object]:
     }
 
 
+def _word(row: dict[str, object]) -> str | None:
+    if "share" in row:
+        return f"compile-budget/{row['share']}"
+    return str(row["policy"]) if "policy" in row else None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--commit", default=None)
@@ -51,8 +57,9 @@ def main() -> None:
     rows = []
     for suite in ("policies", "policies_long"):
         for row in SUITES[suite]:
-            # Not predicted: compiled code, and torch's own way to the host.
-            if row["kind"] in ("plain", "checkpoint") or (row["kind"] == "policy" and "share" not in row):
+            # Not predicted: torch's own way to the host. Layers compiled one by one under torch's own switch are compiled as
+            # under our policy.
+            if row["kind"] in ("plain", "checkpoint", "policy", "torch budget"):
                 rows.append({"suite": suite, **predict(row)})
                 print(rows[-1], flush=True)
     record = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from lowtide.activations import Keep, Offload, Policy, Recompute, Selective, policy_of, resolve
+from lowtide.activations import CompileBudget, Keep, Offload, Policy, Recompute, Selective, policy_of, resolve
 from lowtide.errors import ConfigError, UnknownNameError
 from tests.activations.measured import stack
 
@@ -22,13 +22,19 @@ def test_a_word_is_the_policy_with_its_defaults(word: str, policy: Policy) -> No
 def test_unknown_words_name_the_nearest() -> None:
     with pytest.raises(UnknownNameError, match="no activation policy named 'recomput'; did you mean 'recompute'"):
         policy_of("recomput")
-    with pytest.raises(ConfigError, match=r"CompileBudget\(share=0.5\)"):
-        policy_of("compile-budget")
+    for word, fault in (("compile-budget", "and has no default"), ("compile-budget/half", "not 'half'")):
+        with pytest.raises(
+            ConfigError, match=rf"is a number,? {fault}; write 'compile-budget/0.5' or CompileBudget\(share=0.5\)"
+        ):
+            policy_of(word)
+    with pytest.raises(ConfigError, match="share is 2.0"):
+        policy_of("compile-budget/2")
 
 
 def test_words_with_a_number() -> None:
     assert policy_of("recompute/4") == Recompute(segment=4)
     assert policy_of("offload/all") == Offload(recompute=False)
+    assert policy_of("compile-budget/0.5") == CompileBudget(share=0.5)
     for word in ("recompute/0", "recompute/x"):
         with pytest.raises(ConfigError, match="give a number of blocks, 1 or more"):
             policy_of(word)

@@ -15,8 +15,8 @@ from lowtide.tracing.step_trace import Category, Phase, StepTrace
 from lowtide.units import MiB
 from tests.tracing.samples import TraceBuilder
 
-SELECTIVE, RECOMPUTE, SEGMENTS, OFFLOAD, OFFLOAD_ALL, CHUNKED = ACTIVATION_TECHNIQUES
-POLICIES = (SELECTIVE, RECOMPUTE, SEGMENTS, OFFLOAD, OFFLOAD_ALL)
+COMPILED, SELECTIVE, RECOMPUTE, SEGMENTS, OFFLOAD, OFFLOAD_ALL, CHUNKED = ACTIVATION_TECHNIQUES
+POLICIES = (COMPILED, SELECTIVE, RECOMPUTE, SEGMENTS, OFFLOAD, OFFLOAD_ALL)
 
 
 def problem(**settings: object) -> Problem:
@@ -47,13 +47,14 @@ def trace_with(*, recomputed: bool = False, logits: bool = False) -> StepTrace:
 
 # Which policies are tried where one is on: those that hold less.
 TRIED = {
-    None: {"selective", "recompute", "recompute/", "offload", "offload/all"},
-    "keep": {"selective", "recompute", "recompute/", "offload", "offload/all"},
-    "selective": {"recompute", "recompute/", "offload"},
+    None: {"compile-budget/0.5", "selective", "recompute", "recompute/", "offload", "offload/all"},
+    "keep": {"compile-budget/0.5", "selective", "recompute", "recompute/", "offload", "offload/all"},
+    "selective": {"compile-budget/0.5", "recompute", "recompute/", "offload"},
     "recompute": {"recompute/", "offload"},
     "recompute/2": set(),
     "offload": set(),
     "offload/all": set(),
+    "compile-budget/0.5": set(),
 }
 
 
@@ -71,6 +72,8 @@ def test_which_policies_are_tried_on_top_of_another(word: str | None) -> None:
         ("recompute/2", SEGMENTS, "it is on already"),
         ("offload/all", OFFLOAD_ALL, "it is on already"),
         ("offload", RECOMPUTE, "offload is on in its place"),
+        ("compile-budget/0.5", COMPILED, "it is on already"),
+        ("compile-budget/0.3", RECOMPUTE, "compile-budget/0.3 is on in its place"),
     ],
 )
 def test_why_one_is_not(word: str, technique: ActivationPolicy, refusal: str) -> None:

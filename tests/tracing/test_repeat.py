@@ -105,6 +105,7 @@ class TestRealModels:
             {},
             {"activations": "recompute"},
             {"activations": "selective"},
+            {"activations": "compile-budget/0.5"},
             {"update": UpdateSchedule.IN_BACKWARD},
             {"keep_gradients": True, "max_grad_norm": 1.0},
             {"attention": "math"},

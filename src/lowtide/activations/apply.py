@@ -11,7 +11,7 @@ from lowtide.activations.compile_check import CompileCheck, refuse_compiled_hold
 from lowtide.activations.key_value_cache import CachesOff
 from lowtide.activations.offloading import IsWeight, Offloading
 from lowtide.activations.policy import CompileBudget, Keep, Offload, Policies, Policy
-from lowtide.activations.policy_call import Counts, PolicyCall
+from lowtide.activations.policy_call import CompileGroup, Counts, PolicyCall, compiled
 from lowtide.activations.resolve import resolve
 from lowtide.activations.segments import Segments
 from lowtide.memory.mover import Mover
@@ -39,14 +39,26 @@ class Applied:
     """Policies at work on a model, until `remove` or the end of a `with` block."""
 
     def __init__(
-        self, model: nn.Module, policies: dict[str, Policy], *, offloading: Offloading, turn_off_caches: bool
+        self,
+        model: nn.Module,
+        policies: dict[str, Policy],
+        *,
+        offloading: Offloading,
+        compile_group: CompileGroup,
+        turn_off_caches: bool,
     ) -> None:
         self.policies = policies
         """By the path of the module."""
         self._offloading, self._counts, segments = offloading, Counts(), Segments()
         self._calls = [
             PolicyCall(
-                model.get_submodule(path), path, policy, offloading=offloading, segments=segments, counts=self._counts
+                model.get_submodule(path),
+                path,
+                policy,
+                offloading=offloading,
+                segments=segments,
+                counts=self._counts,
+                compile_group=compile_group,
             )
             for path, policy in policies.items()
         ]
@@ -99,6 +111,7 @@ def apply(
     mover: Mover | None = None,
     is_weight: IsWeight | None = None,
     poison: bool = False,
+    compile_group: CompileGroup | None = None,
 ) -> Applied:
     """Let the chosen modules of a model keep, recompute or offload what they save for the backward.
 
@@ -114,6 +127,8 @@ def apply(
             both tiers are the same memory, and offloading saves nothing: it is emulated there.
         is_weight: Tells weights among saved tensors, beyond the parameters and buffers of the group itself.
         poison: Fill memory with NaN before each copy into it, so that a missing wait shows. For tests.
+        compile_group: Compiles a module under a budget. None: `torch.compile` with inductor. A prediction, which must not
+            compile, gives its own.
 
     Example:
         >>> from lowtide.activations import Recompute
@@ -129,7 +144,11 @@ def apply(
     chosen = resolve(model, policies)
     offloading = Offloading(mover, is_weight, poison=poison)
     return Applied(
-        model, chosen, offloading=offloading, turn_off_caches=any(_runs_again(policy) for policy in chosen.values())
+        model,
+        chosen,
+        offloading=offloading,
+        compile_group=compile_group or compiled,
+        turn_off_caches=any(_runs_again(policy) for policy in chosen.values()),
     )
 
 

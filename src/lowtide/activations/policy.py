@@ -84,6 +84,17 @@ def _require_count(key: str, value: object, *, least: int) -> None:
         raise ConfigError(f"{key} is {value!r}; give a whole number, {least} or more", key=key)
 
 
+def _share(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        found = f", not {text!r}" if text else " and has no default"
+        raise ConfigError(
+            f"the share of a compile budget is a number{found}; write 'compile-budget/0.5' or CompileBudget(share=0.5)",
+            key="share",
+        ) from None
+
+
 WORDS: dict[str, Policy] = {
     "keep": KEEP,
     "selective": Selective(),
@@ -105,6 +116,7 @@ def policy_of(policy: Policy | str) -> Policy:
     | `recompute/4` | four blocks in a row share one kept input |
     | `offload` | as `recompute`, and the kept inputs wait on the host |
     | `offload/all` | nothing is computed again, every large saved tensor waits on the host |
+    | `compile-budget/0.5` | each block is compiled, to save about half of what the compiler would |
 
     Example:
         >>> policy_of("recompute/4")
@@ -127,8 +139,8 @@ def policy_of(policy: Policy | str) -> Policy:
     kind, _, number = policy.partition("/")
     if kind == "recompute" and number.isdecimal() and int(number):
         return Recompute(segment=int(number))
-    if policy == "compile-budget":
-        raise ConfigError("a compile budget has no default share; write CompileBudget(share=0.5)", key="share")
+    if kind == "compile-budget":
+        return CompileBudget(share=_share(number))
     if kind == "recompute" and number:
         raise ConfigError(f"{policy!r}: give a number of blocks, 1 or more, as in 'recompute/4'", key="activations")
     raise UnknownNameError("activation policy", policy, WORDS)

@@ -21,6 +21,9 @@ from lowtide.activations.segments import Segments
 from lowtide.activations.selective import explain_fault, selective_contexts
 from lowtide.errors import ActivationError
 
+CompileGroup = Callable[[nn.Module, str, float], Callable[..., Any]]
+"""From a module, its path and the share of what it may save to what takes its calls."""
+
 
 class Counts:
     """How often groups have run again, over all modules of a model."""
@@ -48,6 +51,7 @@ class PolicyCall:
         offloading: Shared by the modules of the model.
         segments: Shared by the modules of the model.
         counts: Shared by the modules of the model.
+        compile_group: Compiles the module, where its policy is a compile budget.
     """
 
     def __init__(
@@ -59,9 +63,11 @@ class PolicyCall:
         offloading: Offloading,
         segments: Segments,
         counts: Counts,
+        compile_group: CompileGroup,
     ) -> None:
         self._module, self._path, self._policy = module, path, policy
         self._offloading, self._segments, self._counts = offloading, segments, counts
+        self._compile = compile_group
         self._buffers = MovingBuffers(module)
         self._inner: Callable[..., Any] | None = None
         self._compiled: Callable[..., Any] | None = None
@@ -72,7 +78,7 @@ class PolicyCall:
     def install(self) -> None:
         """Take the module's calls."""
         if isinstance(self._policy, CompileBudget):
-            self._compiled = torch.compile(compat.plain_call(self._module), backend=_compiler(self._policy.share))
+            self._compiled = self._compile(self._module, self._path, self._policy.share)
         self._inner = compat.replace_call(self._module, self._call)
         compat.show_call_to_compiler(self._module, shows=not isinstance(self._policy, Keep))
         self._is_active = True
@@ -173,6 +179,12 @@ class PolicyCall:
         return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves) or any(
             parameter.requires_grad for parameter in self._module.parameters()
         )
+
+
+def compiled(module: nn.Module, path: str, share: float) -> Callable[..., Any]:
+    """The module compiled by torch, with a share of what it would save."""
+    call: Callable[..., Any] = torch.compile(compat.plain_call(module), backend=_compiler(share))
+    return call
 
 
 @functools.cache

@@ -56,11 +56,14 @@ def trace_joint_graph(
     from torch._functorch.aot_autograd import aot_module_simplified
     from torch._inductor import compile_fx, config
     from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.virtualized import V
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     catcher = _make_catcher()
     # Models hold small tensors of their own that are no buffers; those are taken as they are.
-    with FakeTensorMode(allow_non_fake_inputs=True), config.patch(custom_partitioner_fn=catcher):
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # Inductor's passes over random operators look for the mode there.
+    with mode, V.set_fake_mode(mode), config.patch(custom_partitioner_fn=catcher):
         fakes = [torch.empty_like(tensor, device="cpu") for tensor in (*weights, *inputs)]
         for fake, tensor in zip(fakes, (*weights, *inputs), strict=True):
             fake.requires_grad_(tensor.requires_grad)

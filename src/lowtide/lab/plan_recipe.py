@@ -22,7 +22,7 @@ class PlanRecipe:
     schedule: Schedule = Schedule.DEFERRED
     activations: str | dict[str, str] | None = None
     """What becomes of what blocks save for their backward: `keep`, `selective`, `recompute`, `recompute/4`, `offload`,
-    `offload/all`; by group name too."""
+    `offload/all`, `compile-budget/0.5`; by group name too."""
     prefetch_depth: int = 1
     """Groups ahead of the running one that are copied to the device."""
     device_memory: str | int | None = None

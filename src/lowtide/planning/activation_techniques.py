@@ -18,6 +18,7 @@ FEWEST_FOR_SEGMENTS = 4
 """Blocks: with fewer, segments of about their square root are single blocks or all of them."""
 
 _BETTER_THAN = {
+    "compile-budget/0.5": ("keep", "selective"),
     "selective": ("keep",),
     "recompute": ("keep", "selective"),
     "recompute/": ("keep", "selective", "recompute"),
@@ -29,7 +30,7 @@ _BETTER_THAN = {
 
 @dataclass(frozen=True, slots=True)
 class ActivationPolicy:
-    """A policy for what the repeated blocks save for their backward. Changes no number; costs time."""
+    """A policy for what the repeated blocks save for their backward. Changes no number, unless it compiles; costs time."""
 
     name: str
     word: str
@@ -116,6 +117,7 @@ def _is_recomputed(trace: StepTrace) -> bool:
 
 
 ACTIVATION_TECHNIQUES = (
+    ActivationPolicy("compiled, half the budget", "compile-budget/0.5"),
     ActivationPolicy("selective recompute", "selective"),
     ActivationPolicy("recompute", "recompute"),
     ActivationPolicy("recompute in segments", "recompute/"),

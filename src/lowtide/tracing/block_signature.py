@@ -83,6 +83,11 @@ def are_alike(first: Signature, second: Signature, distance: int) -> bool:
     return True
 
 
+def without_own_numbers(signature: Signature) -> tuple[Any, ...]:
+    """What is left of a signature without the numbers that its block decides nothing by: equal for blocks that are alike."""
+    return signature.structure, tuple(number for number in signature.numbers if _decides_by(number[0], number[1]))
+
+
 def own_numbers(first: nn.Module, second: nn.Module) -> set[tuple[type, str]]:
     """The settings, by class and name, in which two blocks that are alike differ."""
     left_signature, right_signature = describe(first), describe(second)

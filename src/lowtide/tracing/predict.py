@@ -17,6 +17,7 @@ from lowtide.hardware import Hardware
 from lowtide.tracing.activation_setup import activations_applied, connects_blocks
 from lowtide.tracing.allocator import AllocatorSettings
 from lowtide.tracing.assemble import assemble
+from lowtide.tracing.compiled_groups import GhostCompiler
 from lowtide.tracing.ghost import chunked_loss
 from lowtide.tracing.ghost.cuda_module import cuda_functions
 from lowtide.tracing.ghost.literal_devices import LiteralDevices
@@ -96,8 +97,10 @@ def _predict(
         recorder.updater = type(step.optimizer).__name__ if step.optimizer is not None else ""
         _name_weights(step.model, recorder)
 
+        compiler = GhostCompiler(mode, machine.card_attention, job.torch_version)
+        mover = GhostMover(machine.device)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(activations_applied(step.model, job.settings, mover=GhostMover(machine.device)))
+            stack.enter_context(activations_applied(step.model, job.settings, mover=mover, compile_group=compiler))
             if surroundings is not None:
                 stack.enter_context(surroundings.around(step.model, DeviceMemory(recorder, machine.device, mode.fail)))
             recorder, first_event, first_op = _run_steps(step, mode, job, surroundings, on_progress)

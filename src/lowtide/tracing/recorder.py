@@ -21,8 +21,9 @@ from lowtide.tracing.step_trace import Category, Phase
 
 _OWN = str(Path(__file__).parent)
 _STEP = str(Path(__file__).with_name("training_step.py"))
-_SKIPPED = (str(Path(torch.__file__).parent), _OWN, "<")
-"""Frames of torch and of the tracer say nothing about the user's model."""
+_POLICIES = str(Path(_OWN).parent / "activations" / "policy_call.py")
+_SKIPPED = (str(Path(torch.__file__).parent), _OWN, _POLICIES, "<")
+"""Frames of torch, of the tracer and of what takes a group's calls say nothing about the user's model."""
 _PLUMBING = (
     _OWN,
     *(str(Path(torch.__file__).parent / part) for part in ("utils/_python_dispatch.py", "_dynamo", "_compile.py")),

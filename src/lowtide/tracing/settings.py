@@ -41,7 +41,8 @@ class StepSettings:
     """`bfloat16`, `float16` or `float32`: convert the model, and floating point inputs with it, before the step."""
     activations: str | None = None
     """What becomes of what each repeated block's forward saves for its backward: `keep`, `selective`, `recompute`,
-    `recompute/4` (four blocks share one kept input), `offload` (recompute, its inputs on the host) or `offload/all`."""
+    `recompute/4` (four blocks share one kept input), `offload` (recompute, its inputs on the host), `offload/all` or
+    `compile-budget/0.5` (compiled, to save about half of what the compiler would)."""
     chunked_loss: bool = False
     """Compute the loss of a Hugging Face language model in chunks of tokens, so that its logits never exist at once."""
     update: UpdateSchedule = UpdateSchedule.DEFERRED

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lowtide import compat
 from lowtide.errors import ConfigError, TraceError
@@ -17,31 +15,11 @@ from lowtide.lab.recipe import Recipe
 from lowtide.lab.training import Batch, make_batches
 from lowtide.models import resolve_model
 from lowtide.tracing.attention_choices import AttentionChoices
+from lowtide.tracing.card_attention import CardAttention
 from lowtide.tracing.ghost.attention import Attention
 
 HOPPER = (9, 0)
 """Compute capability that is taken where no card is there to ask."""
-
-
-class CardAttention(TorchFunctionMode):
-    """Attention takes the backend it would take on a card, whose kernels save other tensors than the host's."""
-
-    def __init__(self, capability: tuple[int, int]) -> None:
-        super().__init__()
-        major, minor = torch.__version__.split(".")[:2]
-        self.choices = AttentionChoices(capability, (int(major), int(minor)))
-        self._attention = Attention(self.choices, lambda: "")
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # whatever torch's function returns
-        if func is F.scaled_dot_product_attention:
-            return self._attention(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
 
 
 def trace_recipe(recipe: Recipe) -> tuple[compat.JointGraph, tuple[str, ...]]:
@@ -61,9 +39,11 @@ def trace_recipe(recipe: Recipe) -> tuple[compat.JointGraph, tuple[str, ...]]:
     model = source.build(recipe.torch_dtype)
     if recipe.device == "cpu":
         return trace_model(model, batch, name=recipe.model), ("attention as on the host",)
-    with CardAttention(_capability()) as attention:
+    major, minor = torch.__version__.split(".")[:2]
+    choices = AttentionChoices(_capability(), (int(major), int(minor)))
+    with CardAttention(Attention(choices, lambda: "")):
         joint = trace_model(model, batch, name=recipe.model)
-    return joint, tuple(attention.choices.notes())
+    return joint, tuple(choices.notes())
 
 
 def trace_model(model: nn.Module, batch: Batch, *, name: str) -> compat.JointGraph:

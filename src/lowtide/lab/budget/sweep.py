@@ -11,14 +11,14 @@ import torch
 from lowtide import compat
 from lowtide.errors import ConfigError
 from lowtide.lab.budget.flops import recomputed_share
-from lowtide.lab.budget.fusion import fuse
 from lowtide.lab.budget.joint import trace_recipe
-from lowtide.lab.budget.liveness import find_peak
 from lowtide.lab.budget.points import BudgetPoint, not_monotone
-from lowtide.lab.budget.reading import Partition, read_partition
 from lowtide.lab.progress import OnProgress, Progress
 from lowtide.lab.recipe import Recipe
 from lowtide.models import resolve_model
+from lowtide.partition.fusion import fuse
+from lowtide.partition.liveness import find_peak
+from lowtide.partition.reading import Partition, read_partition
 
 COUNTED = (
     "bytes are those of live tensors: the allocator's rounding, the libraries' workspaces and the optimizer's update are not "

@@ -78,6 +78,12 @@ class GhostMachine:
         assert self._attention is not None, "no trace has begun"
         return self._attention.choices
 
+    @property
+    def card_attention(self) -> Attention:
+        """The attention of the current trace."""
+        assert self._attention is not None, "no trace has begun"
+        return self._attention
+
     def _empty(self, size: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
         return self._place(torch.empty(size, dtype=dtype, device="meta"))
 

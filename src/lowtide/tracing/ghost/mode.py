@@ -164,7 +164,7 @@ class GhostMode(compat.TorchDispatchMode):
         result = self._maker.wrap(op, args, kwargs, out, values, on_device)
         is_view = len(self.recorder.lives) == num_lives and not op.writes and not op.written_names
         if on_device and not is_view:
-            self._charge(op, args, result)
+            self.charge(op, args, result)
         if values is None and not op.writes and not op.written_names:
             self._reader.assume(op, args, result)
         return result
@@ -181,8 +181,8 @@ class GhostMode(compat.TorchDispatchMode):
         ghost.known_version = ghost.life.version
         return ghost
 
-    def _charge(self, op: Operator, args: Any, out: Any) -> None:
-        """What the card's libraries need besides the outputs."""
+    def charge(self, op: Operator, args: Any, out: Any) -> None:
+        """What the card's libraries need besides the outputs of an operator that runs."""
         for owner, nbytes in self.costs.lasting(op, args):
             life = self.recorder.allocate(nbytes, (nbytes,), "uint8", category=Category.WORKSPACE)
             life.module, life.op = owner, "workspace"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 class Work(enum.Enum):
@@ -16,6 +17,17 @@ class Work(enum.Enum):
     """Each element by itself: a compiler can compute it inside of whoever reads it."""
     REDUCTION = "reduction"
     """Fewer elements than it reads: what it reads may be computed on the way, its result is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCall:
+    """What a kernel of its own is called with: libraries take memory by the form of their arguments."""
+
+    operator: Any
+    """Torch's overload, such as `aten.mm.default`."""
+    args: tuple[Any, ...]
+    """Tensors are on the meta device."""
+    out: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +44,14 @@ class Step:
     """Of what it reads, what it sees through a view that cuts or turns it: element by element it cannot be written over."""
     is_heavy: bool = False
     """Whether an element takes a processor long: exponentials and logarithms."""
+    extent: int = 0
+    """Elements that its code goes over: of its result, or of what it reduces."""
+    over_rows: bool = True
+    """For a reduction: whether it sums along the last dimension, as pointwise code beside it runs."""
+    operator: str = ""
+    """Without its overload: `aten.mm`."""
+    call: KernelCall | None = None
+    """For those with a kernel of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowtide.lab.budget.liveness import find_peak
-from lowtide.lab.budget.program import Program, Step, Work
+from lowtide.partition.liveness import find_peak
+from lowtide.partition.program import Program, Step, Work
 
 
 def is_alive(program: Program, buffer: str, index: int, kept: frozenset[str]) -> bool:

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from operator import getitem
 from typing import Any
 
+import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 
 from lowtide import compat
-from lowtide.lab.budget.program import Program, Step, Work
+from lowtide.partition.program import KernelCall, Program, Step, Work
 
 Place = str | tuple[str, ...]
 """The buffer of a node's result, or those of its several results."""
@@ -18,11 +20,23 @@ Place = str | tuple[str, ...]
 LOWERED_POINTWISE = ("aten.slice_scatter", "aten.select_scatter", "aten.constant_pad_nd")
 """Not in the partitioner's list, and still pointwise code in inductor."""
 
+MAX_FUSED_PARTS = 8
+"""Of a concatenation that pointwise code reads."""
+
 STRAIGHT_VIEWS = ("aten.view", "aten.unsqueeze", "aten.squeeze", "aten.alias")
 """Views that leave every element in its place."""
 
 HEAVY = ("aten.exp", "aten.log", "aten.log10", "aten.log1p", "aten.log2", "aten.sigmoid", "aten.tanh")
 """What inductor does not compute twice on a processor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """A tensor that a program returns: a buffer as its caller sees it."""
+
+    buffer: str
+    form: Tensor
+    """Size, strides and type, on the meta device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +53,14 @@ class Partition:
     """What the forward makes and the backward reads."""
     donated: frozenset[str]
     """What of it nobody else has got: the backward may write over it. Logits are also returned."""
+    returned: tuple[Returned | None, ...]
+    """What the caller of the forward gets; None for what is no tensor."""
+    gradients: tuple[Returned | None, ...]
+    """Of each weight and input in turn; None where there is none."""
+    held: frozenset[str]
+    """Inputs of the forward that the backward reads again."""
+    forms: Mapping[str, Tensor]
+    """Of each buffer, on the meta device."""
 
     @property
     def saved_bytes(self) -> int:
@@ -50,8 +72,9 @@ def read_partition(halves: compat.Halves) -> Partition:
     """The programs of a partition."""
     forward = _Reader("", {})
     returned = forward.read(halves.forward)
+    num_outputs = halves.num_outputs
     # What is saved of a view is the buffer behind it: of a transposed weight, the weight.
-    saved = dict(returned[halves.num_outputs :])
+    saved = {result.name: result.place for result in returned[num_outputs:]}
     backward = _Reader("backward ", saved)
     gradients = backward.read(halves.backward)
     sizes = {**forward.sizes, **backward.sizes}
@@ -61,20 +84,38 @@ def read_partition(halves: compat.Halves) -> Partition:
         forward=Program(
             inputs=kept,
             steps=tuple(forward.steps),
-            outputs=frozenset(_flat(place for _, place in returned)),
+            outputs=frozenset(_flat(result.place for result in returned)),
             sizes=sizes,
         ),
         backward=Program(
             inputs=tuple(dict.fromkeys((*kept, *backward.inputs))),
             steps=tuple(backward.steps),
-            outputs=frozenset(_flat(place for _, place in gradients)),
+            outputs=frozenset(_flat(result.place for result in gradients)),
             sizes=sizes,
         ),
         kept=kept,
         tangents=tuple(buffer for buffer in backward.inputs if buffer in backward.sizes),
         saved=made,
-        donated=made - frozenset(_flat(place for _, place in returned[: halves.num_outputs])),
+        donated=made - frozenset(_flat(result.place for result in returned[:num_outputs])),
+        returned=tuple(result.as_returned() for result in returned[:num_outputs]),
+        gradients=tuple(result.as_returned() for result in gradients),
+        held=frozenset(_flat(saved.values())) & frozenset(kept),
+        forms={**forward.forms, **backward.forms},
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """One of the values that a graph returns."""
+
+    name: str
+    place: Place
+    value: object
+
+    def as_returned(self) -> Returned | None:
+        if not isinstance(self.value, Tensor) or not isinstance(self.place, str):
+            return None
+        return Returned(self.place, _form(self.value))
 
 
 class _Reader:
@@ -90,9 +131,10 @@ class _Reader:
         self.inputs: list[str] = []
         self.steps: list[Step] = []
         self.sizes: dict[str, int] = {}
+        self.forms: dict[str, Tensor] = {}
 
-    def read(self, graph: fx.Graph) -> list[tuple[str, Place]]:
-        """Note down inputs, steps and sizes; returns the name and the place of each output."""
+    def read(self, graph: fx.Graph) -> list[_Result]:
+        """Note down inputs, steps and sizes; returns the outputs."""
         for node in graph.nodes:
             match node.op:
                 case "placeholder":
@@ -105,7 +147,12 @@ class _Reader:
                     # A constant that the trace came upon: it lives with the graph, and is no part of the step.
                     self._places[node] = ()
         # The gradient of an input that needs none is returned as None.
-        return [(node.name, self._places[node]) if isinstance(node, fx.Node) else ("", ()) for node in _returned(graph)]
+        return [
+            _Result(node.name, self._places[node], node.meta.get("val"))
+            if isinstance(node, fx.Node)
+            else _Result("", (), None)
+            for node in _returned(graph)
+        ]
 
     def _call(self, node: fx.Node) -> Place:
         arguments = [self._places[argument] for argument in node.all_input_nodes]
@@ -126,8 +173,21 @@ class _Reader:
         writes = () if written_over else _flat([place])
         turned = frozenset(_flat(self._places[of] for of in node.all_input_nodes if of in self._turned))
         if reads or writes:
-            is_heavy = _packet(node) in HEAVY
-            self.steps.append(Step(self._prefix + node.name, reads, writes, self._work(node), turned, is_heavy))
+            work = self._work(node)
+            self.steps.append(
+                Step(
+                    self._prefix + node.name,
+                    reads,
+                    writes,
+                    work,
+                    turned,
+                    is_heavy=_packet(node) in HEAVY,
+                    extent=_num_elements(node) if work is Work.POINTWISE else _num_read(node),
+                    over_rows=_is_over_rows(node),
+                    operator=_packet(node),
+                    call=_kernel_call(node) if work is Work.KERNEL else None,
+                )
+            )
         return place
 
     def _begin(self, node: fx.Node) -> Place:
@@ -135,20 +195,31 @@ class _Reader:
         name, value = self._prefix + node.name, node.meta.get("val")
         if isinstance(value, Tensor):
             self.sizes[name] = value.nbytes
+            self.forms[name] = _form(value)
             return name
         if isinstance(value, tuple | list):
             parts = tuple(f"{name}.{index}" for index in range(len(value)))
             self.sizes |= {part: _num_bytes(of) for part, of in zip(parts, value, strict=True)}
+            self.forms |= {part: _form(of) for part, of in zip(parts, value, strict=True) if isinstance(of, Tensor)}
             return parts
         # A number.
         return ()
 
     def _work(self, node: fx.Node) -> Work:
         packet = getattr(node.target, "overloadpacket", None)
-        if packet not in self._fusible and _packet(node) not in LOWERED_POINTWISE:
+        if packet not in self._fusible and _packet(node) not in LOWERED_POINTWISE and not self._is_fused_cat(node):
             return Work.KERNEL
-        num_read = max((_num_elements(argument) for argument in node.all_input_nodes), default=0)
-        return Work.REDUCTION if _num_elements(node) < num_read else Work.POINTWISE
+        return Work.REDUCTION if _num_elements(node) < _num_read(node) else Work.POINTWISE
+
+    def _is_fused_cat(self, node: fx.Node) -> bool:
+        """Whether parts are put together inside of whoever reads them, as inductor does for few parts and pointwise readers."""
+        parts = node.args[0] if node.args else ()
+        if _packet(node) != "aten.cat" or not isinstance(parts, tuple | list) or len(parts) > MAX_FUSED_PARTS:
+            return False
+        return all(
+            getattr(user.target, "overloadpacket", None) in self._fusible or _packet(user) in LOWERED_POINTWISE
+            for user in node.users
+        )
 
 
 def _returned(graph: fx.Graph) -> tuple[Any, ...]:
@@ -167,8 +238,38 @@ def _flat(places: Iterable[Place]) -> tuple[str, ...]:
     return tuple(name for place in places for name in ((place,) if isinstance(place, str) else place))
 
 
+def _kernel_call(node: fx.Node) -> KernelCall:
+    args = map_arg(node.args, lambda argument: _forms(argument.meta.get("val")))
+    return KernelCall(node.target, args, _forms(node.meta.get("val")))
+
+
+def _forms(value: Any) -> Any:  # tensors, numbers and tuples of them, as the graph has them
+    if isinstance(value, tuple | list):
+        return type(value)(_forms(item) for item in value)
+    return _form(value) if isinstance(value, Tensor) else value
+
+
+def _form(value: Tensor) -> Tensor:
+    """A tensor like one of the graph, without the mode that belongs to it."""
+    size, stride = tuple(map(int, value.shape)), tuple(map(int, value.stride()))
+    empty = torch.empty(0, dtype=value.dtype, device="meta")
+    return empty.as_strided(size, stride, int(value.storage_offset())) if value.numel() else empty.reshape(size)
+
+
 def _num_bytes(value: object) -> int:
     return value.nbytes if isinstance(value, Tensor) else 0
+
+
+def _num_read(node: fx.Node) -> int:
+    return max((_num_elements(argument) for argument in node.all_input_nodes), default=0)
+
+
+def _is_over_rows(node: fx.Node) -> bool:
+    dims = node.args[1] if len(node.args) > 1 else None
+    value = node.all_input_nodes[0].meta.get("val") if node.all_input_nodes else None
+    if not isinstance(dims, tuple | list) or not isinstance(value, Tensor):
+        return True
+    return -1 in dims or value.dim() - 1 in dims
 
 
 def _num_elements(node: fx.Node) -> int:

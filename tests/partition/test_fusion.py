@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lowtide.lab.budget.fusion import fuse
-from lowtide.lab.budget.liveness import find_peak
-from lowtide.lab.budget.program import Program, Step, Work
+from lowtide.partition.fusion import fuse
+from lowtide.partition.liveness import find_peak
+from lowtide.partition.program import Program, Step, Work
 
 P, R, K = Work.POINTWISE, Work.REDUCTION, Work.KERNEL
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from lowtide import compat
 from lowtide.lab.budget.flops import recomputed_share
-from lowtide.lab.budget.program import Work
-from lowtide.lab.budget.reading import Partition, read_partition
+from lowtide.partition.program import Work
+from lowtide.partition.reading import Partition, read_partition
 
 ROWS, WIDTH, HIDDEN = 8, 16, 64
 FLOAT = 4

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from lowtide.lab.budget.program import Program, Step, Work
+from lowtide.partition.program import Program, Step, Work
 
 MAX_READS_OF_SEVERAL = 4
 """Written buffers that a result with several readers may be computed from, in each of them."""
