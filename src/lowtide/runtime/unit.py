@@ -68,7 +68,9 @@ class Bound:
         self.gradient: torch.Tensor | None = None
         """The gradient on the host that this backward is making."""
         self.num_takes = 0
-        """Counts what came to the gradient on the host, and looks at it: a norm is of one moment."""
+        """Counts what came to the gradient on the host: a norm is of one moment."""
+        self.was_seen = False
+        """Whether somebody has looked at the gradient on the host since it began, and may write to it through a view."""
         self.norm: tuple[int, torch.Tensor] | None = None
         """Of the gradient on the host, and after which take."""
         self.pending: list[Ticket | Job] = []
@@ -83,7 +85,8 @@ class Bound:
     @property
     def known_norm(self) -> torch.Tensor | None:
         """The norm of the gradient as it is now; None where it is not known, or not yet."""
-        return self.norm[1] if self.norm is not None and self.norm[0] == self.num_takes else None
+        is_known = self.norm is not None and self.norm[0] == self.num_takes and not self.was_seen
+        return self.norm[1] if self.norm is not None and is_known else None
 
     def inner_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """A tensor of our own over a gradient of the user's, which may be veiled and is the user's alone to hold."""
