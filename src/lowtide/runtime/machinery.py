@@ -145,7 +145,7 @@ class Machinery:
             # Before the parameters get memory of their own: that is no longer the session's.
             self.basis.tracked.stop()
         for unit in self._units.values():
-            unit.consumed.clear()
+            unit.forget_backward()
             unit.look_at_host()
             release(unit.bounds, self._original)
         return_rest(self.moved_along)

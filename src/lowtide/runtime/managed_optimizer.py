@@ -161,8 +161,8 @@ class ManagedOptimizer:
         self._updater.optimizer.refresh_groups()
         self._update()
         for unit in engine.units.values():
-            if unit.is_consumed:
-                unit.consumed.clear()
+            if unit.guards_gradients:
+                unit.forget_backward()
                 engine.residency.guard(unit)
         for hook in after:
             hook(self._optimizer, arguments, {})
@@ -176,9 +176,9 @@ class ManagedOptimizer:
         self._engine.check_broken()
         self._engine.forget_step()
         for unit in self._engine.units.values():
-            if unit.is_consumed:
+            if unit.guards_gradients:
                 # Given up between backward and step: the weights have moved, the gradients are gone.
-                unit.consumed.clear()
+                unit.forget_backward()
                 self._engine.residency.guard(unit)
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
@@ -219,7 +219,7 @@ class ManagedOptimizer:
             for unit in units:
                 # Streamed weights that the model used outside of their module's call: their gradients are on the host.
                 if not unit.is_resident:
-                    unit.consumed.clear()
+                    unit.forget_backward()
                     self._update_unit(unit, settings)
             return
         self._update_resident(units, loose, settings)

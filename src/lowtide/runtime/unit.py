@@ -124,6 +124,8 @@ class Unit:
         """Forward calls whose graph still lives and whose backward has not passed."""
         self.consumed: set[str] = set()
         """Chunks updated in backward; until `step()` no second backward and no look at a gradient."""
+        self.dropped: set[str] = set()
+        """Parameters that the optimizer does not hold, whose gradients a backward dropped; until `step()` no look at one."""
         self.num_tasks = 0
         """Backwards that have opened it and not ended."""
         self.looks_at_device = is_resident
@@ -140,6 +142,16 @@ class Unit:
     def is_consumed(self) -> bool:
         """Whether a backward has updated some of its weights, and `step()` has not been called since."""
         return bool(self.consumed)
+
+    @property
+    def guards_gradients(self) -> bool:
+        """Whether a look at a gradient must be refused until `step()`."""
+        return bool(self.consumed or self.dropped)
+
+    def forget_backward(self) -> None:
+        """The step is over, or given up: gradients may come and be looked at again."""
+        self.consumed.clear()
+        self.dropped.clear()
 
     @property
     def label(self) -> str:
@@ -211,6 +223,12 @@ class Unit:
                 f"the gradients of group {self.label} were used up in backward, where its weights were updated; they "
                 "cannot be read, clipped, scaled or set between backward() and step(). Weights and optimizer are those "
                 "of the new step. Use the schedule 'deferred' to work on gradients"
+            )
+        if self.dropped and not self.num_tasks:
+            raise GradientGoneError(
+                f"the gradient of {min(self.dropped)} was dropped in backward: the optimizer does not hold the parameter, and "
+                "the schedule 'in_backward' keeps no gradient for later. Give it to the optimizer, freeze it with "
+                "requires_grad_(False), or use the schedule 'deferred'"
             )
 
     def wait_for_device(self) -> None:
