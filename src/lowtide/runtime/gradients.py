@@ -19,6 +19,7 @@ from lowtide.memory.mover import Mover, Ticket
 from lowtide.planning.plan import Schedule
 from lowtide.runtime.host_worker import BEFORE_UPDATES, HostWorker, Job
 from lowtide.runtime.recording import Recorder
+from lowtide.runtime.sparse_gradients import refuse_sparse_gradient
 from lowtide.runtime.tensors import beside, own_storage
 from lowtide.runtime.unit import Bound
 from lowtide.runtime.veil import is_veiled, unveil, veil
@@ -68,6 +69,7 @@ class GradientMover:
         """The parameter's gradient is complete on the device: send it to the host and let it go there."""
         gradient = bound.parameter.grad
         assert gradient is not None
+        refuse_sparse_gradient(gradient, bound.spec.name)
         bound.parameter.grad = None
         is_first = not bound.has_fired
         if self._schedule is Schedule.IN_BACKWARD:

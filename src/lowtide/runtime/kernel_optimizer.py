@@ -24,6 +24,7 @@ from lowtide.optim.torch_state import LoadTarget, SavedState, from_torch_state, 
 from lowtide.optim.update_types import ElementwiseRule, Numerics, Piece, Rounding
 from lowtide.runtime.chunk_optimizer import ChunkOptimizer, Settings, Update
 from lowtide.runtime.paged_state import Pages
+from lowtide.runtime.sparse_gradients import refuse_sparse_gradient
 
 
 class KernelOptimizer(ChunkOptimizer):
@@ -149,6 +150,12 @@ class KernelOptimizer(ChunkOptimizer):
         for home in visits:
             assert self.pages is not None
             self.pages.give_back(home)
+
+    def check_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor | None, name: str | None = None) -> None:
+        """Refuse a gradient that no kernel is for."""
+        if gradient is not None and gradient.layout is not torch.strided:
+            names = {id(known): place for known, place in self._names()}
+            refuse_sparse_gradient(gradient, name or names[id(parameter)])
 
     def prefetch(self, parameters: Sequence[torch.Tensor]) -> None:
         """Their updates on the device are near: send visiting states on their way."""

@@ -199,8 +199,13 @@ class ManagedOptimizer:
         optimizer = self._updater.optimizer
         settings = optimizer.settings()
         units = list(self._engine.units.values())
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        if isinstance(optimizer, KernelOptimizer) and self._engine.schedule is Schedule.DEFERRED:
+            # All of them before the first update.
+            names = {id(bound.parameter): bound.spec.name for unit in units for bound in unit.bounds}
+            for parameter in parameters:
+                optimizer.check_gradient(parameter, parameter.grad, names.get(id(parameter)))
         if self._max_grad_norm is not None:
-            parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
             if isinstance(optimizer, KernelOptimizer):
                 scale = settings.scaler.get("grad_scale")  # gradients that a scaler leaves to the kernel to unscale
                 clip = clip_factor(self._norms(parameters), self._max_grad_norm, self._engine.mover, scale)
@@ -208,12 +213,7 @@ class ManagedOptimizer:
             else:
                 self.last_norm = clip_by_norm(parameters, self._max_grad_norm)
         managed = {id(bound.parameter) for unit in units for bound in unit.bounds}
-        loose = [
-            parameter
-            for group in self._optimizer.param_groups
-            for parameter in group["params"]
-            if id(parameter) not in managed
-        ]
+        loose = [parameter for parameter in parameters if id(parameter) not in managed]
         if self._engine.schedule is Schedule.IN_BACKWARD:
             self._updater.update_here((), loose, settings)
             for unit in units:

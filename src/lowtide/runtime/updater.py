@@ -46,6 +46,8 @@ class Updater:
 
     def update_here(self, bounds: Sequence[Bound], loose: Sequence[torch.Tensor], settings: Settings) -> None:
         """One step on parameters that look at the device, gradients beside them, and on unmanaged ones."""
+        for bound in bounds:
+            self.optimizer.check_gradient(bound.parameter, bound.parameter.grad, bound.spec.name)
         parameters = [bound.parameter for bound in bounds] + list(loose)
         updates = [Update(parameter, parameter) for parameter in parameters if parameter.grad is not None]
         if updates:
