@@ -64,7 +64,8 @@ class Machinery:
             if legacy is None
             else legacy.original
         )
-        self._need = host_need(basis.layout, plan, basis.optimizer, basis.numerics)
+        named = dict(basis.model.named_parameters())
+        self._need = host_need(basis.layout, plan, basis.optimizer, basis.numerics, named)
         self._tiers = charged_tiers(plan.budgets, self._need)
         self._books: Books = basis.tracked if basis.tracked is not None else self._tiers.device
         self._recorder = Recorder() if legacy is None else legacy.recorder
