@@ -8,7 +8,7 @@ fused are torch's and the user's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,9 +33,10 @@ class Settings:
     """What gradients are multiplied by on the way; None where they were clipped in place, or are not."""
 
     def on_host(self) -> Settings:
-        """For an update on the host: torch would copy the scaler's flag there without waiting for it."""
-        scaler = {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in self.scaler.items()}
-        return replace(self, scaler=scaler)
+        """For updates on the host: torch would copy the scaler's flag there without waiting for it, and a rate that lies on
+        the device would be read by the worker, in the middle of whatever the device does then. Waits for both.
+        """
+        return replace(self, groups=tuple(map(_on_host, self.groups)), scaler=_on_host(self.scaler))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +82,14 @@ class ChunkOptimizer:
     def settings(self) -> Settings:
         """The groups' settings now. Tensors are copied: a scheduler may change them before the update runs."""
         groups = tuple(
-            {
-                key: value.clone() if isinstance(value, torch.Tensor) else value
-                for key, value in group.items()
-                if key != "params"
-            }
+            {key: _each_tensor(torch.Tensor.clone, value) for key, value in group.items() if key != "params"}
             for group in self.optimizer.param_groups
         )
         return Settings(groups=groups, scaler=compat.scaler_values(self.optimizer))
 
-    def claim_state(self, updates: Sequence[Update]) -> None:
+    def claim_state(self, updates: Sequence[Update], settings: Settings) -> None:
         """Make the state's entries exist, in the thread that owns the dictionary."""
+        del settings
         for update in updates:
             self.optimizer.state[update.parameter]  # a defaultdict: looking makes the entry
 
@@ -139,6 +137,17 @@ class ChunkOptimizer:
             if key == "step" and not (group.get("capturable") or group.get("fused")):
                 continue
             state[key] = value.to(device)
+
+
+def _on_host(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _each_tensor(torch.Tensor.cpu, value) for key, value in settings.items()}
+
+
+def _each_tensor(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """The setting with its tensors changed: it may be one, or a tuple of them, as betas are."""
+    if isinstance(value, tuple):
+        return tuple(_each_tensor(change, part) for part in value)
+    return change(value) if isinstance(value, torch.Tensor) else value
 
 
 def _refuse_what_looks_across(optimizer: torch.optim.Optimizer, device: torch.device) -> None:

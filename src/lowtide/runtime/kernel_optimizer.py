@@ -19,7 +19,7 @@ from lowtide.optim.formats import update_key
 from lowtide.optim.matrix_rules import Adafactor, MatrixPiece, Rule, names_of_states
 from lowtide.optim.parameter_state import ParameterState, complete, new_state
 from lowtide.optim.precision import rounding_for
-from lowtide.optim.rules import require_rule
+from lowtide.optim.rules import as_numbers, require_rule
 from lowtide.optim.torch_state import LoadTarget, SavedState, from_torch_state, read_state_dict, to_torch_state
 from lowtide.optim.update_types import ElementwiseRule, Numerics, Piece, Rounding
 from lowtide.runtime.chunk_optimizer import ChunkOptimizer, Settings, Update
@@ -70,9 +70,14 @@ class KernelOptimizer(ChunkOptimizer):
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         self._number_of = {id(parameter): number for number, parameter in enumerate(parameters)}
 
-    def claim_state(self, updates: Sequence[Update]) -> None:
+    def settings(self) -> Settings:
+        """The groups' settings now, as the kernels take them: numbers. One that lies on the device is waited for, here."""
+        taken = super().settings()
+        return replace(taken, groups=tuple(map(as_numbers, taken.groups)))
+
+    def claim_state(self, updates: Sequence[Update], settings: Settings) -> None:
         """Make the states exist, in the thread that owns the dictionary."""
-        rules = [require_rule(self.optimizer, {**group, "params": ()}) for group in self.optimizer.param_groups]
+        rules = [require_rule(self.optimizer, {**group, "params": ()}) for group in settings.groups]
         self._claim(updates, rules)
 
     def _claim(self, updates: Sequence[Update], rules: Sequence[Rule]) -> None:

@@ -70,7 +70,7 @@ class Updater:
             for copied in (fetched, written):
                 if copied is not None:
                     copied.ended.wait()
-        self.optimizer.claim_state(updates)
+        self.optimizer.claim_state(updates, settings)
         chunk.staging = None
         step = self._recorder.step
 
@@ -112,7 +112,7 @@ class Updater:
                 bound.gradient = None
 
     def _on_host(self, settings: Settings) -> Settings:
-        """Once for all chunks of a step: a scaler's flag is waited for."""
+        """Once for all chunks of a step: what lies on the device is waited for."""
         if self._brought is None or self._brought[0] is not settings:
             self._brought = (settings, settings.on_host())
         return self._brought[1]
