@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -255,3 +257,11 @@ class TestAPolicyOfTheWholeModel:
             copied(torch.randn(2, 8)).sum().backward()
             assert nn.Module.compile is not before
         assert nn.Module.compile is before
+
+    def test_a_forgotten_one_is_freed(self) -> None:
+        model = Nested()
+        applied = apply(model, {"": "recompute"})
+        forgotten = weakref.ref(model)
+        del model, applied
+        gc.collect()
+        assert forgotten() is None

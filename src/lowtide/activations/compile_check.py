@@ -10,6 +10,7 @@ nobody would be called, when it is compiled.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -49,6 +50,11 @@ class CompileCheck:
         self._model = model
         self._watched: dict[str, nn.Module] = {}
         self._is_active = True
+        self._refusal = partial(
+            ActivationError,
+            f"{type(model).__name__} has an activation policy as a whole, which code compiled in its place would leave out; "
+            "remove() the policy, call model.compile() first, and apply the policy after that",
+        )
         self.inner = compat.replace_call(model, self._call)
         """What the model's call is without it."""
 
@@ -62,24 +68,18 @@ class CompileCheck:
         """From now on these have policies."""
         self._watched |= modules
         if "" in modules:
-            compat.guard_compile(self._model, self._refuse)
+            compat.guard_compile(self._model, self._refusal)
 
     def forget(self, modules: dict[str, nn.Module]) -> None:
         """And no longer. With the last of them the model gets its calls back, unless others have taken them since."""
         for path in modules:
             self._watched.pop(path, None)
         if "" in modules:
-            compat.guard_compile(self._model, None)
+            compat.unguard_compile(self._model, self._refusal)
         if not self._watched and self._is_active:
             self._is_active = False
             if compat.call_of(self._model) == self._call:
                 compat.replace_call(self._model, self.inner)
-
-    def _refuse(self) -> None:
-        raise ActivationError(
-            f"{type(self._model).__name__} has an activation policy as a whole, which code compiled in its place would leave "
-            "out; remove() the policy, call model.compile() first, and apply the policy after that"
-        )
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         for path, module in self._watched.items():

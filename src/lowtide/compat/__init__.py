@@ -50,6 +50,7 @@ from lowtide.compat.modules import (
     restore_registrations,
     show_call_to_compiler,
     uncompiled,
+    unguard_compile,
 )
 from lowtide.compat.operators import (
     assert_on_device,
@@ -177,6 +178,7 @@ __all__ = [
     "treat_cuda_as",
     "uncompiled",
     "unflatten",
+    "unguard_compile",
     "unlock_host_memory",
     "unscale_in_place",
     "version_of",

@@ -83,31 +83,35 @@ def is_compiled_around() -> bool:
     return torch.compiler.is_dynamo_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
 
 
-_GUARDS: weakref.WeakKeyDictionary[torch.nn.Module, Callable[[], None]] = weakref.WeakKeyDictionary()
+_GUARDS: weakref.WeakKeyDictionary[torch.nn.Module, list[Callable[[], Exception]]] = weakref.WeakKeyDictionary()
 _COMPILE = torch.nn.Module.compile
 
 
 def _guarded_compile(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-    guard = _GUARDS.get(module)
-    if guard is not None:
-        guard()
+    for refusal in _GUARDS.get(module, ()):
+        raise refusal()
     _COMPILE(module, *args, **kwargs)
 
 
-def guard_compile(module: torch.nn.Module, guard: Callable[[], None] | None) -> None:
-    """Have this called before `module.compile()`, which may be refused by raising; None: no longer.
+def guard_compile(module: torch.nn.Module, refusal: Callable[[], Exception]) -> None:
+    """Let `module.compile()` raise this, until `unguard_compile`. The refusal must not hold the module: it is kept.
 
     `Module.compile` puts its code in the very place where a replaced call stands, and tells nobody. torch's own method is
     exchanged while there is a guard, and not an attribute of the module, which would travel with copies and pickles.
     """
-    if guard is None:
-        _GUARDS.pop(module, None)
-    else:
-        _GUARDS[module] = guard
+    _GUARDS.setdefault(module, []).append(refusal)
     kind: Any = torch.nn.Module
-    if _GUARDS and kind.compile is _COMPILE:
+    if kind.compile is _COMPILE:
         kind.compile = _guarded_compile
-    elif not _GUARDS and kind.compile is _guarded_compile:
+
+
+def unguard_compile(module: torch.nn.Module, refusal: Callable[[], Exception]) -> None:
+    """And no longer. May be repeated."""
+    others = [other for other in _GUARDS.pop(module, ()) if other is not refusal]
+    if others:
+        _GUARDS[module] = others
+    kind: Any = torch.nn.Module
+    if not _GUARDS and kind.compile is _guarded_compile:
         kind.compile = _COMPILE
 
 
