@@ -92,9 +92,9 @@ def test_a_warm_up_whose_plan_is_refused_goes_on_observing(monkeypatch: pytest.M
     other = lowtide.make_plan(torch.nn.Sequential(torch.nn.Linear(3, 3)))
     model, plain = make_net(), make_net()
     optimizers = [torch.optim.AdamW(each.parameters()) for each in (model, plain)]
+    right, is_wrong = WarmUpPlans.after, True
+    monkeypatch.setattr(WarmUpPlans, "after", lambda plans, samples: other if is_wrong else right(plans, samples))
     session = lowtide.manage(model, optimizers[0], lowtide.WarmUp(device_memory="64MiB"), device="cpu")
-    right = WarmUpPlans.after
-    monkeypatch.setattr(WarmUpPlans, "after", lambda plans, samples: other)
     for each, optimizer in zip((model, plain), optimizers, strict=True):
         take_step(each, optimizer, 0)
     for _ in range(2):
@@ -102,7 +102,7 @@ def test_a_warm_up_whose_plan_is_refused_goes_on_observing(monkeypatch: pytest.M
             take_step(model, optimizers[0], 1)
         assert session.is_open
         assert session.is_warming_up
-    monkeypatch.setattr(WarmUpPlans, "after", right)
+    is_wrong = False
     for seed in (1, 2):
         losses = [take_step(each, optimizer, seed) for each, optimizer in zip((model, plain), optimizers, strict=True)]
         assert torch.equal(*losses)
