@@ -8,6 +8,7 @@ fused are torch's and the user's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from lowtide import compat
-from lowtide.errors import UnsupportedOptimizerError
+from lowtide.errors import ConfigError, UnsupportedOptimizerError
 from lowtide.runtime.clip_factor import ClipFactor
 
 _HOST = torch.device("cpu")
@@ -63,6 +64,8 @@ class ChunkOptimizer:
     def __init__(self, optimizer: torch.optim.Optimizer, devices: Sequence[torch.device] = (_HOST,)) -> None:
         self.optimizer = optimizer
         self._group_of: dict[int, int] = {}
+        self._needs_rate = all(group.get("lr") is not None for group in optimizer.param_groups)
+        """Whether each group must have a learning rate: there are optimizers that take None for their own choice."""
         self.refresh_groups()
         for device in devices:
             _refuse_what_looks_across(optimizer, device)
@@ -80,7 +83,14 @@ class ChunkOptimizer:
         return id(parameter) in self._group_of
 
     def settings(self) -> Settings:
-        """The groups' settings now. Tensors are copied: a scheduler may change them before the update runs."""
+        """The groups' settings now. Tensors are copied: a scheduler may change them before the update runs.
+
+        Raises:
+            ConfigError: A learning rate is none. Found before the first update, which would stop half way.
+        """
+        if self._needs_rate:
+            for index, group in enumerate(self.optimizer.param_groups):
+                _require_rate(index, group.get("lr"))
         groups = tuple(
             {key: _each_tensor(torch.Tensor.clone, value) for key, value in group.items() if key != "params"}
             for group in self.optimizer.param_groups
@@ -137,6 +147,17 @@ class ChunkOptimizer:
             if key == "step" and not (group.get("capturable") or group.get("fused")):
                 continue
             state[key] = value.to(device)
+
+
+def _require_rate(index: int, rate: object) -> None:
+    # A tensor is not looked into: it may lie on the device.
+    if isinstance(rate, torch.Tensor) or (isinstance(rate, int | float) and math.isfinite(rate)):
+        return
+    raise ConfigError(
+        f"lr of param group {index} is {rate!r}; set a finite number before the next step (a scheduler or a loaded state may "
+        "have put this there). Nothing was updated",
+        key="lr",
+    )
 
 
 def _on_host(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -60,6 +60,7 @@ class KernelOptimizer(ChunkOptimizer):
         self._group_of: dict[int, int] = {}
         self._number_of: dict[int, int] = {}
         self._accepted: list[tuple[LoadTarget, SavedState]] = []
+        self._needs_rate = False  # the rules ask for each of their numbers
         self.refresh_groups()
         for group in optimizer.param_groups:
             require_rule(optimizer, group)

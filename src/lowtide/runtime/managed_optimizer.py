@@ -19,10 +19,11 @@ from lowtide.planning.plan import Schedule, Site
 from lowtide.runtime.backward_task import is_away
 from lowtide.runtime.chunk_optimizer import ChunkOptimizer, Settings
 from lowtide.runtime.clip_factor import clip_factor
-from lowtide.runtime.clipping import clip_by_norm
+from lowtide.runtime.clipping import clip_by_norm, refuse_non_finite
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.finishing import Finisher
 from lowtide.runtime.kernel_optimizer import KernelOptimizer
+from lowtide.runtime.loaded_state import check_loaded_state
 from lowtide.runtime.unit import Unit
 from lowtide.runtime.veil import unveil
 
@@ -132,7 +133,10 @@ class ManagedOptimizer:
 
     def _accept(self, state: dict[str, Any]) -> dict[str, Any] | None:
         self.settle()
-        return self.runner.accept(state) if isinstance(self.runner, KernelOptimizer) else None
+        if isinstance(self.runner, KernelOptimizer):
+            return self.runner.accept(state)
+        check_loaded_state(self._optimizer, state)
+        return None
 
     def _after_load(self) -> None:
         if isinstance(self.runner, KernelOptimizer):
@@ -210,8 +214,10 @@ class ManagedOptimizer:
                 scale = settings.scaler.get("grad_scale")  # gradients that a scaler leaves to the kernel to unscale
                 clip = clip_factor(self._norms(parameters), self._max_grad_norm, self._engine.mover, scale)
                 settings, self.last_norm = replace(settings, clip=clip), clip.total
+                if not settings.scaler:
+                    refuse_non_finite(clip.total, self._max_grad_norm)
             else:
-                self.last_norm = clip_by_norm(parameters, self._max_grad_norm)
+                self.last_norm = clip_by_norm(parameters, self._max_grad_norm, is_judged=bool(settings.scaler))
         managed = {id(bound.parameter) for unit in units for bound in unit.bounds}
         loose = [parameter for parameter in parameters if id(parameter) not in managed]
         if self._engine.schedule is Schedule.IN_BACKWARD:
