@@ -98,8 +98,9 @@ def test_a_view_that_outlives_an_accumulation(
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
 
 
-def test_norms_are_taken_on_the_way_again_from_a_new_gradient() -> None:
-    """A look costs a pass over that gradient in its step, and in no later one."""
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_look_counts_for_as_long_as_the_gradient_lives(set_to_none: bool) -> None:
+    """A look costs a pass over that gradient, and none over the next one; clearing it is no look."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with lowtide.manage(
@@ -107,15 +108,28 @@ def test_norms_are_taken_on_the_way_again_from_a_new_gradient() -> None:
     ) as session:
         machinery = session._machinery
         assert machinery is not None
-        bound = next(
-            bound for unit in machinery._units.values() for bound in unit.bounds if bound.parameter is weight(model)
-        )
+        bounds = [bound for unit in machinery._units.values() for bound in unit.bounds]
+        bound = next(bound for bound in bounds if bound.parameter is weight(model))
         known = []
-        for step in range(3):
+        for step in range(4):
             backward(model, step)
-            if step == 1:
+            if step == 2:
                 assert weight(model).grad.sum().isfinite()  # type: ignore[union-attr]  # there is one
+            bound.settle_gradient()
             known.append(bound.known_norm is not None)
             optimizer.step()
-            optimizer.zero_grad()
-    assert known == [True, False, True]
+            optimizer.zero_grad(set_to_none=set_to_none)
+    assert known == [True, True, False, set_to_none]
+
+
+def test_a_cleared_gradient_has_no_norm_from_before() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with lowtide.manage(
+        model, optimizer, lowtide.make_plan(model), device="cpu", precision="fp32", max_grad_norm=1.0
+    ) as session:
+        backward(model, 0)
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.step()
+        assert session.last_grad_norm is not None
+        assert float(session.last_grad_norm) == 0.0

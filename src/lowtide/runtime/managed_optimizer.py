@@ -24,7 +24,7 @@ from lowtide.runtime.engine import Engine
 from lowtide.runtime.finishing import Finisher
 from lowtide.runtime.kernel_optimizer import KernelOptimizer
 from lowtide.runtime.loaded_state import check_loaded_state
-from lowtide.runtime.unit import Unit
+from lowtide.runtime.unit import Bound, Unit
 from lowtide.runtime.veil import unveil
 
 
@@ -184,6 +184,7 @@ class ManagedOptimizer:
                 # Given up between backward and step: the weights have moved, the gradients are gone.
                 unit.forget_backward()
                 self._engine.residency.guard(unit)
+        bounds = {} if set_to_none else self._bounds()
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -191,11 +192,16 @@ class ManagedOptimizer:
                 if set_to_none:
                     parameter.grad = None
                 else:
+                    bound = bounds.get(id(parameter))
+                    was_seen = bound is not None and bound.was_seen
                     if parameter.grad.grad_fn is not None:
                         parameter.grad.detach_()
                     else:
                         parameter.grad.requires_grad_(False)
                     parameter.grad.zero_()
+                    if bound is not None:
+                        # Nobody but this has looked, and nothing of it is kept.
+                        bound.was_seen, bound.norm = was_seen, None
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -206,9 +212,10 @@ class ManagedOptimizer:
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         if isinstance(optimizer, KernelOptimizer) and self._engine.schedule is Schedule.DEFERRED:
             # All of them before the first update.
-            names = {id(bound.parameter): bound.spec.name for unit in units for bound in unit.bounds}
+            bounds = self._bounds()
             for parameter in parameters:
-                optimizer.check_gradient(parameter, parameter.grad, names.get(id(parameter)))
+                bound = bounds.get(id(parameter))
+                optimizer.check_gradient(parameter, parameter.grad, None if bound is None else bound.spec.name)
         if self._max_grad_norm is not None:
             if isinstance(optimizer, KernelOptimizer):
                 scale = settings.scaler.get("grad_scale")  # gradients that a scaler leaves to the kernel to unscale
@@ -232,9 +239,13 @@ class ManagedOptimizer:
         for unit in units:
             self._update_unit(unit, settings)
 
+    def _bounds(self) -> dict[int, Bound]:
+        """By the `id` of the parameter."""
+        return {id(bound.parameter): bound for unit in self._engine.units.values() for bound in unit.bounds}
+
     def _norms(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Of the gradients that there are, most of them taken when the gradient passed by."""
-        bounds = {id(bound.parameter): bound for unit in self._engine.units.values() for bound in unit.bounds}
+        bounds = self._bounds()
         norms: list[torch.Tensor] = []
         for parameter in parameters:
             gradient, bound = parameter.grad, bounds.get(id(parameter))
