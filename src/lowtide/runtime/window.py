@@ -144,7 +144,8 @@ class Window:
     def remove(self) -> None:
         """Give the module's calls back."""
         if self._is_installed:
-            compat.unguard_compile(self.module, _REFUSAL)
+            if self.path == "":
+                compat.unguard_compile(self.module, _REFUSAL)
             compat.replace_call(self.module, self._inner)
             self._is_installed = False
 
