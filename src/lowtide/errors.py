@@ -19,6 +19,7 @@
     │   ├── GradientGoneError               a gradient that was used up in backward
     │   ├── HigherOrderError                gradients of gradients through streamed weights
     │   ├── NonFiniteLossError              the loss is NaN or infinite
+    │   ├── NonFiniteGradientError          the gradients' norm, by which they are clipped, is
     │   └── StepLostError                   a backward broke off: its step must be repeated
     ├── OptimizerStateError (ValueError)    a saved optimizer state is of another model or optimizer
     ├── LossScaleError (RuntimeError)       a loss cannot be scaled further, or the calls are out of order
@@ -220,6 +221,10 @@ class HigherOrderError(SessionError):
 
 class NonFiniteLossError(SessionError):
     """The loss of the step is NaN or infinite. Nothing was updated."""
+
+
+class NonFiniteGradientError(SessionError):
+    """The norm by which the gradients of a step are to be clipped is NaN or infinite. Nothing was updated."""
 
 
 class StepLostError(SessionError):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -209,3 +211,57 @@ def test_a_smaller_budget_saves_less_in_one_process() -> None:
     _, plain = saved_bytes(POLICIES["keep"])
     for left, right in zip(plain, expected, strict=True):
         torch.testing.assert_close(left, right)
+
+
+class TestAPolicyOfTheWholeModel:
+    def test_compiling_it_in_place_afterwards_is_refused(self) -> None:
+        model, x = Nested(), torch.randn(2, 8)
+        with apply(model, {"": "recompute"}) as applied:
+            with pytest.raises(ActivationError, match="Nested has an activation policy as a whole.* first, and apply"):
+                model.compile(backend="eager")
+            Nested().compile(backend="eager")  # another model is another matter
+            model(x).sum().backward()
+            assert applied.stats().num_recomputed == 1
+        model.compile(backend="eager")
+        model(x).sum().backward()
+        assert applied.stats().num_recomputed == 1
+
+    def test_compiled_before_it_stays_compiled_inside_of_the_policy(self) -> None:
+        model, x = stack(2), torch.randn(ROWS, WIDTH)
+        expected = gradients(model, x)
+        model.compile(backend="eager")
+        with apply(model, {"": "recompute"}) as applied:
+            assert_equal(expected, gradients(model, x))
+            assert applied.stats().num_recomputed == 1
+
+    @pytest.mark.parametrize("is_before", [True, False])
+    def test_a_wrapper_around_it_is_refused(self, is_before: bool) -> None:
+        model = Nested()
+        wrapper = torch.compile(model, backend="eager") if is_before else None
+        with apply(model, {"": "recompute"}):
+            wrapper = torch.compile(model, backend="eager") if wrapper is None else wrapper
+            with pytest.raises(ActivationError, match="torch.compile around Nested at the top would go past its"):
+                wrapper(torch.randn(2, 8))
+
+    def test_one_that_keeps_everything_may_be_compiled(self) -> None:
+        model = Nested()
+        with apply(model, {"": "keep"}):
+            model.compile(backend="eager")
+            model(torch.randn(2, 8)).sum().backward()
+
+    def test_copies_may_be_compiled_and_torch_is_as_before(self) -> None:
+        model, before = Nested(), nn.Module.compile
+        with apply(model, {"": "recompute"}):
+            copied = copy.deepcopy(model)
+            copied.compile(backend="eager")
+            copied(torch.randn(2, 8)).sum().backward()
+            assert nn.Module.compile is not before
+        assert nn.Module.compile is before
+
+    def test_a_forgotten_one_is_freed(self) -> None:
+        model = Nested()
+        applied = apply(model, {"": "recompute"})
+        forgotten = weakref.ref(model)
+        del model, applied
+        gc.collect()
+        assert forgotten() is None

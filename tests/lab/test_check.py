@@ -14,6 +14,7 @@ from lowtide.errors import ConfigError, HardwareError, LowtideError
 from lowtide.lab import check
 from lowtide.lab.check import find_device, plan_of, run_check
 from lowtide.lab.data_recipe import Stories
+from lowtide.lab.masters import optimizer_over_masters
 from lowtide.lab.optimizer_recipe import OptimizerRecipe
 from lowtide.lab.plan_recipe import PlanRecipe
 from lowtide.lab.recipe import CompileRecipe, Recipe
@@ -131,8 +132,8 @@ def test_devices() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"precision": "fp32"}, {"compile": CompileRecipe()}, {"data": Stories()}, {"plan": None}],
-    ids=["precision", "compile", "data", "plan"],
+    [{"compile": CompileRecipe()}, {"data": Stories()}, {"plan": None}],
+    ids=["compile", "data", "plan"],
 )
 def test_what_a_check_would_leave_out_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -145,3 +146,60 @@ def test_settings_of_the_model_are_kept() -> None:
     assert run_check(recipe).passed
     with pytest.raises(ConfigError, match="did you mean 'norm'"):
         run_check(replace(recipe, model_settings={"nrom": "fused"}))
+
+
+LEARNING = OptimizerRecipe(settings={"lr": 1e-3})
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "moments", "tolerance"),
+    [
+        ("fp32", "float32", "fp32", 1e-5),
+        ("fp32", "float32", "bf16", 1e-3),
+        ("bf16 exact", "bfloat16", "fp32", 0.01),
+        ("bf16 exact", "bfloat16", "8bit", 0.01),
+        ("fp16 exact", "float16", "fp32", 0.002),
+    ],
+)
+@pytest.mark.parametrize(
+    "plan",
+    [PlanRecipe(), PlanRecipe(update=Site.PAGED, schedule=Schedule.IN_BACKWARD), PlanRecipe(update=Site.DEVICE)],
+    ids=["host", "paged in backward", "device"],
+)
+def test_own_kernels_agree_with_torchs_optimizer(
+    precision: str, dtype: Any, moments: Any, tolerance: float, plan: PlanRecipe
+) -> None:
+    recipe = replace(
+        SMALL, precision=precision, dtype=dtype, moments=moments, tolerance=tolerance, plan=plan, optimizer=LEARNING
+    )
+    report = run_check(recipe)
+    assert report.passed, report.first_difference
+    assert report.plain_losses[0] == report.managed_losses[0], "the first loss is before any update"
+    assert report.plain_losses[-1] < report.plain_losses[0]
+
+
+def test_own_kernels_with_a_wrong_weight_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "manage", with_a_wrong_weight(check.manage, 0.25))
+    report = run_check(replace(SMALL, precision="bf16 exact", dtype="bfloat16", tolerance=0.01, optimizer=LEARNING))
+    assert not report.passed
+    assert report.max_weight_difference > 0.1
+
+
+def test_a_precision_without_a_tolerance_is_refused() -> None:
+    with pytest.raises(ConfigError, match="precision is 'fp32': .* agree within rounding.* Set tolerance") as caught:
+        run_check(replace(SMALL, precision="fp32"))
+    assert caught.value.key == "tolerance"
+
+
+def test_masters_keep_what_their_weights_cannot_hold() -> None:
+    model = torch.nn.Linear(4, 4, bias=False).to(torch.bfloat16)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    optimizer = optimizer_over_masters(OptimizerRecipe(name="sgd", settings={"lr": 1e-3}), model)
+    for _ in range(8):
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert model.weight.grad is None
+    # Each step alone is less than half a unit in the last place of 1; eight of them are two units.
+    assert torch.equal(model.weight, torch.full_like(model.weight, 0.992))

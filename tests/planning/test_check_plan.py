@@ -100,3 +100,22 @@ class TestBudgets:
     def test_the_host(self) -> None:
         with pytest.raises(PlanError, match=r"host budget of 9.0 KiB cannot hold the 10.0 KiB \(10,240 bytes\)"):
             make_plan(MODEL, host_memory=9 * KB)
+
+    def test_state_that_visits_counts_where_the_optimizer_is_known(self) -> None:
+        # In backward a group's state at once, 5 bytes beside each of the 4 KiB, and that of a resident chunk beside it.
+        visitors = 5 * (4 * KB + 512)
+        plan = make_plan(MODEL, update="paged", schedule="in_backward", prefetch_depth=0)
+        enough = 4 * KB + 512 + visitors
+        for size in (enough, enough - 1):
+            budgeted = replace(plan, budgets=Budgets(device_bytes=size))
+            check_plan(budgeted, MODEL)
+            if size == enough:
+                check_plan(budgeted, MODEL, state_bytes_per_parameter_byte=5)
+                continue
+            with pytest.raises(
+                PlanError,
+                match=rf"state that visits the device \('paged'\) takes 22.5 KiB \({visitors:,} bytes\), {enough:,} bytes "
+                "together; .* or update on the host, or tile",
+            ) as caught:
+                check_plan(budgeted, MODEL, state_bytes_per_parameter_byte=5)
+            assert caught.value.needed_bytes == enough

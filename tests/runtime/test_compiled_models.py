@@ -169,3 +169,17 @@ def test_compiling_a_managed_block_in_place_is_refused(place: str) -> None:
         model.blocks[0].compile(backend="eager")
         with pytest.raises(ModelChangedError, match=r"blocks.0 was compiled .* before"):
             steps(model, optimizer)
+
+
+@in_all_places
+def test_compiling_a_managed_model_in_place_is_refused(place: str) -> None:
+    plain, model = seeded(Tower), seeded(Tower)
+    steps(plain, adamw(plain))
+    optimizer = adamw(model)
+    with manage(model, optimizer, place, "in_backward"):
+        with pytest.raises(SessionError, match=r"torch.compile around a managed model .* block.compile\(\)"):
+            model.compile(backend="eager")
+        steps(model, optimizer)
+    assert_same_tensors(plain.state_dict(), model.state_dict())
+    model.compile(backend="eager")
+    steps(model, optimizer)

@@ -8,6 +8,7 @@ import torch
 import lowtide
 from lowtide.errors import PlanError
 from lowtide.runtime.machinery import Machinery
+from lowtide.runtime.own_plan import WarmUpPlans
 from lowtide.runtime.plan_switch import switch_plan
 from tests.runtime.twins import PLACES, Twins, flat_state, make_net, take_step
 from tests.zoo import assert_same_tensors
@@ -70,3 +71,41 @@ def test_a_plan_for_another_model_leaves_the_machinery_as_it_is() -> None:
     both.step(1)
     both.assert_same()
     both.session.close()
+
+
+def test_a_plan_for_another_model_leaves_the_session_as_it_is() -> None:
+    both = Twins("mixed")
+    both.step(0)
+    before = both.session.plan
+    with pytest.raises(PlanError, match="does not fit this model"):
+        both.session._switch(lowtide.make_plan(torch.nn.Sequential(torch.nn.Linear(3, 3))))
+    assert both.session.is_open
+    assert both.session.plan == before
+    both.step(1)
+    both.assert_same()
+    both.session.close()
+    assert all(type(parameter) is torch.nn.Parameter for parameter in both.model.parameters())
+
+
+def test_a_warm_up_whose_plan_is_refused_goes_on_observing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It raises at each call, until a plan fits; the model is managed all along."""
+    other = lowtide.make_plan(torch.nn.Sequential(torch.nn.Linear(3, 3)))
+    model, plain = make_net(), make_net()
+    optimizers = [torch.optim.AdamW(each.parameters()) for each in (model, plain)]
+    right, is_wrong = WarmUpPlans.after, True
+    monkeypatch.setattr(WarmUpPlans, "after", lambda plans, samples: other if is_wrong else right(plans, samples))
+    session = lowtide.manage(model, optimizers[0], lowtide.WarmUp(device_memory="64MiB"), device="cpu")
+    for each, optimizer in zip((model, plain), optimizers, strict=True):
+        take_step(each, optimizer, 0)
+    for _ in range(2):
+        with pytest.raises(PlanError, match="does not fit this model"):
+            take_step(model, optimizers[0], 1)
+        assert session.is_open
+        assert session.is_warming_up
+    is_wrong = False
+    for seed in (1, 2):
+        losses = [take_step(each, optimizer, seed) for each, optimizer in zip((model, plain), optimizers, strict=True)]
+        assert torch.equal(*losses)
+    assert not session.is_warming_up
+    session.close()
+    assert_same_tensors(plain.state_dict(), model.state_dict())

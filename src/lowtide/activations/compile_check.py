@@ -3,12 +3,14 @@
 The compiler goes through the forwards of the modules that a compiled one calls, past what stands around their calls: the
 policies would be left out, and nobody told. What is compiled at the time of `apply` is found by looking. What is compiled
 later around modules with policies meets their calls, which are shown to the compiler for that. And a module with a policy that is
-compiled in place later, in the place of the policy's call, is found when the model is called.
+compiled in place later, in the place of the policy's call, is found when the model is called; the model itself, where
+nobody would be called, when it is compiled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -48,6 +50,11 @@ class CompileCheck:
         self._model = model
         self._watched: dict[str, nn.Module] = {}
         self._is_active = True
+        self._refusal = partial(
+            ActivationError,
+            f"{type(model).__name__} has an activation policy as a whole, which code compiled in its place would leave out; "
+            "remove() the policy, call model.compile() first, and apply the policy after that",
+        )
         self.inner = compat.replace_call(model, self._call)
         """What the model's call is without it."""
 
@@ -60,11 +67,15 @@ class CompileCheck:
     def watch(self, modules: dict[str, nn.Module]) -> None:
         """From now on these have policies."""
         self._watched |= modules
+        if "" in modules:
+            compat.guard_compile(self._model, self._refusal)
 
     def forget(self, modules: dict[str, nn.Module]) -> None:
         """And no longer. With the last of them the model gets its calls back, unless others have taken them since."""
         for path in modules:
             self._watched.pop(path, None)
+        if "" in modules:
+            compat.unguard_compile(self._model, self._refusal)
         if not self._watched and self._is_active:
             self._is_active = False
             if compat.call_of(self._model) == self._call:

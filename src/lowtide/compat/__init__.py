@@ -40,6 +40,7 @@ from lowtide.compat.modules import (
     buffers_of,
     call_of,
     compiled_original,
+    guard_compile,
     has_module_hooks,
     is_compiled_around,
     parametrized_names,
@@ -49,6 +50,7 @@ from lowtide.compat.modules import (
     restore_registrations,
     show_call_to_compiler,
     uncompiled,
+    unguard_compile,
 )
 from lowtide.compat.operators import (
     assert_on_device,
@@ -126,6 +128,7 @@ __all__ = [
     "find_overload",
     "flatten",
     "fusible_operators",
+    "guard_compile",
     "has_gradient_hooks",
     "has_mode",
     "has_module_hooks",
@@ -175,6 +178,7 @@ __all__ = [
     "treat_cuda_as",
     "uncompiled",
     "unflatten",
+    "unguard_compile",
     "unlock_host_memory",
     "unscale_in_place",
     "version_of",

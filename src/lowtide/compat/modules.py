@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -80,6 +81,38 @@ def is_compiled_around() -> bool:
     # While the compiler looks at this very code, and while it runs the code itself because it could not follow.
     # Read, not imported: the module is there from the start, while the compiler takes seconds to import.
     return torch.compiler.is_dynamo_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+
+
+_GUARDS: weakref.WeakKeyDictionary[torch.nn.Module, list[Callable[[], Exception]]] = weakref.WeakKeyDictionary()
+_COMPILE = torch.nn.Module.compile
+
+
+def _guarded_compile(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+    for refusal in _GUARDS.get(module, ()):
+        raise refusal()
+    _COMPILE(module, *args, **kwargs)
+
+
+def guard_compile(module: torch.nn.Module, refusal: Callable[[], Exception]) -> None:
+    """Let `module.compile()` raise this, until `unguard_compile`. The refusal must not hold the module: it is kept.
+
+    `Module.compile` puts its code in the very place where a replaced call stands, and tells nobody. torch's own method is
+    exchanged while there is a guard, and not an attribute of the module, which would travel with copies and pickles.
+    """
+    _GUARDS.setdefault(module, []).append(refusal)
+    kind: Any = torch.nn.Module
+    if kind.compile is _COMPILE:
+        kind.compile = _guarded_compile
+
+
+def unguard_compile(module: torch.nn.Module, refusal: Callable[[], Exception]) -> None:
+    """And no longer. May be repeated."""
+    others = [other for other in _GUARDS.pop(module, ()) if other is not refusal]
+    if others:
+        _GUARDS[module] = others
+    kind: Any = torch.nn.Module
+    if not _GUARDS and kind.compile is _guarded_compile:
+        kind.compile = _COMPILE
 
 
 _MARK = -1

@@ -1,6 +1,8 @@
 """The check: one recipe trained plainly and under management, from the same weights, on the same batches.
 
-On the CPU the managed run has an emulated device, so that a check needs no GPU.
+On the CPU the managed run has an emulated device, so that a check needs no GPU. Where the recipe has a `precision`, the
+managed run updates through Lowtide's own kernels, and the plain one through torch's optimizer on fp32 masters: they agree
+within rounding, and the recipe's tolerance says how far.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from lowtide.errors import ConfigError, HardwareError
 from lowtide.lab.arithmetic import arithmetic
 from lowtide.lab.check_report import CheckReport, compare_tensors
 from lowtide.lab.data_recipe import RandomInputs
+from lowtide.lab.masters import optimizer_over_masters
 from lowtide.lab.plan_recipe import PlanRecipe
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.training import Batch, make_batches, make_model, make_optimizer, train
@@ -70,8 +73,14 @@ def run_check(recipe: Recipe, on_progress: OnProgress | None = None) -> CheckRep
 
 def _refuse_incomparable(recipe: Recipe) -> None:
     """What a check would leave out, and so check another run than the recipe's."""
+    if recipe.precision is not None and not recipe.tolerance:
+        raise ConfigError(
+            f"precision is {recipe.precision!r}: a check compares Lowtide's own kernels with torch's optimizer on fp32 masters "
+            "then, and the two agree within rounding, not in every bit. Set tolerance to the largest difference that is "
+            "right in a loss or weight, such as 1e-4 in fp32 and 0.05 in bfloat16",
+            key="tolerance",
+        )
     asked = {
-        "precision": recipe.precision is not None,
         "compile": recipe.compile is not None,
         "data": not isinstance(recipe.data, RandomInputs),
     }
@@ -127,7 +136,8 @@ def _run_plain(
     recipe: Recipe, source: ModelSource, batch: Callable[[int], Batch], device: torch.device, say: OnProgress
 ) -> tuple[tuple[float, ...], dict[str, Tensor]]:
     model = make_model(recipe, source).to(device)
-    optimizer = make_optimizer(recipe.optimizer, model)
+    make = make_optimizer if recipe.precision is None else optimizer_over_masters
+    optimizer = make(recipe.optimizer, model)
     on_step = _steps("plain", recipe, say)
     losses = train(recipe, model, optimizer, batch, device=device, on_step=on_step)
     return losses, _on_host(model)
@@ -141,7 +151,9 @@ def _run_managed(
     assert recipe.plan is not None, "run_check asks for one"
     plan = plan_of(recipe.plan, model)
     on_step = _steps("managed", recipe, say)
-    with manage(model, optimizer, plan, device=device) as session:
+    with manage(
+        model, optimizer, plan, device=device, precision=recipe.precision, moments=recipe.moments, seed=recipe.seed
+    ) as session:
         losses = train(recipe, model, optimizer, batch, device=device, on_step=on_step)
         session.settle()
         stats = session.stats()

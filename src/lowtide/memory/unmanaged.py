@@ -11,6 +11,9 @@ _INTEGERS = frozenset({
     torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64,
 })  # fmt: skip
 
+SPARSE_GRADIENT = "its gradient is sparse (sparse=True)"
+"""The reason of a table whose lookups give sparse gradients."""
+
 
 def unmanaged_parameters(model: nn.Module) -> tuple[tuple[str, str], ...]:
     """(name, reason) of each parameter that Lowtide does not move: plain, dense tensors alone can live in a chunk.
@@ -70,7 +73,7 @@ def _by_module(model: nn.Module) -> dict[int, str]:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             for parameter in module.parameters():
                 if module.sparse:
-                    found[id(parameter)] = "its gradient is sparse (sparse=True)"
+                    found[id(parameter)] = SPARSE_GRADIENT
                 elif module.max_norm is not None:
                     # The change would be made to the device's copy, which is dropped after the call.
                     found[id(parameter)] = f"the forward rewrites it in place (max_norm={module.max_norm})"

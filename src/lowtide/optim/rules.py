@@ -90,6 +90,11 @@ def require_rule(optimizer: Optimizer, group: Mapping[str, Any]) -> Rule:
     return rule
 
 
+def as_numbers(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings whose tensors of one element were read, so that nobody else waits for them."""
+    return {key: _read(value) for key, value in settings.items()}
+
+
 def reason_without_rule(optimizer: Optimizer, group: Mapping[str, Any]) -> str | None:
     """Why the kernels cannot take a param group, as the rest of a sentence; None where they can."""
     name = type(optimizer).__name__
@@ -114,13 +119,18 @@ def reason_without_rule(optimizer: Optimizer, group: Mapping[str, Any]) -> str |
     return None
 
 
+def _read(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_read, value))
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
 def _number(group: Mapping[str, Any], key: str) -> float:
     return _as_number(key, group[key])
 
 
 def _as_number(key: str, value: object) -> float:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        value = value.item()
+    value = _read(value)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
         raise ConfigError(

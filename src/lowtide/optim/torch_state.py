@@ -91,18 +91,8 @@ def read_state_dict(state_dict: Mapping[str, Any], groups: Sequence[Sequence[Loa
     Raises:
         OptimizerStateError: It is of another model or optimizer: the message names the first parameter that differs.
     """
-    saved_groups = state_dict.get("param_groups")
-    if saved_groups is None or "state" not in state_dict:
-        raise OptimizerStateError(
-            f"the state has the entries {sorted(state_dict)}, not 'state' and 'param_groups'; give what "
-            "optimizer.state_dict() returned"
-        )
-    saved_sizes, sizes = [len(group["params"]) for group in saved_groups], [len(group) for group in groups]
-    if saved_sizes != sizes:
-        raise OptimizerStateError(
-            f"the state has param groups of {saved_sizes} parameters, and the optimizer of {sizes}; it was saved for "
-            "another model or with other groups: load it into the optimizer it was saved from"
-        )
+    check_form(state_dict, [len(group) for group in groups])
+    saved_groups = state_dict["param_groups"]
     return [
         [
             read_entries(state_dict["state"].get(key, {}), target)
@@ -110,6 +100,26 @@ def read_state_dict(state_dict: Mapping[str, Any], groups: Sequence[Sequence[Loa
         ]
         for saved, group in zip(saved_groups, groups, strict=True)
     ]
+
+
+def check_form(state_dict: object, sizes: Sequence[int]) -> None:
+    """Refuse what no `optimizer.state_dict()` gave, or one with other numbers of parameters in its groups.
+
+    Raises:
+        OptimizerStateError: It is not one.
+    """
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        entries = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else None
+        found = f"is a {type(state_dict).__name__}" if entries is None else f"has the entries {entries}"
+        raise OptimizerStateError(
+            f"the state {found}, not 'state' and 'param_groups'; give what optimizer.state_dict() returned"
+        )
+    saved_sizes = [len(group["params"]) for group in state_dict["param_groups"]]
+    if saved_sizes != list(sizes):
+        raise OptimizerStateError(
+            f"the state has param groups of {saved_sizes} parameters, and the optimizer of {list(sizes)}; it was saved for "
+            "another model or with other groups: load it into the optimizer it was saved from"
+        )
 
 
 def read_entries(entries: Mapping[str, Any], target: LoadTarget) -> SavedState:

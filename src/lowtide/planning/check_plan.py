@@ -8,16 +8,24 @@ from lowtide.activations.policy import KEEP
 from lowtide.errors import PlanError
 from lowtide.memory.layout_types import Layout
 from lowtide.planning.activation_choice import is_one_module
+from lowtide.planning.placement import visitor_bytes_on_device
 from lowtide.planning.plan import Plan, Site, Weights
 from lowtide.planning.window_need import largest_window, window_bytes_needed
 from lowtide.units import format_bytes
 
 
-def check_plan(plan: Plan, layout: Layout) -> None:
+def check_plan(plan: Plan, layout: Layout, *, state_bytes_per_parameter_byte: float = 0.0) -> None:
     """Refuse a plan that was made for another model, or whose budgets cannot hold the weights.
 
-    Of the device's budget only the weights are known here: those of resident groups, and the windows of streamed ones.
-    Gradients, optimizer state and activations come on top.
+    Of the device's budget only the weights are known here: those of resident groups, and the windows of streamed ones;
+    and, where the optimizer is known, the state that visits the device. Gradients, other optimizer state and activations
+    come on top.
+
+    Args:
+        plan: To be checked.
+        layout: Of the model.
+        state_bytes_per_parameter_byte: Optimizer state beside each byte of trained parameters; 0 where it is not known
+            yet.
 
     Raises:
         PlanError: The message says which groups differ, or how many bytes are needed, for which group, and what to
@@ -32,7 +40,8 @@ def check_plan(plan: Plan, layout: Layout) -> None:
         )
     _check_activations(plan, layout)
     _check_kept_on_host(plan, layout)
-    _check_device(plan, layout)
+    visiting = visitor_bytes_on_device(layout, plan, state_bytes_per_parameter_byte=state_bytes_per_parameter_byte)
+    _check_device(plan, layout, visiting)
     _check_host(plan, layout)
 
 
@@ -108,7 +117,7 @@ def _check_kept_on_host(plan: Plan, layout: Layout) -> None:
             )
 
 
-def _check_device(plan: Plan, layout: Layout) -> None:
+def _check_device(plan: Plan, layout: Layout, visiting: int) -> None:
     streamed = {group.name for group in plan.groups if group.weights is Weights.STREAMED}
     window, alone = largest_window(layout, streamed)
     budgets = plan.budgets
@@ -124,20 +133,26 @@ def _check_device(plan: Plan, layout: Layout) -> None:
         return
     resident = _weight_bytes(plan, layout, Weights.RESIDENT)
     windows = window_bytes_needed(layout, plan) if budgets.window_bytes is None else budgets.window_bytes
-    if resident + windows <= budgets.device_bytes:
+    needed = resident + windows + visiting
+    if needed <= budgets.device_bytes:
         return
-    advice = [f"raise the device budget to more than {format_bytes(resident + windows)}"]
+    advice = [f"raise the device budget to more than {format_bytes(needed)}"]
     if resident:
         advice.append("stream more groups")
     if plan.prefetch_depth and windows > alone:
         advice.append(f"lower prefetch_depth from {plan.prefetch_depth}")
+    if visiting:
+        advice.append("update on the host")
     advice.append("tile the layers of that module" if alone else "use a smaller model")
+    visitors = (
+        f", and optimizer state that visits the device ('paged') takes {format_bytes(visiting)} ({visiting:,} bytes)"
+    )
     raise PlanError(
         f"the device budget of {format_bytes(budgets.device_bytes)} cannot hold the weights: "
         f"{format_bytes(resident)} are resident, and the windows of streamed groups need {format_bytes(windows)} "
-        f"({format_bytes(alone)} of it for {window or 'the model'!r} alone), {resident + windows:,} bytes together; "
-        f"{', or '.join(advice)}",
-        needed_bytes=resident + windows,
+        f"({format_bytes(alone)} of it for {window or 'the model'!r} alone){visitors if visiting else ''}, {needed:,} bytes "
+        f"together; {', or '.join(advice)}",
+        needed_bytes=needed,
         group=window if alone else None,
     )
 

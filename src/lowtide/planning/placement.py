@@ -11,7 +11,7 @@ from lowtide.errors import ConfigError
 from lowtide.memory.groups import REST
 from lowtide.memory.layout_types import ChunkSpec, GroupSpec, Layout
 from lowtide.planning.plan import Budgets, GroupPlan, Plan, Schedule, Site, Weights
-from lowtide.planning.window_need import group_sizes, window_bytes
+from lowtide.planning.window_need import group_sizes, most_visitors, window_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,12 +27,14 @@ class ChunkBytes:
     gradient_bytes: int
     """Of chunks that the device updates: all of them, or under `in_backward` those of one group."""
     state_bytes: int
-    """Optimizer state of chunks that the device updates."""
+    """Optimizer state of chunks that the device updates, and that stays there."""
+    visitor_bytes: int = 0
+    """Optimizer state that lies on the host and visits the device for its updates, at most at once."""
 
     @property
     def total_bytes(self) -> int:
         """All of it."""
-        return self.resident_bytes + self.window_bytes + self.gradient_bytes + self.state_bytes
+        return self.resident_bytes + self.window_bytes + self.gradient_bytes + self.state_bytes + self.visitor_bytes
 
 
 def chunk_bytes_on_device(layout: Layout, plan: Plan, *, state_bytes_per_parameter_byte: float) -> ChunkBytes:
@@ -58,7 +60,34 @@ def chunk_bytes_on_device(layout: Layout, plan: Plan, *, state_bytes_per_paramet
         window_bytes=window_bytes(layout, streamed, plan.prefetch_depth) if windows is None else windows,
         gradient_bytes=gradient_bytes(updated(Site.DEVICE, Site.PAGED), plan.schedule),
         state_bytes=state_bytes(sum(updated(Site.DEVICE).values()), state_bytes_per_parameter_byte),
+        visitor_bytes=visitor_bytes_on_device(
+            layout, plan, state_bytes_per_parameter_byte=state_bytes_per_parameter_byte
+        ),
     )
+
+
+def visitor_bytes_on_device(layout: Layout, plan: Plan, *, state_bytes_per_parameter_byte: float) -> int:
+    """What optimizer state that lies on the host takes of the device while it visits, at most at once.
+
+    Where it visits for one update after the other, that is the largest chunk's. In backward that of a whole group is sent
+    for when its window opens; groups whose chunks all stay on the device have none. What is on its way home is kept
+    within the mover's bytes, as gradients are, and not counted.
+    """
+    by_window: dict[str, int] = {}
+    largest = 0
+    for group in plan.groups:
+        chunks = [
+            chunk for chunk in zip(layout.chunks_of(group.name), group.sites, strict=True) if is_trained(chunk[0])
+        ]
+        needed = [
+            state_bytes(chunk.nbytes, state_bytes_per_parameter_byte) for chunk, site in chunks if site is Site.PAGED
+        ]
+        has_window = group.weights is Weights.STREAMED or any(site is Site.HOST for _, site in chunks)
+        if plan.schedule is Schedule.IN_BACKWARD and has_window and needed:
+            by_window[group.name] = sum(needed)
+        else:
+            largest = max(largest, *needed, 0)
+    return largest + most_visitors(layout, by_window)
 
 
 def gradient_bytes(updated: dict[str, int], schedule: Schedule) -> int:

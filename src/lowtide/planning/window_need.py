@@ -1,9 +1,10 @@
-"""How many device bytes the windows of streamed groups need at once."""
+"""How many device bytes the windows of streamed groups need at once, and optimizer state that visits."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
+from lowtide.memory.groups import REST
 from lowtide.memory.layout_types import GroupSpec, Layout
 from lowtide.planning.plan import Plan, Weights
 
@@ -31,6 +32,18 @@ def largest_window(layout: Layout, streamed: Collection[str]) -> tuple[str, int]
     sizes = group_sizes(layout)
     needs = {window: _total(sizes, [groups]) for window, groups in _opened(layout, streamed).items()}
     return max(needs.items(), key=lambda item: item[1], default=("", 0))
+
+
+def most_visitors(layout: Layout, by_group: Mapping[str, int]) -> int:
+    """Device bytes of what visits beside a backward, at once, from the bytes of each group's visitors.
+
+    They are sent for when the backward reaches a window, and go when the group's gradients are complete: those of a tied
+    group, and of one that is open all the time, stay beside all others.
+    """
+    staying = {group.name for group in layout.groups if _is_tied(group) or REST in group.windows}
+    opened = _opened(layout, by_group.keys() - staying)
+    passing = max((_total(by_group, [groups]) for groups in opened.values()), default=0)
+    return sum(by_group[name] for name in staying & by_group.keys()) + passing
 
 
 def group_sizes(layout: Layout) -> dict[str, int]:

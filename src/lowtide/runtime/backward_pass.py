@@ -171,7 +171,10 @@ class BackwardPass:
             raise graph_through_used_up(unit)
         if bound.chunk.spec.name in unit.consumed:
             refuse_old_weights(unit, unit.generation)
-        if is_away(bound):
+        if is_away(bound) and self._is_dropped(parameter):
+            bound.stashed = parameter.grad = None
+            unit.dropped.add(bound.spec.name)
+        elif is_away(bound):
             self._gradients.take(bound)
         bound.has_fired = True
         self._finish(unit, task, is_last=False)
@@ -239,6 +242,12 @@ class BackwardPass:
         if self._schedule is Schedule.IN_BACKWARD:
             assert self.finisher is not None
             self.finisher.finish(unit, task.number, is_last=is_last)
+
+    def _is_dropped(self, parameter: torch.Tensor) -> bool:
+        """In backward, of a parameter that the optimizer does not hold: no update would ever give its staging back."""
+        if self._schedule is not Schedule.IN_BACKWARD or self.finisher is None:
+            return False
+        return not self.finisher.updater.optimizer.knows(parameter)
 
     def _show_host(self, unit: Unit) -> None:
         """No backward uses the unit any more: the user finds weights and gradients where they rest."""

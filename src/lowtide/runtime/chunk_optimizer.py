@@ -8,14 +8,15 @@ fused are torch's and the user's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from lowtide import compat
-from lowtide.errors import UnsupportedOptimizerError
+from lowtide.errors import ConfigError, UnsupportedOptimizerError
 from lowtide.runtime.clip_factor import ClipFactor
 
 _HOST = torch.device("cpu")
@@ -33,9 +34,10 @@ class Settings:
     """What gradients are multiplied by on the way; None where they were clipped in place, or are not."""
 
     def on_host(self) -> Settings:
-        """For an update on the host: torch would copy the scaler's flag there without waiting for it."""
-        scaler = {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in self.scaler.items()}
-        return replace(self, scaler=scaler)
+        """For updates on the host: torch would copy the scaler's flag there without waiting for it, and a rate that lies on
+        the device would be read by the worker, in the middle of whatever the device does then. Waits for both.
+        """
+        return replace(self, groups=tuple(map(_on_host, self.groups)), scaler=_on_host(self.scaler))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,8 @@ class ChunkOptimizer:
     def __init__(self, optimizer: torch.optim.Optimizer, devices: Sequence[torch.device] = (_HOST,)) -> None:
         self.optimizer = optimizer
         self._group_of: dict[int, int] = {}
+        self._needs_rate = all(group.get("lr") is not None for group in optimizer.param_groups)
+        """Whether each group must have a learning rate: there are optimizers that take None for their own choice."""
         self.refresh_groups()
         for device in devices:
             _refuse_what_looks_across(optimizer, device)
@@ -79,19 +83,23 @@ class ChunkOptimizer:
         return id(parameter) in self._group_of
 
     def settings(self) -> Settings:
-        """The groups' settings now. Tensors are copied: a scheduler may change them before the update runs."""
+        """The groups' settings now. Tensors are copied: a scheduler may change them before the update runs.
+
+        Raises:
+            ConfigError: A learning rate is none. Found before the first update, which would stop half way.
+        """
+        if self._needs_rate:
+            for index, group in enumerate(self.optimizer.param_groups):
+                _require_rate(index, group.get("lr"))
         groups = tuple(
-            {
-                key: value.clone() if isinstance(value, torch.Tensor) else value
-                for key, value in group.items()
-                if key != "params"
-            }
+            {key: _each_tensor(torch.Tensor.clone, value) for key, value in group.items() if key != "params"}
             for group in self.optimizer.param_groups
         )
         return Settings(groups=groups, scaler=compat.scaler_values(self.optimizer))
 
-    def claim_state(self, updates: Sequence[Update]) -> None:
+    def claim_state(self, updates: Sequence[Update], settings: Settings) -> None:
         """Make the state's entries exist, in the thread that owns the dictionary."""
+        del settings
         for update in updates:
             self.optimizer.state[update.parameter]  # a defaultdict: looking makes the entry
 
@@ -111,6 +119,9 @@ class ChunkOptimizer:
         shadow = compat.shallow_optimizer(self.optimizer, list(groups.values()), state)
         vars(shadow).update(settings.scaler)
         compat.step_without_hooks(shadow)
+
+    def check_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor | None, name: str | None = None) -> None:
+        """Refuse a gradient that the update cannot take, before anything is updated; torch's own says so itself."""
 
     def needs_values(self, updates: Sequence[Update]) -> bool:
         """Whether weights are read when state is claimed, and not only by the update."""
@@ -136,6 +147,28 @@ class ChunkOptimizer:
             if key == "step" and not (group.get("capturable") or group.get("fused")):
                 continue
             state[key] = value.to(device)
+
+
+def _require_rate(index: int, rate: object) -> None:
+    # A tensor is not looked into: it may lie on the device.
+    if isinstance(rate, torch.Tensor) or (isinstance(rate, int | float) and math.isfinite(rate)):
+        return
+    raise ConfigError(
+        f"lr of param group {index} is {rate!r}; set a finite number before the next step (a scheduler or a loaded state may "
+        "have put this there). Nothing was updated",
+        key="lr",
+    )
+
+
+def _on_host(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _each_tensor(torch.Tensor.cpu, value) for key, value in settings.items()}
+
+
+def _each_tensor(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """The setting with its tensors changed: it may be one, or a tuple of them, as betas are."""
+    if isinstance(value, tuple):
+        return tuple(_each_tensor(change, part) for part in value)
+    return change(value) if isinstance(value, torch.Tensor) else value
 
 
 def _refuse_what_looks_across(optimizer: torch.optim.Optimizer, device: torch.device) -> None:

@@ -22,6 +22,8 @@ class Finisher:
         self._residency = residency
         self._mover = mover
         self._recorder = recorder
+        self._taken: tuple[int, Settings] | None = None
+        """The settings of a backward, by its number."""
 
     def finish(self, unit: Unit, backward: int, *, is_last: bool) -> None:
         """Update the unit's chunks whose gradients this backward has completed.
@@ -36,7 +38,7 @@ class Finisher:
             if not fired or (len(fired) < len(bounds) and not is_last):
                 continue
             if any(self.updater.optimizer.knows(bound.parameter) for bound in fired):
-                self._use_up(unit, chunk, fired)
+                self._use_up(unit, chunk, fired, self._settings_in(backward))
 
     def prefetch(self, units: Iterable[Unit]) -> None:
         """The backward has reached these: optimizer state that visits the device comes beside it."""
@@ -58,8 +60,13 @@ class Finisher:
             unit.look_at_host()
             self._residency.guard(unit)
 
-    def _use_up(self, unit: Unit, chunk: Chunk, fired: list[Bound]) -> None:
-        settings = self.updater.optimizer.settings()
+    def _settings_in(self, backward: int) -> Settings:
+        """Of its first update: a rate that lies on the device is waited for once, not at every chunk."""
+        if self._taken is None or self._taken[0] != backward:
+            self._taken = (backward, self.updater.optimizer.settings())
+        return self._taken[1]
+
+    def _use_up(self, unit: Unit, chunk: Chunk, fired: list[Bound], settings: Settings) -> None:
         trained = [bound for bound in fired if self.updater.optimizer.knows(bound.parameter)]
         for bound in fired:
             bound.has_fired = False

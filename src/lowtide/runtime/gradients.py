@@ -19,6 +19,7 @@ from lowtide.memory.mover import Mover, Ticket
 from lowtide.planning.plan import Schedule
 from lowtide.runtime.host_worker import BEFORE_UPDATES, HostWorker, Job
 from lowtide.runtime.recording import Recorder
+from lowtide.runtime.sparse_gradients import refuse_sparse_gradient
 from lowtide.runtime.tensors import beside, own_storage
 from lowtide.runtime.unit import Bound
 from lowtide.runtime.veil import is_veiled, unveil, veil
@@ -39,7 +40,8 @@ class GradientLease:
     def settle(self) -> None:
         """Wait for the copies and the update. The veil stays: a GradScaler's kernel must be noticed at any time."""
         self._bound.settle_gradient()
-        self._bound.num_takes += 1  # whoever looks may write
+        # Whoever looks may write, and may keep a view of it and write later.
+        self._bound.was_seen = True
 
     def check_gradient(self) -> None:
         """A gradient has none itself."""
@@ -67,6 +69,7 @@ class GradientMover:
         """The parameter's gradient is complete on the device: send it to the host and let it go there."""
         gradient = bound.parameter.grad
         assert gradient is not None
+        refuse_sparse_gradient(gradient, bound.spec.name)
         bound.parameter.grad = None
         is_first = not bound.has_fired
         if self._schedule is Schedule.IN_BACKWARD:
@@ -74,21 +77,25 @@ class GradientMover:
         else:
             if bound.stashed is not None and is_first:
                 # Accumulation: what is there already belongs to the user, wherever it lies.
+                # One that the user made is the user's to write to.
+                bound.was_seen = bound.was_seen or bound.stashed is not bound.gradient
                 bound.gradient, is_first = bound.stashed, bound.is_whole
                 unveil(bound.gradient)
             elif is_first:
                 # What a loop that never looks at a gradient leaves behind: the copy and the update of the last step.
                 bound.pending = [waiting for waiting in bound.pending if not waiting.is_done()]
                 self._leave_old_gradient(bound)
+                bound.was_seen = False
             assert bound.gradient is not None
             # Not the user's own object: that one is veiled before the copy has happened.
             home = bound.inner_gradient(bound.gradient)
         bound.num_takes += 1
+        takes_norm = self.takes_norms and not bound.was_seen
         if is_first:
-            bound.norm = (bound.num_takes, _norm(gradient)) if self.takes_norms else None
+            bound.norm = (bound.num_takes, _norm(gradient)) if takes_norm else None
             bound.pending.append(self._send(bound, home, gradient))
         else:
-            self._send_and_add(bound, home, gradient)
+            self._send_and_add(bound, home, gradient, takes_norm=takes_norm)
         if self._schedule is Schedule.IN_BACKWARD and bound.stashed is not None and not bound.is_whole:
             # From a use outside of the module's call, on the host: its gradient came first.
             self._add_stashed(bound, home, bound.stashed)
@@ -161,12 +168,12 @@ class GradientMover:
 
         bound.pending.append(self._worker.submit(add))
 
-    def _send_and_add(self, bound: Bound, total: torch.Tensor, gradient: torch.Tensor) -> None:
+    def _send_and_add(self, bound: Bound, total: torch.Tensor, gradient: torch.Tensor, *, takes_norm: bool) -> None:
         buffer = self._cache.take(max(gradient.nbytes, 1))
         staging = view_of(buffer, 0, bound.spec)
         before = _earlier(bound)
         arrived = self._send(bound, staging, gradient)
-        takes_norms, number = self.takes_norms, bound.num_takes
+        number = bound.num_takes
 
         def add() -> None:
             try:
@@ -175,7 +182,7 @@ class GradientMover:
                 arrived.wait()
                 with torch.no_grad():
                     total.add_(staging)
-                if takes_norms:
+                if takes_norm:
                     bound.norm = (number, _norm(total))
             finally:
                 self._cache.give_back(buffer)

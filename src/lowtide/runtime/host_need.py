@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,11 +10,9 @@ import torch
 from lowtide.errors import PlanError
 from lowtide.memory.chunk_search import LARGEST_CHUNK_BYTES
 from lowtide.memory.layout_types import Layout, ParameterSpec
-from lowtide.optim.parameter_state import state_bytes
-from lowtide.optim.rules import require_rule
 from lowtide.optim.update_types import Numerics
 from lowtide.planning.plan import Plan, Schedule, Site, Weights
-from lowtide.runtime.state_size import state_bytes_per_parameter_byte
+from lowtide.runtime.state_size import state_bytes_by_parameter
 from lowtide.units import format_bytes
 
 MOST_STAGING_BYTES = 1 << 31
@@ -48,9 +45,20 @@ class HostNeed:
 
 
 def host_need(
-    layout: Layout, plan: Plan, optimizer: torch.optim.Optimizer | None, numerics: Numerics | None
+    layout: Layout,
+    plan: Plan,
+    optimizer: torch.optim.Optimizer | None,
+    numerics: Numerics | None,
+    parameters: Mapping[str, torch.Tensor],
 ) -> HostNeed:
     """What the host must hold: weights of streamed chunks, twins of resident ones, deferred gradients, staging, state.
+
+    Args:
+        layout: Of the model.
+        plan: For it.
+        optimizer: Each parameter's state is counted by its own param group; those that it does not hold have none.
+        numerics: Of updates through our own kernels.
+        parameters: The model's, by name.
 
     Raises:
         PlanError: The plan's staging is too small for its largest chunk.
@@ -75,7 +83,13 @@ def host_need(
                 largest_parameter = max(largest_parameter, *(span.parameter.nbytes for span in chunk.spans))
                 if plan.schedule is Schedule.DEFERRED:
                     gradients += chunk.nbytes
-    state = _state_bytes(updated, optimizer, numerics)
+    # Not asked where there is nothing: an optimizer that cannot say may still step on the device.
+    sizes = state_bytes_by_parameter(optimizer, numerics) if optimizer is not None and updated + paged else {}
+
+    def state_of(specs: Sequence[ParameterSpec]) -> int:
+        return sum(sizes.get(id(parameters[spec.name]), 0) for spec in specs)
+
+    state = state_of(updated)
     # One to be filled while another is used; beside a huge one a small one, so that it does not double the need.
     largest = largest if plan.schedule is Schedule.IN_BACKWARD else largest_parameter
     least = largest + min(largest, LARGEST_CHUNK_BYTES)
@@ -84,7 +98,7 @@ def host_need(
         gradient_bytes=gradients,
         staging_bytes=_staging_bytes(plan, least, sum(spec.nbytes for spec in updated), is_slow=state > 0),
         state_bytes=state,
-        paged_bytes=_state_bytes(paged, optimizer, numerics) + 4096 * len(paged),
+        paged_bytes=state_of(paged) + 4096 * len(paged),
         table_bytes=tables,
     )
 
@@ -104,15 +118,3 @@ def _staging_bytes(plan: Plan, least: int, updated_bytes: int, *, is_slow: bool)
         waits = is_slow and plan.schedule is Schedule.IN_BACKWARD
         wanted = max(least, min(MOST_STAGING_BYTES, updated_bytes) if waits else 0)
     return -(-wanted // 512) * 512 + 4096
-
-
-def _state_bytes(
-    updated: Sequence[ParameterSpec], optimizer: torch.optim.Optimizer | None, numerics: Numerics | None
-) -> int:
-    # Not asked where there is nothing: an optimizer that cannot say may still step on the device.
-    if optimizer is None or not updated:
-        return 0
-    if numerics is not None:
-        rule = require_rule(optimizer, optimizer.param_groups[0])
-        return sum(state_bytes(spec.shape, spec.dtype, rule, numerics) for spec in updated)
-    return math.ceil(sum(spec.nbytes for spec in updated) * state_bytes_per_parameter_byte(optimizer))

@@ -19,11 +19,12 @@ from lowtide.optim.formats import update_key
 from lowtide.optim.matrix_rules import Adafactor, MatrixPiece, Rule, names_of_states
 from lowtide.optim.parameter_state import ParameterState, complete, new_state
 from lowtide.optim.precision import rounding_for
-from lowtide.optim.rules import require_rule
+from lowtide.optim.rules import as_numbers, require_rule
 from lowtide.optim.torch_state import LoadTarget, SavedState, from_torch_state, read_state_dict, to_torch_state
 from lowtide.optim.update_types import ElementwiseRule, Numerics, Piece, Rounding
 from lowtide.runtime.chunk_optimizer import ChunkOptimizer, Settings, Update
 from lowtide.runtime.paged_state import Pages
+from lowtide.runtime.sparse_gradients import refuse_sparse_gradient
 
 
 class KernelOptimizer(ChunkOptimizer):
@@ -59,6 +60,7 @@ class KernelOptimizer(ChunkOptimizer):
         self._group_of: dict[int, int] = {}
         self._number_of: dict[int, int] = {}
         self._accepted: list[tuple[LoadTarget, SavedState]] = []
+        self._needs_rate = False  # the rules ask for each of their numbers
         self.refresh_groups()
         for group in optimizer.param_groups:
             require_rule(optimizer, group)
@@ -69,9 +71,14 @@ class KernelOptimizer(ChunkOptimizer):
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         self._number_of = {id(parameter): number for number, parameter in enumerate(parameters)}
 
-    def claim_state(self, updates: Sequence[Update]) -> None:
+    def settings(self) -> Settings:
+        """The groups' settings now, as the kernels take them: numbers. One that lies on the device is waited for, here."""
+        taken = super().settings()
+        return replace(taken, groups=tuple(map(as_numbers, taken.groups)))
+
+    def claim_state(self, updates: Sequence[Update], settings: Settings) -> None:
         """Make the states exist, in the thread that owns the dictionary."""
-        rules = [require_rule(self.optimizer, {**group, "params": ()}) for group in self.optimizer.param_groups]
+        rules = [require_rule(self.optimizer, {**group, "params": ()}) for group in settings.groups]
         self._claim(updates, rules)
 
     def _claim(self, updates: Sequence[Update], rules: Sequence[Rule]) -> None:
@@ -149,6 +156,12 @@ class KernelOptimizer(ChunkOptimizer):
         for home in visits:
             assert self.pages is not None
             self.pages.give_back(home)
+
+    def check_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor | None, name: str | None = None) -> None:
+        """Refuse a gradient that no kernel is for."""
+        if gradient is not None and gradient.layout is not torch.strided:
+            names = {id(known): place for known, place in self._names()}
+            refuse_sparse_gradient(gradient, name or names[id(parameter)])
 
     def prefetch(self, parameters: Sequence[torch.Tensor]) -> None:
         """Their updates on the device are near: send visiting states on their way."""

@@ -64,7 +64,8 @@ class Machinery:
             if legacy is None
             else legacy.original
         )
-        self._need = host_need(basis.layout, plan, basis.optimizer, basis.numerics)
+        named = dict(basis.model.named_parameters())
+        self._need = host_need(basis.layout, plan, basis.optimizer, basis.numerics, named)
         self._tiers = charged_tiers(plan.budgets, self._need)
         self._books: Books = basis.tracked if basis.tracked is not None else self._tiers.device
         self._recorder = Recorder() if legacy is None else legacy.recorder
@@ -145,7 +146,7 @@ class Machinery:
             # Before the parameters get memory of their own: that is no longer the session's.
             self.basis.tracked.stop()
         for unit in self._units.values():
-            unit.consumed.clear()
+            unit.forget_backward()
             unit.look_at_host()
             release(unit.bounds, self._original)
         return_rest(self.moved_along)

@@ -31,6 +31,8 @@ from lowtide.runtime.machinery import Machinery
 from lowtide.runtime.observer import CudaGauge, StepObserver, TrackedGauge
 from lowtide.runtime.own_plan import WarmUpPlans, partition_plan
 from lowtide.runtime.session import Session
+from lowtide.runtime.sparse_gradients import refuse_sparse_tables
+from lowtide.runtime.state_size import state_bytes_per_parameter_byte
 from lowtide.runtime.tracked_memory import TrackedMemory
 from lowtide.runtime.weight_file import WeightFile
 
@@ -92,6 +94,9 @@ def manage(
     _require_own_parameters(model, optimizer)
     _warn_of_strangers(model, optimizer)
     numerics = _numerics(model, optimizer, precision, moments, seed)
+    if optimizer is not None:
+        asked = {f"precision={precision!r}": precision, f"max_grad_norm={max_grad_norm}": max_grad_norm}
+        refuse_sparse_tables(model, optimizer, [text for text, value in asked.items() if value is not None])
     plans = WarmUpPlans.on(layout, plan, optimizer, numerics, target) if isinstance(plan, WarmUp) else None
     if isinstance(plan, StaticPartition):
         plan = partition_plan(layout, plan, optimizer, numerics, target)
@@ -108,7 +113,9 @@ def manage(
             "Lowtide's own kernels; give precision=, such as 'bf16 exact', or update on the device or the host",
             key="precision",
         )
-    check_plan(plan, layout)
+    # State visits the device with our own kernels alone, whose formats say how large it is.
+    ratio = 0.0 if numerics is None else state_bytes_per_parameter_byte(optimizer, numerics)
+    check_plan(plan, layout, state_bytes_per_parameter_byte=ratio)
     _require_values(model, weights)
     tracked = None if target.type == "cuda" else TrackedMemory(plan.budgets.device_bytes)
     # The gradients of one group may wait for their copies while the next group computes.

@@ -19,11 +19,12 @@ from lowtide.planning.plan import Schedule, Site
 from lowtide.runtime.backward_task import is_away
 from lowtide.runtime.chunk_optimizer import ChunkOptimizer, Settings
 from lowtide.runtime.clip_factor import clip_factor
-from lowtide.runtime.clipping import clip_by_norm
+from lowtide.runtime.clipping import clip_by_norm, refuse_non_finite
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.finishing import Finisher
 from lowtide.runtime.kernel_optimizer import KernelOptimizer
-from lowtide.runtime.unit import Unit
+from lowtide.runtime.loaded_state import check_loaded_state
+from lowtide.runtime.unit import Bound, Unit
 from lowtide.runtime.veil import unveil
 
 
@@ -132,7 +133,10 @@ class ManagedOptimizer:
 
     def _accept(self, state: dict[str, Any]) -> dict[str, Any] | None:
         self.settle()
-        return self.runner.accept(state) if isinstance(self.runner, KernelOptimizer) else None
+        if isinstance(self.runner, KernelOptimizer):
+            return self.runner.accept(state)
+        check_loaded_state(self._optimizer, state)
+        return None
 
     def _after_load(self) -> None:
         if isinstance(self.runner, KernelOptimizer):
@@ -161,8 +165,8 @@ class ManagedOptimizer:
         self._updater.optimizer.refresh_groups()
         self._update()
         for unit in engine.units.values():
-            if unit.is_consumed:
-                unit.consumed.clear()
+            if unit.guards_gradients:
+                unit.forget_backward()
                 engine.residency.guard(unit)
         for hook in after:
             hook(self._optimizer, arguments, {})
@@ -176,10 +180,11 @@ class ManagedOptimizer:
         self._engine.check_broken()
         self._engine.forget_step()
         for unit in self._engine.units.values():
-            if unit.is_consumed:
+            if unit.guards_gradients:
                 # Given up between backward and step: the weights have moved, the gradients are gone.
-                unit.consumed.clear()
+                unit.forget_backward()
                 self._engine.residency.guard(unit)
+        bounds = {} if set_to_none else self._bounds()
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -187,11 +192,16 @@ class ManagedOptimizer:
                 if set_to_none:
                     parameter.grad = None
                 else:
+                    bound = bounds.get(id(parameter))
+                    was_seen = bound is not None and bound.was_seen
                     if parameter.grad.grad_fn is not None:
                         parameter.grad.detach_()
                     else:
                         parameter.grad.requires_grad_(False)
                     parameter.grad.zero_()
+                    if bound is not None:
+                        # Nobody but this has looked, and nothing of it is kept.
+                        bound.was_seen, bound.norm = was_seen, None
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -199,36 +209,43 @@ class ManagedOptimizer:
         optimizer = self._updater.optimizer
         settings = optimizer.settings()
         units = list(self._engine.units.values())
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        if isinstance(optimizer, KernelOptimizer) and self._engine.schedule is Schedule.DEFERRED:
+            # All of them before the first update.
+            bounds = self._bounds()
+            for parameter in parameters:
+                bound = bounds.get(id(parameter))
+                optimizer.check_gradient(parameter, parameter.grad, None if bound is None else bound.spec.name)
         if self._max_grad_norm is not None:
-            parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
             if isinstance(optimizer, KernelOptimizer):
                 scale = settings.scaler.get("grad_scale")  # gradients that a scaler leaves to the kernel to unscale
                 clip = clip_factor(self._norms(parameters), self._max_grad_norm, self._engine.mover, scale)
                 settings, self.last_norm = replace(settings, clip=clip), clip.total
+                if not settings.scaler:
+                    refuse_non_finite(clip.total, self._max_grad_norm)
             else:
-                self.last_norm = clip_by_norm(parameters, self._max_grad_norm)
+                self.last_norm = clip_by_norm(parameters, self._max_grad_norm, is_judged=bool(settings.scaler))
         managed = {id(bound.parameter) for unit in units for bound in unit.bounds}
-        loose = [
-            parameter
-            for group in self._optimizer.param_groups
-            for parameter in group["params"]
-            if id(parameter) not in managed
-        ]
+        loose = [parameter for parameter in parameters if id(parameter) not in managed]
         if self._engine.schedule is Schedule.IN_BACKWARD:
             self._updater.update_here((), loose, settings)
             for unit in units:
                 # Streamed weights that the model used outside of their module's call: their gradients are on the host.
                 if not unit.is_resident:
-                    unit.consumed.clear()
+                    unit.forget_backward()
                     self._update_unit(unit, settings)
             return
         self._update_resident(units, loose, settings)
         for unit in units:
             self._update_unit(unit, settings)
 
+    def _bounds(self) -> dict[int, Bound]:
+        """By the `id` of the parameter."""
+        return {id(bound.parameter): bound for unit in self._engine.units.values() for bound in unit.bounds}
+
     def _norms(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Of the gradients that there are, most of them taken when the gradient passed by."""
-        bounds = {id(bound.parameter): bound for unit in self._engine.units.values() for bound in unit.bounds}
+        bounds = self._bounds()
         norms: list[torch.Tensor] = []
         for parameter in parameters:
             gradient, bound = parameter.grad, bounds.get(id(parameter))

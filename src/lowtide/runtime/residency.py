@@ -85,7 +85,7 @@ class Residency:
         """Veil the unit's parameters if something is pending for them, or a write must be noticed; else leave them plain."""
         if unit.group.num_open:
             return
-        is_pending = unit.is_consumed or any(
+        is_pending = unit.guards_gradients or any(
             chunk.host_work is not None
             or (unit.is_resident and chunk.host is not None and not chunk.is_touched)
             or chunk.state in (ChunkState.IDLE, ChunkState.FETCHING)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lowtide.errors import SessionError
+from lowtide.planning.check_plan import check_plan
 from lowtide.planning.plan import Plan
 from lowtide.planning.warm_up import MomentSample
 from lowtide.runtime.collector import ObjectsAside
@@ -59,7 +60,7 @@ class Session:
                 machinery.calls.root_window,
                 self.optimizer,
                 observer,
-                plan_after=plan_after,
+                plan_after=lambda samples: self._checked(plan_after(samples)),
                 is_quiet=machinery.is_quiet,
                 switch=self._switch,
             )
@@ -135,7 +136,13 @@ class Session:
     ) -> None:
         self.close()
 
+    def _checked(self, plan: Plan) -> Plan:
+        """The plan, where it fits the model; refused, the session goes on as it is."""
+        check_plan(plan, self._open().basis.layout)
+        return plan
+
     def _switch(self, plan: Plan) -> None:
+        self._checked(plan)
         # Without machinery where the switch fails: the model is plain then.
         machinery, self._machinery = self._open(), None
         self._machinery = switch_plan(machinery, plan)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -40,13 +42,36 @@ def state_bytes_per_parameter_byte(optimizer: torch.optim.Optimizer | None, nume
         return 0.0
     if numerics is not None:
         return _ratio_of_formats(optimizer, numerics)
+    return max((ratio for _, ratio in _ratios(optimizer)), default=0.0)
+
+
+def state_bytes_by_parameter(optimizer: torch.optim.Optimizer, numerics: Numerics | None) -> dict[int, int]:
+    """Bytes of state beside each trained parameter that the optimizer holds, by its `id`, each by its own param group.
+
+    Raises:
+        UnsupportedOptimizerError: It cannot take a step on one tensor alone.
+    """
+    if numerics is None:
+        return {id(parameter): math.ceil(parameter.nbytes * ratio) for parameter, ratio in _ratios(optimizer)}
+    found: dict[int, int] = {}
+    for group in optimizer.param_groups:
+        rule = require_rule(optimizer, group)
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                found[id(parameter)] = state_bytes(parameter.shape, parameter.dtype, rule, numerics)
+    return found
+
+
+def _ratios(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, float]]:
+    """Each trained parameter, and the ratio of its kind: one probe for all of a kind."""
     ratios: dict[tuple[int, torch.dtype, int], float] = {}
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             kind = (index, parameter.dtype, parameter.dim())
-            if parameter.requires_grad and kind not in ratios:
-                ratios[kind] = _ratio(optimizer, index, group, parameter)
-    return max(ratios.values(), default=0.0)
+            if parameter.requires_grad:
+                if kind not in ratios:
+                    ratios[kind] = _ratio(optimizer, index, group, parameter)
+                yield parameter, ratios[kind]
 
 
 def _ratio_of_formats(optimizer: torch.optim.Optimizer, numerics: Numerics) -> float:

@@ -68,7 +68,9 @@ class Bound:
         self.gradient: torch.Tensor | None = None
         """The gradient on the host that this backward is making."""
         self.num_takes = 0
-        """Counts what came to the gradient on the host, and looks at it: a norm is of one moment."""
+        """Counts what came to the gradient on the host: a norm is of one moment."""
+        self.was_seen = False
+        """Whether somebody has looked at the gradient on the host since it began, and may write to it through a view."""
         self.norm: tuple[int, torch.Tensor] | None = None
         """Of the gradient on the host, and after which take."""
         self.pending: list[Ticket | Job] = []
@@ -83,7 +85,8 @@ class Bound:
     @property
     def known_norm(self) -> torch.Tensor | None:
         """The norm of the gradient as it is now; None where it is not known, or not yet."""
-        return self.norm[1] if self.norm is not None and self.norm[0] == self.num_takes else None
+        is_known = self.norm is not None and self.norm[0] == self.num_takes and not self.was_seen
+        return self.norm[1] if self.norm is not None and is_known else None
 
     def inner_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """A tensor of our own over a gradient of the user's, which may be veiled and is the user's alone to hold."""
@@ -121,6 +124,8 @@ class Unit:
         """Forward calls whose graph still lives and whose backward has not passed."""
         self.consumed: set[str] = set()
         """Chunks updated in backward; until `step()` no second backward and no look at a gradient."""
+        self.dropped: set[str] = set()
+        """Parameters that the optimizer does not hold, whose gradients a backward dropped; until `step()` no look at one."""
         self.num_tasks = 0
         """Backwards that have opened it and not ended."""
         self.looks_at_device = is_resident
@@ -137,6 +142,16 @@ class Unit:
     def is_consumed(self) -> bool:
         """Whether a backward has updated some of its weights, and `step()` has not been called since."""
         return bool(self.consumed)
+
+    @property
+    def guards_gradients(self) -> bool:
+        """Whether a look at a gradient must be refused until `step()`."""
+        return bool(self.consumed or self.dropped)
+
+    def forget_backward(self) -> None:
+        """The step is over, or given up: gradients may come and be looked at again."""
+        self.consumed.clear()
+        self.dropped.clear()
 
     @property
     def label(self) -> str:
@@ -208,6 +223,12 @@ class Unit:
                 f"the gradients of group {self.label} were used up in backward, where its weights were updated; they "
                 "cannot be read, clipped, scaled or set between backward() and step(). Weights and optimizer are those "
                 "of the new step. Use the schedule 'deferred' to work on gradients"
+            )
+        if self.dropped and not self.num_tasks:
+            raise GradientGoneError(
+                f"the gradient of {min(self.dropped)} was dropped in backward: the optimizer does not hold the parameter, and "
+                "the schedule 'in_backward' keeps no gradient for later. Give it to the optimizer, freeze it with "
+                "requires_grad_(False), or use the schedule 'deferred'"
             )
 
     def wait_for_device(self) -> None:

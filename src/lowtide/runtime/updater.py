@@ -46,6 +46,8 @@ class Updater:
 
     def update_here(self, bounds: Sequence[Bound], loose: Sequence[torch.Tensor], settings: Settings) -> None:
         """One step on parameters that look at the device, gradients beside them, and on unmanaged ones."""
+        for bound in bounds:
+            self.optimizer.check_gradient(bound.parameter, bound.parameter.grad, bound.spec.name)
         parameters = [bound.parameter for bound in bounds] + list(loose)
         updates = [Update(parameter, parameter) for parameter in parameters if parameter.grad is not None]
         if updates:
@@ -68,7 +70,7 @@ class Updater:
             for copied in (fetched, written):
                 if copied is not None:
                     copied.ended.wait()
-        self.optimizer.claim_state(updates)
+        self.optimizer.claim_state(updates, settings)
         chunk.staging = None
         step = self._recorder.step
 
@@ -110,7 +112,7 @@ class Updater:
                 bound.gradient = None
 
     def _on_host(self, settings: Settings) -> Settings:
-        """Once for all chunks of a step: a scaler's flag is waited for."""
+        """Once for all chunks of a step: what lies on the device is waited for."""
         if self._brought is None or self._brought[0] is not settings:
             self._brought = (settings, settings.on_host())
         return self._brought[1]

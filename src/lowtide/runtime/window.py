@@ -18,6 +18,7 @@ the second call's graph is never run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -90,6 +91,13 @@ Gate = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Given what runs the module, and its arguments; gives its output."""
 
 
+_REFUSAL = partial(
+    SessionError,
+    "torch.compile around a managed model would take in the moments at which weights come and go; compile its blocks, before "
+    "you manage it: for block in model.layers: block.compile(). Nothing was run",
+)
+
+
 class Window:
     """Stands around one module: `module(...)` goes through it, hooks and compiled code inside.
 
@@ -129,10 +137,15 @@ class Window:
         self._known = {id(parameter): name for name, parameter in self.module.named_parameters()}
         self._inner = compat.replace_call(self.module, self._call)
         self._is_installed = True
+        if self.path == "":
+            # Of the others it is found at the next call of the model, which goes through here.
+            compat.guard_compile(self.module, _REFUSAL)
 
     def remove(self) -> None:
         """Give the module's calls back."""
         if self._is_installed:
+            if self.path == "":
+                compat.unguard_compile(self.module, _REFUSAL)
             compat.replace_call(self.module, self._inner)
             self._is_installed = False
 
@@ -168,10 +181,7 @@ class Window:
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         if self.path == "" and compat.is_compiled_around():
-            raise SessionError(
-                "torch.compile around a managed model would take in the moments at which weights come and go; compile "
-                "its blocks, before you manage it: for block in model.layers: block.compile(). Nothing was run"
-            )
+            raise _REFUSAL()
         if self.gate is not None:
             return self.gate(self._run, args, kwargs)
         return self._run(*args, **kwargs)

@@ -1,0 +1,92 @@
+"""What a plan needs of the host: the state of each parameter by the rule of its own param group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.memory.groups import find_groups
+from lowtide.memory.layout import lay_out
+from lowtide.optim.precision import numerics_of
+from lowtide.runtime.host_need import HostNeed, host_need
+
+WIDTH = 32
+WEIGHT = WIDTH * WIDTH
+"""Elements of each layer."""
+
+
+def network(num_layers: int = 3) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(num_layers)))
+
+
+def need(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    precision: str | None = None,
+    moments: str = "fp32",
+    update: str = "host",
+) -> HostNeed:
+    layout = lay_out(find_groups(model))
+    numerics = None if precision is None else numerics_of(precision, moments)[1]
+    plan = lowtide.make_plan(layout, update=update)
+    return host_need(layout, plan, optimizer, numerics, dict(model.named_parameters()))
+
+
+def groups_of(model: nn.Sequential, *settings: Mapping[str, object]) -> list[dict[str, object]]:
+    return [{"params": list(layer.parameters()), **each} for layer, each in zip(model, settings, strict=True)]
+
+
+@pytest.mark.parametrize("precision", [None, "fp32"])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_momentum_of_some_groups(order: tuple[int, ...], precision: str | None) -> None:
+    model = network()
+    settings: list[dict[str, object]] = [{"momentum": 0.9}, {"momentum": 0.0}, {"momentum": 0.9}]
+    optimizer = torch.optim.SGD(groups_of(model, *(settings[place] for place in order)), lr=0.1)
+    assert need(model, optimizer, precision).state_bytes == 2 * 4 * WEIGHT
+
+
+@pytest.mark.parametrize("precision", [None, "fp32"])
+def test_amsgrad_of_the_last_group(precision: str | None) -> None:
+    model = network(2)
+    optimizer = torch.optim.AdamW(groups_of(model, {"amsgrad": False}, {"amsgrad": True}), lr=0.1)
+    assert need(model, optimizer, precision).state_bytes == (2 + 3) * 4 * WEIGHT
+
+
+def test_state_that_visits() -> None:
+    model = network(2)
+    optimizer = torch.optim.SGD(groups_of(model, {"momentum": 0.0}, {"momentum": 0.9}), lr=0.1)
+    found = need(model, optimizer, "fp32", "bf16", update="paged")
+    assert (found.state_bytes, found.paged_bytes) == (0, 2 * WEIGHT + 2 * 4096)
+
+
+@pytest.mark.parametrize("precision", [None, "fp32"])
+def test_what_the_optimizer_does_not_hold_has_none(precision: str | None) -> None:
+    model = network()
+    optimizer = torch.optim.AdamW(model[2].parameters())
+    assert need(model, optimizer, precision).state_bytes == 2 * 4 * WEIGHT
+
+
+def test_tied_parameters_are_found_by_their_name() -> None:
+    model = network()
+    model[2].weight = model[0].weight
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert need(model, optimizer).state_bytes == 2 * 2 * 4 * WEIGHT
+
+
+@pytest.mark.parametrize("precision", [None, "fp32"])
+def test_the_budget_that_is_asked_for_is_enough_and_not_less(precision: str | None) -> None:
+    """The first group alone has momentum: a budget for its state, and not for three times as much."""
+    for momenta, is_enough in (((0.9, 0.0, 0.0), True), ((0.0, 0.9, 0.9), False)):
+        model = network()
+        optimizer = torch.optim.SGD(groups_of(model, *({"momentum": momentum} for momentum in momenta)), lr=0.1)
+        others = need(model, torch.optim.SGD(model.parameters(), lr=0.1), precision)
+        plan = lowtide.make_plan(model, host_memory=others.everything_bytes + 4 * WEIGHT)
+        if is_enough:
+            lowtide.manage(model, optimizer, plan, device="cpu", precision=precision).close()
+            continue
+        with pytest.raises(lowtide.errors.BudgetError, match="optimizer state"):
+            lowtide.manage(model, optimizer, plan, device="cpu", precision=precision)
