@@ -24,6 +24,8 @@ def test_unknown_words_name_the_nearest() -> None:
         policy_of("recomput")
     with pytest.raises(ConfigError, match=r"CompileBudget\(share=0.5\)"):
         policy_of("compile-budget")
+    with pytest.raises(UnknownNameError, match="choose one of .*recompute/N"):
+        policy_of("xyz")
 
 
 def test_words_with_a_number() -> None:

@@ -131,4 +131,4 @@ def policy_of(policy: Policy | str) -> Policy:
         raise ConfigError("a compile budget has no default share; write CompileBudget(share=0.5)", key="share")
     if kind == "recompute" and number:
         raise ConfigError(f"{policy!r}: give a number of blocks, 1 or more, as in 'recompute/4'", key="activations")
-    raise UnknownNameError("activation policy", policy, WORDS)
+    raise UnknownNameError("activation policy", policy, [*WORDS, "recompute/N"])

@@ -14,6 +14,7 @@ from lowtide.activations.apply import ActivationStats
 from lowtide.config import from_plain, to_plain
 from lowtide.errors import BadRecordError, ConfigError
 from lowtide.plain_text import Plain
+from lowtide.runtime.stats_text import stats_text
 from lowtide.runtime.timeline import Reason
 
 SCHEMA = "lowtide.session_stats/2"
@@ -132,6 +133,10 @@ class SessionStats:
     """The device was a tier of host memory: the times say nothing about a GPU."""
     host_update_s: float = 0.0
     """Time in which the worker updated chunks on the host: beside the loop, so no part of `seconds`."""
+
+    def __str__(self) -> str:
+        """A summary in some ten lines, for `print`."""
+        return stats_text(self)
 
     def moved_bytes(self, direction: str | None = None, reason: Reason | None = None) -> int:
         """Bytes copied, in one direction and for one reason where these are given.
