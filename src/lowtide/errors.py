@@ -118,11 +118,19 @@ class UnknownNameError(LowtideError, ValueError):
     Example:
         >>> str(UnknownNameError("model", "lama-8b", ["llama-8b", "resnet-50"]))
         "there is no model named 'lama-8b'; did you mean 'llama-8b'?"
+
+    Args:
+        listed_by: The command that lists all choices, where they are too many for a message.
     """
 
-    def __init__(self, kind: str, name: str, choices: Iterable[str] = ()) -> None:
+    def __init__(self, kind: str, name: str, choices: Iterable[str] = (), *, listed_by: str | None = None) -> None:
         known = tuple(choices)
         advice = did_you_mean(name, known)
+        if listed_by is not None:
+            # Too many to list here: the nearest, however far they are.
+            far = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
+            words = advice if near(name, known) else f"the nearest are {', '.join(map(repr, far))};" if far else ""
+            advice = f"{words} see {listed_by}".strip()
         super().__init__(f"there is no {kind} named {name!r}" + (f"; {advice}" if advice else ""))
         self.kind = kind
         """What was looked for, as a noun: `model`, `card`, `recipe`."""

@@ -29,6 +29,8 @@ def test_unknown_words_name_the_nearest() -> None:
             policy_of(word)
     with pytest.raises(ConfigError, match="share is 2.0"):
         policy_of("compile-budget/2")
+    with pytest.raises(UnknownNameError, match="choose one of .*recompute/N"):
+        policy_of("xyz")
 
 
 def test_words_with_a_number() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +110,21 @@ def test_demo_predicts_trains_and_reports(tmp_path: Path, monkeypatch: pytest.Mo
     assert "llama-tiny" in page
     assert "A small GPT, managed" in page
     assert "emulated device" in page
+
+
+def test_the_version_is_shown() -> None:
+    result = run("--version")
+    assert result.exit_code == 0
+    assert re.fullmatch(r"lowtide \d+\.\d+\.\d+\S*, torch 2\.\S+\n", result.stdout)
+
+
+def test_an_unknown_recipe_is_told_in_a_line_or_two() -> None:
+    result = run("check", "zzz")
+    assert result.exit_code == 2
+    words = " ".join(result.stderr.split())
+    assert "there is no recipe named 'zzz'; the nearest are " in words
+    assert words.endswith("; see lowtide lab ls")
+    assert words.count("'") == 2 * 4
+    near = " ".join(run("check", "gpt_streamd").stderr.split())
+    assert "did you mean 'gpt_streamed'" in near
+    assert near.endswith("see lowtide lab ls")

@@ -271,7 +271,7 @@ class TestReport:
         assert result.exit_code == 0, result.stderr
         ((records, words),) = asked
         assert [record.name for record in records] == ["a", "b"]
-        assert words["html"] == Path("report.html")
+        assert words["html"] is None  # only what is asked for
         assert words["markdown"] == Path("table.md")
         assert words["png"] is None
         assert len(words["skipped"]) == 1
@@ -279,7 +279,13 @@ class TestReport:
         lines = result.stderr.splitlines()
         assert lines[0].startswith("skipped ")
         assert "records/bad.json" in lines[0]
-        assert lines[1:] == ["wrote report.html", "wrote table.md"]
+        assert lines[1:] == ["wrote table.md"]
+        assert run("report").stderr.splitlines()[1:] == ["wrote report.html"]
+        assert asked[1][1]["html"] == Path("report.html")
+        assert run("report", "--out", "a.html", "--png", "a.png").stderr.splitlines()[1:] == [
+            "wrote a.html",
+            "wrote a.png",
+        ]
 
     def test_older_records_are_left_out_and_said(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)

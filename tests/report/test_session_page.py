@@ -76,7 +76,14 @@ def test_the_tables_hold_the_numbers_without_a_script() -> None:
     assert [row[2] for row in moved[1:]] == [format_bytes(row.num_bytes) for row in STATS.moved]
     assert moved[1][3:] == [format_bytes(STATS.moved[0].num_bytes / 3), "144"]
     times = table_with(outline, "phase")
-    assert [row[0] for row in times[1:]] == ["forward", "backward", "update", "waiting"]
+    assert [row[0] for row in times[1:]] == [
+        "forward",
+        "backward",
+        "update",
+        "rest",
+        "waiting, in these",
+        "host updates, beside",
+    ]
     assert times[1][1:4] == ["118.8 ms", "356.4 ms", "32.3%"]
     tiers = table_with(outline, "tier")
     assert tiers[1] == ["device", "576.0 MiB", "1.0 GiB", "520.0 MiB", "-9.7%"]

@@ -170,7 +170,7 @@ def stats_of(timeline: Timeline, *, predicted_bytes: int | None = 520 * MiB) -> 
             forward_s=seconds["forward"],
             backward_s=seconds["backward"],
             update_s=seconds["update"],
-            waiting_s=timeline.exposed_copy_s(),
+            rest_s=timeline.exposed_copy_s(),
         ),
         chunks=tuple(chunks),
         cache=CacheRow(hits=66, misses=6, held_bytes=2 * CHUNK_BYTES),
@@ -180,6 +180,7 @@ def stats_of(timeline: Timeline, *, predicted_bytes: int | None = 520 * MiB) -> 
             TierRow(tier="pinned", peak_bytes=2 * GiB),
         ),
         is_emulated=timeline.is_emulated,
+        host_update_s=sum(span.duration_s for span in timeline.spans if span.lane is Lane.HOST_UPDATE),
     )
 
 

@@ -14,7 +14,8 @@ NUMERICS = Numerics(rounding=Rounding.EXACT, moments=Moments.INT8)
 
 
 def pages_and_state(**mover: object) -> tuple[Pages, ParameterState]:
-    pages = Pages(EmulatedMover(**mover), Recorder(), lambda memory: None)  # type: ignore[arg-type]  # its own options
+    emulated = EmulatedMover(**mover)  # type: ignore[arg-type]  # its own options
+    pages = Pages(emulated, Recorder(emulated), lambda memory: None)
     weight = torch.ones(300, dtype=torch.bfloat16)
     return pages, pages.new(weight, Adam(lr=1e-3), NUMERICS)
 

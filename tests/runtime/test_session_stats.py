@@ -39,7 +39,8 @@ stats_strategy = st.builds(
         max_size=3,
     ).map(tuple),
     exposed_copy_s=seconds,
-    seconds=st.builds(PhaseSeconds, forward_s=seconds, backward_s=seconds, update_s=seconds, waiting_s=seconds),
+    host_update_s=seconds,
+    seconds=st.builds(PhaseSeconds, forward_s=seconds, backward_s=seconds, update_s=seconds, rest_s=seconds),
     chunks=st.lists(
         st.builds(
             ChunkRow,
@@ -75,7 +76,7 @@ def test_statistics_survive_json(stats: SessionStats) -> None:
 
 def test_the_record_names_its_schema_and_spells_out_its_words() -> None:
     record: Any = STATS.to_dict()
-    assert record["schema"] == SCHEMA == "lowtide.session_stats/1"
+    assert record["schema"] == SCHEMA == "lowtide.session_stats/2"
     assert [row["reason"] for row in record["moved"]] == ["fetch weights", "upload", "gradients", "write back"]
     assert record["tiers"][2] == {
         "tier": "pinned",
@@ -95,14 +96,15 @@ def without(key: str) -> dict[str, Any]:
     ("record", "message"),
     [
         ([], "are a mapping, got list"),
-        (without("schema"), "the schema is None, this Lowtide reads 'lowtide.session_stats/1'"),
-        ({**STATS.to_dict(), "schema": "lowtide.session_stats/2"}, "the schema is 'lowtide.session_stats/2'"),
+        (without("schema"), "the schema is None, this Lowtide reads 'lowtide.session_stats/2'"),
+        ({**STATS.to_dict(), "schema": "lowtide.session_stats/1"}, "the schema is 'lowtide.session_stats/1'"),
         (without("cache"), "missing key 'cache'"),
         ({**STATS.to_dict(), "colour": 1}, "unknown key 'colour'"),
         ({**STATS.to_dict(), "num_steps": True}, "'num_steps' must be an integer, got True"),
         ({**STATS.to_dict(), "num_steps": -1}, "num_steps is -1, which is below 0"),
         ({**STATS.to_dict(), "cache": {"hits": -2}}, "cache.hits is -2"),
-        ({**STATS.to_dict(), "seconds": {"waiting_s": -0.5}}, "seconds.waiting_s is -0.5"),
+        ({**STATS.to_dict(), "seconds": {"rest_s": -0.5}}, "seconds.rest_s is -0.5"),
+        ({**STATS.to_dict(), "host_update_s": -1.0}, "host_update_s is -1.0"),
     ],
 )
 def test_other_records_are_refused(record: object, message: str) -> None:
@@ -138,7 +140,7 @@ def test_moved_bytes_are_summed_by_direction_and_reason() -> None:
 
 
 def test_derived_numbers() -> None:
-    assert PhaseSeconds(forward_s=1, backward_s=2, update_s=3, waiting_s=4).total_s == 10
+    assert PhaseSeconds(forward_s=1, backward_s=2, update_s=3, rest_s=4).total_s == 10
     assert CacheRow(hits=3, misses=1).hit_rate == 0.75
     assert CacheRow().hit_rate is None
     tier = TierRow(tier="device", peak_bytes=100, budget_bytes=99, predicted_bytes=110)

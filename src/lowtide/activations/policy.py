@@ -143,4 +143,4 @@ def policy_of(policy: Policy | str) -> Policy:
         return CompileBudget(share=_share(number))
     if kind == "recompute" and number:
         raise ConfigError(f"{policy!r}: give a number of blocks, 1 or more, as in 'recompute/4'", key="activations")
-    raise UnknownNameError("activation policy", policy, WORDS)
+    raise UnknownNameError("activation policy", policy, [*WORDS, "recompute/N"])

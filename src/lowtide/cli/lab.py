@@ -90,15 +90,19 @@ def run_command(
 @lab_app.command("report")
 def report_command(
     folders: Annotated[list[Path] | None, typer.Argument(help="folders that runs were written to")] = None,
-    out: Annotated[Path, typer.Option(help="the page")] = Path("report.html"),
-    markdown: Annotated[Path | None, typer.Option(help="also the table as markdown")] = None,
-    png: Annotated[Path | None, typer.Option(help="also the figure")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="the page; report.html where neither this nor another form is given")
+    ] = None,
+    markdown: Annotated[Path | None, typer.Option(help="the tables as markdown")] = None,
+    png: Annotated[Path | None, typer.Option(help="the figure; .pdf and .svg give vectors")] = None,
     all_: Annotated[
         bool, typer.Option("--all", help="also older runs of the same recipe, seed and settings, in rows of their own")
     ] = False,
 ) -> None:
     """Set the records of folders side by side: table, scatter and timelines; of one recipe, seed and settings the newest."""
     with friendly_errors():
+        if out is None and markdown is None and png is None:
+            out = Path("report.html")
         with progress("making the report") as say:
             found = collect(folders or [FOLDER], say)
             say(f"{len(found.records)} records")

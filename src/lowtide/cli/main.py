@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from pathlib import Path
 from typing import Annotated
@@ -20,13 +21,28 @@ from lowtide.report.tables import trace_report
 
 app = typer.Typer(
     name="lowtide",
-    help="See the peak memory of a PyTorch training step before it runs, and why it is there.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(lab_app)
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"lowtide {importlib.metadata.version('lowtide')}, torch {importlib.metadata.version('torch')}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="the versions of lowtide and torch")
+    ] = False,
+) -> None:
+    """See the peak memory of a PyTorch training step before it runs, and why it is there."""
+
 
 Model = Annotated[
     str, typer.Argument(help="a built-in name (llama-8b), hf:FOLDER_OR_CONFIG, or package.module:factory")

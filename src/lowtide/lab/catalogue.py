@@ -6,8 +6,8 @@ import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from lowtide.errors import ConfigError, UnknownNameError
-from lowtide.lab.recipe_file import FOLDER, SUFFIXES, find_recipe, recipe_names
+from lowtide.errors import ConfigError
+from lowtide.lab.recipe_file import FOLDER, SUFFIXES, find_recipe, recipe_names, unknown_recipe
 
 
 def known_recipes(more: Sequence[Path] = ()) -> dict[str, Path]:
@@ -53,7 +53,7 @@ def matching_recipes(words: Sequence[str], known: Mapping[str, Path]) -> dict[st
     for word in words:
         names = [name for name in known if name.startswith(f"{word.rstrip('/')}/")] + _names(word, known)
         if not names:
-            raise _unknown(word, known)
+            raise unknown_recipe(word, known)
         chosen.update(names)
     return {name: path for name, path in known.items() if name in chosen}
 
@@ -69,7 +69,7 @@ def _found(word: str, known: Mapping[str, Path]) -> Iterator[tuple[str, Path]]:
         return
     names = _names(word, known)
     if not names:
-        raise _unknown(word, known)
+        raise unknown_recipe(word, known)
     if len(names) > 1 and not _is_pattern(word):
         raise ConfigError(f"{word!r} is the end of several recipes: {', '.join(names)}; give one of these")
     yield from ((name, known[name]) for name in names)
@@ -83,10 +83,6 @@ def _names(word: str, known: Mapping[str, Path]) -> list[str]:
 
 def _is_pattern(word: str) -> bool:
     return any(mark in word for mark in "*?[")
-
-
-def _unknown(word: str, known: Mapping[str, Path]) -> UnknownNameError:
-    return UnknownNameError("recipe", word, [*known, *map(_last, known)])
 
 
 def _last(name: str) -> str:

@@ -8,7 +8,7 @@ settings then replace those of the others key by key, and those of a mapping one
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -103,10 +103,18 @@ def find_recipe(name: str, folder: Path = FOLDER) -> Path:
     names = recipe_names(folder)
     found = [known for known in names if known == name] or [known for known in names if known.endswith(f"/{name}")]
     if not found:
-        raise UnknownNameError("recipe", name, [*names, *(known.rpartition("/")[2] for known in names)])
+        raise unknown_recipe(name, names)
     if len(found) > 1:
         raise ConfigError(f"{name!r} is the end of several recipes: {', '.join(found)}; give one of these")
     return next(path for suffix in SUFFIXES if (path := folder / f"{found[0]}{suffix}").is_file())
+
+
+def unknown_recipe(name: str, names: Iterable[str]) -> UnknownNameError:
+    """Says which names are nearest, whole or by their last part."""
+    known = list(names)
+    return UnknownNameError(
+        "recipe", name, [*known, *(each.rpartition("/")[2] for each in known)], listed_by="lowtide lab ls"
+    )
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> Tree:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from dataclasses import dataclass
 
 from lowtide.activations.policy import KEEP, CompileBudget, Keep, Offload, Recompute, Selective
@@ -31,6 +32,9 @@ class Site(enum.StrEnum):
     PAGED = "paged"
     """The step runs on the device, and the state lies on the host between steps: it visits. For compressed state, and
     updates through our own kernels."""
+
+
+_PLACED = {Weights.RESIDENT: "resident", Weights.STREAMED: "streamed", Weights.HOST: "on the host"}
 
 
 class Schedule(enum.StrEnum):
@@ -122,6 +126,22 @@ class Plan:
     """Steps between two defragmentations of the host arena; 0: only when a request fails for fragmentation."""
     budgets: Budgets = Budgets()
     version: int = PLAN_VERSION
+
+    def __repr__(self) -> str:
+        """One line: hundreds of groups, each with its chunks, tell nothing at a glance."""
+        return f"<Plan for model {self.fingerprint[:8]}: {self.summary}>"
+
+    @property
+    def summary(self) -> str:
+        """Where weights and updates go, when, and inside of what, in a few words."""
+        held = Counter(group.weights for group in self.groups)
+        sites = Counter(site for group in self.groups for site in group.sites)
+        weights = ", ".join(f"{held[kind]} {_PLACED[kind]}" for kind in Weights if held[kind])
+        updates = ", ".join(f"{sites[site]} {site}" for site in Site if sites[site])
+        budget = self.budgets.device_bytes
+        limit = "no device budget" if budget is None else f"device budget {format_bytes(budget)}"
+        groups = f"{len(self.groups)} group{'' if len(self.groups) == 1 else 's'}"
+        return f"{groups} ({weights}), chunks updated: {updates or 'none'}, {self.schedule}, {limit}"
 
     def __post_init__(self) -> None:
         if self.version != PLAN_VERSION:

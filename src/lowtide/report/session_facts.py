@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from lowtide.runtime.session_stats import CacheRow, ChunkRow, PhaseSeconds
+from lowtide.runtime.session_stats import CacheRow, ChunkRow, PhaseSeconds, SessionStats
 from lowtide.runtime.timeline import Timeline
 from lowtide.units import format_bytes, format_seconds
 
@@ -57,13 +58,30 @@ def chunk_summaries(chunks: Sequence[ChunkRow]) -> list[ChunkSummary]:
 
 
 def phase_rows(seconds: PhaseSeconds) -> list[tuple[str, float]]:
-    """Name and time of each phase, in the order of a step, waiting last."""
+    """Name and time of each phase, in the order of a step; together they are the whole."""
     return [
         ("forward", seconds.forward_s),
         ("backward", seconds.backward_s),
         ("update", seconds.update_s),
-        ("waiting", seconds.waiting_s),
+        ("rest", seconds.rest_s),
     ]
+
+
+class BesideRow(NamedTuple):
+    """A time that is no phase."""
+
+    name: str
+    kind: str
+    """Of span, as the chart colours it."""
+    seconds: float
+
+
+def beside_rows(stats: SessionStats) -> list[BesideRow]:
+    """Waiting, which lies inside of the phases, and updates on the host, which run beside them."""
+    rows = [BesideRow("waiting, in these", "waiting", stats.exposed_copy_s)]
+    if stats.host_update_s:
+        rows.append(BesideRow("host updates, beside", "update", stats.host_update_s))
+    return rows
 
 
 def per_step(num_bytes: int, num_steps: int) -> str:

@@ -9,7 +9,7 @@ from lowtide.plain_text import Plain
 from lowtide.report import markup
 from lowtide.report.gantt import gantt_data
 from lowtide.report.markup import Cell, Markup
-from lowtide.report.session_facts import cache_line, chunk_summaries, overlap_line, per_step, phase_rows
+from lowtide.report.session_facts import beside_rows, cache_line, chunk_summaries, overlap_line, per_step, phase_rows
 from lowtide.runtime.session_stats import SessionStats
 from lowtide.runtime.timeline import Lane, Timeline
 from lowtide.units import format_bytes, format_seconds
@@ -85,15 +85,16 @@ def figures(stats: SessionStats) -> str:
 
 
 def time_table(stats: SessionStats) -> str:
-    """Time on the compute lane by phase."""
+    """Time of the loop by phase, and below it what lies inside of the phases or runs beside them."""
     whole, steps = stats.seconds.total_s, stats.num_steps
     rows: list[list[Cell]] = []
-    for name, seconds in phase_rows(stats.seconds):
+    phases = [(name, name, seconds) for name, seconds in phase_rows(stats.seconds)]
+    for name, kind, seconds in [*phases, *beside_rows(stats)]:
         share = seconds / whole if whole else 0.0
         each = format_seconds(seconds / steps) if steps else "–"
-        swatch, bar = Markup(f'<i class="swatch kind-{name}"></i>{name}'), markup.bar(f"kind-{name}", share)
+        swatch, bar = Markup(f'<i class="swatch kind-{kind}"></i>{name}'), markup.bar(f"kind-{kind}", share)
         rows.append([swatch, each, format_seconds(seconds), f"{share:.1%}", bar])
-    return markup.table("Time on the device", ["phase", "#a step", "#total", "#share", "%"], rows)
+    return markup.table("Time of the loop", ["phase", "#a step", "#total", "#share", "%"], rows)
 
 
 def tier_table(stats: SessionStats) -> str:

@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from lowtide.report.session_facts import ChunkSummary, cache_line, chunk_summaries, per_step, phase_rows
+from lowtide.report.session_facts import ChunkSummary, beside_rows, cache_line, chunk_summaries, per_step, phase_rows
 from lowtide.report.terminal_table import titled_table
 from lowtide.runtime.session_stats import SessionStats
 from lowtide.units import format_bytes, format_seconds
@@ -41,11 +41,12 @@ def stats_tables(stats: SessionStats, *, num_chunks: int = 16) -> Group:
 
 
 def time_table(stats: SessionStats) -> Table:
-    """Time of the compute lane by phase, for a step and as a share; waiting is what the copies cost."""
-    table = titled_table("Time on the device", "phase", ">a step", ">total", ">share", "")
+    """Time of the loop by phase, for a step and as a share; waiting, inside of them, is what the copies cost."""
+    table = titled_table("Time of the loop", "phase", ">a step", ">total", ">share", "")
     whole = stats.seconds.total_s
-    for name, seconds in phase_rows(stats.seconds):
-        colour = "red" if name == "waiting" and seconds > 0 else "default"
+    phases = [(name, name, seconds) for name, seconds in phase_rows(stats.seconds)]
+    for name, kind, seconds in [*phases, *beside_rows(stats)]:
+        colour = "red" if kind == "waiting" and seconds > 0 else "default"
         share = seconds / whole if whole else 0.0
         bar = Bar(size=1.0, begin=0, end=share, width=_BAR_WIDTH, color=colour)
         each = format_seconds(seconds / stats.num_steps) if stats.num_steps else "–"

@@ -187,6 +187,7 @@ class BackwardPass:
         task = self._tasks.get(number)
         if task is None:
             task = self._tasks[number] = BackwardTask(number)
+            self._recorder.phases.backward_begins(number)
             if self.finisher is not None:
                 self.finisher.updater.optimizer.refresh_groups()  # one may have been added since the last step
             compat.call_after_backward(partial(self._end_task, number))
@@ -212,6 +213,7 @@ class BackwardPass:
             self._show_host(unit)
             self._residency.guard(unit)
         self._residency.store.prefetch()
+        self._recorder.phases.backward_ends(number)
 
     @alone
     def check_broken(self) -> None:

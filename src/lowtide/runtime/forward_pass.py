@@ -73,10 +73,16 @@ class ForwardPass:
             self._worker.check()
             if window.path == "" and not self._running:
                 self._begin_cycle(window)
+            if not self._running:
+                self._recorder.phases.enter("forward")
         self._recorder.phase = "backward" if is_in_backward else "forward"
-        for unit in window.units:
-            unit.check_unchanged()
-        self._residency.open_all(window.units)
+        try:
+            for unit in window.units:
+                unit.check_unchanged()
+            self._residency.open_all(window.units)
+        except BaseException:
+            self._rest()
+            raise
         if not is_in_backward:
             for unit in window.units:
                 if unit.group.num_open == 1:
@@ -104,6 +110,7 @@ class ForwardPass:
             return
         if torch.is_grad_enabled():
             self._loss.remember(output)
+            self._recorder.phases.watch_backward(output)
             return
         self._loss.forget_loss()
         if not self._running and not self._backward.is_under_way:
@@ -118,6 +125,12 @@ class ForwardPass:
             if compat.backward_number() is None and unit.group.num_open == 1:
                 self._residency.keep_writes(unit)
             self._residency.close(unit)
+        self._rest()
+
+    def _rest(self) -> None:
+        """The forward is over, unless this was a module inside of another."""
+        if not self._running and compat.backward_number() is None:
+            self._recorder.phases.leave("forward")
 
     def _begin_cycle(self, window: Window) -> None:
         """The whole model is called: check that it is the managed one, and count a step."""

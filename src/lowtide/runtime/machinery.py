@@ -57,7 +57,7 @@ class Machinery:
         self.limit: DeviceLimit | None = None
         """What the allocator may reserve; set when the model has left the device, if it was there."""
         self._legacy = legacy
-        self._count: torch.utils.hooks.RemovableHandle | None = None
+        self._counting: list[torch.utils.hooks.RemovableHandle] = []
         self._clock_origin_s = time.perf_counter() if legacy is None else legacy.clock_origin_s
         self._original = (
             {id(parameter): parameter.device for parameter in basis.model.parameters() if not parameter.is_meta}
@@ -68,7 +68,7 @@ class Machinery:
         self._need = host_need(basis.layout, plan, basis.optimizer, basis.numerics, named)
         self._tiers = charged_tiers(plan.budgets, self._need)
         self._books: Books = basis.tracked if basis.tracked is not None else self._tiers.device
-        self._recorder = Recorder() if legacy is None else legacy.recorder
+        self._recorder = Recorder(basis.mover) if legacy is None else legacy.recorder
         self._worker = HostWorker()
         self._units: dict[str, Unit] = {}
         self.moved_along: list[tuple[nn.Module, str, torch.device]] = [] if legacy is None else legacy.moved_along
@@ -163,9 +163,7 @@ class Machinery:
         self._worker.close()
         self.calls.remove()
         self._engine.stop()
-        if self._count is not None:
-            # The next machinery counts the steps.
-            self._count.remove()
+        self._stop_counting()  # the next machinery does
         peak_bytes = self.reporter.device_peak_bytes()
         host = torch.device("cpu")
         with self.basis.on_host():
@@ -189,8 +187,11 @@ class Machinery:
     def _release_optimizer(self) -> None:
         if self._managed is not None:
             self._managed.remove()
-        if self._count is not None:
-            self._count.remove()
+        self._stop_counting()
+
+    def _stop_counting(self) -> None:
+        for handle in self._counting:
+            handle.remove()
 
     # -- putting together ----------------------------------------------------------------------------------------------
 
@@ -258,7 +259,10 @@ class Machinery:
         if installed is None and not needs_managed_step(self.basis, self.plan, self.calls.windows):
             # Nothing to manage: torch's own step runs. State that was loaded before may lie elsewhere.
             bring_state_to_parameters(optimizer)
-            self._count = optimizer.register_step_post_hook(lambda *_: self._recorder.count_update())
+            self._counting = [
+                optimizer.register_step_pre_hook(lambda *_: self._recorder.phases.enter("update")),
+                optimizer.register_step_post_hook(lambda *_: self._after_plain_step()),
+            ]
             return None
         return make_optimizer(
             optimizer,
@@ -269,6 +273,10 @@ class Machinery:
             clock_origin_s=self._clock_origin_s,
             installed=installed,
         )
+
+    def _after_plain_step(self) -> None:
+        self._recorder.phases.leave("update")
+        self._recorder.count_update()
 
     def _may_move(self) -> bool:
         """Whether nothing points into the host's memory but what `move_part` knows. Waits for updates, if that helps."""

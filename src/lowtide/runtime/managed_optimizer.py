@@ -151,6 +151,15 @@ class ManagedOptimizer:
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
+        phases = self._engine.recorder.phases
+        phases.enter("update")
+        try:
+            self._step_after(closure)
+        finally:
+            phases.leave("update")
+        return result
+
+    def _step_after(self, closure: Callable[[], Any] | None) -> None:
         engine = self._engine  # after the closure, whose forward may begin another plan
         engine.check_broken()
         engine.worker.check()
@@ -174,7 +183,6 @@ class ManagedOptimizer:
         engine.recorder.count_update()
         if self._after_step is not None:
             self._after_step()
-        return result
 
     def _zero_grad(self, set_to_none: bool) -> None:
         self._engine.check_broken()

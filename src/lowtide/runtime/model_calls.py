@@ -14,6 +14,7 @@ from lowtide.planning.plan import Plan, Schedule
 from lowtide.runtime.activation_mover import ActivationMover
 from lowtide.runtime.backward_task import is_away
 from lowtide.runtime.basis import Basis
+from lowtide.runtime.call_watch import CallWatch
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.plan_tiers import Tiers
 from lowtide.runtime.recording import Recorder
@@ -29,6 +30,7 @@ class ModelCalls:
         self._plan = plan
         self._engine = engine
         self.windows = engine.forward.windows = _make_windows(basis.model, engine)
+        self._watch = None if self.windows else CallWatch(basis.model, engine.recorder.phases)
         self.applied: Applied | None = None
         """Activation policies; None where all keep what they save."""
         self._tables: list[HostEmbedding] = []
@@ -49,9 +51,13 @@ class ModelCalls:
                 )
         for window in self.windows:
             window.install()  # outside of the policies: a group is open while its forward runs again
+        if self._watch is not None:
+            self._watch.install()
 
     def remove(self) -> None:
         """The modules are called as before; what was put in last goes first. Also after an `enter` that was refused."""
+        if self._watch is not None:
+            self._watch.remove()
         for window in self.windows:
             window.remove()
         for table in self._tables:

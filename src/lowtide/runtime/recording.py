@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 from lowtide.memory.chunk import Chunk, StoredGroup
 from lowtide.memory.chunk_state import ChunkState
-from lowtide.memory.mover import Copied, Ticket
-from lowtide.runtime.session_stats import MovedRow, PhaseSeconds
-from lowtide.runtime.timeline import Lane, LaneSpan, Reason, ResidencySpan, Timeline
+from lowtide.memory.mover import Copied, Mover, Ticket
+from lowtide.runtime.phase_clock import PhaseClock
+from lowtide.runtime.session_stats import MovedRow
+from lowtide.runtime.timeline import WAIT_PREFIX, Lane, LaneSpan, Reason, ResidencySpan, Timeline
 
 KEPT_STEPS = 3
 """Steps whose spans are kept: enough to see a whole cycle, little enough to forget."""
@@ -56,18 +57,22 @@ class _Presence:
 class Recorder:
     """Gathers what happens. Host jobs report from their own thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, mover: Mover) -> None:
+        self.phases = PhaseClock(mover)
+        """Where the time of the loop goes. Spans cannot tell: modules lie inside others, and lanes run side by side."""
         self.step = 0
         """Counts forwards of the whole model: what the spans are numbered by."""
         self.num_updates = 0
         """Counts calls of `optimizer.step`."""
         self.phase = "forward"
+        """What spans belong to."""
         self._spans: deque[_Span] = deque()
         self._host_spans: deque[LaneSpan] = deque()
         self._presences: deque[_Presence] = deque()
         self._present: dict[str, tuple[Chunk, Ticket]] = {}
         self._moved: dict[Reason, list[int]] = {}
-        self._seconds = _Seconds()
+        self._waited_s = 0.0
+        self._host_update_s = 0.0
         self._step_at_update = -1
         self._lock = threading.Lock()
 
@@ -102,17 +107,20 @@ class Recorder:
     def on_wait(self, group: StoredGroup, reached: Ticket, copied: Sequence[Copied]) -> None:
         """The computation reached this point and goes on when the copies are done."""
         ended = tuple(copy.ended for copy in copied)
-        self._spans.append(_Span(self.step, Lane.COMPUTE, f"wait:{group.name}", self.phase, reached, ended))
+        self._spans.append(_Span(self.step, Lane.COMPUTE, f"{WAIT_PREFIX}{group.name}", self.phase, reached, ended))
 
     # -- told by the session -------------------------------------------------------------------------------------------
 
     def on_compute(self, group: str, phase: str, started: Ticket, ended: Ticket) -> None:
         """The computation worked on a group."""
         self._spans.append(_Span(self.step, Lane.COMPUTE, group, phase, started, (ended,)))
+        if phase == "update":
+            self.phases.insert(phase, started, ended)
 
     def on_host_update(self, chunk: str, step: int, start_s: float, end_s: float, num_bytes: int) -> None:
         """The host updated a chunk."""
         with self._lock:
+            self._host_update_s += max(0.0, end_s - start_s)
             self._host_spans.append(
                 LaneSpan(
                     step=step,
@@ -139,9 +147,9 @@ class Recorder:
         oldest = self.step - KEPT_STEPS
         while self._spans and self._spans[0].step < oldest:
             span = self._spans.popleft()
-            if span.lane is Lane.COMPUTE:
+            if span.lane is Lane.COMPUTE and span.name.startswith(WAIT_PREFIX):
                 # Steps ago: its events have long passed, and reading them waits for nothing.
-                self._seconds.add(_lane_span(span))
+                self._waited_s += _lane_span(span).duration_s
         while self._presences and self._presences[0].step < oldest:
             self._presences.popleft()
         with self._lock:
@@ -178,13 +186,14 @@ class Recorder:
         residency += [_residency(chunk, started_s, max(now_s, started_s), "resident") for chunk in resident]
         return Timeline(spans=tuple(spans), residency=tuple(residency), is_emulated=is_emulated)
 
-    def seconds(self, timeline: Timeline) -> PhaseSeconds:
-        """Time of all steps by phase, waiting apart: that of the forgotten spans, and of the timeline's."""
-        total = _Seconds(**self._seconds.sums)
-        for span in timeline.spans:
-            if span.lane is Lane.COMPUTE:
-                total.add(span)
-        return PhaseSeconds(**{f"{phase}_s": seconds for phase, seconds in total.sums.items()})
+    def exposed_copy_s(self, timeline: Timeline) -> float:
+        """Time of all steps in which compute stood still: that of the forgotten spans, and of the timeline's."""
+        return self._waited_s + timeline.exposed_copy_s()
+
+    def host_update_s(self) -> float:
+        """Time of all steps in which the worker updated chunks on the host."""
+        with self._lock:
+            return self._host_update_s
 
     def _copy(self, name: str, copied: Copied, reason: Reason, num_bytes: int) -> None:
         total = self._moved.setdefault(reason, [0, 0])
@@ -192,17 +201,6 @@ class Recorder:
         total[1] += 1
         lane = _LANES[reason]
         self._spans.append(_Span(self.step, lane, name, self.phase, copied.started, (copied.ended,), num_bytes, reason))
-
-
-class _Seconds:
-    """Sums of compute spans by phase."""
-
-    def __init__(self, **sums: float) -> None:
-        self.sums = {"forward": 0.0, "backward": 0.0, "update": 0.0, "waiting": 0.0, **sums}
-
-    def add(self, span: LaneSpan) -> None:
-        phase = span.phase if span.waits_for is None else "waiting"
-        self.sums[phase] += span.duration_s
 
 
 def _lane_span(span: _Span) -> LaneSpan:

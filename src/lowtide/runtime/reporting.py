@@ -48,13 +48,13 @@ class Reporter:
     def stats(self) -> SessionStats:
         """What happened so far. Waits for the work that is under way."""
         timeline = self.timeline()
-        seconds = self.recorder.seconds(timeline)
         cache, _ = self.pool.counts()
         return SessionStats(
             num_steps=self.recorder.num_updates or self.recorder.step,
             moved=self.recorder.moved(),
-            exposed_copy_s=seconds.waiting_s,
-            seconds=seconds,
+            exposed_copy_s=self.recorder.exposed_copy_s(timeline),
+            seconds=self.recorder.phases.seconds(),
+            host_update_s=self.recorder.host_update_s(),
             chunks=chunk_rows(self.plan, self.units, timeline),
             cache=CacheRow(hits=cache.num_hits, misses=cache.num_misses, held_bytes=cache.held_bytes),
             tiers=self._tiers(),

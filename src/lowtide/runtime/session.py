@@ -128,6 +128,14 @@ class Session:
                 if self._aside is not None:
                     self._aside.bring_back()
 
+    def __repr__(self) -> str:
+        """One line; waits for nothing."""
+        name = type(self.model).__name__
+        if self._machinery is None:
+            return f"<Session of {name}, closed>"
+        warming = ", warming up" if self.is_warming_up else ""
+        return f"<Session of {name}{warming}: {self._machinery.plan.summary}>"
+
     def __enter__(self) -> Session:
         return self
 

@@ -1,7 +1,7 @@
 """SessionStats: what a session did since its first step, in numbers: bytes moved, time, residency, peaks.
 
 The numbers are sums over all steps, unlike a `Timeline`, which may hold the last steps only. They are written as JSON
-under the schema `lowtide.session_stats/1` and read back strictly.
+under the schema `lowtide.session_stats/2` and read back strictly.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from lowtide.activations.apply import ActivationStats
 from lowtide.config import from_plain, to_plain
 from lowtide.errors import BadRecordError, ConfigError
 from lowtide.plain_text import Plain
+from lowtide.runtime.stats_text import stats_text
 from lowtide.runtime.timeline import Reason
 
-SCHEMA = "lowtide.session_stats/1"
+SCHEMA = "lowtide.session_stats/2"
 
 _AGAIN = "take the statistics again with session.stats(), or read an undamaged copy"
 
@@ -34,17 +35,27 @@ class MovedRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseSeconds:
-    """Time on the compute lane by phase; waiting is apart from the phases, so that the four sum to the whole."""
+    """Where the time of the training loop went: four phases that follow each other without gap or overlap.
+
+    On an emulated device this is the host's clock, read in the thread of the loop. On CUDA it is the device's: an event
+    on the computation's stream at each change of phase, which nothing waits for until the statistics are asked for. What
+    runs beside the loop, copies and updates on the host, is in none of them, except where the loop waits for it.
+    """
 
     forward_s: float = 0.0
+    """In calls of the model, evaluations too. Where only parts of it are called, in calls of those that are managed."""
     backward_s: float = 0.0
+    """From when a backward reaches the model's output to its end, forwards that run again included."""
     update_s: float = 0.0
-    waiting_s: float = 0.0
+    """In `optimizer.step`, and in updates on the device in the middle of a backward."""
+    rest_s: float = 0.0
+    """Between these: data, a loss outside of the model, `zero_grad`, logging, and whatever a loop does that is compiled
+    as a whole."""
 
     @property
     def total_s(self) -> float:
-        """All four together."""
-        return math.fsum((self.forward_s, self.backward_s, self.update_s, self.waiting_s))
+        """All four together: from the start of the first forward to the end of the last phase."""
+        return math.fsum((self.forward_s, self.backward_s, self.update_s, self.rest_s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +120,8 @@ class SessionStats:
     moved: tuple[MovedRow, ...]
     """One row for each direction and reason that occurred."""
     exposed_copy_s: float
-    """Time in which compute stood still for a copy or an update, that is, the copy time that was not hidden."""
+    """Time in which compute stood still for a copy or an update, that is, the copy time that was not hidden. It is part of
+    the phases in which it happened."""
     seconds: PhaseSeconds
     chunks: tuple[ChunkRow, ...]
     """In the order of the layout."""
@@ -119,6 +131,12 @@ class SessionStats:
     """What activation policies did; None where everything that is saved stays on the device."""
     is_emulated: bool = False
     """The device was a tier of host memory: the times say nothing about a GPU."""
+    host_update_s: float = 0.0
+    """Time in which the worker updated chunks on the host: beside the loop, so no part of `seconds`."""
+
+    def __str__(self) -> str:
+        """A summary in some ten lines, for `print`."""
+        return stats_text(self)
 
     def moved_bytes(self, direction: str | None = None, reason: Reason | None = None) -> int:
         """Bytes copied, in one direction and for one reason where these are given.
@@ -167,6 +185,7 @@ def _out_of_range(stats: SessionStats) -> Iterator[str]:
     numbers: dict[str, float | None] = {
         "num_steps": stats.num_steps,
         "exposed_copy_s": stats.exposed_copy_s,
+        "host_update_s": stats.host_update_s,
         "cache.hits": stats.cache.hits,
         "cache.misses": stats.cache.misses,
         "cache.held_bytes": stats.cache.held_bytes,
@@ -187,4 +206,4 @@ def _out_of_range(stats: SessionStats) -> Iterator[str]:
             yield f"{key} is {number}, which is below 0"
 
 
-_PHASE_KEYS = ("forward", "backward", "update", "waiting")
+_PHASE_KEYS = ("forward", "backward", "update", "rest")

@@ -43,6 +43,21 @@ def test_the_whole_experiment() -> None:
     assert "Budget 0.05 has a larger peak, 13.561 GiB, than budget 0.1" in text
 
 
+def test_of_a_run_that_failed_only_the_words_of_its_error_are_shown() -> None:
+    message = (
+        "EmulatedOutOfMemoryError: the emulated device is out of memory: aten.addmm asked for 64.0 KiB\n"
+        'last heard: step 0 of 5\n  File "linear.py", line 134, in forward\n    return F.linear(input)'
+    )
+    text = render(record("x/a", outcome=Outcome.OUT_OF_MEMORY, message=message))
+    [line] = [line for line in text.splitlines() if line.startswith("- a, seed 0")]
+    assert line == (
+        "- a, seed 0: out of memory: EmulatedOutOfMemoryError: the emulated device is out of memory: "
+        "aten.addmm asked for 64.0 KiB"
+    )
+    assert "linear.py" not in text
+    assert "last heard" not in text
+
+
 def test_a_table_by_hand() -> None:
     text = render(
         record("x/control", peak_bytes=4 * GiB),

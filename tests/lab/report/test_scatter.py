@@ -3,6 +3,7 @@ from __future__ import annotations
 from lowtide.lab.record import SpeedFigures
 from lowtide.lab.report.comparison import make_comparisons
 from lowtide.lab.report.scatter import scatter_of
+from lowtide.lab.report.tables import result_table
 from lowtide.units import GiB, MiB
 from tests.lab.report.samples import experiment, record
 
@@ -32,6 +33,17 @@ def test_small_models_are_drawn_in_small_units() -> None:
     scatter = scatter_of(comparison)
     assert scatter is not None
     assert (scatter.unit.name, scatter.marks[0].memory) == ("MiB", 3.0)
+
+
+def test_the_axis_speaks_of_compilation_only_where_something_is_compiled() -> None:
+    short = SpeedFigures(step_s=(1.0,) * 2, samples_per_step=1)
+    for recipe, words in (({}, "over all steps"), ({"compile": {"scope": "model"}}, "with compilation")):
+        [comparison] = make_comparisons([record("x/a", speed=short), record("x/b", speed=short, recipe=recipe)])
+        scatter = scatter_of(comparison)
+        assert scatter is not None
+        assert scatter.speed_words == f"samples/s {words}"
+        legends = [column.legend for column in result_table(comparison).columns if column.head == "samples/s"]
+        assert legends == ["over all steps" + (", compilation included" if recipe else "")]
 
 
 def test_no_speed_no_chart() -> None:

@@ -141,7 +141,7 @@ class SessionFootprint:
         # Each does here what the runtime's class of that name does in a session, without memory to point to.
         as_residency = cast(Residency, residency)
         gradients = cast(GradientMover, FootprintGradients(mover))
-        recorder, lock = Recorder(), threading.RLock()
+        recorder, lock = Recorder(mover), threading.RLock()
         self._loss = cast(LossWatch, FootprintLoss(is_immediate=self._plan.schedule is Schedule.IN_BACKWARD))
         self._backward = BackwardPass(
             as_residency, mover, gradients, recorder, self._plan.schedule, loss=self._loss, observer=None, lock=lock

@@ -34,6 +34,11 @@ class Comparison:
         """Whether the host played the device, so that times say nothing about a card."""
         return "emulated" in self.device
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether anything is compiled, so that the first steps of a run wait for it."""
+        return any(row.is_compiled for row in self.rows)
+
     def speed(self, row: Row) -> Spread | None:
         """The samples/s that rows are compared by."""
         return row.warm_samples_per_s if self.is_warm else row.samples_per_s

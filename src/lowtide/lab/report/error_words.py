@@ -32,8 +32,16 @@ def error_words(message: str) -> str:
         >>> error_words('KeyError: 3\nlast heard: training\n  File "a.py", line 3, in run').count("\n")
         2
     """
+    return error_line(message) if message.partition(":")[0] in _PLAIN else message
+
+
+def error_line(message: str) -> str:
+    r"""A record's message without the traceback, on one line, whatever the error.
+
+    Example:
+        >>> error_line('KeyError: 3\nlast heard: training\n  File "a.py", line 3, in run')
+        'KeyError: 3'
+    """
     lines = message.splitlines()
-    if not lines or lines[0].partition(":")[0] not in _PLAIN:
-        return message
     end = next((number for number, line in enumerate(lines) if number and line.startswith(_ENDS)), len(lines))
     return " ".join(" ".join(lines[:end]).split())

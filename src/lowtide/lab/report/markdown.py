@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from lowtide.lab.record import RunRecord
 from lowtide.lab.report.byte_unit import byte_unit
 from lowtide.lab.report.comparison import Comparison
+from lowtide.lab.report.error_words import error_line
 from lowtide.lab.report.provenance import provenance, remarks
 from lowtide.lab.report.sweep import Sweep
 from lowtide.lab.report.tables import Column, Table, breakdown_table, published_table, result_table
@@ -60,7 +61,7 @@ def _comparison(comparison: Comparison, *, has_title: bool) -> list[str]:
         parts += [f"### {breakdown.caption}", *_table(breakdown, comparison)]
     endings = [
         f"- {escape(row.label)}, seed {ending.seed}: {ending.outcome}"
-        + (f": {escape(ending.message)}" if ending.message else "")
+        + (f": {escape(error_line(ending.message))}" if ending.message else "")
         for row in comparison.rows
         for ending in row.unfinished
     ]

@@ -11,11 +11,9 @@ from lowtide.lab.configurations import by_configuration, flat_settings, folder_o
 from lowtide.lab.recipe import PublishedFigures
 from lowtide.lab.record import MemoryFigures, Outcome, PredictedFigures, RunRecord
 from lowtide.lab.report.error_words import error_words
+from lowtide.lab.report.namesakes import settings_apart
 from lowtide.lab.report.spread import Spread, perplexity, spread_of
 from lowtide.plain_text import Plain
-
-_MAX_WORD = 24
-"""Of a label, which stands in charts: settings that differ, and letters of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +42,7 @@ class Row:
     name: str
     """Of the recipe, such as `peak_memory/control`."""
     settings: str = ""
-    """What tells it from others of the same name, such as `steps=3`."""
+    """All that it has otherwise than others of the same name, such as `steps=3, optimizer.name=lion`."""
     device: str
     model: str
     seeds: tuple[int, ...]
@@ -67,7 +65,7 @@ class Row:
     """The largest of all seeds, as the next."""
     host_bytes: int | None = None
     samples_per_s: Spread | None = None
-    """Of runs that finished, as all figures below; with compilation and first allocations."""
+    """Of runs that finished, as all figures below; with first allocations, and compilation where there is any."""
     warm_samples_per_s: Spread | None = None
     steps_10_to_100_s: Spread | None = None
     samples_per_step: int | None = None
@@ -75,6 +73,8 @@ class Row:
     predicted: PredictedFigures | None = None
     published: PublishedFigures | None = None
     parameters: int | None = None
+    is_compiled: bool = False
+    """Whether the recipe has the model compiled, so that its first steps wait for that."""
     remarks: tuple[str, ...] = ()
 
     @property
@@ -132,7 +132,7 @@ def make_rows(records: Sequence[RunRecord], *, with_older: bool = False) -> tupl
     rows = []
     for (name, device, _), runs in groups.items():
         newest, *older = generations(runs)
-        settings = _difference(flat_settings(runs[0].recipe), namesakes[name, device])
+        settings = settings_apart(flat_settings(runs[0].recipe), namesakes[name, device])
         num_older = 0 if with_older else len(runs) - len(newest)
         rows.append(_row(newest, device=device, settings=settings, num_older=num_older))
         for age, before in enumerate(older if with_older else (), start=1):
@@ -182,6 +182,7 @@ def _row(runs: Sequence[RunRecord], *, device: str, settings: str, num_older: in
         ),
         predicted=predicted,
         published=published,
+        is_compiled=first.recipe.get("compile") is not None,
         parameters=next((run.parameters for run in runs if run.parameters is not None), None),
         remarks=tuple(dict.fromkeys([*(remark for run in runs for remark in run.remarks), *complaints])),
     )
@@ -205,22 +206,3 @@ def _published(runs: Sequence[RunRecord]) -> tuple[PublishedFigures | None, list
         return config.from_plain(PublishedFigures, plain), []
     except ConfigError as error:
         return None, [f"Its published figures cannot be read: {error}"]
-
-
-def _difference(mine: Mapping[str, Plain], all_of_name: Sequence[Mapping[str, Plain]]) -> str:
-    """The fewest settings, as far as a greedy choice finds them, that tell a recipe from each of its namesakes."""
-    keys = dict.fromkeys(key for recipe in (mine, *all_of_name) for key in recipe)
-    chosen: list[str] = []
-    alike = [recipe for recipe in all_of_name if recipe != mine]
-    while alike:
-        # The first of equally telling ones: `max` keeps it.
-        chosen.append(max(keys, key=lambda key: sum(recipe.get(key) != mine.get(key) for recipe in alike)))
-        alike = [recipe for recipe in alike if recipe.get(chosen[-1]) == mine.get(chosen[-1])]
-    return ", ".join(f"{key}={_word(mine.get(key))}" for key in chosen)
-
-
-def _word(value: Plain) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "none", True: "true", False: "false"}[value]
-    text = str(value)
-    return text if len(text) <= _MAX_WORD else f"{text[: _MAX_WORD - 1]}…"

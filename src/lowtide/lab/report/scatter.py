@@ -73,9 +73,15 @@ def scatter_of(comparison: Comparison) -> Scatter | None:
         speed=axis_over(mark.samples_per_s for mark in (*marks, *published)),
         memory=axis_over(mark.memory for mark in (*marks, *published)),
         unit=unit,
-        speed_words="samples/s after 10 steps of warm-up" if comparison.is_warm else "samples/s with compilation",
+        speed_words=_speed_words(comparison),
         notes=_notes(comparison, marks, published, undrawn),
     )
+
+
+def _speed_words(comparison: Comparison) -> str:
+    if comparison.is_warm:
+        return "samples/s after 10 steps of warm-up"
+    return "samples/s with compilation" if comparison.is_compiled else "samples/s over all steps"
 
 
 def _stairs(marks: list[Mark]) -> tuple[tuple[float, float], ...]:
@@ -96,7 +102,7 @@ def _notes(comparison: Comparison, marks: list[Mark], published: list[Mark], und
         sources = dict.fromkeys(mark.row.published.source for mark in published if mark.row.published)
         notes.append(f"Published: {'; '.join(sources)}.")
     if undrawn:
-        kind = "after warm-up" if comparison.is_warm else "with compilation"
+        kind = "after warm-up" if comparison.is_warm else "over all steps"
         notes.append(f"No published speed {kind} to draw for {', '.join(undrawn)}.")
     drawn = [mark.row for mark in marks]
     left_out = [f"{row.label} ({row.outcome})" for row in comparison.rows if not row.is_finished]

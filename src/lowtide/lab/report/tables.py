@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from lowtide.lab.report.byte_unit import ByteUnit, unit_for
 from lowtide.lab.report.comparison import Comparison
+from lowtide.lab.report.error_words import error_line
 from lowtide.lab.report.published import Beside, BesidePublished, beside_published
 from lowtide.lab.report.rows import Row
 from lowtide.lab.report.spread import Spread
@@ -86,7 +87,12 @@ def result_table(comparison: Comparison) -> Table:
             f"share of the peak of {comparison.control.label if comparison.control else ''} that is saved",
         ),
         _column("at", rows, _phase, "the part of the step, or the evaluation, in which the peak is", is_number=False),
-        _column("samples/s", rows, lambda row: _mean(row.samples_per_s), "over all steps, compilation included"),
+        _column(
+            "samples/s",
+            rows,
+            lambda row: _mean(row.samples_per_s),
+            "over all steps" + (", compilation included" if comparison.is_compiled else ""),
+        ),
         _column(
             "warm samples/s", rows, lambda row: _mean(row.warm_samples_per_s), "the same without the first 10 steps"
         ),
@@ -242,7 +248,7 @@ def _said_by(value: float | None, say: Callable[[float], Value]) -> Value | None
 def _outcome(row: Row) -> Value:
     reason = next((ending.message for ending in row.unfinished if ending.message), "")
     words = outcome_words(row)
-    return Value(words, words, shortened(reason))
+    return Value(words, words, shortened(error_line(reason)))
 
 
 def _peak(row: Row, unit: ByteUnit) -> Value | None:
