@@ -19,8 +19,8 @@ from lowtide.lab.plan_recipe import PlanRecipe
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.record import PredictedFigures
 from lowtide.lab.training import Batch, optimizer_over
-from lowtide.memory.groups import find_groups
 from lowtide.memory.layout import lay_out
+from lowtide.memory.named_groups import find_named_groups
 from lowtide.models import resolve_model
 from lowtide.planning.plan import Plan, Schedule, Site, Weights
 from lowtide.planning.window_need import window_bytes_needed
@@ -93,7 +93,7 @@ def predict_recipe(recipe: Recipe, *, hardware: str, say: Callable[[str], None])
 
 def weight_bytes(plan: Plan, model: nn.Module) -> int:
     """Device bytes that a session holds for weights: resident chunks, and the window of streamed ones."""
-    layout = lay_out(find_groups(model), chunk_bytes=plan.chunk_bytes)
+    layout = lay_out(find_named_groups(model, [group.name for group in plan.groups]), chunk_bytes=plan.chunk_bytes)
     placed = {group.name: group.weights for group in plan.groups}
     resident = sum(_block_bytes(chunk.nbytes) for chunk in layout.chunks if placed[chunk.group] is Weights.RESIDENT)
     streamed = [chunk.nbytes for chunk in layout.chunks if placed[chunk.group] is Weights.STREAMED]
