@@ -183,6 +183,12 @@ def test_advice_lists_all_choices_when_none_is_near() -> None:
     assert did_you_mean("xyz", []) == ""
 
 
+def test_advice_gives_the_nearest_of_many_choices() -> None:
+    advice = did_you_mean("xyz", [f"layer.{number}" for number in range(30)])
+    assert advice.startswith("the nearest of 30 names are ")
+    assert advice.count("layer") == 3
+
+
 def test_unknown_name_message() -> None:
     error = UnknownNameError("card", "h10", ["h100", "h200", "rtx-4090"])
     assert str(error).startswith("there is no card named 'h10'; did you mean 'h100'")

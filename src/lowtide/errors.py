@@ -70,15 +70,27 @@ def near(name: str, choices: Iterable[str], *, limit: int = 3) -> tuple[str, ...
     return tuple(by_fold[choice] for choice in dict.fromkeys([*close, *prefixed]))[:limit]
 
 
-def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """A clause for the end of a message: near names when there are any, all choices otherwise; "" without choices."""
+NUM_NEAREST = 3
+"""How many names are given where there are too many to list."""
+NUM_LISTED = 20
+"""How many a list may have: a catalogue's, such as that of the models, is read as a whole."""
+
+
+def did_you_mean(name: str, choices: Iterable[str], *, num_listed: int = NUM_LISTED) -> str:
+    """A clause for the end of a message: near names when there are any; otherwise all choices, or the nearest of many.
+
+    "" without choices.
+    """
     known = sorted(set(choices))
     if not known:
         return ""
-    close = near(name, known)
+    close = near(name, known, limit=NUM_NEAREST)
     if close:
         return f"did you mean {' or '.join(repr(choice) for choice in close)}?"
-    return f"choose one of {', '.join(known)}"
+    if len(known) <= num_listed:
+        return f"choose one of {', '.join(known)}"
+    nearest = difflib.get_close_matches(name, known, n=NUM_NEAREST, cutoff=0.0)
+    return f"the nearest of {len(known)} names are {', '.join(map(repr, nearest))}"
 
 
 def _rebuild(kind: type[LowtideError], message: str, attributes: dict[str, object]) -> LowtideError:

@@ -9,13 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowtide.errors import ConfigError, UnknownNameError
+from lowtide.activations.policy import Recompute
+from lowtide.errors import ConfigError, PlanError, UnknownNameError
 from lowtide.memory.layout_types import Layout
 from lowtide.planning.hand_plan import host_chunks, make_plan
 from lowtide.planning.placement import is_trained
 from lowtide.planning.plan import Budgets, Plan, Schedule, Site, Weights
 from lowtide.units import GiB, MiB
 from tests.memory.small_layouts import group, layout, random_layouts
+from tests.memory.test_named_groups import Net
 from tests.zoo import ZOO
 
 MODEL = layout(
@@ -133,3 +135,68 @@ def test_words_that_are_none(settings: dict[str, Any], message: str) -> None:
 
 def test_the_rest_may_be_named_where_there_is_none() -> None:
     assert weights(make_plan(layout(group("a", [5])), weights={"": "resident"})) == {"a": "streamed"}
+
+
+# Names
+
+
+@pytest.mark.parametrize("depth", [2, 8, 32])
+def test_a_small_table_is_found_at_any_depth(depth: int) -> None:
+    plan = make_plan(
+        Net(depth),
+        weights={"*": "streamed", "tok": "host"},
+        update={"*": "device", "pos": "host"},
+        activations={"blocks.0.2": "recompute"},
+    )
+    assert weights(plan)["tok"] == "host"
+    assert (sites(plan)["pos"], sites(plan)["blocks.0"]) == ("h", "d")
+    assert next(spec for spec in plan.groups if spec.name == "blocks.0.2").activation == Recompute()
+
+
+def test_patterns() -> None:
+    plan = make_plan(
+        MODEL,
+        weights={"*": "streamed", "layers.*": "resident", "layers.1": "streamed"},
+        update={"layers.?": "device"},
+        activations={"layers.[0]": "recompute"},
+    )
+    assert weights(plan) == {
+        "embedding": "streamed",
+        "layers.0": "resident",
+        "layers.1": "streamed",
+        "adapter": "streamed",
+        "": "resident",
+    }
+    assert sites(plan) == {"embedding": "h", "layers.0": "dd", "layers.1": "dd", "adapter": "hh", "": "h"}
+    assert [spec.name for spec in plan.groups if spec.activation == Recompute()] == ["layers.0"]
+
+
+def test_a_later_pattern_goes_before_an_earlier_one() -> None:
+    plan = make_plan(MODEL, weights={"layers.*": "resident", "*.1": "streamed"})
+    assert (weights(plan)["layers.0"], weights(plan)["layers.1"]) == ("resident", "streamed")
+
+
+@pytest.mark.parametrize("named", ["tok", "head", "tok.weight"])
+def test_a_tied_table_by_any_name(named: str) -> None:
+    assert weights(make_plan(Net(32, is_tied=True), weights={named: "streamed"}))["tok.weight"] == "streamed"
+    with pytest.raises(PlanError, match=r"group 'tok.weight' is tied: 'tok' and 'head' use the same .* on the host"):
+        make_plan(Net(32, is_tied=True), weights={"*": "streamed", named: "host"})
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("blocks", r"weights\['blocks'\]: it holds 8 groups, 'blocks.0' the first; .* by 'blocks.\*'"),
+        ("blcks.*", r"no group \(weights\) named 'blcks.\*'; did you mean 'blocks.\d'"),
+        ("zzz", r"choose one of '' \(the rest of the model\), attention, blocks.0"),
+        ("start", r"weights\['start'\]: it has no group of its own .* '' \(the rest of the model\)"),
+    ],
+)
+def test_names_that_are_none(name: str, message: str) -> None:
+    with pytest.raises((ConfigError, UnknownNameError), match=message):
+        make_plan(Net(8), weights={name: "resident"})
+
+
+def test_two_names_of_one_group() -> None:
+    with pytest.raises(ConfigError, match=r"has 'tok' and 'head', which are both the group 'tok.weight'"):
+        make_plan(Net(8, is_tied=True), weights={"tok": "resident", "head": "streamed"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,9 @@ from torch import nn
 
 import lowtide
 from lowtide.errors import ConfigError, PlanError
+from lowtide.planning.plan_json import load_plan, save_plan
+from tests.runtime.side_by_side import assert_same_values
+from tests.zoo import assert_same_tensors
 
 ROWS, WIDTH = 4000, 32
 
@@ -96,3 +100,56 @@ def test_only_an_embedding_can() -> None:
         lowtide.manage(tower, None, plan, device="cpu")
     assert type(tower[0].weight) is nn.Parameter
     assert tower(torch.ones(1, 4)).shape == (1, 4)
+
+
+class Deep(nn.Module):
+    """Blocks beside which the tables are too small for groups of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(10, 16)
+        self.pos = nn.Embedding(4, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(12))
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tok(ids) + self.pos(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)  # type: ignore[no-any-return]  # untyped calls
+
+
+def trained_deep(plan: lowtide.Plan | None) -> tuple[Deep, list[torch.Tensor]]:
+    torch.manual_seed(0)
+    model = Deep()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    session = None if plan is None else lowtide.manage(model, optimizer, plan, device="cpu")
+    losses = []
+    for step in range(4):
+        ids = torch.randint(10, (3, 4), generator=torch.Generator().manual_seed(step))
+        loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach().clone())
+    if session is not None:
+        session.close()
+    return model, losses
+
+
+@pytest.mark.parametrize("schedule", ["deferred", "in_backward"])
+def test_a_small_table_and_a_part_of_a_block_by_name(schedule: str, tmp_path: Path) -> None:
+    """Which have groups because they are named: the session finds them again from the plan, read from a file too."""
+    plan = lowtide.make_plan(
+        Deep(),
+        weights={"*": "streamed", "tok": "host", "blocks.3.2": "resident", "blocks.1?": "resident"},
+        update={"pos": "device"},
+        activations={"blocks.5.0": "recompute"},
+        schedule=schedule,
+    )
+    assert {"tok", "pos", "blocks.3", "blocks.3.2", "blocks.5.0"} <= {group.name for group in plan.groups}
+    save_plan(plan, tmp_path / "plan.json")
+    plain, expected = trained_deep(None)
+    managed, losses = trained_deep(load_plan(tmp_path / "plan.json"))
+    assert_same_values(expected, losses)
+    assert_same_tensors(plain.state_dict(), managed.state_dict())

@@ -459,7 +459,7 @@ class TestBudget:
         assert str(caught.value) == (
             "the emulated device is out of memory: aten.zeros asked for 2.0 KiB with 2.8 KiB of 3.9 KiB in use. Largest "
             "on the device: aten.ones [400] 1.6 KiB; aten.ones [20, 10] 800 B; aten.ones [100] 400 B. Raise the device's "
-            "budget, use a smaller batch, or let the plan stream or recompute more"
+            "budget, use a smaller batch, or let the plan stream or recompute more; session.close() lifts the budget"
         )
         error = caught.value
         assert isinstance(error, BudgetError)

@@ -23,10 +23,10 @@ from lowtide.lab.masters import optimizer_over_masters
 from lowtide.lab.plan_recipe import PlanRecipe
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.training import Batch, make_batches, make_model, make_optimizer, train
-from lowtide.memory.groups import find_groups
 from lowtide.memory.layout import lay_out
+from lowtide.memory.named_groups import find_named_groups
 from lowtide.models import ModelSource, resolve_model
-from lowtide.planning.hand_plan import make_plan
+from lowtide.planning.hand_plan import make_plan, names_in
 from lowtide.planning.plan import Plan
 from lowtide.runtime.manage import manage
 from lowtide.runtime.session_stats import SessionStats
@@ -120,7 +120,10 @@ def plan_of(recipe: PlanRecipe, model: torch.nn.Module) -> Plan:
     """The recipe's plan for a model."""
     chunk_bytes = None if recipe.chunk_memory is None else parse_bytes(recipe.chunk_memory)
     return make_plan(
-        lay_out(find_groups(model), chunk_bytes=chunk_bytes),
+        lay_out(
+            find_named_groups(model, names_in(recipe.weights, recipe.update, recipe.activations)),
+            chunk_bytes=chunk_bytes,
+        ),
         weights=recipe.weights,
         update=recipe.update,
         schedule=recipe.schedule,

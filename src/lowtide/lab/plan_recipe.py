@@ -16,7 +16,8 @@ class PlanRecipe:
     """How the managed run spreads the model; `lowtide.planning.hand_plan.make_plan` turns it into a plan."""
 
     weights: Weights | dict[str, Weights] = Weights.STREAMED
-    """Of all groups, or by group name with "*" for the others: resident or streamed; `host` for an embedding by name."""
+    """Of all groups, or by group name, pattern ("blocks.*") or module path, with "*" for the others: resident or streamed;
+    `host` for an embedding by name."""
     update: Site | float | dict[str, Site | float] = Site.HOST
     """Where chunks are updated: host, device, or the share (0 to 1) that the host updates; likewise by group name."""
     schedule: Schedule = Schedule.DEFERRED

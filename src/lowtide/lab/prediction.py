@@ -16,8 +16,8 @@ from lowtide.lab.inputs import check_inputs
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.record import PredictedFigures
 from lowtide.lab.training import Batch, optimizer_over
-from lowtide.memory.groups import find_groups
 from lowtide.memory.layout import lay_out
+from lowtide.memory.named_groups import find_named_groups
 from lowtide.models import resolve_model
 from lowtide.optim.precision import numerics_of
 from lowtide.planning.plan import Site
@@ -70,7 +70,7 @@ def trace_recipe(
     plan = plan_of(recipe.plan, model)
     session = SessionFootprint(
         plan,
-        lay_out(find_groups(model), chunk_bytes=plan.chunk_bytes),
+        lay_out(find_named_groups(model, [group.name for group in plan.groups]), chunk_bytes=plan.chunk_bytes),
         make_optimizer=make,
         numerics=None if recipe.precision is None else numerics_of(recipe.precision, recipe.moments)[1],
     )

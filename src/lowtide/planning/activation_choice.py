@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lowtide.activations.policy import KEEP, Policies, Policy, policy_of
-from lowtide.errors import ConfigError, UnknownNameError
+from lowtide.errors import ConfigError
 from lowtide.memory.layout_types import GroupSpec, Layout
-
-OTHERS = "*"
+from lowtide.planning.group_names import DEFAULT as OTHERS
+from lowtide.planning.group_names import by_group
 
 
 def activations_by_group(layout: Layout, policies: Policies | None) -> dict[str, Policy]:
@@ -18,16 +18,15 @@ def activations_by_group(layout: Layout, policies: Policies | None) -> dict[str,
     and the rest of the model keep what they save unless they are named.
 
     Raises:
-        UnknownNameError: A mapping names a group that there is not.
+        UnknownNameError: A mapping names a group that there is not, or a pattern that fits none.
         ConfigError: A policy is for the rest of the model or for parameters that several modules share, or "*" is for
             blocks and there are none.
     """
-    named: Mapping[str, Policy | str] = policies if isinstance(policies, Mapping) else {OTHERS: policies or KEEP}
+    given: Mapping[str, Policy | str] = policies if isinstance(policies, Mapping) else {OTHERS: policies or KEEP}
+    named = by_group(layout, given, "activations")
     groups = {group.name: group for group in layout.groups}
     for name in named:
-        if name != OTHERS and name not in groups:
-            raise UnknownNameError("group (activations)", name, groups)
-        if name != OTHERS and not is_one_module(groups[name]):
+        if name != OTHERS and (name not in groups or not is_one_module(groups[name])):
             raise ConfigError(
                 f"group {name or '(rest of the model)'!r} is not one module's call, so nothing of it can be recomputed or "
                 "offloaded by itself; name the blocks, or '*' for all of them",

@@ -6,6 +6,7 @@ from collections import Counter
 
 from lowtide.activations.policy import KEEP
 from lowtide.errors import PlanError
+from lowtide.memory.groups import REST
 from lowtide.memory.layout_types import Layout
 from lowtide.planning.activation_choice import is_one_module
 from lowtide.planning.placement import visitor_bytes_on_device
@@ -102,6 +103,13 @@ def _check_kept_on_host(plan: Plan, layout: Layout) -> None:
         if group.weights is not Weights.HOST:
             continue
         spec = specs[group.name]
+        if spec.name != REST and len(spec.windows) > 1:
+            users = " and ".join(repr(window) if window else "the model itself" for window in spec.windows)
+            raise PlanError(
+                f"group {group.name!r} is tied: {users} use the same parameter, and only an embedding that nothing else uses "
+                "can stay on the host; stream it instead, or untie it (give the other its own Parameter)",
+                group=group.name,
+            )
         is_table = len(spec.parameters) == 1 and len(spec.parameters[0].shape) == 2 and spec.windows == (spec.name,)
         if not is_table:
             raise PlanError(

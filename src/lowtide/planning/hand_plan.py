@@ -9,19 +9,17 @@ from typing import TypeVar
 from torch import nn
 
 from lowtide.activations.policy import Policies
-from lowtide.errors import ConfigError, UnknownNameError
-from lowtide.memory.groups import REST, find_groups
+from lowtide.errors import ConfigError
 from lowtide.memory.layout import lay_out
 from lowtide.memory.layout_types import ChunkSpec, Layout
+from lowtide.memory.named_groups import find_named_groups
 from lowtide.planning.activation_choice import activations_by_group
 from lowtide.planning.check_plan import check_plan as check_plan
+from lowtide.planning.group_names import DEFAULT, by_group
 from lowtide.planning.placement import assemble, is_always_open, is_trained
 from lowtide.planning.plan import Budgets, Plan, Schedule, Site, Weights
 from lowtide.planning.window_need import window_bytes_needed as window_bytes_needed
 from lowtide.units import parse_bytes
-
-DEFAULT = "*"
-"""The key of a mapping that stands for all groups that it does not name."""
 
 Size = str | int
 E = TypeVar("E", bound=enum.StrEnum)
@@ -47,9 +45,10 @@ def make_plan(
 
     Args:
         model: The model, or its layout where the groups or the chunk size were chosen by hand.
-        weights: `resident` or `streamed`, for all groups or by name, "*" for those not named. The rest group "", and
-            tied groups that it shares, are open for the whole step and are resident unless they are named. `host`, for an
-            embedding by name: it is looked up and updated on the host.
+        weights: `resident` or `streamed`, for all groups or by name, "*" for those not named. A name is that of a group, a
+            pattern such as "blocks.*", or the path of any module that is called, which then is a group of its own. The
+            rest group "", and tied groups that it shares, are open for the whole step and are resident unless they are
+            named. `host`, for an embedding by name: it is looked up and updated on the host.
         update: `device`, `host` or `paged`, likewise. A number from 0 to 1 is the share of the trained bytes that the host
             updates, those whose gradients come first in backward: the last ones. For a group by name, the share of
             that group.
@@ -67,7 +66,7 @@ def make_plan(
 
     Raises:
         UnknownNameError: A mapping names a group that the model does not have.
-        ConfigError: A word, a share or a size is not one.
+        ConfigError: A word, a share or a size is not one, or a name is that of several groups.
         PlanError: The budgets cannot hold the weights.
 
     Example:
@@ -76,7 +75,8 @@ def make_plan(
         >>> [(group.name, group.weights.value) for group in plan.groups]
         [('0', 'resident'), ('1', 'streamed')]
     """
-    layout = model if isinstance(model, Layout) else lay_out(find_groups(model))
+    names = names_in(weights, update, activations)
+    layout = model if isinstance(model, Layout) else lay_out(find_named_groups(model, names))
     placed = _weights_by_group(layout, weights)
     sites = _sites_by_chunk(layout, update)
     for chunk in layout.chunks:
@@ -105,6 +105,11 @@ def make_plan(
     return plan
 
 
+def names_in(*settings: object) -> list[str]:
+    """What the settings that are mappings name, for `find_named_groups`."""
+    return [name for setting in settings if isinstance(setting, Mapping) for name in setting]
+
+
 def host_chunks(chunks: Iterable[ChunkSpec], share: float) -> set[str]:
     """Names of the last chunks that together hold at least `share` of the trained bytes; frozen ones do not count."""
     trained = [chunk for chunk in chunks if is_trained(chunk)]
@@ -121,8 +126,9 @@ def host_chunks(chunks: Iterable[ChunkSpec], share: float) -> set[str]:
 
 def _weights_by_group(layout: Layout, weights: Weights | str | Mapping[str, Weights | str]) -> dict[str, Weights]:
     named = weights if isinstance(weights, Mapping) else {DEFAULT: weights}
-    _refuse_unknown(layout, named, "weights")
-    words = {name: _word(Weights, word, f"weights[{name!r}]") for name, word in named.items()}
+    words = {
+        name: _word(Weights, word, f"weights[{name!r}]") for name, word in by_group(layout, named, "weights").items()
+    }
     default = words.get(DEFAULT, Weights.STREAMED)
     return {
         group.name: words.get(group.name, Weights.RESIDENT if is_always_open(group) else default)
@@ -131,8 +137,7 @@ def _weights_by_group(layout: Layout, weights: Weights | str | Mapping[str, Weig
 
 
 def _sites_by_chunk(layout: Layout, update: Site | str | float | Mapping[str, Site | str | float]) -> dict[str, Site]:
-    named = update if isinstance(update, Mapping) else {DEFAULT: update}
-    _refuse_unknown(layout, named, "update")
+    named = by_group(layout, update if isinstance(update, Mapping) else {DEFAULT: update}, "update")
     sites: dict[str, Site] = {}
     unnamed = [chunk for chunk in layout.chunks if chunk.group not in named]
     choices: dict[str, object] = {DEFAULT: Site.HOST, **named}
@@ -152,14 +157,6 @@ def _sites_by_chunk(layout: Layout, update: Site | str | float | Mapping[str, Si
             chunk.name: Site.HOST if chunk.name in on_host or not is_trained(chunk) else Site.DEVICE for chunk in chunks
         }
     return sites
-
-
-def _refuse_unknown(layout: Layout, named: Mapping[str, object], key: str) -> None:
-    known = [group.name for group in layout.groups]
-    for name in named:
-        # The rest may be named though every parameter has a group of its own: it is then empty.
-        if name not in (DEFAULT, REST) and name not in known:
-            raise UnknownNameError(f"group ({key})", name, known)
 
 
 def _word(kind: type[E], word: str, key: str) -> E:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import gc
 import os
 import sys
 import threading
@@ -23,6 +24,7 @@ from torch import Tensor
 from lowtide import compat
 
 if TYPE_CHECKING:
+    from lowtide.errors import EmulatedOutOfMemoryError
     from lowtide.runtime.tracked_memory import TrackedMemory
 
 Seen = tuple[Tensor, torch.UntypedStorage]
@@ -132,13 +134,17 @@ class EmulatedDevice(compat.WatchingMode):
         error = self._tell(func, args, kwargs, result, summed)
         if error is None:
             return result
-        # The traceback holds this frame: nothing in it may keep the failed operator's result or arguments.
+        # The traceback holds this frame: nothing in it may keep the failed operator's result or arguments, nor the error
+        # itself, which would be a cycle that holds all of the caller's frames until the collector comes.
         del result, args, kwargs, summed
-        raise error
+        try:
+            raise error
+        finally:
+            del error
 
     def _tell(
         self, func: Any, args: Any, kwargs: Any, result: Any, summed: torch.UntypedStorage | None
-    ) -> Exception | None:
+    ) -> EmulatedOutOfMemoryError | None:
         # After the operator: `out=` and `resize_` may have given an argument its memory.
         read: list[Seen] = []
         _collect(args, read)
@@ -153,17 +159,31 @@ class EmulatedDevice(compat.WatchingMode):
             for _, storage in made:
                 if id(storage) not in known and mark_of(storage) is None:
                     set_mark(storage, Mark.HOST)
-        error = None
+        refusals: list[tuple[weakref.ref[TrackedMemory], EmulatedOutOfMemoryError]] = []
         for reference in self._trackers:
             tracker = reference()
             if tracker is not None:
                 if summed is not None and made:
                     tracker.hand_over(summed, made[0][1])
-                error = tracker.observe(func, read, made) or error
-        return error
+                error = tracker.observe(func, read, made)
+                refusals += [] if error is None else [(reference, error)]
+        tracker = None  # a strong reference would make it look alive
+        return _meant(refusals) if refusals else None
 
     def _drop(self, reference: weakref.ref[TrackedMemory]) -> None:
         self._trackers = tuple(other for other in self._trackers if other is not reference)
+
+
+def _meant(
+    refusals: list[tuple[weakref.ref[TrackedMemory], EmulatedOutOfMemoryError]],
+) -> EmulatedOutOfMemoryError | None:
+    """The last refusal by a tracker that is still somebody's.
+
+    A model and its session hold each other: one that was dropped without `close` lives until the collector comes. Its
+    budget is nobody's any more, and must not stop what others compute.
+    """
+    gc.collect()
+    return next((error for reference, error in reversed(refusals) if reference() is not None), None)
 
 
 _of_thread = threading.local()

@@ -37,7 +37,9 @@ def settle_for_good(engine: Engine, worker: HostWorker) -> Exception | None:
                 pass
     attempt(worker.check)
     engine.mover.drain()
-    return errors[0] if errors else None
+    first = errors[0] if errors else None
+    errors.clear()  # the errors' own frames see this list: a cycle would keep what they hold
+    return first
 
 
 def return_rest(moved: Iterable[tuple[nn.Module, str, torch.device]]) -> None:

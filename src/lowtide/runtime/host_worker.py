@@ -143,7 +143,10 @@ class HostWorker:
         with self._queue.condition:
             error, self._queue.error = self._queue.error, None
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # the traceback holds this frame: a cycle would keep what the error's other frames hold
 
     def close(self) -> None:
         """Let the jobs finish and end the thread."""

@@ -153,7 +153,10 @@ class Machinery:
         bring_state_to_parameters(self.basis.optimizer)
         self._pool.close()
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # the traceback holds this frame, which would hold the model until the collector comes
 
     def hand_over(self) -> Legacy:
         """Take everything apart but the wrapped optimizer, for another plan; `is_quiet` must hold.

@@ -13,9 +13,9 @@ from lowtide.errors import ConfigError, HardwareError, SessionError
 from lowtide.memory.cuda_mover import CudaMover
 from lowtide.memory.device_limit import DeviceLimit
 from lowtide.memory.emulated_mover import EmulatedMover
-from lowtide.memory.groups import find_groups
 from lowtide.memory.layout import lay_out
 from lowtide.memory.mover import Mover
+from lowtide.memory.named_groups import find_named_groups
 from lowtide.memory.unmanaged import unmanaged_parameters
 from lowtide.optim.adafactor import Adafactor
 from lowtide.optim.precision import numerics_of
@@ -89,7 +89,9 @@ def manage(
             f"max_grad_norm={max_grad_norm} needs all gradients before the first update, and the schedule 'in_backward' "
             "updates each chunk as soon as its own is there; use the schedule 'deferred'"
         )
-    layout = lay_out(find_groups(model), chunk_bytes=plan.chunk_bytes if isinstance(plan, Plan) else None)
+    # A plan may have groups that are there because somebody named them.
+    groups = find_named_groups(model, [group.name for group in plan.groups] if isinstance(plan, Plan) else ())
+    layout = lay_out(groups, chunk_bytes=plan.chunk_bytes if isinstance(plan, Plan) else None)
     target = _device(device)
     _require_own_parameters(model, optimizer)
     _warn_of_strangers(model, optimizer)

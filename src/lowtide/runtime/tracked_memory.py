@@ -313,7 +313,8 @@ class TrackedMemory:
         return EmulatedOutOfMemoryError(
             f"the emulated device is out of memory: {what} asked for {format_bytes(needed_bytes)} with "
             f"{format_bytes(current_bytes)} of {format_bytes(self.budget_bytes)} in use. Largest on the device: "
-            f"{on_device}. Raise the device's budget, use a smaller batch, or let the plan stream or recompute more",
+            f"{on_device}. Raise the device's budget, use a smaller batch, or let the plan stream or recompute more"
+            + ("" if self._device is None else "; session.close() lifts the budget"),
             tier="device",
             needed_bytes=needed_bytes,
             free_bytes=max(0, self.budget_bytes - current_bytes),

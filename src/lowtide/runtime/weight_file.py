@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from lowtide.errors import BadRecordError, did_you_mean
 from lowtide.memory.layout_types import ParameterSpec
 
 NUM_NAMED = 3
-"""How many names a warning gives."""
+"""How many names a message gives."""
+_COMPARED_ELEMENTS = 1 << 24
+"""How much of two tensors is read at once: a table may be as large as what is left of the host's memory."""
 
 
 class WeightFile:
@@ -49,18 +52,24 @@ class WeightFile:
     def check(self, model: nn.Module) -> None:
         """Refuse files that cannot fill the model, before anything is touched; warn of tensors that it does not have.
 
-        A tied parameter may stand in the files under any of its names.
+        A tied parameter may stand in the files under any of its names, or with the same values under several.
 
         Raises:
-            BadRecordError: A parameter's tensor is missing or has another shape.
+            BadRecordError: A parameter's tensor is missing, has another shape, or is there twice with two values.
         """
         names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
         for name, parameter in model.named_parameters():
-            self._names[name] = next((known for known in names[id(parameter)] if known in self._where), name)
-            self._check_shape(name, tuple(parameter.shape))
-        known = {name for group in names.values() for name in group} | {name for name, _ in model.named_buffers()}
+            stored = [alias for alias in names[id(parameter)] if alias in self._where]
+            self._names[name] = next(iter(stored), name)
+            for alias in stored or [name]:
+                self._check_shape(alias, tuple(parameter.shape))
+            for other in stored[1:]:
+                self._check_equal(stored[0], other, parameter)
+        known = {name for group in names.values() for name in group} | {
+            name for name, _ in model.named_buffers(remove_duplicate=False)
+        }
         surplus = sorted(self._where.keys() - known)
         if surplus:
             shown = ", ".join(map(repr, surplus[:NUM_NAMED])) + (", ..." if len(surplus) > NUM_NAMED else "")
@@ -89,14 +98,37 @@ class WeightFile:
                 "model of the same sizes"
             )
 
+    def _check_equal(self, one: str, other: str, parameter: nn.Parameter) -> None:
+        """Refuse two values: torch would keep the one that it loads last, and nobody knows which of the two was meant."""
+        if not all(map(_same_bits, self._pieces(one, parameter), self._pieces(other, parameter))):
+            raise BadRecordError(
+                f"{one} and {other} are one parameter of the model, tied, and two tensors with different values in the "
+                "weight files; untie them in the model (give one its own Parameter), or leave one of the two out of the files"
+            )
+
+    def _pieces(self, name: str, parameter: nn.Parameter) -> Iterator[torch.Tensor]:
+        """The tensor's rows, a few at a time, as the parameter would hold them."""
+        if not parameter.dim():
+            yield self.tensor(name).to(parameter.dtype)
+            return
+        rows = self._handle(name).get_slice(name)
+        step = max(1, _COMPARED_ELEMENTS * len(parameter) // max(1, parameter.numel()))
+        for start in range(0, len(parameter), step):
+            yield rows[start : start + step].to(parameter.dtype)
+
     def _handle(self, name: str) -> Any:  # Any: safetensors' handles have no types
         stored = self._names.get(name, name)
         if stored not in self._where:
             raise BadRecordError(
-                f"the weight files have no tensor named {name!r}; {did_you_mean(name, self._where)}. They must be "
-                "saved from the same model class"
+                f"the weight files have no tensor named {name!r}, and must be saved from the same model class; "
+                f"{did_you_mean(name, self._where, num_listed=NUM_NAMED)}"
             )
         return self._handles[self._where[stored]]
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    # By bytes: a NaN is the same as itself here.
+    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
 
 
 def _opened(file: Path) -> Any:

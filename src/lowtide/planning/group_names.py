@@ -1,0 +1,85 @@
+"""The names in a mapping of settings: of groups, of modules with tied weights, and patterns such as "blocks.*"."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from typing import TypeVar
+
+from lowtide.errors import ConfigError, UnknownNameError
+from lowtide.memory.groups import REST
+from lowtide.memory.layout_types import Layout
+
+DEFAULT = "*"
+"""The key of a mapping that stands for all groups that it does not name."""
+REST_LABEL = "'' (the rest of the model)"
+V = TypeVar("V")
+
+
+def by_group(layout: Layout, named: Mapping[str, V], key: str) -> dict[str, V]:
+    """The mapping with one entry for each group that it names; "*" stays as it is.
+
+    A group's own name goes before a pattern, and of several patterns the last. The path of a module whose weights are all
+    tied stands for the group of these weights, whose name is that of a parameter.
+
+    Args:
+        layout: Has the groups.
+        named: By name or pattern.
+        key: Of the setting, for errors.
+
+    Raises:
+        UnknownNameError: A name is that of no group, or a pattern fits none.
+        ConfigError: A name is that of a module that holds several groups, or two names are those of one group.
+    """
+    groups = [group.name for group in layout.groups]
+    found: dict[str, V] = {name: value for name, value in named.items() if name == DEFAULT}
+    for name, value in named.items():
+        if name != DEFAULT and _is_pattern(name):
+            matched = [group for group in groups if fnmatch.fnmatchcase(group, name)]
+            if not matched:
+                raise UnknownNameError(f"group ({key})", name, _shown(groups))
+            found |= dict.fromkeys(matched, value)
+    exact: dict[str, str] = {}
+    for name, value in named.items():
+        if not _is_pattern(name):
+            group = _group_of(layout, groups, name, key)
+            if exact.setdefault(group, name) != name:
+                raise ConfigError(
+                    f"{key} has {exact[group]!r} and {name!r}, which are both the group {group!r}; give one of them",
+                    key=key,
+                )
+            found[group] = value
+    return found
+
+
+def _is_pattern(name: str) -> bool:
+    return any(sign in name for sign in "*?[")
+
+
+def _group_of(layout: Layout, groups: list[str], name: str, key: str) -> str:
+    # The rest may be named though every parameter has a group of its own: it is then empty.
+    if name in groups or name == REST:
+        return name
+    tied = [group.name for group in layout.groups if name in group.windows]
+    if len(tied) == 1:
+        return tied[0]
+    inside = [group for group in groups if group.startswith(f"{name}.")]
+    if inside:
+        raise ConfigError(
+            f"{key}[{name!r}]: it holds {len(inside)} groups, {inside[0]!r} the first; name them, or all of them by "
+            f"'{name}.*'",
+            key=key,
+        )
+    rest = next((group for group in layout.groups if group.name == REST), None)
+    if rest is not None and any(f"{parameter.name}.".startswith(f"{name}.") for parameter in rest.parameters):
+        raise ConfigError(
+            f"{key}[{name!r}]: it has no group of its own here and belongs to the group {REST_LABEL}, because its call "
+            "cannot be told from that of the model, or because the layout was made without it; name '', or lay the model "
+            "out by find_named_groups",
+            key=key,
+        )
+    raise UnknownNameError(f"group ({key})", name, _shown(groups))
+
+
+def _shown(groups: list[str]) -> list[str]:
+    return [group or REST_LABEL for group in groups]
