@@ -210,6 +210,10 @@ def other_master(state: dict[str, Any]) -> None:
     state["state"][3]["master"] = state["state"][3]["master"] + 1
 
 
+def rounded_master(state: dict[str, Any]) -> None:
+    state["state"][3]["master"] = state["state"][3]["master"].bfloat16()
+
+
 def other_groups(state: dict[str, Any]) -> None:
     state["param_groups"][0]["params"] = [0, 1, 2]
 
@@ -225,6 +229,7 @@ def a_model(state: dict[str, Any]) -> None:
         (other_optimizer, r"'linear.bias' has momentum_buffer, step; Adam .*another optimizer", "linear.bias"),
         (without_amsgrad, r"'linear.bias' has exp_avg, exp_avg_sq, master, step; .*amsgrad", "linear.bias"),
         (other_master, r"master of 'linear.bias'.*30 of 30 elements.*weights from the same checkpoint", "linear.bias"),
+        (rounded_master, r"master of 'linear.bias' .* in torch.bfloat16.*Load the state after manage", "linear.bias"),
         (other_groups, r"groups of \[3\] parameters, and the optimizer of \[4\]", None),
         (a_model, r"has the entries \['state'\].*optimizer.state_dict\(\)", None),
     ],

@@ -277,3 +277,24 @@ def test_a_rule_that_needs_a_closure(precision: str | None, update: str, schedul
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
     assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("precision", ["bf16 exact", "fp16 exact"])
+def test_masters_that_torch_has_rounded_before_are_refused(precision: str) -> None:
+    """The natural order, model and optimizer loaded and then managed: torch's own `load_state_dict` rounds the masters."""
+    dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float16
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8, dtype=dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    plan = lowtide.make_plan(model)
+    with lowtide.manage(model, optimizer, plan, device="cpu", precision=precision):
+        model(torch.ones(2, 8, dtype=dtype)).float().sum().backward()
+        optimizer.step()
+        saved = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    again = nn.Linear(8, 8, dtype=dtype)
+    other = torch.optim.AdamW(again.parameters(), lr=1e-3)
+    other.load_state_dict(saved[0])
+    again.load_state_dict(saved[1])
+    with pytest.raises(OptimizerStateError, match=r"Load the state after manage\(\)"):
+        lowtide.manage(again, other, lowtide.make_plan(again), device="cpu", precision=precision)
+    assert torch.equal(again.weight, saved[1]["weight"]), "a plain model, as it was"

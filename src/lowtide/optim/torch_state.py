@@ -178,7 +178,14 @@ def _check_shape(name: str, value: object, target: LoadTarget) -> None:
 
 
 def _check_master(master: Tensor, target: LoadTarget) -> None:
-    """A master must round to the weight; a weight in fp32 may have come out of a checkpoint in 16 bits."""
+    """A master must be in fp32 and round to the weight; a weight in fp32 may have come out of a checkpoint in 16 bits."""
+    if master.dtype is not torch.float32 and target.weight.dtype is not torch.float32:
+        raise OptimizerStateError(
+            f"the master of {target.name!r} in the state is in {master.dtype}, and the digits that it is kept for are gone: a "
+            "plain torch optimizer turns all that it loads into its weights' type. Load the state after manage(), which "
+            f"keeps it in fp32; or drop the {MASTER!r} entries to start from the weights as they are",
+            parameter=target.name,
+        )
     # On the host: what a device is filled with leaves no room for copies in fp32.
     on_host = target.weight.detach().cpu()
     weight, flat = _flat(on_host), _flat_like(master, on_host)
