@@ -15,7 +15,7 @@ from lowtide.report.html import Section, render_page
 from lowtide.report.session_page import render_session_page
 from lowtide.report.session_section import SessionSection
 from lowtide.runtime.session_stats import CacheRow, PhaseSeconds, SessionStats
-from lowtide.runtime.timeline import Timeline
+from lowtide.runtime.timeline import Lane, Timeline
 from lowtide.units import GiB, format_bytes
 from tests.report.browser import Browser, Page
 from tests.report.test_html import Outline, table_with
@@ -257,6 +257,19 @@ def test_no_label_lies_on_another_and_nothing_overflows(
                 apart_y = one["bottom"] <= other["top"] + 1 or other["bottom"] <= one["top"] + 1
                 assert apart_x or apart_y, (one, other)
     assert page.complaints() == []
+    page.close()
+
+
+def test_a_span_that_others_are_drawn_over_has_no_name(browser: Browser, tmp_path: Path) -> None:
+    timeline = Streaming(num_blocks=4, num_steps=1).timeline()
+    work = [span for span in timeline.spans if span.lane is Lane.COMPUTE and span.phase == "forward"]
+    around = replace(work[0], name="the whole model", end_s=work[-1].end_s)
+    timeline = replace(timeline, spans=tuple(sorted([*timeline.spans, around], key=lambda s: (s.start_s, -s.end_s))))
+    page = browser.open(write(tmp_path, render_session_page(stats_of(timeline), timeline, title="A")), width=1280)
+    labels: list[dict[str, Any]] = page.run("document.querySelector('figure.gantt').gantt.labels")
+    names = {label["words"] for label in labels if label["place"] == "bar"}
+    assert names
+    assert "the whole model" not in names
     page.close()
 
 

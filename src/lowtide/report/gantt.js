@@ -215,7 +215,7 @@ class Gantt {
   drawSpans(row) {
     const { left, right } = this.box, paint = this.context, inset = row.isLane ? 4 : row.height >= 5 ? 1 : 0;
     const [first, past] = row.range(...this.view), y = row.top + inset, height = row.height - 2 * inset;
-    let pixel = -1, before = "";
+    let pixel = -1, before = "", names = [];
     for (let index = first; index < past; index++) {
       const from = this.px(row.from[index]), to = this.px(row.to[index]), kind = row.kind[index];
       if (to < left || from > right) continue;
@@ -225,8 +225,11 @@ class Gantt {
       const start = Math.max(from, left), wide = Math.max(Math.min(to, right) - start, kind === "waiting" ? 2 : 1), { fill, ink } = this.paintOf(kind);
       paint.fillStyle = fill;
       paint.fillRect(start, y, wide > 4 ? wide - 1 : wide, height);
-      if (row.isLane && wide > 22) this.drawName(row, index, start, wide, y + height / 2, ink);
+      // A span around others (the whole model's) is drawn over by them, and so would its name be.
+      while (names.length && names.at(-1).stop > start + 1) names.pop();
+      if (row.isLane && wide > 22) names.push({ index, start, wide, stop: start + wide, ink });
     }
+    for (const { index, start, wide, ink } of names) this.drawName(row, index, start, wide, y + height / 2, ink);
   }
 
   drawName(row, index, start, wide, middle, ink) {
