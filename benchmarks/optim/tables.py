@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +42,9 @@ def beside_peers(results: Path) -> str:
     return _steps(found, [_BASE, *_SUMMARY, *others])
 
 
-def _steps(found: Found, names: Iterable[str]) -> str:
-    lines, used, missing = [], [], []
-    for name in names:
-        if name not in found:
-            missing.append(name)
-            continue
-        row, record = found[name]
-        used.append(record)
+def _steps(found: Found, names: Sequence[str]) -> str:
+    lines = []
+    for name, row, record in _measured(found, names):
         if "failed" in row:
             lines.append([name, str(row["failed"]), "-", "-", "-", "-"])
             continue
@@ -66,7 +61,7 @@ def _steps(found: Found, names: Iterable[str]) -> str:
             ]
         )
     header = ["", "ms a step", "times forward and backward", "allocated GiB", "reserved GiB", "host bytes a parameter"]
-    return table(header, lines, num_text=1) + f"\n\n{sources(used)}{_remark(missing)}"
+    return table(header, lines, num_text=1) + f"\n\n{_origin(found, names)}"
 
 
 def scale(results: Path) -> str:
@@ -76,13 +71,8 @@ def scale(results: Path) -> str:
     if (results / "optimizer_largest").exists():
         found |= newest_rows(results / "optimizer_largest", "lowtide.optimizer_benchmark/1")
         names += [str(row["name"]) for row in PEERS["largest"]]
-    lines, used, missing = [], [], []
-    for name in names:
-        if name not in found:
-            missing.append(name)
-            continue
-        row, record = found[name]
-        used.append(record)
+    lines = []
+    for name, row, _ in _measured(found, names):
         if "failed" in row:
             lines.append([name, row["batch"], str(row["failed"]), "-", "-", "-"])
             continue
@@ -98,7 +88,7 @@ def scale(results: Path) -> str:
             ]
         )
     header = ["", "batch", "ms a step", "reserved GiB", "host GiB", "loss on a repeated batch, steps"]
-    return table(header, lines, num_text=2) + f"\n\n{sources(used)}{_remark(missing)}"
+    return table(header, lines, num_text=2) + f"\n\n{_origin(found, names)}"
 
 
 def host_kernel(results: Path) -> str:
@@ -119,5 +109,15 @@ def host_kernel(results: Path) -> str:
     return table(header, lines, num_text=1) + f"\n\n{sources(used)}"
 
 
-def _remark(missing: list[str]) -> str:
-    return f" Not measured yet: {', '.join(missing)}." if missing else ""
+def _measured(found: Found, names: Iterable[str]) -> Iterator[tuple[str, Row, Record]]:
+    """Those of the rows that there are, in the order of the names."""
+    for name in names:
+        if name in found:
+            yield name, *found[name]
+
+
+def _origin(found: Found, names: Sequence[str]) -> str:
+    """Where the rows are from, and which are not there."""
+    missing = [name for name in names if name not in found]
+    remark = f" Not measured yet: {', '.join(missing)}." if missing else ""
+    return sources(record for _, _, record in _measured(found, names)) + remark

@@ -11,23 +11,9 @@ from lowtide.errors import ConfigError
 from lowtide.tracing.activation_setup import activations_applied
 from lowtide.tracing.settings import StepSettings
 from lowtide.tracing.step_trace import Category, Phase, StepTrace
+from tests.tracing.gelu_blocks import INNER, WIDE, WIDER, WIDTH, Block, batch
 
-ROWS, WIDTH, WIDER = 512, 256, 1024
 NUM_BLOCKS = 9
-INNER = 4 * ROWS * WIDTH
-"""Bytes of a block's input or output, 512 KiB: a block of the allocator by itself, so rounding changes nothing."""
-WIDE = 4 * ROWS * WIDER
-"""Bytes of what is inside of a block."""
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, WIDER, bias=False), nn.Linear(WIDER, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(nn.functional.gelu(self.up(x)))
-        return out
 
 
 class Stack(nn.Module):
@@ -39,10 +25,6 @@ class Stack(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x.sum()
-
-
-def batch() -> Tensor:
-    return torch.randn(ROWS, WIDTH)
 
 
 def predicted(word: str | None) -> StepTrace:

@@ -15,23 +15,9 @@ from lowtide.activations import CompileBudget, apply
 from lowtide.errors import TraceError
 from lowtide.tracing.settings import StepSettings
 from lowtide.tracing.step_trace import Category, Phase, StepTrace
+from tests.tracing.gelu_blocks import INNER, ROWS, WIDE, WIDER, WIDTH, Block, batch
 
-ROWS, WIDTH, WIDER = 512, 256, 1024
 NUM_BLOCKS = 4
-INNER = 4 * ROWS * WIDTH
-"""Bytes of a block's input or output, 512 KiB."""
-WIDE = 4 * ROWS * WIDER
-"""Bytes of what is inside of a block."""
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, WIDER, bias=False), nn.Linear(WIDER, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(nn.functional.gelu(self.up(x)))
-        return out
 
 
 class Normed(nn.Module):
@@ -62,12 +48,8 @@ class Stack(nn.Module):
         return x.square().sum() * power
 
 
-def batch() -> Tensor:
-    return torch.randn(ROWS, WIDTH)
-
-
 def predicted(model: nn.Module, share: float, **fields: object) -> StepTrace:
-    settings = StepSettings(activations=f"compile-budget/{share}", **fields)  # type: ignore[arg-type]
+    settings = StepSettings(activations=f"compile-budget/{share}", **fields)  # type: ignore[arg-type]  # fields of it
     return lowtide.trace(model, batch(), settings=settings)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import enum
-import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lowtide import config
 from lowtide.errors import BadRecordError, ConfigError
+from lowtide.lab.json_file import read_json, write_json
 from lowtide.plain_text import Plain
 
 SCHEMA = "lowtide.lab_run/1"
@@ -131,13 +131,9 @@ class RunRecord:
 
 def write_record(record: RunRecord, path: Path) -> None:
     """Write a record; whole or not at all, so that a run killed here leaves no half file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     # What is plain already goes as it is: a config has no place for data of any shape.
     body = config.to_plain(replace(record, recipe={}, session=None))
-    plain = {"schema": SCHEMA, **body, "recipe": record.recipe, "session": record.session}
-    unfinished = path.with_suffix(".part")
-    unfinished.write_text(json.dumps(plain, indent=1), encoding="utf-8")
-    unfinished.replace(path)
+    write_json(path, {"schema": SCHEMA, **body, "recipe": record.recipe, "session": record.session})
 
 
 def read_record(path: Path) -> RunRecord:
@@ -146,18 +142,11 @@ def read_record(path: Path) -> RunRecord:
     Raises:
         BadRecordError: It cannot be read, is no JSON, is of another kind, or lacks something; the path is in the message.
     """
-    try:
-        plain = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BadRecordError(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(plain, dict) or plain.get("schema") != SCHEMA:
-        found = plain.get("schema") if isinstance(plain, dict) else type(plain).__name__
-        raise BadRecordError(f"{path}: the schema is {found!r}, not {SCHEMA!r}")
+    plain = read_json(path, SCHEMA)
     recipe = plain.pop("recipe", None)
     session = plain.pop("session", None)
     if not isinstance(recipe, dict) or not isinstance(session, dict | None):
         raise BadRecordError(f"{path}: 'recipe' and 'session' must be mappings")
-    del plain["schema"]
     try:
         body = config.from_plain(RunRecord, {**plain, "recipe": {}})
     except ConfigError as error:

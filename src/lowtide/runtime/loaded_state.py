@@ -55,7 +55,7 @@ def _kept_state(
         shadow = compat.shallow_optimizer(optimizer, [{**settings, "params": [probe]}], state)
         try:
             compat.step_without_hooks(shadow)
-        except Exception:
+        except Exception:  # a user's own optimizer may raise anything; then there is nothing to compare with
             return None
     return state[probe]
 

@@ -49,7 +49,7 @@ class GhostCompiler:
         mode.notes.setdefault(self._note())
         mode.recorder.enter_module(call.path)
         try:
-            results = _Node.apply(_Run(captured, mode), *tensors)  # type: ignore[no-untyped-call]
+            results = _Node.apply(_Run(captured, mode), *tensors)  # type: ignore[no-untyped-call]  # torch's has no types
         finally:
             mode.recorder.leave_module(has_weights=bool(call.weights))
         found = iter(results)
