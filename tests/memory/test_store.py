@@ -9,6 +9,15 @@ from lowtide.memory.emulated_mover import POISON, EmulatedMover
 from lowtide.memory.eviction import simulate
 from tests.memory.stores import Counter, LateWork, SmallStore
 
+
+class FailedWork:
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        raise ValueError("no update")
+
+
 ABC = {"a": [1], "b": [1], "c": [1]}
 
 
@@ -267,10 +276,54 @@ def test_a_resident_group_gets_what_the_host_updated() -> None:
     chunk.host_work = LateWork(chunk, 70)
     small.store.open("a")
     assert device_value(chunk) == 1 + 70
-    assert small.log.take() == [("upload", "a/0")]
+    assert small.log.take() == [("upload", "a/0"), ("wait", "a")]
     small.store.refresh("a")
     assert small.log.take() == []
     assert chunk.fetched is not None
+
+
+def test_resident_groups_are_brought_up_to_date_before_they_are_needed_in_the_order_of_the_next_forward() -> None:
+    small = SmallStore({name: [1] for name in "abcd"}, window_pages=0, resident=list("abcd"))
+    works = {}
+    for place, name in reversed(list(enumerate("abcd"))):  # a backward meets them the other way round
+        works[name] = LateWork(small.chunk(name), 70)
+        small.store.host_changes(small.chunk(name), works[name], place)
+    for name in "acd":
+        works[name].wait()
+    small.store.prefetch()
+    assert small.log.take() == [("upload", "a/0"), ("upload", "c/0")], "two at a time, and none that is not done"
+    small.store.open("a")
+    assert small.log.take() == [("wait", "a"), ("upload", "d/0")]
+    small.store.open("b")
+    assert small.log.take() == [("upload", "b/0"), ("wait", "b")]
+    small.store.open("c")
+    small.store.open("d")
+    assert small.log.take() == [("wait", "c"), ("wait", "d")]
+    assert [device_value(small.chunk(name)) for name in "abcd"] == [71, 72, 73, 74]
+
+
+def test_a_group_that_is_open_keeps_the_bytes_that_it_was_opened_with() -> None:
+    small = SmallStore(ABC, window_pages=0, resident=["a", "b"])
+    small.store.open("a")
+    work = LateWork(small.chunk("a"), 70)
+    small.store.host_changes(small.chunk("a"), work, 0)
+    work.wait()
+    small.store.open("b")
+    assert small.log.take() == []
+    small.store.close("a")
+    small.store.prefetch()
+    assert small.log.take() == [("upload", "a/0")]
+
+
+def test_an_update_that_failed_is_reported_once_and_its_group_can_be_used_again() -> None:
+    small = SmallStore(ABC, window_pages=0, resident=["a", "b"])
+    small.store.host_changes(small.chunk("a"), FailedWork(), 0)
+    with pytest.raises(ValueError, match="no update"):
+        small.store.open("b")
+    assert small.store.groups["b"].num_open == 0
+    small.store.open("b")
+    small.store.open("a")
+    assert small.log.take() == []
 
 
 def test_the_host_takes_over_what_the_user_wrote_to_a_resident_group() -> None:

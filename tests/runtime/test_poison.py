@@ -143,6 +143,25 @@ def test_a_computation_that_does_not_wait_for_its_weights(
     assert shows(place, schedule)
 
 
+class PromptWorker(HostWorker):
+    """Has done everything as soon as it is asked to."""
+
+    def submit(self, work: Callable[[], None], place: int = BEFORE_UPDATES) -> Job:
+        job = super().submit(work, place)
+        job.wait()
+        return job
+
+
+@every_schedule
+def test_a_computation_that_does_not_wait_for_weights_that_come_before_it_asks(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machinery, "HostWorker", PromptWorker)
+    assert not shows("resident-host", schedule)
+    monkeypatch.setattr(EmulatedMover, "compute_after", lambda mover, ticket: None)
+    assert shows("resident-host", schedule)
+
+
 @every_schedule
 def test_memory_that_is_released_before_it_is_written_back(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = EmulatedMover.shrink

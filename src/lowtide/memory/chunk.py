@@ -30,7 +30,7 @@ class Chunk:
             same for the whole session, because autograd's saved views point to it.
         fetched: The last copy to the device.
         written: The last copy back to the host.
-        last_use: Where the computation last read or wrote the device's bytes.
+        last_use: Where the computation last read or wrote the device's bytes; of a resident chunk, before its update on the host.
         host_work: Pending change of the host's bytes; a fetch waits for it.
     """
 
@@ -43,6 +43,8 @@ class Chunk:
         self.written: Copied | None = None
         self.last_use: Ticket | None = None
         self.host_work: HostWork | None = None
+        self.arriving: Copied | None = None
+        """Of a resident chunk: its new bytes on their way, for which the computation has not been told to wait."""
         self.is_touched = True
         """Whether user code may have written the device's bytes since the host last knew them. For resident chunks that
         the host updates: it takes them over first."""

@@ -8,11 +8,15 @@ from typing import Protocol
 
 from lowtide.errors import BudgetError
 from lowtide.memory.access_order import AccessOrder
-from lowtide.memory.chunk import Chunk, StoredGroup
+from lowtide.memory.chunk import Chunk, HostWork, StoredGroup
 from lowtide.memory.chunk_state import ChunkState
 from lowtide.memory.eviction import Candidate, choose_leaving
 from lowtide.memory.mover import Copied, Mover, Ticket
 from lowtide.units import format_bytes
+
+UPLOADS_AT_ONCE = 2
+"""Resident groups brought up to date each time a group opens: twice as fast as they are needed, and no long queue before
+the next streamed group."""
 
 
 class Books(Protocol):
@@ -75,6 +79,8 @@ class ChunkStore:
         self._books = tuple(books)
         self._depth = prefetch_depth
         self._listener = listener
+        self._changing: dict[str, int] = {}
+        """Resident groups that the host is changing, or has changed, and their places in a forward."""
 
     def open(self, name: str) -> None:
         """Bring the group to the device, make the computation wait for it, and hold it there until `close`."""
@@ -115,8 +121,19 @@ class ChunkStore:
         chunk.written = self._mover.to_host(chunk.host, chunk.device, [self._mover.now()])
         self._listener.on_copy(chunk, chunk.written, "write back")
 
+    def host_changes(self, chunk: Chunk, work: HostWork, place: int) -> None:
+        """The host is changing the chunk's bytes. What the device has of it is old, and nothing told from now on reads it.
+
+        Resident groups are brought up to date in the order of their places, that in which the next forward needs them.
+        """
+        chunk.host_work = work
+        if chunk.state is ChunkState.RESIDENT:
+            chunk.last_use = self._mover.now()
+            self._changing[chunk.spec.group] = place
+
     def prefetch(self) -> None:
         """Fetch the next groups, as far as the depth, the budget and pending updates on the host allow."""
+        self._upload_ahead()
         for name in self.order.upcoming(self._depth):
             group = self.groups[name]
             missing = _missing(group)
@@ -128,13 +145,18 @@ class ChunkStore:
 
     def refresh(self, name: str) -> None:
         """Bring resident weights that the host has updated to the device; the computation waits for them."""
-        for chunk in self.groups[name].chunks:
-            if chunk.state is ChunkState.RESIDENT and chunk.host_work is not None and chunk.host is not None:
-                chunk.settle_work()
-                # Noted as a fetch: the host's next update must not change the bytes under it.
-                copied = chunk.fetched = self._mover.to_device(chunk.device, chunk.host, [self._mover.now()])
-                self._mover.compute_after(copied.ended)
-                self._listener.on_copy(chunk, copied, "upload")
+        group = self.groups[name]
+        for chunk in group.chunks:
+            self._upload(chunk)
+        self._changing.pop(name, None)
+        reached = self._mover.now()
+        arriving = [chunk.arriving for chunk in group.chunks if chunk.arriving is not None]
+        for chunk in group.chunks:
+            if chunk.arriving is not None:
+                self._mover.compute_after(chunk.arriving.ended)
+                chunk.arriving = None
+        if arriving:
+            self._listener.on_wait(group, reached, arriving)
 
     def take_over(self, chunk: Chunk) -> None:
         """Bring a resident chunk's weights to the host, where the user may have changed them, before an update there."""
@@ -158,6 +180,31 @@ class ChunkStore:
                 self.drop(group.name)
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _upload_ahead(self) -> None:
+        """Bring resident weights whose updates on the host are done, those first that are needed first."""
+        num_groups = 0
+        for name in sorted(self._changing, key=self._changing.__getitem__):
+            group = self.groups[name]
+            done = [chunk for chunk in group.chunks if chunk.host_work is not None and chunk.host_work.is_done()]
+            if group.num_open or not done:
+                continue
+            if num_groups == UPLOADS_AT_ONCE:
+                return
+            num_groups += 1
+            for chunk in done:
+                self._upload(chunk)
+            if all(chunk.host_work is None for chunk in group.chunks):
+                del self._changing[name]
+
+    def _upload(self, chunk: Chunk) -> None:
+        if chunk.state is not ChunkState.RESIDENT or chunk.host_work is None or chunk.host is None:
+            return
+        chunk.settle_work()
+        after = [chunk.last_use] if chunk.last_use is not None else [self._mover.now()]
+        # Noted as a fetch: the host's next update must not change the bytes under it.
+        chunk.fetched = chunk.arriving = self._mover.to_device(chunk.device, chunk.host, after)
+        self._listener.on_copy(chunk, chunk.arriving, "upload")
 
     def _require(self, group: StoredGroup) -> None:
         missing = _missing(group)

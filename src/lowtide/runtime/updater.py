@@ -102,7 +102,7 @@ class Updater:
             )
 
         job = self._worker.submit(update, place=unit.place)
-        chunk.host_work = job
+        self._store.host_changes(chunk, job, unit.place)
         for bound in bounds:
             if staging is None:
                 bound.pending.append(job)

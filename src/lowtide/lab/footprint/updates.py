@@ -46,6 +46,6 @@ class FootprintUpdater:
 
     def update_on_host(self, unit: Unit, chunk: Chunk, bounds: Sequence[Bound], settings: Settings) -> None:
         """One step on the host: afterwards what the device has of the weights is old."""
-        del unit, bounds, settings
+        del bounds, settings
         self._store.take_over(chunk)
-        chunk.host_work = Point()
+        self._store.host_changes(chunk, Point(), unit.place)
