@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks.activations.tables import chunked_loss, embedding, policies
 from benchmarks.budget_tables import check, sweep
 from benchmarks.lab_tables import memory
-from benchmarks.optim.tables import beside_peers, host_kernel, scale, steps
+from benchmarks.optim.tables import beside_peers, host_kernel, scale, shares, steps
 from benchmarks.records import Record, gib, newest, percent, table
 from benchmarks.session.tables import budgets, start_up, streaming
 from lowtide.errors import BadRecordError, UnknownNameError
@@ -137,6 +137,7 @@ RENDERERS: dict[str, Renderer] = {
     "optimizer-beside-peers": beside_peers,
     "optimizer-long": functools.partial(steps, suite="optimizer_long"),
     "optimizer-scale": scale,
+    "optimizer-shares": shares,
     "optimizer-short": functools.partial(steps, suite="optimizer_short"),
     "accuracy-summary": accuracy_summary,
     "held-out": functools.partial(accuracy, folder="held_out"),

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,15 @@ import torch
 
 Row = dict[str, Any]
 
+READY = "ready"
+NUM_READY = 6
+"""Processes that wait for their turn: each has some 0.7 GB of host memory."""
+
 
 class RowProcess:
     """One row in a process of its own, which imports what it needs at once and begins when it is told to.
 
-    So the next row's imports, some eight seconds, pass while the row before it builds its model.
+    So several rows import beside each other, some eight seconds, and none imports while another is measured.
     """
 
     def __init__(self, module: str, row: Row) -> None:
@@ -28,6 +32,11 @@ class RowProcess:
         pipe = subprocess.PIPE
         command = [sys.executable, "-m", module, json.dumps(row), "--wait"]
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+    def wait_until_ready(self) -> None:
+        """Until it has imported everything; one that died meanwhile says so when it is run."""
+        assert self._process.stdout is not None
+        self._process.stdout.readline()
 
     def run(self, timeout_s: float) -> Row:
         """Let it begin, and wait for its answer; a death without one is a result too."""
@@ -71,6 +80,8 @@ def answer(run: Callable[[Row], Row], load: Callable[[], None] = lambda: None) -
     row = json.loads(sys.argv[1])
     if "--wait" in sys.argv[2:]:
         load()
+        row["imported_s"] = time.time() - psutil.Process().create_time()
+        print(READY, flush=True)
         sys.stdin.readline()
     try:
         result = run(row)
@@ -82,6 +93,20 @@ def answer(run: Callable[[Row], Row], load: Callable[[], None] = lambda: None) -
         where = traceback.format_exc()[-3000:]
         result = {**row, "failed": type(error).__name__, "message": f"{error}"[:2000], "where": where}
     print(json.dumps(result), flush=True)
+
+
+def _results(module: str, rows: Sequence[Row], timeout_s: float) -> Iterator[Row]:
+    for start in range(0, len(rows), NUM_READY):
+        processes = [RowProcess(module, row) for row in rows[start : start + NUM_READY]]
+        try:
+            for process in processes:
+                process.wait_until_ready()
+            while processes:
+                yield processes[0].run(timeout_s)
+                processes.pop(0)
+        finally:
+            for process in processes:
+                process.end()
 
 
 def main(
@@ -117,20 +142,10 @@ def main(
     rows = [row for row in suites[arguments.suite] if any(text in row["name"] for text in wanted)]
     if not rows:
         raise SystemExit(f"no row of {arguments.suite} has {arguments.match!r} in its name")
-    following: RowProcess | None = RowProcess(module, rows[0])
-    for row, next_row in zip(rows, [*rows[1:], None], strict=True):
-        process, following = following, None if next_row is None else RowProcess(module, next_row)
-        assert process is not None
-        try:
-            result = process.run(arguments.timeout)
-        except BaseException:
-            process.end()
-            if following is not None:
-                following.end()
-            raise
+    for result in _results(module, rows, arguments.timeout):
         record["rows"].append(result)
         path.write_text(json.dumps(record, indent=1))  # after each row: what was measured is not lost with the next one
         shown = result.get("failed") or f"{1000 * float(str(result['median_s'])):.0f} ms"
         reserved = float(str(result.get("max_reserved_bytes", 0))) / 2**30
-        print(f"{row['name']}: {shown}, reserved {reserved:.2f} GiB {result.get('message', '')}", flush=True)
+        print(f"{result['name']}: {shown}, reserved {reserved:.2f} GiB {result.get('message', '')}", flush=True)
     print(f"wrote {path}")

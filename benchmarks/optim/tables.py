@@ -91,6 +91,31 @@ def scale(results: Path) -> str:
     return table(header, lines, num_text=2) + f"\n\n{_origin(found, names)}"
 
 
+def shares(results: Path) -> str:
+    """What each share of the host costs, and beside it static partitions of the card, each against its model's plain row."""
+    found: Found = newest_rows(results / "optimizer_shares", "lowtide.session_benchmark/1")
+    suites = ("host_share_3b", "partition_3b", "host_share_8b", "partition_8b")
+    names = [str(row["name"]) for suite in suites for row in SUITES[suite]]
+    lines = []
+    for name, row, _ in _measured(found, names):
+        if "failed" in row:
+            lines.append([name, row["batch"], str(row["failed"]), "-", "-", "-"])
+            continue
+        base = found[f"{row['model']}, forward and backward"][0]
+        lines.append(
+            [
+                name,
+                row["batch"],
+                f"{1000 * float(row['median_s']):.0f}",
+                f"{float(row['median_s']) / float(base['median_s']):.2f}",
+                f"{row['max_reserved_bytes'] / GiB:.1f}",
+                f"{row['host_peak_rss_bytes'] / GiB:.1f}",
+            ]
+        )
+    header = ["", "batch", "ms a step", "times forward and backward", "reserved GiB", "host GiB"]
+    return table(header, lines, num_text=2) + f"\n\n{_origin(found, names)}"
+
+
 def host_kernel(results: Path) -> str:
     """Speed of the host's update by format of weights and moments, beside torch's own."""
     found: Found = newest_rows(results / "optim_host_kernel", "lowtide.host_kernel_benchmark/1")
