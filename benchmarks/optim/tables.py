@@ -95,13 +95,14 @@ def shares(results: Path) -> str:
     """What each share of the host costs, and beside it static partitions of the card, each against its model's plain row."""
     found: Found = newest_rows(results / "optimizer_shares", "lowtide.session_benchmark/1")
     suites = ("host_share_3b", "partition_3b", "host_share_8b", "partition_8b")
-    names = [str(row["name"]) for suite in suites for row in SUITES[suite]]
+    names = list(dict.fromkeys(str(row["name"]) for suite in suites for row in SUITES[suite]))
     lines = []
-    for name, row, _ in _measured(found, names):
+    for name, row, record in _measured(found, names):
         if "failed" in row:
             lines.append([name, row["batch"], str(row["failed"]), "-", "-", "-"])
             continue
-        base = found[f"{row['model']}, forward and backward"][0]
+        plain = f"{row['model']}, forward and backward"
+        base = row_of_the_run(record, plain) or found[plain][0]
         lines.append(
             [
                 name,

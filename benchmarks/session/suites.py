@@ -94,8 +94,11 @@ def _partition_rows(model: str, batch: str, shares: tuple[float, ...]) -> list[R
     llama = {**LLAMA, "model": model, "batch": batch, "steps": 4, "warm_up": 2, "stays_on_device": True}
     row = {**llama, **EXACT, "kind": "managed", "schedule": "in_backward"}
     return [
-        {"name": f"{model}, static partition, {share:.0%} of the card", **row, "partition_share": share}
-        for share in shares
+        {"name": f"{model}, forward and backward", **llama, "kind": "plain", "optimizer": "none"},
+        *(
+            {"name": f"{model}, static partition, {share:.0%} of the card", **row, "partition_share": share}
+            for share in shares
+        ),
     ]
 
 

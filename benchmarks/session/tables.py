@@ -15,16 +15,17 @@ _SCHEMA = "lowtide.session_benchmark/1"
 
 def streaming(results: Path) -> str:
     """Managed rows against plain torch in the same run: time, device memory, host memory, copies not hidden."""
-    record, rows = _rows(results, "session_streaming")
-    # Plain rows bracket the managed ones: their spread is what the run can tell apart.
-    plain = [row for row in rows if row["kind"] == "plain" and row["optimizer"] != "none" and "failed" not in row]
-    if not plain:
-        raise BadRecordError(f"{record.path}: no plain row to compare with; run the suite again")
-    base_s = sum(float(row["median_s"]) for row in plain) / len(plain)
+    folder = results / "session_streaming"
+    found = newest_rows(folder, _SCHEMA)
+    names = [str(row["name"]) for row in SUITES["streaming"]]
+    if missing := [name for name in names if name not in found]:
+        raise BadRecordError(f"{folder}: no record has the rows {', '.join(missing)}; run the suite again")
     lines = []
-    for row in rows:
+    for name in names:
+        row: dict[str, Any]
+        row, record = found[name]
         if "failed" in row:
-            lines.append([str(row["name"]), str(row["failed"]), "-", "-", "-", "-"])
+            lines.append([name, str(row["failed"]), "-", "-", "-", "-"])
             continue
         stats = row.get("stats")
         host = "-" if stats is None else f"{_tier(stats, 'host') / row['parameters']:.2f}"
@@ -32,16 +33,25 @@ def streaming(results: Path) -> str:
         median_s = float(row["median_s"])
         lines.append(
             [
-                str(row["name"]),
+                name,
                 f"{1000 * median_s:.0f}",
-                percent(median_s / base_s - 1),
+                percent(median_s / _plain_s(record) - 1),
                 f"{row['max_reserved_bytes'] / GiB:.2f}",
                 host,
                 waiting,
             ]
         )
     header = ["", "ms a step", "against plain SGD", "reserved GiB", "host bytes a parameter", "ms waiting a step"]
-    return table(header, lines, num_text=1) + f"\n\n{record.provenance}"
+    return table(header, lines, num_text=1) + f"\n\n{sources(found[name][1] for name in names)}"
+
+
+def _plain_s(record: Record) -> float:
+    """Plain steps bracket the managed ones of a run: their spread is what the run can tell apart."""
+    rows: list[dict[str, Any]] = record.rows("rows", ("name", "kind"))
+    plain = [row for row in rows if row["kind"] == "plain" and row["optimizer"] != "none" and "failed" not in row]
+    if not plain:
+        raise BadRecordError(f"{record.path}: no plain row to compare with; run the suite again")
+    return sum(float(row["median_s"]) for row in plain) / len(plain)
 
 
 def budgets(results: Path) -> str:
