@@ -133,6 +133,11 @@ def test_evaluation_and_progress() -> None:
     assert "evaluation" in record.memory.by_phase
     assert record.speed is not None
     assert record.speed.samples_per_step == 2
+    assert record.speed.evaluation_s is not None
+    assert record.speed.evaluation_s > 0
+    without = run(replace(recipe, evaluation=None))
+    assert without.speed is not None
+    assert without.speed.evaluation_s is None
 
 
 def test_the_same_recipe_gives_the_same_losses() -> None:

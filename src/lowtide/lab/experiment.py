@@ -83,7 +83,11 @@ def _run(
         evaluation_loss=evaluation_loss,
         memory=run.meter.figures(timeline),
         predicted=predicted,
-        speed=SpeedFigures(step_s=tuple(run.step_s), samples_per_step=inputs.batch_size * recipe.accumulation),
+        speed=SpeedFigures(
+            step_s=tuple(run.step_s),
+            samples_per_step=inputs.batch_size * recipe.accumulation,
+            evaluation_s=run.evaluation_s,
+        ),
         session=stats,
         remarks=tuple(remarks),
     )
@@ -123,6 +127,7 @@ class _Run:
         self.on_progress = on_progress
         self.losses: list[float] = []
         self.step_s: list[float] = []
+        self.evaluation_s: float | None = None
         self.meter: Meter
         self._watch: Watch | None = None
         self._groups = watched_modules(model)
@@ -188,11 +193,13 @@ class _Run:
             return None
         self.model.eval()
         losses: list[float] = []
+        began_s = time.perf_counter()
         with torch.no_grad():
             for number, batch in enumerate(self.inputs.evaluation):
                 losses.append(self.model(**self._moved(batch)).loss.double().item())
                 words = f"evaluating, batch {number + 1} of {len(self.inputs.evaluation)}"
                 self.on_progress(Progress(words=words, step=self.recipe.steps, steps=self.recipe.steps))
+        self.evaluation_s = time.perf_counter() - began_s  # each loss was waited for
         self.meter.end(EVALUATION)
         self.model.train()
         return sum(losses) / len(losses)

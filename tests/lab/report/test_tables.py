@@ -156,3 +156,12 @@ def test_every_column_has_a_value_for_each_row() -> None:
     for table in (result_table(comparison), breakdown_table(comparison), published_table(comparison)):
         assert table is not None
         assert all(len(column.values) == len(table.rows) for column in table.columns)
+
+
+def test_steps_are_said_where_they_differ() -> None:
+    short, long = (SpeedFigures(step_s=(0.5,) * steps, samples_per_step=4) for steps in (3, 100))
+    comparison = compare(
+        record(speed=long), record("peak_memory/lean", recipe={"steps": 3}, speed=short), record("peak_memory/killed")
+    )
+    assert cells(result_table(comparison))["steps"] == ["100", "3", None]
+    assert "steps" not in cells(result_table(compare(record(speed=long), record("peak_memory/lean", speed=long))))
