@@ -122,7 +122,9 @@ def test_what_goes_wrong_after_the_last_step_costs_the_timeline_alone(monkeypatc
     assert record.memory is not None
     assert record.memory.by_phase == whole.memory.by_phase
     assert record.memory.timeline == ()
-    assert record.remarks == ("no timeline: one more step, to be watched, ended with OutOfMemoryError: no room to look",)
+    assert record.remarks == (
+        "no timeline: one more step, to be watched, ended with OutOfMemoryError: no room to look",
+    )
 
 
 def test_statistics_are_of_the_run_and_not_of_the_step_that_was_watched() -> None:
