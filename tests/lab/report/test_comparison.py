@@ -51,6 +51,16 @@ def test_several_controls() -> None:
     assert comparison.control_words == "Reductions are against small_control, the largest of 2 rows of that name."
 
 
+def test_of_equal_controls_the_longer_run_counts() -> None:
+    records = [
+        record("x/control", recipe={"steps": 3}, speed=at(1.0, steps=3)),
+        record("x/control", speed=at(1.0, steps=100)),
+    ]
+    [comparison] = make_comparisons(records)
+    assert comparison.control is not None
+    assert comparison.control.label == "control (steps=100)"
+
+
 def test_nothing_finished() -> None:
     [comparison] = make_comparisons([record("x/control", outcome=Outcome.FAILED)])
     assert comparison.control is None

@@ -165,3 +165,16 @@ def test_steps_are_said_where_they_differ() -> None:
     )
     assert cells(result_table(comparison))["steps"] == ["100", "3", None]
     assert "steps" not in cells(result_table(compare(record(speed=long), record("peak_memory/lean", speed=long))))
+
+
+def test_what_was_published_keeps_its_head_where_no_run_has_the_like() -> None:
+    published = {"source": "a page", "peak_gib": 1.0, "steps_10_to_100_s": 100.0}
+    table = published_table(compare(record(recipe={"published": published})))
+    assert table is not None
+    assert [(column.head, [value and value.text for value in column.values]) for column in table.columns] == [
+        ("peak, GiB", ["1.000"]),
+        ("published", ["1.000"]),
+        ("differs", ["+0.00%"]),
+        ("steps 10 to 100, s", [None]),
+        ("published", ["100.0"]),
+    ]

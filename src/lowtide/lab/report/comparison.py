@@ -93,7 +93,9 @@ def _compare(rows: Sequence[Row], *, title: str) -> Comparison:
 
 
 def _control(rows: Sequence[Row]) -> tuple[Row | None, str]:
-    usable = sorted((row for row in rows if row.is_finished and row.peak_bytes), key=lambda row: -(row.peak_bytes or 0))
+    usable = [row for row in rows if row.is_finished and row.peak_bytes]
+    # Of equal ones the longer run, which knows speed and perplexity too.
+    usable.sort(key=lambda row: (row.peak_bytes or 0, row.steps or 0), reverse=True)
     named = [row for row in usable if row.is_control]
     if named:
         several = f", the largest of {len(named)} rows of that name" if len(named) > 1 else ""

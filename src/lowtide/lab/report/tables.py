@@ -193,24 +193,23 @@ def published_table(comparison: Comparison) -> Table | None:
         ("steps 10 to 100, s", lambda all_: all_.steps_10_to_100_s, _seconds, 0),
         ("perplexity", lambda all_: all_.perplexity, lambda value: Value(number(value), value), 1),
     )
-    columns = []
+    columns: list[Column] = []
     for head, pick, say, digits in kinds:
         pairs = [pick(each) if (each := beside[id(row)]) is not None else None for row in rows]
         if not any(pair and pair.published is not None for pair in pairs):
             continue
-        columns += [
+        # The first is there even if it is empty: it says what the published figure is of.
+        columns.append(
             Column(
                 head=head,
                 legend=_PUBLISHED_SPEED if head == "samples/s" else "",
                 values=tuple(_said_by(pair.ours if pair else None, say) for pair in pairs),
-            ),
-            Column(head="published", values=tuple(_said_by(pair.published if pair else None, say) for pair in pairs)),
-            Column(
-                head="differs",
-                values=tuple(_signed(pair.difference if pair else None, digits=digits) for pair in pairs),
-            ),
-        ]
-    return Table(caption="Beside the published figures", rows=rows, columns=_said(columns))
+            )
+        )
+        theirs = tuple(_said_by(pair.published if pair else None, say) for pair in pairs)
+        differences = tuple(_signed(pair.difference if pair else None, digits=digits) for pair in pairs)
+        columns += _said([Column(head="published", values=theirs), Column(head="differs", values=differences)])
+    return Table(caption="Beside the published figures", rows=rows, columns=tuple(columns))
 
 
 def number(value: float) -> str:
