@@ -135,22 +135,13 @@ def test_the_environment_is_the_recipes_and_otherwise_the_users(ended: dict[str,
 def test_no_run_finds_what_another_has_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listener: Listener
 ) -> None:
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    # As torch leaves it in a process that has looked for its cache.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "shared"))
     results = list(run_all(run_list("shows_caches", "shows_caches"), tmp_path, on_progress=listener, experiment=DOTTED))
     folders = [Path(line) for result in results for line in result.record.message.splitlines()]
     assert len(set(folders)) == 4
+    assert tmp_path / "shared" not in folders
     assert not any(folder.exists() for folder in folders)
-
-
-def test_who_names_a_folder_for_compiled_code_shares_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listener: Listener
-) -> None:
-    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
-        monkeypatch.setenv(name, str(tmp_path / "shared"))
-    (result,) = run_all(run_list("shows_caches"), tmp_path, on_progress=listener, experiment=DOTTED)
-    assert set(result.record.message.splitlines()) == {str(tmp_path / "shared")}
-    assert (tmp_path / "shared" / "kernel").exists()
 
 
 def test_half_a_record_is_taken_away(tmp_path: Path, listener: Listener) -> None:

@@ -152,10 +152,11 @@ def _environment(folder: Path) -> dict[str, str]:
     """The user's, with caches of compiled code that begin empty and go with the run.
 
     The compilation of one run would otherwise be found by the next of the same graph, and by its own other seeds, so that
-    the first step says what ran before it. Who names a folder for them wants them kept.
+    the first step says what ran before it. Also where the variables are set: torch itself sets them in any process that
+    has looked for its cache, as this one may have.
     """
     caches = {name: str(folder / name.lower()) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
-    return {**caches, **os.environ, "PYTHONPATH": _python_path()}
+    return {**os.environ, **caches, "PYTHONPATH": _python_path()}
 
 
 def _python_path() -> str:
