@@ -2,70 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import datetime as dt
+from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.records import percent, table
 from lowtide.errors import BadRecordError
-from lowtide.lab.record import RunRecord, read_record
+from lowtide.lab.record import MemoryFigures, Outcome, RunRecord, read_record
 from lowtide.units import GiB
+
 
 _PHASES = ("forward", "backward", "update")
 
+Measured = tuple[RunRecord, MemoryFigures]
+
 
 def memory(results: Path) -> str:
-    """Peaks of Deep One's recipes: measured, predicted before the run, and published."""
-    newest = _newest(results)
-    lines = []
-    for name, record in sorted(newest.items(), key=lambda item: -_peak(item[1])):
-        published = record.recipe.get("published")
-        peak_gib = published.get("peak_gib") if isinstance(published, dict) else None
-        memory, predicted = record.memory, record.predicted
-        assert memory is not None, "an unfinished run has no place in the results"
-        lines.append(
-            [
-                name.rpartition("/")[2],
-                "-" if peak_gib is None else f"{peak_gib:.3f}",
-                f"{memory.peak_bytes / GiB:.3f}",
-                memory.peak_phase,
-                "-" if predicted is None else f"{predicted.peak_bytes / GiB:.3f}",
-                "-" if predicted is None else percent(predicted.peak_bytes / memory.peak_bytes - 1),
-                "-" if memory.reserved_bytes is None else f"{memory.reserved_bytes / GiB:.2f}",
-            ]
-        )
+    """Peaks of Deep One's recipes: measured, predicted before the run, and published; of each recipe the newest run."""
+    rows = _newest(results)
     header = ["recipe", "published GiB", "measured GiB", "in", "predicted GiB", "error", "reserved GiB"]
-    return table(header, lines, num_text=1) + f"\n\n{_origin(newest)}"
+    return table(header, [_cells(*row) for row in rows], num_text=1) + f"\n\n{_provenance(rows)}"
 
 
 def phases(results: Path) -> str:
     """The highest point of each part of a step: why a technique moves the peak, or does not."""
-    newest = _newest(results)
+    rows = _newest(results)
     lines = []
-    for name, record in sorted(newest.items(), key=lambda item: -_peak(item[1])):
-        assert record.memory is not None, "an unfinished run has no place in the results"
-        by_phase = record.memory.by_phase
-        cells = (f"{by_phase[phase] / GiB:.3f}" if phase in by_phase else "-" for phase in _PHASES)
-        lines.append([name.rpartition("/")[2], *cells])
-    return table(["recipe", *(f"{phase}, GiB" for phase in _PHASES)], lines, num_text=1) + f"\n\n{_origin(newest)}"
+    for record, memory in rows:
+        cells = (f"{memory.by_phase[phase] / GiB:.3f}" if phase in memory.by_phase else "-" for phase in _PHASES)
+        lines.append([record.name.rpartition("/")[2], *cells])
+    header = ["recipe", *(f"{phase}, GiB" for phase in _PHASES)]
+    return table(header, lines, num_text=1) + f"\n\n{_provenance(rows)}"
 
 
-def _newest(results: Path) -> dict[str, RunRecord]:
-    """The newest record of each recipe."""
-    newest: dict[str, RunRecord] = {}
+def _newest(results: Path) -> list[Measured]:
+    """The newest run of each recipe, the highest peak first."""
+    newest: dict[str, Measured] = {}
     for path in sorted((results / "lab").glob("*.json")):
         record = read_record(path)
-        if record.name not in newest or record.surroundings.date > newest[record.name].surroundings.date:
-            newest[record.name] = record
+        if record.memory is None or record.outcome is not Outcome.FINISHED:
+            raise BadRecordError(
+                f"{path}: the run of {record.name} has no peak ({record.outcome}), and so no place in the results; run it "
+                "again, or take the file away"
+            )
+        if record.name not in newest or _when(record) > _when(newest[record.name][0]):
+            newest[record.name] = (record, record.memory)
     if not newest:
         raise BadRecordError(f"there are no records in {results / 'lab'}; run the lab before its table is rendered")
-    return newest
+    return sorted(newest.values(), key=lambda pair: -pair[1].peak_bytes)
 
 
-def _origin(newest: Mapping[str, RunRecord]) -> str:
-    first = next(iter(newest.values())).surroundings
-    commits = ", ".join(sorted({record.surroundings.commit[:12] for record in newest.values()}))
-    return f"From `benchmarks/results/lab`: {first.device}, torch {first.torch}, commit {commits}, {first.date[:10]}."
+def _cells(record: RunRecord, memory: MemoryFigures) -> list[str]:
+    published, predicted = record.recipe.get("published"), record.predicted
+    peak_gib = published.get("peak_gib") if isinstance(published, dict) else None
+    # What is predicted is a step of training: an evaluation that is higher says nothing about it.
+    trained = memory.training_peak_bytes or memory.peak_bytes
+    return [
+        record.name.rpartition("/")[2],
+        "-" if peak_gib is None else f"{peak_gib:.3f}",
+        f"{memory.peak_bytes / GiB:.3f}",
+        memory.peak_phase,
+        "-" if predicted is None else f"{predicted.peak_bytes / GiB:.3f}",
+        "-" if predicted is None else percent(predicted.peak_bytes / trained - 1),
+        "-" if memory.reserved_bytes is None else f"{memory.reserved_bytes / GiB:.2f}",
+    ]
 
 
-def _peak(record: RunRecord) -> int:
-    return 0 if record.memory is None else record.memory.peak_bytes
+def _provenance(rows: list[Measured]) -> str:
+    around = [record.surroundings for record, _ in rows]
+    days = sorted(each.date[:10] for each in around)
+    return (
+        f"From `benchmarks/results/lab`: {_unique(each.device for each in around)}, torch "
+        f"{_unique(each.torch for each in around)}, commit {_unique(each.commit[:12] for each in around)}, "
+        f"{days[0] if days[0] == days[-1] else f'{days[0]} to {days[-1]}'}."
+    )
+
+
+def _unique(values: Iterable[str]) -> str:
+    return ", ".join(sorted(set(values)))
+
+
+def _when(record: RunRecord) -> dt.datetime:
+    return dt.datetime.fromisoformat(record.surroundings.date)

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from lowtide.cli import lab_display
 from lowtide.cli.lab_display import BarDisplay, LineDisplay, display_of
+from lowtide.cli.lab_tables import run_table
 from lowtide.lab.progress import Progress
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.record import MemoryFigures, Outcome, RunRecord
@@ -105,3 +106,16 @@ def test_a_bar_on_a_terminal() -> None:
     assert "training 41/100 loss 5.0000 peak 2.000 GiB 3 samples/s" in text
     assert "[1/2] peak_memory/[bold], seed 1: killed: the run was ended by SIGKILL" in text
     assert "[2/2] peak_memory/control, seed 0: finished" in text
+
+
+def test_the_table_of_runs_says_how_each_ended_on_a_narrow_terminal() -> None:
+    long = Run(name="peak_memory_tiny/compile_per_layer_fused", recipe=Recipe(model="gpt-tiny"))
+    runs = [
+        ended(long, Outcome.FINISHED, peak_bytes=22_000_000),
+        ended(RUN, Outcome.OUT_OF_MEMORY),
+        ended(OTHER, Outcome.KILLED),
+    ]
+    narrow = console(is_terminal=False)
+    narrow.print(run_table(runs, Path("lowtide-lab")))
+    for words in ("finished", "out of memory", "killed", "20.981 MiB"):
+        assert words in shown(narrow)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 from lowtide.cli.lab_sweep import parse_budgets
 from lowtide.cli.main import app
 from lowtide.errors import ConfigError
-from lowtide.lab.budget import read_sweep
+from lowtide.lab.budget import read_sweep, write_sweep
 from lowtide.lab.collect import collect
 from lowtide.lab.record import Outcome, RunRecord, write_record
 from lowtide.lab.surroundings import named_surroundings
@@ -32,10 +33,17 @@ def test_points_are_shown_written_and_found_by_the_report(tmp_path: Path) -> Non
     record = RunRecord(name="a", outcome=Outcome.FAILED, surroundings=surroundings, recipe={"seed": 0})
     write_record(record, tmp_path / "records" / "a" / "seed-0.json")
     (tmp_path / "sweeps" / "bad.json").write_text("{}", encoding="utf-8")
+    # Of the right kind, and with nothing that could be drawn.
+    write_sweep(replace(read_sweep(path), points=()), tmp_path / "sweeps" / "empty.json")
     found = collect([tmp_path])
     assert found.sweeps == (read_sweep(path),)
-    assert len(found.skipped) == 1
+    assert len(found.skipped) == 2
     assert "bad.json" in found.skipped[0]
+    assert "empty.json: the sweep has no points" in found.skipped[1]
+    page = tmp_path / "lab.md"
+    result = CliRunner().invoke(app, ["lab", "report", str(tmp_path), "--markdown", str(page)])
+    assert result.exit_code == 0, result.stderr
+    assert "empty.json" in page.read_text(encoding="utf-8")
 
 
 def test_the_table_is_for_people(tmp_path: Path) -> None:

@@ -27,6 +27,19 @@ def test_one_configuration_is_name_device_and_settings() -> None:
     assert [len(runs) for runs in groups.values()] == [3, 1, 1, 1, 1]
 
 
+def test_a_run_that_ended_before_it_knew_its_device_is_with_the_others_of_its_experiment() -> None:
+    cuda, cpu = {"recipe": {"device": "cuda"}}, {"recipe": {"device": "cpu"}}
+    # The name of a card is asked by the run itself; one that was refused or killed before has the recipe's word for it.
+    records = [record(**cuda), record(seed=1, device="cuda", **cuda), record(seed=2, device="cuda:0", **cuda)]
+    assert [len(runs) for runs in by_configuration(records).values()] == [3]
+    records = [record(device="cpu, emulated", **cpu), record(seed=1, device="cpu", **cpu)]
+    assert [len(runs) for runs in by_configuration(records).values()] == [2]
+    # Of another kind, of two cards, or of no known one: nobody can say.
+    for others in (["cpu, emulated"], ["NVIDIA H200", "NVIDIA A100"], []):
+        records = [record("x/lost", device="cuda"), *(record("x/a", device=device) for device in others)]
+        assert ("x/lost", "cuda") in {(name, device) for name, device, _ in by_configuration(records)}
+
+
 def test_newest_records_stay_in_their_order() -> None:
     older, newest = made("2026-03-01T10:00:00+00:00"), made("2026-03-02T10:00:00+00:00")
     other = made("2026-02-01T10:00:00+00:00", seed=1)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
 
 from lowtide.errors import ConfigError
+from lowtide.lab import experiment
 from lowtide.lab.data_recipe import EvaluationRecipe, Stories
 from lowtide.lab.experiment import first_weights, run_experiment, thinned
 from lowtide.lab.optimizer_recipe import OptimizerRecipe, RiseFromZero
@@ -100,6 +102,37 @@ def test_a_streamed_run_has_a_timeline_of_all_its_groups() -> None:
     assert len(streamed.memory.timeline) == len(plain.memory.timeline) > 10
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler reads it
+@pytest.mark.parametrize("scope", ["model", "blocks"])
+def test_a_compiled_run_has_a_timeline_of_its_phases(scope: Literal["model", "blocks"]) -> None:
+    record = run(replace(SMALL, compile=CompileRecipe(scope=scope, backend="aot_eager_decomp_partition")))
+    assert record.memory is not None
+    assert dict(record.memory.timeline) == record.memory.by_phase
+
+
+def test_what_goes_wrong_after_the_last_step_costs_the_timeline_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def runs_out(modules: object, watch: object) -> None:
+        raise torch.OutOfMemoryError("no room to look")
+
+    whole = run(SMALL)
+    monkeypatch.setattr(experiment, "watched", runs_out)
+    record = run(SMALL)
+    assert record.outcome is Outcome.FINISHED
+    assert whole.memory is not None
+    assert record.memory is not None
+    assert record.memory.by_phase == whole.memory.by_phase
+    assert record.memory.timeline == ()
+    assert record.remarks == (
+        "no timeline: one more step, to be watched, ended with OutOfMemoryError: no room to look",
+    )
+
+
+def test_statistics_are_of_the_run_and_not_of_the_step_that_was_watched() -> None:
+    record = run(replace(SMALL, plan=PlanRecipe(device_memory="16MiB")))
+    assert record.session is not None
+    assert record.session["num_steps"] == SMALL.steps
+
+
 def test_offloading_nothing_is_remarked() -> None:
     assert "nothing was offloaded" in run(replace(SMALL, plan=replace(RESIDENT, activations="offload"))).remarks[0]
 
@@ -133,6 +166,11 @@ def test_evaluation_and_progress() -> None:
     assert "evaluation" in record.memory.by_phase
     assert record.speed is not None
     assert record.speed.samples_per_step == 2
+    assert record.speed.evaluation_s is not None
+    assert record.speed.evaluation_s > 0
+    without = run(replace(recipe, evaluation=None))
+    assert without.speed is not None
+    assert without.speed.evaluation_s is None
 
 
 def test_the_same_recipe_gives_the_same_losses() -> None:

@@ -11,7 +11,7 @@ from lowtide import config
 from lowtide.lab.plan_recipe import PlanRecipe
 from lowtide.lab.prediction import UnpredictedError, predict_recipe
 from lowtide.lab.recipe import CompileRecipe, Recipe
-from lowtide.lab.record import read_record
+from lowtide.lab.record import EVALUATION, read_record
 from lowtide.models import resolve_model
 from lowtide.planning.plan import Schedule, Site, Weights
 
@@ -26,9 +26,12 @@ def test_measured_peaks_are_predicted(path: Path) -> None:
     record = read_record(path)
     recipe = config.from_plain(Recipe, record.recipe)
     assert record.memory is not None
+    if recipe.compile is not None:
+        pytest.skip("compiled code is not predicted")
     predicted = predict_recipe(recipe, hardware="h200", say=lambda _: None)
-    assert predicted.peak_bytes == pytest.approx(record.memory.peak_bytes, rel=TOLERANCE)
-    by_phase = record.memory.by_phase
+    # Of training: an evaluation, where a run had one, is not predicted.
+    assert predicted.peak_bytes == pytest.approx(record.memory.training_peak_bytes, rel=TOLERANCE)
+    by_phase = {phase: peak for phase, peak in record.memory.by_phase.items() if phase != EVALUATION}
     # The loss is made within what a run calls its forward.
     assert predicted.peak_phase.replace("loss", "forward") == max(by_phase, key=lambda phase: by_phase[phase])
 

@@ -71,6 +71,9 @@ def test_speeds() -> None:
     assert speed.samples_per_s == pytest.approx(4 * 110 / 59.5)
     assert speed.warm_samples_per_s() == pytest.approx(8.0)
     assert speed.between_s() == pytest.approx(45.0)
+    assert speed.samples_per_s_with_evaluation is None
+    evaluated = SpeedFigures(step_s=(1.0,) * 4, samples_per_step=4, evaluation_s=4.0)
+    assert evaluated.samples_per_s_with_evaluation == pytest.approx(2.0)
     short = SpeedFigures(step_s=(5.0, 0.5), samples_per_step=4)
     assert short.warm_samples_per_s() is None
     assert short.between_s() is None

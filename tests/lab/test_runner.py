@@ -132,6 +132,24 @@ def test_the_environment_is_the_recipes_and_otherwise_the_users(ended: dict[str,
     assert ended["shows_environment"].record.message == ":4096:2:16:8, garbage_collection_threshold:0.9"
 
 
+def test_no_run_finds_what_another_has_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listener: Listener
+) -> None:
+    # As torch leaves it in a process that has looked for its cache.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "shared"))
+    results = list(run_all(run_list("shows_caches", "shows_caches"), tmp_path, on_progress=listener, experiment=DOTTED))
+    folders = [Path(line) for result in results for line in result.record.message.splitlines()]
+    assert len(set(folders)) == 4
+    assert tmp_path / "shared" not in folders
+    assert not any(folder.exists() for folder in folders)
+
+
+def test_half_a_record_is_taken_away(tmp_path: Path, listener: Listener) -> None:
+    (result,) = run_all(run_list("is_killed_while_writing"), tmp_path, on_progress=listener, experiment=DOTTED)
+    assert result.record.outcome is Outcome.KILLED
+    assert [file.name for file in result.path.parent.iterdir()] == [result.path.name]
+
+
 def test_a_limit_kills_the_run_and_its_children_and_the_rest_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -137,6 +137,9 @@ def test_which_errors_are_the_devices_memory() -> None:
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert is_out_of_memory(budget_error("device"))
     assert is_out_of_memory(budget_error("device budget"))
+    # A library's own handle did not get its memory, which is no error of torch's allocator.
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
+    assert not is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"))
     assert not is_out_of_memory(budget_error("host"))
     assert not is_out_of_memory(budget_error("pinned"))
     assert not is_out_of_memory(MemoryError())

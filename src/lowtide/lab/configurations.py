@@ -14,7 +14,7 @@ Configuration = tuple[str, str, str]
 """The recipe's name, the device, and all settings as text."""
 
 _UNKNOWN = "unknown"
-"""The device of a run that ended before it had one."""
+"""The device of a run that ended before it had one, and whose recipe names none."""
 _NOT_RUN = frozenset({"seed", "about", "published", "tolerance"})
 """Keys of a recipe that make no other configuration."""
 
@@ -73,14 +73,23 @@ def _devices(records: Sequence[RunRecord]) -> list[str]:
     """Of each record. A run that ended before it could say belongs to the experiment's device, where there is only one."""
     known: dict[str, dict[str, None]] = {}
     for record in records:
-        if record.surroundings.device != _UNKNOWN:
+        if not _is_word(record.surroundings.device):
             known.setdefault(folder_of(record.name), {})[record.surroundings.device] = None
     devices = []
     for record in records:
-        others = list(known.get(folder_of(record.name), ()))
         own = record.surroundings.device
-        devices.append(others[0] if own == _UNKNOWN and len(others) == 1 else own)
+        others = [name for name in known.get(folder_of(record.name), ()) if _is_word(own) and _may_be(own, name)]
+        devices.append(others[0] if len(others) == 1 else own)
     return devices
+
+
+def _is_word(device: str) -> bool:
+    """Whether it is what a recipe says, and no name of a card: that is asked by the run itself."""
+    return device in (_UNKNOWN, "cpu") or device.partition(":")[0] == "cuda"
+
+
+def _may_be(word: str, name: str) -> bool:
+    return word == _UNKNOWN or name.startswith("cpu") == (word == "cpu")
 
 
 def _when(run: RunRecord) -> float:

@@ -67,8 +67,8 @@ def _run(
     with run.prepared() as session:
         run.train()
         evaluation_loss = run.evaluate()
-        timeline = () if recipe.compile is not None else run.watch()
         stats: dict[str, Plain] | None = None if session is None else {**session.stats().to_dict(), "chunks": []}
+        timeline = _timeline(run, remarks)
     if device.type == "cpu" and recipe.compile is not None and recipe.compile.backend == "inductor":
         remarks.append("memory that compiled code makes on an emulated device is not seen: the peak is too small")
     if stats is not None and _offloaded_nothing(recipe, stats):
@@ -83,10 +83,23 @@ def _run(
         evaluation_loss=evaluation_loss,
         memory=run.meter.figures(timeline),
         predicted=predicted,
-        speed=SpeedFigures(step_s=tuple(run.step_s), samples_per_step=inputs.batch_size * recipe.accumulation),
+        speed=SpeedFigures(
+            step_s=tuple(run.step_s),
+            samples_per_step=inputs.batch_size * recipe.accumulation,
+            evaluation_s=run.evaluation_s,
+        ),
         session=stats,
         remarks=tuple(remarks),
     )
+
+
+def _timeline(run: _Run, remarks: list[str]) -> tuple[tuple[str, int], ...]:
+    """Of one more step. All figures of the run are there by now: what goes wrong here costs nothing else."""
+    try:
+        return run.watch()
+    except (torch.OutOfMemoryError, LowtideError) as error:
+        remarks.append(f"no timeline: one more step, to be watched, ended with {type(error).__name__}: {error}")
+        return ()
 
 
 def _offloaded_nothing(recipe: Recipe, stats: dict[str, Plain]) -> bool:
@@ -123,6 +136,7 @@ class _Run:
         self.on_progress = on_progress
         self.losses: list[float] = []
         self.step_s: list[float] = []
+        self.evaluation_s: float | None = None
         self.meter: Meter
         self._watch: Watch | None = None
         self._groups = watched_modules(model)
@@ -188,20 +202,25 @@ class _Run:
             return None
         self.model.eval()
         losses: list[float] = []
+        began_s = time.perf_counter()
         with torch.no_grad():
             for number, batch in enumerate(self.inputs.evaluation):
                 losses.append(self.model(**self._moved(batch)).loss.double().item())
                 words = f"evaluating, batch {number + 1} of {len(self.inputs.evaluation)}"
                 self.on_progress(Progress(words=words, step=self.recipe.steps, steps=self.recipe.steps))
+        self.evaluation_s = time.perf_counter() - began_s  # each loss was waited for
         self.meter.end(EVALUATION)
         self.model.train()
         return sum(losses) / len(losses)
 
     def watch(self) -> tuple[tuple[str, int], ...]:
-        """One more step, whose peaks between the calls of groups are noted; the figures of the run stay as they are."""
+        """One more step, whose peaks between the calls of groups are noted; the figures of the run stay as they are.
+
+        Compiled code would be compiled again for a hook on a group: of such a step the peaks of its phases are noted.
+        """
         self._watch = Watch(self.take_peak)
         self.take_peak()
-        with watched(self._groups, self._watch):
+        with watched(() if self.recipe.compile is not None else self._groups, self._watch):
             self._step(self.recipe.steps)
         points, self._watch = self._watch.points, None
         return thinned(points, MOST_POINTS)

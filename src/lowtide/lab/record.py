@@ -88,11 +88,20 @@ class SpeedFigures:
     step_s: tuple[float, ...]
     """Of each step, the first with its compilation and first allocations."""
     samples_per_step: int
+    evaluation_s: float | None = None
+    """Of the evaluation after the last step, with its own compilation; None where there was none, or nobody looked."""
 
     @property
     def samples_per_s(self) -> float:
         """Over all steps, the first with its compilation among them."""
         return len(self.step_s) * self.samples_per_step / sum(self.step_s)
+
+    @property
+    def samples_per_s_with_evaluation(self) -> float | None:
+        """The same samples over the time of the steps and the evaluation, as published ones are; None where it is not known."""
+        if self.evaluation_s is None:
+            return None
+        return len(self.step_s) * self.samples_per_step / (sum(self.step_s) + self.evaluation_s)
 
     def warm_samples_per_s(self, skipped: int = 10) -> float | None:
         """Without the first steps; None for a run that has no more."""

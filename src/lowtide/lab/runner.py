@@ -148,7 +148,6 @@ class _Turn:
 
     def ended(self, how: str) -> EndedRun:
         """With the worker's own record; where there is none, with one that says how the worker ended."""
-        self._path.with_suffix(".part").unlink(missing_ok=True)
         try:
             return EndedRun(run=self._run, record=read_record(self._path), path=self._path)
         except BadRecordError:

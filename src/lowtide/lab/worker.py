@@ -153,7 +153,10 @@ def failed_record(request: Request, error: BaseException, so_far: SoFar, surroun
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the device, or an emulated one, had too little memory: in this error, or in one that led to it."""
     return any(
-        isinstance(link, torch.OutOfMemoryError) or (isinstance(link, BudgetError) and link.tier.startswith("device"))
+        isinstance(link, torch.OutOfMemoryError)
+        or (isinstance(link, BudgetError) and link.tier.startswith("device"))
+        # cuBLAS and cuDNN say so when there is no room for what they keep themselves; torch has no class for it.
+        or (isinstance(link, RuntimeError) and "_STATUS_ALLOC_FAILED" in str(link))
         for link in _chain(error)
     )
 

@@ -56,7 +56,7 @@ class WorkerProcess:
                     stdout=out,
                     stderr=err,
                     pass_fds=(workers_end,),
-                    env={**os.environ, "PYTHONPATH": _python_path()},
+                    env=_environment(Path(self._folder.name)),
                     # Ctrl-C on the terminal must come to the runner alone, which then ends the worker and says so.
                     start_new_session=True,
                 )
@@ -146,6 +146,17 @@ def _crash_report(lines: list[str]) -> list[str]:
     rest = lines[fatal + 1 :]
     current = next((number for number, line in enumerate(rest) if line.startswith("Current thread")), 0)
     return [lines[fatal], *rest[current:]]
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """The user's, with caches of compiled code that begin empty and go with the run.
+
+    The compilation of one run would otherwise be found by the next of the same graph, and by its own other seeds, so that
+    the first step says what ran before it. Also where the variables are set: torch itself sets them in any process that
+    has looked for its cache, as this one may have.
+    """
+    caches = {name: str(folder / name.lower()) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+    return {**os.environ, **caches, "PYTHONPATH": _python_path()}
 
 
 def _python_path() -> str:

@@ -51,6 +51,16 @@ def test_several_controls() -> None:
     assert comparison.control_words == "Reductions are against small_control, the largest of 2 rows of that name."
 
 
+def test_of_equal_controls_the_longer_run_counts() -> None:
+    records = [
+        record("x/control", recipe={"steps": 3}, speed=at(1.0, steps=3)),
+        record("x/control", speed=at(1.0, steps=100)),
+    ]
+    [comparison] = make_comparisons(records)
+    assert comparison.control is not None
+    assert comparison.control.label == "control (steps=100)"
+
+
 def test_nothing_finished() -> None:
     [comparison] = make_comparisons([record("x/control", outcome=Outcome.FAILED)])
     assert comparison.control is None
@@ -88,15 +98,27 @@ def test_the_front_has_finished_rows_only() -> None:
     assert [row.label for row in comparison.front] == ["lean", "control"]
 
 
-def test_one_short_run_makes_all_speeds_those_with_compilation() -> None:
+def test_speeds_are_compared_after_the_warm_up_where_any_run_has_one() -> None:
     slow_start = SpeedFigures(step_s=(10.0, *[1.0] * 19), samples_per_step=1)
-    [comparison] = make_comparisons([record("x/control", speed=slow_start), record("x/a", speed=at(2.0))])
+    records = [
+        record("x/control", peak_bytes=4 * GiB, speed=slow_start),
+        record("x/lean", peak_bytes=2 * GiB, speed=at(0.5)),
+        # Three steps for its memory: their speed is none to be set beside one after the warm-up.
+        record("x/short", peak_bytes=GiB, speed=at(9.0, steps=3)),
+    ]
+    [comparison] = make_comparisons(records)
     assert comparison.is_warm
-    speed = comparison.speed(comparison.rows[0])
+    control, lean, short = comparison.rows
+    speed = comparison.speed(control)
     assert speed is not None
     assert speed.mean == 1.0
-    [comparison] = make_comparisons([record("x/control", speed=slow_start), record("x/a", speed=at(2.0, steps=3))])
+    assert comparison.speed(short) is None
+    assert comparison.front == (lean, control)
+    assert comparison.reduction(short) == 0.75
+
+
+def test_without_a_warm_up_all_steps_count() -> None:
+    records = [record("x/control", speed=at(4.0, steps=10)), record("x/a", speed=at(2.0, steps=3))]
+    [comparison] = make_comparisons(records)
     assert not comparison.is_warm
-    speed = comparison.speed(comparison.rows[0])
-    assert speed is not None
-    assert speed.mean == pytest.approx(20 / 29)
+    assert [speed.mean for row in comparison.rows if (speed := comparison.speed(row))] == [4.0, 2.0]

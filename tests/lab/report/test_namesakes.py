@@ -45,7 +45,14 @@ def test_a_compiled_run_says_so() -> None:
 
 def test_settings_of_another_kind_and_of_what_is_lacking_are_not_listed() -> None:
     stories, files = {"kind": "stories", "length": 8}, {"kind": "text-files", "path": "a.txt", "length": 8}
-    assert apart({"data": stories}, {"data": files}) == ["data.kind=stories", "data.kind=text-files, data.path=a.txt"]
+    assert apart({"data": stories}, {"data": files}) == ["data.kind=stories", "data.kind=text-files"]
+    # What only one kind has says nothing where all of that kind have the same.
+    other = {"data": {**files, "path": "b.txt"}}
+    assert apart({"data": stories}, {"data": files}, other) == [
+        "data.kind=stories",
+        "data.kind=text-files, data.path=a.txt",
+        "data.kind=text-files, data.path=b.txt",
+    ]
     plan = {"weights": "streamed", "activations": {"kind": "recompute", "every": 2}}
     assert apart({"plan": plan}, {"plan": None}) == ["plan.weights=streamed", "plan=none"]
     assert apart({"optimizer": {"settings": {"lr": 0.1}}}, {"optimizer": {"settings": {}}}) == [

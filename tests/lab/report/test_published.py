@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from lowtide.lab.record import Outcome, SpeedFigures
@@ -20,6 +23,29 @@ def test_differences() -> None:
     assert beside.samples_per_s.difference == pytest.approx(8.0 / 2.5 - 1)
     assert beside.steps_10_to_100_s.difference == pytest.approx(45.0 / 100.0 - 1)
     assert beside.perplexity.difference is None
+
+
+def test_their_samples_per_second_count_the_evaluation_and_all_steps() -> None:
+    published = {**PUBLISHED, "perplexity": 150.0}
+    evaluated = replace(SPEED, evaluation_s=30.0)
+    loss = math.log(150.0)
+
+    def ours(speed: SpeedFigures, published: dict[str, object], **changes: object) -> float | None:
+        [row] = make_rows([record(speed=speed, recipe={"published": published}, **changes)])
+        beside = beside_published(row)
+        assert beside is not None
+        return beside.samples_per_s.ours
+
+    # 400 samples in 50 s of steps and 30 s of evaluation.
+    assert ours(evaluated, published, evaluation_loss=loss) == pytest.approx(5.0)
+    # Without one on their side, without one on ours.
+    assert ours(evaluated, PUBLISHED, evaluation_loss=loss) == pytest.approx(8.0)
+    # Nobody knows how long it took, there was none, or the run has fewer steps than theirs.
+    assert ours(SPEED, published, evaluation_loss=loss) is None
+    assert ours(SPEED, published) is None
+    short = SpeedFigures(step_s=(0.5,) * 3, samples_per_step=4, evaluation_s=30.0)
+    assert ours(short, published, evaluation_loss=loss) is None
+    assert ours(short, {"source": "a page", "samples_per_s": 2.5}) == pytest.approx(8.0)
 
 
 def test_what_did_not_finish_has_no_difference() -> None:

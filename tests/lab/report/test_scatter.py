@@ -57,8 +57,8 @@ def test_the_whole_experiment() -> None:
     assert scatter is not None
     assert (len(scatter.marks), len(scatter.published)) == (14, 11)
     assert scatter.memory.is_log
-    left_out = "Not on the chart, for want of a peak or a speed: control_batch_64 (out of memory), streamed_from_disk (killed)."
-    assert left_out in scatter.notes
+    left_out = "Not on the chart, for want of a peak or a speed after warm-up: "
+    assert f"{left_out}control_batch_64 (out of memory), streamed_from_disk (killed)." in scatter.notes
 
 
 def test_published_rows_without_a_speed_are_said() -> None:
@@ -68,3 +68,22 @@ def test_published_rows_without_a_speed_are_said() -> None:
     assert scatter is not None
     assert scatter.published == ()
     assert scatter.notes == ("No published speed after warm-up to draw for control.",)
+
+
+def test_short_runs_beside_long_ones_of_the_same_recipe() -> None:
+    published = {"source": "a page", "peak_gib": 9.0, "samples_per_s": 3.0, "steps_10_to_100_s": 100.0}
+    short = SpeedFigures(step_s=(0.1,) * 3, samples_per_step=1)
+    records = [
+        record("x/control", recipe={"published": published}, speed=at(1.0)),
+        record("x/control", recipe={"published": published, "steps": 3}, speed=short),
+        record("x/fused", recipe={"published": published, "steps": 3}, speed=short),
+    ]
+    [comparison] = make_comparisons(records)
+    scatter = scatter_of(comparison)
+    assert scatter is not None
+    assert [mark.row.label for mark in scatter.marks] == ["control (steps=100)"]
+    # What was published for a recipe is one mark, however many rows are of it.
+    assert [mark.row.label for mark in scatter.published] == ["control (steps=100)", "fused"]
+    assert scatter.notes[-1] == (
+        "Not on the chart, for want of a peak or a speed after warm-up: control (steps=3), fused."
+    )

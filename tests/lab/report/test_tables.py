@@ -156,3 +156,25 @@ def test_every_column_has_a_value_for_each_row() -> None:
     for table in (result_table(comparison), breakdown_table(comparison), published_table(comparison)):
         assert table is not None
         assert all(len(column.values) == len(table.rows) for column in table.columns)
+
+
+def test_steps_are_said_where_they_differ() -> None:
+    short, long = (SpeedFigures(step_s=(0.5,) * steps, samples_per_step=4) for steps in (3, 100))
+    comparison = compare(
+        record(speed=long), record("peak_memory/lean", recipe={"steps": 3}, speed=short), record("peak_memory/killed")
+    )
+    assert cells(result_table(comparison))["steps"] == ["100", "3", None]
+    assert "steps" not in cells(result_table(compare(record(speed=long), record("peak_memory/lean", speed=long))))
+
+
+def test_what_was_published_keeps_its_head_where_no_run_has_the_like() -> None:
+    published = {"source": "a page", "peak_gib": 1.0, "steps_10_to_100_s": 100.0}
+    table = published_table(compare(record(recipe={"published": published})))
+    assert table is not None
+    assert [(column.head, [value and value.text for value in column.values]) for column in table.columns] == [
+        ("peak, GiB", ["1.000"]),
+        ("published", ["1.000"]),
+        ("differs", ["+0.00%"]),
+        ("steps 10 to 100, s", [None]),
+        ("published", ["100.0"]),
+    ]

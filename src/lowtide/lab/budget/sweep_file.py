@@ -31,6 +31,9 @@ def read_sweep(path: Path) -> BudgetSweep:
     """
     plain = read_json(path, SCHEMA)
     try:
-        return config.from_plain(BudgetSweep, plain)
+        sweep = config.from_plain(BudgetSweep, plain)
     except ConfigError as error:
         raise BadRecordError(f"{path}: {error}") from error
+    if not sweep.points:
+        raise BadRecordError(f"{path}: the sweep has no points")
+    return sweep

@@ -25,9 +25,9 @@ class Comparison:
     control_words: str
     """Which row it is and why, as a sentence."""
     front: tuple[Row, ...]
-    """Finished rows than which no other is as small and as fast, from the smallest peak."""
+    """Finished rows with a `speed` than which no other is as small and as fast, from the smallest peak."""
     is_warm: bool
-    """Whether `speed` leaves out the first steps: where every row can."""
+    """Whether `speed` leaves out the first steps: where any row can. Shorter runs, made for their memory, have none then."""
 
     @property
     def is_emulated(self) -> bool:
@@ -40,7 +40,7 @@ class Comparison:
         return any(row.is_compiled for row in self.rows)
 
     def speed(self, row: Row) -> Spread | None:
-        """The samples/s that rows are compared by."""
+        """The samples/s that rows are compared by; None for a run without such."""
         return row.warm_samples_per_s if self.is_warm else row.samples_per_s
 
     def reduction(self, row: Row) -> float | None:
@@ -73,25 +73,29 @@ def make_comparisons(records: Sequence[RunRecord], *, with_older: bool = False) 
 
 def _compare(rows: Sequence[Row], *, title: str) -> Comparison:
     control, control_words = _control(rows)
-    timed = [row for row in rows if row.is_finished and row.peak_bytes is not None and row.samples_per_s is not None]
-    is_warm = bool(timed) and all(row.warm_samples_per_s is not None for row in timed)
-    speeds = [row.warm_samples_per_s if is_warm else row.samples_per_s for row in timed]
-    points = [
-        (float(row.peak_bytes or 0), speed.mean if speed else 0.0) for row, speed in zip(timed, speeds, strict=True)
+    usable = [row for row in rows if row.is_finished and row.peak_bytes is not None]
+    is_warm = any(row.warm_samples_per_s is not None for row in usable)
+    timed = [
+        (row, float(row.peak_bytes or 0), speed.mean)
+        for row in usable
+        if (speed := row.warm_samples_per_s if is_warm else row.samples_per_s) is not None
     ]
+    front = pareto_front([(peak_bytes, speed) for _, peak_bytes, speed in timed])
     return Comparison(
         title=title,
         device=rows[0].device,
         rows=tuple(sorted(rows, key=lambda row: (row is not control, not row.is_finished, -(row.peak_bytes or 0)))),
         control=control,
         control_words=control_words,
-        front=tuple(timed[index] for index in pareto_front(points)),
+        front=tuple(timed[index][0] for index in front),
         is_warm=is_warm,
     )
 
 
 def _control(rows: Sequence[Row]) -> tuple[Row | None, str]:
-    usable = sorted((row for row in rows if row.is_finished and row.peak_bytes), key=lambda row: -(row.peak_bytes or 0))
+    usable = [row for row in rows if row.is_finished and row.peak_bytes]
+    # Of equal ones the longer run, which knows speed and perplexity too.
+    usable.sort(key=lambda row: (row.peak_bytes or 0, row.steps or 0), reverse=True)
     named = [row for row in usable if row.is_control]
     if named:
         several = f", the largest of {len(named)} rows of that name" if len(named) > 1 else ""

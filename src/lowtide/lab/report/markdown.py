@@ -98,7 +98,8 @@ def _line(cells: Sequence[str]) -> str:
 def _front_words(comparison: Comparison) -> str:
     if not comparison.front:
         return " No finished row has both a peak and a speed, so that there is no front."
-    return " In bold: no other row is as small and as fast."
+    kind = " after warm-up" if comparison.is_warm else ""
+    return f" In bold: no other row is as small and as fast{kind}."
 
 
 def _sweep(sweep: Sweep) -> list[str]:

@@ -15,7 +15,7 @@ def settings_apart(mine: Mapping[str, Plain], all_of_name: Sequence[Mapping[str,
 
     A part that some lack altogether, such as `compile`, is `none` where it is lacking; where it is there, its first
     setting stands for it, and those follow in which the ones that have it differ. Of a part that comes in kinds the
-    settings of another kind are not named.
+    settings of another kind are not named, and those that one kind alone has only where they differ within it.
 
     Example:
         >>> settings_apart({"steps": 2}, [{"steps": 2}, {"steps": 3, "compile.scope": "model", "compile.backend": "x"}])
@@ -44,7 +44,8 @@ def _words(
     key: str, mine: Mapping[str, Plain], all_of_name: Sequence[Mapping[str, Plain]], keys: Sequence[str]
 ) -> list[str]:
     kind = f"{key.rpartition('.')[0]}.kind"
-    if key not in mine and kind in mine and any(recipe.get(kind, mine[kind]) != mine[kind] for recipe in all_of_name):
+    others = [recipe for recipe in all_of_name if kind in mine and recipe.get(kind, mine[kind]) != mine[kind]]
+    if others and (key not in mine or _is_said_by_kind(key, mine, all_of_name, kind)):
         return []
     part = _lacking_part(key, all_of_name)
     if part is None:
@@ -57,6 +58,15 @@ def _words(
     if not is_first and all(recipe.get(key) == mine.get(key) for recipe in inside):
         return []
     return [f"{key}={_word(mine.get(key))}"]
+
+
+def _is_said_by_kind(
+    key: str, mine: Mapping[str, Plain], all_of_name: Sequence[Mapping[str, Plain]], kind: str
+) -> bool:
+    """Whether only recipes of my kind have a setting, and all of them alike."""
+    if any(key in recipe for recipe in all_of_name if recipe.get(kind) != mine[kind]):
+        return False
+    return all(recipe.get(key) == mine[key] for recipe in all_of_name if recipe.get(kind) == mine[kind])
 
 
 def _lacking_part(key: str, all_of_name: Sequence[Mapping[str, Plain]]) -> str | None:

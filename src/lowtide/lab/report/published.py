@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lowtide.lab.recipe import PublishedFigures
 from lowtide.lab.report.rows import Row
+from lowtide.lab.report.spread import Spread
 from lowtide.units import GiB
 
 _TIMED_STEPS = 90
@@ -33,7 +35,7 @@ class BesidePublished:
     source: str
     peak_bytes: Beside
     samples_per_s: Beside
-    """With compilation, as published ones are."""
+    """Over all steps with their compilation, and over the evaluation where theirs is of a run that had one."""
     steps_10_to_100_s: Beside
     perplexity: Beside
 
@@ -50,13 +52,26 @@ def beside_published(row: Row) -> BesidePublished | None:
             published=None if published.peak_gib is None else published.peak_gib * GiB,
         ),
         samples_per_s=Beside(
-            ours=row.samples_per_s.mean if row.samples_per_s else None, published=published.samples_per_s
+            ours=speed.mean if (speed := _speed_like(published, row)) else None, published=published.samples_per_s
         ),
         steps_10_to_100_s=Beside(
             ours=row.steps_10_to_100_s.mean if row.steps_10_to_100_s else None, published=published.steps_10_to_100_s
         ),
         perplexity=Beside(ours=row.perplexity.mean if row.perplexity else None, published=published.perplexity),
     )
+
+
+def _speed_like(published: PublishedFigures, row: Row) -> Spread | None:
+    """Our samples/s of the kind of theirs; None for a run that is shorter than theirs, or has no evaluation as theirs has.
+
+    Whoever publishes a time of steps 10 to 100 made these steps, and whoever publishes a perplexity evaluated: both are in
+    the time that their samples are divided by.
+    """
+    if published.steps_10_to_100_s is not None and row.steps_10_to_100_s is None:
+        return None
+    if published.perplexity is None:
+        return row.samples_per_s
+    return row.samples_per_s_with_evaluation
 
 
 def published_speed(row: Row, *, is_warm: bool) -> float | None:

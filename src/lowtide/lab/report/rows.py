@@ -68,7 +68,11 @@ class Row:
     """Of runs that finished, as all figures below; with first allocations, and compilation where there is any."""
     warm_samples_per_s: Spread | None = None
     steps_10_to_100_s: Spread | None = None
+    samples_per_s_with_evaluation: Spread | None = None
+    """The same samples over the time of the steps and of the evaluation."""
     samples_per_step: int | None = None
+    steps: int | None = None
+    """Made, of which the speeds are."""
     perplexity: Spread | None = None
     predicted: PredictedFigures | None = None
     published: PublishedFigures | None = None
@@ -176,7 +180,9 @@ def _row(runs: Sequence[RunRecord], *, device: str, settings: str, num_older: in
         samples_per_s=spread_of(speed.samples_per_s for speed in speeds),
         warm_samples_per_s=spread_of(speed.warm_samples_per_s() for speed in speeds),
         steps_10_to_100_s=spread_of(speed.between_s() for speed in speeds),
+        samples_per_s_with_evaluation=spread_of(speed.samples_per_s_with_evaluation for speed in speeds),
         samples_per_step=speeds[0].samples_per_step if speeds else None,
+        steps=len(speeds[0].step_s) if speeds else None,
         perplexity=spread_of(
             None if run.evaluation_loss is None else perplexity(run.evaluation_loss) for run in finished
         ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lowtide.lab.recipe import PublishedFigures
 from lowtide.lab.report.axis import Axis, axis_over
 from lowtide.lab.report.byte_unit import ByteUnit, unit_for
 from lowtide.lab.report.comparison import Comparison
@@ -30,7 +31,7 @@ class Scatter:
     marks: tuple[Mark, ...]
     """Of finished rows with both figures."""
     published: tuple[Mark, ...]
-    """Where somebody else had the same rows."""
+    """Where somebody else had the same recipes: one for each, however many rows are of it."""
     front: tuple[tuple[float, float], ...]
     """Corners of the line below which nobody is, as (samples/s, memory)."""
     speed: Axis
@@ -44,26 +45,17 @@ class Scatter:
 def scatter_of(comparison: Comparison) -> Scatter | None:
     """The chart; None where no finished row has both memory and speed."""
     unit = unit_for(comparison.rows)
-    marks, published, undrawn = [], [], []
-    for row in comparison.rows:
-        speed = comparison.speed(row)
-        if row.is_finished and speed is not None and row.peak_bytes is not None:
-            marks.append(
-                Mark(
-                    row=row,
-                    samples_per_s=speed.mean,
-                    memory=row.peak_bytes / unit.num_bytes,
-                    is_on_front=row in comparison.front,
-                )
-            )
-        if row.published is None or row.published.peak_gib is None:
-            continue
-        their_speed = published_speed(row, is_warm=comparison.is_warm)
-        if their_speed is None:
-            undrawn.append(row.label)
-        else:
-            memory = row.published.peak_gib * GiB / unit.num_bytes
-            published.append(Mark(row=row, samples_per_s=their_speed, memory=memory))
+    marks = [
+        Mark(
+            row=row,
+            samples_per_s=speed.mean,
+            memory=row.peak_bytes / unit.num_bytes,
+            is_on_front=row in comparison.front,
+        )
+        for row in comparison.rows
+        if row.is_finished and row.peak_bytes is not None and (speed := comparison.speed(row)) is not None
+    ]
+    published, undrawn = _published(comparison, unit, [mark.row for mark in marks])
     if not marks:
         return None
     return Scatter(
@@ -76,6 +68,23 @@ def scatter_of(comparison: Comparison) -> Scatter | None:
         speed_words=_speed_words(comparison),
         notes=_notes(comparison, marks, published, undrawn),
     )
+
+
+def _published(comparison: Comparison, unit: ByteUnit, drawn: list[Row]) -> tuple[list[Mark], list[str]]:
+    """Their marks, beside ours where there is one; and the rows for which they have no speed of our kind."""
+    by_recipe: dict[tuple[str, PublishedFigures], Row] = {}
+    for row in sorted(comparison.rows, key=lambda row: row not in drawn):
+        if row.published is not None and row.published.peak_gib is not None:
+            by_recipe.setdefault((row.name, row.published), row)
+    marks, undrawn = [], []
+    for (_, published), row in by_recipe.items():
+        speed = published_speed(row, is_warm=comparison.is_warm)
+        if speed is None:
+            undrawn.append(row.label)
+        else:
+            memory = (published.peak_gib or 0.0) * GiB / unit.num_bytes
+            marks.append(Mark(row=row, samples_per_s=speed, memory=memory))
+    return marks, undrawn
 
 
 def _speed_words(comparison: Comparison) -> str:
@@ -98,6 +107,8 @@ def _notes(comparison: Comparison, marks: list[Mark], published: list[Mark], und
     notes = []
     if published and comparison.is_warm:
         notes.append("The speed of a published mark follows from its time of steps 10 to 100.")
+    elif published:
+        notes.append("Published speeds are over their whole runs, ours over the few steps that were made.")
     if published:
         sources = dict.fromkeys(mark.row.published.source for mark in published if mark.row.published)
         notes.append(f"Published: {'; '.join(sources)}.")
@@ -108,5 +119,6 @@ def _notes(comparison: Comparison, marks: list[Mark], published: list[Mark], und
     left_out = [f"{row.label} ({row.outcome})" for row in comparison.rows if not row.is_finished]
     left_out += [row.label for row in comparison.rows if row.is_finished and row not in drawn]
     if left_out:
-        notes.append(f"Not on the chart, for want of a peak or a speed: {', '.join(left_out)}.")
+        speed = "speed after warm-up" if comparison.is_warm else "speed"
+        notes.append(f"Not on the chart, for want of a peak or a {speed}: {', '.join(left_out)}.")
     return tuple(notes)

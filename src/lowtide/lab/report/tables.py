@@ -17,6 +17,11 @@ from lowtide.lab.report.rows import Row
 from lowtide.lab.report.spread import Spread
 from lowtide.report.palette import STACK_ORDER
 
+_PUBLISHED_SPEED = (
+    "as published: over all steps, with their compilation and the evaluation; left out where a run has fewer steps than the "
+    "published one, or no evaluation"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Value:
@@ -87,6 +92,12 @@ def result_table(comparison: Comparison) -> Table:
             f"share of the peak of {comparison.control.label if comparison.control else ''} that is saved",
         ),
         _column("at", rows, _phase, "the part of the step, or the evaluation, in which the peak is", is_number=False),
+        _column(
+            "steps",
+            rows,
+            lambda row: Value(str(row.steps), row.steps) if row.steps is not None and _steps_differ(rows) else None,
+            "that were made, which differ: speeds of few steps are those of their first",
+        ),
         _column(
             "samples/s",
             rows,
@@ -182,20 +193,23 @@ def published_table(comparison: Comparison) -> Table | None:
         ("steps 10 to 100, s", lambda all_: all_.steps_10_to_100_s, _seconds, 0),
         ("perplexity", lambda all_: all_.perplexity, lambda value: Value(number(value), value), 1),
     )
-    columns = []
+    columns: list[Column] = []
     for head, pick, say, digits in kinds:
         pairs = [pick(each) if (each := beside[id(row)]) is not None else None for row in rows]
         if not any(pair and pair.published is not None for pair in pairs):
             continue
-        columns += [
-            Column(head=head, values=tuple(_said_by(pair.ours if pair else None, say) for pair in pairs)),
-            Column(head="published", values=tuple(_said_by(pair.published if pair else None, say) for pair in pairs)),
+        # The first is there even if it is empty: it says what the published figure is of.
+        columns.append(
             Column(
-                head="differs",
-                values=tuple(_signed(pair.difference if pair else None, digits=digits) for pair in pairs),
-            ),
-        ]
-    return Table(caption="Beside the published figures", rows=rows, columns=_said(columns))
+                head=head,
+                legend=_PUBLISHED_SPEED if head == "samples/s" else "",
+                values=tuple(_said_by(pair.ours if pair else None, say) for pair in pairs),
+            )
+        )
+        theirs = tuple(_said_by(pair.published if pair else None, say) for pair in pairs)
+        differences = tuple(_signed(pair.difference if pair else None, digits=digits) for pair in pairs)
+        columns += _said([Column(head="published", values=theirs), Column(head="differs", values=differences)])
+    return Table(caption="Beside the published figures", rows=rows, columns=tuple(columns))
 
 
 def number(value: float) -> str:
@@ -259,6 +273,10 @@ def _peak(row: Row, unit: ByteUnit) -> Value | None:
 
 def _evaluation_is_higher(row: Row) -> bool:
     return bool(row.peak_bytes and row.training_peak_bytes and row.peak_bytes > row.training_peak_bytes)
+
+
+def _steps_differ(rows: Sequence[Row]) -> bool:
+    return len({row.steps for row in rows if row.steps is not None}) > 1
 
 
 def _phase(row: Row) -> Value | None:
