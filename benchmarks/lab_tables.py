@@ -11,7 +11,6 @@ from lowtide.errors import BadRecordError
 from lowtide.lab.record import MemoryFigures, Outcome, RunRecord, read_record
 from lowtide.units import GiB
 
-
 _PHASES = ("forward", "backward", "update")
 
 Measured = tuple[RunRecord, MemoryFigures]
