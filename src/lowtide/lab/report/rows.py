@@ -126,13 +126,14 @@ def make_rows(records: Sequence[RunRecord], *, with_older: bool = False) -> tupl
         with_older: Whether older runs of the same configuration and seed get rows of their own, or are left out.
     """
     groups = by_configuration(records)
-    namesakes: dict[tuple[str, str], list[dict[str, Plain]]] = {}
+    # Another model is another comparison, with the model in its title: in labels it would hide what differs within one.
+    namesakes: dict[tuple[str, str, str], list[dict[str, Plain]]] = {}
     for (name, device, _), runs in groups.items():
-        namesakes.setdefault((name, device), []).append(flat_settings(runs[0].recipe))
+        namesakes.setdefault((name, device, _model(runs[0])), []).append(flat_settings(runs[0].recipe))
     rows = []
     for (name, device, _), runs in groups.items():
         newest, *older = generations(runs)
-        settings = settings_apart(flat_settings(runs[0].recipe), namesakes[name, device])
+        settings = settings_apart(flat_settings(runs[0].recipe), namesakes[name, device, _model(runs[0])])
         num_older = 0 if with_older else len(runs) - len(newest)
         rows.append(_row(newest, device=device, settings=settings, num_older=num_older))
         for age, before in enumerate(older if with_older else (), start=1):
@@ -155,7 +156,7 @@ def _row(runs: Sequence[RunRecord], *, device: str, settings: str, num_older: in
         name=first.name,
         settings=settings,
         device=device,
-        model=str(first.recipe.get("model", "")),
+        model=_model(first),
         seeds=tuple(seed_of(run) for run in runs),
         num_older=num_older,
         unfinished=tuple(
@@ -186,6 +187,10 @@ def _row(runs: Sequence[RunRecord], *, device: str, settings: str, num_older: in
         parameters=next((run.parameters for run in runs if run.parameters is not None), None),
         remarks=tuple(dict.fromkeys([*(remark for run in runs for remark in run.remarks), *complaints])),
     )
+
+
+def _model(run: RunRecord) -> str:
+    return str(run.recipe.get("model", ""))
 
 
 def _breakdown(measured: Sequence[MemoryFigures], predicted: PredictedFigures | None) -> Breakdown | None:
