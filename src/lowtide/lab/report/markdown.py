@@ -10,6 +10,7 @@ from lowtide.lab.report.byte_unit import byte_unit
 from lowtide.lab.report.comparison import Comparison
 from lowtide.lab.report.error_words import error_line
 from lowtide.lab.report.provenance import provenance, remarks
+from lowtide.lab.report.rows import alike_endings
 from lowtide.lab.report.sweep import Sweep
 from lowtide.lab.report.tables import Column, Table, breakdown_table, published_table, result_table
 
@@ -60,10 +61,10 @@ def _comparison(comparison: Comparison, *, has_title: bool) -> list[str]:
     if (breakdown := breakdown_table(comparison)) is not None:
         parts += [f"### {breakdown.caption}", *_table(breakdown, comparison)]
     endings = [
-        f"- {escape(row.label)}, seed {ending.seed}: {ending.outcome}"
+        f"- {escape(row.label)}, {seeds}: {ending.outcome}"
         + (f": {escape(error_line(ending.message))}" if ending.message else "")
         for row in comparison.rows
-        for ending in row.unfinished
+        for seeds, ending in alike_endings(row)
     ]
     if endings:
         parts += ["### Runs that did not finish", "\n".join(endings)]

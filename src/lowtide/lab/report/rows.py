@@ -115,6 +115,17 @@ class Row:
         return self.predicted.peak_bytes / measured_bytes - 1
 
 
+def alike_endings(row: Row) -> list[tuple[str, Ending]]:
+    """The first of all endings that are the same but for the seed, each with the words for all seeds that it stands for."""
+    seeds: dict[tuple[Outcome, str], list[Ending]] = {}
+    for ending in row.unfinished:
+        seeds.setdefault((ending.outcome, ending.message), []).append(ending)
+    return [
+        (f"{'seed' if len(alike) == 1 else 'seeds'} {', '.join(str(ending.seed) for ending in alike)}", alike[0])
+        for alike in seeds.values()
+    ]
+
+
 def make_rows(records: Sequence[RunRecord], *, with_older: bool = False) -> tuple[Row, ...]:
     """Rows in the order of their first record; runs that differ in the seed alone share one.
 
