@@ -170,7 +170,7 @@ class TestRun:
         ("words", "message"),
         [
             (("pretended/finishs",), "there is no recipe named 'pretended/finishs'; did you mean 'pretended/finishes'"),
-            (("pretended/finishes", "nothing/*"), "there is no recipe named 'nothing/*'"),
+            (("pretended/finishes", "nothing/*"), "no recipe matches the pattern 'nothing/*'; see lowtide lab ls"),
             (("finishes", "--set", "stpes=2"), "unknown key 'stpes'; did you mean 'steps'"),
             (("finishes", "--set", "device=gpu"), "'gpu' is no device"),
             (("finishes", "--seeds", "some"), "--seeds 'some' is neither a number of seeds nor a list"),

@@ -39,7 +39,8 @@ FOLDER = Path("lowtide-lab")
 @lab_app.command("ls")
 def list_command(
     patterns: Annotated[
-        list[str] | None, typer.Argument(help="only these: names, folders, or patterns such as '*checkpoint'")
+        list[str] | None,
+        typer.Argument(help="only these: names, folders, patterns such as '*checkpoint', or FILE.yaml"),
     ] = None,
     recipes: Recipes = None,
     json_: Json = False,
