@@ -140,6 +140,16 @@ class TestRun:
         )
         assert any("training, step 2 of 3, loss 5.2500, peak 2.000 GiB, 20 samples/s" in line for line in lines)
 
+    def test_outcomes_are_whole_on_a_narrow_terminal(self, recipes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(lab, "OUT", Console(width=80))
+        long = Path(recipes) / "pretended" / "a_name_longer_than_compile_per_layer_finishes.yaml"
+        long.write_text("extends: _base.yaml\n", encoding="utf-8")
+        result = run("run", "*finishes", "--recipes", recipes)
+        assert "…" not in result.stdout
+        assert "│ finished │" in result.stdout
+        assert "│ failed   │" in result.stdout  # the pretended experiment knows no such name
+        assert max(map(len, result.stdout.splitlines())) <= 80
+
     def test_json_and_a_folder(self, recipes: str, tmp_path: Path) -> None:
         path = Path(recipes) / "pretended" / "finishes.yaml"
         result = run("run", str(path), "--seeds", "9,", "--out", str(tmp_path / "results"), "--json")
