@@ -103,6 +103,30 @@ class TestList:
         assert result.exit_code == 2
         assert "did you mean 'pretended/finishes'" in " ".join(result.stderr.split())
 
+    def test_predictions_from_the_smallest_on(self, recipes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(lab, "OUT", Console(width=200))
+        small = Path(recipes) / "small.yaml"
+        small.write_text("model: gpt-tiny\nbatch: 1x8\nplan: {device_memory: 4MiB}\n", encoding="utf-8")
+        (Path(recipes) / "compiled.yaml").write_text("model: gpt-tiny\ncompile: {}\n", encoding="utf-8")
+        (Path(recipes) / "bad.yaml").write_text("model: gpt-tiny\nstpes: 3\n", encoding="utf-8")
+        words = ("ls", "finishes", "compiled", "bad", str(small), "--recipes", recipes, "--predict")
+        result = run(*words, "--gpu", "rtx-4090")
+        assert result.exit_code == 0, result.stderr
+        rows = [line.strip("│").split("│") for line in result.stdout.splitlines() if line.startswith("│")]
+        assert [cells[0].strip() for cells in rows] == ["small", "pretended/finishes"]
+        assert [cells[4].strip() for cells in rows] == ["4MiB, too small", ""]
+        assert "compiled: no prediction: compiled code is not predicted" in result.stdout.splitlines()
+        assert "unknown key 'stpes'" in result.stdout
+        plain = {row["name"]: row for row in json.loads(run(*words, "--json").stdout)["recipes"]}
+        assert plain["small"]["predicted"]["peak_bytes"] < plain["pretended/finishes"]["predicted"]["peak_bytes"]
+        assert plain["small"]["predicted"]["fits_device_memory"] is False
+        assert plain["compiled"]["not_predicted"] == "compiled code is not predicted"
+
+    def test_predictions_are_for_cards_that_are_known(self, recipes: str) -> None:
+        result = run("ls", "--predict", "--gpu", "rtx-409")
+        assert result.exit_code == 2
+        assert "did you mean 'rtx-4090'" in " ".join(result.stderr.split())
+
     def test_one_bad_file_does_not_hide_the_others(self, recipes: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(lab, "OUT", Console(width=200))
         (Path(recipes) / "bad.yaml").write_text("model: gpt-tiny\nstpes: 3\n", encoding="utf-8")

@@ -12,9 +12,10 @@ import typer
 
 from lowtide.cli.console import ERR, OUT, friendly_errors, progress
 from lowtide.cli.lab_display import display_of
+from lowtide.cli.lab_prediction import predict_all
 from lowtide.cli.lab_show import show_command
 from lowtide.cli.lab_sweep import sweep_command
-from lowtide.cli.lab_tables import recipe_row, recipe_table, run_row, run_table
+from lowtide.cli.lab_tables import prediction_table, recipe_row, recipe_table, run_row, run_table
 from lowtide.errors import ConfigError
 from lowtide.lab.budget import sweep_data
 from lowtide.lab.catalogue import choose_recipes, known_recipes, matching_recipes
@@ -42,6 +43,10 @@ def list_command(
         list[str] | None,
         typer.Argument(help="only these: names, folders, patterns such as '*checkpoint', or FILE.yaml"),
     ] = None,
+    predict: Annotated[
+        bool, typer.Option("--predict", help="instead the peaks that the trace predicts, the smallest first")
+    ] = False,
+    gpu: Annotated[str, typer.Option(help="the card to predict for")] = "h200",
     recipes: Recipes = None,
     json_: Json = False,
 ) -> None:
@@ -50,10 +55,16 @@ def list_command(
         known = known_recipes(recipes or [])
         listed = matching_recipes(patterns, known) if patterns else known
         rows = [recipe_row(name, path) for name, path in listed.items()]
+        predictions = predict_all(listed, gpu) if predict else {}
+        for row in rows if predict else ():
+            row |= predictions[str(row["name"])].plain(gpu)
         if json_:
             print(json.dumps({"schema": "lowtide.lab_recipes/1", "recipes": rows}, indent=2))
         else:
-            OUT.print(recipe_table(rows))
+            OUT.print(prediction_table(predictions, gpu) if predict else recipe_table(rows))
+            for name, prediction in predictions.items():
+                if prediction.figures is None:
+                    OUT.print(f"{name}: {prediction.words}", markup=False, highlight=False, soft_wrap=True)
 
 
 @lab_app.command("run")

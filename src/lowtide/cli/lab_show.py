@@ -16,7 +16,6 @@ from lowtide.lab.catalogue import choose_recipes, known_recipes
 from lowtide.lab.recipe_file import resolve_recipe
 from lowtide.lab.shown_recipe import annotated_yaml
 from lowtide.lab.so_far import shown_bytes
-from lowtide.plain_text import Plain
 
 
 def show_command(
@@ -43,8 +42,7 @@ def show_command(
                 "path": str(path),
                 "recipe": plain,
                 "sources": resolved.sources,
-                "predicted": _plain(predicted, gpu),
-                "not_predicted": (predicted and predicted.why_not) or None,
+                **(predicted or Prediction(figures=None)).plain(gpu),
             }
             print(json.dumps(shown, indent=2))
             return
@@ -62,20 +60,14 @@ def _one_recipe(name: str, folders: list[Path]) -> tuple[str, Path]:
     return next(iter(chosen.items()))
 
 
-def _plain(predicted: Prediction | None, gpu: str) -> dict[str, Plain] | None:
-    if predicted is None or predicted.figures is None:
-        return None
-    return {"gpu": gpu, **config.to_plain(predicted.figures), "fits_device_memory": not predicted.too_small}
-
-
 def _lines(predicted: Prediction, gpu: str) -> list[str]:
     if predicted.figures is None:
         return [predicted.words]
     lines = [f"predicted peak on {gpu}: {predicted.words}"]
-    if predicted.too_small:
+    if predicted.is_over:
         reserved = predicted.figures.reserved_bytes or predicted.figures.peak_bytes
         lines.append(
-            f"its device_memory of {predicted.too_small} does not hold that step: it would be out of memory; without "
+            f"its device_memory of {predicted.budget} does not hold that step: it would be out of memory; without "
             f"the budget the allocator takes {shown_bytes(reserved)}"
         )
     return lines

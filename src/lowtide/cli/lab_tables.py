@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.table import Table
 from rich.text import Text
 
 from lowtide.cli.lab_display import STYLES
+from lowtide.cli.lab_prediction import Prediction
 from lowtide.errors import ConfigError
 from lowtide.lab.differences import recipe_differences
 from lowtide.lab.recipe_file import read_recipe
@@ -49,6 +50,27 @@ def recipe_table(rows: Sequence[dict[str, Plain]]) -> Table:
             table.add_row(Text(f"{folder}/", style="bold"))
         for row in group:
             table.add_row(*_recipe_cells(row, indent="  " if folder else ""))
+    return table
+
+
+def prediction_table(predictions: Mapping[str, Prediction], gpu: str) -> Table:
+    """What recipes need on a card, the smallest peak first; those that are not predicted are not in it."""
+    table = Table(title=f"predicted on {gpu}", title_justify="left")
+    table.add_column("recipe", overflow="fold")
+    for heading in ("peak", "reserved"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("in", no_wrap=True)
+    table.add_column("its device_memory", overflow="fold")
+    predicted = [(name, each, each.figures) for name, each in predictions.items() if each.figures is not None]
+    for name, prediction, figures in sorted(predicted, key=lambda row: row[2].peak_bytes):
+        budget = f"{prediction.budget}, too small" if prediction.is_over else prediction.budget
+        table.add_row(
+            Text(name),
+            shown_bytes(figures.peak_bytes),
+            "" if figures.reserved_bytes is None else shown_bytes(figures.reserved_bytes),
+            figures.peak_phase,
+            Text(budget, style="yellow" if prediction.is_over else ""),
+        )
     return table
 
 
