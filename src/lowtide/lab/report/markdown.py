@@ -9,6 +9,7 @@ from lowtide.lab.record import RunRecord
 from lowtide.lab.report.byte_unit import byte_unit
 from lowtide.lab.report.comparison import Comparison
 from lowtide.lab.report.error_words import error_line
+from lowtide.lab.report.fastest import fastest_words
 from lowtide.lab.report.provenance import provenance, remarks
 from lowtide.lab.report.rows import alike_endings
 from lowtide.lab.report.sweep import Sweep
@@ -54,6 +55,8 @@ def _comparison(comparison: Comparison, *, has_title: bool) -> list[str]:
     parts = [f"## {escape(comparison.title)}"] if has_title else []
     parts += _table(result_table(comparison), comparison)
     parts.append(escape(comparison.control_words) + _front_words(comparison))
+    if words := fastest_words(comparison):
+        parts.append(escape(words))
     if (published := published_table(comparison)) is not None:
         parts += [f"### {published.caption}", *_table(published, comparison)]
         sources = dict.fromkeys(row.published.source for row in published.rows if row.published)
