@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -286,9 +285,12 @@ class TestReport:
     def asked(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Sequence[RunRecord], dict[str, Any]]]:
         """What the report package is asked for, instead of a report."""
         calls: list[tuple[Sequence[RunRecord], dict[str, Any]]] = []
-        module = ModuleType("lowtide.lab.report")
-        module.write_report = lambda records, **words: calls.append((records, words))
-        monkeypatch.setitem(sys.modules, "lowtide.lab.report", module)
+
+        def write_nothing(records: Sequence[RunRecord], **words: Any) -> tuple[()]:
+            calls.append((records, words))
+            return ()
+
+        monkeypatch.setattr("lowtide.lab.report.write_report", write_nothing)
         return calls
 
     def test_records_reach_the_report_and_bad_ones_are_named(
@@ -329,6 +331,7 @@ class TestReport:
             write_record(record, tmp_path / "lowtide-lab" / "records" / f"{number}.json")
         result = run("report", "--markdown", "table.md")
         assert result.exit_code == 0, result.stderr
+        assert result.stdout.splitlines()[0] == "a, b on none"
         assert "left out 2 older records of the same recipe, seed and settings; --all shows them" in result.stderr
         assert "- records: 3; 2 older ones" in Path("table.md").read_text()
         assert "older 1" not in Path("table.md").read_text()

@@ -111,17 +111,19 @@ def report_command(
         bool, typer.Option("--all", help="also older runs of the same recipe, seed and settings, in rows of their own")
     ] = False,
 ) -> None:
-    """Set the records of folders side by side: table, scatter and timelines; of one recipe, seed and settings the newest."""
+    """Set the records of folders side by side, here in short and in a file whole; of one recipe, seed and settings the newest."""
     with friendly_errors():
         if out is None and markdown is None and png is None:
             out = Path("report.html")
         with progress("making the report") as say:
             found = collect(folders or [FOLDER], say)
             say(f"{len(found.records)} records")
-            from lowtide.lab.report import write_report  # it draws, and what draws takes a second to import
+            # It draws, and what draws takes a second to import.
+            from lowtide.cli.lab_summary import summary_of
+            from lowtide.lab.report import write_report
 
             sweeps = [sweep_data(sweep) for sweep in found.sweeps]
-            write_report(
+            comparisons = write_report(
                 found.records,
                 html=out,
                 markdown=markdown,
@@ -130,6 +132,8 @@ def report_command(
                 sweeps=sweeps,
                 with_older=all_,
             )
+        for comparison in comparisons:
+            OUT.print(*summary_of(comparison), sep="\n")
         num_older = 0 if all_ else len(found.records) - len(newest_records(found.records))
         if num_older:
             records = "1 older record" if num_older == 1 else f"{num_older} older records"
