@@ -137,7 +137,7 @@ def test_an_end_of_several_and_two_files_of_one_name(known: dict[str, Path], tmp
                 "optimizer.settings.momentum=null",
                 "scheduler=rise-from-zero",
                 "scheduler.rise_steps=3",
-                "compile",
+                "compile.scope=model",
                 "plan=null",
             ],
         ),
@@ -157,6 +157,13 @@ def test_an_end_of_several_and_two_files_of_one_name(known: dict[str, Path], tmp
 )
 def test_differences(known: dict[str, Path], name: str, expected: list[str]) -> None:
     assert list(recipe_differences(known[name], read_recipe(known[name]))) == expected
+
+
+def test_a_plan_where_there_was_none_says_where_the_weights_are(tmp_path: Path) -> None:
+    (tmp_path / "plain.yaml").write_text("model: gpt-tiny\nplan: null\n", encoding="utf-8")
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("extends: plain.yaml\nplan: {weights: streamed, device_memory: 1MiB}\n", encoding="utf-8")
+    assert recipe_differences(mine, read_recipe(mine)) == ("plan.weights=streamed", "plan.device_memory=1MiB")
 
 
 def test_every_recipe_of_the_package_can_be_described() -> None:
