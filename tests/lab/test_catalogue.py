@@ -218,3 +218,10 @@ def test_files_are_listed_behind_names(folder: Path, known: dict[str, Path], tmp
     assert list(listed) == ["other/control", "mine", "study/half"]
     with pytest.raises(ConfigError, match="there is no recipe file nowhere.yaml"):
         matching_recipes(["nowhere.yaml"], known)
+
+
+def test_no_near_name_is_given_twice(known: dict[str, Path]) -> None:
+    with pytest.raises(UnknownNameError) as caught:
+        choose_recipes(["zzz"], known)
+    nearest = str(caught.value).split("the nearest are ")[1].split(";")[0].split(", ")
+    assert len(set(nearest)) == len(nearest) == 3
