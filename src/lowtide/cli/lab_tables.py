@@ -117,10 +117,10 @@ def perplexity(record: RunRecord) -> float | None:
 def run_table(results: Sequence[EndedRun], folder: Path) -> Table:
     """All runs with their figures, by the folders of their recipes."""
     table = Table(caption=f"records are in {_short(folder / 'records')}/RECIPE", caption_justify="left")
-    # On a narrow terminal long names take a second line: how a run ended is worth more than the end of a name.
+    # Where there is no room for all, long names are broken: how a run ended is what is looked for.
     table.add_column("recipe", overflow="fold")
     table.add_column("seed", justify="right", no_wrap=True)
-    table.add_column("outcome", min_width=len("finished"))
+    table.add_column("outcome", no_wrap=True)
     for heading in ("peak", "samples/s", "perplexity"):
         table.add_column(heading, justify="right", no_wrap=True)
     for group_folder, group in itertools.groupby(results, key=lambda ended: ended.run.name.rpartition("/")[0]):
