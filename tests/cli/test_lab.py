@@ -18,10 +18,14 @@ from typer.testing import CliRunner
 
 from lowtide.cli import lab
 from lowtide.cli.lab import parse_seeds
+from lowtide.cli.lab_prediction import Prediction
+from lowtide.cli.lab_tables import prediction_table
 from lowtide.cli.main import app
 from lowtide.errors import ConfigError
-from lowtide.lab.record import Outcome, RunRecord, read_record, write_record
+from lowtide.hardware import find_hardware
+from lowtide.lab.record import Outcome, PredictedFigures, RunRecord, read_record, write_record
 from lowtide.lab.surroundings import named_surroundings
+from lowtide.units import GiB
 from tests.lab.pretend_runs import DOTTED
 
 RECIPES = {
@@ -111,15 +115,32 @@ class TestList:
         words = ("ls", "finishes", "compiled", "bad", str(small), "--recipes", recipes, "--predict")
         result = run(*words, "--gpu", "rtx-4090")
         assert result.exit_code == 0, result.stderr
-        rows = [line.strip("│").split("│") for line in result.stdout.splitlines() if line.startswith("│")]
-        assert [cells[0].strip() for cells in rows] == ["small", "pretended/finishes"]
-        assert [cells[4].strip() for cells in rows] == ["4MiB, too small", ""]
+        title, heads, first, second, *_ = result.stdout.splitlines()
+        assert title.strip() == "predicted on rtx-4090, 23.6 GiB"
+        assert heads.split() == ["recipe", "peak", "reserved", "in", "fits"]
+        assert (first.split()[0], first.split()[-3:]) == ("small", ["not", "its", "4MiB"])
+        assert (second.split()[0], second.split()[-1]) == ("pretended/finishes", "yes")
         assert "compiled: no prediction: compiled code is not predicted" in result.stdout.splitlines()
         assert "unknown key 'stpes'" in result.stdout
         plain = {row["name"]: row for row in json.loads(run(*words, "--json").stdout)["recipes"]}
         assert plain["small"]["predicted"]["peak_bytes"] < plain["pretended/finishes"]["predicted"]["peak_bytes"]
         assert plain["small"]["predicted"]["fits_device_memory"] is False
         assert plain["compiled"]["not_predicted"] == "compiled code is not predicted"
+
+    def test_what_is_too_large_for_the_card_is_said(self) -> None:
+        figures = {"peak_phase": "loss", "at_peak": {}}
+        card = find_hardware("h200")
+        sizes = {
+            "fits": (GiB, card.memory_bytes - card.context_bytes),
+            "may": (2 * GiB, card.memory_bytes - card.context_bytes + 1),
+            "large": (card.memory_bytes - card.context_bytes + 1, 2 * card.memory_bytes),
+        }
+        predictions = {
+            name: Prediction(figures=PredictedFigures(peak_bytes=peak, reserved_bytes=reserved, **figures))
+            for name, (peak, reserved) in sizes.items()
+        }
+        (*_, fits) = prediction_table(predictions, card).columns
+        assert [str(cell) for cell in fits.cells] == ["yes", "hardly", "no"]
 
     def test_predictions_are_for_cards_that_are_known(self, recipes: str) -> None:
         result = run("ls", "--predict", "--gpu", "rtx-409")

@@ -17,6 +17,7 @@ from lowtide.cli.lab_show import show_command
 from lowtide.cli.lab_sweep import sweep_command
 from lowtide.cli.lab_tables import prediction_table, recipe_row, recipe_table, run_row, run_table
 from lowtide.errors import ConfigError
+from lowtide.hardware import find_hardware
 from lowtide.lab.budget import sweep_data
 from lowtide.lab.catalogue import choose_recipes, known_recipes, matching_recipes
 from lowtide.lab.collect import collect
@@ -61,7 +62,7 @@ def list_command(
         if json_:
             print(json.dumps({"schema": "lowtide.lab_recipes/1", "recipes": rows}, indent=2))
         else:
-            OUT.print(prediction_table(predictions, gpu) if predict else recipe_table(rows))
+            OUT.print(prediction_table(predictions, find_hardware(gpu)) if predict else recipe_table(rows))
             for name, prediction in predictions.items():
                 if prediction.figures is None:
                     OUT.print(f"{name}: {prediction.words}", markup=False, highlight=False, soft_wrap=True)

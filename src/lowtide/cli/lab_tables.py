@@ -13,12 +13,15 @@ from rich.text import Text
 from lowtide.cli.lab_display import STYLES
 from lowtide.cli.lab_prediction import Prediction
 from lowtide.errors import ConfigError
+from lowtide.hardware import Hardware
 from lowtide.lab.differences import recipe_differences
 from lowtide.lab.recipe_file import read_recipe
 from lowtide.lab.record import RunRecord
 from lowtide.lab.runner import EndedRun
 from lowtide.lab.so_far import shown_bytes
 from lowtide.plain_text import Plain
+from lowtide.report.terminal_table import titled_table
+from lowtide.units import format_bytes
 
 
 def recipe_row(name: str, path: Path) -> dict[str, Plain]:
@@ -53,25 +56,30 @@ def recipe_table(rows: Sequence[dict[str, Plain]]) -> Table:
     return table
 
 
-def prediction_table(predictions: Mapping[str, Prediction], gpu: str) -> Table:
+def prediction_table(predictions: Mapping[str, Prediction], card: Hardware) -> Table:
     """What recipes need on a card, the smallest peak first; those that are not predicted are not in it."""
-    table = Table(title=f"predicted on {gpu}", title_justify="left")
-    table.add_column("recipe", overflow="fold")
-    for heading in ("peak", "reserved"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("in", no_wrap=True)
-    table.add_column("its device_memory", overflow="fold")
+    title = f"predicted on {card.name}, {format_bytes(card.memory_bytes)}"
+    table = titled_table(title, "recipe", ">peak", ">reserved", "<in", "<fits")
     predicted = [(name, each, each.figures) for name, each in predictions.items() if each.figures is not None]
     for name, prediction, figures in sorted(predicted, key=lambda row: row[2].peak_bytes):
-        budget = f"{prediction.budget}, too small" if prediction.is_over else prediction.budget
+        reserved_bytes = figures.reserved_bytes or figures.peak_bytes
         table.add_row(
             Text(name),
             shown_bytes(figures.peak_bytes),
-            "" if figures.reserved_bytes is None else shown_bytes(figures.reserved_bytes),
+            shown_bytes(reserved_bytes),
             figures.peak_phase,
-            Text(budget, style="yellow" if prediction.is_over else ""),
+            _fits(prediction, reserved_bytes + card.context_bytes, figures.peak_bytes + card.context_bytes, card),
         )
     return table
+
+
+def _fits(prediction: Prediction, needed_bytes: int, least_bytes: int, card: Hardware) -> Text:
+    if prediction.is_over:
+        return Text(f"not its {prediction.budget}", style="red")
+    if needed_bytes <= card.memory_bytes:
+        return Text("yes", style="green")
+    # What is cached can be given back, so that between the two it may.
+    return Text("hardly", style="yellow") if least_bytes <= card.memory_bytes else Text("no", style="red")
 
 
 def _recipe_cells(row: dict[str, Plain], indent: str) -> tuple[Text, Text, str]:
