@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +118,12 @@ def test_the_version_is_shown() -> None:
     result = run("--version")
     assert result.exit_code == 0
     assert re.fullmatch(r"lowtide \d+\.\d+\.\d+\S*, torch 2\.\S+\n", result.stdout)
+
+
+def test_the_package_can_be_run_as_a_module() -> None:
+    words = [sys.executable, "-m", "lowtide"]
+    done = subprocess.run([*words, "lab", "--help"], capture_output=True, text=True, check=True)
+    assert "Usage: lowtide lab " in done.stdout
 
 
 def test_an_unknown_recipe_is_told_in_a_line_or_two() -> None:

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,10 +18,14 @@ from typer.testing import CliRunner
 
 from lowtide.cli import lab
 from lowtide.cli.lab import parse_seeds
+from lowtide.cli.lab_prediction import Prediction
+from lowtide.cli.lab_tables import prediction_table
 from lowtide.cli.main import app
 from lowtide.errors import ConfigError
-from lowtide.lab.record import Outcome, RunRecord, read_record, write_record
+from lowtide.hardware import find_hardware
+from lowtide.lab.record import Outcome, PredictedFigures, RunRecord, read_record, write_record
 from lowtide.lab.surroundings import named_surroundings
+from lowtide.units import GiB
 from tests.lab.pretend_runs import DOTTED
 
 RECIPES = {
@@ -103,6 +106,47 @@ class TestList:
         assert result.exit_code == 2
         assert "did you mean 'pretended/finishes'" in " ".join(result.stderr.split())
 
+    def test_predictions_from_the_smallest_on(self, recipes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(lab, "OUT", Console(width=200))
+        small = Path(recipes) / "small.yaml"
+        small.write_text("model: gpt-tiny\nbatch: 1x8\nplan: {device_memory: 4MiB}\n", encoding="utf-8")
+        (Path(recipes) / "compiled.yaml").write_text("model: gpt-tiny\ncompile: {}\n", encoding="utf-8")
+        (Path(recipes) / "bad.yaml").write_text("model: gpt-tiny\nstpes: 3\n", encoding="utf-8")
+        words = ("ls", "finishes", "compiled", "bad", str(small), "--recipes", recipes, "--predict")
+        result = run(*words, "--gpu", "rtx-4090")
+        assert result.exit_code == 0, result.stderr
+        title, heads, first, second, *_ = result.stdout.splitlines()
+        assert title.strip() == "predicted on rtx-4090, 23.6 GiB"
+        assert heads.split() == ["recipe", "peak", "reserved", "in", "fits"]
+        assert (first.split()[0], first.split()[-3:]) == ("small", ["not", "its", "4MiB"])
+        assert (second.split()[0], second.split()[-1]) == ("pretended/finishes", "yes")
+        assert "compiled: no prediction: compiled code is not predicted" in result.stdout.splitlines()
+        assert "unknown key 'stpes'" in result.stdout
+        plain = {row["name"]: row for row in json.loads(run(*words, "--json").stdout)["recipes"]}
+        assert plain["small"]["predicted"]["peak_bytes"] < plain["pretended/finishes"]["predicted"]["peak_bytes"]
+        assert plain["small"]["predicted"]["fits_device_memory"] is False
+        assert plain["compiled"]["not_predicted"] == "compiled code is not predicted"
+
+    def test_what_is_too_large_for_the_card_is_said(self) -> None:
+        figures = {"peak_phase": "loss", "at_peak": {}}
+        card = find_hardware("h200")
+        sizes = {
+            "fits": (GiB, card.memory_bytes - card.context_bytes),
+            "may": (2 * GiB, card.memory_bytes - card.context_bytes + 1),
+            "large": (card.memory_bytes - card.context_bytes + 1, 2 * card.memory_bytes),
+        }
+        predictions = {
+            name: Prediction(figures=PredictedFigures(peak_bytes=peak, reserved_bytes=reserved, **figures))
+            for name, (peak, reserved) in sizes.items()
+        }
+        (*_, fits) = prediction_table(predictions, card).columns
+        assert [str(cell) for cell in fits.cells] == ["yes", "hardly", "no"]
+
+    def test_predictions_are_for_cards_that_are_known(self, recipes: str) -> None:
+        result = run("ls", "--predict", "--gpu", "rtx-409")
+        assert result.exit_code == 2
+        assert "did you mean 'rtx-4090'" in " ".join(result.stderr.split())
+
     def test_one_bad_file_does_not_hide_the_others(self, recipes: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(lab, "OUT", Console(width=200))
         (Path(recipes) / "bad.yaml").write_text("model: gpt-tiny\nstpes: 3\n", encoding="utf-8")
@@ -140,6 +184,16 @@ class TestRun:
         )
         assert any("training, step 2 of 3, loss 5.2500, peak 2.000 GiB, 20 samples/s" in line for line in lines)
 
+    def test_outcomes_are_whole_on_a_narrow_terminal(self, recipes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(lab, "OUT", Console(width=80))
+        long = Path(recipes) / "pretended" / "a_name_longer_than_compile_per_layer_finishes.yaml"
+        long.write_text("extends: _base.yaml\n", encoding="utf-8")
+        result = run("run", "*finishes", "--recipes", recipes)
+        assert "…" not in result.stdout
+        assert "│ finished │" in result.stdout
+        assert "│ failed   │" in result.stdout  # the pretended experiment knows no such name
+        assert max(map(len, result.stdout.splitlines())) <= 80
+
     def test_json_and_a_folder(self, recipes: str, tmp_path: Path) -> None:
         path = Path(recipes) / "pretended" / "finishes.yaml"
         result = run("run", str(path), "--seeds", "9,", "--out", str(tmp_path / "results"), "--json")
@@ -170,7 +224,7 @@ class TestRun:
         ("words", "message"),
         [
             (("pretended/finishs",), "there is no recipe named 'pretended/finishs'; did you mean 'pretended/finishes'"),
-            (("pretended/finishes", "nothing/*"), "there is no recipe named 'nothing/*'"),
+            (("pretended/finishes", "nothing/*"), "no recipe matches the pattern 'nothing/*'; see lowtide lab ls"),
             (("finishes", "--set", "stpes=2"), "unknown key 'stpes'; did you mean 'steps'"),
             (("finishes", "--set", "device=gpu"), "'gpu' is no device"),
             (("finishes", "--seeds", "some"), "--seeds 'some' is neither a number of seeds nor a list"),
@@ -252,9 +306,12 @@ class TestReport:
     def asked(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Sequence[RunRecord], dict[str, Any]]]:
         """What the report package is asked for, instead of a report."""
         calls: list[tuple[Sequence[RunRecord], dict[str, Any]]] = []
-        module = ModuleType("lowtide.lab.report")
-        module.write_report = lambda records, **words: calls.append((records, words))
-        monkeypatch.setitem(sys.modules, "lowtide.lab.report", module)
+
+        def write_nothing(records: Sequence[RunRecord], **words: Any) -> tuple[()]:
+            calls.append((records, words))
+            return ()
+
+        monkeypatch.setattr("lowtide.lab.report.write_report", write_nothing)
         return calls
 
     def test_records_reach_the_report_and_bad_ones_are_named(
@@ -295,6 +352,7 @@ class TestReport:
             write_record(record, tmp_path / "lowtide-lab" / "records" / f"{number}.json")
         result = run("report", "--markdown", "table.md")
         assert result.exit_code == 0, result.stderr
+        assert result.stdout.splitlines()[0] == "a, b on none"
         assert "left out 2 older records of the same recipe, seed and settings; --all shows them" in result.stderr
         assert "- records: 3; 2 older ones" in Path("table.md").read_text()
         assert "older 1" not in Path("table.md").read_text()

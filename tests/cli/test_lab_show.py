@@ -87,3 +87,24 @@ def test_bad_input_exits_with_2(words: tuple[str, ...], message: str) -> None:
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.split())
     assert result.stdout == ""
+
+
+def test_a_budget_that_does_not_hold_the_step_is_said() -> None:
+    # 6 MiB are enough where memory is counted in bytes of tensors; on a card cuBLAS's workspaces alone take more.
+    result = show("peak_memory_tiny/streamed", "--predict")
+    assert result.exit_code == 0, result.stderr
+    peak, budget, first = result.stdout.splitlines()[1:4]
+    assert peak.startswith("# predicted peak on h200: ")
+    assert budget.startswith("# its device_memory of 6MiB does not hold that step: it would be out of memory; without")
+    assert first.startswith("model: ")
+    fits = show("peak_memory_tiny/streamed", "--set", "plan.device_memory=1GiB", "--predict", "--json")
+    assert json.loads(fits.stdout)["predicted"]["fits_device_memory"] is True
+    plain = json.loads(show("peak_memory_tiny/streamed", "--predict", "--json").stdout)
+    assert plain["predicted"]["fits_device_memory"] is False
+
+
+def test_a_budget_that_does_not_even_hold_the_weights_is_no_mistake() -> None:
+    result = show("peak_memory_tiny/streamed", "--set", "plan.device_memory=1KiB", "--predict")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.splitlines()[1].startswith("# no prediction: the device budget of 1.0 KiB cannot hold")
+    assert "  device_memory: 1KiB  # --set" in result.stdout.splitlines()

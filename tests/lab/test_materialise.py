@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lowtide.errors import ConfigError
-from lowtide.lab.materialise import materialise
+from lowtide.lab.materialise import first_model, materialise
 from lowtide.models import resolve_model
 
 
@@ -116,3 +116,54 @@ def test_a_real_model_is_left_alone() -> None:
     weight = model.weight.detach().clone()
     assert materialise(model, name="linear", dtype=torch.float32) is model
     assert torch.equal(model.weight, weight)
+
+
+class Own(nn.Module):
+    """Draws its weights otherwise than its modules would, and holds what nobody else can make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(8, 4)
+        self.scale = nn.Parameter(torch.full((4,), 0.5))
+        self.register_buffer("positions", torch.arange(4.0))
+        nn.init.normal_(self.tokens.weight, std=1e-3)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return (self.tokens(input_ids) * self.scale + self.positions).sum() + labels.sum()
+
+
+def own() -> nn.Module:
+    return Own()
+
+
+def own_on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(4, 4))
+
+
+def own_pair() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    return own_on_meta(), {"input": torch.zeros(2, 4)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_factory_has_its_own_weights(dtype: torch.dtype) -> None:
+    source = resolve_model(f"{__name__}:own")
+    assert source.build(dtype).tokens.weight.device.type == "meta"  # predictions still need no memory
+    torch.manual_seed(7)
+    model = first_model(source, dtype)
+    torch.manual_seed(7)
+    assert same(model, Own().to(dtype))
+    assert 0 < model.tokens.weight.abs().max() < 0.01
+    assert model.training
+
+
+def test_a_factory_that_builds_on_meta_leaves_its_weights_to_its_modules() -> None:
+    model = first_model(resolve_model(f"{__name__}:own_pair"), torch.float32)
+    weight = model[0].weight
+    assert weight.device.type == "cpu"
+    assert weight.std() > 0
+
+
+def test_built_in_models_are_drawn_as_before() -> None:
+    torch.manual_seed(7)
+    assert same(first_model(resolve_model("gpt-tiny"), torch.float32), drawn("gpt-tiny"))

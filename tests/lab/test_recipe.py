@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowtide.config import to_plain, write_config
+from lowtide.config import from_plain, to_plain, write_config
 from lowtide.errors import ConfigError
 from lowtide.lab.optimizer_recipe import OPTIMIZERS, Constant, LinearWarmup, OptimizerRecipe
 from lowtide.lab.plan_recipe import PlanRecipe
@@ -176,3 +176,9 @@ def test_the_recipes_for_checks_can_be_read() -> None:
     assert len(files) >= 3
     for file in files:
         assert read_recipe(file).tolerance == 0.0
+
+
+@pytest.mark.parametrize("key", ["device_memory", "host_memory", "window_memory", "chunk_memory"])
+def test_a_size_that_is_none_names_its_key(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"'plan': {key}: 'lots' is not a size"):
+        from_plain(Recipe, {"model": "gpt-tiny", "plan": {key: "lots"}})

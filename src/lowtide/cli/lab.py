@@ -12,10 +12,12 @@ import typer
 
 from lowtide.cli.console import ERR, OUT, friendly_errors, progress
 from lowtide.cli.lab_display import display_of
+from lowtide.cli.lab_prediction import predict_all
 from lowtide.cli.lab_show import show_command
 from lowtide.cli.lab_sweep import sweep_command
-from lowtide.cli.lab_tables import recipe_row, recipe_table, run_row, run_table
+from lowtide.cli.lab_tables import prediction_table, recipe_row, recipe_table, run_row, run_table
 from lowtide.errors import ConfigError
+from lowtide.hardware import find_hardware
 from lowtide.lab.budget import sweep_data
 from lowtide.lab.catalogue import choose_recipes, known_recipes, matching_recipes
 from lowtide.lab.collect import collect
@@ -39,8 +41,13 @@ FOLDER = Path("lowtide-lab")
 @lab_app.command("ls")
 def list_command(
     patterns: Annotated[
-        list[str] | None, typer.Argument(help="only these: names, folders, or patterns such as '*checkpoint'")
+        list[str] | None,
+        typer.Argument(help="only these: names, folders, patterns such as '*checkpoint', or FILE.yaml"),
     ] = None,
+    predict: Annotated[
+        bool, typer.Option("--predict", help="instead the peaks that the trace predicts, the smallest first")
+    ] = False,
+    gpu: Annotated[str, typer.Option(help="the card to predict for")] = "h200",
     recipes: Recipes = None,
     json_: Json = False,
 ) -> None:
@@ -49,10 +56,16 @@ def list_command(
         known = known_recipes(recipes or [])
         listed = matching_recipes(patterns, known) if patterns else known
         rows = [recipe_row(name, path) for name, path in listed.items()]
+        predictions = predict_all(listed, gpu) if predict else {}
+        for row in rows if predict else ():
+            row |= predictions[str(row["name"])].plain(gpu)
         if json_:
             print(json.dumps({"schema": "lowtide.lab_recipes/1", "recipes": rows}, indent=2))
         else:
-            OUT.print(recipe_table(rows))
+            OUT.print(prediction_table(predictions, find_hardware(gpu)) if predict else recipe_table(rows))
+            for name, prediction in predictions.items():
+                if prediction.figures is None:
+                    OUT.print(f"{name}: {prediction.words}", markup=False, highlight=False, soft_wrap=True)
 
 
 @lab_app.command("run")
@@ -99,17 +112,19 @@ def report_command(
         bool, typer.Option("--all", help="also older runs of the same recipe, seed and settings, in rows of their own")
     ] = False,
 ) -> None:
-    """Set the records of folders side by side: table, scatter and timelines; of one recipe, seed and settings the newest."""
+    """Set the records of folders side by side, here in short and in a file whole; of one recipe, seed and settings the newest."""
     with friendly_errors():
         if out is None and markdown is None and png is None:
             out = Path("report.html")
         with progress("making the report") as say:
             found = collect(folders or [FOLDER], say)
             say(f"{len(found.records)} records")
-            from lowtide.lab.report import write_report  # it draws, and what draws takes a second to import
+            # It draws, and what draws takes a second to import.
+            from lowtide.cli.lab_summary import summary_of
+            from lowtide.lab.report import write_report
 
             sweeps = [sweep_data(sweep) for sweep in found.sweeps]
-            write_report(
+            comparisons = write_report(
                 found.records,
                 html=out,
                 markdown=markdown,
@@ -118,6 +133,8 @@ def report_command(
                 sweeps=sweeps,
                 with_older=all_,
             )
+        for comparison in comparisons:
+            OUT.print(*summary_of(comparison), sep="\n")
         num_older = 0 if all_ else len(found.records) - len(newest_records(found.records))
         if num_older:
             records = "1 older record" if num_older == 1 else f"{num_older} older records"

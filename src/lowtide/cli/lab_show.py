@@ -10,12 +10,10 @@ import typer
 
 from lowtide import config
 from lowtide.cli.console import friendly_errors, progress
+from lowtide.cli.lab_prediction import Prediction, predict_for
 from lowtide.errors import ConfigError
 from lowtide.lab.catalogue import choose_recipes, known_recipes
-from lowtide.lab.prediction import UnpredictedError, predict_recipe
-from lowtide.lab.recipe import Recipe
 from lowtide.lab.recipe_file import resolve_recipe
-from lowtide.lab.record import PredictedFigures
 from lowtide.lab.shown_recipe import annotated_yaml
 from lowtide.lab.so_far import shown_bytes
 
@@ -33,7 +31,10 @@ def show_command(
         found, path = _one_recipe(name, recipes or [])
         resolved = resolve_recipe(path, set_ or [])
         plain = config.to_plain(resolved.recipe)
-        predicted, why_not = _prediction(resolved.recipe, gpu) if predict else (None, "")
+        predicted = None
+        if predict:
+            with progress("predicting") as say:
+                predicted = predict_for(resolved.recipe, gpu, say)
         if json_:
             shown = {
                 "schema": "lowtide.lab_recipe/1",
@@ -41,15 +42,14 @@ def show_command(
                 "path": str(path),
                 "recipe": plain,
                 "sources": resolved.sources,
-                "predicted": None if predicted is None else {"gpu": gpu, **config.to_plain(predicted)},
-                "not_predicted": why_not or None,
+                **(predicted or Prediction(figures=None)).plain(gpu),
             }
             print(json.dumps(shown, indent=2))
             return
         # Comments, so that the whole of it is a recipe: `lab show NAME > mine.yaml`.
         print(f"# {found}")
-        if predict:
-            print(f"# {_words(predicted, gpu) if predicted is not None else f'no prediction: {why_not}'}")
+        for line in [] if predicted is None else _lines(predicted, gpu):
+            print(f"# {line}")
         print(annotated_yaml(plain, resolved.sources), end="")
 
 
@@ -60,15 +60,14 @@ def _one_recipe(name: str, folders: list[Path]) -> tuple[str, Path]:
     return next(iter(chosen.items()))
 
 
-def _prediction(recipe: Recipe, gpu: str) -> tuple[PredictedFigures | None, str]:
-    try:
-        with progress("predicting") as say:
-            return predict_recipe(recipe, hardware=gpu, say=say), ""
-    except UnpredictedError as error:
-        return None, str(error)
-
-
-def _words(predicted: PredictedFigures, gpu: str) -> str:
-    parts = sorted(predicted.at_peak.items(), key=lambda part: -part[1])
-    made_of = ", ".join(f"{category} {shown_bytes(num_bytes)}" for category, num_bytes in parts if num_bytes)
-    return f"predicted peak on {gpu}: {shown_bytes(predicted.peak_bytes)} in {predicted.peak_phase} ({made_of})"
+def _lines(predicted: Prediction, gpu: str) -> list[str]:
+    if predicted.figures is None:
+        return [predicted.words]
+    lines = [f"predicted peak on {gpu}: {predicted.words}"]
+    if predicted.is_over:
+        reserved = predicted.figures.reserved_bytes or predicted.figures.peak_bytes
+        lines.append(
+            f"its device_memory of {predicted.budget} does not hold that step: it would be out of memory; without "
+            f"the budget the allocator takes {shown_bytes(reserved)}"
+        )
+    return lines

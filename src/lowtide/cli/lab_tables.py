@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.table import Table
 from rich.text import Text
 
 from lowtide.cli.lab_display import STYLES
+from lowtide.cli.lab_prediction import Prediction
 from lowtide.errors import ConfigError
+from lowtide.hardware import Hardware
 from lowtide.lab.differences import recipe_differences
 from lowtide.lab.recipe_file import read_recipe
 from lowtide.lab.record import RunRecord
 from lowtide.lab.runner import EndedRun
 from lowtide.lab.so_far import shown_bytes
 from lowtide.plain_text import Plain
+from lowtide.report.terminal_table import titled_table
+from lowtide.units import format_bytes
 
 
 def recipe_row(name: str, path: Path) -> dict[str, Plain]:
@@ -50,6 +54,32 @@ def recipe_table(rows: Sequence[dict[str, Plain]]) -> Table:
         for row in group:
             table.add_row(*_recipe_cells(row, indent="  " if folder else ""))
     return table
+
+
+def prediction_table(predictions: Mapping[str, Prediction], card: Hardware) -> Table:
+    """What recipes need on a card, the smallest peak first; those that are not predicted are not in it."""
+    title = f"predicted on {card.name}, {format_bytes(card.memory_bytes)}"
+    table = titled_table(title, "recipe", ">peak", ">reserved", "<in", "<fits")
+    predicted = [(name, each, each.figures) for name, each in predictions.items() if each.figures is not None]
+    for name, prediction, figures in sorted(predicted, key=lambda row: row[2].peak_bytes):
+        reserved_bytes = figures.reserved_bytes or figures.peak_bytes
+        table.add_row(
+            Text(name),
+            shown_bytes(figures.peak_bytes),
+            shown_bytes(reserved_bytes),
+            figures.peak_phase,
+            _fits(prediction, reserved_bytes + card.context_bytes, figures.peak_bytes + card.context_bytes, card),
+        )
+    return table
+
+
+def _fits(prediction: Prediction, needed_bytes: int, least_bytes: int, card: Hardware) -> Text:
+    if prediction.is_over:
+        return Text(f"not its {prediction.budget}", style="red")
+    if needed_bytes <= card.memory_bytes:
+        return Text("yes", style="green")
+    # What is cached can be given back, so that between the two it may.
+    return Text("hardly", style="yellow") if least_bytes <= card.memory_bytes else Text("no", style="red")
 
 
 def _recipe_cells(row: dict[str, Plain], indent: str) -> tuple[Text, Text, str]:

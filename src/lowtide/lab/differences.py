@@ -49,6 +49,8 @@ def _differences(value: object, base: object, plain: Plain, path: str) -> Iterat
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         assert isinstance(plain, dict)
         is_new = type(base) is not type(value)
+        # A part that there was not at all: its first setting says what it is, also where that is the default.
+        named = dataclasses.fields(value)[0].name if base is None and "kind" not in plain else None
         if is_new:
             base = _default(type(value))
         inner = [
@@ -57,7 +59,7 @@ def _differences(value: object, base: object, plain: Plain, path: str) -> Iterat
             if path or field.name not in NOT_COMPARED
             for difference in _differences(
                 getattr(value, field.name),
-                getattr(base, field.name, dataclasses.MISSING),
+                dataclasses.MISSING if field.name == named else getattr(base, field.name, dataclasses.MISSING),
                 plain[field.name],
                 f"{path}.{field.name}" if path else field.name,
             )

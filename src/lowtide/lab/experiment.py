@@ -16,7 +16,7 @@ from lowtide.lab.arithmetic import arithmetic
 from lowtide.lab.check import find_device, plan_of
 from lowtide.lab.compiling import compile_model
 from lowtide.lab.inputs import Inputs, check_vocabulary, make_inputs
-from lowtide.lab.materialise import materialise
+from lowtide.lab.materialise import first_model
 from lowtide.lab.meter import Meter, metered
 from lowtide.lab.prediction import UnpredictedError, predict
 from lowtide.lab.progress import OnProgress, Progress
@@ -113,7 +113,7 @@ def _offloaded_nothing(recipe: Recipe, stats: dict[str, Plain]) -> bool:
 def first_weights(recipe: Recipe, source: ModelSource) -> nn.Module:
     """The model on the host: drawn in fp32 from the seed, then converted, so that all types begin at the same weights."""
     torch.manual_seed(recipe.seed)
-    model = materialise(source.build(torch.float32), name=recipe.model, dtype=torch.float32)
+    model = first_model(source, torch.float32)
     # Not `model.to`: buffers such as rotary frequencies are of the type that the model itself gives them.
     types = {name: tensor.dtype for name, tensor in _tensors(source.build(recipe.torch_dtype))}
     for name, tensor in _tensors(model):

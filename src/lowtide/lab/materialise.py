@@ -1,4 +1,4 @@
-"""A model from the meta device with real first weights: what its own initialisation draws, on the host."""
+"""A model with real first weights, on the host: as its own code makes them, or what its initialisation draws."""
 
 from __future__ import annotations
 
@@ -9,6 +9,24 @@ import torch
 from torch import nn
 
 from lowtide.errors import ConfigError
+from lowtide.models import ModelSource
+
+
+def first_model(source: ModelSource, dtype: torch.dtype) -> nn.Module:
+    """The model on the host with its first weights: as its own code makes it where there is such, else as below.
+
+    A factory may draw its weights otherwise than its modules would by themselves, or load them: nothing but the factory
+    knows. One that puts its model on the meta device itself leaves them to `materialise`.
+
+    Raises:
+        ConfigError: As for `materialise`.
+    """
+    if source.build_on_host is None:
+        return materialise(source.build(dtype), name=source.name, dtype=dtype)
+    model = source.build_on_host(dtype)
+    if any(tensor.device.type == "meta" for tensor in itertools.chain(model.parameters(), model.buffers())):
+        return materialise(model, name=source.name, dtype=dtype)
+    return model.cpu()
 
 
 def materialise(model: nn.Module, *, name: str, dtype: torch.dtype) -> nn.Module:

@@ -45,4 +45,7 @@ class PlanRecipe:
                 policy_of(word)
         for key in ("device_memory", "host_memory", "window_memory", "chunk_memory"):
             if (size := getattr(self, key)) is not None:
-                parse_bytes(size)
+                try:
+                    parse_bytes(size)
+                except ConfigError as error:
+                    raise ConfigError(f"{key}: {error}", key=key) from error

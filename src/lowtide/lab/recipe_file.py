@@ -113,7 +113,11 @@ def unknown_recipe(name: str, names: Iterable[str]) -> UnknownNameError:
     """Says which names are nearest, whole or by their last part."""
     known = list(names)
     return UnknownNameError(
-        "recipe", name, [*known, *(each.rpartition("/")[2] for each in known)], listed_by="lowtide lab ls"
+        # Once each: two folders may have recipes of one last part.
+        "recipe",
+        name,
+        list(dict.fromkeys([*known, *(each.rpartition("/")[2] for each in known)])),
+        listed_by="lowtide lab ls",
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.errors import ConfigError, TraceError
-from lowtide.lab.materialise import materialise
+from lowtide.lab.materialise import first_model
 from lowtide.lab.optimizer_recipe import OPTIMIZERS, Constant, LinearWarmup, OptimizerRecipe, RiseFromZero
 from lowtide.lab.recipe import Recipe
 from lowtide.models import ModelSource
@@ -24,7 +24,7 @@ Batch = dict[str, Tensor]
 def make_model(recipe: Recipe, source: ModelSource) -> nn.Module:
     """The model on the host, in training mode, with the first weights that the recipe's seed gives."""
     torch.manual_seed(recipe.seed)
-    return materialise(source.build(recipe.torch_dtype), name=recipe.model, dtype=recipe.torch_dtype)
+    return first_model(source, recipe.torch_dtype)
 
 
 def make_optimizer(recipe: OptimizerRecipe, model: nn.Module) -> torch.optim.Optimizer:

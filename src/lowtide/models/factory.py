@@ -27,7 +27,8 @@ DEFAULT_IMAGE_SIZE = 224
 
 
 def resolve_factory(spec: str, *, recompute: bool) -> ModelSource:
-    """The source for `package.module:factory`. The factory takes no arguments, and is called on the meta device.
+    """The source for `package.module:factory`. The factory takes no arguments, and is called on the meta device; for
+    `build_on_host`, where its weights count, as it is.
 
     When it returns (model, batch), the batch is a mapping from argument names to tensors. Those that came out on the
     meta device are given values afterwards: ones for integers and booleans (a valid token, a valid class, a mask that
@@ -37,7 +38,12 @@ def resolve_factory(spec: str, *, recompute: bool) -> ModelSource:
     model, batch = _call(spec)
     form: BatchForm = _infer_form(spec, model) if batch is None else _OwnBatch(spec=spec, default=_text_of(spec, batch))
     return ModelSource(
-        name=spec, family="factory", default_batch=form.default, build=partial(_build, spec, recompute), make_batch=form
+        name=spec,
+        family="factory",
+        default_batch=form.default,
+        build=partial(_build, spec, recompute),
+        make_batch=form,
+        build_on_host=partial(_build_on_host, spec, recompute),
     )
 
 
@@ -60,7 +66,14 @@ class _OwnBatch:
 
 
 def _build(spec: str, recompute: bool, dtype: torch.dtype | None) -> nn.Module:
-    model, _ = _call(spec)
+    return _finished(spec, _call(spec)[0], recompute, dtype)
+
+
+def _build_on_host(spec: str, recompute: bool, dtype: torch.dtype | None) -> nn.Module:
+    return _finished(spec, _checked(spec, _find(spec)())[0], recompute, dtype)
+
+
+def _finished(spec: str, model: nn.Module, recompute: bool, dtype: torch.dtype | None) -> nn.Module:
     finish(model, dtype)
     if recompute:
         enable_recompute(model, name=spec)
@@ -68,7 +81,10 @@ def _build(spec: str, recompute: bool, dtype: torch.dtype | None) -> nn.Module:
 
 
 def _call(spec: str) -> tuple[nn.Module, Mapping[str, Tensor] | None]:
-    made = build_on_meta(_find(spec), name=spec)
+    return _checked(spec, build_on_meta(_find(spec), name=spec))
+
+
+def _checked(spec: str, made: object) -> tuple[nn.Module, Mapping[str, Tensor] | None]:
     model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise ConfigError(

@@ -35,3 +35,5 @@ class ModelSource:
     """The model on the meta device, in training mode; None leaves the dtype to the model."""
     make_batch: Callable[[str], Batch]
     """Tensors on the host from a text such as `8x2048`; BatchMismatchError says what the model accepts."""
+    build_on_host: Callable[[torch.dtype | None], nn.Module] | None = None
+    """The same with the weights that the model's own code gives it, drawn or loaded; None where `build` is all there is."""

@@ -77,10 +77,10 @@ def test_experiments_devices_and_models_are_apart() -> None:
     ]
     titles = [comparison.title for comparison in make_comparisons(records)]
     assert titles == [
-        "x deep-one on NVIDIA H200",
+        "x (deep-one) on NVIDIA H200",
         "y on NVIDIA H200",
-        "x deep-one on cpu, emulated",
-        "x gpt-tiny on NVIDIA H200",
+        "x (deep-one) on cpu, emulated",
+        "x (gpt-tiny) on NVIDIA H200",
     ]
     assert [comparison.is_emulated for comparison in make_comparisons(records)] == [False, False, True, False]
 

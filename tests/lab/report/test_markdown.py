@@ -4,6 +4,7 @@ import re
 
 from lowtide.lab.record import Outcome
 from lowtide.lab.report.comparison import make_comparisons
+from lowtide.lab.report.html import render_html
 from lowtide.lab.report.markdown import escape, render_markdown
 from lowtide.lab.report.sweep import read_sweep
 from lowtide.units import GiB
@@ -56,6 +57,16 @@ def test_of_a_run_that_failed_only_the_words_of_its_error_are_shown() -> None:
     )
     assert "linear.py" not in text
     assert "last heard" not in text
+
+
+def test_seeds_that_ended_alike_are_said_once() -> None:
+    records = [
+        *(record("x/small", seed=seed, outcome=Outcome.FAILED, message="PlanError: too small") for seed in (0, 1)),
+        record("x/small", seed=2, outcome=Outcome.KILLED, message="after 3 s"),
+    ]
+    text = render_markdown(make_comparisons(records), records, title="Lab report")
+    assert "- small, seeds 0, 1: failed: PlanError: too small\n- small, seed 2: killed: after 3 s" in text
+    assert render_html(make_comparisons(records), records, title="").count("<pre>PlanError: too small</pre>") == 1
 
 
 def test_a_table_by_hand() -> None:

@@ -27,6 +27,14 @@ def test_the_whole_experiment(tmp_path: Path) -> None:
     assert picture[..., :3].std() > 0.05
 
 
+def test_a_front_of_one_point_has_no_line_to_explain(tmp_path: Path) -> None:
+    alone = [each for each in experiment() if each.name.endswith("/control")]
+    assert ">front: no other" in draw(experiment(), tmp_path / "many.svg")
+    svg = draw(alone, tmp_path / "one.svg")
+    assert ">measured, on the front" in svg
+    assert ">front: no other" not in svg
+
+
 def test_the_names_are_in_the_picture(tmp_path: Path) -> None:
     svg = draw(experiment(), tmp_path / "r.svg")
     for text in (

@@ -118,6 +118,12 @@ def test_every_setting_is_named_in_which_namesakes_differ() -> None:
     ]
 
 
+def test_another_model_is_no_namesake() -> None:
+    recipes = [{"steps": 2}, {"steps": 3}, {"model": "gpt-tiny", "steps": 2}]
+    labels = [row.label for row in make_rows([record(recipe=recipe) for recipe in recipes])]
+    assert labels == ["control (steps=2)", "control (steps=3)", "control"]
+
+
 def test_left_out_and_none_are_the_same() -> None:
     assert len(make_rows([record(seed=0, recipe={"plan": None}), record(seed=1)])) == 1
 

@@ -28,4 +28,4 @@ def test_reports(names: tuple[str, ...], title: str) -> None:
 def test_recipes_without_a_folder_are_named() -> None:
     records = [record("x/control"), record("mine"), record("own", recipe={"model": "gpt-tiny"}), record("more")]
     titles = [comparison.title for comparison in make_comparisons(records)]
-    assert titles == ["x on NVIDIA H200", "mine, more deep-one on NVIDIA H200", "own gpt-tiny on NVIDIA H200"]
+    assert titles == ["x on NVIDIA H200", "mine, more (deep-one) on NVIDIA H200", "own (gpt-tiny) on NVIDIA H200"]

@@ -66,7 +66,7 @@ def make_comparisons(records: Sequence[RunRecord], *, with_older: bool = False) 
     for folder, model, _ in groups:
         models.setdefault(folder, set()).add(model)
     return tuple(
-        _compare(rows, title=" ".join([group_words(rows), *([model] if len(models[folder]) > 1 else []), "on", device]))
+        _compare(rows, title=f"{group_words(rows)}{f' ({model})' if len(models[folder]) > 1 else ''} on {device}")
         for (folder, model, device), rows in groups.items()
     )
 

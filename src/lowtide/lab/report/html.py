@@ -9,6 +9,7 @@ from lowtide.lab.record import RunRecord
 from lowtide.lab.report import html_parts as parts
 from lowtide.lab.report.byte_unit import unit_for
 from lowtide.lab.report.comparison import Comparison
+from lowtide.lab.report.fastest import fastest_words
 from lowtide.lab.report.provenance import provenance, remarks
 from lowtide.lab.report.scatter import Scatter, scatter_of
 from lowtide.lab.report.scatter_svg import scatter_svg
@@ -75,7 +76,11 @@ def _comparison(comparison: Comparison, scatter: Scatter | None, index: int) -> 
     else:
         pieces.append(_scatter_figure(scatter, index))
     pieces.append(parts.table_html(result_table(comparison), comparison))
-    pieces.append(f'<p class="hint">{escape(comparison.control_words)}</p>')
+    pieces += [
+        f'<p class="hint">{escape(words)}</p>'
+        for words in (fastest_words(comparison), comparison.control_words)
+        if words
+    ]
     if (published := published_table(comparison)) is not None:
         pieces.append(parts.table_html(published, comparison))
         sources = dict.fromkeys(row.published.source for row in published.rows if row.published)

@@ -7,7 +7,7 @@ from html import escape
 
 from lowtide.lab.report.byte_unit import byte_unit, unit_for
 from lowtide.lab.report.comparison import Comparison
-from lowtide.lab.report.rows import Row
+from lowtide.lab.report.rows import Row, alike_endings
 from lowtide.lab.report.scatter import Mark, Scatter
 from lowtide.lab.report.sweep import Sweep
 from lowtide.lab.report.sweep_svg import sweep_svg
@@ -113,11 +113,11 @@ def phase_table(comparison: Comparison) -> str:
 def unfinished(comparison: Comparison) -> str:
     """Runs that did not come to their end, with all that they said; "" where every one did."""
     items = "".join(
-        f"<li><b>{escape(row.label)}</b>, seed {ending.seed}: {escape(ending.outcome)}"
+        f"<li><b>{escape(row.label)}</b>, {seeds}: {escape(ending.outcome)}"
         + (f"<pre>{escape(ending.message.strip())}</pre>" if ending.message.strip() else "")
         + "</li>"
         for row in comparison.rows
-        for ending in row.unfinished
+        for seeds, ending in alike_endings(row)
     )
     return f'<aside class="notes unfinished"><h3>Runs that did not finish</h3><ul>{items}</ul></aside>' if items else ""
 

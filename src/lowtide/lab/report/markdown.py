@@ -9,7 +9,9 @@ from lowtide.lab.record import RunRecord
 from lowtide.lab.report.byte_unit import byte_unit
 from lowtide.lab.report.comparison import Comparison
 from lowtide.lab.report.error_words import error_line
+from lowtide.lab.report.fastest import fastest_words
 from lowtide.lab.report.provenance import provenance, remarks
+from lowtide.lab.report.rows import alike_endings
 from lowtide.lab.report.sweep import Sweep
 from lowtide.lab.report.tables import Column, Table, breakdown_table, published_table, result_table
 
@@ -53,6 +55,8 @@ def _comparison(comparison: Comparison, *, has_title: bool) -> list[str]:
     parts = [f"## {escape(comparison.title)}"] if has_title else []
     parts += _table(result_table(comparison), comparison)
     parts.append(escape(comparison.control_words) + _front_words(comparison))
+    if words := fastest_words(comparison):
+        parts.append(escape(words))
     if (published := published_table(comparison)) is not None:
         parts += [f"### {published.caption}", *_table(published, comparison)]
         sources = dict.fromkeys(row.published.source for row in published.rows if row.published)
@@ -60,10 +64,10 @@ def _comparison(comparison: Comparison, *, has_title: bool) -> list[str]:
     if (breakdown := breakdown_table(comparison)) is not None:
         parts += [f"### {breakdown.caption}", *_table(breakdown, comparison)]
     endings = [
-        f"- {escape(row.label)}, seed {ending.seed}: {ending.outcome}"
+        f"- {escape(row.label)}, {seeds}: {ending.outcome}"
         + (f": {escape(error_line(ending.message))}" if ending.message else "")
         for row in comparison.rows
-        for ending in row.unfinished
+        for seeds, ending in alike_endings(row)
     ]
     if endings:
         parts += ["### Runs that did not finish", "\n".join(endings)]

@@ -121,14 +121,15 @@ def _draw_scatter(figure: Figure, axes: Axes, scatter: Scatter) -> None:
     axes.set_ylabel(f"peak ({scatter.unit.name})")
     axes.grid(color=LINE, linewidth=0.5)
     _plain(axes)
-    axes.plot(
-        [x for x, _ in scatter.front],
-        [y for _, y in scatter.front],
-        color=_BEST,
-        linewidth=1.0,
-        alpha=0.7,
-        label="front: no other is as small and as fast",
-    )
+    if len(scatter.front) > 1:  # one point has no line, and its legend would explain what is not there
+        axes.plot(
+            [x for x, _ in scatter.front],
+            [y for _, y in scatter.front],
+            color=_BEST,
+            linewidth=1.0,
+            alpha=0.7,
+            label="front: no other is as small and as fast",
+        )
     ours = {id(mark.row): mark for mark in scatter.marks}
     nameless = [mark for mark in scatter.published if id(mark.row) in ours]
     for mark in nameless:

@@ -119,6 +119,17 @@ class Row:
         return self.predicted.peak_bytes / measured_bytes - 1
 
 
+def alike_endings(row: Row) -> list[tuple[str, Ending]]:
+    """The first of all endings that are the same but for the seed, each with the words for all seeds that it stands for."""
+    seeds: dict[tuple[Outcome, str], list[Ending]] = {}
+    for ending in row.unfinished:
+        seeds.setdefault((ending.outcome, ending.message), []).append(ending)
+    return [
+        (f"{'seed' if len(alike) == 1 else 'seeds'} {', '.join(str(ending.seed) for ending in alike)}", alike[0])
+        for alike in seeds.values()
+    ]
+
+
 def make_rows(records: Sequence[RunRecord], *, with_older: bool = False) -> tuple[Row, ...]:
     """Rows in the order of their first record; runs that differ in the seed alone share one.
 
@@ -130,13 +141,14 @@ def make_rows(records: Sequence[RunRecord], *, with_older: bool = False) -> tupl
         with_older: Whether older runs of the same configuration and seed get rows of their own, or are left out.
     """
     groups = by_configuration(records)
-    namesakes: dict[tuple[str, str], list[dict[str, Plain]]] = {}
+    # Another model is another comparison, with the model in its title: in labels it would hide what differs within one.
+    namesakes: dict[tuple[str, str, str], list[dict[str, Plain]]] = {}
     for (name, device, _), runs in groups.items():
-        namesakes.setdefault((name, device), []).append(flat_settings(runs[0].recipe))
+        namesakes.setdefault((name, device, _model(runs[0])), []).append(flat_settings(runs[0].recipe))
     rows = []
     for (name, device, _), runs in groups.items():
         newest, *older = generations(runs)
-        settings = settings_apart(flat_settings(runs[0].recipe), namesakes[name, device])
+        settings = settings_apart(flat_settings(runs[0].recipe), namesakes[name, device, _model(runs[0])])
         num_older = 0 if with_older else len(runs) - len(newest)
         rows.append(_row(newest, device=device, settings=settings, num_older=num_older))
         for age, before in enumerate(older if with_older else (), start=1):
@@ -159,7 +171,7 @@ def _row(runs: Sequence[RunRecord], *, device: str, settings: str, num_older: in
         name=first.name,
         settings=settings,
         device=device,
-        model=str(first.recipe.get("model", "")),
+        model=_model(first),
         seeds=tuple(seed_of(run) for run in runs),
         num_older=num_older,
         unfinished=tuple(
@@ -192,6 +204,10 @@ def _row(runs: Sequence[RunRecord], *, device: str, settings: str, num_older: in
         parameters=next((run.parameters for run in runs if run.parameters is not None), None),
         remarks=tuple(dict.fromkeys([*(remark for run in runs for remark in run.remarks), *complaints])),
     )
+
+
+def _model(run: RunRecord) -> str:
+    return str(run.recipe.get("model", ""))
 
 
 def _breakdown(measured: Sequence[MemoryFigures], predicted: PredictedFigures | None) -> Breakdown | None:

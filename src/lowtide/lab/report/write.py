@@ -8,7 +8,7 @@ from pathlib import Path
 from lowtide.errors import ConfigError
 from lowtide.lab.configurations import newest_records
 from lowtide.lab.record import RunRecord
-from lowtide.lab.report.comparison import make_comparisons
+from lowtide.lab.report.comparison import Comparison, make_comparisons
 from lowtide.lab.report.html import render_html
 from lowtide.lab.report.markdown import render_markdown
 from lowtide.lab.report.sweep import read_sweep
@@ -24,8 +24,8 @@ def write_report(
     skipped: Sequence[str] = (),
     sweeps: Sequence[Mapping[str, object]] = (),
     with_older: bool = False,
-) -> None:
-    """Write the report in each form that has a path; folders are made.
+) -> tuple[Comparison, ...]:
+    """Write the report in each form that has a path; folders are made. Returns what was compared.
 
     Args:
         records: Of runs that finished and of those that did not: both are results.
@@ -62,6 +62,7 @@ def write_report(
         from lowtide.lab.report.png import save_report_png  # matplotlib takes a second to import
 
         save_report_png(comparisons, png, title=title)
+    return comparisons
 
 
 def _write(path: Path, text: str) -> None:

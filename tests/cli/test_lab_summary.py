@@ -1,0 +1,44 @@
+"""What `lowtide lab report` says on the terminal."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from lowtide.cli.lab_summary import summary_of
+from lowtide.lab.record import Outcome, RunRecord, SpeedFigures
+from lowtide.lab.report.comparison import make_comparisons
+from lowtide.units import GiB
+from tests.lab.report.samples import experiment, record
+
+
+def said(records: Sequence[RunRecord]) -> list[str]:
+    (comparison,) = make_comparisons(records)
+    console = Console(width=80, file=io.StringIO())
+    console.print(*summary_of(comparison), sep="\n")
+    return console.file.getvalue().splitlines()
+
+
+def test_peaks_speeds_and_the_fastest_within_a_budget() -> None:
+    speed = SpeedFigures(step_s=(0.5,) * 4, samples_per_step=1)
+    lines = said(
+        [
+            record("x/control", peak_bytes=8 * GiB, speed=speed, evaluation_loss=0.0),
+            record("x/large", peak_bytes=None, outcome=Outcome.OUT_OF_MEMORY),
+            record("x/half", peak_bytes=4 * GiB, speed=speed, evaluation_loss=0.0),
+        ]
+    )
+    assert lines[0] == "x on NVIDIA H200"
+    assert lines[2].split() == ["configuration", "GiB", "reduction", "at", "samples/s", "perplexity"]
+    assert lines[3].split() == ["control", "8.000", "forward", "2.000", "1.00"]
+    assert lines[4].split() == ["half", "4.000", "50.0%", "forward", "2.000", "1.00"]
+    assert [line.strip() for line in lines[5:7]] == ["large", str(Outcome.OUT_OF_MEMORY)]
+    assert lines[7] == "Fastest within a budget, by peak: from 4.000 GiB half (2.000 samples/s)."
+
+
+def test_a_whole_experiment_fits_a_terminal() -> None:
+    lines = said([*experiment(), *experiment(seed=1)])
+    assert max(map(len, lines)) <= 80
+    assert not any("…" in line for line in lines)
