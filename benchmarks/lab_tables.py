@@ -5,8 +5,10 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from benchmarks.records import percent, table
+from benchmarks.lab_predict import SCHEMA
+from benchmarks.records import newest, percent, table
 from lowtide.errors import BadRecordError
 from lowtide.lab.record import MemoryFigures, Outcome, RunRecord, read_record
 from lowtide.units import GiB
@@ -34,9 +36,17 @@ def phases(results: Path) -> str:
     return table(header, lines, num_text=1) + f"\n\n{_provenance(rows)}"
 
 
+def predicted(results: Path) -> str:
+    """Recipes under other settings, predicted."""
+    record = newest(results / "lab_predicted", SCHEMA)
+    rows: list[dict[str, Any]] = record.rows("rows", ("name", "setting", "peak_bytes", "peak_phase"))
+    lines = [[row["name"], f"`{row['setting']}`", row["peak_phase"], f"{row['peak_bytes'] / GiB:.3f}"] for row in rows]
+    return table(["recipe", "--set", "in", "predicted GiB"], lines, num_text=3) + f"\n\n{record.provenance}"
+
+
 def _newest(results: Path) -> list[Measured]:
     """The newest run of each recipe, the highest peak first."""
-    newest: dict[str, Measured] = {}
+    found: dict[str, Measured] = {}
     for path in sorted((results / "lab").glob("*.json")):
         record = read_record(path)
         if record.memory is None or record.outcome is not Outcome.FINISHED:
@@ -44,11 +54,11 @@ def _newest(results: Path) -> list[Measured]:
                 f"{path}: the run of {record.name} has no peak ({record.outcome}), and so no place in the results; run it "
                 "again, or take the file away"
             )
-        if record.name not in newest or _when(record) > _when(newest[record.name][0]):
-            newest[record.name] = (record, record.memory)
-    if not newest:
+        if record.name not in found or _when(record) > _when(found[record.name][0]):
+            found[record.name] = (record, record.memory)
+    if not found:
         raise BadRecordError(f"there are no records in {results / 'lab'}; run the lab before its table is rendered")
-    return sorted(newest.values(), key=lambda pair: -pair[1].peak_bytes)
+    return sorted(found.values(), key=lambda pair: -pair[1].peak_bytes)
 
 
 def _cells(record: RunRecord, memory: MemoryFigures) -> list[str]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.activations.tables import chunked_loss, embedding, policies
 from benchmarks.budget_tables import check, sweep
-from benchmarks.lab_tables import memory, phases
+from benchmarks.lab_tables import memory, phases, predicted
 from benchmarks.optim.tables import beside_peers, host_kernel, scale, shares, steps
 from benchmarks.records import Record, gib, newest, percent, table
 from benchmarks.session.tables import budgets, start_up, streaming
@@ -134,6 +134,7 @@ RENDERERS: dict[str, Renderer] = {
     "host-kernel": host_kernel,
     "lab-memory": memory,
     "lab-phases": phases,
+    "lab-predicted": predicted,
     "optimizer": steps,
     "optimizer-beside-peers": beside_peers,
     "optimizer-long": functools.partial(steps, suite="optimizer_long"),

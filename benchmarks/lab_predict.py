@@ -1,0 +1,56 @@
+"""What recipes of the lab are predicted to need under other settings, without a GPU: one record.
+
+python -m benchmarks.lab_predict --commit 0123abc
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+
+from lowtide.lab.prediction import predict_recipe
+from lowtide.lab.recipe_file import find_recipe, resolve_recipe
+
+SCHEMA = "lowtide.lab_predictions/1"
+HARDWARE = "h200"
+ROWS: tuple[tuple[str, str], ...] = (
+    *((name, f"batch={batch}") for batch in ("1x768", "2x768", "4x768") for name in ("control", "fused")),
+    *(("fused_checkpoint", f"plan.activations=recompute/{size}") for size in (1, 2, 4, 6, 8)),
+    ("bf16_stochastic", "plan.activations=offload"),
+)
+
+
+def main() -> None:
+    """Predict each row, and write them beside the other results."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/lab_predicted")
+    arguments = parser.parse_args()
+    rows = []
+    for name, setting in ROWS:
+        recipe = resolve_recipe(find_recipe(f"peak_memory/{name}"), [setting]).recipe
+        figures = predict_recipe(recipe, hardware=HARDWARE, say=lambda _: None)
+        rows.append(
+            {"name": name, "setting": setting, "peak_bytes": figures.peak_bytes, "peak_phase": figures.peak_phase}
+        )
+        print(f"{name}, {setting}: {figures.peak_bytes:,} bytes in {figures.peak_phase}", flush=True)
+    record = {
+        "schema": SCHEMA,
+        "hardware": f"{HARDWARE}, predicted without a GPU",
+        "torch": torch.__version__,
+        "commit": arguments.commit,
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "rows": rows,
+    }
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    path = arguments.out / f"{time.strftime('%Y-%m-%dT%H%M')}_{arguments.commit}.json"
+    path.write_text(json.dumps(record, indent=1))
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()
