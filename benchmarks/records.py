@@ -57,7 +57,7 @@ def newest(folder: Path, schema: str) -> Record:
     return max(records, key=lambda record: (record.text("date"), record.path.name))
 
 
-def newest_rows(folder: Path, schema: str) -> dict[str, tuple[dict[str, object], Record]]:
+def newest_rows(folder: Path, schema: str) -> dict[str, tuple[dict[str, Any], Record]]:
     """Rows by name, each from the newest record that has it without a failure: a suite may be run in parts.
 
     Raises:
@@ -66,7 +66,7 @@ def newest_rows(folder: Path, schema: str) -> dict[str, tuple[dict[str, object],
     records = [read(path, schema) for path in sorted(folder.glob("*.json"))]
     if not records:
         raise BadRecordError(f"there are no records in {folder}; run the benchmark before its table is rendered")
-    found: dict[str, tuple[dict[str, object], Record]] = {}
+    found: dict[str, tuple[dict[str, Any], Record]] = {}
     for record in sorted(records, key=lambda record: (record.text("date"), record.path.name)):
         for row in record.rows("rows", ("name",)):
             if "failed" not in row or str(row["name"]) not in found:

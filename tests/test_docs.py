@@ -6,13 +6,15 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import render
+from benchmarks.session.suites import SUITES
+from benchmarks.session.tables import streaming
 from lowtide.errors import BadRecordError, UnknownNameError
 from lowtide.units import GiB
 
@@ -180,6 +182,35 @@ def test_peak_memory_table(tmp_path: Path) -> None:
     file.write_text(json.dumps(record | {"date": "2026-01-01", "rows": rows}), encoding="utf-8")
     with pytest.raises(BadRecordError, match="'control' needs numbers in published_gib and predicted_bytes"):
         render.peak_memory(tmp_path)
+
+
+def write_streaming(folder: Path, date: str, names: Iterable[str], *, plain_s: float, other_s: float) -> None:
+    """A run of some of the suite's rows: plain steps took so long, the others so."""
+    rows = [
+        row | {"median_s": plain_s if row["kind"] == "plain" else other_s, "max_reserved_bytes": GiB, "parameters": 1}
+        for row in SUITES["streaming"]
+        if row["name"] in names
+    ]
+    record = {"schema": "lowtide.session_benchmark/1", "commit": "abc", "hardware": "none", "torch": "2.8"}
+    (folder / "session_streaming").mkdir(exist_ok=True)
+    file = folder / "session_streaming" / f"{date}.json"
+    file.write_text(json.dumps(record | {"date": date, "rows": rows}), encoding="utf-8")
+
+
+def test_rows_of_several_runs_are_each_compared_with_the_plain_steps_of_their_own(tmp_path: Path) -> None:
+    names = [str(row["name"]) for row in SUITES["streaming"]]
+    resident, last = "managed, all resident, SGD", names[-2]
+    write_streaming(tmp_path, "2026-01-01", [name for name in names if name != last], plain_s=1.0, other_s=1.1)
+    with pytest.raises(BadRecordError, match=rf"session_streaming: no record has the rows {last}; run the suite again"):
+        streaming(tmp_path)
+    write_streaming(tmp_path, "2026-01-02", names, plain_s=1.0, other_s=1.1)
+    write_streaming(tmp_path, "2026-01-03", ["plain torch, SGD", resident], plain_s=2.0, other_s=2.1)
+    text = streaming(tmp_path)
+    assert f"| {resident} | 2100 | +5.00% |" in text
+    assert f"| {last} | 1100 | +10.00% |" in text
+    write_streaming(tmp_path, "2026-01-04", [resident], plain_s=2.0, other_s=2.1)
+    with pytest.raises(BadRecordError, match=r"2026-01-04\.json: no plain row to compare with; run the suite again"):
+        streaming(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ def streaming(results: Path) -> str:
         raise BadRecordError(f"{folder}: no record has the rows {', '.join(missing)}; run the suite again")
     lines = []
     for name in names:
-        row: dict[str, Any]
         row, record = found[name]
         if "failed" in row:
             lines.append([name, str(row["failed"]), "-", "-", "-", "-"])
