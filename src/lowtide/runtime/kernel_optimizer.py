@@ -20,7 +20,14 @@ from lowtide.optim.matrix_rules import Adafactor, MatrixPiece, Rule, names_of_st
 from lowtide.optim.parameter_state import ParameterState, complete, new_state
 from lowtide.optim.precision import rounding_for
 from lowtide.optim.rules import as_numbers, require_rule
-from lowtide.optim.torch_state import LoadTarget, SavedState, from_torch_state, read_state_dict, to_torch_state
+from lowtide.optim.torch_state import (
+    LoadTarget,
+    SavedState,
+    check_form,
+    from_torch_state,
+    read_state_dict,
+    to_torch_state,
+)
 from lowtide.optim.update_types import ElementwiseRule, Numerics, Piece, Rounding
 from lowtide.runtime.chunk_optimizer import ChunkOptimizer, Settings, Update
 from lowtide.runtime.paged_state import Pages
@@ -217,14 +224,13 @@ class KernelOptimizer(ChunkOptimizer):
         Raises:
             OptimizerStateError: It is of another model or optimizer. Nothing was changed.
         """
+        check_form(state_dict, [len(group["params"]) for group in self.optimizer.param_groups])
         names = {id(value): name for value, name in self._names()}
-        groups = [
-            [
-                LoadTarget(name=names[id(parameter)], weight=parameter, rule=require_rule(self.optimizer, group))
-                for parameter in group["params"]
-            ]
-            for group in self.optimizer.param_groups
-        ]
+        groups: list[list[LoadTarget]] = []
+        for group, loaded in zip(self.optimizer.param_groups, state_dict["param_groups"], strict=True):
+            # The settings that torch is about to load say what is kept: amsgrad's maximum, a momentum.
+            rule = require_rule(self.optimizer, {**group, **loaded, "params": group["params"]})
+            groups.append([LoadTarget(name=names[id(value)], weight=value, rule=rule) for value in group["params"]])
         with compat.without_modes():
             saved = read_state_dict(state_dict, groups)
         self._accepted = [
