@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from lowtide.errors import ConfigError, UnsupportedOptimizerError
+from lowtide.memory.unmanaged import is_dense
 from lowtide.optim.adafactor import Adafactor as AdafactorOptimizer
 from lowtide.optim.lion import Lion as LionOptimizer
 from lowtide.optim.matrix_rules import Adafactor, Rule
@@ -115,6 +116,11 @@ def reason_without_rule(optimizer: Optimizer, group: Mapping[str, Any]) -> str |
         if parameter.dtype not in WEIGHT_TYPES:
             return (
                 f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}; kernels are for fp32, bf16, fp16"
+            )
+        if parameter.numel() and not is_dense(tuple(parameter.shape), parameter.stride()):
+            return (
+                f"a parameter of shape {tuple(parameter.shape)} and stride {parameter.stride()} has elements that overlap or "
+                "have gaps between them; kernels are for dense ones, such as its .contiguous()"
             )
     return None
 
