@@ -67,10 +67,11 @@ class KernelOptimizer(ChunkOptimizer):
         self._group_of: dict[int, int] = {}
         self._number_of: dict[int, int] = {}
         self._accepted: list[tuple[LoadTarget, SavedState]] = []
+        self._checked: set[int] = set()
+        """`id`s of the parameters that the kernels can update."""
         self._needs_rate = False  # the rules ask for each of their numbers
         self.refresh_groups()
-        for group in optimizer.param_groups:
-            require_rule(optimizer, group)
+        self._check_parameters()
 
     def refresh_groups(self) -> None:
         """Read again which parameter is in which group."""
@@ -81,12 +82,43 @@ class KernelOptimizer(ChunkOptimizer):
     def settings(self) -> Settings:
         """The groups' settings now, as the kernels take them: numbers. One that lies on the device is waited for, here."""
         taken = super().settings()
-        return replace(taken, groups=tuple(map(as_numbers, taken.groups)))
+        taken = replace(taken, groups=tuple(map(as_numbers, taken.groups)))
+        # All of them before the first update: what one chunk stopped at would leave the step half made.
+        self._check_parameters()
+        self._check_visitors(self._rules(taken))
+        return taken
+
+    def _rules(self, settings: Settings) -> list[Rule]:
+        """Of each param group, as of the moment when the settings were taken: the user may have changed them since."""
+        return [require_rule(self.optimizer, {**group, "params": ()}) for group in settings.groups]
+
+    def _check_parameters(self) -> None:
+        """Refuse a parameter that no kernel is for; one may have been added since."""
+        for group in self.optimizer.param_groups:
+            added = [parameter for parameter in group["params"] if id(parameter) not in self._checked]
+            if added:
+                require_rule(self.optimizer, {**group, "params": added})
+                for parameter in added:
+                    if parameter.requires_grad:
+                        rounding_for(parameter, self.numerics)
+                self._checked.update(map(id, added))
+
+    def _check_visitors(self, rules: Sequence[Rule]) -> None:
+        """Refuse a setting that adds to a state that visits the device: its place on the host is as large as it was."""
+        for rule, group in zip(rules, self.optimizer.param_groups, strict=True):
+            for parameter in group["params"] if self._paged else ():
+                known = self.states.get(id(parameter)) if self._visits(parameter) else None
+                names = () if known is None else names_of_states(rule, parameter.shape)
+                if known is not None and not set(names) <= set(known.names):
+                    raise ConfigError(
+                        f"a setting that adds state ({', '.join(names)}) was switched on while the state visits the device; "
+                        "choose it before the model is managed, or update on the device or the host. Nothing was updated",
+                        key="update",
+                    )
 
     def claim_state(self, updates: Sequence[Update], settings: Settings) -> None:
         """Make the states exist, in the thread that owns the dictionary."""
-        rules = [require_rule(self.optimizer, {**group, "params": ()}) for group in settings.groups]
-        self._claim(updates, rules)
+        self._claim(updates, self._rules(settings))
 
     def _claim(self, updates: Sequence[Update], rules: Sequence[Rule]) -> None:
         for update in updates:
@@ -96,12 +128,7 @@ class KernelOptimizer(ChunkOptimizer):
             if known is None:
                 self.states[id(update.parameter)] = self._new_state(update, rule)
             elif not set(names) <= set(known.names):
-                if self._visits(update.parameter):
-                    raise ConfigError(
-                        f"a setting that adds state ({', '.join(names)}) was switched on while the state visits the device; "
-                        "choose it before the model is managed, or update on the device or the host",
-                        key="update",
-                    )
+                assert not self._visits(update.parameter), "the settings were checked"
                 complete(known, update.target, rule, self.numerics)
 
     def needs_values(self, updates: Sequence[Update]) -> bool:
@@ -130,8 +157,7 @@ class KernelOptimizer(ChunkOptimizer):
         found_inf = settings.scaler.get("found_inf")
         if not updates or (found_inf is not None and float(found_inf)):
             return
-        # As of the moment when the settings were taken: the user may have changed them since.
-        rules = [require_rule(self.optimizer, {**group, "params": ()}) for group in settings.groups]
+        rules = self._rules(settings)
         self._claim(updates, rules)
         pieces: dict[tuple[torch.device, Rounding], list[Piece]] = {}
         wholes: dict[tuple[torch.device, Rounding], list[MatrixPiece]] = {}
