@@ -28,7 +28,7 @@ from lowtide.optim.torch_state import (
     read_state_dict,
     to_torch_state,
 )
-from lowtide.optim.update_types import ElementwiseRule, Numerics, Piece, Rounding
+from lowtide.optim.update_types import ElementwiseRule, Numerics, Piece, Rounding, Sgd
 from lowtide.runtime.chunk_optimizer import ChunkOptimizer, Settings, Update
 from lowtide.runtime.paged_state import Pages
 from lowtide.runtime.sparse_gradients import refuse_sparse_gradient
@@ -176,7 +176,8 @@ class KernelOptimizer(ChunkOptimizer):
             if isinstance(rule, Adafactor):
                 wholes.setdefault(kind, []).append(_whole(update.target, state, rule, step, key))
             else:
-                pieces.setdefault(kind, []).append(_piece(update.target, state, rule, step, key))
+                number = 1 if isinstance(rule, Sgd) and home.lacks_momentum else step
+                pieces.setdefault(kind, []).append(_piece(update.target, state, rule, number, key))
         for (device, rounding), alike in pieces.items():
             kernel = _kernel(device)
             factor = _factor(device, settings)
@@ -185,7 +186,10 @@ class KernelOptimizer(ChunkOptimizer):
             matrix_kernel.update(whole, rounding=rounding, gradient_factor=_factor(device, settings))
         # Not before: an update that failed was not made.
         for update in updates:
-            self.states[id(update.parameter)].step += 1
+            rule, state = rules[self._group_of[id(update.parameter)]], self.states[id(update.parameter)]
+            state.step += 1
+            if isinstance(rule, Sgd) and rule.momentum:
+                state.lacks_momentum = False
         for home in visits:
             assert self.pages is not None
             self.pages.give_back(home)
