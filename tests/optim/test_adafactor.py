@@ -93,6 +93,14 @@ def test_parameters_without_a_gradient_stay() -> None:
     assert torch.equal(parameter.detach(), torch.ones(3, 3))
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0)])
+def test_parameters_without_elements_are_passed_over(shape: tuple[int, ...]) -> None:
+    empty, parameter = nn.Parameter(torch.zeros(shape)), nn.Parameter(torch.ones(3, 3))
+    (empty.sum() + parameter.sum()).backward()
+    Adafactor([empty, parameter]).step()
+    assert (parameter < 1).all()
+
+
 def test_trains_deep_one() -> None:
     torch.manual_seed(0)
     model = DeepOne(TINY)

@@ -92,7 +92,32 @@ def test_weights_of_other_types_have_no_kernel() -> None:
     assert "(4, 4) is torch.float64" in str(reason_without_rule(optimizer, optimizer.param_groups[0]))
 
 
-@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), "0.1", True, torch.ones(2)])
+def test_weights_with_gaps_have_no_kernel() -> None:
+    sliced = torch.nn.Parameter(torch.zeros(6, 8)[:, ::2])
+    optimizer = torch.optim.Adam([parameter(), torch.nn.Parameter(torch.zeros(3, 0)), sliced])
+    reason = str(reason_without_rule(optimizer, optimizer.param_groups[0]))
+    assert "shape (6, 4) and stride (8, 2) has elements that overlap or have gaps" in reason
+    sliced.data = sliced.data.contiguous()
+    assert reason_without_rule(optimizer, optimizer.param_groups[0]) is None
+
+
+@pytest.mark.parametrize("value", [None, (0.9,), (1.0, 0.999), (0.9, 1.5), (-0.1, 0.9), 0.9])
+def test_betas_that_are_none(value: object) -> None:
+    optimizer = torch.optim.AdamW([parameter()])
+    optimizer.param_groups[0]["betas"] = value
+    with pytest.raises(ConfigError, match="betas of a param group are .* before the next step") as caught:
+        rule_of(optimizer, optimizer.param_groups[0])
+    assert caught.value.key == "betas"
+
+
+def test_a_setting_that_is_gone() -> None:
+    optimizer = torch.optim.AdamW([parameter()])
+    del optimizer.param_groups[0]["eps"]
+    with pytest.raises(ConfigError, match="eps of a param group is None"):
+        rule_of(optimizer, optimizer.param_groups[0])
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), 1e39, "0.1", True, torch.ones(2)])
 def test_a_rate_that_is_no_number(value: object) -> None:
     optimizer = torch.optim.AdamW([parameter()])
     optimizer.param_groups[0]["lr"] = value

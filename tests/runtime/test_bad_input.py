@@ -189,6 +189,7 @@ def states_of_others() -> dict[str, tuple[Any, str]]:
     model = network()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     take_step(model, sgd)
+    without_state = torch.optim.SGD(model.parameters(), lr=0.1)
     few = torch.optim.AdamW(list(network().parameters())[:3])
     whole = torch.optim.AdamW(model.parameters())
     take_step(model, whole)
@@ -197,6 +198,10 @@ def states_of_others() -> dict[str, tuple[Any, str]]:
     return {
         "another model": (of_wider.state_dict(), r"exp_avg of 'parameter 0 of param group 0' has shape \(17, 17\)"),
         "another optimizer": (sgd.state_dict(), "has momentum_buffer; Adam.* keeps step, exp_avg, exp_avg_sq"),
+        "another optimizer without state": (
+            without_state.state_dict(),
+            "param group 0 of the state has momentum, dampening, nesterov, which AdamW does not know, and not betas, eps,",
+        ),
         "other groups": (few.state_dict(), r"has param groups of \[3\] parameters, and the optimizer of \[8\]"),
         "an entry is missing": (without, "the state of 'parameter 5 of param group 0' has exp_avg, step"),
         "a model's": (model.state_dict(), "has the entries .* give what optimizer.state_dict"),

@@ -72,7 +72,8 @@ class Adafactor(Optimizer):
                 loss = closure()
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
+                # One without elements has no rows whose sums could be kept.
+                if parameter.grad is not None and parameter.numel():
                     self._update(parameter, group)
         return loss
 

@@ -10,7 +10,7 @@ import torch
 
 from lowtide.optim.matrix_rules import Adafactor, Rule, names_of_states, statistic_sizes
 from lowtide.optim.precision import kept_bytes, moment_bytes, rounding_for
-from lowtide.optim.update_types import BLOCK, UNSIGNED, Moments, Numerics, Rounding
+from lowtide.optim.update_types import BLOCK, UNSIGNED, Moments, Numerics, Rounding, Sgd
 
 SCALE = "_scale"
 """After the name of an 8-bit state: its scales."""
@@ -26,6 +26,8 @@ class ParameterState:
     """States by name, and the scales of 8-bit ones under `NAME_scale`."""
     remainder: torch.Tensor | None = None
     master: torch.Tensor | None = None
+    lacks_momentum: bool = False
+    """Whether steps were taken, and none with a momentum: as at the first step, SGD takes the next gradient itself for it."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -95,6 +97,7 @@ def complete(state: ParameterState, weight: torch.Tensor, rule: Rule, numerics: 
     """Add what a setting that was changed since asks for: a momentum, amsgrad's maximum."""
     for name in names_of_states(rule, weight.shape):
         if name not in state.tensors:
+            state.lacks_momentum = state.lacks_momentum or (isinstance(rule, Sgd) and state.step > 0)
             state.tensors |= _empty_state(name, weight, rule, numerics.moments)
 
 

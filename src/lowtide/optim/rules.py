@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from lowtide.errors import ConfigError, UnsupportedOptimizerError
+from lowtide.memory.unmanaged import is_dense
 from lowtide.optim.adafactor import Adafactor as AdafactorOptimizer
 from lowtide.optim.lion import Lion as LionOptimizer
 from lowtide.optim.matrix_rules import Adafactor, Rule
@@ -19,6 +19,8 @@ ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, LionOptimiz
 MATRIX = (torch.optim.Adafactor, torch.optim.Muon, AdafactorOptimizer)
 WEIGHT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What the kernels update."""
+_LARGEST = float(torch.finfo(torch.float32).max)
+"""Of a setting: kernels compute in fp32."""
 
 
 def has_matrix_rule(optimizer: Optimizer) -> bool:
@@ -58,7 +60,7 @@ def rule_of(optimizer: Optimizer, group: Mapping[str, Any]) -> Rule | None:
             weight_decay=weight_decay,
             maximize=maximize,
         )
-    beta1, beta2 = (_as_number("betas", value) for value in group["betas"])
+    beta1, beta2 = _betas(group)
     if isinstance(optimizer, LionOptimizer):
         return Lion(lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, maximize=maximize)
     return Adam(
@@ -116,6 +118,11 @@ def reason_without_rule(optimizer: Optimizer, group: Mapping[str, Any]) -> str |
             return (
                 f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}; kernels are for fp32, bf16, fp16"
             )
+        if parameter.numel() and not is_dense(tuple(parameter.shape), parameter.stride()):
+            return (
+                f"a parameter of shape {tuple(parameter.shape)} and stride {parameter.stride()} has elements that overlap or "
+                "have gaps between them; kernels are for dense ones, such as its .contiguous()"
+            )
     return None
 
 
@@ -125,17 +132,31 @@ def _read(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
+def _betas(group: Mapping[str, Any]) -> tuple[float, float]:
+    betas = group.get("betas")
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise ConfigError(f"betas of a param group are {betas!r}; set two numbers before the next step", key="betas")
+    beta1, beta2 = (_as_number("betas", value) for value in betas)
+    # With 1 a moment would never move, and its correction divides by zero: in the middle of a step.
+    if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
+        raise ConfigError(
+            f"betas of a param group are {(beta1, beta2)}; set two numbers from 0 to below 1 before the next step",
+            key="betas",
+        )
+    return beta1, beta2
+
+
 def _number(group: Mapping[str, Any], key: str) -> float:
-    return _as_number(key, group[key])
+    return _as_number(key, group.get(key))
 
 
 def _as_number(key: str, value: object) -> float:
     value = _read(value)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST:
         shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
         raise ConfigError(
-            f"{key} of a param group is {shown}; set a finite number before the next step (a scheduler or a loaded state "
-            "may have put this there)",
+            f"{key} of a param group is {shown}; set a finite number before the next step, at most fp32's {_LARGEST:.2g} (a "
+            "scheduler or a loaded state may have put this there)",
             key=key,
         )
     return float(value)

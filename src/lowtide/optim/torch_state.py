@@ -28,7 +28,7 @@ from lowtide.optim.matrix_rules import (
 )
 from lowtide.optim.parameter_state import ParameterState, new_state
 from lowtide.optim.precision import rounding_for
-from lowtide.optim.update_types import STATE_NAMES, Adam, Numerics, Rounding
+from lowtide.optim.update_types import STATE_NAMES, Adam, Numerics, Rounding, Sgd
 
 STEP = "step"
 MASTER = "master"
@@ -75,6 +75,9 @@ def from_torch_state(target: LoadTarget, saved: SavedState, numerics: Numerics) 
     weight = target.weight.detach()
     state = new_state(weight, target.rule, numerics)
     state.step = saved.num_steps
+    state.lacks_momentum = (
+        isinstance(target.rule, Sgd) and state.step > 0 and not saved.tensors.keys() >= set(state.names)
+    )
     for name, tensor in saved.tensors.items():
         flat = tensor if COLUMN in saved.tensors else _flat_like(tensor, weight)
         write_moment(name, flat, state.tensors, stored_as(name, numerics.moments))

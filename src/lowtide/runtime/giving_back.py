@@ -53,12 +53,14 @@ def return_rest(moved: Iterable[tuple[nn.Module, str, torch.device]]) -> None:
 
 
 def bring_state_to_parameters(optimizer: torch.optim.Optimizer | None) -> None:
-    """State lies beside its parameter, as a plain optimizer expects it. Step counts stay where torch keeps them."""
+    """State lies beside its parameter, as a plain optimizer expects it. Step counts lie where torch keeps them."""
     if optimizer is None:
         return
     for group in optimizer.param_groups:
+        # Kernels that read the count read it on the device; else it is a number on the host.
+        stays = () if group.get("capturable") or group.get("fused") else ("step",)
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
             for key, value in state.items():
-                if isinstance(value, torch.Tensor) and key != "step" and value.device != parameter.device:
+                if isinstance(value, torch.Tensor) and key not in stays and value.device != parameter.device:
                     state[key] = value.to(parameter.device)

@@ -20,8 +20,15 @@ from lowtide.optim.matrix_rules import Adafactor, MatrixPiece, Rule, names_of_st
 from lowtide.optim.parameter_state import ParameterState, complete, new_state
 from lowtide.optim.precision import rounding_for
 from lowtide.optim.rules import as_numbers, require_rule
-from lowtide.optim.torch_state import LoadTarget, SavedState, from_torch_state, read_state_dict, to_torch_state
-from lowtide.optim.update_types import ElementwiseRule, Numerics, Piece, Rounding
+from lowtide.optim.torch_state import (
+    LoadTarget,
+    SavedState,
+    check_form,
+    from_torch_state,
+    read_state_dict,
+    to_torch_state,
+)
+from lowtide.optim.update_types import ElementwiseRule, Numerics, Piece, Rounding, Sgd
 from lowtide.runtime.chunk_optimizer import ChunkOptimizer, Settings, Update
 from lowtide.runtime.paged_state import Pages
 from lowtide.runtime.sparse_gradients import refuse_sparse_gradient
@@ -60,10 +67,11 @@ class KernelOptimizer(ChunkOptimizer):
         self._group_of: dict[int, int] = {}
         self._number_of: dict[int, int] = {}
         self._accepted: list[tuple[LoadTarget, SavedState]] = []
+        self._checked: set[int] = set()
+        """`id`s of the parameters that the kernels can update."""
         self._needs_rate = False  # the rules ask for each of their numbers
         self.refresh_groups()
-        for group in optimizer.param_groups:
-            require_rule(optimizer, group)
+        self._check_parameters()
 
     def refresh_groups(self) -> None:
         """Read again which parameter is in which group."""
@@ -74,12 +82,43 @@ class KernelOptimizer(ChunkOptimizer):
     def settings(self) -> Settings:
         """The groups' settings now, as the kernels take them: numbers. One that lies on the device is waited for, here."""
         taken = super().settings()
-        return replace(taken, groups=tuple(map(as_numbers, taken.groups)))
+        taken = replace(taken, groups=tuple(map(as_numbers, taken.groups)))
+        # All of them before the first update: what one chunk stopped at would leave the step half made.
+        self._check_parameters()
+        self._check_visitors(self._rules(taken))
+        return taken
+
+    def _rules(self, settings: Settings) -> list[Rule]:
+        """Of each param group, as of the moment when the settings were taken: the user may have changed them since."""
+        return [require_rule(self.optimizer, {**group, "params": ()}) for group in settings.groups]
+
+    def _check_parameters(self) -> None:
+        """Refuse a parameter that no kernel is for; one may have been added since."""
+        for group in self.optimizer.param_groups:
+            added = [parameter for parameter in group["params"] if id(parameter) not in self._checked]
+            if added:
+                require_rule(self.optimizer, {**group, "params": added})
+                for parameter in added:
+                    if parameter.requires_grad:
+                        rounding_for(parameter, self.numerics)
+                self._checked.update(map(id, added))
+
+    def _check_visitors(self, rules: Sequence[Rule]) -> None:
+        """Refuse a setting that adds to a state that visits the device: its place on the host is as large as it was."""
+        for rule, group in zip(rules, self.optimizer.param_groups, strict=True):
+            for parameter in group["params"] if self._paged else ():
+                known = self.states.get(id(parameter)) if self._visits(parameter) else None
+                names = () if known is None else names_of_states(rule, parameter.shape)
+                if known is not None and not set(names) <= set(known.names):
+                    raise ConfigError(
+                        f"a setting that adds state ({', '.join(names)}) was switched on while the state visits the device; "
+                        "choose it before the model is managed, or update on the device or the host. Nothing was updated",
+                        key="update",
+                    )
 
     def claim_state(self, updates: Sequence[Update], settings: Settings) -> None:
         """Make the states exist, in the thread that owns the dictionary."""
-        rules = [require_rule(self.optimizer, {**group, "params": ()}) for group in settings.groups]
-        self._claim(updates, rules)
+        self._claim(updates, self._rules(settings))
 
     def _claim(self, updates: Sequence[Update], rules: Sequence[Rule]) -> None:
         for update in updates:
@@ -89,12 +128,7 @@ class KernelOptimizer(ChunkOptimizer):
             if known is None:
                 self.states[id(update.parameter)] = self._new_state(update, rule)
             elif not set(names) <= set(known.names):
-                if self._visits(update.parameter):
-                    raise ConfigError(
-                        f"a setting that adds state ({', '.join(names)}) was switched on while the state visits the device; "
-                        "choose it before the model is managed, or update on the device or the host",
-                        key="update",
-                    )
+                assert not self._visits(update.parameter), "the settings were checked"
                 complete(known, update.target, rule, self.numerics)
 
     def needs_values(self, updates: Sequence[Update]) -> bool:
@@ -123,8 +157,7 @@ class KernelOptimizer(ChunkOptimizer):
         found_inf = settings.scaler.get("found_inf")
         if not updates or (found_inf is not None and float(found_inf)):
             return
-        # As of the moment when the settings were taken: the user may have changed them since.
-        rules = [require_rule(self.optimizer, {**group, "params": ()}) for group in settings.groups]
+        rules = self._rules(settings)
         self._claim(updates, rules)
         pieces: dict[tuple[torch.device, Rounding], list[Piece]] = {}
         wholes: dict[tuple[torch.device, Rounding], list[MatrixPiece]] = {}
@@ -143,7 +176,8 @@ class KernelOptimizer(ChunkOptimizer):
             if isinstance(rule, Adafactor):
                 wholes.setdefault(kind, []).append(_whole(update.target, state, rule, step, key))
             else:
-                pieces.setdefault(kind, []).append(_piece(update.target, state, rule, step, key))
+                number = 1 if isinstance(rule, Sgd) and home.lacks_momentum else step
+                pieces.setdefault(kind, []).append(_piece(update.target, state, rule, number, key))
         for (device, rounding), alike in pieces.items():
             kernel = _kernel(device)
             factor = _factor(device, settings)
@@ -152,7 +186,10 @@ class KernelOptimizer(ChunkOptimizer):
             matrix_kernel.update(whole, rounding=rounding, gradient_factor=_factor(device, settings))
         # Not before: an update that failed was not made.
         for update in updates:
-            self.states[id(update.parameter)].step += 1
+            rule, state = rules[self._group_of[id(update.parameter)]], self.states[id(update.parameter)]
+            state.step += 1
+            if isinstance(rule, Sgd) and rule.momentum:
+                state.lacks_momentum = False
         for home in visits:
             assert self.pages is not None
             self.pages.give_back(home)
@@ -217,14 +254,13 @@ class KernelOptimizer(ChunkOptimizer):
         Raises:
             OptimizerStateError: It is of another model or optimizer. Nothing was changed.
         """
+        check_form(state_dict, [len(group["params"]) for group in self.optimizer.param_groups])
         names = {id(value): name for value, name in self._names()}
-        groups = [
-            [
-                LoadTarget(name=names[id(parameter)], weight=parameter, rule=require_rule(self.optimizer, group))
-                for parameter in group["params"]
-            ]
-            for group in self.optimizer.param_groups
-        ]
+        groups: list[list[LoadTarget]] = []
+        for group, loaded in zip(self.optimizer.param_groups, state_dict["param_groups"], strict=True):
+            # The settings that torch is about to load say what is kept: amsgrad's maximum, a momentum.
+            rule = require_rule(self.optimizer, {**group, **loaded, "params": group["params"]})
+            groups.append([LoadTarget(name=names[id(value)], weight=value, rule=rule) for value in group["params"]])
         with compat.without_modes():
             saved = read_state_dict(state_dict, groups)
         self._accepted = [

@@ -18,6 +18,25 @@ from lowtide.optim.torch_state import STEP, check_form
 _LARGEST_PROBE = 4
 
 
+def check_loaded_settings(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Refuse a state of the right form whose settings are another optimizer's: one that has no state shows by them alone.
+
+    Raises:
+        OptimizerStateError: They are. Nothing was written yet.
+    """
+    kind = type(optimizer).__name__
+    for index, (group, saved) in enumerate(zip(optimizer.param_groups, state_dict["param_groups"], strict=True)):
+        # Each by itself is harmless: a scheduler adds settings, and an older version may have had fewer.
+        missing = [name for name, value in optimizer.defaults.items() if name not in saved and _is_number(value)]
+        unknown = [str(name) for name in saved if name not in group and name not in optimizer.defaults]
+        if missing and unknown:
+            raise OptimizerStateError(
+                f"param group {index} of the state has {', '.join(unknown)}, which {kind} does not know, and not "
+                f"{', '.join(missing)}, which it needs: it was saved by another optimizer; load it into that one, or start "
+                "without it"
+            )
+
+
 def check_loaded_state(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Refuse a state that is of another model or optimizer; nothing was written yet.
 
@@ -83,6 +102,11 @@ def _check_entries(
                 f"{tuple(parameter.shape)}; the state is of another model: load it into that one, or start without it",
                 parameter=name,
             )
+
+
+def _is_number(value: object) -> bool:
+    """Whether a setting is a number, or a tuple of them: no step can be taken without it."""
+    return isinstance(value, int | float | tuple | torch.Tensor) and not isinstance(value, bool)
 
 
 def _probe_shape(parameter: torch.Tensor) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from lowtide.runtime.clipping import clip_by_norm, refuse_non_finite
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.finishing import Finisher
 from lowtide.runtime.kernel_optimizer import KernelOptimizer
-from lowtide.runtime.loaded_state import check_loaded_state
+from lowtide.runtime.loaded_state import check_loaded_settings, check_loaded_state
 from lowtide.runtime.unit import Bound, Unit
 from lowtide.runtime.veil import unveil
 
@@ -133,10 +133,13 @@ class ManagedOptimizer:
 
     def _accept(self, state: dict[str, Any]) -> dict[str, Any] | None:
         self.settle()
+        rest = None
         if isinstance(self.runner, KernelOptimizer):
-            return self.runner.accept(state)
-        check_loaded_state(self._optimizer, state)
-        return None
+            rest = self.runner.accept(state)
+        else:
+            check_loaded_state(self._optimizer, state)
+        check_loaded_settings(self._optimizer, state)
+        return rest
 
     def _after_load(self) -> None:
         if isinstance(self.runner, KernelOptimizer):
