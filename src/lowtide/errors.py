@@ -19,7 +19,7 @@
     │   ├── GradientGoneError               a gradient that was used up in backward
     │   ├── HigherOrderError                gradients of gradients through streamed weights
     │   ├── NonFiniteLossError              the loss is NaN or infinite
-    │   ├── NonFiniteGradientError          the gradients' norm, by which they are clipped, is
+    │   ├── NonFiniteGradientError          gradients are NaN or infinite, or their norm is
     │   └── StepLostError                   a backward broke off: its step must be repeated
     ├── OptimizerStateError (ValueError)    a saved optimizer state is of another model or optimizer
     ├── LossScaleError (RuntimeError)       a loss cannot be scaled further, or the calls are out of order
@@ -244,7 +244,7 @@ class NonFiniteLossError(SessionError):
 
 
 class NonFiniteGradientError(SessionError):
-    """The norm by which the gradients of a step are to be clipped is NaN or infinite. Nothing was updated."""
+    """Gradients are NaN or infinite, or their norm is. The message says what was updated: nothing, unless in a backward."""
 
 
 class StepLostError(SessionError):

@@ -32,6 +32,11 @@ PLACES = [
 everywhere = pytest.mark.parametrize(
     ("precision", "update", "schedule"), PLACES, ids=[" ".join(map(str, place)) for place in PLACES]
 )
+everywhere_in_turn = pytest.mark.parametrize(
+    ("precision", "update"),
+    [place[:2] for place in PLACES[::2]],
+    ids=[f"{place[0]} {place[1]}" for place in PLACES[::2]],
+)
 
 
 @pytest.fixture(autouse=True)
@@ -124,26 +129,85 @@ def test_a_loss_that_is_not_finite(precision: str | None, update: str, schedule:
     managed.assert_as_before_and_going_on()
 
 
-@everywhere
+@everywhere_in_turn
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_gradients_that_are_not_finite_where_the_loss_is(
-    precision: str | None, update: str, schedule: str, value: float
+    precision: str | None, update: str, value: float, max_grad_norm: float | None
 ) -> None:
-    """With a norm to clip to they are refused. Without one nobody looks at them: the weights are plain torch's."""
-    is_clipped = schedule == "deferred"
-    managed = Managed(precision, update, schedule, max_grad_norm=1.0 if is_clipped else None)
+    managed = Managed(precision, update, "deferred", max_grad_norm=max_grad_norm)
     hook = managed.model[1].register_forward_hook(lambda module, args, out: spoilt(out, value))
-    if is_clipped:
-        with pytest.raises(NonFiniteGradientError, match="norm of the gradients is (nan|inf),.* nothing was updated"):
-            backward_and_step(managed)
-        hook.remove()
-        managed.assert_as_before_and_going_on()
-        return
-    backward_and_step(managed)
-    finite = [bool(parameter.isfinite().all()) for parameter in managed.model.parameters()]
+    with pytest.raises(NonFiniteGradientError, match="(nan|inf|NaN or infinite)[,;].* nothing was updated"):
+        backward_and_step(managed)
+    hook.remove()
+    managed.assert_as_before_and_going_on()
+
+
+@everywhere_in_turn
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_backward_that_updates_by_gradients_that_are_not_finite(
+    precision: str | None, update: str, value: float
+) -> None:
+    """The host leaves such chunks out. The device has made their updates by then, and says so."""
+    managed = Managed(precision, update, "in_backward")
+    before = [parameter.detach().clone() for parameter in managed.model.parameters()]
+    managed.model[1].register_forward_hook(lambda module, args, out: spoilt(out, value))
+    lost = "left as they were: 1.weight" if update == "host" else "their weights are lost: 1.weight"
+    with pytest.raises(NonFiniteGradientError, match=lost):
+        backward_and_step(managed)
     managed.session.close()
+    after = list(managed.model.parameters())
     # The gradient is spoilt on its way from the second layer to the first.
-    assert finite == [False] * 4 + [True] * 4
+    assert all(parameter.isfinite().all() for parameter in after[4:])
+    assert not any(torch.equal(*pair) for pair in zip(before[4:], after[4:], strict=True))
+    for one, other in zip(before[:4], after[:4], strict=True):
+        assert torch.equal(one, other) if update == "host" else not other.isfinite().all()
+
+
+@pytest.mark.parametrize("update", ["device", "host"])
+def test_the_next_backward_is_refused_after_one_that_updated_by_such_gradients(update: str) -> None:
+    managed = Managed(None, update, "in_backward")
+    hook = managed.model[1].register_forward_hook(lambda module, args, out: spoilt(out, float("nan")))
+    loss_of(managed.model, 1).backward()
+    hook.remove()
+    with pytest.raises(NonFiniteGradientError, match="a backward that updates brought gradients"):
+        take_step(managed.model, managed.optimizer, 2)  # the step of before was never asked for: this is its forward
+    managed.session.close()
+
+
+@everywhere_in_turn
+def test_a_gradient_that_the_user_spoils_or_mends(precision: str | None, update: str) -> None:
+    """What counts is the gradient at `step()`, not what it was when it passed by."""
+    managed = Managed(precision, update, "deferred")
+    hook = managed.model[1].register_forward_hook(lambda module, args, out: spoilt(out, float("nan")))
+    loss_of(managed.model, 1).backward()
+    hook.remove()
+    for parameter in managed.model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.nan_to_num_(nan=0.0)
+    managed.optimizer.step()
+    managed.optimizer.zero_grad()
+    managed.before = managed.everything()
+
+    loss_of(managed.model, 1).backward()
+    gradient = managed.model[2].weight.grad
+    assert isinstance(gradient, torch.Tensor)
+    gradient[3, 3] = float("inf")
+    with pytest.raises(NonFiniteGradientError, match=r"gradients of 2\.weight are NaN or infinite"):
+        managed.optimizer.step()
+    managed.assert_as_before_and_going_on()
+
+
+@pytest.mark.parametrize("precision", list(DTYPES))
+def test_gradients_that_are_not_finite_in_one_of_several_backwards(precision: str | None) -> None:
+    managed = Managed(precision, "host", "deferred")
+    hook = managed.model[1].register_forward_hook(lambda module, args, out: spoilt(out, float("inf")))
+    loss_of(managed.model, 1).backward()
+    hook.remove()
+    loss_of(managed.model, 2).backward()
+    with pytest.raises(NonFiniteGradientError, match=r"gradients of 0\.weight, 0\.bias, 1\.weight and 1 more are"):
+        managed.optimizer.step()
+    managed.assert_as_before_and_going_on()
 
 
 @everywhere

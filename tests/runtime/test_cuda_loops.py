@@ -13,7 +13,7 @@ from torch import nn
 
 import lowtide
 from lowtide import Session
-from lowtide.errors import SessionError
+from lowtide.errors import NonFiniteGradientError, SessionError
 from lowtide.memory import cuda_mover
 from lowtide.memory.groups import find_groups
 from lowtide.memory.layout import lay_out
@@ -244,3 +244,45 @@ def test_mixed_sites_keep_torchs_foreach() -> None:
             else:
                 optimizer.step()
             optimizer.zero_grad()
+
+
+class Spoil(torch.autograd.Function):
+    """Leaves the forward as it is, and gives back a gradient of NaN."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(gradient, float("nan"))
+
+
+@pytest.mark.parametrize("update", ["device", "host"])
+@pytest.mark.parametrize("schedule", ["deferred", "in_backward"])
+def test_gradients_that_are_not_finite_where_the_loss_is(update: str, schedule: str) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = copy.deepcopy(model.state_dict())
+    with managed(model, optimizer, update=update, schedule=schedule) as session:
+        hook = model[2].register_forward_hook(
+            lambda module, args, out: Spoil.apply(out)  # type: ignore[no-untyped-call]  # torch's
+        )
+
+        def step_and_settle() -> None:
+            model(batch()).square().mean().backward()
+            optimizer.step()
+            session.settle()
+
+        with pytest.raises(NonFiniteGradientError):
+            step_and_settle()
+        hook.remove()
+    is_kept = {name: torch.equal(value, before[name]) for name, value in model.cpu().state_dict().items()}
+    is_lost = {name: not value.isfinite().all() for name, value in model.state_dict().items()}
+    spoilt = {name for name in before if int(name.split(".")[0]) <= 2}
+    if schedule == "deferred":
+        assert all(is_kept.values())
+    else:
+        # Layers behind the spoilt one took the step. Of the others the host left all alone, the device none.
+        assert {name for name, is_same in is_kept.items() if is_same} == (spoilt if update == "host" else set())
+        assert {name for name, was_hit in is_lost.items() if was_hit} == (set() if update == "host" else spoilt)

@@ -93,14 +93,13 @@ def make_optimizer(
             runner.take_over()
         if installed is not None and isinstance(installed.runner, KernelOptimizer):
             runner.states = installed.runner.states
-        if basis.max_grad_norm is not None:
-            engine.take_norms()
     updater = Updater(
         runner,
         engine.residency.store,
         engine.worker,
         pool.staging,
         engine.recorder,
+        engine.gradient_watch,
         clock_origin_s=clock_origin_s,
     )
     finisher = engine.backward.finisher = Finisher(updater, engine.residency, engine.mover, engine.recorder)

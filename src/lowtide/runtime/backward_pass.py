@@ -24,6 +24,7 @@ from lowtide.runtime.backward_refusals import (
 from lowtide.runtime.backward_task import BackwardTask, is_away
 from lowtide.runtime.finishing import Finisher
 from lowtide.runtime.gradient_hooks import GradientHooks
+from lowtide.runtime.gradient_watch import GradientWatch
 from lowtide.runtime.gradients import GradientMover
 from lowtide.runtime.loss_watch import LossWatch
 from lowtide.runtime.observer import StepObserver
@@ -40,6 +41,7 @@ class BackwardPass:
         residency: Opens and closes the groups.
         gradients: Takes finished gradients to the host.
         loss: Asked at the start of each backward.
+        gradient_watch: Asked there about the backward before.
         observer: Asked at each opening and closing of a window; None costs nothing.
         lock: Shared with the forward pass.
     """
@@ -53,6 +55,7 @@ class BackwardPass:
         schedule: Schedule,
         *,
         loss: LossWatch,
+        gradient_watch: GradientWatch,
         observer: StepObserver | None,
         lock: threading.RLock,
     ) -> None:
@@ -67,6 +70,7 @@ class BackwardPass:
         self._recorder = recorder
         self._schedule = schedule
         self._loss = loss
+        self._gradient_watch = gradient_watch
         self._observer = observer
         self._lock = lock
         self._hooks = GradientHooks()
@@ -194,7 +198,9 @@ class BackwardPass:
             if self._loss.has_verdict and not self._has_gradients():
                 # The user gave the step before up by clearing its gradients, not through the optimizer.
                 self._loss.forget()
-            # Last: where it refuses the loss, the step is known to be lost.
+            # Last: where one of them refuses, the step is known to be lost. First what would explain a loss that is a NaN;
+            # the loss is waited for in any case, and comes later.
+            self._gradient_watch.check(waits=True)
             self._loss.judge(gradient)
         return task
 

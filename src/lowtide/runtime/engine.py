@@ -15,6 +15,7 @@ from lowtide.planning.plan import Schedule
 from lowtide.runtime.alone import alone
 from lowtide.runtime.backward_pass import BackwardPass
 from lowtide.runtime.forward_pass import ForwardPass
+from lowtide.runtime.gradient_watch import GradientWatch
 from lowtide.runtime.gradients import GradientMover
 from lowtide.runtime.host_worker import HostWorker
 from lowtide.runtime.loss_watch import LossWatch
@@ -47,6 +48,7 @@ class Engine:
         self.units = residency.units
         self.residency = residency
         self.loss = LossWatch(is_immediate=schedule is Schedule.IN_BACKWARD)
+        self.gradient_watch = GradientWatch(mover)
         self.mover = mover
         self.recorder = recorder
         self.schedule = schedule
@@ -54,7 +56,15 @@ class Engine:
         self._gradients = gradients
         self._lock = threading.RLock()
         self.backward = BackwardPass(
-            residency, mover, gradients, recorder, schedule, loss=self.loss, observer=observer, lock=self._lock
+            residency,
+            mover,
+            gradients,
+            recorder,
+            schedule,
+            loss=self.loss,
+            gradient_watch=self.gradient_watch,
+            observer=observer,
+            lock=self._lock,
         )
         self.forward = ForwardPass(
             residency,
@@ -63,6 +73,7 @@ class Engine:
             recorder,
             backward=self.backward,
             loss=self.loss,
+            gradient_watch=self.gradient_watch,
             observer=observer,
             lock=self._lock,
         )
@@ -109,10 +120,6 @@ class Engine:
         if compat.backward_number() is None:
             self.backward.check_broken()
         self.residency.settle(unit)
-
-    def take_norms(self) -> None:
-        """Take each gradient's norm on its way to the host."""
-        self._gradients.takes_norms = True
 
     def veil_gradient(self, bound: Bound) -> None:
         """An update on the host reads the user's gradient: a look at it waits."""

@@ -74,6 +74,7 @@ class Finisher:
             self.updater.update_on_host(unit, chunk, trained, settings)
             self._residency.forget_old_copy(unit)
         else:
+            self.updater.judge_in_backward(trained)
             self._update_open(unit, chunk, trained, settings)
             for bound in trained:
                 bound.parameter.grad = None

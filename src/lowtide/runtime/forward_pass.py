@@ -15,6 +15,7 @@ from lowtide.memory.access_order import AccessOrder
 from lowtide.memory.mover import Mover, Ticket
 from lowtide.runtime.alone import alone
 from lowtide.runtime.backward_pass import BackwardPass
+from lowtide.runtime.gradient_watch import GradientWatch
 from lowtide.runtime.host_worker import HostWorker
 from lowtide.runtime.loss_watch import LossWatch
 from lowtide.runtime.observer import StepObserver
@@ -30,6 +31,7 @@ class ForwardPass:
         residency: Opens and closes the groups.
         backward: Asked whether the last one broke off.
         loss: Told what the model returned.
+        gradient_watch: Asked at the start of each call whether it knows of gradients that were not finite.
         observer: Asked at each opening and closing of a window; None costs nothing.
         lock: Shared with the backward pass.
     """
@@ -43,6 +45,7 @@ class ForwardPass:
         *,
         backward: BackwardPass,
         loss: LossWatch,
+        gradient_watch: GradientWatch,
         observer: StepObserver | None,
         lock: threading.RLock,
     ) -> None:
@@ -54,6 +57,7 @@ class ForwardPass:
         self._recorder = recorder
         self._backward = backward
         self._loss = loss
+        self._gradient_watch = gradient_watch
         self._observer = observer
         self._lock = lock
         self._running: list[tuple[Window, Ticket]] = []
@@ -71,6 +75,7 @@ class ForwardPass:
         if not is_in_backward:
             self._backward.check_broken()
             self._worker.check()
+            self._gradient_watch.check(waits=False)
             if window.path == "" and not self._running:
                 self._begin_cycle(window)
             if not self._running:

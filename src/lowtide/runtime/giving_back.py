@@ -36,6 +36,7 @@ def settle_for_good(engine: Engine, worker: HostWorker) -> Exception | None:
             while not attempt(bound.settle_gradient):
                 pass
     attempt(worker.check)
+    attempt(partial(engine.gradient_watch.check, waits=True))
     engine.mover.drain()
     first = errors[0] if errors else None
     errors.clear()  # the errors' own frames see this list: a cycle would keep what they hold

@@ -62,8 +62,6 @@ class GradientMover:
         self._cache = cache
         self._schedule = schedule
         self._recorder = recorder
-        self.takes_norms = False
-        """Whether each gradient's norm is taken on its way, for a clipping that does not read gradients again."""
 
     def take(self, bound: Bound) -> None:
         """The parameter's gradient is complete on the device: send it to the host and let it go there."""
@@ -90,12 +88,11 @@ class GradientMover:
             # Not the user's own object: that one is veiled before the copy has happened.
             home = bound.inner_gradient(bound.gradient)
         bound.num_takes += 1
-        takes_norm = self.takes_norms and not bound.was_seen
         if is_first:
-            bound.norm = (bound.num_takes, _norm(gradient)) if takes_norm else None
+            bound.norm = None if bound.was_seen else (bound.num_takes, norm_of(gradient))
             bound.pending.append(self._send(bound, home, gradient))
         else:
-            self._send_and_add(bound, home, gradient, takes_norm=takes_norm)
+            self._send_and_add(bound, home, gradient)
         if self._schedule is Schedule.IN_BACKWARD and bound.stashed is not None and not bound.is_whole:
             # From a use outside of the module's call, on the host: its gradient came first.
             self._add_stashed(bound, home, bound.stashed)
@@ -158,6 +155,7 @@ class GradientMover:
 
     def _add_stashed(self, bound: Bound, total: torch.Tensor, stashed: torch.Tensor) -> None:
         unveil(stashed)
+        self._judge_too(bound, stashed)
         before = _earlier(bound)
 
         def add() -> None:
@@ -168,12 +166,20 @@ class GradientMover:
 
         bound.pending.append(self._worker.submit(add))
 
-    def _send_and_add(self, bound: Bound, total: torch.Tensor, gradient: torch.Tensor, *, takes_norm: bool) -> None:
+    def _judge_too(self, bound: Bound, gradient: torch.Tensor) -> None:
+        """In backward the norm says no more than whether all that was added is finite."""
+        norm = norm_of(gradient)
+        bound.norm = (bound.num_takes, norm if bound.norm is None else bound.norm[1] + norm.to(bound.norm[1].device))
+
+    def _send_and_add(self, bound: Bound, total: torch.Tensor, gradient: torch.Tensor) -> None:
         buffer = self._cache.take(max(gradient.nbytes, 1))
         staging = view_of(buffer, 0, bound.spec)
         before = _earlier(bound)
         arrived = self._send(bound, staging, gradient)
         number = bound.num_takes
+        if self._schedule is Schedule.IN_BACKWARD:
+            self._judge_too(bound, gradient)
+        takes_norm = self._schedule is Schedule.DEFERRED and not bound.was_seen
 
         def add() -> None:
             try:
@@ -183,7 +189,7 @@ class GradientMover:
                 with torch.no_grad():
                     total.add_(staging)
                 if takes_norm:
-                    bound.norm = (number, _norm(total))
+                    bound.norm = (number, norm_of(total))
             finally:
                 self._cache.give_back(buffer)
 
@@ -198,7 +204,8 @@ def _earlier(bound: Bound) -> tuple[Ticket | Job, ...]:
     return tuple(waiting for waiting in bound.pending if not waiting.is_done())
 
 
-def _norm(gradient: torch.Tensor) -> torch.Tensor:
+def norm_of(gradient: torch.Tensor) -> torch.Tensor:
+    """In fp32, on the gradient's device, without a copy of the gradient."""
     with torch.no_grad():
         norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32)
     return norm

@@ -118,6 +118,7 @@ class Machinery:
             for bound in unit.bounds:
                 bound.settle_gradient()
         self._worker.check()
+        self._engine.gradient_watch.check(waits=True)
         self.basis.mover.drain()
 
     def is_quiet(self) -> bool:

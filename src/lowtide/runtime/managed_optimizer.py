@@ -22,6 +22,8 @@ from lowtide.runtime.clip_factor import clip_factor
 from lowtide.runtime.clipping import clip_by_norm, refuse_non_finite
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.finishing import Finisher
+from lowtide.runtime.gradient_watch import refuse_non_finite_gradients
+from lowtide.runtime.gradients import norm_of
 from lowtide.runtime.kernel_optimizer import KernelOptimizer
 from lowtide.runtime.loaded_state import check_loaded_settings, check_loaded_state
 from lowtide.runtime.unit import Bound, Unit
@@ -126,6 +128,7 @@ class ManagedOptimizer:
         for unit in self._engine.units.values():
             self._engine.settle_unit(unit)
         self._engine.worker.check()
+        self._engine.gradient_watch.check(waits=True)
         self._updater.optimizer.forget_empty_state()
 
     def _fill(self, state: dict[str, Any]) -> dict[str, Any] | None:
@@ -166,6 +169,7 @@ class ManagedOptimizer:
         engine = self._engine  # after the closure, whose forward may begin another plan
         engine.check_broken()
         engine.worker.check()
+        engine.gradient_watch.check(waits=False)
         if engine.lost is not None:
             raise StepLostError(engine.lost)
         if not compat.scaler_values(self._optimizer):
@@ -230,12 +234,17 @@ class ManagedOptimizer:
         if self._max_grad_norm is not None:
             if isinstance(optimizer, KernelOptimizer):
                 scale = settings.scaler.get("grad_scale")  # gradients that a scaler leaves to the kernel to unscale
-                clip = clip_factor(self._norms(parameters), self._max_grad_norm, self._engine.mover, scale)
+                norms = [norm for _, norm in self._norms(parameters)]
+                clip = clip_factor(norms, self._max_grad_norm, self._engine.mover, scale)
                 settings, self.last_norm = replace(settings, clip=clip), clip.total
                 if not settings.scaler:
                     refuse_non_finite(clip.total, self._max_grad_norm)
             else:
                 self.last_norm = clip_by_norm(parameters, self._max_grad_norm, is_judged=bool(settings.scaler))
+        elif not settings.scaler:
+            # What a backward has used up was judged there.
+            used_up = {id(bound.parameter) for unit in units if unit.is_consumed for bound in unit.bounds}
+            refuse_non_finite_gradients(self._norms([value for value in parameters if id(value) not in used_up]))
         managed = {id(bound.parameter) for unit in units for bound in unit.bounds}
         loose = [parameter for parameter in parameters if id(parameter) not in managed]
         if self._engine.schedule is Schedule.IN_BACKWARD:
@@ -254,21 +263,22 @@ class ManagedOptimizer:
         """By the `id` of the parameter."""
         return {id(bound.parameter): bound for unit in self._engine.units.values() for bound in unit.bounds}
 
-    def _norms(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Of the gradients that there are, most of them taken when the gradient passed by."""
+    def _norms(self, parameters: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+        """Of the gradients that there are, by name, most of them taken when the gradient passed by."""
         bounds = self._bounds()
-        norms: list[torch.Tensor] = []
-        for parameter in parameters:
+        norms: list[tuple[str, torch.Tensor]] = []
+        for number, parameter in enumerate(parameters):
             gradient, bound = parameter.grad, bounds.get(id(parameter))
             if gradient is None:
                 continue
+            name = f"parameter {number} of the optimizer" if bound is None else bound.spec.name
             if bound is not None and is_away(bound) and gradient is bound.gradient:
                 if bound.known_norm is None:
                     bound.settle_gradient()  # the worker takes it after the last addition
                 if (norm := bound.known_norm) is not None:
-                    norms.append(norm)
+                    norms.append((name, norm))
                     continue
-            norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32))
+            norms.append((name, norm_of(gradient.detach())))
         return norms
 
     def _update_resident(self, units: Sequence[Unit], loose: Sequence[torch.Tensor], settings: Settings) -> None:

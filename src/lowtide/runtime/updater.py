@@ -13,6 +13,8 @@ from lowtide.memory.chunk import Chunk
 from lowtide.memory.store import ChunkStore
 from lowtide.planning.plan import Site
 from lowtide.runtime.chunk_optimizer import ChunkOptimizer, Settings, Update
+from lowtide.runtime.gradient_watch import GradientWatch, Verdict
+from lowtide.runtime.gradients import norm_of
 from lowtide.runtime.host_worker import HostWorker
 from lowtide.runtime.recording import Recorder
 from lowtide.runtime.tensors import beside, same_memory
@@ -33,6 +35,7 @@ class Updater:
         worker: HostWorker,
         cache: AllocationCache,
         recorder: Recorder,
+        gradient_watch: GradientWatch,
         *,
         clock_origin_s: float,
     ) -> None:
@@ -41,6 +44,7 @@ class Updater:
         self._worker = worker
         self._cache = cache
         self._recorder = recorder
+        self._gradient_watch = gradient_watch
         self._clock_origin_s = clock_origin_s
         self._brought: tuple[Settings, Settings] | None = None
 
@@ -72,6 +76,8 @@ class Updater:
                     copied.ended.wait()
         self.optimizer.claim_state(updates, settings)
         chunk.staging = None
+        # Deferred, `step()` has judged them all.
+        verdict = self._judge(bounds, is_left_out=True) if staging is not None else None
         step = self._recorder.step
 
         def update() -> None:
@@ -82,6 +88,10 @@ class Updater:
                 if copied is not None:
                     copied.ended.wait()
             started_s = time.perf_counter()
+            if verdict is not None and not verdict.is_finite():
+                assert staging is not None
+                self._cache.give_back(staging)
+                return  # the loop is told by the watch
             try:
                 # Not before: the update ahead of this one takes its own gradients off the same twins.
                 for item, gradient in zip(updates, gradients, strict=True):
@@ -110,6 +120,20 @@ class Updater:
                 # The gradient's memory goes back with the staging buffer.
                 bound.pending.clear()
                 bound.gradient = None
+
+    def judge_in_backward(self, bounds: Sequence[Bound]) -> None:
+        """Gradients on the device, which an update there is about to take."""
+        for bound in bounds:
+            if bound.parameter.grad is not None:
+                bound.norm = (bound.num_takes, norm_of(bound.parameter.grad))
+        self._judge(bounds, is_left_out=False)
+
+    def _judge(self, bounds: Sequence[Bound], *, is_left_out: bool) -> Verdict | None:
+        judged = [(bound.spec.name, bound.norm[1]) for bound in bounds if bound.norm is not None]
+        if not judged:
+            return None
+        names, norms = zip(*judged, strict=True)
+        return self._gradient_watch.judge(names, norms, is_left_out=is_left_out)
 
     def _on_host(self, settings: Settings) -> Settings:
         """Once for all chunks of a step: what lies on the device is waited for."""

@@ -1,0 +1,123 @@
+"""GradientWatch: notices gradients that are not finite where weights are updated in the backward.
+
+Their norms are taken on the device, which has the gradients in hand, and the verdict of each chunk follows them to the
+host. An update on the host waits for its gradients anyway, so it knows, and is left out. An update on the device would
+have to wait for the device: it is made, and the loop is told as soon as the verdict is there, at the next backward at the
+latest. `Deferred` judges all gradients before the first update: see `managed_optimizer`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lowtide.errors import NonFiniteGradientError
+from lowtide.memory.mover import Mover, Ticket
+
+MAX_NAMES = 3
+"""That a message lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether the gradients of a chunk are finite."""
+
+    names: tuple[str, ...]
+    is_left_out: bool
+    """Whether the update is not made where they are not."""
+    _finite: torch.Tensor
+    _arrived: Ticket
+
+    def is_known(self) -> bool:
+        """Whether `is_finite` would not wait."""
+        return self._arrived.is_done()
+
+    def is_finite(self) -> bool:
+        """Waits for the gradients."""
+        self._arrived.wait()
+        return bool(self._finite)
+
+
+class GradientWatch:
+    """Keeps the verdicts until the loop asks; all in the loop's thread, or autograd's while the loop waits for it."""
+
+    def __init__(self, mover: Mover) -> None:
+        self._mover = mover
+        self._open: deque[Verdict] = deque()
+
+    def judge(self, names: Iterable[str], norms: Sequence[torch.Tensor], *, is_left_out: bool) -> Verdict:
+        """Gradients with these norms are about to be used for an update. Waits for nothing."""
+        device = self._mover.device
+        with torch.no_grad():
+            finite = torch.isfinite(torch.stack([norm.to(device) for norm in norms])).all()
+            # From torch's own pool of locked memory: it is given to somebody else only when nobody holds it any more.
+            on_host = torch.empty((), dtype=torch.bool, pin_memory=device.type == "cuda")
+            copied = self._mover.to_host(on_host, finite, [self._mover.now()])
+        verdict = Verdict(tuple(names), is_left_out, on_host, copied.ended)
+        self._open.append(verdict)
+        return verdict
+
+    def check(self, *, waits: bool) -> None:
+        """Refuse to go on after an update by gradients that were not finite.
+
+        Args:
+            waits: For verdicts that are still on their way; else the next call sees them.
+
+        Raises:
+            NonFiniteGradientError: The message says which weights were updated with them and which were not.
+        """
+        spoiled: list[Verdict] = []
+        while self._open and (waits or self._open[0].is_known()):
+            verdict = self._open.popleft()
+            if not verdict.is_finite():
+                spoiled.append(verdict)
+        if spoiled:
+            # One backward's gradients: those of the layers before are on their way.
+            spoiled += [verdict for verdict in self._open if not verdict.is_finite()]
+            self._open.clear()
+            raise NonFiniteGradientError(_message(spoiled))
+
+
+def refuse_non_finite_gradients(named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Refuse a step, before its first update, by the norms of its gradients. Waits for them.
+
+    Raises:
+        NonFiniteGradientError: A norm is NaN or infinite.
+    """
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for _, norm in named:
+        by_device.setdefault(norm.device, []).append(norm)
+    if all(bool(torch.isfinite(torch.stack(norms)).all()) for norms in by_device.values()):
+        return
+    names = [name for name, norm in named if not bool(torch.isfinite(norm))]
+    raise NonFiniteGradientError(
+        f"the gradients of {listed(names)} are NaN or infinite; nothing was updated, weights and optimizer are as before "
+        "the step. Call zero_grad(), look at the batch and the learning rate, and go on"
+    )
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first of them, and how many more there are."""
+    more = len(names) - MAX_NAMES
+    return ", ".join(names[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _message(spoiled: Sequence[Verdict]) -> str:
+    left_out = [name for verdict in spoiled if verdict.is_left_out for name in verdict.names]
+    updated = [name for verdict in spoiled if not verdict.is_left_out for name in verdict.names]
+    parts = ["a backward that updates brought gradients that are NaN or infinite, with a finite loss."]
+    if left_out:
+        parts.append(f"Chunks that the host updates were left as they were: {listed(left_out)}.")
+    if updated:
+        parts.append(
+            f"Chunks that the device updates took the step, and their weights are lost: {listed(updated)}. "
+            "Load a checkpoint."
+        )
+    parts.append(
+        "All other weights took the step. Schedule.DEFERRED judges all gradients before the first update, and "
+        "would have changed nothing"
+    )
+    return " ".join(parts)
