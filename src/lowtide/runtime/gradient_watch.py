@@ -9,13 +9,15 @@ latest. `Deferred` judges all gradients before the first update: see `managed_op
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.utils import get_total_norm
 
 from lowtide.errors import NonFiniteGradientError
 from lowtide.memory.mover import Mover, Ticket
+from lowtide.runtime.gradients import norm_of
 
 MAX_NAMES = 3
 """That a message lists."""
@@ -81,22 +83,52 @@ class GradientWatch:
             raise NonFiniteGradientError(_message(spoiled))
 
 
-def refuse_non_finite_gradients(named: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Refuse a step, before its first update, by the norms of its gradients. Waits for them.
+def refuse_non_finite_gradients(
+    taken: Mapping[int, torch.Tensor], others: Mapping[int, torch.Tensor], name: Callable[[int], str]
+) -> None:
+    """Refuse a step before its first update. Waits for its gradients.
+
+    Args:
+        taken: Norms of some gradients, by the numbers of their parameters.
+        others: Gradients whose norms nobody has taken.
+        name: Of a parameter, for the message.
 
     Raises:
-        NonFiniteGradientError: A norm is NaN or infinite.
+        NonFiniteGradientError: A gradient is NaN or infinite.
     """
+    gradients = {number: _dense(gradient) for number, gradient in others.items()}
+    with torch.no_grad():
+        if _are_finite(taken.values()) and _are_finite(_totals(gradients.values())):
+            return
+        # A total of halves is infinite long before their own norms are, in fp32.
+        norms = {**taken, **{number: norm_of(gradient) for number, gradient in gradients.items()}}
+        names = [name(number) for number in sorted(norms) if not bool(torch.isfinite(norms[number]))]
+    if names:
+        raise NonFiniteGradientError(
+            f"the gradients of {listed(names)} are NaN or infinite; nothing was updated, weights and optimizer are as "
+            "before the step. Call zero_grad(), look at the batch and the learning rate, and go on"
+        )
+
+
+def _are_finite(norms: Iterable[torch.Tensor]) -> bool:
+    """Waits once for each device."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for _, norm in named:
-        by_device.setdefault(norm.device, []).append(norm)
-    if all(bool(torch.isfinite(torch.stack(norms)).all()) for norms in by_device.values()):
-        return
-    names = [name for name, norm in named if not bool(torch.isfinite(norm))]
-    raise NonFiniteGradientError(
-        f"the gradients of {listed(names)} are NaN or infinite; nothing was updated, weights and optimizer are as before "
-        "the step. Call zero_grad(), look at the batch and the learning rate, and go on"
-    )
+    for norm in norms:
+        by_device.setdefault(norm.device, []).append(norm.float())
+    return all(bool(torch.isfinite(torch.stack(alike)).all()) for alike in by_device.values())
+
+
+def _totals(gradients: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """One for each device: many gradients take a few launches."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_device.setdefault(gradient.device, []).append(gradient)
+    return [get_total_norm(alike) for alike in by_device.values()]
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    """What a sparse gradient holds."""
+    return gradient if gradient.layout is torch.strided else gradient.coalesce().values()
 
 
 def listed(names: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -234,8 +235,10 @@ class ManagedOptimizer:
         if self._max_grad_norm is not None:
             if isinstance(optimizer, KernelOptimizer):
                 scale = settings.scaler.get("grad_scale")  # gradients that a scaler leaves to the kernel to unscale
-                norms = [norm for _, norm in self._norms(parameters)]
-                clip = clip_factor(norms, self._max_grad_norm, self._engine.mover, scale)
+                taken, others = self._norms(parameters)
+                norms = {**taken, **{number: norm_of(gradient) for number, gradient in others.items()}}
+                in_order = [norms[number] for number in sorted(norms)]
+                clip = clip_factor(in_order, self._max_grad_norm, self._engine.mover, scale)
                 settings, self.last_norm = replace(settings, clip=clip), clip.total
                 if not settings.scaler:
                     refuse_non_finite(clip.total, self._max_grad_norm)
@@ -244,7 +247,8 @@ class ManagedOptimizer:
         elif not settings.scaler:
             # What a backward has used up was judged there.
             used_up = {id(bound.parameter) for unit in units if unit.is_consumed for bound in unit.bounds}
-            refuse_non_finite_gradients(self._norms([value for value in parameters if id(value) not in used_up]))
+            left = [parameter for parameter in parameters if id(parameter) not in used_up]
+            refuse_non_finite_gradients(*self._norms(left), partial(self._name, left))
         managed = {id(bound.parameter) for unit in units for bound in unit.bounds}
         loose = [parameter for parameter in parameters if id(parameter) not in managed]
         if self._engine.schedule is Schedule.IN_BACKWARD:
@@ -263,23 +267,27 @@ class ManagedOptimizer:
         """By the `id` of the parameter."""
         return {id(bound.parameter): bound for unit in self._engine.units.values() for bound in unit.bounds}
 
-    def _norms(self, parameters: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-        """Of the gradients that there are, by name, most of them taken when the gradient passed by."""
+    def _norms(self, parameters: Sequence[torch.Tensor]) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+        """By the parameters' numbers: norms that were taken when gradients passed by, and the gradients of all others."""
         bounds = self._bounds()
-        norms: list[tuple[str, torch.Tensor]] = []
+        taken: dict[int, torch.Tensor] = {}
+        others: dict[int, torch.Tensor] = {}
         for number, parameter in enumerate(parameters):
             gradient, bound = parameter.grad, bounds.get(id(parameter))
             if gradient is None:
                 continue
-            name = f"parameter {number} of the optimizer" if bound is None else bound.spec.name
             if bound is not None and is_away(bound) and gradient is bound.gradient:
                 if bound.known_norm is None:
                     bound.settle_gradient()  # the worker takes it after the last addition
                 if (norm := bound.known_norm) is not None:
-                    norms.append((name, norm))
+                    taken[number] = norm
                     continue
-            norms.append((name, norm_of(gradient.detach())))
-        return norms
+            others[number] = gradient.detach()
+        return taken, others
+
+    def _name(self, parameters: Sequence[torch.Tensor], number: int) -> str:
+        bound = self._bounds().get(id(parameters[number]))
+        return f"parameter {number} of the optimizer" if bound is None else bound.spec.name
 
     def _update_resident(self, units: Sequence[Unit], loose: Sequence[torch.Tensor], settings: Settings) -> None:
         """All that stays on the device in one step, as plain torch takes it."""

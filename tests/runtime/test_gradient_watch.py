@@ -1,0 +1,69 @@
+"""What counts as a gradient that is not finite."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowtide.errors import NonFiniteGradientError
+from lowtide.memory.emulated_mover import EmulatedMover
+from lowtide.runtime.gradient_watch import GradientWatch, refuse_non_finite_gradients
+
+BAD = float("nan"), float("inf"), -float("inf")
+
+
+def refuse(*gradients: torch.Tensor) -> None:
+    refuse_non_finite_gradients({}, dict(enumerate(gradients)), "weight {}".format)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", BAD)
+def test_one_element_of_one_gradient(dtype: torch.dtype, value: float) -> None:
+    gradients = [torch.ones(7, 3, dtype=dtype) for _ in range(6)]
+    refuse(*gradients)
+    gradients[4][2, 1] = value
+    with pytest.raises(NonFiniteGradientError, match="gradients of weight 4 are NaN or infinite; nothing was updated"):
+        refuse(*gradients)
+
+
+def test_halves_whose_total_is_beyond_halves() -> None:
+    """Norm of each 1.9e6, and their elements are finite: torch's own total of them is infinite."""
+    gradients = [torch.full((1000,), 6e4, dtype=torch.float16) for _ in range(3)]
+    assert torch.nn.utils.get_total_norm(gradients).isinf()
+    refuse(*gradients)
+
+
+def test_sparse_gradients() -> None:
+    values = torch.ones(2, 4)
+    indices = torch.tensor([[0, 2]])
+    refuse(torch.sparse_coo_tensor(indices, values, (5, 4), check_invariants=True))
+    values[1, 3] = float("nan")
+    with pytest.raises(NonFiniteGradientError, match="weight 0"):
+        refuse(torch.sparse_coo_tensor(indices, values, (5, 4), check_invariants=True))
+
+
+@pytest.mark.parametrize("value", BAD)
+def test_norms_that_were_taken(value: float) -> None:
+    taken = {number: torch.tensor(1.0) for number in range(6)}
+    refuse_non_finite_gradients(taken, {}, "weight {}".format)
+    taken[1] = taken[2] = taken[4] = taken[5] = torch.tensor(value)
+    with pytest.raises(NonFiniteGradientError, match="weight 1, weight 2, weight 4 and 1 more are NaN or infinite"):
+        refuse_non_finite_gradients(taken, {}, "weight {}".format)
+
+
+def test_no_gradient_at_all() -> None:
+    refuse()
+    refuse(torch.ones(0))
+
+
+def test_verdicts_of_a_backward_are_told_together() -> None:
+    watch = GradientWatch(EmulatedMover())
+    fine, bad = torch.tensor(1.0), torch.tensor(float("nan"))
+    assert watch.judge(["c"], [fine], is_left_out=True).is_finite()
+    assert not watch.judge(["b"], [fine, bad], is_left_out=True).is_finite()
+    watch.judge(["a"], [bad], is_left_out=False)
+    with pytest.raises(
+        NonFiniteGradientError, match=r"left as they were: b\. .* weights are lost: a\. Load a checkpoint"
+    ):
+        watch.check(waits=True)
+    watch.check(waits=True)  # told once
