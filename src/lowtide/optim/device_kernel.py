@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -22,13 +23,33 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def can_launch(device: torch.device) -> bool:
+    """Whether updates there are launches; on a GPU without Triton they are not, and a warning says so once."""
+    if device.type != "cuda":
+        return False
+    if not has_triton():
+        _warn_once()
+        return False
+    return True
+
+
+@functools.cache
+def _warn_once() -> None:
+    warnings.warn(
+        "device updates run through torch's operators, several times slower than the Triton kernels and with fp32 copies "
+        "in passing: the package 'triton' is not installed; run: pip install triton",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
 def update(
     pieces: Sequence[Piece], *, rounding: Rounding, moments: Moments, gradient_factor: float | Tensor = 1.0
 ) -> None:
     """What `reference.update` does, within fp32 rounding, in one pass over memory and without temporaries.
 
-    Nothing is waited for. On a GPU without Triton, and on other devices, it is the reference itself: several times slower,
-    with a few fp32 copies of one piece in passing.
+    Nothing is waited for. On a GPU without Triton, which is warned of, and on other devices it is the reference itself:
+    several times slower, with a few fp32 copies of one piece in passing.
 
     Args:
         pieces: Parameters or slices of them, on one device.
@@ -43,7 +64,7 @@ def update(
     check_pieces(pieces, rounding=rounding, moments=moments)
     if not pieces:
         return
-    if pieces[0].weight.device.type != "cuda" or not has_triton():
+    if not can_launch(pieces[0].weight.device):
         reference.update(pieces, rounding=rounding, moments=moments, gradient_factor=gradient_factor)
         return
     launch_all(pieces, rounding=rounding, moments=moments, gradient_factor=gradient_factor)

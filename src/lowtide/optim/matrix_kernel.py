@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowtide.optim import matrix_reference
-from lowtide.optim.device_kernel import has_triton, send
+from lowtide.optim.device_kernel import can_launch, send
 from lowtide.optim.matrix_rules import MatrixPiece
 from lowtide.optim.matrix_table import batches_of
 from lowtide.optim.piece_check import check_matrix_pieces
@@ -19,6 +19,8 @@ from lowtide.optim.update_types import Rounding
 
 def update(pieces: Sequence[MatrixPiece], *, rounding: Rounding, gradient_factor: float | Tensor = 1.0) -> None:
     """What `matrix_reference.update` does, within fp32 rounding on a GPU and the same elsewhere. Nothing is waited for.
+
+    A GPU without Triton, which is warned of, is as any other device.
 
     Temporaries: on a GPU partial sums, at most `WORKSPACE_BYTES` or, where that is more, those of the largest matrix, see
     `num_partials`; elsewhere some MiB. A weight whose memory is in another order than its shape says, such as a convolution's
@@ -36,7 +38,7 @@ def update(pieces: Sequence[MatrixPiece], *, rounding: Rounding, gradient_factor
     check_matrix_pieces(pieces, rounding=rounding)
     with torch.no_grad():
         ordered = [piece if _is_in_order(piece) else _in_order(piece) for piece in pieces]
-        if pieces and pieces[0].weight.device.type == "cuda" and has_triton():
+        if pieces and can_launch(pieces[0].weight.device):
             launch_all(ordered, rounding=rounding, gradient_factor=gradient_factor)
         else:
             matrix_reference.update(ordered, rounding=rounding, gradient_factor=gradient_factor)
