@@ -52,7 +52,8 @@ def test_techniques_change_memory_and_no_number() -> None:
         assert record.losses == control.losses
         assert record.evaluation_loss == control.evaluation_loss
         assert record.memory is not None
-        assert record.memory.peak_bytes <= control.memory.peak_bytes
+        # A session has a byte on the device for each chunk whose gradients were judged.
+        assert record.memory.peak_bytes <= control.memory.peak_bytes + 64
     streamed = run("peak_memory_tiny/streamed")
     assert streamed.memory is not None
     assert streamed.memory.peak_bytes < control.memory.peak_bytes / 3

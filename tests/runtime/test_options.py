@@ -76,7 +76,7 @@ class TestCache:
         # There is staging for two of the large last layer; kept ones of that size must make way for the small ones.
         def peak(kept: int) -> int:
             model = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(9)], torch.nn.Linear(32, 96))
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
             plan = lowtide.make_plan(model, schedule="in_backward", cached_buffers=kept)
             with lowtide.manage(model, optimizer, plan, device="cpu") as session:
                 for _ in range(4):

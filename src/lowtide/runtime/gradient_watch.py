@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.utils import get_total_norm
 
+from lowtide import compat
 from lowtide.errors import NonFiniteGradientError
 from lowtide.memory.mover import Mover, Ticket
 from lowtide.runtime.gradients import norm_of
@@ -56,7 +57,8 @@ class GradientWatch:
         with torch.no_grad():
             finite = torch.isfinite(torch.stack([norm.to(device) for norm in norms])).all()
             # From torch's own pool of locked memory: it is given to somebody else only when nobody holds it any more.
-            on_host = torch.empty((), dtype=torch.bool, pin_memory=device.type == "cuda")
+            with compat.without_modes():  # an emulated device must not count it
+                on_host = torch.empty((), dtype=torch.bool, pin_memory=device.type == "cuda")
             copied = self._mover.to_host(on_host, finite, [self._mover.now()])
         verdict = Verdict(tuple(names), is_left_out, on_host, copied.ended)
         self._open.append(verdict)
@@ -96,12 +98,11 @@ def refuse_non_finite_gradients(
     Raises:
         NonFiniteGradientError: A gradient is NaN or infinite.
     """
-    gradients = {number: _dense(gradient) for number, gradient in others.items()}
     with torch.no_grad():
-        if _are_finite(taken.values()) and _are_finite(_totals(gradients.values())):
+        if _are_finite(taken.values()) and _are_finite(_totals(others.values())):
             return
         # A total of halves is infinite long before their own norms are, in fp32.
-        norms = {**taken, **{number: norm_of(gradient) for number, gradient in gradients.items()}}
+        norms = {**taken, **{number: norm_of(gradient) for number, gradient in others.items()}}
         names = [name(number) for number in sorted(norms) if not bool(torch.isfinite(norms[number]))]
     if names:
         raise NonFiniteGradientError(
@@ -119,16 +120,15 @@ def _are_finite(norms: Iterable[torch.Tensor]) -> bool:
 
 
 def _totals(gradients: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """One for each device: many gradients take a few launches."""
+    """Norms of many gradients at once, in a few launches for each device."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
+    found: list[torch.Tensor] = []
     for gradient in gradients:
-        by_device.setdefault(gradient.device, []).append(gradient)
-    return [get_total_norm(alike) for alike in by_device.values()]
-
-
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    """What a sparse gradient holds."""
-    return gradient if gradient.layout is torch.strided else gradient.coalesce().values()
+        if gradient.layout is torch.strided:
+            by_device.setdefault(gradient.device, []).append(gradient)
+        else:
+            found.append(norm_of(gradient))
+    return found + [get_total_norm(alike) for alike in by_device.values()]
 
 
 def listed(names: Sequence[str]) -> str:

@@ -207,6 +207,8 @@ def _earlier(bound: Bound) -> tuple[Ticket | Job, ...]:
 def norm_of(gradient: torch.Tensor) -> torch.Tensor:
     """In fp32, on the gradient's device, without a copy of the gradient."""
     with torch.no_grad():
+        if gradient.layout is not torch.strided:
+            gradient = gradient.coalesce().values()
         norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32)
     return norm
 

@@ -77,7 +77,9 @@ class Updater:
         self.optimizer.claim_state(updates, settings)
         chunk.staging = None
         # Deferred, `step()` has judged them all.
-        verdict = self._judge(bounds, is_left_out=True) if staging is not None else None
+        verdict = self._judge_sent(bounds) if staging is not None else None
+        for bound in bounds:
+            bound.norm = None
         step = self._recorder.step
 
         def update() -> None:
@@ -123,17 +125,18 @@ class Updater:
 
     def judge_in_backward(self, bounds: Sequence[Bound]) -> None:
         """Gradients on the device, which an update there is about to take."""
-        for bound in bounds:
-            if bound.parameter.grad is not None:
-                bound.norm = (bound.num_takes, norm_of(bound.parameter.grad))
-        self._judge(bounds, is_left_out=False)
+        held = [bound for bound in bounds if bound.parameter.grad is not None]
+        norms = [norm_of(bound.parameter.grad) for bound in held if bound.parameter.grad is not None]
+        if held:
+            self._gradient_watch.judge([bound.spec.name for bound in held], norms, is_left_out=False)
 
-    def _judge(self, bounds: Sequence[Bound], *, is_left_out: bool) -> Verdict | None:
-        judged = [(bound.spec.name, bound.norm[1]) for bound in bounds if bound.norm is not None]
-        if not judged:
+    def _judge_sent(self, bounds: Sequence[Bound]) -> Verdict | None:
+        """Gradients on their way to the host, whose norms were taken before they left."""
+        sent = [(bound.spec.name, bound.norm[1]) for bound in bounds if bound.norm is not None]
+        if not sent:
             return None
-        names, norms = zip(*judged, strict=True)
-        return self._gradient_watch.judge(names, norms, is_left_out=is_left_out)
+        names, norms = zip(*sent, strict=True)
+        return self._gradient_watch.judge(names, norms, is_left_out=True)
 
     def _on_host(self, settings: Settings) -> Settings:
         """Once for all chunks of a step: what lies on the device is waited for."""

@@ -33,6 +33,7 @@ from lowtide.runtime.backward_task import is_away
 from lowtide.runtime.chunk_optimizer import ChunkOptimizer
 from lowtide.runtime.finishing import Finisher
 from lowtide.runtime.forward_pass import ForwardPass
+from lowtide.runtime.gradient_watch import GradientWatch
 from lowtide.runtime.gradients import GradientMover
 from lowtide.runtime.host_worker import HostWorker
 from lowtide.runtime.loss_watch import LossWatch
@@ -142,9 +143,18 @@ class SessionFootprint:
         as_residency = cast(Residency, residency)
         gradients = cast(GradientMover, FootprintGradients(mover))
         recorder, lock = Recorder(mover), threading.RLock()
+        watch = GradientWatch(mover)  # which nobody tells of any gradient
         self._loss = cast(LossWatch, FootprintLoss(is_immediate=self._plan.schedule is Schedule.IN_BACKWARD))
         self._backward = BackwardPass(
-            as_residency, mover, gradients, recorder, self._plan.schedule, loss=self._loss, observer=None, lock=lock
+            as_residency,
+            mover,
+            gradients,
+            recorder,
+            self._plan.schedule,
+            loss=self._loss,
+            gradient_watch=watch,
+            observer=None,
+            lock=lock,
         )
         self._forward = ForwardPass(
             as_residency,
@@ -153,6 +163,7 @@ class SessionFootprint:
             recorder,
             backward=self._backward,
             loss=self._loss,
+            gradient_watch=watch,
             observer=None,
             lock=lock,
         )

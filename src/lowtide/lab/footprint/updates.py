@@ -37,6 +37,9 @@ class FootprintUpdater:
         self.optimizer = optimizer
         self._store = store
 
+    def judge_in_backward(self, bounds: Sequence[Bound]) -> None:
+        """A few numbers on the device, for a moment."""
+
     def update_here(self, bounds: Sequence[Bound], loose: Sequence[torch.Tensor], settings: Settings) -> None:
         """One step on parameters whose gradients are on the device."""
         parameters = [bound.parameter for bound in bounds] + list(loose)
