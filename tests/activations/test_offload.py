@@ -188,7 +188,7 @@ def test_a_small_view_of_a_large_storage_goes_alone() -> None:
     views = [large[:, 3:7], large[5:6].expand(8, 64), large.t()[::9, 2:4]]
     packed = [stash.put(parcel, view) for view in views]
     assert stash.put_bytes == sum(len({*range(view.numel())}) * 4 for view in (views[0], large[5:6], views[2]))
-    others = [stash.put(parcel, torch.randn(4)) for _ in range(2)]
+    others = [stash.put(stash.open_parcel(1), torch.randn(4)) for _ in range(2)]
     for view, saved in zip(views, packed, strict=True):
         brought = saved.take()
         assert torch.equal(brought, view)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lowtide.activations import Offload, apply
 from lowtide.activations.stash import Stash, Stashed
 from lowtide.memory.emulated_mover import EmulatedMover
+from lowtide.memory.mover import Copied, Ticket
 from tests.activations.checking_mover import CheckingMover
 from tests.activations.measured import ROWS, WIDTH, assert_equal, gradients, stack
 
@@ -54,6 +55,55 @@ def sent(stash: Stash, count: int, depth: int = 1) -> list[Stashed]:
     for _ in range(2):
         stash.put(stash.open_parcel(0), torch.zeros(256))
     return packed
+
+
+class WatchedMover(EmulatedMover):
+    """Knows for which copies to the host the computation was told to wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[Ticket] = []
+        self.awaited: list[int] = []
+
+    def to_host(self, target: Tensor, source: Tensor, after: Sequence[Ticket] = (), *, keep: bool = True) -> Copied:
+        copied = super().to_host(target, source, after, keep=keep)
+        self.sent.append(copied.ended)
+        return copied
+
+    def compute_after(self, ticket: Ticket) -> None:
+        if ticket in self.sent:
+            self.awaited.append(self.sent.index(ticket))
+        super().compute_after(ticket)
+
+
+def test_the_computation_does_not_wait_for_a_large_input_because_of_small_ones_beside_it() -> None:
+    mover = WatchedMover()
+    stash = Stash(mover)
+    held = []
+    for call in range(4):
+        parcel = stash.open_parcel(1)
+        held += [stash.put(parcel, torch.zeros(size)) for size in (1024, 64, 64)]
+        # Copies 3 * call and the two after it: those of the call before are waited for, and had all of its time.
+        assert mover.awaited == list(range(max(3 * call - 2, 0)))
+    assert len(held) == 12
+
+
+def test_a_large_tensor_leaves_though_only_small_ones_follow() -> None:
+    mover = WatchedMover()
+    stash = Stash(mover)
+    held = [stash.put(stash.open_parcel(1), torch.zeros(size)) for size in (4096, 256, 64)]
+    assert mover.awaited == [0]
+    held.append(stash.put(stash.open_parcel(1), torch.zeros(16)))
+    assert mover.awaited == [0, 1]
+
+
+def test_of_tensors_of_one_size_two_wait() -> None:
+    mover = WatchedMover()
+    stash, held = Stash(mover), []
+    parcel = stash.open_parcel(1)
+    for number in range(6):
+        held.append(stash.put(parcel, torch.zeros(256)))
+        assert mover.awaited == list(range(number - 1))
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
@@ -114,7 +164,7 @@ def test_a_tensor_that_was_written_to_goes_again() -> None:
     x = torch.ones(256)
     before = stash.put(parcel, x)
     assert stash.put(parcel, x.view(16, 16)).slot is before.slot
-    others = [stash.put(parcel, torch.zeros(8)) for _ in range(2)]
+    others = [stash.put(parcel, torch.zeros(256)) for _ in range(2)]
     x.mul_(2)
     after = stash.put(parcel, x)
     assert len(others) == 2

@@ -2,8 +2,10 @@
 
 Note [Who holds a stashed tensor, and when it is freed]
 Forward. The tensor's memory belongs to the computation. It is copied out beside the computation, and the stash holds it
-until two more tensors were put; then the computation waits for that copy and the stash lets it go. So the device holds at
-most two tensors for their copies, whatever the speed of either side.
+until the call after the next puts its first, or until all that it holds is more than twice the largest; then the
+computation waits for the oldest copy and the stash lets that tensor go. So the device holds no more than two large tensors
+for their copies, whatever the speed of either side, and small ones beside a large one (a layer's input and its angles) do
+not make the computation wait for it at once.
 Backward. The memory of what comes back is taken by the computation, in its order, and the copy comes after that point. The
 computation waits for the copy before it reads; then autograd frees it as any other. What was brought ahead and is
 dropped unread is freed only after the computation was told to wait for its copy, which would write into it.
@@ -22,6 +24,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 
@@ -32,15 +35,15 @@ from lowtide.activations.span import Geometry, Span, geometry_of, span_of
 from lowtide.memory.mover import Copied, Mover, Ticket
 
 MAX_LEAVING = 2
-"""Tensors that wait on the device for their copies to the host."""
+"""Tensors of the largest size whose bytes may wait on the device for their copies to the host."""
 POISON = 0xFF
 
 
 class Body:
     """What a stashed storage consists of. Apart from `Slot`, so that it can be cleared away after it."""
 
-    def __init__(self, span: Span, tensor: torch.Tensor, buffer: torch.Tensor, copied: Copied) -> None:
-        self.span, self.buffer, self.copied = span, buffer, copied
+    def __init__(self, span: Span, tensor: torch.Tensor, buffer: torch.Tensor, copied: Copied, parcel: int) -> None:
+        self.span, self.buffer, self.copied, self.parcel = span, buffer, copied, parcel
         self.watched: torch.Tensor | None = tensor.detach()
         """Still on the device, and not to be written to."""
         self.version = version_of(tensor)
@@ -178,7 +181,7 @@ class Stash:
             key = (id(storage), span.part, version_of(tensor))
             slot = parcel.known.get(key)
             if slot is None or slot.storage() is not storage:
-                slot = Slot(self._send(span, tensor), storage)
+                slot = Slot(self._send(span, tensor, parcel.number), storage)
                 weakref.finalize(slot, self._let_go, slot.body).atexit = False
                 parcel.known[key] = slot
                 parcel.slots.append(weakref.ref(slot))
@@ -214,7 +217,7 @@ class Stash:
             self._is_closed = True
             self._sweep()
 
-    def _send(self, span: Span, tensor: torch.Tensor) -> Body:
+    def _send(self, span: Span, tensor: torch.Tensor, parcel: int) -> Body:
         buffer = self._buffers.take(span.num_bytes)
         if self._poison:
             if self._last_fetch is not None:
@@ -222,11 +225,11 @@ class Stash:
             buffer.fill_(POISON)
         after = [self._mover.now()] if self._last_fetch is None else [self._mover.now(), self._last_fetch]
         copied = self._mover.to_host(span.in_buffer(buffer), span.source(tensor), after, keep=False)
-        body = Body(span, tensor, buffer, copied)
+        body = Body(span, tensor, buffer, copied, parcel)
         self.num_put += 1
         self.put_bytes += span.num_bytes
         self._leaving.append(body)
-        while len(self._leaving) > MAX_LEAVING:
+        while _is_too_much(self._leaving):
             self._release(self._leaving[0])
         return body
 
@@ -289,3 +292,9 @@ class Stash:
             self._buffers.give_back(body.buffer)
         if self._is_closed:
             self._buffers.clear()
+
+
+def _is_too_much(leaving: Sequence[Body]) -> bool:
+    """Whether the oldest must go; see Note [Who holds a stashed tensor, and when it is freed]."""
+    sizes = [body.span.num_bytes for body in leaving]
+    return leaving[0].parcel < leaving[-1].parcel - 1 or sum(sizes) > MAX_LEAVING * max(sizes)
