@@ -94,7 +94,7 @@ def scale(results: Path) -> str:
 def shares(results: Path) -> str:
     """What each share of the host costs, and beside it static partitions of the card, each against its model's plain row."""
     found: Found = newest_rows(results / "optimizer_shares", "lowtide.session_benchmark/1")
-    suites = ("host_share_3b", "partition_3b", "host_share_8b", "partition_8b")
+    suites = ("host_share_3b", "partition_3b", "host_share_8b", "host_share_staging_8b", "partition_8b")
     names = list(dict.fromkeys(str(row["name"]) for suite in suites for row in SUITES[suite]))
     lines = []
     for name, row, record in _measured(found, names):

@@ -92,6 +92,7 @@ def plan_of(row: dict[str, Any], model: Any) -> Any:
         schedule=row.get("schedule", "deferred"),
         prefetch_depth=row.get("prefetch_depth", 1),
         device_memory=row.get("device_memory"),
+        staging_memory=row.get("staging_memory"),
         activations=row.get("activations"),
     )
 

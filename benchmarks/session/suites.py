@@ -27,6 +27,7 @@ def _optimizer_rows(batch: str, budget: str) -> list[Row]:
         {"name": "all on the device, stochastic, bf16 moments", **resident, **STOCHASTIC, "moments": "bf16"},
         {"name": "all on the device, exact", **resident},
         {"name": "streamed, on the host in backward, exact", **in_backward},
+        {"name": "streamed, on the host in backward, exact, 6 GiB of staging", **in_backward, "staging_memory": "6GiB"},
         {"name": "streamed, on the host deferred, exact, clipped", **on_host, "max_grad_norm": 1.0},
         {"name": "streamed, on the host in backward, 8-bit moments", **in_backward, "moments": "8bit"},
         {"name": "plain torch, forward and backward, again", **llama, "kind": "plain", "optimizer": "none"},
@@ -89,6 +90,15 @@ def _share_rows(model: str, batch: str) -> list[Row]:
     ]
 
 
+def _staging_rows(model: str, batch: str, staging: str) -> list[Row]:
+    """Shares of the host again, with room for all gradients that wait for it instead of 2 GiB."""
+    rows = {row["name"]: row for row in _share_rows(model, batch)}
+    wanted = ("forward and backward", *(f"{percent}% on the host" for percent in (30, 50, 70)))
+    plain, *shares = (rows[f"{model}, {name}"] for name in wanted)
+    room = f"{staging.removesuffix('GiB')} GiB of staging"
+    return [plain, *({**row, "name": f"{row['name']}, {room}", "staging_memory": staging} for row in shares)]
+
+
 def _partition_rows(model: str, batch: str, shares: tuple[float, ...]) -> list[Row]:
     """A static partition of the card: what is outside its share is streamed, and updated on the host."""
     llama = {**LLAMA, "model": model, "batch": batch, "steps": 4, "warm_up": 2, "stays_on_device": True}
@@ -114,6 +124,7 @@ SUITES: dict[str, list[Row]] = {
     ],
     "host_share_3b": _share_rows("3.14b", "8x2048"),
     "host_share_8b": _share_rows("8b", "4x2048"),
+    "host_share_staging_8b": _staging_rows("8b", "4x2048", "12GiB"),
     "partition_3b": _partition_rows("3.14b", "8x2048", (0.05, 0.1, 0.15, 0.2, 0.3)),
     "partition_8b": _partition_rows("8b", "4x2048", (0.1, 0.2, 0.4, 0.6, 0.7)),
     "partition_tiny": _partition_rows("tiny", "2x32", (0.5,)),
