@@ -8,6 +8,7 @@ import torch
 from lowtide.errors import NonFiniteGradientError
 from lowtide.memory.emulated_mover import EmulatedMover
 from lowtide.runtime.gradient_watch import GradientWatch, refuse_non_finite_gradients
+from lowtide.runtime.gradients import norm_of
 
 BAD = float("nan"), float("inf"), -float("inf")
 
@@ -16,7 +17,7 @@ def refuse(*gradients: torch.Tensor) -> None:
     refuse_non_finite_gradients({}, dict(enumerate(gradients)), "weight {}".format)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64])
 @pytest.mark.parametrize("value", BAD)
 def test_one_element_of_one_gradient(dtype: torch.dtype, value: float) -> None:
     gradients = [torch.ones(7, 3, dtype=dtype) for _ in range(6)]
@@ -31,6 +32,11 @@ def test_halves_whose_total_is_beyond_halves() -> None:
     gradients = [torch.full((1000,), 6e4, dtype=torch.float16) for _ in range(3)]
     assert torch.nn.utils.get_total_norm(gradients).isinf()
     refuse(*gradients)
+
+
+def test_doubles_whose_norm_is_beyond_fp32() -> None:
+    refuse(torch.full((3,), 1e40, dtype=torch.float64), torch.ones(3))
+    refuse_non_finite_gradients({0: norm_of(torch.full((3,), 1e40, dtype=torch.float64))}, {}, "weight {}".format)
 
 
 def test_sparse_gradients() -> None:

@@ -115,7 +115,7 @@ def _are_finite(norms: Iterable[torch.Tensor]) -> bool:
     """Waits once for each device."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for norm in norms:
-        by_device.setdefault(norm.device, []).append(norm.float())
+        by_device.setdefault(norm.device, []).append(norm)
     return all(bool(torch.isfinite(torch.stack(alike)).all()) for alike in by_device.values())
 
 
