@@ -39,6 +39,13 @@ def test_doubles_whose_norm_is_beyond_fp32() -> None:
     refuse_non_finite_gradients({0: norm_of(torch.full((3,), 1e40, dtype=torch.float64))}, {}, "weight {}".format)
 
 
+def test_a_norm_that_overflows_fp32_is_refused_and_the_message_says_so() -> None:
+    """Its squares would be the second moments of Adam, which are infinite for good then."""
+    refuse(torch.full((3,), 1e19))
+    with pytest.raises(NonFiniteGradientError, match=r"weight 0 are .* A norm beyond 1\.8e19 counts as infinite"):
+        refuse(torch.full((3,), 2e19))
+
+
 def test_sparse_gradients() -> None:
     values = torch.ones(2, 4)
     indices = torch.tensor([[0, 2]])
