@@ -8,6 +8,7 @@ import torch
 from lowtide.errors import NonFiniteGradientError
 from lowtide.memory.emulated_mover import EmulatedMover
 from lowtide.runtime.gradient_watch import GradientWatch, refuse_non_finite_gradients
+from lowtide.runtime.gradients import norm_of
 
 BAD = float("nan"), float("inf"), -float("inf")
 
@@ -16,7 +17,7 @@ def refuse(*gradients: torch.Tensor) -> None:
     refuse_non_finite_gradients({}, dict(enumerate(gradients)), "weight {}".format)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64])
 @pytest.mark.parametrize("value", BAD)
 def test_one_element_of_one_gradient(dtype: torch.dtype, value: float) -> None:
     gradients = [torch.ones(7, 3, dtype=dtype) for _ in range(6)]
@@ -31,6 +32,18 @@ def test_halves_whose_total_is_beyond_halves() -> None:
     gradients = [torch.full((1000,), 6e4, dtype=torch.float16) for _ in range(3)]
     assert torch.nn.utils.get_total_norm(gradients).isinf()
     refuse(*gradients)
+
+
+def test_doubles_whose_norm_is_beyond_fp32() -> None:
+    refuse(torch.full((3,), 1e40, dtype=torch.float64), torch.ones(3))
+    refuse_non_finite_gradients({0: norm_of(torch.full((3,), 1e40, dtype=torch.float64))}, {}, "weight {}".format)
+
+
+def test_a_norm_that_overflows_fp32_is_refused_and_the_message_says_so() -> None:
+    """Its squares would be the second moments of Adam, which are infinite for good then."""
+    refuse(torch.full((3,), 1e19))
+    with pytest.raises(NonFiniteGradientError, match=r"weight 0 are .* A norm beyond 1\.8e19 counts as infinite"):
+        refuse(torch.full((3,), 2e19))
 
 
 def test_sparse_gradients() -> None:

@@ -263,6 +263,9 @@ class BackwardPass:
         for bound in unit.bounds:
             if is_away(bound) and self._schedule is Schedule.DEFERRED:
                 self._gradients.expose(bound)
+            elif bound.stashed is not None and not bound.is_whole and not unit.is_resident:
+                # From a use outside of the module's call, and the call itself brought none: it is left for `step()`.
+                bound.parameter.grad, bound.stashed = bound.stashed, None
             bound.has_fired = False
 
     def _has_gradients(self) -> bool:

@@ -47,6 +47,6 @@ def clip_factor(
             total = total / scale.to(device)
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         # From torch's own pool of locked memory: it is given to somebody else only when nobody holds it any more.
-        on_host = torch.empty((), dtype=torch.float32, pin_memory=device.type == "cuda")
+        on_host = torch.empty((), dtype=torch.float32, device="cpu", pin_memory=device.type == "cuda")
         copied = mover.to_host(on_host, factor, [mover.now()])
     return ClipFactor(total, factor, on_host, copied.ended)

@@ -22,6 +22,7 @@ from lowtide.runtime.gradients import norm_of
 
 MAX_NAMES = 3
 """That a message lists."""
+TOO_LARGE = "A norm beyond 1.8e19 counts as infinite: its square is, in fp32."
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class GradientWatch:
             finite = torch.isfinite(torch.stack([norm.to(device) for norm in norms])).all()
             # From torch's own pool of locked memory: it is given to somebody else only when nobody holds it any more.
             with compat.without_modes():  # an emulated device must not count it
-                on_host = torch.empty((), dtype=torch.bool, pin_memory=device.type == "cuda")
+                on_host = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=device.type == "cuda")
             copied = self._mover.to_host(on_host, finite, [self._mover.now()])
         verdict = Verdict(tuple(names), is_left_out, on_host, copied.ended)
         self._open.append(verdict)
@@ -86,14 +87,19 @@ class GradientWatch:
 
 
 def refuse_non_finite_gradients(
-    taken: Mapping[int, torch.Tensor], others: Mapping[int, torch.Tensor], name: Callable[[int], str]
+    taken: Mapping[int, torch.Tensor],
+    others: Mapping[int, torch.Tensor],
+    name: Callable[[int], str],
+    *,
+    is_after_updates: bool = False,
 ) -> None:
-    """Refuse a step before its first update. Waits for its gradients.
+    """Refuse a step before its first update, or before those that a backward has left to it. Waits for its gradients.
 
     Args:
         taken: Norms of some gradients, by the numbers of their parameters.
         others: Gradients whose norms nobody has taken.
         name: Of a parameter, for the message.
+        is_after_updates: Whether the backward has made its own, for the message.
 
     Raises:
         NonFiniteGradientError: A gradient is NaN or infinite.
@@ -103,19 +109,24 @@ def refuse_non_finite_gradients(
             return
         # A total of halves is infinite long before their own norms are, in fp32.
         norms = {**taken, **{number: norm_of(gradient) for number, gradient in others.items()}}
+        if _are_finite(norms.values()):
+            return
         names = [name(number) for number in sorted(norms) if not bool(torch.isfinite(norms[number]))]
-    if names:
-        raise NonFiniteGradientError(
-            f"the gradients of {listed(names)} are NaN or infinite; nothing was updated, weights and optimizer are as "
-            "before the step. Call zero_grad(), look at the batch and the learning rate, and go on"
-        )
+    if is_after_updates:
+        outcome = "what step() itself updates is as before, and all other weights took the step in the backward"
+    else:
+        outcome = "nothing was updated, weights and optimizer are as before the step"
+    raise NonFiniteGradientError(
+        f"the gradients of {listed(names)} are NaN or infinite; {outcome}. Call zero_grad(), look at the batch and the "
+        f"learning rate, and go on. {TOO_LARGE}"
+    )
 
 
 def _are_finite(norms: Iterable[torch.Tensor]) -> bool:
     """Waits once for each device."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for norm in norms:
-        by_device.setdefault(norm.device, []).append(norm.float())
+        by_device.setdefault(norm.device, []).append(norm)
     return all(bool(torch.isfinite(torch.stack(alike)).all()) for alike in by_device.values())
 
 
@@ -149,7 +160,7 @@ def _message(spoiled: Sequence[Verdict]) -> str:
             "Load a checkpoint."
         )
     parts.append(
-        "All other weights took the step. Schedule.DEFERRED judges all gradients before the first update, and "
-        "would have changed nothing"
+        "All other weights that it reached took the step. Schedule.DEFERRED judges all gradients before the first update, "
+        f"and would have changed nothing. {TOO_LARGE}"
     )
     return " ".join(parts)

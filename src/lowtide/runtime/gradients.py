@@ -205,11 +205,13 @@ def _earlier(bound: Bound) -> tuple[Ticket | Job, ...]:
 
 
 def norm_of(gradient: torch.Tensor) -> torch.Tensor:
-    """In fp32, on the gradient's device, without a copy of the gradient."""
+    """In fp32, of doubles and complex numbers in their own precision; on their device, without a copy of the gradient."""
     with torch.no_grad():
         if gradient.layout is not torch.strided:
             gradient = gradient.coalesce().values()
-        norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        # torch narrows none of these, and would refuse.
+        is_own = gradient.is_complex() or gradient.dtype is torch.float64
+        norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=None if is_own else torch.float32)
     return norm
 
 

@@ -245,10 +245,11 @@ class ManagedOptimizer:
             else:
                 self.last_norm = clip_by_norm(parameters, self._max_grad_norm, is_judged=bool(settings.scaler))
         elif not settings.scaler:
-            # What a backward has used up was judged there.
-            used_up = {id(bound.parameter) for unit in units if unit.is_consumed for bound in unit.bounds}
-            left = [parameter for parameter in parameters if id(parameter) not in used_up]
-            refuse_non_finite_gradients(*self._norms(left), partial(self._name, left))
+            refuse_non_finite_gradients(
+                *self._norms(parameters),
+                partial(self._name, parameters),
+                is_after_updates=any(unit.is_consumed for unit in units),
+            )
         managed = {id(bound.parameter) for unit in units for bound in unit.bounds}
         loose = [parameter for parameter in parameters if id(parameter) not in managed]
         if self._engine.schedule is Schedule.IN_BACKWARD:
@@ -273,7 +274,10 @@ class ManagedOptimizer:
         taken: dict[int, torch.Tensor] = {}
         others: dict[int, torch.Tensor] = {}
         for number, parameter in enumerate(parameters):
-            gradient, bound = parameter.grad, bounds.get(id(parameter))
+            bound = bounds.get(id(parameter))
+            with compat.without_torch_function():
+                # Past the guard of groups that a backward has updated: what it used up was judged there, and is gone.
+                gradient = parameter.grad
             if gradient is None:
                 continue
             if bound is not None and is_away(bound) and gradient is bound.gradient:
