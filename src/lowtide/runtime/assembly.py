@@ -90,9 +90,9 @@ def make_optimizer(
             optimizer, basis.numerics, pages=pages, paged=paged, on_host_memory=basis.mark_host_memory
         )
         if installed is None:
-            runner.take_over()
+            runner.kept.take_over()
         if installed is not None and isinstance(installed.runner, KernelOptimizer):
-            runner.states = installed.runner.states
+            runner.kept.by_parameter = installed.runner.kept.by_parameter
     updater = Updater(
         runner,
         engine.residency.store,

@@ -6,9 +6,8 @@ weight's memory, beside the update: on the device or on the host. `optimizer.sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -20,16 +19,9 @@ from lowtide.optim.matrix_rules import Adafactor, MatrixPiece, Rule, names_of_st
 from lowtide.optim.parameter_state import ParameterState, complete, new_state
 from lowtide.optim.precision import rounding_for
 from lowtide.optim.rules import as_numbers, require_rule
-from lowtide.optim.torch_state import (
-    LoadTarget,
-    SavedState,
-    check_form,
-    from_torch_state,
-    read_state_dict,
-    to_torch_state,
-)
 from lowtide.optim.update_types import ElementwiseRule, Numerics, Piece, Rounding, Sgd
 from lowtide.runtime.chunk_optimizer import ChunkOptimizer, Settings, Update
+from lowtide.runtime.kernel_states import KernelStates, named_parameters
 from lowtide.runtime.paged_state import Pages
 from lowtide.runtime.sparse_gradients import refuse_sparse_gradient
 
@@ -62,11 +54,9 @@ class KernelOptimizer(ChunkOptimizer):
         self.pages = pages
         self._paged = frozenset(paged)
         self._on_host_memory = on_host_memory
-        self.states: dict[int, ParameterState] = {}
-        """By the `id` of the parameter, which the optimizer keeps alive."""
+        self.kept = KernelStates(optimizer, numerics, pages)
         self._group_of: dict[int, int] = {}
         self._number_of: dict[int, int] = {}
-        self._accepted: list[tuple[LoadTarget, SavedState]] = []
         self._checked: set[int] = set()
         """`id`s of the parameters that the kernels can update."""
         self._needs_rate = False  # the rules ask for each of their numbers
@@ -107,7 +97,7 @@ class KernelOptimizer(ChunkOptimizer):
         """Refuse a setting that adds to a state that visits the device: its place on the host is as large as it was."""
         for rule, group in zip(rules, self.optimizer.param_groups, strict=True):
             for parameter in group["params"] if self._paged else ():
-                known = self.states.get(id(parameter)) if self._visits(parameter) else None
+                known = self.kept.by_parameter.get(id(parameter)) if self._visits(parameter) else None
                 names = () if known is None else names_of_states(rule, parameter.shape)
                 if known is not None and not set(names) <= set(known.names):
                     raise ConfigError(
@@ -123,10 +113,10 @@ class KernelOptimizer(ChunkOptimizer):
     def _claim(self, updates: Sequence[Update], rules: Sequence[Rule]) -> None:
         for update in updates:
             rule = rules[self._group_of[id(update.parameter)]]
-            known = self.states.get(id(update.parameter))
+            known = self.kept.by_parameter.get(id(update.parameter))
             names = names_of_states(rule, update.target.shape)
             if known is None:
-                self.states[id(update.parameter)] = self._new_state(update, rule)
+                self.kept.by_parameter[id(update.parameter)] = self._new_state(update, rule)
             elif not set(names) <= set(known.names):
                 assert not self._visits(update.parameter), "the settings were checked"
                 complete(known, update.target, rule, self.numerics)
@@ -134,7 +124,8 @@ class KernelOptimizer(ChunkOptimizer):
     def needs_values(self, updates: Sequence[Update]) -> bool:
         """Whether weights are read now, and not only by the update: a master begins as its weight."""
         return any(
-            id(update.parameter) not in self.states and rounding_for(update.target, self.numerics) is Rounding.MASTER
+            id(update.parameter) not in self.kept.by_parameter
+            and rounding_for(update.target, self.numerics) is Rounding.MASTER
             for update in updates
         )
 
@@ -163,7 +154,7 @@ class KernelOptimizer(ChunkOptimizer):
         wholes: dict[tuple[torch.device, Rounding], list[MatrixPiece]] = {}
         visits: list[ParameterState] = []
         for update in updates:
-            state = home = self.states[id(update.parameter)]
+            state = home = self.kept.by_parameter[id(update.parameter)]
             if self.pages is not None and self._visits(update.parameter):
                 state = self.pages.take(home)
                 visits.append(home)
@@ -186,7 +177,7 @@ class KernelOptimizer(ChunkOptimizer):
             matrix_kernel.update(whole, rounding=rounding, gradient_factor=_factor(device, settings))
         # Not before: an update that failed was not made.
         for update in updates:
-            rule, state = rules[self._group_of[id(update.parameter)]], self.states[id(update.parameter)]
+            rule, state = rules[self._group_of[id(update.parameter)]], self.kept.by_parameter[id(update.parameter)]
             state.step += 1
             if isinstance(rule, Sgd) and rule.momentum:
                 state.lacks_momentum = False
@@ -197,16 +188,16 @@ class KernelOptimizer(ChunkOptimizer):
     def check_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor | None, name: str | None = None) -> None:
         """Refuse a gradient that no kernel is for."""
         if gradient is not None and gradient.layout is not torch.strided:
-            names = {id(known): place for known, place in self._names()}
+            names = {id(known): place for known, place in named_parameters(self.optimizer)}
             refuse_sparse_gradient(gradient, name or names[id(parameter)])
 
     def prefetch(self, parameters: Sequence[torch.Tensor]) -> None:
         """Their updates on the device are near: send visiting states on their way."""
         if self.pages is not None:
             self.pages.prefetch(
-                self.states[id(parameter)]
+                self.kept.by_parameter[id(parameter)]
                 for parameter in parameters
-                if self._visits(parameter) and id(parameter) in self.states
+                if self._visits(parameter) and id(parameter) in self.kept.by_parameter
             )
 
     def dismiss(self) -> None:
@@ -219,106 +210,13 @@ class KernelOptimizer(ChunkOptimizer):
 
     def place_state(self, parameter: torch.Tensor, device: torch.device) -> None:
         """Move a parameter's state to where its update runs."""
-        state = self.states.get(id(parameter))
+        state = self.kept.by_parameter.get(id(parameter))
         if state is None:
             return
         if self.pages is not None and self._visits(parameter):
             self.pages.adopt(state)
         else:
             state.move_to(device)
-
-    # -- torch's form of the state -------------------------------------------------------------------------------------
-
-    def fill(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """What torch's `state_dict` gave, with the states in fp32 and the masters; all updates must have been made."""
-        state: dict[int, dict[str, Any]] = {}
-        for group, saved in zip(self.optimizer.param_groups, state_dict["param_groups"], strict=True):
-            for parameter, key in zip(group["params"], saved["params"], strict=True):
-                if id(parameter) in self.states:
-                    state[key] = self._in_torchs_form(parameter)
-        return {**state_dict, "state": state}
-
-    def _in_torchs_form(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """On the host, one parameter at a time: expanded state may not fit the device."""
-        if self.pages is not None:
-            self.pages.settle()
-        state = self.states[id(parameter)]
-        weight = parameter.detach()
-        with compat.without_modes():
-            here = state.with_tensors([tensor.cpu() for tensor in state.all_tensors()])
-            return to_torch_state(weight.cpu(), here, self.numerics)
-
-    def accept(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Check a state that is about to be loaded, torch's own or `fill`'s; what is left of it for torch to load.
-
-        Raises:
-            OptimizerStateError: It is of another model or optimizer. Nothing was changed.
-        """
-        check_form(state_dict, [len(group["params"]) for group in self.optimizer.param_groups])
-        names = {id(value): name for value, name in self._names()}
-        groups: list[list[LoadTarget]] = []
-        for group, loaded in zip(self.optimizer.param_groups, state_dict["param_groups"], strict=True):
-            # The settings that torch is about to load say what is kept: amsgrad's maximum, a momentum.
-            rule = require_rule(self.optimizer, {**group, **loaded, "params": group["params"]})
-            groups.append([LoadTarget(name=names[id(value)], weight=value, rule=rule) for value in group["params"]])
-        with compat.without_modes():
-            saved = read_state_dict(state_dict, groups)
-        self._accepted = [
-            (target, entries)
-            for targets, found in zip(groups, saved, strict=True)
-            for target, entries in zip(targets, found, strict=True)
-        ]
-        return {**state_dict, "state": {}}
-
-    def load_accepted(self) -> None:
-        """Take over the states that `accept` has checked; they are made on the host, and `place_state` brings them."""
-        accepted, self._accepted, self.states = self._accepted, [], {}
-        if self.pages is not None:
-            self.pages.clear()
-        for target, entries in accepted:
-            if not entries.num_steps and not entries.tensors:
-                continue
-            weight = target.weight.detach()
-            with compat.without_modes(), torch.no_grad():
-                copied = torch.empty_strided(weight.size(), weight.stride(), dtype=weight.dtype, device="cpu").copy_(
-                    weight
-                )
-                on_host = replace(target, weight=copied)
-                self.states[id(target.weight)] = from_torch_state(on_host, entries, self.numerics)
-                if entries.master is not None:
-                    weight.copy_(copied)
-
-    def take_over(self) -> None:
-        """What the optimizer has of its own from before, loaded or stepped: it goes on from there."""
-        if self.optimizer.state:
-            self.accept(self.optimizer.state_dict())
-            self.load_accepted()
-            self.optimizer.state.clear()
-
-    def hand_back(self) -> None:
-        """Give the optimizer its state in the form that its own step works on: of the type of each parameter."""
-        try:
-            for group in self.optimizer.param_groups:
-                for parameter in group["params"]:
-                    if id(parameter) not in self.states:
-                        continue
-                    entries = self._in_torchs_form(parameter)
-                    entries.pop("master", None)
-                    self.optimizer.state[parameter] = {
-                        name: value if name == "step" else value.to(parameter.dtype) for name, value in entries.items()
-                    }
-                    del self.states[id(parameter)]
-        finally:
-            self.states = {}
-            if self.pages is not None:
-                self.pages.close()
-
-    def _names(self) -> list[tuple[torch.Tensor, str]]:
-        return [
-            (parameter, f"parameter {number} of param group {index}")
-            for index, group in enumerate(self.optimizer.param_groups)
-            for number, parameter in enumerate(group["params"])
-        ]
 
 
 def _piece(weight: torch.Tensor, state: ParameterState, rule: ElementwiseRule, step: int, key: int) -> Piece:

@@ -122,7 +122,7 @@ class ManagedOptimizer:
         self._installed.clear()
         self._replaced.clear()
         if isinstance(self.runner, KernelOptimizer):
-            self.runner.hand_back()
+            self.runner.kept.hand_back()
 
     def settle(self) -> None:
         """Wait until every update has been made."""
@@ -133,13 +133,13 @@ class ManagedOptimizer:
         self._updater.optimizer.forget_empty_state()
 
     def _fill(self, state: dict[str, Any]) -> dict[str, Any] | None:
-        return self.runner.fill(state) if isinstance(self.runner, KernelOptimizer) else None
+        return self.runner.kept.fill(state) if isinstance(self.runner, KernelOptimizer) else None
 
     def _accept(self, state: dict[str, Any]) -> dict[str, Any] | None:
         self.settle()
         rest = None
         if isinstance(self.runner, KernelOptimizer):
-            rest = self.runner.accept(state)
+            rest = self.runner.kept.accept(state)
         else:
             check_loaded_state(self._optimizer, state)
         check_loaded_settings(self._optimizer, state)
@@ -147,7 +147,7 @@ class ManagedOptimizer:
 
     def _after_load(self) -> None:
         if isinstance(self.runner, KernelOptimizer):
-            self.runner.load_accepted()
+            self.runner.kept.load_accepted()
         self._updater.optimizer.refresh_groups()
         self._updater.place_state(list(self._engine.units.values()), self._engine.mover.device)
 
