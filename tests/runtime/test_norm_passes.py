@@ -1,4 +1,7 @@
-"""Clipping takes no pass over the gradients on the host in the loop's thread, unless the user has looked at them."""
+"""Clipping takes no pass over the gradients on the host in the loop's thread, unless the user has looked at them.
+
+Without clipping no thread does: what was added up is judged by its parts.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +45,8 @@ class Passes(compat.TorchDispatchMode):
         self.num_norms = 0
         """Of tensors anywhere."""
         self.num_by_norms = 0
+        self.num_by_norms_elsewhere = 0
+        """In other threads: the worker's."""
         self.num_by_operators = 0
         """Norms among them, while the mode is on; views are none."""
         # Not seen by the mode where a session has put modes aside.
@@ -51,6 +56,8 @@ class Passes(compat.TorchDispatchMode):
         if threading.get_ident() == self._thread:
             self.num_norms += 1
             self.num_by_norms += self._elements_on_host(tensor)
+        else:
+            self.num_by_norms_elsewhere += self._elements_on_host(tensor)
         norm: Tensor = self._plain_norm(tensor, *args, **kwargs)
         return norm
 
@@ -69,14 +76,19 @@ class Passes(compat.TorchDispatchMode):
 
 
 @contextmanager
-def managed(place: str, precision: str | None) -> Iterator[tuple[Stack, torch.optim.Optimizer, lowtide.Session]]:
+def managed(
+    place: str, precision: str | None, max_grad_norm: float | None = MAX_NORM
+) -> Iterator[tuple[Stack, torch.optim.Optimizer, lowtide.Session]]:
     model = Stack()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     plan = lowtide.make_plan(model, schedule="deferred", **PLACES[place])
-    with lowtide.manage(model, optimizer, plan, device="cpu", precision=precision, max_grad_norm=MAX_NORM) as session:
+    with lowtide.manage(
+        model, optimizer, plan, device="cpu", precision=precision, max_grad_norm=max_grad_norm
+    ) as session:
         yield model, optimizer, session
-        assert session.last_grad_norm is not None
-        assert float(session.last_grad_norm) > MAX_NORM, "nothing was clipped"
+        if max_grad_norm is not None:
+            assert session.last_grad_norm is not None
+            assert float(session.last_grad_norm) > max_grad_norm, "nothing was clipped"
 
 
 in_each_place = pytest.mark.parametrize("place", PLACES)
@@ -98,6 +110,25 @@ def test_a_step_passes_over_no_gradient_on_the_host(
         assert passes.num_on_host > 0
         assert passes.num_norms > 0, "norms are taken in another way, which nobody counts"
         assert (passes.num_by_norms, passes.num_by_operators) == (0, 0)
+
+
+@in_each_place
+@pytest.mark.parametrize("precision", [None, "fp32"])
+@pytest.mark.parametrize("max_grad_norm", [None, MAX_NORM])
+def test_the_worker_takes_norms_of_sums_for_clipping_alone(
+    place: str, precision: str | None, max_grad_norm: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with managed(place, precision, max_grad_norm) as (model, optimizer, session):
+        passes = Passes(session, monkeypatch)
+        for part in range(2):
+            model(batch(part)).backward()
+        with passes:
+            optimizer.step()
+        session.settle()
+        is_needed = precision is not None and max_grad_norm is not None
+        assert passes.num_by_norms_elsewhere == (passes.num_on_host if is_needed else 0)
+        if max_grad_norm is None:
+            assert passes.num_by_norms == 0
 
 
 @in_each_place

@@ -93,6 +93,8 @@ def make_optimizer(
             runner.kept.take_over()
         if installed is not None and isinstance(installed.runner, KernelOptimizer):
             runner.kept.by_parameter = installed.runner.kept.by_parameter
+        if basis.max_grad_norm is not None:
+            engine.take_totals()
     updater = Updater(
         runner,
         engine.residency.store,

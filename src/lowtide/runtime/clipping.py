@@ -7,13 +7,14 @@ from collections.abc import Iterable
 import torch
 
 from lowtide.errors import NonFiniteGradientError
+from lowtide.runtime.gradients import norm_of
 
 
 def clip_by_norm(parameters: Iterable[torch.Tensor], max_norm: float, *, is_judged: bool = False) -> torch.Tensor:
     """Scale the gradients in place so that their norm is at most `max_norm`; returns the norm they had.
 
-    The norm is the fp32 norm of the fp32 norms of the gradients, in the order of the parameters, wherever each gradient
-    lies; the factor is torch's. Waits for gradients that are still on their way to the host.
+    The norm is that of the gradients' norms, in the order of the parameters, wherever each gradient lies, in fp32 unless they
+    are wider; the factor is torch's. Waits for gradients that are still on their way to the host.
 
     Args:
         parameters: With gradients, or without.
@@ -27,7 +28,7 @@ def clip_by_norm(parameters: Iterable[torch.Tensor], max_norm: float, *, is_judg
     if not gradients:
         return torch.tensor(0.0)
     with torch.no_grad():
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+        norms = [norm_of(gradient) for gradient in gradients]
         device = next((norm.device for norm in norms if norm.device.type != "cpu"), norms[0].device)
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
         if not is_judged:

@@ -121,6 +121,10 @@ class Engine:
             self.backward.check_broken()
         self.residency.settle(unit)
 
+    def take_totals(self) -> None:
+        """Take the norms of gradients that are added up on the host."""
+        self._gradients.takes_totals = True
+
     def veil_gradient(self, bound: Bound) -> None:
         """An update on the host reads the user's gradient: a look at it waits."""
         self._gradients.veil(bound)

@@ -62,6 +62,8 @@ class GradientMover:
         self._cache = cache
         self._schedule = schedule
         self._recorder = recorder
+        self.takes_totals = False
+        """Whether the norm of what was added up on the host is taken there, for a clipping that does not read it again."""
 
     def take(self, bound: Bound) -> None:
         """The parameter's gradient is complete on the device: send it to the host and let it go there."""
@@ -167,7 +169,7 @@ class GradientMover:
         bound.pending.append(self._worker.submit(add))
 
     def _judge_too(self, bound: Bound, gradient: torch.Tensor) -> None:
-        """In backward the norm says no more than whether all that was added is finite."""
+        """Where nothing is clipped the norm says no more than whether all that was added is finite."""
         norm = norm_of(gradient)
         bound.norm = (bound.num_takes, norm if bound.norm is None else bound.norm[1] + norm.to(bound.norm[1].device))
 
@@ -177,9 +179,9 @@ class GradientMover:
         before = _earlier(bound)
         arrived = self._send(bound, staging, gradient)
         number = bound.num_takes
-        if self._schedule is Schedule.IN_BACKWARD:
+        takes_norm = self.takes_totals and not bound.was_seen
+        if not takes_norm:
             self._judge_too(bound, gradient)
-        takes_norm = self._schedule is Schedule.DEFERRED and not bound.was_seen
 
         def add() -> None:
             try:
