@@ -72,8 +72,9 @@ class TestList:
         names = [line.split()[0] for line in lines if line.startswith("  ")]
         assert "control" in names
         assert len(names) == len(set(names)), "the small twins are folded"
-        assert f"peak_memory_tiny/ the same {names.index('streamed_3gib') - names.index('bf16_budget_60') + 1}, small: " in (
-            result.stdout
+        assert (
+            f"peak_memory_tiny/ the same {names.index('streamed_3gib') - names.index('bf16_budget_60') + 1}, small: "
+            in (result.stdout)
         )
         assert "…" not in result.stdout
         assert len(lines) < 45, "one screen"
