@@ -58,20 +58,59 @@ def run(*words: str) -> Any:
 
 
 class TestList:
-    def test_table(self, recipes: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(lab, "OUT", Console(width=200))
+    def test_a_line_each(self, recipes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(lab, "OUT", Console(width=80, force_terminal=True, color_system=None))
         result = run("ls", "--recipes", recipes)
         assert result.exit_code == 0, result.stderr
-        for words in (
-            "pretended/",
-            "finishes",
-            "ends well",
-            "gpt-tiny",
-            "21.165 GiB",
-            "dtype=bfloat16",
-            "peak_memory/",
-        ):
-            assert words in result.stdout
+        lines = [line.rstrip() for line in result.stdout.splitlines()]
+        own = lines[lines.index("pretended/ gpt-tiny") :]
+        assert [line.split(maxsplit=1) for line in own[1:4]] == [
+            ["finishes", "ends well"],
+            ["hangs"],
+            ["kills_itself", "ends badly"],
+        ]
+        names = [line.split()[0] for line in lines if line.startswith("  ")]
+        assert "control" in names
+        assert len(names) == len(set(names)), "the small twins are folded"
+        assert (
+            f"peak_memory_tiny/ the same {names.index('streamed_3gib') - names.index('bf16_budget_60') + 1}, small: "
+            in (result.stdout)
+        )
+        assert "…" not in result.stdout
+        assert len(lines) < 45, "one screen"
+
+    def test_notes_are_cut_to_the_terminal_and_whole_in_a_pipe(
+        self, recipes: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        note = "a note that no terminal of eighty columns has the room for, however one may turn it"
+        (Path(recipes) / "long.yaml").write_text(f"model: gpt-tiny\nabout: {note}\n", encoding="utf-8")
+        words = ("ls", "long", "--recipes", recipes)
+        monkeypatch.setattr(lab, "OUT", Console(width=80, force_terminal=True, color_system=None))
+        cut, *_ = run(*words).stdout.splitlines()
+        assert cut.startswith("long  a note")
+        assert (len(cut), cut[-1]) == (80, "…")
+        monkeypatch.setattr(lab, "OUT", Console(width=80))
+        assert run(*words).stdout.splitlines()[0] == f"long  {note}"
+
+    def test_twins_that_are_asked_for_are_listed(self, recipes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        folder = Path(recipes) / "pretended_tiny"
+        folder.mkdir()
+        (folder / "hangs.yaml").write_text("model: gpt-tiny\nabout: a twin\n", encoding="utf-8")
+        folded = run("ls", "--recipes", recipes).stdout
+        assert "pretended_tiny/ the same 1, small: lowtide lab ls 'pretended_tiny/*'" in folded
+        assert "a twin" not in folded
+        assert "a twin" in run("ls", "pretended_tiny/*", "--recipes", recipes).stdout
+        # What the larger folder has not is no twin, and must be seen.
+        (folder / "only_here.yaml").write_text("model: gpt-tiny\nabout: an only child\n", encoding="utf-8")
+        assert "an only child" in run("ls", "--recipes", recipes).stdout
+
+    def test_a_folder_of_the_package_may_have_more_elsewhere(self, recipes: str) -> None:
+        (Path(recipes) / "peak_memory").mkdir()
+        (Path(recipes) / "peak_memory" / "mine.yaml").write_text("model: gpt-tiny\nabout: my own\n", encoding="utf-8")
+        lines = run("ls", "--recipes", recipes).stdout.splitlines()
+        assert sum(line.startswith("peak_memory/") for line in lines) == 1
+        assert any(line.split() == ["mine", "my", "own"] for line in lines)
+        assert any(line.startswith("  control ") for line in lines)
 
     def test_json(self, recipes: str) -> None:
         result = run("ls", "--recipes", recipes, "--json")

@@ -62,6 +62,12 @@ def test_what_is_not_predicted_says_why() -> None:
     assert result.stdout.splitlines()[1] == "# no prediction: compiled code is not predicted"
 
 
+def test_what_it_does_differently_is_said() -> None:
+    lines = show("peak_memory/checkpoint", "--set", "steps=3").stdout.splitlines()
+    assert lines[:2] == ["# peak_memory/checkpoint", "# differs in steps=3, plan.activations=recompute"]
+    assert "# differs" not in show("peak_memory/control").stdout
+
+
 def test_json() -> None:
     plain = json.loads(show("peak_memory_tiny/streamed", "--predict", "--json").stdout)
     assert plain["schema"] == "lowtide.lab_recipe/1"
@@ -93,9 +99,10 @@ def test_a_budget_that_does_not_hold_the_step_is_said() -> None:
     # 6 MiB are enough where memory is counted in bytes of tensors; on a card cuBLAS's workspaces alone take more.
     result = show("peak_memory_tiny/streamed", "--predict")
     assert result.exit_code == 0, result.stderr
-    peak, budget, first = result.stdout.splitlines()[1:4]
+    peak, budget, differs, first = result.stdout.splitlines()[1:5]
     assert peak.startswith("# predicted peak on h200: ")
     assert budget.startswith("# its device_memory of 6MiB does not hold that step: it would be out of memory; without")
+    assert differs.startswith("# differs in ")
     assert first.startswith("model: ")
     fits = show("peak_memory_tiny/streamed", "--set", "plan.device_memory=1GiB", "--predict", "--json")
     assert json.loads(fits.stdout)["predicted"]["fits_device_memory"] is True

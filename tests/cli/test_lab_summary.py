@@ -38,6 +38,18 @@ def test_peaks_speeds_and_the_fastest_within_a_budget() -> None:
     assert lines[7] == "Fastest within a budget, by peak: from 4.000 GiB half (2.000 samples/s)."
 
 
+def test_different_numbers_of_steps_and_remarks_are_said() -> None:
+    def made(name: str, num_steps: int, *remarks: str) -> RunRecord:
+        speed = SpeedFigures(step_s=(0.5,) * num_steps, samples_per_step=1)
+        return record(name, speed=speed, evaluation_loss=0.0, remarks=remarks)
+
+    assert "steps" not in said([made("x/control", 4), made("x/other", 4)])[2]
+    lines = said([made("x/control", 4), made("x/other", 3, "evaluated on 3 samples")])
+    assert lines[2].split()[-3:] == ["steps", "samples/s", "perplexity"]
+    assert [line.split()[-3] for line in lines[3:5]] == ["4", "3"]
+    assert lines[-2] == "Note: other: evaluated on 3 samples"
+
+
 def test_a_whole_experiment_fits_a_terminal() -> None:
     lines = said([*experiment(), *experiment(seed=1)])
     assert max(map(len, lines)) <= 80

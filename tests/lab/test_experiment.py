@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from lowtide.errors import ConfigError
 from lowtide.lab import experiment
-from lowtide.lab.data_recipe import EvaluationRecipe, Stories
+from lowtide.lab.data_recipe import EvaluationRecipe, Stories, TextFiles
 from lowtide.lab.experiment import first_weights, run_experiment, thinned
 from lowtide.lab.optimizer_recipe import OptimizerRecipe, RiseFromZero
 from lowtide.lab.plan_recipe import PlanRecipe
@@ -87,7 +88,8 @@ def test_a_plan_changes_memory_and_no_loss(plan: PlanRecipe, smaller: str | None
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_the_timeline_has_the_runs_peak(activations: str) -> None:
     stories = Stories(num_stories=60, num_validation=5, vocab_size=300)
-    recipe = replace(SMALL, data=stories, model_settings={"vocab_size": 300}, evaluation=EvaluationRecipe(batch=1))
+    evaluation = EvaluationRecipe(samples=5, batch=1)
+    recipe = replace(SMALL, data=stories, model_settings={"vocab_size": 300}, evaluation=evaluation)
     record = run(replace(recipe, batch="8x64", plan=replace(RESIDENT, activations=activations)))
     assert record.memory is not None
     assert max(num_bytes for _, num_bytes in record.memory.timeline) == record.memory.peak_bytes
@@ -168,9 +170,26 @@ def test_evaluation_and_progress() -> None:
     assert record.speed.samples_per_step == 2
     assert record.speed.evaluation_s is not None
     assert record.speed.evaluation_s > 0
+    assert record.remarks == ()
     without = run(replace(recipe, evaluation=None))
     assert without.speed is not None
     assert without.speed.evaluation_s is None
+
+
+def test_an_evaluation_on_fewer_samples_than_asked_for_is_remarked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    text = "\n\n".join(f"sample number {number} of ten" for number in range(10))
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    data = TextFiles(path=tmp_path / "text.txt", vocab_size=270, validation_share=0.3)
+    recipe = replace(SMALL, steps=1, data=data, model_settings={"vocab_size": 300}, plan=None)
+    fewer = run(replace(recipe, evaluation=EvaluationRecipe(samples=4)))
+    said = "evaluated on 3 samples, all that the data has for it: evaluation.samples asks for 4"
+    assert fewer.remarks == (said,)
+    all_of_them = run(replace(recipe, evaluation=EvaluationRecipe(samples=3)))
+    assert all_of_them.remarks == ()
+    assert all_of_them.evaluation_loss == fewer.evaluation_loss
 
 
 def test_the_same_recipe_gives_the_same_losses() -> None:

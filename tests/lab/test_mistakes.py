@@ -57,6 +57,11 @@ def test_recipes_of_the_package_have_none(name: str) -> None:
             "evaluation",
             "data.num_validation is 0",
         ),
+        (
+            {"evaluation": EvaluationRecipe(samples=6), "data": Stories(vocab_size=260, num_validation=5)},
+            "evaluation.samples",
+            "evaluation.samples is 6, and data.num_validation is 5: lower the first, or raise the second",
+        ),
         ({"optimizer": OptimizerRecipe(settings={"lr": -1.0})}, "optimizer.settings", "Invalid learning rate: -1.0"),
         ({"optimizer": OptimizerRecipe(settings={"betas": 0.9})}, "optimizer.settings", "TypeError: "),
         (
@@ -86,6 +91,10 @@ def test_what_may_run_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         {"optimizer": OptimizerRecipe(settings={"fused": True})},
         {"optimizer": OptimizerRecipe(settings={"weight_decay": 0.1}, decay_matrices_only=True)},
         {"data": TextFiles(path=tmp_path, vocab_size=260), "evaluation": EvaluationRecipe()},
+        {
+            "data": Stories(vocab_size=260, num_stories=9, num_validation=5),
+            "evaluation": EvaluationRecipe(samples=5),
+        },
         # A budget that is too small is a result, and not a mistake.
         {"plan": PlanRecipe(weights=Weights.RESIDENT, update=Site.DEVICE, device_memory="1KiB")},
     )

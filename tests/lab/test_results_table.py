@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.lab_tables import memory
+from benchmarks.render import RESULTS
 from lowtide.errors import BadRecordError
-from lowtide.lab.record import MemoryFigures, Outcome, PredictedFigures, RunRecord, write_record
-from lowtide.units import GiB
+from lowtide.lab.recipe_file import find_recipe, read_recipe, recipe_names
+from lowtide.lab.record import MemoryFigures, Outcome, PredictedFigures, RunRecord, read_record, write_record
+from lowtide.units import GiB, KiB
 from tests.lab.report.samples import SURROUNDINGS, record
 
 
@@ -48,3 +51,44 @@ def test_all_that_the_rows_were_made_with_is_said(tmp_path: Path) -> None:
 def test_a_run_that_did_not_finish_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadRecordError, match=r"0\.json: the run of peak_memory/control has no peak \(killed\)"):
         memory(write(tmp_path, record(peak_bytes=None, outcome=Outcome.KILLED)))
+
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+RENDERED = re.compile(r"<!-- rendered: .*?<!-- end -->", re.DOTALL)
+IN_GIB = re.compile(r"(?<![\d.,])\d+\.\d{3}(?![\d.])")
+
+
+def test_prose_has_no_gib_that_no_table_or_recipe_has() -> None:
+    texts = {
+        name: (DOCS / name).read_text(encoding="utf-8") for name in ("lab.md", "peak_memory.md", "budget_sweep.md")
+    }
+    known = {figure for text in texts.values() for block in RENDERED.findall(text) for figure in IN_GIB.findall(block)}
+    for name in recipe_names():
+        published = read_recipe(find_recipe(name)).published
+        known |= {f"{published.peak_gib:.3f}"} if published and published.peak_gib else set()
+    for name in ("lab.md", "peak_memory.md"):
+        prose = RENDERED.sub("", texts[name])
+        prose = re.sub(r"^`{3}.*?^`{3}|`[^`\n]*`", "", prose, flags=re.MULTILINE | re.DOTALL)
+        said = set(IN_GIB.findall(prose))
+        assert said, "the text argues with figures"
+        assert said <= known, name
+
+
+def test_what_the_pages_say_of_predictions_is_in_the_records() -> None:
+    records = [read_record(path) for path in sorted((RESULTS / "lab").glob("*.json"))]
+    off_bytes = {
+        record.name.rpartition("/")[2]: record.predicted.peak_bytes - (record.memory.training_peak_bytes or 0)
+        for record in records
+        if record.predicted and record.memory
+    }
+    wrong = {name: off for name, off in off_bytes.items() if off}
+    assert wrong == {"bf16_exact": -352 * KiB, "streamed": 1296 * KiB}
+    text = (DOCS / "lab.md").read_text(encoding="utf-8")
+    assert f"{len(off_bytes) - len(wrong)} of the {len(off_bytes)} right to the byte" in text
+
+
+def test_recipes_without_a_record_are_said_not_to_be_measured() -> None:
+    measured = {read_record(path).name for path in (RESULTS / "lab").glob("*.json")}
+    left = {name for name in recipe_names() if name.startswith("peak_memory/") and name not in measured}
+    text = (DOCS / "lab.md").read_text(encoding="utf-8").partition("**Not measured yet**")[2]
+    assert set(re.findall(r"`(\w+)`", text)) == {name.rpartition("/")[2] for name in left}

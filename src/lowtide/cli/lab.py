@@ -12,10 +12,11 @@ import typer
 
 from lowtide.cli.console import ERR, OUT, friendly_errors, progress
 from lowtide.cli.lab_display import display_of
+from lowtide.cli.lab_list import recipe_lines, recipe_row
 from lowtide.cli.lab_prediction import predict_all
 from lowtide.cli.lab_show import show_command
 from lowtide.cli.lab_sweep import sweep_command
-from lowtide.cli.lab_tables import prediction_table, recipe_row, recipe_table, run_row, run_table
+from lowtide.cli.lab_tables import prediction_table, run_row, run_table
 from lowtide.errors import ConfigError
 from lowtide.hardware import find_hardware
 from lowtide.lab.budget import sweep_data
@@ -51,7 +52,7 @@ def list_command(
     recipes: Recipes = None,
     json_: Json = False,
 ) -> None:
-    """The recipes: what each trains, and what it does differently from the one it descends from."""
+    """The recipes, a line each; `lab show NAME` has all settings of one."""
     with friendly_errors():
         known = known_recipes(recipes or [])
         listed = matching_recipes(patterns, known) if patterns else known
@@ -61,11 +62,18 @@ def list_command(
             row |= predictions[str(row["name"])].plain(gpu)
         if json_:
             print(json.dumps({"schema": "lowtide.lab_recipes/1", "recipes": rows}, indent=2))
-        else:
-            OUT.print(prediction_table(predictions, find_hardware(gpu)) if predict else recipe_table(rows))
+        elif predict:
+            OUT.print(prediction_table(predictions, find_hardware(gpu)))
             for name, prediction in predictions.items():
                 if prediction.figures is None:
                     OUT.print(f"{name}: {prediction.words}", markup=False, highlight=False, soft_wrap=True)
+        else:
+            for line in recipe_lines(rows, is_folded=not patterns):
+                if OUT.is_terminal:
+                    OUT.print(line, highlight=False, no_wrap=line.no_wrap, overflow=line.overflow)
+                else:  # a file or a pipe has no width that notes would have to be cut to
+                    OUT.print(line, highlight=False, soft_wrap=True)
+            OUT.print("all settings of one: lowtide lab show NAME", style="dim", highlight=False)
 
 
 @lab_app.command("run")

@@ -13,6 +13,7 @@ from lowtide.cli.console import friendly_errors, progress
 from lowtide.cli.lab_prediction import Prediction, predict_for
 from lowtide.errors import ConfigError
 from lowtide.lab.catalogue import choose_recipes, known_recipes
+from lowtide.lab.differences import recipe_differences
 from lowtide.lab.recipe_file import resolve_recipe
 from lowtide.lab.shown_recipe import annotated_yaml
 from lowtide.lab.so_far import shown_bytes
@@ -50,6 +51,9 @@ def show_command(
         print(f"# {found}")
         for line in [] if predicted is None else _lines(predicted, gpu):
             print(f"# {line}")
+        # From what it descends from; from the defaults where it extends nothing.
+        if differs := recipe_differences(path, resolved.recipe):
+            print(f"# differs in {', '.join(differs)}")
         print(annotated_yaml(plain, resolved.sources), end="")
 
 

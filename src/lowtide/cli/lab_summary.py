@@ -9,15 +9,16 @@ from rich.text import Text
 
 from lowtide.lab.report.comparison import Comparison
 from lowtide.lab.report.fastest import fastest_words
+from lowtide.lab.report.provenance import run_remarks
 from lowtide.lab.report.tables import outcome_words, result_table
 from lowtide.report.terminal_table import titled_table
 
-SHOWN = ("peak", "reduction", "at", "reserved", "perplexity")
+SHOWN = ("peak", "reduction", "at", "reserved", "steps", "perplexity")
 """Beside the speed that rows are compared by; the files have all columns."""
 
 
 def summary_of(comparison: Comparison) -> Iterator[RenderableType]:
-    """The title, a table, and a sentence where there is one; rows on the front are bold."""
+    """The title, a table, and sentences where there are any; rows on the front are bold."""
     speed = "warm samples/s" if comparison.is_warm else "samples/s"
     columns = [
         column
@@ -35,5 +36,7 @@ def summary_of(comparison: Comparison) -> Iterator[RenderableType]:
         table.add_row(name, *(Text("" if value is None else value.text) for value in values))
     yield Text(comparison.title, style="bold")
     yield table
-    if words := fastest_words(comparison):
-        yield Text(f"{words}\n")
+    sentences = [words] if (words := fastest_words(comparison)) else []
+    sentences += [f"Note: {remark}" for remark in run_remarks(comparison)]
+    if sentences:
+        yield Text("\n".join(sentences) + "\n")

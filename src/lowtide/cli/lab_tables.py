@@ -1,4 +1,4 @@
-"""Recipes and ended runs as rows: plain ones for scripts, tables for people."""
+"""Predictions and ended runs as rows: plain ones for scripts, tables for people."""
 
 from __future__ import annotations
 
@@ -12,48 +12,13 @@ from rich.text import Text
 
 from lowtide.cli.lab_display import STYLES
 from lowtide.cli.lab_prediction import Prediction
-from lowtide.errors import ConfigError
 from lowtide.hardware import Hardware
-from lowtide.lab.differences import recipe_differences
-from lowtide.lab.recipe_file import read_recipe
 from lowtide.lab.record import RunRecord
 from lowtide.lab.runner import EndedRun
 from lowtide.lab.so_far import shown_bytes
 from lowtide.plain_text import Plain
 from lowtide.report.terminal_table import titled_table
 from lowtide.units import format_bytes
-
-
-def recipe_row(name: str, path: Path) -> dict[str, Plain]:
-    """What a recipe is about; of one that cannot be read, why."""
-    row: dict[str, Plain] = {"name": name, "path": str(path)}
-    try:
-        recipe = read_recipe(path)
-    except ConfigError as error:
-        # One bad file of a folder must not hide the others.
-        return row | {"error": str(error)}
-    published = None if recipe.published is None else recipe.published.peak_gib
-    return row | {
-        "about": recipe.about,
-        "model": recipe.model,
-        "differs": list(recipe_differences(path, recipe)),
-        "published_peak_gib": published,
-    }
-
-
-def recipe_table(rows: Sequence[dict[str, Plain]]) -> Table:
-    """The rows for people, by folder: below a recipe's name its model, below what it is about its settings."""
-    table = Table()
-    table.add_column("recipe", no_wrap=True)
-    table.add_column("what it does", overflow="fold")
-    table.add_column("published", justify="right", no_wrap=True)
-    for folder, group in itertools.groupby(rows, key=lambda row: str(row["name"]).rpartition("/")[0]):
-        table.add_section()
-        if folder:
-            table.add_row(Text(f"{folder}/", style="bold"))
-        for row in group:
-            table.add_row(*_recipe_cells(row, indent="  " if folder else ""))
-    return table
 
 
 def prediction_table(predictions: Mapping[str, Prediction], card: Hardware) -> Table:
@@ -80,21 +45,6 @@ def _fits(prediction: Prediction, needed_bytes: int, least_bytes: int, card: Har
         return Text("yes", style="green")
     # What is cached can be given back, so that between the two it may.
     return Text("hardly", style="yellow") if least_bytes <= card.memory_bytes else Text("no", style="red")
-
-
-def _recipe_cells(row: dict[str, Plain], indent: str) -> tuple[Text, Text, str]:
-    name = f"{indent}{str(row['name']).rpartition('/')[2]}"
-    if "error" in row:
-        return Text(name), Text(f"cannot be read: {row['error']}", style="bold red"), ""
-    differs, peak = row["differs"], row["published_peak_gib"]
-    assert isinstance(differs, list)
-    about = [Text(str(row["about"]))] if row["about"] else []
-    settings = [Text(", ".join(map(str, differs)), style="dim")] if differs else []
-    return (
-        Text.assemble(name, "\n", (f"{indent}{row['model']}", "dim")),
-        Text("\n").join([*about, *settings]),
-        "" if peak is None else f"{peak:.3f} GiB",
-    )
 
 
 def run_row(ended: EndedRun) -> dict[str, Plain]:

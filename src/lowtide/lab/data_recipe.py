@@ -75,7 +75,7 @@ class EvaluationRecipe:
     """The loss on the validation samples after the last step."""
 
     samples: int = 500
-    """At most; from the beginning of the validation part."""
+    """From the beginning of the validation part; stories must be as many, of a text with fewer all are taken, with a remark."""
     batch: int | None = None
     """Samples at a time; None: as many as a training batch has, so that the evaluation does not set the peak."""
 

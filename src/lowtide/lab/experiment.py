@@ -61,7 +61,7 @@ def _run(
     inputs = make_inputs(recipe, source, say)
     say("drawing the first weights")
     model = first_weights(recipe, source)
-    remarks: list[str] = []
+    remarks = list(inputs.remarks)
     predicted = _prediction(recipe, source, inputs.train(0), device, say, remarks)
     run = _Run(recipe, model, inputs, device, on_progress)
     with run.prepared() as session:

@@ -24,6 +24,8 @@ class Inputs:
     evaluation: Sequence[Batch]
     batch_size: int
     """Samples of a training batch."""
+    remarks: tuple[str, ...] = ()
+    """What is otherwise than the recipe asks."""
 
 
 def check_vocabulary(recipe: Recipe, source: ModelSource) -> None:
@@ -81,6 +83,14 @@ def _check_evaluation(recipe: Recipe) -> None:
         raise ConfigError(
             f"evaluation is asked for, and data.{asked} is 0: raise it, or leave evaluation out", key="evaluation"
         )
+    assert recipe.evaluation is not None, "check_inputs asks for one"
+    # Of a text nobody has counted the samples yet: there the run takes what it has, and its record says so.
+    if isinstance(recipe.data, Stories) and recipe.evaluation.samples > recipe.data.num_validation:
+        raise ConfigError(
+            f"evaluation.samples is {recipe.evaluation.samples}, and data.num_validation is "
+            f"{recipe.data.num_validation}: lower the first, or raise the second",
+            key="evaluation.samples",
+        )
 
 
 def make_inputs(recipe: Recipe, source: ModelSource, on_words: Callable[[str], None]) -> Inputs:
@@ -96,11 +106,19 @@ def make_inputs(recipe: Recipe, source: ModelSource, on_words: Callable[[str], N
     length = shape["input_ids"].shape[1]
     corpus = load_corpus(recipe.data, on_progress=on_words)
     evaluation: Sequence[Batch] = ()
+    remarks: tuple[str, ...] = ()
     if recipe.evaluation is not None:
         if not len(corpus.validation):
             raise ConfigError("evaluation is asked for, and the data has no validation samples", key="evaluation")
         part = corpus.validation[: recipe.evaluation.samples]
+        if len(part) < recipe.evaluation.samples:
+            remarks = (_fewer_samples(len(part), recipe.evaluation.samples),)
         batches = TextBatches(part, batch=recipe.evaluation.batch or batch_size, length=length)
         evaluation = [batches.partial(number) for number in range(batches.num_batches)]
     train = TextBatches(corpus.train, batch=batch_size, length=length)
-    return Inputs(train=train, evaluation=evaluation, batch_size=batch_size)
+    return Inputs(train=train, evaluation=evaluation, batch_size=batch_size, remarks=remarks)
+
+
+def _fewer_samples(count: int, asked: int) -> str:
+    samples = "1 sample" if count == 1 else f"{count} samples"
+    return f"evaluated on {samples}, all that the data has for it: evaluation.samples asks for {asked}"

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from lowtide.lab.record import SpeedFigures
+from lowtide.lab.record import Outcome, SpeedFigures
 from lowtide.lab.report.comparison import make_comparisons
 from lowtide.lab.report.fastest import fastest_words
 from lowtide.lab.report.html import render_html
@@ -28,6 +28,21 @@ def test_every_budget_has_its_fastest() -> None:
     assert fastest_words(comparison) == words
     assert words in render_markdown([comparison], records, title="x")
     assert words in render_html([comparison], records, title="x")
+
+
+def test_rows_without_such_a_speed_are_named() -> None:
+    long = SpeedFigures(step_s=(1.0,) * 12, samples_per_step=1)
+    records = [
+        record("x/control", peak_bytes=8 * GiB, speed=long),
+        record("x/short", peak_bytes=GiB, speed=at(9.0)),
+        record("x/lost", peak_bytes=None, outcome=Outcome.KILLED),
+    ]
+    (comparison,) = make_comparisons(records)
+    assert fastest_words(comparison) == (
+        "Fastest within a budget, by peak: from 8.000 GiB control (1.000 samples/s). Not among them, for want of a speed "
+        "after warm-up: short."
+    )
+    assert "control, of 1 with a speed after warm-up" in render_html([comparison], records, title="x")
 
 
 def test_an_emulated_device_is_no_judge_of_speed() -> None:

@@ -109,6 +109,11 @@ def test_remarks_name_who_made_them() -> None:
     assert "- Odd." in render(record(remarks=("Odd.",)), record("peak_memory/a", remarks=("Odd.",)))
 
 
+def test_a_killed_run_has_no_device_of_its_own() -> None:
+    records = [record(device="cpu, emulated"), record(seed=1, peak_bytes=None, device="cpu", outcome=Outcome.KILLED)]
+    assert "\n- device: cpu, emulated\n" in render_markdown(make_comparisons(records), records, title="x")
+
+
 def test_older_runs_are_said() -> None:
     assert "control: an older run with the same seeds left out" in render(record(), record())
 

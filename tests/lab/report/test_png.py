@@ -47,7 +47,7 @@ def test_the_names_are_in_the_picture(tmp_path: Path) -> None:
     ):
         assert f">{text}" in svg
     assert "21.173 GiB, predicted 21.154" in svg
-    assert "control_batch_64 (out of memory)" in svg
+    assert "control_batch_64 out of memory" in svg
 
 
 def test_names_do_not_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

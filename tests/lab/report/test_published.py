@@ -48,6 +48,22 @@ def test_their_samples_per_second_count_the_evaluation_and_all_steps() -> None:
     assert ours(short, {"source": "a page", "samples_per_s": 2.5}) == pytest.approx(8.0)
 
 
+def test_a_perplexity_of_fewer_steps_is_not_set_beside_theirs() -> None:
+    published = {**PUBLISHED, "perplexity": 150.0}
+
+    def ours(num_steps: int, published: dict[str, object]) -> float | None:
+        speed = SpeedFigures(step_s=(0.5,) * num_steps, samples_per_step=4)
+        [row] = make_rows([record(speed=speed, evaluation_loss=math.log(200.0), recipe={"published": published})])
+        beside = beside_published(row)
+        assert beside is not None
+        return beside.perplexity.ours
+
+    assert ours(100, published) == pytest.approx(200.0)
+    assert ours(3, published) is None
+    # How many steps theirs had, nobody says.
+    assert ours(3, {"source": "a page", "perplexity": 150.0}) == pytest.approx(200.0)
+
+
 def test_what_did_not_finish_has_no_difference() -> None:
     [row] = make_rows([record(outcome=Outcome.KILLED, speed=SPEED, recipe={"published": PUBLISHED})])
     beside = beside_published(row)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from lowtide.lab.record import SpeedFigures
+from lowtide.lab.record import Outcome, SpeedFigures
 from lowtide.lab.report.comparison import make_comparisons
 from lowtide.lab.report.scatter import scatter_of
 from lowtide.lab.report.tables import result_table
@@ -57,8 +57,26 @@ def test_the_whole_experiment() -> None:
     assert scatter is not None
     assert (len(scatter.marks), len(scatter.published)) == (14, 11)
     assert scatter.memory.is_log
-    left_out = "Not on the chart, for want of a peak or a speed after warm-up: "
-    assert f"{left_out}control_batch_64 (out of memory), streamed_from_disk (killed)." in scatter.notes
+    left_out = "Not on the chart, since not every run of theirs finished: "
+    assert f"{left_out}control_batch_64 out of memory, streamed_from_disk killed." in scatter.notes
+
+
+def test_what_is_not_drawn_has_its_own_reason() -> None:
+    few = SpeedFigures(step_s=(0.1,) * 3, samples_per_step=1)
+    [comparison] = make_comparisons(
+        [
+            record("x/long", speed=at(1.0)),
+            record("x/short", speed=few),
+            record("x/half", speed=at(1.0)),
+            record("x/half", seed=1, peak_bytes=None, outcome=Outcome.KILLED),
+        ]
+    )
+    scatter = scatter_of(comparison)
+    assert scatter is not None
+    assert scatter.notes == (
+        "Not on the chart, since not every run of theirs finished: half killed (1 of 2 finished).",
+        "Not on the chart, for want of a peak or a speed after warm-up: short.",
+    )
 
 
 def test_published_rows_without_a_speed_are_said() -> None:

@@ -149,6 +149,25 @@ def test_a_trifle_is_not_less_than_nothing() -> None:
     assert table is not None
     assert table.columns[2].values[0] is not None
     assert table.columns[2].values[0].text == "+0.00%"
+    comparison = compare(record(peak_bytes=GiB), record("peak_memory/fused", peak_bytes=GiB + 512))
+    assert cells(result_table(comparison))["reduction"] == [None, "0.0%"]
+
+
+def test_speeds_over_seeds_have_their_range() -> None:
+    slow, fast = (SpeedFigures(step_s=(seconds,) * 3, samples_per_step=4) for seconds in (2.0, 1.0))
+    comparison = compare(
+        record(seed=0, speed=slow),
+        record(seed=1, speed=fast),
+        record(seed=2, outcome=Outcome.KILLED, peak_bytes=None),
+        record("peak_memory/lean", speed=slow),
+    )
+    columns = {column.head: column for column in result_table(comparison).columns}
+    assert [(value.text, value.detail) for value in columns["samples/s"].values if value] == [
+        ("2.000", ""),
+        ("3.000", "2.000–4.000"),
+    ]
+    assert columns["samples/s"].legend == "over all steps; over several seeds: mean (least–largest)"
+    assert columns["runs"].legend.endswith("means over those that finished")
 
 
 def test_every_column_has_a_value_for_each_row() -> None:

@@ -43,6 +43,16 @@ class Comparison:
         """The samples/s that rows are compared by; None for a run without such."""
         return row.warm_samples_per_s if self.is_warm else row.samples_per_s
 
+    @property
+    def speed_name(self) -> str:
+        """What `speed` is, for sentences."""
+        return "speed after warm-up" if self.is_warm else "speed"
+
+    @property
+    def speedless(self) -> tuple[Row, ...]:
+        """Finished rows that can be on no front, for want of a `speed`."""
+        return tuple(row for row in self.rows if row.is_finished and row.peak_bytes and self.speed(row) is None)
+
     def reduction(self, row: Row) -> float | None:
         """The share of the control's peak that is saved; None for the control, and for what has no peak to compare."""
         if self.control is None or row is self.control or row.peak_bytes is None or not row.is_finished:

@@ -21,9 +21,13 @@ def fastest_words(comparison: Comparison) -> str:
         assert speed is not None, "a row on the front has a peak and a speed"
         assert row.peak_bytes is not None, "a row on the front has a peak and a speed"
         steps.append(f"from {unit.text(row.peak_bytes)} {unit.name} {row.label} ({speed_text(speed.mean)} samples/s)")
+    missing = ""
+    if comparison.speedless:
+        labels = ", ".join(row.label for row in comparison.speedless)
+        missing = f" Not among them, for want of a {comparison.speed_name}: {labels}."
     doubt = (
         " The times are of an emulated device, so that the order may be another on a card."
         if comparison.is_emulated
         else ""
     )
-    return f"Fastest within a budget, by peak: {'; '.join(steps)}.{doubt}"
+    return f"Fastest within a budget, by peak: {'; '.join(steps)}.{missing}{doubt}"

@@ -42,7 +42,8 @@ def headline(comparison: Comparison) -> str:
     speeds = [(speed.mean, row) for row in finished if (speed := comparison.speed(row)) is not None]
     if speeds:
         fastest, row = max(speeds, key=lambda pair: pair[0])
-        items.append(("Fastest", f"{speed_text(fastest)} samples/s", row.label))
+        timed = f", of {len(speeds)} with a {comparison.speed_name}" if comparison.speedless else ""
+        items.append(("Fastest", f"{speed_text(fastest)} samples/s", f"{row.label}{timed}"))
     errors = [(abs(row.prediction_error), row) for row in finished if row.prediction_error is not None]
     if errors:
         error, row = max(errors, key=lambda pair: pair[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from lowtide.lab.configurations import by_configuration
 from lowtide.lab.record import RunRecord
 from lowtide.lab.report.comparison import Comparison
 
@@ -20,7 +21,8 @@ def provenance(records: Sequence[RunRecord], num_older: int = 0) -> tuple[tuple[
     dates = sorted(surroundings.date for surroundings in around)
     return (
         ("commit", _unique(surroundings.commit for surroundings in around)),
-        ("device", _unique((surroundings.device for surroundings in around), separator="; ")),
+        # As rows have it: a run that ended before it could say has none of its own.
+        ("device", _unique((device for _, device, _ in by_configuration(records)), separator="; ")),
         ("torch", _unique(surroundings.torch for surroundings in around)),
         ("lowtide", _unique(surroundings.lowtide for surroundings in around)),
         ("python", _unique(surroundings.python for surroundings in around)),
@@ -37,15 +39,8 @@ def older_words(num_older: int) -> str:
 
 
 def remarks(comparison: Comparison) -> tuple[str, ...]:
-    """What the runs themselves want to be known, each said once with the rows that say it."""
-    said: dict[str, list[str]] = {}
-    for row in comparison.rows:
-        for remark in row.remarks:
-            said.setdefault(remark, []).append(row.label)
-    everywhere = len(comparison.rows)
-    lines = [
-        remark if len(labels) == everywhere else f"{', '.join(labels)}: {remark}" for remark, labels in said.items()
-    ]
+    """What a reader of the figures should know."""
+    lines = list(run_remarks(comparison))
     if comparison.is_emulated:
         lines.insert(0, "The device is emulated on the host: bytes are true, times say nothing about a card.")
     for row in comparison.rows:
@@ -53,6 +48,18 @@ def remarks(comparison: Comparison) -> tuple[str, ...]:
             runs = "an older run" if row.num_older == 1 else f"{row.num_older} older runs"
             lines.append(f"{row.label}: {runs} with the same seeds left out, the newest of each seed counts.")
     return tuple(lines)
+
+
+def run_remarks(comparison: Comparison) -> tuple[str, ...]:
+    """What the runs themselves want to be known, each said once with the rows that say it."""
+    said: dict[str, list[str]] = {}
+    for row in comparison.rows:
+        for remark in row.remarks:
+            said.setdefault(remark, []).append(row.label)
+    everywhere = len(comparison.rows)
+    return tuple(
+        remark if len(labels) == everywhere else f"{', '.join(labels)}: {remark}" for remark, labels in said.items()
+    )
 
 
 def _unique(values: Iterable[str], *, separator: str = ", ") -> str:

@@ -57,21 +57,28 @@ def beside_published(row: Row) -> BesidePublished | None:
         steps_10_to_100_s=Beside(
             ours=row.steps_10_to_100_s.mean if row.steps_10_to_100_s else None, published=published.steps_10_to_100_s
         ),
-        perplexity=Beside(ours=row.perplexity.mean if row.perplexity else None, published=published.perplexity),
+        perplexity=Beside(
+            ours=row.perplexity.mean if row.perplexity and not _is_shorter(row, published) else None,
+            published=published.perplexity,
+        ),
     )
 
 
 def _speed_like(published: PublishedFigures, row: Row) -> Spread | None:
     """Our samples/s of the kind of theirs; None for a run that is shorter than theirs, or has no evaluation as theirs has.
 
-    Whoever publishes a time of steps 10 to 100 made these steps, and whoever publishes a perplexity evaluated: both are in
-    the time that their samples are divided by.
+    Whoever publishes a perplexity evaluated, and that is in the time that their samples are divided by.
     """
-    if published.steps_10_to_100_s is not None and row.steps_10_to_100_s is None:
+    if _is_shorter(row, published):
         return None
     if published.perplexity is None:
         return row.samples_per_s
     return row.samples_per_s_with_evaluation
+
+
+def _is_shorter(row: Row, published: PublishedFigures) -> bool:
+    """Whether theirs has steps that ours has not: whoever publishes a time of steps 10 to 100 made these steps."""
+    return published.steps_10_to_100_s is not None and row.steps_10_to_100_s is None
 
 
 def published_speed(row: Row, *, is_warm: bool) -> float | None:

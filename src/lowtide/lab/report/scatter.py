@@ -10,6 +10,7 @@ from lowtide.lab.report.byte_unit import ByteUnit, unit_for
 from lowtide.lab.report.comparison import Comparison
 from lowtide.lab.report.published import published_speed
 from lowtide.lab.report.rows import Row
+from lowtide.lab.report.tables import outcome_words
 from lowtide.units import GiB
 
 
@@ -116,9 +117,10 @@ def _notes(comparison: Comparison, marks: list[Mark], published: list[Mark], und
         kind = "after warm-up" if comparison.is_warm else "over all steps"
         notes.append(f"No published speed {kind} to draw for {', '.join(undrawn)}.")
     drawn = [mark.row for mark in marks]
-    left_out = [f"{row.label} ({row.outcome})" for row in comparison.rows if not row.is_finished]
-    left_out += [row.label for row in comparison.rows if row.is_finished and row not in drawn]
+    unfinished = [f"{row.label} {outcome_words(row)}" for row in comparison.rows if not row.is_finished]
+    if unfinished:
+        notes.append(f"Not on the chart, since not every run of theirs finished: {', '.join(unfinished)}.")
+    left_out = [row.label for row in comparison.rows if row.is_finished and row not in drawn]
     if left_out:
-        speed = "speed after warm-up" if comparison.is_warm else "speed"
-        notes.append(f"Not on the chart, for want of a peak or a {speed}: {', '.join(left_out)}.")
+        notes.append(f"Not on the chart, for want of a peak or a {comparison.speed_name}: {', '.join(left_out)}.")
     return tuple(notes)

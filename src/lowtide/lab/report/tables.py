@@ -17,10 +17,12 @@ from lowtide.lab.report.rows import Row
 from lowtide.lab.report.spread import Spread
 from lowtide.report.palette import STACK_ORDER
 
-_PUBLISHED_SPEED = (
-    "as published: over all steps, with their compilation and the evaluation; left out where a run has fewer steps than the "
-    "published one, or no evaluation"
-)
+_BESIDE = {
+    "samples/s": "as published: over all steps, with their compilation and the evaluation; left out where a run has fewer steps "
+    "than the published one, or no evaluation",
+    "perplexity": "left out where a run has fewer steps than the published one",
+}
+"""Legends of what stands beside published figures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ def result_table(comparison: Comparison) -> Table:
             lambda row: (
                 Value(str(len(row.seeds)), len(row.seeds)) if any(len(each.seeds) > 1 for each in rows) else None
             ),
-            "how many were made, one a seed; speeds and perplexities are means over them",
+            "how many were made, one a seed; speeds and perplexities are means over those that finished",
         ),
         _column(
             f"peak, {unit.name}",
@@ -96,13 +98,16 @@ def result_table(comparison: Comparison) -> Table:
             "steps",
             rows,
             lambda row: Value(str(row.steps), row.steps) if row.steps is not None and _steps_differ(rows) else None,
-            "that were made, which differ: speeds of few steps are those of their first",
+            "that were made, which differ: speeds of few steps are those of their first, and perplexities are of models that "
+            "were trained for so many",
         ),
         _column(
             "samples/s",
             rows,
             lambda row: _mean(row.samples_per_s),
-            "over all steps" + (", compilation included" if comparison.is_compiled else ""),
+            "over all steps"
+            + (", compilation included" if comparison.is_compiled else "")
+            + ("; over several seeds: mean (least–largest)" if _has_several(row.samples_per_s for row in rows) else ""),
         ),
         _column(
             "warm samples/s", rows, lambda row: _mean(row.warm_samples_per_s), "the same without the first 10 steps"
@@ -202,7 +207,7 @@ def published_table(comparison: Comparison) -> Table | None:
         columns.append(
             Column(
                 head=head,
-                legend=_PUBLISHED_SPEED if head == "samples/s" else "",
+                legend=_BESIDE.get(head, ""),
                 values=tuple(_said_by(pair.ours if pair else None, say) for pair in pairs),
             )
         )
@@ -293,16 +298,19 @@ def _category(row: Row, category: str, unit: ByteUnit) -> Value | None:
 
 
 def _share(share: float | None) -> Value | None:
-    return None if share is None else Value(f"{share:.1%}", share)
+    # Rounded first, so that a trifle below nothing is not written as -0.0%.
+    return None if share is None else Value(f"{round(share, 3) + 0.0:.1%}", share)
 
 
 def _signed(share: float | None, digits: int = 1) -> Value | None:
-    # Rounded first, so that a trifle below nothing is not written as -0.0%.
     return None if share is None else Value(f"{round(share, digits + 2) + 0.0:+.{digits}%}", share)
 
 
 def _mean(spread: Spread | None) -> Value | None:
-    return None if spread is None else _speed(spread.mean)
+    if spread is None:
+        return None
+    extremes = f"{speed_text(spread.least)}–{speed_text(spread.largest)}" if spread.count > 1 else ""
+    return Value(speed_text(spread.mean), spread.mean, extremes)
 
 
 def _speed(samples_per_s: float) -> Value:
@@ -324,5 +332,8 @@ def _perplexity(spread: Spread | None) -> Value | None:
 
 
 def _spread_words(spreads: Iterable[Spread | None]) -> str:
-    several = any(spread and spread.count > 1 for spread in spreads)
-    return "; over several seeds: mean ± standard deviation (least–largest)" if several else ""
+    return "; over several seeds: mean ± standard deviation (least–largest)" if _has_several(spreads) else ""
+
+
+def _has_several(spreads: Iterable[Spread | None]) -> bool:
+    return any(spread and spread.count > 1 for spread in spreads)
