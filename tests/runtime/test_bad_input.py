@@ -148,20 +148,29 @@ def test_gradients_that_are_not_finite_where_the_loss_is(
 def test_a_backward_that_updates_by_gradients_that_are_not_finite(
     precision: str | None, update: str, value: float
 ) -> None:
-    """The host leaves such chunks out. The device has made their updates by then, and says so."""
+    """Such chunks are left out, by the host and by our own kernels. torch's own step on the device is made, and named."""
     managed = Managed(precision, update, "in_backward")
+    is_left_out = update == "host" or precision is not None
     before = [parameter.detach().clone() for parameter in managed.model.parameters()]
-    managed.model[1].register_forward_hook(lambda module, args, out: spoilt(out, value))
-    lost = "left as they were: 1.weight" if update == "host" else "their weights are lost: 1.weight"
+    state = copy.deepcopy(managed.optimizer.state_dict()["state"])
+    hook = managed.model[1].register_forward_hook(lambda module, args, out: spoilt(out, value))
+    lost = "Left as they were: 1.weight" if is_left_out else "their weights are lost: 1.weight"
     with pytest.raises(NonFiniteGradientError, match=lost):
         backward_and_step(managed)
+    hook.remove()
+    if is_left_out:
+        # Moments and counts too.
+        for number, entries in managed.optimizer.state_dict()["state"].items():
+            assert float(entries["step"]) == (1.0 if number < 4 else 2.0)
+            for name, kept in entries.items():
+                assert torch.equal(torch.as_tensor(kept), torch.as_tensor(state[number][name])) == (number < 4)
     managed.session.close()
     after = list(managed.model.parameters())
     # The gradient is spoilt on its way from the second layer to the first.
     assert all(parameter.isfinite().all() for parameter in after[4:])
     assert not any(torch.equal(*pair) for pair in zip(before[4:], after[4:], strict=True))
     for one, other in zip(before[:4], after[:4], strict=True):
-        assert torch.equal(one, other) if update == "host" else not other.isfinite().all()
+        assert torch.equal(one, other) if is_left_out else not other.isfinite().all()
 
 
 @pytest.mark.parametrize("update", ["device", "host"])

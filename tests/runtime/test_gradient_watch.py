@@ -76,7 +76,7 @@ def test_verdicts_of_a_backward_are_told_together() -> None:
     assert not watch.judge(["b"], [fine, bad], is_left_out=True).is_finite()
     watch.judge(["a"], [bad], is_left_out=False)
     with pytest.raises(
-        NonFiniteGradientError, match=r"left as they were: b\. .* weights are lost: a\. Load a checkpoint"
+        NonFiniteGradientError, match=r"Left as they were: b\. .* weights are lost: a\. Load a checkpoint"
     ):
         watch.check(waits=True)
     watch.check(waits=True)  # told once

@@ -56,7 +56,7 @@ def update(
         rounding: How results land in weights of 16 bits.
         moments: How state is stored.
         gradient_factor: What gradients are multiplied by in fp32: a number, or a tensor of one fp32 element on the
-            device.
+            device. Where that is a NaN nothing is changed: the device itself leaves the update out.
 
     Raises:
         BadPieceError: A piece does not hold what its formats need, or is not on the others' device.

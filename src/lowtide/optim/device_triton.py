@@ -65,6 +65,9 @@ def _update_kernel(
     numbers = floats + piece * _NUM_FLOATS
     first_tile = tl.load(row - _NUM_COLUMNS + _END, mask=piece > 0, other=0)
     size = tl.load(row + _SIZE)
+    if HAS_FACTOR:
+        factor = tl.load(factor_pointer)
+        size = tl.where(factor == factor, size, 0)  # a NaN: nothing is written
     if IS_ALIGNED:
         size = tl.multiple_of(size, 16)
     block = (tile - first_tile) * _ROWS + tl.arange(0, _ROWS)
@@ -81,7 +84,7 @@ def _update_kernel(
         )
     gradient *= tl.load(numbers)
     if HAS_FACTOR:
-        gradient *= tl.load(factor_pointer)
+        gradient *= factor
     lr = tl.load(numbers + 1)
     decay = tl.load(numbers + 2)
 

@@ -21,7 +21,12 @@ from lowtide.errors import BadPieceError, ConfigError
 from lowtide.optim import host_library
 from lowtide.optim.cpu_topology import WorkerCpus, worker_cpus
 from lowtide.optim.host_pieces import PIECE_BYTES, pack
-from lowtide.optim.update_types import Moments, Piece, Rounding
+from lowtide.optim.update_types import (
+    Moments,
+    Piece,
+    Rounding,
+    is_left_out,
+)
 
 
 def update(
@@ -42,7 +47,8 @@ def update(
         pieces: Parameters or slices of them, in host memory. No two may overlap.
         rounding: How results land in weights of 16 bits; an fp32 weight is not rounded.
         moments: How state is stored.
-        gradient_factor: What gradients are multiplied by in fp32: one over the loss scale, times the clipping.
+        gradient_factor: What gradients are multiplied by in fp32: one over the loss scale, times the clipping. Where it is a
+            NaN nothing is changed.
         num_threads: None for one on each physical core but one.
         isa: One of `available_isas()`, for tests; None for the best.
 
@@ -60,7 +66,7 @@ def update(
         raise ConfigError(
             f"there is no instruction set {isa!r} here; choose one of {', '.join(library.isas)}", key="isa"
         )
-    if not pieces:
+    if not pieces or is_left_out(gradient_factor):
         return
     packed = pack(pieces, rounding=rounding, moments=moments, gradient_factor=float(gradient_factor))
     library.update(packed, len(pieces), wanted, isa)

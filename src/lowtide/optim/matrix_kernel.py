@@ -30,7 +30,7 @@ def update(pieces: Sequence[MatrixPiece], *, rounding: Rounding, gradient_factor
         pieces: Whole parameters, on one device.
         rounding: How results land in weights of 16 bits.
         gradient_factor: What gradients are multiplied by in fp32: a number, or a tensor of one fp32 element on the
-            device.
+            device. Where that is a NaN nothing is changed: the device itself leaves the update out.
 
     Raises:
         BadPieceError: A piece does not hold what its formats need, or is not on the others' device.

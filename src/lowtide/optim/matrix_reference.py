@@ -15,7 +15,10 @@ from torch import Tensor
 
 from lowtide.optim.matrix_rules import COLUMN, ROW, MatrixPiece, matrix_shape
 from lowtide.optim.reference import read_master, write_master
-from lowtide.optim.update_types import Rounding
+from lowtide.optim.update_types import (
+    Rounding,
+    is_left_out,
+)
 
 BAND_ELEMENTS = 1 << 18
 """Of a band, as far as whole rows go: 1 MiB in fp32, which stays in a core's cache between two operators."""
@@ -28,9 +31,11 @@ def update(pieces: Sequence[MatrixPiece], *, rounding: Rounding, gradient_factor
     Args:
         pieces: Whole parameters, in the order that their shape says.
         rounding: How results land in weights of 16 bits; an fp32 weight is not rounded.
-        gradient_factor: What gradients are multiplied by in fp32. A tensor of one element on the pieces' device is not
-            waited for.
+        gradient_factor: What gradients are multiplied by in fp32: a number, or a tensor of one element on the pieces'
+            device. Where it is a NaN nothing is changed.
     """
+    if is_left_out(gradient_factor):
+        return
     for piece in pieces:
         if not piece.weight.numel():
             continue

@@ -88,6 +88,12 @@ def _factor_of(numbers, factor_pointer, HAS_FACTOR: tl.constexpr):
 
 
 @triton.jit
+def _unless_left_out(length, factor):
+    """Nothing is written by an update whose factor is a NaN."""
+    return tl.where(factor == factor, length, 0)
+
+
+@triton.jit
 def _read_gradient(row, where, inside, factor, GRADIENT: tl.constexpr, IS_ALIGNED: tl.constexpr):
     if GRADIENT == tl.bfloat16:
         gradient = read_bf16(pointer_in(row, _GRADIENT, tl.int16, IS_ALIGNED) + where, inside)
@@ -137,7 +143,7 @@ def _sums_kernel(
         if IS_VECTOR:
             pointer = pointer_in(row, _ROW_STATE, tl.float32, IS_ALIGNED) + where
             moment = lerp(tl.load(pointer, mask=inside, other=1.0), squares, amount)
-            tl.store(pointer, moment, mask=inside)
+            tl.store(pointer, moment, mask=inside & (where < _unless_left_out(size, factor)))
             direction = tl.div_rn(gradient, tl.sqrt_rn(moment))
             sums += tl.where(inside, direction * direction, 0.0)
         else:
@@ -153,7 +159,7 @@ def _sums_kernel(
 
 
 @triton.jit
-def _statistics_kernel(table, floats, workspace, num_pieces):
+def _statistics_kernel(table, floats, workspace, factor_pointer, num_pieces, HAS_FACTOR: tl.constexpr):
     piece, number = _find_piece(table, num_pieces, tl.program_id(0), _END_STATISTIC)
     row = table + piece * _NUM_COLUMNS
     rows = tl.load(row + _ROWS)
@@ -175,9 +181,10 @@ def _statistics_kernel(table, floats, workspace, num_pieces):
         sums += tl.load(partials + partial[:, None] * length + index[None, :], mask=mask, other=0.0)
         partial += _PARTIALS
         num_left -= _PARTIALS
-    amount = tl.load(floats + piece * _NUM_FLOATS + _AMOUNT)
-    moved = lerp(tl.load(state + index, mask=inside, other=0.0), tl.sum(sums, axis=0), amount)
-    tl.store(state + index, moved, mask=inside)
+    numbers = floats + piece * _NUM_FLOATS
+    factor = _factor_of(numbers, factor_pointer, HAS_FACTOR)
+    moved = lerp(tl.load(state + index, mask=inside, other=0.0), tl.sum(sums, axis=0), tl.load(numbers + _AMOUNT))
+    tl.store(state + index, moved, mask=index < _unless_left_out(length, factor))
     if is_of_rows:
         tl.store(workspace + tl.load(row + _TOTALS) + number, tl.sum(tl.where(inside, moved, 0.0), axis=0))
 
@@ -271,7 +278,8 @@ def _apply_kernel(
             direction = _direction(gradient, row, line, rows, column_scale)
         weight = read_weight(row, where, inside, WEIGHT, ROUNDING, IS_ALIGNED)
         weight = weight * decay - step * direction
-        write_weight(weight, row, where, inside, WEIGHT, ROUNDING, IS_ALIGNED)
+        written = inside & (where < _unless_left_out(size, factor))
+        write_weight(weight, row, where, written, WEIGHT, ROUNDING, IS_ALIGNED)
 
 
 def launch(batch: Batch, table: Tensor, floats: Tensor, workspace: Tensor, factor: Tensor | None) -> None:
@@ -289,7 +297,7 @@ def launch(batch: Batch, table: Tensor, floats: Tensor, workspace: Tensor, facto
     tiles = (*common, floats if factor is None else factor, len(batch.integers))
     _sums_kernel[(batch.num_tiles,)](*tiles, **kind, **gradient, **options)
     if not variant.is_vector:
-        _statistics_kernel[(batch.num_statistics,)](*common, len(batch.integers), **options)
+        _statistics_kernel[(batch.num_statistics,)](*tiles, HAS_FACTOR=factor is not None, **options)
         _norms_kernel[(batch.num_tiles,)](*tiles, **gradient, **options)
     _steps_kernel[(len(batch.integers),)](*common, **kind, **options)
     _apply_kernel[(batch.num_tiles,)](*tiles, **kind, **weight, **gradient, **options)

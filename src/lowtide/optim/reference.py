@@ -14,7 +14,16 @@ from torch import Tensor
 from lowtide.optim.formats import join, read_moment, round_stochastic, split, write_moment
 from lowtide.optim.matrix_rules import MatrixPiece
 from lowtide.optim.precision import state_names
-from lowtide.optim.update_types import Adam, ElementwiseRule, Lion, Moments, Piece, Rounding, Sgd
+from lowtide.optim.update_types import (
+    Adam,
+    ElementwiseRule,
+    Lion,
+    Moments,
+    Piece,
+    Rounding,
+    Sgd,
+    is_left_out,
+)
 
 
 @torch.no_grad()
@@ -27,9 +36,11 @@ def update(
         pieces: Parameters or slices of them.
         rounding: How results land in weights of 16 bits.
         moments: How state is stored.
-        gradient_factor: What gradients are multiplied by in fp32: one over the loss scale, times the clipping. A
-            tensor of one element on the pieces' device is not waited for.
+        gradient_factor: What gradients are multiplied by in fp32: one over the loss scale, times the clipping. A number,
+            or a tensor of one element on the pieces' device. Where it is a NaN nothing is changed.
     """
+    if is_left_out(gradient_factor):
+        return
     for piece in pieces:
         master = read_master(piece, rounding)
         gradient = piece.gradient.float() * gradient_factor

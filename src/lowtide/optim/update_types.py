@@ -40,6 +40,7 @@ Numbers below `2**-126`, which kernels take for zero, count as zero before and a
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -169,3 +170,13 @@ def random_bits(key: int, index: int) -> int:
     x = (x * 0xC2B2AE35) & mask
     x ^= x >> 16
     return x & 0xFFFF
+
+
+def is_left_out(gradient_factor: float | torch.Tensor) -> bool:
+    """Whether an update with this factor changes nothing: a NaN, by which gradients that are not finite are kept out.
+
+    Waits for one that lies on a device.
+    """
+    if isinstance(gradient_factor, torch.Tensor):
+        return bool(gradient_factor.isnan())
+    return math.isnan(gradient_factor)

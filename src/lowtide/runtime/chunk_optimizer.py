@@ -32,6 +32,8 @@ class Settings:
     """What a GradScaler leaves to the kernels."""
     clip: ClipFactor | None = None
     """What gradients are multiplied by on the way; None where they were clipped in place, or are not."""
+    gate: torch.Tensor | None = None
+    """On the device, for own kernels there: 1, or a NaN where the update is to be left out."""
 
     def on_host(self) -> Settings:
         """For updates on the host: torch would copy the scaler's flag there without waiting for it, and a rate that lies on
@@ -119,6 +121,11 @@ class ChunkOptimizer:
         shadow = compat.shallow_optimizer(self.optimizer, list(groups.values()), state)
         vars(shadow).update(settings.scaler)
         compat.step_without_hooks(shadow)
+
+    def undo_of(self, parameters: Sequence[torch.Tensor]) -> Callable[[], None] | None:
+        """What takes the count of their next update back, if its gate leaves it out; None: torch's own step has no gate."""
+        del parameters
+        return None
 
     def check_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor | None, name: str | None = None) -> None:
         """Refuse a gradient that the update cannot take, before anything is updated; torch's own says so itself."""

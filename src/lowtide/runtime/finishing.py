@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from lowtide.memory.chunk import Chunk
 from lowtide.memory.mover import Mover
@@ -74,8 +75,8 @@ class Finisher:
             self.updater.update_on_host(unit, chunk, trained, settings)
             self._residency.forget_old_copy(unit)
         else:
-            self.updater.judge_in_backward(trained)
-            self._update_open(unit, chunk, trained, settings)
+            gate = self.updater.judge_in_backward(trained)
+            self._update_open(unit, chunk, trained, settings if gate is None else replace(settings, gate=gate))
             for bound in trained:
                 bound.parameter.grad = None
         unit.generation += 1

@@ -1,9 +1,10 @@
 """GradientWatch: notices gradients that are not finite where weights are updated in the backward.
 
 Their norms are taken on the device, which has the gradients in hand, and the verdict of each chunk follows them to the
-host. An update on the host waits for its gradients anyway, so it knows, and is left out. An update on the device would
-have to wait for the device: it is made, and the loop is told as soon as the verdict is there, at the next backward at the
-latest. `Deferred` judges all gradients before the first update: see `managed_optimizer`.
+host. An update on the host waits for its gradients anyway, so it knows, and is left out. On the device our own kernels read
+the verdict there, and leave the update out. torch's own step does not ask: it is made. The loop is told as soon as the
+verdict is on the host, at the next backward at the latest. `Deferred` judges all gradients before the first update: see
+`managed_optimizer`.
 """
 
 from __future__ import annotations
@@ -32,8 +33,17 @@ class Verdict:
     names: tuple[str, ...]
     is_left_out: bool
     """Whether the update is not made where they are not."""
+    on_device: torch.Tensor
+    """The verdict itself."""
     _finite: torch.Tensor
     _arrived: Ticket
+    undo: Callable[[], None] = lambda: None
+    """Takes back what was counted for an update that was left out."""
+
+    def gate(self) -> torch.Tensor:
+        """For `Settings.gate`."""
+        closed = torch.full((), torch.nan, dtype=torch.float32, device=self.on_device.device)
+        return closed.masked_fill_(self.on_device, 1.0)
 
     def is_known(self) -> bool:
         """Whether `is_finite` would not wait."""
@@ -52,7 +62,14 @@ class GradientWatch:
         self._mover = mover
         self._open: deque[Verdict] = deque()
 
-    def judge(self, names: Iterable[str], norms: Sequence[torch.Tensor], *, is_left_out: bool) -> Verdict:
+    def judge(
+        self,
+        names: Iterable[str],
+        norms: Sequence[torch.Tensor],
+        *,
+        is_left_out: bool,
+        undo: Callable[[], None] = lambda: None,
+    ) -> Verdict:
         """Gradients with these norms are about to be used for an update. Waits for nothing."""
         device = self._mover.device
         with torch.no_grad():
@@ -61,7 +78,7 @@ class GradientWatch:
             with compat.without_modes():  # an emulated device must not count it
                 on_host = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=device.type == "cuda")
             copied = self._mover.to_host(on_host, finite, [self._mover.now()])
-        verdict = Verdict(tuple(names), is_left_out, on_host, copied.ended)
+        verdict = Verdict(tuple(names), is_left_out, finite, on_host, copied.ended, undo)
         self._open.append(verdict)
         return verdict
 
@@ -83,6 +100,8 @@ class GradientWatch:
             # One backward's gradients: those of the layers before are on their way.
             spoiled += [verdict for verdict in self._open if not verdict.is_finite()]
             self._open.clear()
+            for verdict in spoiled:
+                verdict.undo()
             raise NonFiniteGradientError(_message(spoiled))
 
 
@@ -153,11 +172,11 @@ def _message(spoiled: Sequence[Verdict]) -> str:
     updated = [name for verdict in spoiled if not verdict.is_left_out for name in verdict.names]
     parts = ["a backward that updates brought gradients that are NaN or infinite, with a finite loss."]
     if left_out:
-        parts.append(f"Chunks that the host updates were left as they were: {listed(left_out)}.")
+        parts.append(f"Left as they were: {listed(left_out)}.")
     if updated:
         parts.append(
-            f"Chunks that the device updates took the step, and their weights are lost: {listed(updated)}. "
-            "Load a checkpoint."
+            f"Updated by torch's own step on the device, and their weights are lost: {listed(updated)}. Load a checkpoint; "
+            "with a precision Lowtide's own update would have left them out."
         )
     parts.append(
         "All other weights that it reached took the step. Schedule.DEFERRED judges all gradients before the first update, "

@@ -185,6 +185,21 @@ class KernelOptimizer(ChunkOptimizer):
             assert self.pages is not None
             self.pages.give_back(home)
 
+    def undo_of(self, parameters: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """What takes the count of their next update back, if its gate leaves it out."""
+        known = self.kept.by_parameter
+        lacked = {
+            id(parameter): known[id(parameter)].lacks_momentum for parameter in parameters if id(parameter) in known
+        }
+
+        def undo() -> None:
+            for parameter in parameters:
+                state = self.kept.by_parameter[id(parameter)]
+                state.step -= 1
+                state.lacks_momentum = lacked.get(id(parameter), False)
+
+        return undo
+
     def check_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor | None, name: str | None = None) -> None:
         """Refuse a gradient that no kernel is for."""
         if gradient is not None and gradient.layout is not torch.strided:
@@ -254,7 +269,9 @@ def _kernel(device: torch.device) -> Callable[..., None]:
 
 
 def _factor(device: torch.device, settings: Settings) -> float | torch.Tensor:
-    """What gradients are multiplied by: the clipping, and the inverse of a scaler's scale."""
+    """What gradients are multiplied by: the clipping, and the inverse of a scaler's scale. Neither is there in a backward."""
+    if settings.gate is not None and device.type == settings.gate.device.type:
+        return settings.gate
     scale = settings.scaler.get("grad_scale")
     factor: float | torch.Tensor = 1.0
     if settings.clip is not None:

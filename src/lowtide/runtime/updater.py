@@ -123,12 +123,17 @@ class Updater:
                 bound.pending.clear()
                 bound.gradient = None
 
-    def judge_in_backward(self, bounds: Sequence[Bound]) -> None:
-        """Gradients on the device, which an update there is about to take."""
-        held = [bound for bound in bounds if bound.parameter.grad is not None]
-        norms = [norm_of(bound.parameter.grad) for bound in held if bound.parameter.grad is not None]
-        if held:
-            self._gradient_watch.judge([bound.spec.name for bound in held], norms, is_left_out=False)
+    def judge_in_backward(self, bounds: Sequence[Bound]) -> torch.Tensor | None:
+        """Gradients on the device, which an update there is about to take; its gate, where it can have one."""
+        held = [(bound, bound.parameter.grad) for bound in bounds if bound.parameter.grad is not None]
+        if not held:
+            return None
+        names, norms = [bound.spec.name for bound, _ in held], [norm_of(gradient) for _, gradient in held]
+        undo = self.optimizer.undo_of([bound.parameter for bound, _ in held])
+        if undo is None:
+            self._gradient_watch.judge(names, norms, is_left_out=False)
+            return None
+        return self._gradient_watch.judge(names, norms, is_left_out=True, undo=undo).gate()
 
     def _judge_sent(self, bounds: Sequence[Bound]) -> Verdict | None:
         """Gradients on their way to the host, whose norms were taken before they left."""

@@ -37,8 +37,10 @@ class FootprintUpdater:
         self.optimizer = optimizer
         self._store = store
 
-    def judge_in_backward(self, bounds: Sequence[Bound]) -> None:
+    def judge_in_backward(self, bounds: Sequence[Bound]) -> torch.Tensor | None:
         """A few numbers on the device, for a moment."""
+        del bounds
+        return None
 
     def update_here(self, bounds: Sequence[Bound], loose: Sequence[torch.Tensor], settings: Settings) -> None:
         """One step on parameters whose gradients are on the device."""
