@@ -187,16 +187,15 @@ class KernelOptimizer(ChunkOptimizer):
 
     def undo_of(self, parameters: Sequence[torch.Tensor]) -> Callable[[], None]:
         """What takes the count of their next update back, if its gate leaves it out."""
-        known = self.kept.by_parameter
-        lacked = {
-            id(parameter): known[id(parameter)].lacks_momentum for parameter in parameters if id(parameter) in known
+        known = {id(parameter): self.kept.by_parameter.get(id(parameter)) for parameter in parameters}
+        before = {
+            key: (0, False) if state is None else (state.step, state.lacks_momentum) for key, state in known.items()
         }
 
         def undo() -> None:
-            for parameter in parameters:
-                state = self.kept.by_parameter[id(parameter)]
-                state.step -= 1
-                state.lacks_momentum = lacked.get(id(parameter), False)
+            for key, counts in before.items():
+                if (state := self.kept.by_parameter.get(key)) is not None:
+                    state.step, state.lacks_momentum = counts
 
         return undo
 
