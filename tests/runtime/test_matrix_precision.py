@@ -21,7 +21,7 @@ from lowtide.optim.matrix_rules import MatrixPiece
 from lowtide.optim.parameter_state import ParameterState, new_state
 from lowtide.optim.precision import numerics_of, rounding_for
 from lowtide.optim.rules import require_rule
-from tests.runtime.test_precision import PLACES, WIDTH, assert_same, batch, network, one_step, train
+from tests.runtime.kernel_loops import PLACES, WIDTH, assert_same, batch, network, one_step, train
 from tests.zoo import bf16_safe
 
 

@@ -13,15 +13,16 @@ from torch import nn
 
 import lowtide
 from lowtide.errors import ConfigError, OptimizerStateError, UnknownNameError, UnsupportedOptimizerError
-from lowtide.memory.groups import find_groups
-from lowtide.memory.layout import lay_out
-from lowtide.optim import host_kernel, reference
-from lowtide.optim.formats import update_key
-from lowtide.optim.parameter_state import new_state
-from lowtide.optim.precision import numerics_of, rounding_for
-from lowtide.optim.rules import require_rule
-from lowtide.optim.update_types import Piece
 from lowtide.runtime.timeline import Reason
+from tests.runtime.kernel_loops import (
+    PLACES,
+    adamw,
+    assert_same,
+    batch,
+    network,
+    one_step,
+    run,
+)
 from tests.zoo import bf16_safe
 
 
@@ -29,139 +30,6 @@ from tests.zoo import bf16_safe
 def safe() -> Iterator[None]:
     with bf16_safe():
         yield
-
-
-WIDTH = 64
-PLACES: list[dict[str, Any]] = [
-    {"weights": "resident", "update": "device"},
-    {"weights": "streamed", "update": "device"},
-    {"weights": "streamed", "update": "host"},
-    {"weights": "resident", "update": "host"},
-    {"weights": "streamed", "update": 0.5},
-    {"weights": "streamed", "update": "paged"},
-    {"weights": "resident", "update": "paged"},
-]
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)))  # type: ignore[no-any-return]  # a module's call has no type
-
-
-def network(dtype: torch.dtype) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(3))).to(dtype)
-
-
-def batch(step: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step)).to(dtype)
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=1e-2)
-
-
-class PlainKernels:
-    """The reference loop: gradients of plain autograd, and the same kernel on each parameter by itself."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, precision: str, moments: str, seed: int) -> None:
-        self.optimizer = optimizer
-        self.numerics = numerics_of(precision, moments, seed=seed)[1]
-        self.states: dict[int, Any] = {}
-
-    def step(self, max_norm: float | None = None) -> None:
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        factor = 1.0
-        if max_norm is not None:
-            norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float32) for p in parameters]
-            factor = float(torch.clamp(max_norm / (torch.linalg.vector_norm(torch.stack(norms)) + 1e-6), max=1.0))
-        number = 0
-        for group in self.optimizer.param_groups:
-            rule = require_rule(self.optimizer, group)
-            for p in group["params"]:
-                state = self.states.setdefault(id(p), new_state(p, rule, self.numerics))
-                state.step += 1
-                piece = Piece(
-                    weight=p.detach().flatten(),
-                    gradient=p.grad.flatten(),
-                    state=state.tensors,
-                    rule=rule,
-                    step=state.step,
-                    remainder=state.remainder,
-                    master=state.master,
-                    key=update_key(self.numerics.seed, number, state.step),
-                )
-                kernel = host_kernel.update if host_kernel.is_available() else reference.update
-                kernel(
-                    [piece],
-                    rounding=rounding_for(p, self.numerics),
-                    moments=self.numerics.moments,
-                    gradient_factor=factor,
-                )
-                number += 1
-
-    def zero_grad(self) -> None:
-        for group in self.optimizer.param_groups:
-            for p in group["params"]:
-                p.grad = None
-
-
-def train(
-    model: nn.Module, optimizer: Any, scheduler: Any, *, accumulate: int = 1, clip: float | None = None
-) -> list[float]:
-    losses = []
-    for step in range(6):
-        for part in range(accumulate):
-            dtype = next(model.parameters()).dtype
-            loss = model(batch(10 * step + part, dtype)).float().square().mean()
-            loss.backward()
-            losses.append(loss.item())
-        if clip is None:
-            optimizer.step()
-        else:
-            optimizer.step(clip)
-        scheduler.step()
-        optimizer.zero_grad()
-    return losses
-
-
-def run(
-    place: dict[str, Any] | None,
-    precision: str,
-    moments: str = "fp32",
-    *,
-    clip: float | None = None,
-    accumulate: int = 1,
-    schedule: str = "deferred",
-) -> tuple[nn.Module, list[float]]:
-    dtype = numerics_of(precision)[0].dtype
-    model = network(dtype)
-    optimizer = adamw(model)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    if place is None:
-        plain = PlainKernels(optimizer, precision, moments, 5)
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # the scheduler asks
-        return model, train(model, plain, scheduler, accumulate=accumulate, clip=clip)
-    layout = lay_out(find_groups(model), chunk_bytes=1 << 14)
-    plan = lowtide.make_plan(layout, schedule=schedule, **place)
-    with lowtide.manage(
-        model, optimizer, plan, device="cpu", precision=precision, moments=moments, seed=5, max_grad_norm=clip
-    ):
-        losses = train(model, optimizer, scheduler, accumulate=accumulate)
-    return model, losses
-
-
-def assert_same(one: tuple[nn.Module, list[float]], other: tuple[nn.Module, list[float]]) -> None:
-    assert one[1] == other[1]
-    for (name, expected), found in zip(one[0].named_parameters(), other[0].parameters(), strict=True):
-        assert torch.equal(expected, found), name
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place['weights']} {place['update']}")
@@ -207,56 +75,6 @@ def test_exact_bf16_weights_are_the_rounded_fp32_ones() -> None:
     for exact, full in zip(model.parameters(), master.parameters(), strict=True):
         torch.testing.assert_close(exact.float(), full.bfloat16().float(), rtol=0, atol=1e-3)
         assert (exact == full.bfloat16()).float().mean() > 0.99
-
-
-@pytest.mark.parametrize("update", [0.5, "paged"])
-@pytest.mark.parametrize("moments", ["fp32", "8bit"])
-@pytest.mark.parametrize("precision", ["bf16 exact", "bf16 stochastic"])
-def test_resume_is_exact(precision: str, moments: str, update: Any) -> None:
-    def part(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-        for step in steps:
-            model(batch(step, torch.bfloat16)).float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def manage(model: nn.Module, optimizer: torch.optim.Optimizer) -> lowtide.Session:
-        plan = lowtide.make_plan(model, update=update)
-        return lowtide.manage(model, optimizer, plan, device="cpu", precision=precision, moments=moments, seed=7)
-
-    whole = network(torch.bfloat16)
-    optimizer = adamw(whole)
-    with manage(whole, optimizer):
-        part(whole, optimizer, range(8))
-    first = network(torch.bfloat16)
-    optimizer = adamw(first)
-    with manage(first, optimizer):
-        part(first, optimizer, range(4))
-        saved = copy.deepcopy((first.state_dict(), optimizer.state_dict()))
-    entries = saved[1]["state"][0]
-    assert {"step", "exp_avg", "exp_avg_sq", *(["master"] if precision == "bf16 exact" else [])} == set(entries)
-    assert entries["exp_avg"].dtype is torch.float32
-    second = network(torch.bfloat16)
-    second.load_state_dict(saved[0])
-    optimizer = adamw(second)
-    with manage(second, optimizer):
-        optimizer.load_state_dict(saved[1])
-        part(second, optimizer, range(4, 8))
-    for (name, one), other in zip(whole.named_parameters(), second.parameters(), strict=True):
-        assert torch.equal(one, other), name
-
-
-def test_a_closed_session_leaves_an_optimizer_that_steps() -> None:
-    model = network(torch.bfloat16)
-    optimizer = adamw(model)
-    with lowtide.manage(model, optimizer, lowtide.make_plan(model), device="cpu", precision="bf16 exact"):
-        model(batch(0, torch.bfloat16)).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model(batch(1, torch.bfloat16)).float().square().mean().backward()
-    optimizer.step()
-    state = optimizer.state[next(model.parameters())]
-    assert int(state["step"]) == 2
-    assert state["exp_avg"].dtype is torch.bfloat16
 
 
 def test_host_bytes_are_foreseen() -> None:
@@ -320,79 +138,6 @@ def test_visiting_state_needs_our_kernels() -> None:
     model = network(torch.bfloat16)
     with pytest.raises(ConfigError, match="'paged'"):
         lowtide.manage(model, adamw(model), lowtide.make_plan(model, update="paged"), device="cpu")
-
-
-def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    dtype = next(model.parameters()).dtype
-    model(batch(step, dtype)).float().square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def test_state_from_before_goes_on() -> None:
-    """Three plain steps, three managed ones, three plain ones: as nine of torch's own, to rounding."""
-    plain, model = network(torch.float32), network(torch.float32)
-    optimizers = adamw(plain), adamw(model)
-    for step in range(9):
-        one_step(plain, optimizers[0], step)
-    for step in range(3):
-        one_step(model, optimizers[1], step)
-    with lowtide.manage(model, optimizers[1], lowtide.make_plan(model), device="cpu", precision="fp32"):
-        for step in range(3, 6):
-            one_step(model, optimizers[1], step)
-    for step in range(6, 9):
-        one_step(model, optimizers[1], step)
-    assert int(optimizers[1].state[model[0].up.weight]["step"]) == 9  # type: ignore[union-attr]  # a block
-    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-
-
-def test_a_refused_session_gives_the_state_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = network(torch.float32)
-    optimizer = adamw(model)
-    one_step(model, optimizer, 0)
-    before = copy.deepcopy(optimizer.state_dict()["state"])
-
-    def refuse(*_: object, **__: object) -> None:
-        raise RuntimeError("no")
-
-    monkeypatch.setattr("lowtide.runtime.model_calls.apply", refuse)
-    plan = lowtide.make_plan(model, activations="recompute")
-    with pytest.raises(RuntimeError, match="no"):
-        lowtide.manage(model, optimizer, plan, device="cpu", precision="fp32")
-    after = optimizer.state_dict()["state"]
-    assert before.keys() == after.keys()
-    for key, entries in before.items():
-        for name, value in entries.items():
-            assert torch.equal(value, after[key][name]), (key, name)
-
-
-def test_close_gives_the_model_back_whatever_the_optimizer_says() -> None:
-    model = network(torch.float32)
-    optimizer = adamw(model)
-    session = lowtide.manage(model, optimizer, lowtide.make_plan(model), device="cpu", precision="fp32")
-    one_step(model, optimizer, 0)
-    optimizer.param_groups[0]["lr"] = float("nan")
-    session.close()
-    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
-    assert len(optimizer.state) == len(list(model.parameters()))
-    assert model(batch(0, torch.float32)).isfinite().all()
-
-
-def test_expanded_state_does_not_pass_through_the_device() -> None:
-    model = network(torch.bfloat16)
-    optimizer = adamw(model)
-    plan = lowtide.make_plan(model, weights="resident", update="device")
-    with lowtide.manage(model, optimizer, plan, device="cpu", precision="bf16 exact", moments="8bit") as session:
-        for step in range(2):
-            one_step(model, optimizer, step)
-
-        def peak() -> int:
-            return next(row.peak_bytes for row in session.stats().tiers if row.tier == "device")
-
-        before = peak()
-        optimizer.load_state_dict(optimizer.state_dict())
-        assert peak() == before
 
 
 def test_a_norm_is_that_of_the_whole_sum_however_late_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -460,50 +205,3 @@ def test_a_momentum_that_is_switched_on_later(update: str, dampening: float) -> 
                 one_step(each, optimizer, step)
     for one, other in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("moments", ["fp32", "8bit"])
-@pytest.mark.parametrize("update", ["host", "paged"])
-def test_a_momentum_that_is_switched_on_with_a_loaded_state(update: str, moments: str) -> None:
-    model = network(torch.float32)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, dampening=0.5)
-    plan = lowtide.make_plan(model, update=update)
-    with lowtide.manage(model, optimizer, plan, device="cpu", precision="fp32", moments=moments):
-        one_step(model, optimizer, 0)
-        saved = copy.deepcopy(optimizer.state_dict())
-        saved["param_groups"][0]["momentum"] = 0.9
-        optimizer.load_state_dict(saved)
-        model(batch(1, torch.float32)).square().mean().backward()
-        gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-        optimizer.step()
-        for gradient, entries in zip(gradients, optimizer.state_dict()["state"].values(), strict=True):
-            # In 8 bits within a hundredth of the block's largest; without dampening it would be half of it.
-            tolerance = float(gradient.abs().max()) / 50 if moments == "8bit" else 0.0
-            torch.testing.assert_close(entries["momentum_buffer"], gradient, rtol=0, atol=tolerance)
-
-
-def test_host_state_is_not_the_devices() -> None:
-    peaks = []
-    for precision in (None, "fp32"):
-        model = network(torch.float32)
-        optimizer = adamw(model)
-        with lowtide.manage(model, optimizer, lowtide.make_plan(model), device="cpu", precision=precision) as session:
-            one_step(model, optimizer, 0)
-            peaks.append(next(row.peak_bytes for row in session.stats().tiers if row.tier == "device"))
-    assert peaks[1] <= peaks[0]
-
-
-def test_loading_again_frees_what_was_locked() -> None:
-    model = network(torch.bfloat16)
-    optimizer = adamw(model)
-    plan = lowtide.make_plan(model, update="paged")
-    with lowtide.manage(model, optimizer, plan, device="cpu", precision="bf16 exact") as session:
-        one_step(model, optimizer, 0)
-        managed = session._machinery._managed  # type: ignore[union-attr]  # open
-        assert managed is not None
-        pages = managed.runner.pages  # type: ignore[attr-defined]  # of kernels
-        sizes = set()
-        for _ in range(3):
-            optimizer.load_state_dict(optimizer.state_dict())
-            sizes.add(len(pages._memory))
-        assert sizes == {len(list(model.parameters()))}
