@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lowtide.errors import ConfigError
 from lowtide.models.deep_one import DeepOne
 from lowtide.optim.adafactor import Adafactor
 from tests.models.live_bytes import LiveBytes
@@ -121,3 +122,21 @@ def test_closure_is_called_with_gradients_on() -> None:
 
     assert optimizer.step(closure) == 4.0
     assert (parameter < 1.0).all()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("lr", -1.0),
+        ("lr", math.nan),
+        ("weight_decay", -0.1),
+        ("eps", -1e-30),
+        ("decay_rate", 0.8),
+        ("max_beta2", 1.0),
+        ("clip_threshold", 0.0),
+    ],
+)
+def test_bad_settings(key: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"{key} is .*; give") as caught:
+        Adafactor([torch.zeros(1)], **{key: value})
+    assert caught.value.key == key

@@ -100,6 +100,21 @@ def test_a_compiler_that_is_not_there(fresh: Path, monkeypatch: pytest.MonkeyPat
         host_library.load()
 
 
+def test_a_compiler_that_fails_at_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(HostKernelError, match=r"false ended with 1 on --version: .*; install g\+\+ or clang\+\+"):
+        host_library.load()
+
+
+@needs_kernel
+def test_a_cache_that_cannot_be_written(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (fresh / "cache").write_text("a file where the folder would be")
+    with pytest.raises(
+        HostKernelError, match="cannot be kept in .*; name a folder that can be written in XDG_CACHE_HOME"
+    ):
+        host_library.load()
+
+
 @needs_kernel
 def test_sources_that_do_not_compile(fresh: Path) -> None:
     (host_build.SOURCES / "update.cpp").write_text("this is no C++")

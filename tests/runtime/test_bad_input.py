@@ -232,6 +232,18 @@ def test_a_learning_rate_that_is_none(precision: str | None, update: str, schedu
     managed.assert_as_before_and_going_on()
 
 
+@everywhere
+def test_a_learning_rate_in_a_tensor_that_is_none(precision: str | None, update: str, schedule: str) -> None:
+    managed = Managed(precision, update, schedule)
+    managed.optimizer.param_groups[0]["lr"] = torch.tensor(float("nan"))
+    with pytest.raises(
+        ConfigError, match=r"lr of .*param group.* is .*nan.*; set a finite number before the next step"
+    ):
+        backward_and_step(managed)
+    managed.optimizer.param_groups[0]["lr"] = 1e-2
+    managed.assert_as_before_and_going_on()
+
+
 def test_an_optimizer_whose_rate_may_be_none_goes_on() -> None:
     class Own(torch.optim.SGD):
         """Chooses its rate itself where it is given none."""

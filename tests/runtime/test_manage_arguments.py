@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 
 import pytest
@@ -74,6 +75,32 @@ def test_a_device_that_is_not_there() -> None:
     model = small()
     with pytest.raises(HardwareError, match="device='cpu' to emulate one"):
         lowtide.manage(model, None, lowtide.make_plan(model), device="cuda")
+
+
+@pytest.mark.parametrize("norm", [0, -1.0, math.nan, "1", True])
+def test_norms_that_nothing_can_be_clipped_to(norm: float) -> None:
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=f"max_grad_norm is {norm!r}; give a number above 0, or None"):
+        lowtide.manage(model, optimizer, lowtide.make_plan(model), device="cpu", max_grad_norm=norm)
+    assert type(model[0].weight) is nn.Parameter
+
+
+def test_a_norm_without_an_optimizer_is_refused() -> None:
+    model = small()
+    with pytest.raises(ConfigError, match="max_grad_norm=1.0 is about updates, and there is no optimizer"):
+        lowtide.manage(model, None, lowtide.make_plan(model), device="cpu", max_grad_norm=1.0)
+
+
+def test_a_norm_without_an_end_only_measures() -> None:
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lowtide.manage(model, optimizer, lowtide.make_plan(model), device="cpu", max_grad_norm=math.inf) as session:
+        model(torch.ones(3, 4)).sum().backward()
+        gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        optimizer.step()
+        assert session.last_grad_norm is not None
+        assert float(session.last_grad_norm) == float(nn.utils.get_total_norm(gradients))
 
 
 def test_half_a_group_ahead_is_refused() -> None:

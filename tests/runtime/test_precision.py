@@ -96,6 +96,8 @@ def test_bad_input() -> None:
         lowtide.manage(model, optimizer, plan, device="cpu", precision="bf16 exakt")
     with pytest.raises(UnknownNameError, match="8bit"):
         lowtide.manage(model, optimizer, plan, device="cpu", precision="fp32", moments="8 bit")
+    with pytest.raises(ConfigError, match=r"seed is 1\.5; give a whole number"):
+        lowtide.manage(model, optimizer, plan, device="cpu", precision="fp32", seed=1.5)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"convert it before the optimizer is made: model.to\(torch.bfloat16\)"):
         lowtide.manage(model, optimizer, plan, device="cpu", precision="bf16 exact")
     with pytest.raises(ConfigError, match="give precision= as well"):

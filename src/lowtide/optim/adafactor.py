@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lowtide.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Moment:
@@ -53,6 +55,15 @@ class Adafactor(Optimizer):
         max_beta2: float = 0.999,
         clip_threshold: float = 1.0,
     ) -> None:
+        for name, value in (("lr", lr), ("weight_decay", weight_decay), ("eps", eps)):
+            if not float(value) >= 0.0:
+                raise ConfigError(f"{name} is {float(value)}; give a number of 0 or more", key=name)
+        if not decay_rate <= 0.0:
+            raise ConfigError(f"decay_rate is {decay_rate}; give a number of 0 or less", key="decay_rate")
+        if not 0.0 <= max_beta2 < 1.0:
+            raise ConfigError(f"max_beta2 is {max_beta2}; give a number from 0 to below 1", key="max_beta2")
+        if not clip_threshold > 0.0:
+            raise ConfigError(f"clip_threshold is {clip_threshold}; give a number above 0", key="clip_threshold")
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,

@@ -131,5 +131,7 @@ def _run_all(commands: list[list[str]]) -> list[str]:
     for command, process, output in zip(commands, running, outputs, strict=True):
         if process.returncode != 0:
             words = " ".join(output.split())[:500]
-            raise BuildFailedError(f"{command[0]} ended with {process.returncode} on {command[-3]}: {words}")
+            # A compilation is known by its source; the question for a version and the linking are not of one file.
+            asked = command[command.index("-c") + 1] if "-c" in command else " ".join(command[1:3])
+            raise BuildFailedError(f"{command[0]} ended with {process.returncode} on {asked}: {words}")
     return outputs

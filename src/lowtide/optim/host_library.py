@@ -110,9 +110,13 @@ def _find() -> HostLibrary:
             began_s = time.perf_counter()
             host_build.build(path, compiler)
             _log.info("built the host kernel with %s in %.1f s: %s", compiler[0], time.perf_counter() - began_s, path)
-    except (host_build.BuildFailedError, OSError) as error:
+    except host_build.BuildFailedError as error:
         raise HostKernelError(
             f"the host kernel cannot be built: {error}; install g++ or clang++, or name a compiler in CXX"
+        ) from error
+    except OSError as error:
+        raise HostKernelError(
+            f"the host kernel cannot be kept in {cache_folder()}: {error}; name a folder that can be written in XDG_CACHE_HOME"
         ) from error
     return open_library(path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +38,7 @@ def numerics_of(precision: str, moments: str | Moments = Moments.FP32, *, seed: 
 
     Raises:
         UnknownNameError: A word is none.
+        ConfigError: The seed is no whole number.
     """
     if precision not in PRECISIONS:
         raise UnknownNameError("precision", precision, PRECISIONS)
@@ -44,8 +46,13 @@ def numerics_of(precision: str, moments: str | Moments = Moments.FP32, *, seed: 
         stored = Moments(moments)
     except ValueError:
         raise UnknownNameError("format of moments", str(moments), [member.value for member in Moments]) from None
+    try:
+        whole = operator.index(seed)
+    except TypeError:
+        # Else the first update would find out, in the middle of a step.
+        raise ConfigError(f"seed is {seed!r}; give a whole number", key="seed") from None
     found = PRECISIONS[precision]
-    return found, Numerics(rounding=found.rounding, moments=stored, seed=seed)
+    return found, Numerics(rounding=found.rounding, moments=stored, seed=whole)
 
 
 def rounding_for(weight: torch.Tensor, numerics: Numerics) -> Rounding:

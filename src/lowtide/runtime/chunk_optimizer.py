@@ -157,8 +157,11 @@ class ChunkOptimizer:
 
 
 def _require_rate(index: int, rate: object) -> None:
-    # A tensor is not looked into: it may lie on the device.
-    if isinstance(rate, torch.Tensor) or (isinstance(rate, int | float) and math.isfinite(rate)):
+    if isinstance(rate, torch.Tensor):
+        # One on the device is not looked into, which would wait for it.
+        if rate.device != _HOST or bool(rate.isfinite().all()):
+            return
+    elif isinstance(rate, int | float) and math.isfinite(rate):
         return
     raise ConfigError(
         f"lr of param group {index} is {rate!r}; set a finite number before the next step (a scheduler or a loaded state may "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import warnings
 import weakref
 from pathlib import Path
@@ -83,6 +84,7 @@ def manage(
         UnsupportedOptimizerError: The optimizer cannot be run chunk by chunk.
     """
     _check_arguments(model, optimizer)
+    _check_norm(max_grad_norm, optimizer)
     _refuse_managed(model, optimizer)
     if max_grad_norm is not None and getattr(plan, "schedule", None) is Schedule.IN_BACKWARD:
         raise SessionError(
@@ -209,6 +211,21 @@ def _check_arguments(model: object, optimizer: object) -> None:
         raise ConfigError(
             f"optimizer is {optimizer!r:.80}, not a torch.optim.Optimizer{hint}; None runs the model without training it",
             key="optimizer",
+        )
+
+
+def _check_norm(max_grad_norm: object, optimizer: torch.optim.Optimizer | None) -> None:
+    """A norm below nothing would turn every gradient round, and one that is no number spoil the weights."""
+    if max_grad_norm is None:
+        return
+    if isinstance(max_grad_norm, bool) or not isinstance(max_grad_norm, numbers.Real) or not float(max_grad_norm) > 0:
+        raise ConfigError(
+            f"max_grad_norm is {max_grad_norm!r}; give a number above 0, or None to leave the gradients as they are",
+            key="max_grad_norm",
+        )
+    if optimizer is None:
+        raise ConfigError(
+            f"max_grad_norm={max_grad_norm} is about updates, and there is no optimizer", key="max_grad_norm"
         )
 
 
