@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -155,3 +156,21 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> N
     model(batch(step, dtype)).float().square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+def trained_in_turn(
+    make: Callable[[nn.Module], torch.optim.Optimizer],
+) -> tuple[nn.Sequential, nn.Sequential, torch.optim.Optimizer]:
+    """A model after nine plain steps; one after three plain, three managed and three plain ones, and its optimizer."""
+    plain, model = network(torch.float32), network(torch.float32)
+    optimizer, other = make(plain), make(model)
+    for step in range(9):
+        one_step(plain, optimizer, step)
+    for step in range(3):
+        one_step(model, other, step)
+    with lowtide.manage(model, other, lowtide.make_plan(model), device="cpu", precision="fp32"):
+        for step in range(3, 6):
+            one_step(model, other, step)
+    for step in range(6, 9):
+        one_step(model, other, step)
+    return plain, model, other

@@ -21,7 +21,7 @@ from lowtide.optim.matrix_rules import MatrixPiece
 from lowtide.optim.parameter_state import ParameterState, new_state
 from lowtide.optim.precision import numerics_of, rounding_for
 from lowtide.optim.rules import require_rule
-from tests.runtime.kernel_loops import PLACES, WIDTH, assert_same, batch, network, one_step, train
+from tests.runtime.kernel_loops import PLACES, WIDTH, assert_same, batch, network, one_step, train, trained_in_turn
 from tests.zoo import bf16_safe
 
 
@@ -199,18 +199,8 @@ def test_resume_is_exact(precision: str, update: Any) -> None:
 
 def test_state_from_before_goes_on() -> None:
     """Three plain steps, three managed ones, three plain ones: as nine of the optimizer's own, to rounding."""
-    plain, model = network(torch.float32), network(torch.float32)
-    optimizers = adafactor(plain), adafactor(model)
-    for step in range(9):
-        one_step(plain, optimizers[0], step)
-    for step in range(3):
-        one_step(model, optimizers[1], step)
-    with lowtide.manage(model, optimizers[1], lowtide.make_plan(model), device="cpu", precision="fp32"):
-        for step in range(3, 6):
-            one_step(model, optimizers[1], step)
-    for step in range(6, 9):
-        one_step(model, optimizers[1], step)
-    entries = optimizers[1].state[next(model.parameters())]
+    plain, model, optimizer = trained_in_turn(adafactor)
+    entries = optimizer.state[next(model.parameters())]
     assert entries["step"] == 9
     assert type(entries["step"]) is int
     for one, other in zip(plain.parameters(), model.parameters(), strict=True):

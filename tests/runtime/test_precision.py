@@ -97,7 +97,7 @@ def test_bad_input() -> None:
     with pytest.raises(UnknownNameError, match="8bit"):
         lowtide.manage(model, optimizer, plan, device="cpu", precision="fp32", moments="8 bit")
     with pytest.raises(ConfigError, match=r"seed is 1\.5; give a whole number"):
-        lowtide.manage(model, optimizer, plan, device="cpu", precision="fp32", seed=1.5)  # type: ignore[arg-type]
+        lowtide.manage(model, optimizer, plan, device="cpu", precision="fp32", seed=1.5)  # type: ignore[arg-type]  # the point
     with pytest.raises(ConfigError, match=r"convert it before the optimizer is made: model.to\(torch.bfloat16\)"):
         lowtide.manage(model, optimizer, plan, device="cpu", precision="bf16 exact")
     with pytest.raises(ConfigError, match="give precision= as well"):

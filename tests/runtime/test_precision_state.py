@@ -16,6 +16,7 @@ from tests.runtime.kernel_loops import (
     batch,
     network,
     one_step,
+    trained_in_turn,
 )
 from tests.zoo import bf16_safe
 
@@ -78,18 +79,8 @@ def test_a_closed_session_leaves_an_optimizer_that_steps() -> None:
 
 def test_state_from_before_goes_on() -> None:
     """Three plain steps, three managed ones, three plain ones: as nine of torch's own, to rounding."""
-    plain, model = network(torch.float32), network(torch.float32)
-    optimizers = adamw(plain), adamw(model)
-    for step in range(9):
-        one_step(plain, optimizers[0], step)
-    for step in range(3):
-        one_step(model, optimizers[1], step)
-    with lowtide.manage(model, optimizers[1], lowtide.make_plan(model), device="cpu", precision="fp32"):
-        for step in range(3, 6):
-            one_step(model, optimizers[1], step)
-    for step in range(6, 9):
-        one_step(model, optimizers[1], step)
-    assert int(optimizers[1].state[model[0].up.weight]["step"]) == 9  # type: ignore[union-attr]  # a block
+    plain, model, optimizer = trained_in_turn(adamw)
+    assert int(optimizer.state[model[0].up.weight]["step"]) == 9  # type: ignore[union-attr]  # a block
     for one, other in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
