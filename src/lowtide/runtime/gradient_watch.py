@@ -36,7 +36,8 @@ class Verdict:
     on_device: torch.Tensor
     """The verdict itself."""
     _finite: torch.Tensor
-    _arrived: Ticket
+    arrived: Ticket
+    """The verdict is on the host."""
     undo: Callable[[], None] = lambda: None
     """Takes back what was counted for an update that was left out."""
 
@@ -47,11 +48,11 @@ class Verdict:
 
     def is_known(self) -> bool:
         """Whether `is_finite` would not wait."""
-        return self._arrived.is_done()
+        return self.arrived.is_done()
 
     def is_finite(self) -> bool:
         """Waits for the gradients."""
-        self._arrived.wait()
+        self.arrived.wait()
         return bool(self._finite)
 
 

@@ -69,13 +69,13 @@ class Updater:
             # Another object over the same memory: the user's gradient may be veiled, and would wait for this very job.
             gradients.append(_gradient_of(bound))
             updates.append(Update(bound.parameter, bound.twin))
-        fetched, written, staging = chunk.fetched, chunk.written, chunk.staging
+        # A fetch may still be reading the bytes that the update is about to change, or a write-back be filling them.
+        copies = [copied.ended for copied in (chunk.fetched, chunk.written) if copied is not None]
         if self.optimizer.needs_values(updates):
-            for copied in (fetched, written):
-                if copied is not None:
-                    copied.ended.wait()
+            for ended in copies:
+                ended.wait()
         self.optimizer.claim_state(updates, settings)
-        chunk.staging = None
+        staging, chunk.staging = chunk.staging, None
         # Deferred, `step()` has judged them all.
         verdict = self._judge_sent(bounds) if staging is not None else None
         for bound in bounds:
@@ -83,12 +83,6 @@ class Updater:
         step = self._recorder.step
 
         def update() -> None:
-            for waiting in awaited:
-                waiting.wait()
-            # A fetch may still be reading the bytes that this is about to change, or a write-back be filling them.
-            for copied in (fetched, written):
-                if copied is not None:
-                    copied.ended.wait()
             started_s = time.perf_counter()
             if verdict is not None and not verdict.is_finite():
                 assert staging is not None
@@ -113,7 +107,9 @@ class Updater:
                 chunk.spec.nbytes,
             )
 
-        job = self._worker.submit(update, place=unit.place)
+        if verdict is not None:
+            awaited.append(verdict.arrived)
+        job = self._worker.submit(update, after=[*awaited, *copies], place=unit.place)
         self._store.host_changes(chunk, job, unit.place)
         for bound in bounds:
             if staging is None:
