@@ -223,6 +223,16 @@ class TestRun:
         )
         assert any("training, step 2 of 3, loss 5.2500, peak 2.000 GiB, 20 samples/s" in line for line in lines)
 
+    def test_a_shared_device_gives_no_speeds(self, recipes: str) -> None:
+        [alone] = json.loads(run("run", "finishes", "--recipes", recipes, "--json").stdout)["runs"]
+        [beside] = json.loads(run("run", "finishes", "--recipes", recipes, "--shared", "--json").stdout)["runs"]
+        assert (alone["samples_per_s"], beside["samples_per_s"]) == (6.0, None)
+        assert (beside["perplexity"], beside["peak_bytes"]) == (alone["perplexity"], alone["peak_bytes"])
+        for row, is_alone in ((alone, True), (beside, False)):
+            speed = read_record(Path(row["record"])).speed
+            assert speed is not None
+            assert (speed.is_alone, speed.step_s) == (is_alone, (1.0, 0.5, 0.5))
+
     def test_outcomes_are_whole_on_a_narrow_terminal(self, recipes: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(lab, "OUT", Console(width=80))
         long = Path(recipes) / "pretended" / "a_name_longer_than_compile_per_layer_finishes.yaml"

@@ -87,6 +87,9 @@ def run_command(
     ] = None,
     out: Annotated[Path, typer.Option(help="folder for records, logs and TensorBoard curves")] = FOLDER,
     limit: Annotated[float | None, typer.Option(help="seconds after which a run is killed")] = None,
+    shared: Annotated[
+        bool, typer.Option("--shared", help="other work is on the device meanwhile: times are no speeds then")
+    ] = False,
     recipes: Recipes = None,
     json_: Json = False,
 ) -> None:
@@ -96,7 +99,14 @@ def run_command(
         results: list[EndedRun] = []
         try:
             with display_of(runs, ERR) as display:
-                for ended in run_all(runs, out, on_progress=display.progressed, limit_s=limit, experiment=EXPERIMENT):
+                for ended in run_all(
+                    runs,
+                    out,
+                    on_progress=display.progressed,
+                    limit_s=limit,
+                    is_alone=not shared,
+                    experiment=EXPERIMENT,
+                ):
                     results.append(ended)
                     display.ended(ended)
         finally:  # also of what was run before an interrupt

@@ -56,10 +56,15 @@ def run_row(ended: EndedRun) -> dict[str, Plain]:
         "outcome": str(record.outcome),
         "message": record.message,
         "peak_bytes": None if record.memory is None else record.memory.peak_bytes,
-        "samples_per_s": None if record.speed is None or not record.speed.step_s else record.speed.samples_per_s,
+        "samples_per_s": _samples_per_s(record),
         "perplexity": perplexity(record),
         "record": str(ended.path),
     }
+
+
+def _samples_per_s(record: RunRecord) -> float | None:
+    speed = record.speed
+    return speed.samples_per_s if speed is not None and speed.step_s and speed.is_alone else None
 
 
 def perplexity(record: RunRecord) -> float | None:

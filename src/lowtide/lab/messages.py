@@ -31,6 +31,8 @@ class Request:
     """`sys.path` of the asker, for models of its own."""
     progress_fd: int
     """The pipe's end for writing."""
+    is_alone: bool = True
+    """Whether the asker knows of no other work on the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,6 +90,8 @@ class SpeedFigures:
     samples_per_step: int
     evaluation_s: float | None = None
     """Of the evaluation after the last step, with its own compilation; None where there was none, or nobody looked."""
+    is_alone: bool = True
+    """Whether no other work was on the device: only then do the times say how fast the run is."""
 
     @property
     def samples_per_s(self) -> float:

@@ -1,7 +1,7 @@
 """Runs recipes, each in a fresh process, one after the other: one that fails or is killed leaves a record, and the next begins.
 
 A process for each, because peaks, caches and compiled graphs of one run must not show in the next; never two at a time,
-because they would share the device.
+because they would share the device. Who starts several runners at once says so, and gets no speeds.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ def run_all(
     *,
     on_progress: OnRunProgress,
     limit_s: float | None = None,
+    is_alone: bool = True,
     experiment: str = EXPERIMENT,
 ) -> Iterator[EndedRun]:
     """Run each in turn and give it back when its record is written, however it ended.
@@ -76,6 +77,7 @@ def run_all(
         folder: Gets `records`, `logs` (what runs print) and `tensorboard`.
         on_progress: Called with each word of a run, the first as it is started.
         limit_s: A run is killed after so many seconds; None: never.
+        is_alone: Whether no other work is on the device meanwhile; else the times are recorded, and are no speeds.
         experiment: What runs a recipe, as `package.module:function`.
 
     Raises:
@@ -89,7 +91,7 @@ def run_all(
     _refuse_mistakes([run for run, unmet in zip(runs, lacking, strict=True) if not unmet])
     _make_folder(folder)
     for run, unmet in zip(runs, lacking, strict=True):
-        turn = _Turn(run, folder, on_progress)
+        turn = _Turn(run, folder, on_progress, is_alone=is_alone)
         if unmet:
             yield turn.refused(unmet)
             continue
@@ -114,8 +116,9 @@ def _refuse_mistakes(runs: Sequence[Run]) -> None:
 class _Turn:
     """One run, from its start to its record."""
 
-    def __init__(self, run: Run, folder: Path, on_progress: OnRunProgress) -> None:
+    def __init__(self, run: Run, folder: Path, on_progress: OnRunProgress, *, is_alone: bool) -> None:
         self._run = run
+        self._is_alone = is_alone
         self._folder = folder.resolve()
         self._on_progress = on_progress
         self._file = _free_name(self._folder / "records", run)
@@ -165,6 +168,7 @@ class _Turn:
             experiment=experiment,
             import_paths=tuple(sys.path),
             progress_fd=-1,
+            is_alone=self._is_alone,
         )
 
     def _write(self, outcome: Outcome, message: str) -> EndedRun:

@@ -88,6 +88,8 @@ def _run(request: Request, send: Send) -> RunRecord:
     except BaseException as error:  # a model may even call sys.exit
         record = failed_record(request, error, so_far, surroundings)
     board.finish(record)
+    if record.speed is not None:
+        record = replace(record, speed=replace(record.speed, is_alone=request.is_alone))
     return replace(record, remarks=(*record.remarks, *board.remarks))
 
 

@@ -49,6 +49,25 @@ def test_a_short_run_has_no_warm_speed() -> None:
     assert row.steps_10_to_100_s is None
 
 
+def test_runs_beside_other_work_have_perplexities_and_no_speeds() -> None:
+    alone = SpeedFigures(step_s=(1.0,) * 100, samples_per_step=4)
+    beside = replace(alone, step_s=(3.0,) * 100, is_alone=False)
+    runs = [
+        record(seed=seed, speed=speed, evaluation_loss=math.log(150.0 + seed))
+        for seed, speed in enumerate((alone, beside, beside))
+    ]
+    [row] = make_rows(runs)
+    assert row.warm_samples_per_s is not None
+    assert (row.warm_samples_per_s.mean, row.warm_samples_per_s.count) == (4.0, 1)
+    assert row.perplexity is not None
+    assert row.perplexity.count == 3
+    assert row.remarks == ("Of seeds 1, 2 there are no speeds: other work was on the device.",)
+    [row] = make_rows(runs[1:])
+    assert (row.samples_per_s, row.warm_samples_per_s, row.steps_10_to_100_s) == (None, None, None)
+    # It is as long as any other: its perplexity can be set beside a published one.
+    assert (row.steps, row.samples_per_step) == (100, 4)
+
+
 def test_a_run_that_made_no_step_has_no_speed() -> None:
     [row] = make_rows([record(speed=SpeedFigures(step_s=(), samples_per_step=4))])
     assert row.samples_per_s is None

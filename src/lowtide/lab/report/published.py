@@ -78,7 +78,7 @@ def _speed_like(published: PublishedFigures, row: Row) -> Spread | None:
 
 def _is_shorter(row: Row, published: PublishedFigures) -> bool:
     """Whether theirs has steps that ours has not: whoever publishes a time of steps 10 to 100 made these steps."""
-    return published.steps_10_to_100_s is not None and row.steps_10_to_100_s is None
+    return published.steps_10_to_100_s is not None and (row.steps or 0) < 100
 
 
 def published_speed(row: Row, *, is_warm: bool) -> float | None:

@@ -72,7 +72,7 @@ class Row:
     """The same samples over the time of the steps and of the evaluation."""
     samples_per_step: int | None = None
     steps: int | None = None
-    """Made, of which the speeds are."""
+    """Made."""
     perplexity: Spread | None = None
     predicted: PredictedFigures | None = None
     published: PublishedFigures | None = None
@@ -164,7 +164,8 @@ def _row(runs: Sequence[RunRecord], *, device: str, settings: str, num_older: in
     # By peak: what is said about memory comes from the run that needed most, or the next that knows it.
     measured = sorted((run.memory for run in runs if run.memory), key=lambda memory: -memory.peak_bytes)
     most = measured[0] if measured else None
-    speeds = [run.speed for run in finished if run.speed and sum(run.speed.step_s) > 0]
+    timed = [run.speed for run in finished if run.speed and sum(run.speed.step_s) > 0]
+    speeds = [speed for speed in timed if speed.is_alone]
     predicted = next((run.predicted for run in runs if run.predicted), None)
     published, complaints = _published(runs)
     return Row(
@@ -193,8 +194,8 @@ def _row(runs: Sequence[RunRecord], *, device: str, settings: str, num_older: in
         warm_samples_per_s=spread_of(speed.warm_samples_per_s() for speed in speeds),
         steps_10_to_100_s=spread_of(speed.between_s() for speed in speeds),
         samples_per_s_with_evaluation=spread_of(speed.samples_per_s_with_evaluation for speed in speeds),
-        samples_per_step=speeds[0].samples_per_step if speeds else None,
-        steps=len(speeds[0].step_s) if speeds else None,
+        samples_per_step=timed[0].samples_per_step if timed else None,
+        steps=len(timed[0].step_s) if timed else None,
         perplexity=spread_of(
             None if run.evaluation_loss is None else perplexity(run.evaluation_loss) for run in finished
         ),
@@ -202,8 +203,19 @@ def _row(runs: Sequence[RunRecord], *, device: str, settings: str, num_older: in
         published=published,
         is_compiled=first.recipe.get("compile") is not None,
         parameters=next((run.parameters for run in runs if run.parameters is not None), None),
-        remarks=tuple(dict.fromkeys([*(remark for run in runs for remark in run.remarks), *complaints])),
+        remarks=tuple(
+            dict.fromkeys([*(remark for run in runs for remark in run.remarks), *_in_company(runs), *complaints])
+        ),
     )
+
+
+def _in_company(runs: Sequence[RunRecord]) -> list[str]:
+    """That the times of some seeds are no speeds."""
+    seeds = [str(seed_of(run)) for run in runs if run.speed is not None and not run.speed.is_alone]
+    if not seeds:
+        return []
+    which = f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(seeds)}"
+    return [f"Of {which} there are no speeds: other work was on the device."]
 
 
 def _model(run: RunRecord) -> str:
