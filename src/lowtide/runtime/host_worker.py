@@ -53,8 +53,11 @@ class Job:
 
     def wait(self) -> None:
         """Wait for it; raises what it raised."""
-        with compat.waiting():
-            self._future.result()
+        try:
+            with compat.waiting():
+                self._future.result()
+        finally:
+            del self  # as in `_run`: the error's traceback holds this frame
 
 
 @dataclass(order=True)
@@ -72,10 +75,18 @@ class _Entry:
         except Exception:
             return True
 
-    def run(self) -> None:
-        for awaited in self.after:
-            awaited.wait()
-        self.work()
+
+def _run(after: tuple[Awaited, ...], work: Callable[[], None]) -> None:
+    """No method of the entry, and with nothing left in its frame: an error's traceback holds the frame, the entry's future
+    and that of a job before it hold their errors, and a cycle would keep what the error's other frames hold.
+    """
+    try:
+        while after:
+            after[0].wait()
+            after = after[1:]
+        work()
+    finally:
+        del after, work
 
 
 class _Queue:
@@ -117,7 +128,7 @@ def _work(queue: _Queue) -> None:
             entry = queue.choose()
         error: BaseException | None = None
         try:
-            entry.run()
+            _run(entry.after, entry.work)
         except BaseException as caught:
             error = caught
         with queue.condition:

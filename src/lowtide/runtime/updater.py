@@ -137,7 +137,7 @@ class Updater:
         if not sent:
             return None
         names, norms = zip(*sent, strict=True)
-        return self._gradient_watch.judge(names, norms, is_left_out=True)
+        return self._gradient_watch.judge_sent(names, norms)
 
     def _on_host(self, settings: Settings) -> Settings:
         """Once for all chunks of a step: what lies on the device is waited for."""
