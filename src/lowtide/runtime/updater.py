@@ -77,7 +77,7 @@ class Updater:
         self.optimizer.claim_state(updates, settings)
         staging, chunk.staging = chunk.staging, None
         # Deferred, `step()` has judged them all.
-        verdict = self._judge_sent(bounds) if staging is not None else None
+        verdict = judge_sent(bounds, self._gradient_watch) if staging is not None else None
         for bound in bounds:
             bound.norm = None
         step = self._recorder.step
@@ -121,23 +121,7 @@ class Updater:
 
     def judge_in_backward(self, bounds: Sequence[Bound]) -> torch.Tensor | None:
         """Gradients on the device, which an update there is about to take; its gate, where it can have one."""
-        held = [(bound, bound.parameter.grad) for bound in bounds if bound.parameter.grad is not None]
-        if not held:
-            return None
-        names, norms = [bound.spec.name for bound, _ in held], [norm_of(gradient) for _, gradient in held]
-        undo = self.optimizer.undo_of([bound.parameter for bound, _ in held])
-        if undo is None:
-            self._gradient_watch.judge(names, norms, is_left_out=False)
-            return None
-        return self._gradient_watch.judge(names, norms, is_left_out=True, undo=undo).gate()
-
-    def _judge_sent(self, bounds: Sequence[Bound]) -> Verdict | None:
-        """Gradients on their way to the host, whose norms were taken before they left."""
-        sent = [(bound.spec.name, bound.norm[1]) for bound in bounds if bound.norm is not None]
-        if not sent:
-            return None
-        names, norms = zip(*sent, strict=True)
-        return self._gradient_watch.judge_sent(names, norms)
+        return judge_here(bounds, self.optimizer, self._gradient_watch)
 
     def _on_host(self, settings: Settings) -> Settings:
         """Once for all chunks of a step: what lies on the device is waited for."""
@@ -152,6 +136,28 @@ class Updater:
                 if self.optimizer.knows(bound.parameter):
                     site = torch.device("cpu") if bound.site is Site.HOST else device
                     self.optimizer.place_state(bound.parameter, site)
+
+
+def judge_here(bounds: Sequence[Bound], optimizer: ChunkOptimizer, watch: GradientWatch) -> torch.Tensor | None:
+    """See `Updater.judge_in_backward`."""
+    held = [(bound, bound.parameter.grad) for bound in bounds if bound.parameter.grad is not None]
+    if not held:
+        return None
+    names, norms = [bound.spec.name for bound, _ in held], [norm_of(gradient) for _, gradient in held]
+    undo = optimizer.undo_of([bound.parameter for bound, _ in held])
+    if undo is None:
+        watch.judge(names, norms, is_left_out=False)
+        return None
+    return watch.judge(names, norms, is_left_out=True, undo=undo).gate()
+
+
+def judge_sent(bounds: Sequence[Bound], watch: GradientWatch) -> Verdict | None:
+    """Gradients on their way to the host, whose norms were taken before they left."""
+    sent = [(bound.spec.name, bound.norm[1]) for bound in bounds if bound.norm is not None]
+    if not sent:
+        return None
+    names, norms = zip(*sent, strict=True)
+    return watch.judge_sent(names, norms)
 
 
 def _gradient_of(bound: Bound) -> torch.Tensor | None:
