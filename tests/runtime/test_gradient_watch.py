@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
 import pytest
 import torch
 
@@ -119,3 +122,45 @@ def test_what_no_backward_has_sent_is_told_all_the_same() -> None:
     watch.judge(["b"], [torch.tensor(float("inf"))], is_left_out=False)
     with pytest.raises(NonFiniteGradientError, match=r"weights are lost: b\."):
         watch.check(waits=True)
+
+
+def test_the_gate_is_open_for_finite_norms_whose_sum_is_not() -> None:
+    """Of gradients with one element torch's norm is the element itself."""
+    watch = GradientWatch(EmulatedMover())
+    norms = [norm_of(torch.tensor([3e38])) for _ in range(2)]
+    verdict = watch.judge(["a", "b"], norms, is_left_out=True)
+    assert verdict.gate() == 1.0
+    watch.send()
+    assert verdict.is_finite()  # nobody is told of an update that was left out
+
+
+@pytest.mark.parametrize("where", [torch.inference_mode, lambda: torch.device("meta")])
+def test_the_loop_sends_what_a_backward_that_broke_off_has_left_wherever_it_is(
+    where: Callable[[], AbstractContextManager[None]],
+) -> None:
+    watch = GradientWatch(EmulatedMover())
+    watch.judge(["a"], [torch.tensor(float("nan"))], is_left_out=True)
+    with where():
+        watch.check(waits=False)
+    with pytest.raises(NonFiniteGradientError, match="Left as they were: a"):
+        watch.check(waits=True)
+
+
+def test_verdicts_that_could_not_be_sent_are_sent_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device whose memory is full."""
+
+    def fail(*args: object) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    watch = GradientWatch(EmulatedMover())
+    watch.judge(["a"], [torch.tensor(1.0)], is_left_out=True)
+    watch.judge(["b"], [torch.tensor(float("nan"))], is_left_out=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "stack", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            watch.send()
+        with pytest.raises(torch.OutOfMemoryError):
+            watch.judge_sent(["c"], [torch.tensor(float("nan"))])  # whose update is not made either
+    with pytest.raises(NonFiniteGradientError, match=r"Left as they were: b\."):
+        watch.check(waits=True)
+    watch.check(waits=True)

@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 import threading
+import time
 import weakref
 
 import pytest
@@ -119,6 +120,54 @@ def test_a_copy_that_fails_is_told_and_ends_nothing_else() -> None:
     with pytest.raises(RuntimeError, match="the device has failed"):
         worker.check()
     worker.close()
+
+
+class BusyCopy(Copy):
+    """Cannot be asked just now, as while a graph of the device's work is recorded; to wait for it is allowed."""
+
+    def is_done(self) -> bool:
+        raise RuntimeError("not now")
+
+
+def test_a_copy_that_cannot_be_asked_does_not_bring_a_job_before_what_it_comes_after() -> None:
+    worker, done = HostWorker(), list[str]()
+    gate = Gate(worker)
+    copy = BusyCopy()
+    copy.end()
+    total = worker.submit(lambda: done.append("sum"), place=9)
+    update = worker.submit(lambda: done.append("update"), after=[copy, total], place=0)
+    gate.open()
+    deadline = time.monotonic() + 10
+    while not update.is_done() and time.monotonic() < deadline:  # not `wait`: a worker that waits for itself never ends
+        time.sleep(0.01)
+    assert done == ["sum", "update"]
+    worker.close()
+
+
+def test_what_a_job_was_lent_is_given_back_whatever_it_comes_after_does() -> None:
+    worker, done = HostWorker(), list[str]()
+    copy = Copy()
+
+    def fail() -> None:
+        raise RuntimeError("failed")
+
+    lent = {
+        "done": worker.submit(lambda: None, lastly=lambda: done.append("done")),
+        "failed": worker.submit(fail, lastly=lambda: done.append("failed")),
+    }
+    lent["not run"] = worker.submit(
+        lambda: done.append("run all the same"),
+        after=[lent["failed"], copy],
+        lastly=lambda: done.append(f"not run, written to until then: {not copy.is_done()}"),
+    )
+    lent["failed"]._future.exception(timeout=30)
+    assert not lent["not run"].is_done()
+    copy.end()
+    for name in ("failed", "not run"):
+        with pytest.raises(RuntimeError, match="failed"):
+            lent[name].wait()
+    worker.close()
+    assert done == ["done", "failed", "not run, written to until then: False"]
 
 
 def test_waiting_for_one_of_them() -> None:

@@ -35,9 +35,11 @@ Outcome = tuple[list[float], list[torch.Tensor], dict[str, torch.Tensor]]
 class LateJob(Job):
     """Work that is done when somebody waits for it, or for a later one."""
 
-    def __init__(self, worker: LateWorker, work: Callable[[], None], after: tuple[Awaited, ...]) -> None:
+    def __init__(
+        self, worker: LateWorker, work: Callable[[], None], after: tuple[Awaited, ...], lastly: Callable[[], None]
+    ) -> None:
         super().__init__(Future())
-        self.worker, self.work, self.after = worker, work, after
+        self.worker, self.work, self.after, self.lastly = worker, work, after, lastly
 
     def wait(self) -> None:
         self.worker.run_until(self)
@@ -51,8 +53,15 @@ class LateWorker(HostWorker):
         super().__init__()
         self.queue: deque[LateJob] = deque()
 
-    def submit(self, work: Callable[[], None], *, after: Iterable[Awaited] = (), place: int = BEFORE_UPDATES) -> Job:
-        job = LateJob(self, work, tuple(after))
+    def submit(
+        self,
+        work: Callable[[], None],
+        *,
+        after: Iterable[Awaited] = (),
+        lastly: Callable[[], None] = lambda: None,
+        place: int = BEFORE_UPDATES,
+    ) -> Job:
+        job = LateJob(self, work, tuple(after), lastly)
         self.queue.append(job)
         return job
 
@@ -66,9 +75,12 @@ class LateWorker(HostWorker):
         while not job.is_done():
             first = self.queue.popleft()
             try:
-                for awaited in first.after:
-                    awaited.wait()
-                first.work()
+                try:
+                    for awaited in first.after:
+                        awaited.wait()
+                    first.work()
+                finally:
+                    first.lastly()
             except Exception as error:
                 first._future.set_exception(error)
             else:

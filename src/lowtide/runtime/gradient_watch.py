@@ -52,9 +52,11 @@ class Verdict:
     def gate(self) -> torch.Tensor:
         """For `Settings.gate`: 1, or a NaN."""
         with torch.no_grad():
-            total = self.norms[0] if len(self.norms) == 1 else torch.stack(self.norms).sum()
-            # Of a number that is not finite, less itself, nothing is left that is one.
-            return (total - total).add_(1.0).to(torch.float32)
+            norms = self.norms[0] if len(self.norms) == 1 else torch.stack(self.norms)
+            # Of a number that is not finite, less itself, nothing is left that is one. Each for itself, as `is_finite` asks:
+            # finite ones may have a sum that is not, and an update would be left out that nobody hears of.
+            nothing = norms - norms
+            return (nothing.sum() if nothing.ndim else nothing).add_(1.0).to(torch.float32)
 
     def be_sent(self, sent: torch.Tensor, arrived: Ticket) -> None:
         """The norms are on their way to this memory on the host."""
@@ -87,23 +89,27 @@ class GradientWatch:
         undo: Callable[[], None] = lambda: None,
     ) -> Verdict:
         """Gradients with these norms are about to be used for an update on the device. Waits for nothing."""
-        verdict = self._opened(names, norms, is_left_out, undo)
+        verdict = self._made(names, norms, is_left_out, undo)
+        self._open.append(verdict)
         self._unsent.append(verdict)
         return verdict
 
     def judge_sent(self, names: Iterable[str], norms: Sequence[torch.Tensor]) -> Verdict:
         """Gradients with these norms were sent to the host, for an update there that asks first. Waits for nothing."""
-        verdict = self._opened(names, norms, is_left_out=True)
+        verdict = self._made(names, norms, is_left_out=True)
         self._send([verdict])
+        # Not before: one that could not be sent would never be known.
+        self._open.append(verdict)
         return verdict
 
     def send(self) -> None:
         """A backward is over: what it judged on the device goes to the host."""
         if self._unsent:
-            verdicts, self._unsent = self._unsent, []
-            self._send(verdicts)
+            self._send(self._unsent)
+            # Not before: where there is no memory for it, the next call sends them.
+            self._unsent = []
 
-    def _opened(
+    def _made(
         self,
         names: Iterable[str],
         norms: Sequence[torch.Tensor],
@@ -112,16 +118,16 @@ class GradientWatch:
     ) -> Verdict:
         # What was added up on the host has its norm there.
         here = tuple(norm.to(self._mover.device) for norm in norms)
-        verdict = Verdict(tuple(names), is_left_out, here, undo)
-        self._open.append(verdict)
-        return verdict
+        return Verdict(tuple(names), is_left_out, here, undo)
 
     def _send(self, verdicts: Sequence[Verdict]) -> None:
-        with torch.no_grad():
+        # After a backward that broke off the loop sends them, wherever it is: the copy may run outside of inference mode.
+        with torch.inference_mode(False), torch.no_grad():
             norms = torch.stack([norm for verdict in verdicts for norm in verdict.norms])
             # From torch's own pool of locked memory: it is given to somebody else only when nobody holds it any more.
             with compat.without_modes():  # an emulated device must not count it
-                on_host = torch.empty(norms.shape, dtype=norms.dtype, pin_memory=norms.is_cuda)
+                # The user may have set another default device.
+                on_host = torch.empty(norms.shape, dtype=norms.dtype, device="cpu", pin_memory=norms.is_cuda)
                 parts = on_host.split([len(verdict.norms) for verdict in verdicts])
             copied = self._mover.to_host(on_host, norms, [self._mover.now()])
         for verdict, part in zip(verdicts, parts, strict=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from functools import partial
 
 import torch
 
@@ -181,15 +182,13 @@ class GradientMover:
             self._judge_too(bound, gradient)
 
         def add() -> None:
-            try:
-                with torch.no_grad():
-                    total.add_(staging)
-                if takes_norm:
-                    bound.norm = (number, norm_of(total))
-            finally:
-                self._cache.give_back(buffer)
+            with torch.no_grad():
+                total.add_(staging)
+            if takes_norm:
+                bound.norm = (number, norm_of(total))
 
-        bound.pending.append(self._worker.submit(add, after=[*before, arrived]))
+        give_back = partial(self._cache.give_back, buffer)
+        bound.pending.append(self._worker.submit(add, after=[*before, arrived], lastly=give_back))
 
 
 def _earlier(bound: Bound) -> tuple[Ticket | Job, ...]:

@@ -66,27 +66,45 @@ class _Entry:
     number: int
     work: Callable[[], None] = field(compare=False)
     after: tuple[Awaited, ...] = field(compare=False)
+    lastly: Callable[[], None] = field(compare=False)
     future: Future[None] = field(compare=False)
 
     def can_run(self) -> bool:
         """Whether all that it comes after has happened, or failed: then waiting for it says how."""
-        try:
-            return all(awaited.is_done() for awaited in self.after)
-        except Exception:
-            return True
+        return all(map(_is_over, self.after))
 
 
-def _run(after: tuple[Awaited, ...], work: Callable[[], None]) -> None:
+def _is_over(awaited: Awaited) -> bool:
+    """Each for itself: behind a copy that cannot be asked there may be a job that has not run, and to wait for that one in
+    the thread that runs it would never end.
+    """
+    try:
+        return awaited.is_done()
+    except Exception:
+        return True
+
+
+def _run(after: tuple[Awaited, ...], work: Callable[[], None], lastly: Callable[[], None]) -> None:
     """No method of the entry, and with nothing left in its frame: an error's traceback holds the frame, the entry's future
     and that of a job before it hold their errors, and a cycle would keep what the error's other frames hold.
     """
+    failed: Exception | None = None
     try:
-        while after:
-            after[0].wait()
-            after = after[1:]
-        work()
+        try:
+            while after:
+                try:
+                    after[0].wait()
+                except Exception as error:
+                    failed = failed or error
+                # The others too: a copy must not write to what is given back below.
+                after = after[1:]
+            if failed is not None:
+                raise failed
+            work()
+        finally:
+            lastly()
     finally:
-        del after, work
+        del after, work, lastly, failed
 
 
 class _Queue:
@@ -128,7 +146,7 @@ def _work(queue: _Queue) -> None:
             entry = queue.choose()
         error: BaseException | None = None
         try:
-            _run(entry.after, entry.work)
+            _run(entry.after, entry.work, entry.lastly)
         except BaseException as caught:
             error = caught
         with queue.condition:
@@ -159,12 +177,20 @@ class HostWorker:
         self._end = weakref.finalize(self, _Queue.close, self._queue)
         _OPEN.add(self)
 
-    def submit(self, work: Callable[[], None], *, after: Iterable[Awaited] = (), place: int = BEFORE_UPDATES) -> Job:
+    def submit(
+        self,
+        work: Callable[[], None],
+        *,
+        after: Iterable[Awaited] = (),
+        lastly: Callable[[], None] = lambda: None,
+        place: int = BEFORE_UPDATES,
+    ) -> Job:
         """Put work in the queue.
 
         Args:
             work: Runs in the worker's thread.
-            after: What must have happened before it; jobs among these are this worker's.
+            after: What must have happened before it; jobs among these are this worker's. Where one failed it does not run.
+            lastly: Runs there in any case, when all of these are over: gives back what the work was lent.
             place: That its weights have in the order of a forward.
         """
         if self._thread is None:
@@ -172,7 +198,7 @@ class HostWorker:
             self._thread.start()
         future: Future[None] = Future()
         with self._queue.condition:
-            self._queue.given.append(_Entry(place, next(self._numbers), work, tuple(after), future))
+            self._queue.given.append(_Entry(place, next(self._numbers), work, tuple(after), lastly, future))
             self._queue.num_open += 1
             self._queue.condition.notify_all()
         return Job(future)

@@ -85,8 +85,6 @@ class Updater:
         def update() -> None:
             started_s = time.perf_counter()
             if verdict is not None and not verdict.is_finite():
-                assert staging is not None
-                self._cache.give_back(staging)
                 return  # the loop is told by the watch
             try:
                 # Not before: the update ahead of this one takes its own gradients off the same twins.
@@ -97,8 +95,6 @@ class Updater:
             finally:
                 for item in updates:
                     item.target.grad = None
-                if staging is not None:
-                    self._cache.give_back(staging)
             self._recorder.on_host_update(
                 chunk.spec.name,
                 step,
@@ -109,7 +105,12 @@ class Updater:
 
         if verdict is not None:
             awaited.append(verdict.arrived)
-        job = self._worker.submit(update, after=[*awaited, *copies], place=unit.place)
+
+        def give_back() -> None:
+            if staging is not None:
+                self._cache.give_back(staging)
+
+        job = self._worker.submit(update, after=[*awaited, *copies], lastly=give_back, place=unit.place)
         self._store.host_changes(chunk, job, unit.place)
         for bound in bounds:
             if staging is None:
