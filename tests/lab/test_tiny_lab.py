@@ -55,8 +55,8 @@ def test_techniques_change_memory_and_no_number() -> None:
         assert record.losses == control.losses
         assert record.evaluation_loss == control.evaluation_loss
         assert record.memory is not None
-        # A session has the norms of its gradients on the device until they are on the host.
-        assert record.memory.peak_bytes <= control.memory.peak_bytes + 4 * num_gradients
+        # A session has the norms of its gradients on the device until the next backward, one by one and together.
+        assert record.memory.peak_bytes <= control.memory.peak_bytes + 2 * 4 * num_gradients
     streamed = run("peak_memory_tiny/streamed")
     assert streamed.memory is not None
     assert streamed.memory.peak_bytes < control.memory.peak_bytes / 3

@@ -36,7 +36,9 @@ class Verdict:
     is_left_out: bool
     """Whether the update is not made where they are not."""
     norms: tuple[torch.Tensor, ...]
-    """Of each gradient, on the device; none any more when they have been sent."""
+    """Of each gradient, on the device. They live as long as this: who called `backward` may be on another stream than the
+    one that made them, whose next tensor would otherwise get their memory before they were read.
+    """
     undo: Callable[[], None] = lambda: None
     """Takes back what was counted for an update that was left out."""
     _sent: torch.Tensor | None = None
@@ -60,7 +62,7 @@ class Verdict:
 
     def be_sent(self, sent: torch.Tensor, arrived: Ticket) -> None:
         """The norms are on their way to this memory on the host."""
-        self._sent, self._arrived, self.norms = sent, arrived, ()
+        self._sent, self._arrived = sent, arrived
 
     def is_known(self) -> bool:
         """Whether `is_finite` would not wait."""

@@ -35,8 +35,10 @@ WHOLE_BLOCKS, SINGLE_MATRICES = 1 << 20, MATRIX_BYTES
 NUM_TABLE_ROWS = 4096
 FEW_ROWS, MANY_ROWS = 48, 2048
 """Weights and their gradients make the peak, or activations do: of 1 MiB each, from which on they are offloaded."""
-NORM_BYTES = 17 * 4
-"""Of all gradients, on their way to the host after a backward; where activations follow them, they have left."""
+NORM_BYTES = 2 * 17 * 4
+"""Of all gradients: one by one, and together on their way to the host after a backward. Where activations follow them, the
+copy may be over before the next backward.
+"""
 TABLE_BYTES = 512
 """What an update has on a card and not on the host: a scalar of torch's AdamW, or the tables by which our kernels are told."""
 
@@ -161,7 +163,7 @@ class TestUpdatesOnTheDevice:
 
 
 def _agree(predicted: int, tracked: int, activations: str | None) -> None:
-    assert predicted - tracked in ((0, NORM_BYTES) if activations == "offload" else (0,))
+    assert 0 <= predicted - tracked <= (NORM_BYTES if activations == "offload" else 0)
 
 
 @pytest.mark.parametrize("weights", ["resident", "streamed"])

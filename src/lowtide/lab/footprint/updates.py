@@ -39,20 +39,21 @@ class FootprintGradients:
 class FootprintWatch(GradientWatch):
     """Norms take memory and have no values: nobody is told of anything."""
 
-    def __init__(self, mover: FootprintMover) -> None:
-        super().__init__(mover)
-        self._on_their_way: list[Tensor] = []
-
-    def check(self, *, waits: bool) -> None:
-        """What was sent is on the host when somebody waits for it, at the beginning of the next backward."""
-        super().check(waits=waits)
-        if waits:
-            self._on_their_way.clear()
-
     def _send(self, verdicts: Sequence[Verdict]) -> None:
-        self._on_their_way.append(torch.stack([norm for verdict in verdicts for norm in verdict.norms]))
+        arrived = _LatePoint(torch.stack([norm for verdict in verdicts for norm in verdict.norms]))
         for verdict in verdicts:
-            verdict.be_sent(torch.empty(0), Point())
+            verdict.be_sent(torch.empty(0), arrived)
+
+
+class _LatePoint(Point):
+    """Of a copy that is over when somebody waits for it, at the beginning of the next backward, and holds its source."""
+
+    def __init__(self, source: Tensor) -> None:
+        self._source = source
+
+    def is_done(self) -> bool:
+        """Not before."""
+        return False
 
 
 class FootprintUpdater:
