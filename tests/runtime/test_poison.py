@@ -22,6 +22,7 @@ from lowtide.memory.chunk_state import ChunkState
 from lowtide.memory.emulated_mover import EmulatedMover
 from lowtide.memory.store import ChunkStore
 from lowtide.runtime import machinery
+from lowtide.runtime import updater as updater_module
 from lowtide.runtime.gradients import GradientMover
 from lowtide.runtime.host_worker import BEFORE_UPDATES, Awaited, HostWorker, Job
 from lowtide.runtime.residency import Residency
@@ -236,7 +237,7 @@ def test_an_update_that_does_not_wait_for_its_gradients(
 
     monkeypatch.setattr(Updater, "update_on_host", impatient)
     # In a backward the verdict on the gradients comes behind them, and is waited for too: one wait would do.
-    monkeypatch.setattr(Updater, "_judge_sent", lambda updater, bounds: None)
+    monkeypatch.setattr(updater_module, "judge_sent", lambda bounds, watch: None)
     assert shows(place, schedule)
 
 
