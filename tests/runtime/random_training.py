@@ -20,7 +20,7 @@ from lowtide.memory.layout import lay_out
 from lowtide.memory.layout_types import Layout
 from lowtide.planning.window_need import largest_window
 from lowtide.runtime import manage as manage_module
-from lowtide.runtime.host_worker import BEFORE_UPDATES, HostWorker, Job
+from lowtide.runtime.host_worker import HostWorker, Job
 from lowtide.runtime.session import Session
 
 
@@ -273,8 +273,8 @@ def promptly(patch: pytest.MonkeyPatch) -> None:
     """Host updates are over when they are given: how many gradients wait for one is no longer a matter of luck."""
     whole = HostWorker.submit
 
-    def submit(worker: HostWorker, work: Any, place: int = BEFORE_UPDATES) -> Job:
-        job = whole(worker, work, place)
+    def submit(worker: HostWorker, work: Any, **options: Any) -> Job:
+        job = whole(worker, work, **options)
         job.wait()
         return job
 

@@ -12,7 +12,7 @@ from torch import nn
 import lowtide
 from lowtide.errors import BudgetError, EmulatedOutOfMemoryError, LowtideError, PlanError
 from lowtide.memory.capacity import host_capacity_bytes, pinned_capacity_bytes
-from lowtide.runtime.host_worker import BEFORE_UPDATES, HostWorker, Job
+from lowtide.runtime.host_worker import HostWorker, Job
 from lowtide.runtime.session import Session
 from tests.runtime.twins import (
     PLACES,
@@ -181,8 +181,8 @@ def prompt_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """Host updates are over when they are given: how many gradients wait for one is no longer a matter of luck."""
     whole = HostWorker.submit
 
-    def submit(worker: HostWorker, work: Any, place: int = BEFORE_UPDATES) -> Job:
-        job = whole(worker, work, place)
+    def submit(worker: HostWorker, work: Any, **options: Any) -> Job:
+        job = whole(worker, work, **options)
         job.wait()
         return job
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import threading
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import lowtide
 from lowtide.errors import (
     EmulatedOutOfMemoryError,
     NonFiniteLossError,
@@ -19,6 +21,7 @@ from lowtide.errors import (
     StaleBackwardError,
     StepLostError,
 )
+from lowtide.runtime import gradients
 from tests.runtime.twins import (
     PLACES,
     STREAMED,
@@ -392,3 +395,28 @@ def test_an_error_in_the_hosts_worker(place: str, schedule: str, monkeypatch: py
     assert all(type(parameter.grad) is torch.Tensor for parameter in both.model.parameters())
     both.optimizer.step()
     both.session.close()
+
+
+def test_staging_comes_back_from_additions_behind_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters())
+    plan = lowtide.make_plan(model, weights="streamed", update="host")
+    session = lowtide.manage(model, optimizer, plan, device="cpu", precision="fp32", max_grad_norm=1.0)
+    machinery = session._open()
+    whole, failures, gate = gradients.norm_of, [ValueError("no norm")], threading.Event()
+
+    def norm_of(gradient: torch.Tensor) -> torch.Tensor:
+        if threading.current_thread().name == "lowtide host worker" and failures:
+            raise failures.pop()
+        return whole(gradient)
+
+    monkeypatch.setattr(gradients, "norm_of", norm_of)
+    model(torch.ones(2, 4)).sum().backward()
+    # Until it is opened nothing has failed: the second addition is given after one that will.
+    machinery._worker.submit(lambda: (gate.wait(timeout=30), None)[1])
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+    gate.set()
+    with pytest.raises(ValueError, match="no norm"):
+        session.close()
+    assert machinery._pool.staging.counts.lent_bytes == 0

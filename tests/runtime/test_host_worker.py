@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 import threading
+import time
 import weakref
 
 import pytest
@@ -39,6 +40,134 @@ def test_what_is_needed_first_is_done_first() -> None:
     gate.open()
     worker.close()
     assert done == ["sum", "layers.0", "layers.0 again", "layers.1", "head"]
+
+
+class Copy:
+    """A copy to the host that ends when it is told to."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self.num_waits = 0
+
+    def end(self) -> None:
+        self._ended.set()
+
+    def is_done(self) -> bool:
+        return self._ended.is_set()
+
+    def wait(self) -> None:
+        self.num_waits += 1
+        assert self._ended.wait(timeout=30)
+
+
+class BrokenCopy(Copy):
+    """Of a device that has failed."""
+
+    def is_done(self) -> bool:
+        raise RuntimeError("the device has failed")
+
+    def wait(self) -> None:
+        raise RuntimeError("the device has failed")
+
+
+def test_nobody_waits_for_what_comes_last_while_others_can_run() -> None:
+    """The loop has given a whole backward's updates before the first gradient arrives, that of the last layer."""
+    worker, done = HostWorker(), list[int]()
+    copies = {layer: Copy() for layer in (3, 2, 1, 0)}
+    jobs = {
+        layer: worker.submit(lambda layer=layer: done.append(layer), after=[copy], place=layer)  # type: ignore[misc]
+        for layer, copy in copies.items()
+    }
+    copies[3].end()
+    jobs[3].wait()
+    assert done == [3]
+    copies[2].end()
+    jobs[2].wait()
+    assert done == [3, 2]
+    assert not jobs[0].is_done()
+    for layer in (1, 0):
+        copies[layer].end()
+    worker.close()
+
+
+def test_what_a_job_comes_after_has_happened_when_it_runs() -> None:
+    worker, done = HostWorker(), list[str]()
+    copy = Copy()
+    total = worker.submit(lambda: done.append("sum"), after=[copy])
+    update = worker.submit(lambda: done.append("update"), after=[total], place=0)
+    # An addition to what that update has read; its place says that it comes first, and it does not.
+    worker.submit(lambda: done.append("next sum"), after=[update])
+    worker.submit(lambda: done.append("other"), place=7)
+    assert not done
+    copy.end()
+    worker.close()
+    assert done == ["sum", "update", "next sum", "other"]
+    assert copy.num_waits == 1
+
+
+def test_a_copy_that_fails_is_told_and_ends_nothing_else() -> None:
+    worker, done = HostWorker(), list[str]()
+    gate = Gate(worker)
+    broken = worker.submit(lambda: done.append("spoilt"), after=[BrokenCopy()], place=1)
+    after_it = worker.submit(lambda: done.append("spoilt too"), after=[broken], place=0)
+    fine = worker.submit(lambda: done.append("fine"), place=2)
+    gate.open()
+    for job in (broken, after_it):
+        with pytest.raises(RuntimeError, match="the device has failed"):
+            job.wait()
+    fine.wait()
+    assert done == ["fine"]
+    with pytest.raises(RuntimeError, match="the device has failed"):
+        worker.check()
+    worker.close()
+
+
+class BusyCopy(Copy):
+    """Cannot be asked just now, as while a graph of the device's work is recorded; to wait for it is allowed."""
+
+    def is_done(self) -> bool:
+        raise RuntimeError("not now")
+
+
+def test_a_copy_that_cannot_be_asked_does_not_bring_a_job_before_what_it_comes_after() -> None:
+    worker, done = HostWorker(), list[str]()
+    gate = Gate(worker)
+    copy = BusyCopy()
+    copy.end()
+    total = worker.submit(lambda: done.append("sum"), place=9)
+    update = worker.submit(lambda: done.append("update"), after=[copy, total], place=0)
+    gate.open()
+    deadline = time.monotonic() + 10
+    while not update.is_done() and time.monotonic() < deadline:  # not `wait`: a worker that waits for itself never ends
+        time.sleep(0.01)
+    assert done == ["sum", "update"]
+    worker.close()
+
+
+def test_what_a_job_was_lent_is_given_back_whatever_it_comes_after_does() -> None:
+    worker, done = HostWorker(), list[str]()
+    copy = Copy()
+
+    def fail() -> None:
+        raise RuntimeError("failed")
+
+    lent = {
+        "done": worker.submit(lambda: None, lastly=lambda: done.append("done")),
+        "failed": worker.submit(fail, lastly=lambda: done.append("failed")),
+    }
+    lent["not run"] = worker.submit(
+        lambda: done.append("run all the same"),
+        after=[lent["failed"], copy],
+        lastly=lambda: done.append(f"not run, written to until then: {not copy.is_done()}"),
+    )
+    lent["failed"]._future.exception(timeout=30)
+    assert not lent["not run"].is_done()
+    copy.end()
+    for name in ("failed", "not run"):
+        with pytest.raises(RuntimeError, match="failed"):
+            lent[name].wait()
+    worker.close()
+    assert done == ["done", "failed", "not run, written to until then: False"]
 
 
 def test_waiting_for_one_of_them() -> None:

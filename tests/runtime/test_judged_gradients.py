@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -185,6 +187,29 @@ def test_a_default_device_is_for_the_users_tensors(update: str) -> None:
             model(rows).square().mean().backward()
             optimizer.step()
         assert session.last_grad_norm is not None
+
+
+@sites
+@pytest.mark.parametrize("where", [torch.inference_mode, lambda: torch.device("meta")])
+def test_a_call_after_a_backward_that_broke_off(where: Callable[[], AbstractContextManager[None]], update: str) -> None:
+    """What the backward has judged is sent by then, in the modes of the call."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    plan = lowtide.make_plan(model, update=update, schedule="in_backward")
+
+    def break_off(*args: object) -> None:
+        raise ValueError("enough")
+
+    with lowtide.manage(model, optimizer, plan, device="cpu"):
+        hook = model[0].register_full_backward_pre_hook(break_off)
+        with pytest.raises(ValueError, match="enough"):
+            loss_of(model).backward()
+        hook.remove()
+        rows = torch.ones(2, WIDTH)
+        with where():
+            model(rows)
+        optimizer.zero_grad()
+        take_step(model, optimizer, 1)
 
 
 @sites

@@ -123,7 +123,9 @@ def test_a_worker_s_error_holds_no_cycle() -> None:
         held.append(weakref.ref(tensor.untyped_storage()))
         raise ValueError(str(tensor.sum()))
 
-    worker.submit(fail)
+    job = worker.submit(fail)
+    worker.submit(lambda: None, after=[job])
+    del job
     worker.close()
     with pytest.raises(ValueError, match="3"):
         worker.check()

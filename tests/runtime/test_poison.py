@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
@@ -22,8 +22,9 @@ from lowtide.memory.chunk_state import ChunkState
 from lowtide.memory.emulated_mover import EmulatedMover
 from lowtide.memory.store import ChunkStore
 from lowtide.runtime import machinery
+from lowtide.runtime import updater as updater_module
 from lowtide.runtime.gradients import GradientMover
-from lowtide.runtime.host_worker import BEFORE_UPDATES, HostWorker, Job
+from lowtide.runtime.host_worker import BEFORE_UPDATES, Awaited, HostWorker, Job
 from lowtide.runtime.residency import Residency
 from lowtide.runtime.unit import Unit
 from lowtide.runtime.updater import Updater
@@ -35,9 +36,11 @@ Outcome = tuple[list[float], list[torch.Tensor], dict[str, torch.Tensor]]
 class LateJob(Job):
     """Work that is done when somebody waits for it, or for a later one."""
 
-    def __init__(self, worker: LateWorker, work: Callable[[], None]) -> None:
+    def __init__(
+        self, worker: LateWorker, work: Callable[[], None], after: tuple[Awaited, ...], lastly: Callable[[], None]
+    ) -> None:
         super().__init__(Future())
-        self.worker, self.work = worker, work
+        self.worker, self.work, self.after, self.lastly = worker, work, after, lastly
 
     def wait(self) -> None:
         self.worker.run_until(self)
@@ -51,8 +54,15 @@ class LateWorker(HostWorker):
         super().__init__()
         self.queue: deque[LateJob] = deque()
 
-    def submit(self, work: Callable[[], None], place: int = BEFORE_UPDATES) -> Job:
-        job = LateJob(self, work)
+    def submit(
+        self,
+        work: Callable[[], None],
+        *,
+        after: Iterable[Awaited] = (),
+        lastly: Callable[[], None] = lambda: None,
+        place: int = BEFORE_UPDATES,
+    ) -> Job:
+        job = LateJob(self, work, tuple(after), lastly)
         self.queue.append(job)
         return job
 
@@ -66,7 +76,12 @@ class LateWorker(HostWorker):
         while not job.is_done():
             first = self.queue.popleft()
             try:
-                first.work()
+                try:
+                    for awaited in first.after:
+                        awaited.wait()
+                    first.work()
+                finally:
+                    first.lastly()
             except Exception as error:
                 first._future.set_exception(error)
             else:
@@ -146,8 +161,8 @@ def test_a_computation_that_does_not_wait_for_its_weights(
 class PromptWorker(HostWorker):
     """Has done everything as soon as it is asked to."""
 
-    def submit(self, work: Callable[[], None], place: int = BEFORE_UPDATES) -> Job:
-        job = super().submit(work, place)
+    def submit(self, work: Callable[[], None], **options: Any) -> Job:
+        job = super().submit(work, **options)
         job.wait()
         return job
 
@@ -222,7 +237,7 @@ def test_an_update_that_does_not_wait_for_its_gradients(
 
     monkeypatch.setattr(Updater, "update_on_host", impatient)
     # In a backward the verdict on the gradients comes behind them, and is waited for too: one wait would do.
-    monkeypatch.setattr(Updater, "_judge_sent", lambda updater, bounds: None)
+    monkeypatch.setattr(updater_module, "judge_sent", lambda bounds, watch: None)
     assert shows(place, schedule)
 
 

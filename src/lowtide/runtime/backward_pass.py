@@ -218,6 +218,7 @@ class BackwardPass:
         for unit in task.leave():
             self._show_host(unit)
             self._residency.guard(unit)
+        self._gradient_watch.send()
         self._residency.store.prefetch()
         self._recorder.phases.backward_ends(number)
 

@@ -1,14 +1,16 @@
 """GradientWatch: notices gradients that are not finite where weights are updated in the backward.
 
-Their norms are taken on the device, which has the gradients in hand, and the verdict of each chunk follows them to the
-host. An update on the host waits for its gradients anyway, so it knows, and is left out. On the device our own kernels read
-the verdict there, and leave the update out. torch's own step does not ask: it is made. The loop is told as soon as the
-verdict is on the host, at the next backward at the latest. `Deferred` judges all gradients before the first update: see
-`managed_optimizer`.
+Their norms are taken on the device, which has the gradients in hand: one that is not finite says that the gradient is not.
+An update on the host waits for its gradients anyway; their norms follow them, so that it knows, and is left out. On the
+device our own kernels are told there, and leave the update out. torch's own step does not ask: it is made. The norms of
+updates on the device go to the host together, at the end of the backward, because a copy for each chunk would cost the loop
+more than the update itself. The loop is told as soon as they are there, at the next backward at the latest. `Deferred`
+judges all gradients before the first update: see `managed_optimizer`.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,33 +28,50 @@ MAX_NAMES = 3
 TOO_LARGE = "A norm beyond 1.8e19 counts as infinite: its square is, in fp32."
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Verdict:
     """Whether the gradients of a chunk are finite."""
 
     names: tuple[str, ...]
     is_left_out: bool
     """Whether the update is not made where they are not."""
-    on_device: torch.Tensor
-    """The verdict itself."""
-    _finite: torch.Tensor
-    _arrived: Ticket
+    norms: tuple[torch.Tensor, ...]
+    """Of each gradient, on the device. They live as long as this: who called `backward` may be on another stream than the
+    one that made them, whose next tensor would otherwise get their memory before they were read.
+    """
     undo: Callable[[], None] = lambda: None
     """Takes back what was counted for an update that was left out."""
+    _sent: torch.Tensor | None = None
+    """The norms on the host, from `_arrived` on."""
+    _arrived: Ticket | None = None
+
+    @property
+    def arrived(self) -> Ticket:
+        """From when on `is_finite` does not wait."""
+        assert self._arrived is not None, "the norms have not been sent"
+        return self._arrived
 
     def gate(self) -> torch.Tensor:
-        """For `Settings.gate`."""
-        closed = torch.full((), torch.nan, dtype=torch.float32, device=self.on_device.device)
-        return closed.masked_fill_(self.on_device, 1.0)
+        """For `Settings.gate`: 1, or a NaN."""
+        with torch.no_grad():
+            norms = self.norms[0] if len(self.norms) == 1 else torch.stack(self.norms)
+            # Of a number that is not finite, less itself, nothing is left that is one. Each for itself, as `is_finite` asks:
+            # finite ones may have a sum that is not, and an update would be left out that nobody hears of.
+            nothing = norms - norms
+            return (nothing.sum() if nothing.ndim else nothing).add_(1.0).to(torch.float32)
+
+    def be_sent(self, sent: torch.Tensor, arrived: Ticket) -> None:
+        """The norms are on their way to this memory on the host."""
+        self._sent, self._arrived = sent, arrived
 
     def is_known(self) -> bool:
         """Whether `is_finite` would not wait."""
-        return self._arrived.is_done()
+        return self._arrived is not None and self._arrived.is_done()
 
     def is_finite(self) -> bool:
         """Waits for the gradients."""
-        self._arrived.wait()
-        return bool(self._finite)
+        self.arrived.wait()
+        return all(map(math.isfinite, self._sent.tolist() if self._sent is not None else ()))
 
 
 class GradientWatch:
@@ -61,6 +80,7 @@ class GradientWatch:
     def __init__(self, mover: Mover) -> None:
         self._mover = mover
         self._open: deque[Verdict] = deque()
+        self._unsent: list[Verdict] = []
 
     def judge(
         self,
@@ -70,17 +90,50 @@ class GradientWatch:
         is_left_out: bool,
         undo: Callable[[], None] = lambda: None,
     ) -> Verdict:
-        """Gradients with these norms are about to be used for an update. Waits for nothing."""
-        device = self._mover.device
-        with torch.no_grad():
-            finite = torch.isfinite(torch.stack([norm.to(device) for norm in norms])).all()
-            # From torch's own pool of locked memory: it is given to somebody else only when nobody holds it any more.
-            with compat.without_modes():  # an emulated device must not count it
-                on_host = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=device.type == "cuda")
-            copied = self._mover.to_host(on_host, finite, [self._mover.now()])
-        verdict = Verdict(tuple(names), is_left_out, finite, on_host, copied.ended, undo)
+        """Gradients with these norms are about to be used for an update on the device. Waits for nothing."""
+        verdict = self._made(names, norms, is_left_out, undo)
+        self._open.append(verdict)
+        self._unsent.append(verdict)
+        return verdict
+
+    def judge_sent(self, names: Iterable[str], norms: Sequence[torch.Tensor]) -> Verdict:
+        """Gradients with these norms were sent to the host, for an update there that asks first. Waits for nothing."""
+        verdict = self._made(names, norms, is_left_out=True)
+        self._send([verdict])
+        # Not before: one that could not be sent would never be known.
         self._open.append(verdict)
         return verdict
+
+    def send(self) -> None:
+        """A backward is over: what it judged on the device goes to the host."""
+        if self._unsent:
+            self._send(self._unsent)
+            # Not before: where there is no memory for it, the next call sends them.
+            self._unsent = []
+
+    def _made(
+        self,
+        names: Iterable[str],
+        norms: Sequence[torch.Tensor],
+        is_left_out: bool,
+        undo: Callable[[], None] = lambda: None,
+    ) -> Verdict:
+        # What was added up on the host has its norm there.
+        here = tuple(norm.to(self._mover.device) for norm in norms)
+        return Verdict(tuple(names), is_left_out, here, undo)
+
+    def _send(self, verdicts: Sequence[Verdict]) -> None:
+        # After a backward that broke off the loop sends them, wherever it is: the copy may run outside of inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            norms = torch.stack([norm for verdict in verdicts for norm in verdict.norms])
+            # From torch's own pool of locked memory: it is given to somebody else only when nobody holds it any more.
+            with compat.without_modes():  # an emulated device must not count it
+                # The user may have set another default device.
+                on_host = torch.empty(norms.shape, dtype=norms.dtype, device="cpu", pin_memory=norms.is_cuda)
+                parts = on_host.split([len(verdict.norms) for verdict in verdicts])
+            copied = self._mover.to_host(on_host, norms, [self._mover.now()])
+        for verdict, part in zip(verdicts, parts, strict=True):
+            verdict.be_sent(part, copied.ended)
 
     def check(self, *, waits: bool) -> None:
         """Refuse to go on after an update by gradients that were not finite.
@@ -91,6 +144,7 @@ class GradientWatch:
         Raises:
             NonFiniteGradientError: The message says which weights were updated with them and which were not.
         """
+        self.send()
         spoiled: list[Verdict] = []
         while self._open and (waits or self._open[0].is_known()):
             verdict = self._open.popleft()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from functools import partial
 
 import torch
 
@@ -17,7 +18,7 @@ from lowtide.memory.allocation_cache import AllocationCache
 from lowtide.memory.chunk import Chunk, view_of
 from lowtide.memory.mover import Mover, Ticket
 from lowtide.planning.plan import Schedule
-from lowtide.runtime.host_worker import BEFORE_UPDATES, HostWorker, Job
+from lowtide.runtime.host_worker import HostWorker, Job
 from lowtide.runtime.recording import Recorder
 from lowtide.runtime.sparse_gradients import refuse_sparse_gradient
 from lowtide.runtime.tensors import beside, own_storage
@@ -158,15 +159,12 @@ class GradientMover:
     def _add_stashed(self, bound: Bound, total: torch.Tensor, stashed: torch.Tensor) -> None:
         unveil(stashed)
         self._judge_too(bound, stashed)
-        before = _earlier(bound)
 
         def add() -> None:
-            for earlier in before:
-                earlier.wait()
             with torch.no_grad():
                 total.add_(stashed)
 
-        bound.pending.append(self._worker.submit(add))
+        bound.pending.append(self._worker.submit(add, after=_earlier(bound)))
 
     def _judge_too(self, bound: Bound, gradient: torch.Tensor) -> None:
         """Where nothing is clipped the norm says no more than whether all that was added is finite."""
@@ -184,25 +182,17 @@ class GradientMover:
             self._judge_too(bound, gradient)
 
         def add() -> None:
-            try:
-                for earlier in before:
-                    earlier.wait()
-                arrived.wait()
-                with torch.no_grad():
-                    total.add_(staging)
-                if takes_norm:
-                    bound.norm = (number, norm_of(total))
-            finally:
-                self._cache.give_back(buffer)
+            with torch.no_grad():
+                total.add_(staging)
+            if takes_norm:
+                bound.norm = (number, norm_of(total))
 
-        bound.pending.append(self._worker.submit(add))
+        give_back = partial(self._cache.give_back, buffer)
+        bound.pending.append(self._worker.submit(add, after=[*before, arrived], lastly=give_back))
 
 
 def _earlier(bound: Bound) -> tuple[Ticket | Job, ...]:
-    """What an addition comes after. An update, which the worker does after all additions, is waited for here."""
-    for waiting in list(bound.pending):
-        if isinstance(waiting, Job) and waiting.place != BEFORE_UPDATES:
-            waiting.wait()
+    """What an addition comes after: the copies and additions before it, and an update that reads what they made."""
     return tuple(waiting for waiting in bound.pending if not waiting.is_done())
 
 

@@ -69,30 +69,22 @@ class Updater:
             # Another object over the same memory: the user's gradient may be veiled, and would wait for this very job.
             gradients.append(_gradient_of(bound))
             updates.append(Update(bound.parameter, bound.twin))
-        fetched, written, staging = chunk.fetched, chunk.written, chunk.staging
+        # A fetch may still be reading the bytes that the update is about to change, or a write-back be filling them.
+        copies = [copied.ended for copied in (chunk.fetched, chunk.written) if copied is not None]
         if self.optimizer.needs_values(updates):
-            for copied in (fetched, written):
-                if copied is not None:
-                    copied.ended.wait()
+            for ended in copies:
+                ended.wait()
         self.optimizer.claim_state(updates, settings)
-        chunk.staging = None
+        staging, chunk.staging = chunk.staging, None
         # Deferred, `step()` has judged them all.
-        verdict = self._judge_sent(bounds) if staging is not None else None
+        verdict = judge_sent(bounds, self._gradient_watch) if staging is not None else None
         for bound in bounds:
             bound.norm = None
         step = self._recorder.step
 
         def update() -> None:
-            for waiting in awaited:
-                waiting.wait()
-            # A fetch may still be reading the bytes that this is about to change, or a write-back be filling them.
-            for copied in (fetched, written):
-                if copied is not None:
-                    copied.ended.wait()
             started_s = time.perf_counter()
             if verdict is not None and not verdict.is_finite():
-                assert staging is not None
-                self._cache.give_back(staging)
                 return  # the loop is told by the watch
             try:
                 # Not before: the update ahead of this one takes its own gradients off the same twins.
@@ -103,8 +95,6 @@ class Updater:
             finally:
                 for item in updates:
                     item.target.grad = None
-                if staging is not None:
-                    self._cache.give_back(staging)
             self._recorder.on_host_update(
                 chunk.spec.name,
                 step,
@@ -113,7 +103,14 @@ class Updater:
                 chunk.spec.nbytes,
             )
 
-        job = self._worker.submit(update, place=unit.place)
+        if verdict is not None:
+            awaited.append(verdict.arrived)
+
+        def give_back() -> None:
+            if staging is not None:
+                self._cache.give_back(staging)
+
+        job = self._worker.submit(update, after=[*awaited, *copies], lastly=give_back, place=unit.place)
         self._store.host_changes(chunk, job, unit.place)
         for bound in bounds:
             if staging is None:
@@ -125,23 +122,7 @@ class Updater:
 
     def judge_in_backward(self, bounds: Sequence[Bound]) -> torch.Tensor | None:
         """Gradients on the device, which an update there is about to take; its gate, where it can have one."""
-        held = [(bound, bound.parameter.grad) for bound in bounds if bound.parameter.grad is not None]
-        if not held:
-            return None
-        names, norms = [bound.spec.name for bound, _ in held], [norm_of(gradient) for _, gradient in held]
-        undo = self.optimizer.undo_of([bound.parameter for bound, _ in held])
-        if undo is None:
-            self._gradient_watch.judge(names, norms, is_left_out=False)
-            return None
-        return self._gradient_watch.judge(names, norms, is_left_out=True, undo=undo).gate()
-
-    def _judge_sent(self, bounds: Sequence[Bound]) -> Verdict | None:
-        """Gradients on their way to the host, whose norms were taken before they left."""
-        sent = [(bound.spec.name, bound.norm[1]) for bound in bounds if bound.norm is not None]
-        if not sent:
-            return None
-        names, norms = zip(*sent, strict=True)
-        return self._gradient_watch.judge(names, norms, is_left_out=True)
+        return judge_here(bounds, self.optimizer, self._gradient_watch)
 
     def _on_host(self, settings: Settings) -> Settings:
         """Once for all chunks of a step: what lies on the device is waited for."""
@@ -156,6 +137,28 @@ class Updater:
                 if self.optimizer.knows(bound.parameter):
                     site = torch.device("cpu") if bound.site is Site.HOST else device
                     self.optimizer.place_state(bound.parameter, site)
+
+
+def judge_here(bounds: Sequence[Bound], optimizer: ChunkOptimizer, watch: GradientWatch) -> torch.Tensor | None:
+    """See `Updater.judge_in_backward`."""
+    held = [(bound, bound.parameter.grad) for bound in bounds if bound.parameter.grad is not None]
+    if not held:
+        return None
+    names, norms = [bound.spec.name for bound, _ in held], [norm_of(gradient) for _, gradient in held]
+    undo = optimizer.undo_of([bound.parameter for bound, _ in held])
+    if undo is None:
+        watch.judge(names, norms, is_left_out=False)
+        return None
+    return watch.judge(names, norms, is_left_out=True, undo=undo).gate()
+
+
+def judge_sent(bounds: Sequence[Bound], watch: GradientWatch) -> Verdict | None:
+    """Gradients on their way to the host, whose norms were taken before they left."""
+    sent = [(bound.spec.name, bound.norm[1]) for bound in bounds if bound.norm is not None]
+    if not sent:
+        return None
+    names, norms = zip(*sent, strict=True)
+    return watch.judge_sent(names, norms)
 
 
 def _gradient_of(bound: Bound) -> torch.Tensor | None:

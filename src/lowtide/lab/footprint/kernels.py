@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -30,6 +30,11 @@ class KernelFootprint(ChunkOptimizer):
         super().__init__(optimizer, ())
         self._numerics = numerics
         self._states: dict[int, ParameterState] = {}
+
+    def undo_of(self, parameters: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """As `KernelOptimizer`: its updates have a gate."""
+        del parameters
+        return lambda: None
 
     @torch.no_grad()
     def run(self, updates: Sequence[Update], settings: Settings) -> None:

@@ -20,7 +20,7 @@ from lowtide.lab.footprint.lookup import FootprintLookup
 from lowtide.lab.footprint.loss import FootprintLoss
 from lowtide.lab.footprint.mover import FootprintMover
 from lowtide.lab.footprint.residency import FootprintResidency
-from lowtide.lab.footprint.updates import FootprintGradients, FootprintUpdater
+from lowtide.lab.footprint.updates import FootprintGradients, FootprintUpdater, FootprintWatch
 from lowtide.memory.chunk import Chunk, StoredGroup
 from lowtide.memory.chunk_state import ChunkState
 from lowtide.memory.layout_types import Layout
@@ -33,7 +33,6 @@ from lowtide.runtime.backward_task import is_away
 from lowtide.runtime.chunk_optimizer import ChunkOptimizer
 from lowtide.runtime.finishing import Finisher
 from lowtide.runtime.forward_pass import ForwardPass
-from lowtide.runtime.gradient_watch import GradientWatch
 from lowtide.runtime.gradients import GradientMover
 from lowtide.runtime.host_worker import HostWorker
 from lowtide.runtime.loss_watch import LossWatch
@@ -143,7 +142,7 @@ class SessionFootprint:
         as_residency = cast(Residency, residency)
         gradients = cast(GradientMover, FootprintGradients(mover))
         recorder, lock = Recorder(mover), threading.RLock()
-        watch = GradientWatch(mover)  # which nobody tells of any gradient
+        watch = FootprintWatch(mover)
         self._loss = cast(LossWatch, FootprintLoss(is_immediate=self._plan.schedule is Schedule.IN_BACKWARD))
         self._backward = BackwardPass(
             as_residency,
@@ -167,7 +166,7 @@ class SessionFootprint:
             observer=None,
             lock=lock,
         )
-        self._updater = FootprintUpdater(self._runner, residency.store)
+        self._updater = FootprintUpdater(self._runner, residency.store, watch, self._plan.schedule)
         self._finisher = Finisher(cast(Updater, self._updater), as_residency, mover, recorder)
         self._backward.finisher = self._finisher
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from lowtide.lab.footprint.mover import FootprintMover, Point
 from lowtide.memory.chunk import Chunk
 from lowtide.memory.store import ChunkStore
+from lowtide.planning.plan import Schedule
 from lowtide.runtime.chunk_optimizer import ChunkOptimizer, Settings, Update
+from lowtide.runtime.gradient_watch import GradientWatch, Verdict
+from lowtide.runtime.gradients import norm_of
 from lowtide.runtime.unit import Bound, Unit
+from lowtide.runtime.updater import judge_here, judge_sent
 
 
 class FootprintGradients:
@@ -23,6 +28,7 @@ class FootprintGradients:
         """Complete: it waits for its copy, and is nobody's beside that."""
         gradient, bound.parameter.grad = bound.parameter.grad, None
         assert gradient is not None
+        bound.norm = (0, norm_of(gradient))
         self._mover.to_host(gradient, gradient)
         bound.has_fired = True
 
@@ -30,17 +36,38 @@ class FootprintGradients:
         """What is on the host costs the device nothing."""
 
 
+class FootprintWatch(GradientWatch):
+    """Norms take memory and have no values: nobody is told of anything."""
+
+    def _send(self, verdicts: Sequence[Verdict]) -> None:
+        arrived = _LatePoint(torch.stack([norm for verdict in verdicts for norm in verdict.norms]))
+        for verdict in verdicts:
+            verdict.be_sent(torch.empty(0), arrived)
+
+
+class _LatePoint(Point):
+    """Of a copy that is over when somebody waits for it, at the beginning of the next backward, and holds its source."""
+
+    def __init__(self, source: Tensor) -> None:
+        self._source = source
+
+    def is_done(self) -> bool:
+        """Not before."""
+        return False
+
+
 class FootprintUpdater:
     """What `runtime.updater.Updater` is in a session."""
 
-    def __init__(self, optimizer: ChunkOptimizer, store: ChunkStore) -> None:
+    def __init__(self, optimizer: ChunkOptimizer, store: ChunkStore, watch: FootprintWatch, schedule: Schedule) -> None:
         self.optimizer = optimizer
         self._store = store
+        self._watch = watch
+        self._schedule = schedule
 
     def judge_in_backward(self, bounds: Sequence[Bound]) -> torch.Tensor | None:
-        """A few numbers on the device, for a moment."""
-        del bounds
-        return None
+        """Norms on the device, until the end of the backward."""
+        return judge_here(bounds, self.optimizer, self._watch)
 
     def update_here(self, bounds: Sequence[Bound], loose: Sequence[torch.Tensor], settings: Settings) -> None:
         """One step on parameters whose gradients are on the device."""
@@ -51,6 +78,10 @@ class FootprintUpdater:
 
     def update_on_host(self, unit: Unit, chunk: Chunk, bounds: Sequence[Bound], settings: Settings) -> None:
         """One step on the host: afterwards what the device has of the weights is old."""
-        del bounds, settings
+        del settings
         self._store.take_over(chunk)
+        if self._schedule is Schedule.IN_BACKWARD:
+            judge_sent(bounds, self._watch)
+        for bound in bounds:
+            bound.norm = None
         self._store.host_changes(chunk, Point(), unit.place)
