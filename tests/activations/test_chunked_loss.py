@@ -395,3 +395,11 @@ def test_a_kernel_is_given_contiguous_tensors(monkeypatch: pytest.MonkeyPatch, r
     found = results(scattered_loss, tensors, reduction=reduction, chunk_tokens=8)
     assert_close(found, expected, relative=1e-5)
     assert num_calls >= 5
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("chunk_tokens", 2.5), ("ignore_index", None), ("label_smoothing", "a"), ("softcap", "a")]
+)
+def test_settings_of_other_types(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{key} is {value!r}; give a"):
+        LossSettings(**{key: value})  # type: ignore[arg-type]

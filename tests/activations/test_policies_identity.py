@@ -85,3 +85,20 @@ def test_same_bits_with_accumulation_under_autocast(policy: str) -> None:
     plain, plain_losses, _ = run(model, None, dtype=torch.float32, accumulation=2)
     other, losses, _ = run(model, POLICIES[policy], dtype=torch.float32, accumulation=2)
     assert_same(plain, other, plain_losses, losses)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_evaluation_between_forward_and_backward(policy: str) -> None:
+    def gradients(given: Policy) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        blocks = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Tanh()) for _ in range(3)]
+        model = nn.Sequential(*blocks)
+        with apply(model, given):
+            loss = model(torch.randn(6, 8)).square().mean()
+            model.eval()
+            loss.backward()
+        assert not any(part.training for part in model.modules())
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    for expected, found in zip(gradients(Keep()), gradients(POLICIES[policy]), strict=True):
+        assert torch.equal(expected, found)

@@ -174,3 +174,54 @@ def test_attention_of_other_packages_with_dropout_runs_again(given: tuple[float,
     assert_equal(expected, found)
     name = "_flash_attn_forward"
     assert (selective[name] == plain[name]) == (given == (0.0,))
+
+
+@pytest.mark.parametrize("form", ["called twice", "tied", "two forwards"])
+def test_casts_that_autocast_has_in_its_cache(form: str) -> None:
+    def step(policy: Selective | None) -> list[Tensor]:
+        model, x = stack(2), torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+        if form == "tied":
+            model.blocks[1].up.weight = model.blocks[0].up.weight
+        blocks = [*model.blocks, *model.blocks] if form == "called twice" else [*model.blocks]
+        torch.manual_seed(5)
+        with apply(model, policy or "keep"):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                outputs = []
+                for shift in range(2 if form == "two forwards" else 1):
+                    y = model.first(x + shift)
+                    for block in blocks:
+                        y = block(y)
+                    outputs.append(y)
+            # After the context: its cache is empty when the groups run again.
+            torch.stack(outputs).float().square().mean().backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    assert_equal(step(None), step(Selective()))
+
+
+def test_an_operator_that_writes_in_place_runs_again_whatever_the_rule_says() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.up(x).relu_()
+            return x + torch.sin(self.down(y))
+
+    model, x = nn.Sequential(Writes(), Writes()), torch.randn(ROWS, WIDTH)
+    model(x).square().mean().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    with apply(model, Selective(rule=lambda operator: "relu_" in str(operator))):
+        model(x).square().mean().backward()
+    assert_equal(expected, [parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+
+
+def test_the_fault_of_a_rule_is_told_as_that() -> None:
+    model, x = stack(2), torch.randn(ROWS, WIDTH)
+    with (
+        apply(model, Selective(rule=lambda operator: True)),
+        pytest.raises(ActivationError, match="that the rule names"),
+    ):
+        gradients(model, x)

@@ -179,3 +179,8 @@ def test_refusals() -> None:
         tiled_cross_entropy(hidden, layer, target[0])
     with pytest.raises(ConfigError, match="a tile is a Tanh"):
         tiled_cross_entropy(hidden, [nn.Tanh()], target)  # type: ignore[list-item]
+
+
+def test_a_head_without_tiles_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a plain nn.Linear, which has no tiles"):
+        tiled_cross_entropy(torch.zeros(2, 4), nn.Linear(4, 8), torch.zeros(2, dtype=torch.long))  # type: ignore[arg-type]

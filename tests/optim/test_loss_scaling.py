@@ -468,3 +468,8 @@ def test_gradients_on_host_and_device() -> None:
         scaler.update()
     assert [weight.tolist() for weight in weights] == [[0.5] * 3] * 2
     assert scaler.get_scale() == 1.0
+
+
+def test_a_number_is_no_settings() -> None:
+    with pytest.raises(ConfigError, match=r"settings is 1024.0; give StaticScale\(scale=...\) or DynamicScale"):
+        LossScaler(1024.0)  # type: ignore[arg-type]

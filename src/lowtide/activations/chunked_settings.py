@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Literal, get_args
 
 from lowtide.errors import ConfigError
@@ -50,6 +51,8 @@ class LossSettings:
     """"torch" is torch 2.13's own function, where it knows all the settings; "auto" is Lowtide's."""
 
     def __post_init__(self) -> None:
+        for key in ("ignore_index", "chunk_tokens", "label_smoothing", "z_loss", "softcap", "logit_scale"):
+            _require_number(key, getattr(self, key))
         if not 0.0 <= self.label_smoothing <= 1.0:
             raise ConfigError(
                 f"label_smoothing is {self.label_smoothing}; give a number from 0 to 1", key="label_smoothing"
@@ -69,6 +72,18 @@ class LossSettings:
         ):
             if getattr(self, key) not in choices:
                 raise ConfigError(f"{key} is {getattr(self, key)!r}; choose one of {', '.join(choices)}", key=key)
+
+
+def _require_number(key: str, value: object) -> None:
+    whole = key in ("ignore_index", "chunk_tokens")
+    is_optional = key in ("chunk_tokens", "softcap", "logit_scale")
+    if value is None and is_optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
+        raise ConfigError(
+            f"{key} is {value!r}; give a {'whole number' if whole else 'number'}{' or None' if is_optional else ''}",
+            key=key,
+        )
 
 
 def choose_chunk_tokens(num_tokens: int, vocab_size: int, bytes_per_logit: int) -> int:

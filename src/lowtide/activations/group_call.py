@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lowtide import compat
 from lowtide.activations.moving_buffers import Moved, MovingBuffers, as_before
+from lowtide.activations.training_modes import TrainingModes
 
 Run = Callable[..., Any]
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -32,6 +33,7 @@ class GroupCall:
         kwargs: Of this call.
         structure: Of both, by `compat.flatten`.
         buffers: Of the group.
+        modes: Of the group's modules, now.
         on_again: Called before each later run.
     """
 
@@ -42,12 +44,14 @@ class GroupCall:
         kwargs: dict[str, Any],
         structure: Any,
         buffers: MovingBuffers,
+        modes: TrainingModes,
         on_again: Callable[[], None],
     ) -> None:
         self._run = run
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self._structure = structure
         self._buffers = buffers
+        self._modes = modes
         self._moved: list[Moved] = []
         self._on_again = on_again
 
@@ -61,9 +65,9 @@ class GroupCall:
         return self.again(self._run, leaves)
 
     def again(self, run: Run, leaves: Sequence[Any]) -> Any:
-        """Run it again through `run`; buffers stay as they are."""
+        """Run it again through `run`; buffers and training modes stay as they are."""
         args, kwargs = compat.unflatten(leaves, self._structure)
-        with as_before(self._moved):
+        with self._modes.again(), as_before(self._moved):
             return run(*args, **kwargs)
 
 

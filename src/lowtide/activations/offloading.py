@@ -56,7 +56,7 @@ class Offloading:
                 return Held(tensor)
             return stash.put(parcel, tensor)
 
-        return saved_tensors_hooks(pack, _take)
+        return saved_tensors_hooks(compat.uncompiled_hook(pack), compat.uncompiled_hook(_take))
 
     def close(self) -> None:
         """Free the stash's host memory."""

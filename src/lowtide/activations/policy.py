@@ -29,8 +29,16 @@ class Selective:
 
     rule: KeepRule | None = None
     """Which operators' outputs are kept instead. A rule is code: a plan with one cannot be written to a file. Operators that
-    draw random numbers run again whatever it says; one that does not tell (by torch's tag, or an argument with "dropout" in
-    its name) must not be named, because every random number after it would be another than in the forward."""
+    draw random numbers, or write in place, run again whatever it says; one that draws and does not tell (by torch's tag, or an
+    argument with "dropout" in its name) must not be named, because every random number after it would be another than in the
+    forward."""
+
+    def __post_init__(self) -> None:
+        if self.rule is not None and not callable(self.rule):
+            raise ConfigError(
+                f"rule is {self.rule!r}; give a function that takes an operator and says whether its output is kept",
+                key="rule",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +78,9 @@ class CompileBudget:
     share: float
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.share <= 1.0:
-            raise ConfigError(f"share is {self.share}; give a number from 0 to 1", key="share")
+        given: object = self.share
+        if not isinstance(given, int | float) or isinstance(given, bool) or not 0.0 <= given <= 1.0:
+            raise ConfigError(f"share is {given!r}; give a number from 0 to 1", key="share")
 
 
 Policy = Keep | Selective | Recompute | Offload | CompileBudget
@@ -143,4 +152,4 @@ def policy_of(policy: Policy | str) -> Policy:
         return CompileBudget(share=_share(number))
     if kind == "recompute" and number:
         raise ConfigError(f"{policy!r}: give a number of blocks, 1 or more, as in 'recompute/4'", key="activations")
-    raise UnknownNameError("activation policy", policy, [*WORDS, "recompute/N"])
+    raise UnknownNameError("activation policy", policy, [*WORDS, "recompute/N", "compile-budget/0.5"])

@@ -19,6 +19,7 @@ from lowtide.activations.offloading import Offloading
 from lowtide.activations.policy import CompileBudget, Keep, Offload, Policy, Recompute, Selective
 from lowtide.activations.segments import Segments
 from lowtide.activations.selective import explain_fault, selective_contexts
+from lowtide.activations.training_modes import TrainingModes
 from lowtide.errors import ActivationError
 
 CompileGroup = Callable[[nn.Module, str, float], Callable[..., Any]]
@@ -69,6 +70,7 @@ class PolicyCall:
         self._offloading, self._segments, self._counts = offloading, segments, counts
         self._compile = compile_group
         self._buffers = MovingBuffers(module)
+        self._parts = [*module.modules()]
         self._inner: Callable[..., Any] | None = None
         self._compiled: Callable[..., Any] | None = None
         self._is_active = False
@@ -142,7 +144,8 @@ class PolicyCall:
                 return run(*args, **kwargs)
         if isinstance(policy, Selective):
             run = functools.partial(self._explained, run)
-        call = GroupCall(run, args, kwargs, structure, self._buffers, self._counts.count_recomputed)
+        modes = TrainingModes(self._parts)
+        call = GroupCall(run, args, kwargs, structure, self._buffers, modes, self._counts.count_recomputed)
         if isinstance(policy, Offload):
             with self._offloading.hooks(policy, self._module, leaves):
                 return checkpointed(call, leaves)
@@ -170,7 +173,9 @@ class PolicyCall:
         try:
             return run(*args, **kwargs)
         except RuntimeError as error:
-            fault = explain_fault(error, f"{type(self._module).__name__} at {self._path or 'the top'}")
+            assert isinstance(self._policy, Selective)
+            label = f"{type(self._module).__name__} at {self._path or 'the top'}"
+            fault = explain_fault(error, label, self._policy.rule)
             if fault is None:
                 raise
             raise fault from error

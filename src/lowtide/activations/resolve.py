@@ -37,6 +37,8 @@ def resolve(model: nn.Module, policies: Policies) -> dict[str, Policy]:
     for path, policy in policies.items():
         if path == OTHERS:
             continue
+        if not isinstance(path, str):
+            raise ConfigError(f"{path!r} is no path of a module; give a string, {str(path)!r}", key=str(path))
         if path not in modules:
             raise UnknownNameError("module", path, modules)
         if isinstance(modules[path], nn.ModuleList | nn.ModuleDict):
@@ -60,8 +62,8 @@ def resolve(model: nn.Module, policies: Policies) -> dict[str, Policy]:
         others = [path for path, _ in blocks if not any(_holds(path, name) or _holds(name, path) for name in chosen)]
         if not others and not chosen:
             raise ConfigError(
-                f"{type(model).__name__} has no repeated blocks (a ModuleList or Sequential with two modules of one class); "
-                "name modules by their path: {'encoder': policy, ...}"
+                f"{type(model).__name__} has no repeated blocks (a ModuleList or Sequential with two modules of one "
+                "class, other than single layers such as Linear or Conv2d); name modules by their path: {'encoder': policy, ...}"
             )
         chosen |= dict.fromkeys(others, policy)
     return {path: chosen[path] for path in modules if path in chosen}

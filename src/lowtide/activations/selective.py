@@ -5,13 +5,18 @@ A kept operator does not run again. One that draws random numbers would leave th
 after it would be another than in the forward. So attention with dropout, and whatever else draws, runs again even where
 the rule would keep it. What draws is told by torch's tag, or by a share of dropout among the arguments: an operator of another
 package that has neither must not be named by a rule.
+
+Note [Casts of weights are not counted]
+Under autocast a weight is cast once, and whoever uses it next (a group that is called twice, a tied weight, a second forward in
+the same context) finds the cast in autocast's cache. The second run of a group may find it there, or not, the other way
+round than the first did. Torch pairs the operators of the two runs by counting them, so these casts must go past it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -61,16 +66,17 @@ def selective_contexts(
     rule: KeepRule | None,
 ) -> Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]:
     """What a checkpoint needs to keep the outputs of the operators that the rule names."""
-    return partial(create_selective_checkpoint_contexts, partial(_decide, rule or is_expensive))
+    return partial(_contexts, partial(_decide, rule or is_expensive))
 
 
-def explain_fault(error: RuntimeError, label: str) -> ActivationError | None:
+def explain_fault(error: RuntimeError, label: str, rule: KeepRule | None) -> ActivationError | None:
     """What torch's complaint in the second run of a selective group means; None for any other error."""
     text = str(error)
     if "has been mutated" in text:
+        kept = "a matmul, a convolution or an attention" if rule is None else "an operator that the rule names"
         return ActivationError(
-            f"{label} writes in place to the output of a matmul, a convolution or an attention, which Selective keeps for the "
-            "backward; give the group Recompute, or a rule that does not keep that operator"
+            f"{label} writes in place to the output of {kept}, which Selective keeps for the backward (dropout on the CPU writes "
+            "to an empty_like); give the group Recompute, or a rule that does not keep that operator"
         )
     if "backward an extra time" in text:
         return ActivationError(
@@ -79,9 +85,33 @@ def explain_fault(error: RuntimeError, label: str) -> ActivationError | None:
     return None
 
 
+def _contexts(
+    decide: Callable[..., CheckpointPolicy],
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    first, later = create_selective_checkpoint_contexts(decide)
+    for mode in (first, later):
+        kind: type[compat.TorchDispatchMode] = type(mode)
+        mode.__class__ = _past_casts(kind)  # type: ignore[arg-type]  # mypy takes the instances' __hash__ for the class's
+    return first, later
+
+
+@cache
+def _past_casts(kind: type[compat.TorchDispatchMode]) -> type[compat.TorchDispatchMode]:
+    """See Note [Casts of weights are not counted]. Of the same layout as the class that torch made its mode of."""
+
+    class PastCasts(kind):  # type: ignore[misc, valid-type]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if compat.operator_name(func) == "_to_copy" and args[0].is_leaf and args[0].requires_grad:
+                return func(*args, **(kwargs or {}))
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    return PastCasts
+
+
 def _decide(rule: KeepRule, context: object, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     del context
-    keeps = not _draws(operator, args, kwargs) and rule(operator)
+    # One that writes to its argument and does not run again would leave it unwritten.
+    keeps = not _draws(operator, args, kwargs) and not compat.writes_argument(operator) and rule(operator)
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 

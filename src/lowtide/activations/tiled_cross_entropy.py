@@ -51,6 +51,13 @@ def tiled_cross_entropy(
         >>> bool(torch.allclose(loss, nn.functional.cross_entropy(head(hidden), target)))
         True
     """
+    given: object = tiles
+    if isinstance(given, nn.Linear):
+        raise ConfigError(
+            "the head is a plain nn.Linear, which has no tiles; tile(model, {'path of the head': 8}) splits it, and "
+            "linear_cross_entropy is the loss over a whole one",
+            key="tiles",
+        )
     modules = list(tiles.tiles if isinstance(tiles, TiledLinear) else tiles)
     if reduction not in ("mean", "sum", "none"):
         raise ConfigError(f"reduction is {reduction!r}; give 'mean', 'sum' or 'none'", key="reduction")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lowtide import compat
 from lowtide.activations.group_call import GroupCall, checkpointed
 from lowtide.activations.moving_buffers import MovingBuffers
+from lowtide.activations.training_modes import TrainingModes
 from lowtide.errors import ConfigError, UnknownNameError
 
 Predicate = Callable[[str, nn.Module], bool]
@@ -107,6 +108,7 @@ class _Slicer:
         self._is_installed = False
         self._is_checked = False
         self._buffers = MovingBuffers(module)
+        self._parts = [*module.modules()]
 
     def install(self) -> None:
         self._inner = compat.replace_call(self.module, self._call)
@@ -144,7 +146,8 @@ class _Slicer:
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
         leaves, structure = compat.flatten((args, kwargs))
-        return checkpointed(GroupCall(inner, args, kwargs, structure, self._buffers, _pass), leaves)
+        modes = TrainingModes(self._parts)
+        return checkpointed(GroupCall(inner, args, kwargs, structure, self._buffers, modes, _pass), leaves)
 
     def _slices(self, x: Tensor) -> tuple[Tensor, ...]:
         length = x.shape[POSITIONS]

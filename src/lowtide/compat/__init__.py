@@ -23,7 +23,7 @@ from lowtide.compat.autograd import (
     version_of,
 )
 from lowtide.compat.backends import allow_foreach_on, register_python_backend, treat_cuda_as
-from lowtide.compat.compiling import outside_compilation, waiting
+from lowtide.compat.compiling import outside_compilation, uncompiled_hook, waiting
 from lowtide.compat.modes import (
     TorchDispatchMode,
     WatchingMode,
@@ -177,6 +177,7 @@ __all__ = [
     "trace_joint_graph",
     "treat_cuda_as",
     "uncompiled",
+    "uncompiled_hook",
     "unflatten",
     "unguard_compile",
     "unlock_host_memory",

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 _POLL_S = 0.02
 _guard = threading.Lock()
@@ -51,3 +54,16 @@ def waiting() -> Iterator[None]:
     finally:
         with _guard:
             _num_waiting -= is_compiling
+
+
+def uncompiled_hook(hook: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """The hook, for use around compiled code, which would compile the hook too when it calls it.
+
+    Checked in torch 2.13: compiled, a hook sees versions of tensors that are not those of the real ones.
+    """
+    # As long as nothing was compiled there is nothing to hide from, and asking would import the compiler.
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        return hook
+    hidden: Callable[Arguments, Result] = dynamo.disable(hook)
+    return hidden

@@ -70,6 +70,11 @@ class LossScaler:
     def __init__(
         self, settings: ScaleSettings | None = None, *, enabled: bool = True, reduce: Reduce | None = None
     ) -> None:
+        given: object = settings
+        if given is not None and not isinstance(given, StaticScale | DynamicScale):
+            raise ConfigError(
+                f"settings is {given!r}; give StaticScale(scale=...) or DynamicScale(initial_scale=...)", key="settings"
+            )
         self.settings: ScaleSettings = settings if settings is not None else DynamicScale()
         self.skipped_steps = 0
         """Steps of optimizers that were skipped because of gradients that were not finite, since the beginning."""
