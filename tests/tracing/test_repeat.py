@@ -119,6 +119,15 @@ class TestRealModels:
     def test_policies_that_connect_blocks_are_traced_in_full(self, ghosts: GhostProcess, word: str) -> None:
         assert run(ghosts, llama, activations=word) == 0
 
+    @pytest.mark.parametrize("word", ["recompute", "recompute/3", "offload"])
+    def test_the_first_trace_of_a_process_is_that_of_any_later_one(self, word: str) -> None:
+        """What a backward runs again is numbered in its own thread, from 0 in a new process."""
+        process = GhostProcess()
+        try:
+            run(process, llama, activations=word)
+        finally:
+            process.close()
+
     @pytest.mark.parametrize("build", [llama, gpt])
     def test_accumulation(self, ghosts: GhostProcess, build: Any) -> None:
         assert run(ghosts, build, accumulate=2) == 8 * STANDING_IN

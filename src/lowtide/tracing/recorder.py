@@ -89,7 +89,10 @@ class Recorder:
         """Whether the run is over: what the garbage collector finds later belongs to no step."""
         self._forward_stacks: dict[int, list[str]] = {}
         self._loss_start: tuple[int, int] | None = None
-        self._nodes: dict[int, tuple[str, str]] = {}
+        self._forward_nodes: dict[int, tuple[str, str]] = {}
+        self._rerun_nodes: dict[tuple[int, int], tuple[str, str]] = {}
+        """By the thread too: a device's backward has its own thread, and each thread numbers its nodes from 0."""
+        self._outer_backward: int | None = None
 
     # -- modules -----------------------------------------------------------------------------------------------------
 
@@ -119,6 +122,7 @@ class Recorder:
                     break
                 life.phase = Phase.LOSS
         self._loss_start = None
+        self._outer_backward = None
         self.phase = phase
 
     @property
@@ -150,13 +154,28 @@ class Recorder:
         if self.phase is Phase.BACKWARD and not stack:
             node = compat.current_node_number()
             if node is not None:
-                return self._nodes.get(node, (self.root, ""))
+                return self._place_of_node(node)
         place = (stack[-1] if stack else self.root), self.line() if self.is_detailed else ""
-        if self.phase is not None:
-            # The node of this operator was numbered just before the operator was dispatched.
-            # An operator without a node of its own finds its predecessor's number there: the first one to claim it is right.
-            self._nodes.setdefault(compat.next_node_number() - 1, place)
+        # The node of this operator was numbered just before the operator was dispatched.
+        # An operator without a node of its own finds its predecessor's number there: the first one to claim it is right.
+        number = compat.next_node_number() - 1
+        if self.phase is Phase.BACKWARD:
+            self._rerun_nodes.setdefault((threading.get_ident(), number), place)
+        elif self.phase is not None:
+            self._forward_nodes.setdefault(number, place)
         return place
+
+    def _place_of_node(self, node: int) -> tuple[str, str]:
+        """Of the operator that made the node which runs. What a backward runs again has nodes that only a backward inside of
+        it runs.
+        """
+        backward = compat.backward_number()
+        if self._outer_backward is None:
+            self._outer_backward = backward
+        rerun = self._rerun_nodes.get((threading.get_ident(), node))
+        if rerun is not None and (backward != self._outer_backward or node not in self._forward_nodes):
+            return rerun
+        return self._forward_nodes.get(node, (self.root, ""))
 
     def is_called_from_engine(self) -> bool:
         """Whether the running operator was called by autograd's C++ code and not by any Python function."""
