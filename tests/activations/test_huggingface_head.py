@@ -388,6 +388,9 @@ def test_refusals() -> None:
         chunked_head(t.LlamaForSequenceClassification(t.LlamaConfig(**SMALL)))
     with pytest.raises(UnsupportedHeadError, match="takes no labels"):
         chunked_head(t.LlamaModel(t.LlamaConfig(**SMALL)))
+    sizes = {"vocab_size": 97, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1}
+    with pytest.raises(UnsupportedHeadError, match="adds final_logits_bias to the logits"):
+        chunked_head(t.BartForConditionalGeneration(t.BartConfig(**sizes)))
     model = make("llama")
     with pytest.raises(UnsupportedHeadError, match="softcap=2.0 is what LlamaForCausalLM decides itself"):
         chunked_head(model, settings=LossSettings(softcap=2.0))

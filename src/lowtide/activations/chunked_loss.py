@@ -81,7 +81,7 @@ def chunked_loss(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | 
     """`linear_cross_entropy` with its settings in one piece."""
     _check_shapes(hidden, weight, target, bias)
     flat_hidden, flat_target = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
-    _check_range(flat_target, weight.shape[0], settings.ignore_index)
+    check_range(flat_target, weight.shape[0], settings.ignore_index)
     if settings.implementation == "torch":
         loss = torch_loss(flat_hidden, weight, flat_target, bias, settings)
     else:
@@ -122,7 +122,8 @@ def _check_shapes(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor |
         )
 
 
-def _check_range(target: Tensor, vocab_size: int, ignore_index: int) -> None:
+def check_range(target: Tensor, vocab_size: int, ignore_index: int) -> None:
+    """Refuse targets that are neither in the vocabulary nor ignored; on a GPU it is the device that fails."""
     if compat.has_no_values(target):
         return
     is_wrong = ((target < 0) | (target >= vocab_size)) & (target != ignore_index)

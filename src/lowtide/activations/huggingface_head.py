@@ -113,6 +113,10 @@ def _find_head(model: nn.Module) -> tuple[nn.Module, str]:
             f"its head is {'missing' if head is None else type(head).__name__}, not a linear layer"
             + ("" if head is None else "; adapters and quantised heads are used as they are")
         )
+    if getattr(model, "final_logits_bias", None) is not None:
+        raise refuse(
+            "its forward adds final_logits_bias to the logits, which would not be made; use the model as it is"
+        )
     if "forward" in vars(head) and not isinstance(vars(head)["forward"], _HeadForward):
         raise refuse("something else has replaced the forward of the head; undo that first")
     for module in model.modules():

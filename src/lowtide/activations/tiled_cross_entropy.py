@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from lowtide.activations.chunked_loss import check_range
 from lowtide.activations.tiled_layers import TiledLinear
 from lowtide.activations.tiled_state import tile_ranges, within_tile
 from lowtide.errors import ConfigError
@@ -68,9 +69,10 @@ def tiled_cross_entropy(
             key="target",
         )
     flat, counted = hidden.flatten(0, -2), target.flatten() != ignore_index
-    wanted = torch.where(counted, target.flatten(), 0)
     totals, targets = [], []
     ranges = tile_ranges([_num_rows(module) for module in modules])
+    check_range(target.flatten(), ranges[-1].stop, ignore_index)
+    wanted = torch.where(counted, target.flatten(), 0)
     for module, rows in zip(modules, ranges, strict=True):
         inside = (wanted >= rows.start) & (wanted < rows.stop)
         total, found = _terms_of(module, flat, within_tile(wanted, rows, ranges[-1].stop))

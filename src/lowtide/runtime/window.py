@@ -218,10 +218,15 @@ class Window:
 
     def _visit(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         visit = Visit(self, self._backward)
-        entered = {id(tensor) for tensor in tensors_in((args, kwargs))}
+        # Nodes too: a module may write to its argument and return it.
+        entered = {id(tensor): tensor.grad_fn for tensor in tensors_in((args, kwargs))}
         output = inner(*args, **kwargs)
         # What passes through unchanged has no node of the module; its gradient comes after the module's.
-        if visit.watch(tensor for tensor in tensors_in(output) if id(tensor) not in entered):
+        if visit.watch(
+            tensor
+            for tensor in tensors_in(output)
+            if id(tensor) not in entered or tensor.grad_fn is not entered[id(tensor)]
+        ):
             for unit in self.units:
                 unit.visits.add(visit)
         return output
