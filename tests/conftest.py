@@ -13,6 +13,10 @@ from hypothesis import settings
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Some virtual machines show AMX and do not have it: torch's own products of bf16 matrices end the process there. For the same
+# reason before torch is imported, and in processes that tests start.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
 # Time limits belong to pytest-timeout: a slow machine must not fail a property. The same examples on every run, so that
 # a failure in CI can be repeated.
 settings.register_profile("lowtide", deadline=None, derandomize=True, max_examples=50)
