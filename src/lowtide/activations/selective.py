@@ -99,7 +99,7 @@ def _contexts(
 def _past_casts(kind: type[compat.TorchDispatchMode]) -> type[compat.TorchDispatchMode]:
     """See Note [Casts of weights are not counted]. Of the same layout as the class that torch made its mode of."""
 
-    class PastCasts(kind):  # type: ignore[misc, valid-type]
+    class PastCasts(kind):  # type: ignore[misc, valid-type]  # which class it is, is known when it runs
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if compat.operator_name(func) == "_to_copy" and args[0].is_leaf and args[0].requires_grad:
                 return func(*args, **(kwargs or {}))

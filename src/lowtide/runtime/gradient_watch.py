@@ -91,14 +91,14 @@ class GradientWatch:
         undo: Callable[[], None] = lambda: None,
     ) -> Verdict:
         """Gradients with these norms are about to be used for an update on the device. Waits for nothing."""
-        verdict = self._made(names, norms, is_left_out, undo)
+        verdict = Verdict(tuple(names), is_left_out, self._here(norms), undo)
         self._open.append(verdict)
         self._unsent.append(verdict)
         return verdict
 
     def judge_sent(self, names: Iterable[str], norms: Sequence[torch.Tensor]) -> Verdict:
         """Gradients with these norms were sent to the host, for an update there that asks first. Waits for nothing."""
-        verdict = self._made(names, norms, is_left_out=True)
+        verdict = Verdict(tuple(names), True, self._here(norms))
         self._send([verdict])
         # Not before: one that could not be sent would never be known.
         self._open.append(verdict)
@@ -111,16 +111,9 @@ class GradientWatch:
             # Not before: where there is no memory for it, the next call sends them.
             self._unsent = []
 
-    def _made(
-        self,
-        names: Iterable[str],
-        norms: Sequence[torch.Tensor],
-        is_left_out: bool,
-        undo: Callable[[], None] = lambda: None,
-    ) -> Verdict:
-        # What was added up on the host has its norm there.
-        here = tuple(norm.to(self._mover.device) for norm in norms)
-        return Verdict(tuple(names), is_left_out, here, undo)
+    def _here(self, norms: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """What was added up on the host has its norm there."""
+        return tuple(norm.to(self._mover.device) for norm in norms)
 
     def _send(self, verdicts: Sequence[Verdict]) -> None:
         # After a backward that broke off the loop sends them, wherever it is: the copy may run outside of inference mode.

@@ -80,7 +80,7 @@ def _is_over(awaited: Awaited) -> bool:
     """
     try:
         return awaited.is_done()
-    except Exception:
+    except Exception:  # whatever a device that has failed raises; `_run` waits for it, and there it is told
         return True
 
 
