@@ -1,11 +1,13 @@
-"""Sweep torch's activation memory budget over Deep One in fp32 at 4 x 768, from 0 to 1, without a GPU.
+"""Sweep torch's activation memory budget over Deep One at 4 x 768, from 0 to 1, without a GPU.
 
-python -m benchmarks.budget_sweep
+python -m benchmarks.budget_sweep [float32 | bfloat16]
 """
 
 from __future__ import annotations
 
+import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from lowtide.lab.budget import run_sweep, write_sweep
@@ -23,8 +25,8 @@ def say(progress: Progress) -> None:
     print(f"{progress.step}/{progress.steps} {progress.words}", flush=True)
 
 
-def main() -> None:
-    sweep = run_sweep(RECIPE, BUDGETS, on_progress=say)
+def main(dtype: str = "float32") -> None:
+    sweep = run_sweep(replace(RECIPE, dtype=dtype), BUDGETS, on_progress=say)
     for point in sweep.points:
         print(
             f"budget {point.budget:4.2f} saved {point.saved_bytes / GiB:6.3f} peak {point.peak_bytes / GiB:6.3f} "
@@ -37,4 +39,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

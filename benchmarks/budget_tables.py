@@ -6,11 +6,11 @@ from pathlib import Path
 
 from benchmarks.records import gib, newest, percent, table
 from lowtide.errors import BadRecordError
-from lowtide.lab.budget import pareto, read_sweep
+from lowtide.lab.budget import BudgetPoint, pareto, read_sweep
+from lowtide.lab.recipe_file import find_recipe, read_recipe
+from lowtide.lab.record import RunRecord, read_record
 from lowtide.units import MiB
 
-PUBLISHED = {1.0: "19.712", 0.6: "15.636", 0.05: "13.561"}
-"""GiB of the Peak Memory table: RTX 4090, torch 2.8, with the allocator's rounding and the update."""
 _CHECK_FIELDS = (
     "name",
     "batch",
@@ -22,14 +22,18 @@ _CHECK_FIELDS = (
 )
 
 
-def sweep(results: Path) -> str:
-    """Every point of the newest sweep."""
-    paths = sorted((results / "budget_sweep").glob("*.json"))
+def sweep(results: Path, dtype: str = "float32") -> str:
+    """Every point of the newest sweep in a type, beside the runs of the lab that were compiled with such a budget."""
+    paths = sorted((results / "budget_sweep").glob(f"*_{dtype}_*.json"))
     if not paths:
-        raise BadRecordError(f"there are no records in {results / 'budget_sweep'}; run benchmarks.budget_sweep first")
+        raise BadRecordError(
+            f"there are no records of {dtype} in {results / 'budget_sweep'}; run benchmarks.budget_sweep first"
+        )
     found = read_sweep(paths[-1])
     best = {point.budget for point in pareto(found.points)}
-    header = ["budget", "saved GiB", "peak GiB", "unfused GiB", "computed again", "seconds", "published GiB"]
+    ran = _compiled_runs(results, dtype)
+    header = ["budget", "saved GiB", "peak GiB", "unfused GiB", "computed again", "seconds"]
+    header += ["measured GiB", "error", "published GiB"]
     rows = [
         [
             f"**{point.budget:.2f}**" if point.budget in best else f"{point.budget:.2f}",
@@ -38,7 +42,7 @@ def sweep(results: Path) -> str:
             gib(point.unfused_peak_bytes),
             f"{point.recomputed_flops_share:.1%}",
             f"{point.seconds:.1f}",
-            PUBLISHED.get(point.budget, ""),
+            *_beside(point, ran.get(point.budget)),
         ]
         for point in found.points
     ]
@@ -49,6 +53,29 @@ def sweep(results: Path) -> str:
     )
     rises = "\n".join(f"- {remark}" for remark in found.remarks if remark.startswith("not monotone"))
     return f"{table(header, rows, num_text=1)}\n\n{provenance}\n\n{rises}".rstrip()
+
+
+def _compiled_runs(results: Path, dtype: str) -> dict[float, RunRecord]:
+    """The runs of whole compiled models whose update comes after the backward, by budget."""
+    runs = {}
+    for path in sorted((results / "lab").glob("*.json")):
+        record = read_record(path)
+        recipe = read_recipe(find_recipe(record.name))
+        if recipe.compile is None or recipe.compile.scope != "model" or recipe.dtype != dtype or recipe.plan is None:
+            continue
+        if recipe.plan.schedule == "deferred":
+            budget = recipe.compile.activation_budget
+            runs[1.0 if budget is None else budget] = record
+    return runs
+
+
+def _beside(point: BudgetPoint, ran: RunRecord | None) -> list[str]:
+    if ran is None or ran.memory is None:
+        return ["", "", ""]
+    published = ran.recipe.get("published")
+    theirs = published.get("peak_gib") if isinstance(published, dict) else None
+    error = percent(point.peak_bytes / ran.memory.peak_bytes - 1)
+    return [gib(ran.memory.peak_bytes), error, "" if theirs is None else f"{theirs:.3f}"]
 
 
 def check(results: Path) -> str:

@@ -1,8 +1,9 @@
-"""The lab's table in the documentation, from its records."""
+"""The lab's tables in the documentation, from its records."""
 
 from __future__ import annotations
 
 import datetime as dt
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,10 @@ from typing import Any
 from benchmarks.lab_predict import SCHEMA
 from benchmarks.records import newest, percent, table
 from lowtide.errors import BadRecordError
-from lowtide.lab.record import MemoryFigures, Outcome, RunRecord, read_record
+from lowtide.lab.record import MemoryFigures, Outcome, RunRecord, SpeedFigures, read_record
+from lowtide.lab.report.rows import make_rows
+from lowtide.lab.report.spread import Spread
+from lowtide.lab.report.tables import speed_text
 from lowtide.units import GiB
 
 _PHASES = ("forward", "backward", "update")
@@ -36,6 +40,50 @@ def phases(results: Path) -> str:
     return table(header, lines, num_text=1) + f"\n\n{_provenance(rows)}"
 
 
+def quality(results: Path) -> str:
+    """Perplexities over seeds and warm speeds, of the runs that are long enough for either; the best perplexity first."""
+    records = [
+        record
+        for record in _finished(results)
+        if record.evaluation_loss is not None or (record.speed and record.speed.is_alone and _warm(record.speed))
+    ]
+    rows = sorted(make_rows(records), key=lambda row: row.perplexity.mean if row.perplexity else math.inf)
+    lines = []
+    for row in rows:
+        published, perplexity, speed = row.published, row.perplexity, row.warm_samples_per_s
+        lines.append(
+            [
+                row.label,
+                f"{row.peak_bytes / GiB:.3f}" if row.peak_bytes else "-",
+                ", ".join(map(str, sorted(row.seeds))),
+                "-" if perplexity is None else f"{perplexity.mean:.1f}",
+                "-" if perplexity is None else _range(perplexity),
+                "-" if published is None or published.perplexity is None else f"{published.perplexity:.1f}",
+                "-" if speed is None else speed_text(speed.mean),
+                "-" if published is None or published.samples_per_s is None else speed_text(published.samples_per_s),
+            ]
+        )
+    header = ["recipe", "peak GiB", "seeds", "perplexity", "least–largest", "published", "warm samples/s", "published"]
+    measured = [(record, record.memory) for record in records if record.memory]
+    return table(header, lines, num_text=1) + f"\n\n{_provenance(measured)}"
+
+
+def batches(results: Path) -> str:
+    """Recipes at other batches than their own."""
+    rows = sorted(
+        ((record, record.memory) for record in _finished(results, "lab_batches") if record.memory),
+        key=lambda pair: (str(pair[0].recipe["batch"]), pair[0].name),
+    )
+    lines = []
+    for record, memory in rows:
+        name, *_, phase, predicted, error, reserved = _cells(record, memory)
+        lines.append(
+            [name, str(record.recipe["batch"]), phase, f"{memory.peak_bytes / GiB:.3f}", predicted, error, reserved]
+        )
+    header = ["recipe", "batch", "in", "measured GiB", "predicted GiB", "error", "reserved GiB"]
+    return table(header, lines, num_text=3) + f"\n\n{_provenance(rows, 'lab_batches')}"
+
+
 def predicted(results: Path) -> str:
     """Recipes under other settings, predicted."""
     record = newest(results / "lab_predicted", SCHEMA)
@@ -47,18 +95,34 @@ def predicted(results: Path) -> str:
 def _newest(results: Path) -> list[Measured]:
     """The newest run of each recipe, the highest peak first."""
     found: dict[str, Measured] = {}
-    for path in sorted((results / "lab").glob("*.json")):
+    for record in _finished(results):
+        if record.memory and (record.name not in found or _when(record) > _when(found[record.name][0])):
+            found[record.name] = (record, record.memory)
+    return sorted(found.values(), key=lambda pair: -pair[1].peak_bytes)
+
+
+def _finished(results: Path, folder: str = "lab") -> list[RunRecord]:
+    """All records of a folder."""
+    records = []
+    for path in sorted((results / folder).glob("*.json")):
         record = read_record(path)
         if record.memory is None or record.outcome is not Outcome.FINISHED:
             raise BadRecordError(
                 f"{path}: the run of {record.name} has no peak ({record.outcome}), and so no place in the results; run it "
                 "again, or take the file away"
             )
-        if record.name not in found or _when(record) > _when(found[record.name][0]):
-            found[record.name] = (record, record.memory)
-    if not found:
-        raise BadRecordError(f"there are no records in {results / 'lab'}; run the lab before its table is rendered")
-    return sorted(found.values(), key=lambda pair: -pair[1].peak_bytes)
+        records.append(record)
+    if not records:
+        raise BadRecordError(f"there are no records in {results / folder}; run the lab before its table is rendered")
+    return records
+
+
+def _warm(speed: SpeedFigures) -> bool:
+    return speed.warm_samples_per_s() is not None
+
+
+def _range(spread: Spread) -> str:
+    return f"{spread.least:.1f}–{spread.largest:.1f}" if spread.count > 1 else "-"
 
 
 def _cells(record: RunRecord, memory: MemoryFigures) -> list[str]:
@@ -77,11 +141,11 @@ def _cells(record: RunRecord, memory: MemoryFigures) -> list[str]:
     ]
 
 
-def _provenance(rows: list[Measured]) -> str:
+def _provenance(rows: list[Measured], folder: str = "lab") -> str:
     around = [record.surroundings for record, _ in rows]
     days = sorted(each.date[:10] for each in around)
     return (
-        f"From `benchmarks/results/lab`: {_unique(each.device for each in around)}, torch "
+        f"From `benchmarks/results/{folder}`: {_unique(each.device for each in around)}, torch "
         f"{_unique(each.torch for each in around)}, commit {_unique(each.commit[:12] for each in around)}, "
         f"{days[0] if days[0] == days[-1] else f'{days[0]} to {days[-1]}'}."
     )

@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.activations.tables import chunked_loss, embedding, policies
 from benchmarks.budget_tables import check, sweep
-from benchmarks.lab_tables import memory, phases, predicted
+from benchmarks.lab_tables import batches, memory, phases, predicted, quality
 from benchmarks.optim.tables import beside_peers, host_kernel, scale, shares, steps
 from benchmarks.records import Record, gib, newest, percent, table
 from benchmarks.session.tables import budgets, start_up, streaming
@@ -129,12 +129,15 @@ RENDERERS: dict[str, Renderer] = {
     "activation-policies-long": functools.partial(policies, suite="policies_long"),
     "budget-check": check,
     "budget-sweep": sweep,
+    "budget-sweep-bf16": functools.partial(sweep, dtype="bfloat16"),
     "chunked-loss": chunked_loss,
     "host-embedding": embedding,
     "host-kernel": host_kernel,
+    "lab-batches": batches,
     "lab-memory": memory,
     "lab-phases": phases,
     "lab-predicted": predicted,
+    "lab-quality": quality,
     "optimizer": steps,
     "optimizer-beside-peers": beside_peers,
     "optimizer-long": functools.partial(steps, suite="optimizer_long"),

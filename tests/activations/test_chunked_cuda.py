@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from tests.activations.test_chunked_loss import (
     results,
     scattered_loss,
 )
+from tests.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu
 
@@ -113,13 +113,8 @@ def test_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_waits_for_the_gpu() -> None:
     tensors = on_gpu(inputs(300, 64, 20011, bias=True), torch.bfloat16)
     linear_cross_entropy(**tensors).backward()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         linear_cross_entropy(**tensors, chunk_tokens=64, z_loss=1e-4, label_smoothing=0.1).backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def peak_bytes(function: Any, tensors: dict[str, Tensor]) -> int:

@@ -22,6 +22,7 @@ from lowtide.optim.matrix_rules import Adafactor, MatrixPiece
 from lowtide.optim.matrix_table import COLUMNS, FLOATS, WORKSPACE_BYTES, batches_of, variant_of
 from lowtide.optim.update_types import Rounding
 from tests.optim.matrix_cases import FORMATS, RULE, SHAPES, gradient_for, items, piece_of, pieces, value_of
+from tests.waiting import no_waiting
 
 has_interpreter = has_triton() and os.environ.get("TRITON_INTERPRET") == "1"
 on_each_place = pytest.mark.parametrize(
@@ -286,11 +287,8 @@ def test_nothing_is_waited_for() -> None:
     parts = items(torch.bfloat16, Rounding.EXACT, "cuda")
     made, factor = pieces(parts, 1), torch.ones(1, device="cuda")
     matrix_kernel.update(made, rounding=Rounding.EXACT, gradient_factor=factor)  # compiled
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         matrix_kernel.update(made, rounding=Rounding.EXACT, gradient_factor=factor)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @on_each_place

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lowtide import compat
 from lowtide.lab.budget.flops import recomputed_share
+from lowtide.partition.fusion import fuse
 from lowtide.partition.program import Work
 from lowtide.partition.reading import Partition, read_partition
 
@@ -92,6 +93,35 @@ def test_results_of_one_operator_are_buffers_of_their_own() -> None:
     assert len(attention.writes) == 4
     # The two halves of a split are the attention's first result.
     assert attention.writes[0] in partition.saved
+
+
+@pytest.mark.parametrize("is_formula", [True, False])
+def test_each_attention_has_a_copy_of_a_bias_that_is_a_formula(is_formula: bool) -> None:
+    batch, heads, length = 3, 2, 8
+    shared = heads * length * length * FLOAT
+
+    def function(weight: Tensor, slopes: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        query = (x @ weight).view(batch, heads, length, 8)
+        bias = slopes.exp() if is_formula else slopes
+        repeated = bias.expand(batch, -1, -1, -1)
+        return (torch.ops.aten._scaled_dot_product_efficient_attention(query, query, query, repeated, True)[0].sum(),)
+
+    weight, slopes = torch.empty(16, 16).requires_grad_(), torch.empty(heads, length, length).requires_grad_()
+    joint = compat.trace_joint_graph(function, [weight, slopes], [torch.empty(batch * length, 16)])
+    partition = read_partition(compat.partition(joint, 0.0))
+    copies = [
+        partition.backward.sizes[step.writes[0]]
+        for program in (partition.forward, partition.backward)
+        for step in program.steps
+        if step.name.endswith(" bias")
+    ]
+    # In the forward, again in the backward, and for the attention's own backward, there with the batch written out.
+    assert copies == ([shared, shared, batch * shared] if is_formula else [])
+    if is_formula:
+        attention = next(step for step in partition.forward.steps if step.operator.endswith("efficient_attention"))
+        assert {f"{attention.name} bias"} < set(attention.reads)
+        fused = fuse(partition.backward)
+        assert not [step for step in fused.steps if step.operator == "aten.exp"], "it is computed inside of the copies"
 
 
 def test_what_the_caller_has_got_is_not_donated() -> None:

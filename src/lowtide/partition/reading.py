@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from operator import getitem
@@ -25,6 +26,12 @@ MAX_FUSED_PARTS = 8
 
 STRAIGHT_VIEWS = ("aten.view", "aten.unsqueeze", "aten.squeeze", "aten.alias")
 """Views that leave every element in its place."""
+
+BIASED = {
+    "aten._scaled_dot_product_efficient_attention": 3,
+    "aten._scaled_dot_product_efficient_attention_backward": 4,
+}
+"""Attention that takes a bias, by which of its arguments."""
 
 HEAVY = ("aten.exp", "aten.log", "aten.log10", "aten.log1p", "aten.log2", "aten.sigmoid", "aten.tanh")
 """What inductor does not compute twice on a processor."""
@@ -155,7 +162,8 @@ class _Reader:
         ]
 
     def _call(self, node: fx.Node) -> Place:
-        arguments = [self._places[argument] for argument in node.all_input_nodes]
+        places = self._places | self._copied_bias(node)
+        arguments = [places[argument] for argument in node.all_input_nodes]
         if node.target is getitem:
             index = node.args[1]
             assert isinstance(index, int), "results are numbered"
@@ -189,6 +197,27 @@ class _Reader:
                 )
             )
         return place
+
+    def _copied_bias(self, node: fx.Node) -> dict[fx.Node, Place]:
+        """Where attention finds its bias, if inductor makes a copy for it.
+
+        The kernel wants rows that are aligned in memory. Of a bias that is no buffer yet, only a formula, inductor does not ask how
+        it would be written: each attention gets a copy, so that what the graph has as one tensor, from the forward's attention
+        to the backward's, is computed twice and does not wait in between. What the bias is repeated along, such as the batch,
+        takes no memory in the forward's copy, and is written out in the backward's.
+        """
+        bias = node.args[BIASED[_packet(node)]] if _packet(node) in BIASED else None
+        if not isinstance(bias, fx.Node) or self._places[bias] in self.inputs:
+            return {}
+        value, name = bias.meta["val"], f"{self._prefix}{node.name} bias"
+        is_written_out = _packet(node).endswith("_backward")
+        sizes = [size for size, stride in zip(value.shape, value.stride(), strict=True) if stride or is_written_out]
+        num_elements = math.prod(sizes)
+        self.sizes[name] = num_elements * value.itemsize
+        self.forms[name] = torch.empty(sizes, dtype=value.dtype, device="meta")
+        reads = _flat([self._places[bias]])
+        self.steps.append(Step(name, reads, (name,), Work.POINTWISE, extent=num_elements, operator="aten.clone"))
+        return {bias: name}
 
     def _begin(self, node: fx.Node) -> Place:
         """New buffers for a node's results."""
