@@ -18,10 +18,8 @@ from lowtide.lab.recipe_file import find_recipe, resolve_recipe
 SCHEMA = "lowtide.lab_predictions/1"
 HARDWARE = "h200"
 ROWS: tuple[tuple[str, str], ...] = (
-    *((name, f"batch={batch}") for batch in ("1x768", "2x768", "4x768") for name in ("control", "fused")),
     *(("fused_checkpoint", f"plan.activations=recompute/{size}") for size in (1, 2, 4, 6, 8)),
     ("bfloat16", "plan.schedule=deferred"),
-    ("bf16_stochastic", "plan.activations=offload"),
 )
 
 

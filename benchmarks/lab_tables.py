@@ -15,7 +15,7 @@ from lowtide.lab.record import MemoryFigures, Outcome, RunRecord, SpeedFigures, 
 from lowtide.lab.report.rows import make_rows
 from lowtide.lab.report.spread import Spread
 from lowtide.lab.report.tables import speed_text
-from lowtide.units import GiB
+from lowtide.units import GiB, MiB
 
 _PHASES = ("forward", "backward", "update")
 
@@ -37,6 +37,20 @@ def phases(results: Path) -> str:
         cells = (f"{memory.by_phase[phase] / GiB:.3f}" if phase in memory.by_phase else "-" for phase in _PHASES)
         lines.append([record.name.rpartition("/")[2], *cells])
     header = ["recipe", *(f"{phase}, GiB" for phase in _PHASES)]
+    return table(header, lines, num_text=1) + f"\n\n{_provenance(rows)}"
+
+
+def compiled(results: Path) -> str:
+    """Compiled recipes that have a published peak."""
+    lines, rows = [], []
+    for record, memory in _newest(results):
+        theirs = _published_gib(record)
+        if theirs is not None and record.recipe.get("compile") is not None:
+            rows.append((record, memory))
+            difference = memory.peak_bytes / MiB - theirs * GiB / MiB
+            name = record.name.rpartition("/")[2]
+            lines.append([name, f"{theirs:.3f}", f"{memory.peak_bytes / GiB:.3f}", f"{difference:+,.0f}"])
+    header = ["recipe", "published GiB", "measured GiB", "difference, MiB"]
     return table(header, lines, num_text=1) + f"\n\n{_provenance(rows)}"
 
 
@@ -126,8 +140,7 @@ def _range(spread: Spread) -> str:
 
 
 def _cells(record: RunRecord, memory: MemoryFigures) -> list[str]:
-    published, predicted = record.recipe.get("published"), record.predicted
-    peak_gib = published.get("peak_gib") if isinstance(published, dict) else None
+    peak_gib, predicted = _published_gib(record), record.predicted
     # What is predicted is a step of training: an evaluation that is higher says nothing about it.
     trained = memory.training_peak_bytes or memory.peak_bytes
     return [
@@ -139,6 +152,12 @@ def _cells(record: RunRecord, memory: MemoryFigures) -> list[str]:
         "-" if predicted is None else percent(predicted.peak_bytes / trained - 1),
         "-" if memory.reserved_bytes is None else f"{memory.reserved_bytes / GiB:.2f}",
     ]
+
+
+def _published_gib(record: RunRecord) -> float | None:
+    published = record.recipe.get("published")
+    peak_gib = published.get("peak_gib") if isinstance(published, dict) else None
+    return peak_gib if isinstance(peak_gib, float) else None
 
 
 def _provenance(rows: list[Measured], folder: str = "lab") -> str:

@@ -39,6 +39,17 @@ def test_what_a_kernel_reads_is_written() -> None:
     assert written(fuse(program(step("a", "x"), step("x", "z", K)))) == {"x": "a", "z": "x"}
 
 
+@pytest.mark.parametrize("on_host", [False, True])
+def test_what_a_kernel_reads_late_is_written_late(on_host: bool) -> None:
+    # y computes x inside; z comes after k, and reads what was written for it.
+    steps = (step("ab", "x"), step("xc", "y"), step("y", "w", K), step("xw", "k", K), step("xk", "z"))
+    fused = fuse(program(*steps), on_host=on_host)
+    order = [only.writes[0] for only in fused.steps]
+    assert order == (["x", "y", "w", "k", "z"] if on_host else ["y", "w", "x", "k", "z"])
+    assert written(fused)["y"] == ("xc" if on_host else "abc")
+    assert written(fused)["z"] == "xk"
+
+
 def test_what_a_kernel_writes_is_written() -> None:
     assert written(fuse(program(step("a", "x", K), step("x", "z")))) == {"x": "a", "z": "x"}
 

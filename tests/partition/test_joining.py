@@ -109,3 +109,12 @@ def test_far_apart_steps_stay_apart() -> None:
 def test_long_chains() -> None:
     count = 5000
     assert behind([count - 1], [[index - 1] if index else [] for index in range(count)]) == list(range(count))
+
+
+def test_a_reader_is_never_too_far_from_what_it_reads() -> None:
+    between = [kernel(f"k{index}", f"y{index}") for index in range(MAX_DISTANCE + 1)]
+    outputs = ("mean", "late", *(step.name for step in between))
+    reading = (pointwise("mean", "x"), *between, pointwise("late", "x", "mean"))
+    assert join(program(*reading, outputs=outputs)).steps[0].writes == ("mean", "late")
+    beside = (pointwise("mean", "x"), *between, pointwise("late", "x"))
+    assert join(program(*beside, outputs=outputs)).steps == beside

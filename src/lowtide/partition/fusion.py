@@ -3,7 +3,9 @@
 A pointwise result is not written unless
 
 - it is an output: a saved tensor, a gradient, the loss;
-- a step with a kernel of its own reads it: a product, attention;
+- a step with a kernel of its own reads it: a product, attention. It is written when that step comes, however early it was
+  there: who reads it before has computed it inside, who reads it after reads what is written. On the host it is written at
+  once, which is nearer to the peaks that were measured there;
 - computing it inside of its readers would have them read too much: more than four written buffers where there are several
   readers, more than eight where there is one (inductor's `realize_reads_threshold` and `realize_acc_reads_threshold`);
 - on the host, it has several readers and takes an exponential or a logarithm, which a processor is slow at.
@@ -34,13 +36,16 @@ def fuse(program: Program, *, on_host: bool = False) -> Program:
         on_host: It is compiled for a processor, not for a card.
     """
     num_readers = Counter(buffer for step in program.steps for buffer in step.reads)
-    needed = program.outputs | {b for step in program.steps if step.work is Work.KERNEL for b in step.reads}
+    read_by_kernels = {buffer for step in program.steps if step.work is Work.KERNEL for buffer in step.reads}
+    written = program.outputs | read_by_kernels if on_host else program.outputs
     unwritten: dict[str, Step] = {}
     steps = []
     for step in program.steps:
+        if step.work is Work.KERNEL:
+            steps += [unwritten.pop(buffer) for buffer in step.reads if buffer in unwritten]
         fused = _with_sources(step, unwritten)
         several = num_readers[step.writes[0]] > 1 if step.writes else False
-        if _is_unwritten(fused, needed, several=several) and not (on_host and several and fused.is_heavy):
+        if _is_unwritten(fused, written, several=several) and not (on_host and several and fused.is_heavy):
             unwritten[step.writes[0]] = fused
         else:
             steps.append(fused)
@@ -60,7 +65,7 @@ def _with_sources(step: Step, unwritten: dict[str, Step]) -> Step:
     return replace(step, reads=tuple(dict.fromkeys(reads)), turned=frozenset(turned), is_heavy=is_heavy)
 
 
-def _is_unwritten(step: Step, needed: frozenset[str], *, several: bool) -> bool:
-    if step.work is not Work.POINTWISE or len(step.writes) != 1 or step.writes[0] in needed:
+def _is_unwritten(step: Step, written: frozenset[str], *, several: bool) -> bool:
+    if step.work is not Work.POINTWISE or len(step.writes) != 1 or step.writes[0] in written:
         return False
     return len(step.reads) <= (MAX_READS_OF_SEVERAL if several else MAX_READS_OF_ONE)

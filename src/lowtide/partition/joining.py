@@ -23,7 +23,7 @@ from lowtide.partition.program import Program, Step, Work
 MAX_ROUNDS = 10
 """As in inductor."""
 MAX_DISTANCE = 64
-"""Steps between two that are joined; beyond, what lies between would have to wait for too long."""
+"""Steps between two that are joined for what both read; beyond, what lies between would have to wait for too long."""
 LOST_PER_SHARED = 32
 """Elements that two kernels may forgo to write over, for each byte that both read: inductor's, which calls it arbitrary."""
 
@@ -66,7 +66,10 @@ def _joined_once(program: Program, steps: Sequence[Step]) -> list[Step]:
     alone = _read_alone(program, steps)
     pairs = []
     for (first, one), (second, other) in itertools.combinations(enumerate(steps), 2):
-        if second - first > MAX_DISTANCE or not _go_together(one, other):
+        if not _go_together(one, other):
+            continue
+        # One that reads what the other makes is never too far.
+        if second - first > MAX_DISTANCE and not set(one.writes) & set(other.reads):
             continue
         shared = _shared_bytes(program, one, other)
         if shared and not (alone[first] & alone[second] and one.extent > LOST_PER_SHARED * shared):

@@ -19,6 +19,7 @@ from lowtide.models import resolve_model
 from lowtide.partition.fusion import fuse
 from lowtide.partition.liveness import find_peak
 from lowtide.partition.reading import Partition, read_partition
+from lowtide.partition.scheduling import schedule
 
 COUNTED = (
     "bytes are those of live tensors: the allocator's rounding, the libraries' workspaces and the optimizer's update are not "
@@ -98,11 +99,17 @@ def make_point(joint: compat.JointGraph, budget: float, *, on_host: bool) -> Bud
 
 
 def peak_bytes(partition: Partition, *, on_host: bool) -> int:
-    """Over forward and backward, with fusion."""
-    forward = find_peak(fuse(partition.forward, on_host=on_host), kept=partition.kept, donated=())
+    """Over forward and backward, as compiled code runs them; for the host with fusion alone, its code has other rules."""
+    if on_host:
+        forward, backward = (fuse(half, on_host=True) for half in (partition.forward, partition.backward))
+    else:
+        forward = schedule(partition.forward)
+        backward = schedule(partition.backward, freeable=partition.donated)
     held = (*partition.kept, *partition.tangents)
-    backward = find_peak(fuse(partition.backward, on_host=on_host), kept=held, donated=partition.donated)
-    return max(forward.num_bytes, backward.num_bytes)
+    return max(
+        find_peak(forward, kept=partition.kept, donated=()).num_bytes,
+        find_peak(backward, kept=held, donated=partition.donated).num_bytes,
+    )
 
 
 def unfused_peak_bytes(partition: Partition) -> int:
