@@ -349,6 +349,11 @@ class TestSeeds:
         with pytest.raises(ConfigError, match="--seeds"):
             parse_seeds(text, 42)
 
+    def test_a_number_that_is_a_seed_is_told_from_so_many_runs(self) -> None:
+        assert len(parse_seeds("20", 42)) == 20
+        with pytest.raises(ConfigError, match="for the seed 43 alone write --seeds 43, with the comma"):
+            parse_seeds("43", 42)
+
 
 class TestReport:
     @pytest.fixture

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from lowtide.cli.lab_summary import summary_of
-from lowtide.lab.record import Outcome, RunRecord, SpeedFigures
+from lowtide.lab.record import MemoryFigures, Outcome, RunRecord, SpeedFigures
 from lowtide.lab.report.comparison import make_comparisons
 from lowtide.units import GiB
 from tests.lab.report.samples import experiment, record
@@ -48,6 +48,30 @@ def test_different_numbers_of_steps_and_remarks_are_said() -> None:
     assert lines[2].split()[-3:] == ["steps", "samples/s", "perplexity"]
     assert [line.split()[-3] for line in lines[3:5]] == ["4", "3"]
     assert lines[-2] == "Note: other: evaluated on 3 samples"
+
+
+def test_long_settings_are_letters_beside_the_names() -> None:
+    def made(name: str, steps: int) -> RunRecord:
+        speed = SpeedFigures(step_s=(0.5,) * steps, samples_per_step=1)
+        settings = {"steps": steps, "data": {"kind": f"a-kind-of-data-with-a-long-name-{steps}"}}
+        return record(name, recipe=settings, speed=speed, evaluation_loss=0.0)
+
+    lines = said([made("x/a_name_of_some_length", steps) for steps in (3, 4)] + [made("x/control", 4)])
+    names = [line.split()[:2] for line in lines[3:6]]
+    assert names[0][0] == "control"
+    assert names[1:] == [["a_name_of_some_length", "[a]"], ["a_name_of_some_length", "[b]"]]
+    assert "[b] data.kind=a-kind-of-data-with-a-long-name-4, steps=4" in lines
+
+
+def test_columns_make_room_for_names() -> None:
+    def made(name: str) -> RunRecord:
+        memory = MemoryFigures(peak_bytes=GiB, by_phase={"forward": GiB}, reserved_bytes=2 * GiB)
+        return record(name, memory=memory, evaluation_loss=0.0)
+
+    assert "reserved" in " ".join(said([made("x/control"), made("x/short")]))
+    lines = said([made("x/control"), made(f"x/{'long_name_' * 4}")])
+    assert "reserved" not in " ".join(lines)
+    assert any(line.startswith("long_name_" * 4) for line in lines)
 
 
 def test_a_whole_experiment_fits_a_terminal() -> None:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.lab_tables import memory
+from benchmarks.lab_tables import batches, compiled, memory, quality
 from benchmarks.render import RESULTS
 from lowtide.errors import BadRecordError
+from lowtide.lab.configurations import seed_of
 from lowtide.lab.recipe_file import find_recipe, read_recipe, recipe_names
-from lowtide.lab.record import MemoryFigures, Outcome, PredictedFigures, RunRecord, read_record, write_record
+from lowtide.lab.record import (
+    MemoryFigures,
+    Outcome,
+    PredictedFigures,
+    RunRecord,
+    SpeedFigures,
+    read_record,
+    write_record,
+)
 from lowtide.units import GiB, KiB
 from tests.lab.report.samples import SURROUNDINGS, record
 
@@ -91,6 +101,58 @@ def test_what_the_pages_say_of_predictions_is_in_the_records() -> None:
     }
     text = (DOCS / "lab.md").read_text(encoding="utf-8")
     assert f"{len(off_bytes) - len(wrong)} of the {len(off_bytes)} right to the byte" in text
+
+
+def test_streamed_and_resident_losses_are_the_same_numbers() -> None:
+    """What lab.md says of `streamed`: moving weights changes no bit."""
+    losses: dict[tuple[int, str], tuple[float, ...]] = {}
+    for run in map(read_record, (RESULTS / "lab").glob("*.json")):
+        if run.evaluation_loss is not None:
+            losses[seed_of(run), run.name.rpartition("/")[2]] = run.losses
+    both = {seed for seed, name in losses if name == "streamed"} & {
+        seed for seed, name in losses if name == "bf16_stochastic"
+    }
+    assert both
+    for seed in both:
+        assert losses[seed, "streamed"] == losses[seed, "bf16_stochastic"]
+
+
+def test_the_quality_table_has_means_over_seeds_and_no_speed_of_shared_runs(tmp_path: Path) -> None:
+    shared = SpeedFigures(step_s=(0.5,) * 20, samples_per_step=4, is_alone=False)
+    alone = replace(shared, is_alone=True)
+    runs = [
+        record(seed=1, evaluation_loss=math.log(100.0), speed=shared),
+        record(seed=2, evaluation_loss=math.log(110.0), speed=alone),
+        record(name="peak_memory/fused", evaluation_loss=math.log(90.0), speed=shared),
+        record(name="peak_memory/lean", evaluation_loss=None, speed=shared),
+    ]
+    first, second = quality(write(tmp_path, *runs)).splitlines()[2:4]
+    assert [cell.strip() for cell in first.split("|")][1:6:2] == ["fused", "0", "-"]
+    assert [cell.strip() for cell in second.split("|")][1:8] == [
+        "control",
+        "1.000",
+        "1, 2",
+        "105.0",
+        "100.0–110.0",
+        "-",
+        "8.000",
+    ]
+
+
+def test_small_batches_are_beside_their_predictions(tmp_path: Path) -> None:
+    small = record(peak_bytes=3 * GiB, predicted=PredictedFigures(peak_bytes=3 * GiB, peak_phase="forward", at_peak={}))
+    small = replace(small, recipe={**small.recipe, "batch": "1x768"})
+    write_record(small, tmp_path / "lab_batches" / "0.json")
+    assert "| control | 1x768 | forward | 3.000 | 3.000 | +0.00% |" in batches(tmp_path)
+
+
+def test_compiled_rows_are_set_against_what_was_published(tmp_path: Path) -> None:
+    run = record(peak_bytes=2 * GiB)
+    compiled_run = replace(run, recipe={**run.recipe, "compile": {"scope": "model"}, "published": {"peak_gib": 1.5}})
+    plain = replace(record(name="peak_memory/fused"), recipe={**run.recipe, "published": {"peak_gib": 1.5}})
+    rows = compiled(write(tmp_path, compiled_run, plain)).splitlines()
+    assert "| control | 1.500 | 2.000 | +512 |" in rows
+    assert not any("fused" in row for row in rows)
 
 
 def test_recipes_without_a_record_are_said_not_to_be_measured() -> None:

@@ -37,6 +37,8 @@ lab_app = typer.Typer(
 Recipes = Annotated[list[Path] | None, typer.Option(help="a folder with more recipes; may be repeated")]
 Json = Annotated[bool, typer.Option("--json", help="machine-readable on the standard output")]
 FOLDER = Path("lowtide-lab")
+MOST_SEEDS = 20
+"""That a number may ask for: a larger one is likely to be a seed itself."""
 
 
 @lab_app.command("ls")
@@ -190,7 +192,7 @@ def parse_seeds(text: str | None, own: int) -> tuple[int, ...]:
         ((42,), (42, 43, 44), (0, 1, 2), (7,))
 
     Raises:
-        ConfigError: It is neither, a seed is given twice, or there is none.
+        ConfigError: It is neither, a seed is given twice, there is none, or so many that a seed is likely to be meant.
     """
     if text is None:
         return (own,)
@@ -204,4 +206,10 @@ def parse_seeds(text: str | None, own: int) -> tuple[int, ...]:
         return tuple(int(word) for word in words)
     if int(text) < 1:
         raise ConfigError("--seeds 0 asks for no run at all; give 1 or more, or the seed itself as 0,", key="seeds")
+    if int(text) > MOST_SEEDS:
+        raise ConfigError(
+            f"--seeds {text} asks for {text} runs of each recipe, from the seed {own} on; for the seed {text} alone write "
+            f"--seeds {text}, with the comma, and for more than {MOST_SEEDS} seeds write them out",
+            key="seeds",
+        )
     return tuple(range(own, own + int(text)))
