@@ -53,14 +53,14 @@ def test_different_numbers_of_steps_and_remarks_are_said() -> None:
 def test_long_settings_are_letters_beside_the_names() -> None:
     def made(name: str, steps: int) -> RunRecord:
         speed = SpeedFigures(step_s=(0.5,) * steps, samples_per_step=1)
-        settings = {"steps": steps, "data": {"kind": f"a-kind-of-data-with-a-long-name-{steps}"}}
+        settings = {"steps": steps, "data": {"kind": f"a-long-name-of-data-{steps}"}}
         return record(name, recipe=settings, speed=speed, evaluation_loss=0.0)
 
     lines = said([made("x/a_name_of_some_length", steps) for steps in (3, 4)] + [made("x/control", 4)])
     names = [line.split()[:2] for line in lines[3:6]]
     assert names[0][0] == "control"
     assert names[1:] == [["a_name_of_some_length", "[a]"], ["a_name_of_some_length", "[b]"]]
-    assert "[b] data.kind=a-kind-of-data-with-a-long-name-4, steps=4" in lines
+    assert "[b] steps=4, data.kind=a-long-name-of-data-4" in lines
 
 
 def test_columns_make_room_for_names() -> None:
