@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from pathlib import Path
 
 from benchmarks.records import gib, newest, percent, table
+from lowtide import config
 from lowtide.errors import BadRecordError
-from lowtide.lab.budget import BudgetPoint, pareto, read_sweep
-from lowtide.lab.recipe_file import find_recipe, read_recipe
+from lowtide.lab.budget import BudgetPoint, BudgetSweep, pareto, read_sweep
+from lowtide.lab.recipe import Recipe
 from lowtide.lab.record import RunRecord, read_record
 from lowtide.units import MiB
 
@@ -31,7 +33,7 @@ def sweep(results: Path, dtype: str = "float32") -> str:
         )
     found = read_sweep(paths[-1])
     best = {point.budget for point in pareto(found.points)}
-    ran = _compiled_runs(results, dtype)
+    ran = _compiled_runs(results, found)
     header = ["budget", "saved GiB", "peak GiB", "unfused GiB", "computed again", "seconds"]
     header += ["measured GiB", "error", "published GiB"]
     rows = [
@@ -55,13 +57,16 @@ def sweep(results: Path, dtype: str = "float32") -> str:
     return f"{table(header, rows, num_text=1)}\n\n{provenance}\n\n{rises}".rstrip()
 
 
-def _compiled_runs(results: Path, dtype: str) -> dict[float, RunRecord]:
-    """The runs of whole compiled models whose update comes after the backward, by budget."""
+def _compiled_runs(results: Path, swept: BudgetSweep) -> dict[float, RunRecord]:
+    """The newest runs of the whole compiled model whose update comes after the backward, by budget."""
     runs = {}
-    for path in sorted((results / "lab").glob("*.json")):
-        record = read_record(path)
-        recipe = read_recipe(find_recipe(record.name))
-        if recipe.compile is None or recipe.compile.scope != "model" or recipe.dtype != dtype or recipe.plan is None:
+    records = map(read_record, sorted((results / "lab").glob("*.json")))
+    for record in sorted(records, key=lambda record: dt.datetime.fromisoformat(record.surroundings.date)):
+        # As it ran: overrides are in the record, and not in the recipe of its name.
+        recipe = config.from_plain(Recipe, record.recipe)
+        if (recipe.model, recipe.batch, recipe.dtype) != (swept.model, swept.batch, swept.dtype):
+            continue
+        if recipe.compile is None or recipe.compile.scope != "model" or recipe.plan is None:
             continue
         if recipe.plan.schedule == "deferred":
             budget = recipe.compile.activation_budget
@@ -74,8 +79,10 @@ def _beside(point: BudgetPoint, ran: RunRecord | None) -> list[str]:
         return ["", "", ""]
     published = ran.recipe.get("published")
     theirs = published.get("peak_gib") if isinstance(published, dict) else None
-    error = percent(point.peak_bytes / ran.memory.peak_bytes - 1)
-    return [gib(ran.memory.peak_bytes), error, "" if theirs is None else f"{theirs:.3f}"]
+    # An evaluation that is higher says nothing about a step.
+    measured = ran.memory.training_peak_bytes or ran.memory.peak_bytes
+    error = percent(point.peak_bytes / measured - 1)
+    return [gib(measured), error, "" if theirs is None else f"{theirs:.3f}"]
 
 
 def check(results: Path) -> str:

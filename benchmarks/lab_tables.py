@@ -161,6 +161,8 @@ def _published_gib(record: RunRecord) -> float | None:
 
 
 def _provenance(rows: list[Measured], folder: str = "lab") -> str:
+    if not rows:
+        raise BadRecordError(f"no record in benchmarks/results/{folder} has a place in this table; run the lab before")
     around = [record.surroundings for record, _ in rows]
     days = sorted(each.date[:10] for each in around)
     return (

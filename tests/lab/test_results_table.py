@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,6 +62,12 @@ def test_all_that_the_rows_were_made_with_is_said(tmp_path: Path) -> None:
 def test_a_run_that_did_not_finish_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadRecordError, match=r"0\.json: the run of peak_memory/control has no peak \(killed\)"):
         memory(write(tmp_path, record(peak_bytes=None, outcome=Outcome.KILLED)))
+
+
+@pytest.mark.parametrize("render", [compiled, quality])
+def test_a_table_that_no_record_belongs_to(tmp_path: Path, render: Callable[[Path], str]) -> None:
+    with pytest.raises(BadRecordError, match="no record in benchmarks/results/lab has a place in this table"):
+        render(write(tmp_path, record()))
 
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

@@ -124,6 +124,70 @@ def test_each_attention_has_a_copy_of_a_bias_that_is_a_formula(is_formula: bool)
         assert not [step for step in fused.steps if step.operator == "aten.exp"], "it is computed inside of the copies"
 
 
+def bias_copies(partition: Partition) -> list[int]:
+    """Bytes of the copies that attention gets, in the forward and in the backward."""
+    steps = (*partition.forward.steps, *partition.backward.steps)
+    return [partition.backward.sizes[step.writes[0]] for step in steps if step.name.endswith(" bias")]
+
+
+def attend(x: Tensor, bias: Tensor, length: int) -> Tensor:
+    query = x.view(3, 2, length, 8)
+    repeated = bias.expand(3, 2, length, length)
+    attended: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(query, query, query, repeated, True)[0]
+    return attended
+
+
+@pytest.mark.parametrize(
+    ("shape", "in_forward", "in_backward"),
+    [
+        # Shared by the batch, by the heads, by both: what is repeated along them takes no memory in the forward.
+        ((2, 8, 8), 2 * 8 * 8, 6 * 8 * 8),
+        ((3, 1, 8, 8), 3 * 8 * 8, 6 * 8 * 8),
+        ((8, 8), 8 * 8, 6 * 8 * 8),
+        # A row for all queries, a number for all keys: the kernel wants the matrix.
+        ((3, 1, 1, 8), 3 * 8 * 8, 6 * 8 * 8),
+        ((2, 8, 1), 2 * 8 * 8, 6 * 8 * 8),
+    ],
+)
+def test_what_the_copy_of_a_bias_holds(shape: tuple[int, ...], in_forward: int, in_backward: int) -> None:
+    def function(weight: Tensor, slopes: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        return (attend(x @ weight, slopes.exp(), 8).sum(),)
+
+    weights = [torch.empty(16, 16).requires_grad_(), torch.empty(shape).requires_grad_()]
+    partition = read_partition(
+        compat.partition(compat.trace_joint_graph(function, weights, [torch.empty(24, 16)]), 0.0)
+    )
+    assert bias_copies(partition) == [in_forward * FLOAT, in_forward * FLOAT, in_backward * FLOAT]
+
+
+def test_rows_of_a_bias_are_aligned() -> None:
+    def function(weight: Tensor, slopes: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        return (attend(x @ weight, torch.nn.functional.pad(slopes.exp(), (0, 3))[..., :5], 5).sum(),)
+
+    weights = [torch.empty(16, 16).requires_grad_(), torch.empty(2, 5, 5).requires_grad_()]
+    partition = read_partition(
+        compat.partition(compat.trace_joint_graph(function, weights, [torch.empty(15, 16)]), 0.0)
+    )
+    padded = 2 * 5 * 8 * FLOAT
+    assert bias_copies(partition) == [padded, padded]
+    # What the bias is cut from has aligned rows, and is what the attention's backward reads.
+    last = next(step for step in partition.backward.steps if step.operator.endswith("attention_backward"))
+    assert [buffer for buffer in last.reads if "pad" in buffer and partition.backward.sizes[buffer] == padded]
+
+
+@pytest.mark.parametrize("kind", ["product", "sum", "output"])
+def test_a_bias_that_is_a_buffer_is_not_copied(kind: str) -> None:
+    def function(weight: Tensor, slopes: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        bias = {"product": slopes @ slopes, "sum": slopes.expand(4, 2, 8, 8).exp().sum(0), "output": slopes.exp()}[kind]
+        loss = attend(x @ weight, bias, 8).sum()
+        return (loss, bias) if kind == "output" else (loss,)
+
+    weights = [torch.empty(16, 16).requires_grad_(), torch.empty(2, 8, 8)]
+    joint = compat.trace_joint_graph(function, weights[:1], [weights[1], torch.empty(24, 16)])
+    partition = read_partition(compat.partition(joint, 1.0))
+    assert not [step for step in partition.forward.steps if step.name.endswith(" bias")]
+
+
 def test_what_the_caller_has_got_is_not_donated() -> None:
     def function(weight: Tensor, x: Tensor) -> tuple[Tensor, ...]:
         hidden = (x @ weight).exp()

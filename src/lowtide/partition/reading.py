@@ -33,6 +33,9 @@ BIASED = {
 }
 """Attention that takes a bias, by which of its arguments."""
 
+BIAS_ALIGNMENT = 8
+"""Elements that a row of a bias begins at a multiple of."""
+
 HEAVY = ("aten.exp", "aten.log", "aten.log10", "aten.log1p", "aten.log2", "aten.sigmoid", "aten.tanh")
 """What inductor does not compute twice on a processor."""
 
@@ -134,6 +137,8 @@ class _Reader:
         self._known = known
         self._places: dict[fx.Node, Place] = {}
         self._turned: set[fx.Node] = set()
+        self._returned: set[fx.Node] = set()
+        self._formulas: set[Place] = set()
         self._fusible = compat.fusible_operators()
         self.inputs: list[str] = []
         self.steps: list[Step] = []
@@ -142,6 +147,7 @@ class _Reader:
 
     def read(self, graph: fx.Graph) -> list[_Result]:
         """Note down inputs, steps and sizes; returns the outputs."""
+        self._returned = {_viewed(node) for node in _returned(graph) if isinstance(node, fx.Node)}
         for node in graph.nodes:
             match node.op:
                 case "placeholder":
@@ -162,8 +168,8 @@ class _Reader:
         ]
 
     def _call(self, node: fx.Node) -> Place:
-        places = self._places | self._copied_bias(node)
-        arguments = [places[argument] for argument in node.all_input_nodes]
+        copied = self._copied_bias(node)
+        arguments = [copied.get(argument, self._places[argument]) for argument in node.all_input_nodes]
         if node.target is getitem:
             index = node.args[1]
             assert isinstance(index, int), "results are numbered"
@@ -182,6 +188,8 @@ class _Reader:
         turned = frozenset(_flat(self._places[of] for of in node.all_input_nodes if of in self._turned))
         if reads or writes:
             work = self._work(node)
+            if work is Work.POINTWISE and node not in self._returned:
+                self._formulas.add(place)
             self.steps.append(
                 Step(
                     self._prefix + node.name,
@@ -204,19 +212,25 @@ class _Reader:
         The kernel wants rows that are aligned in memory. Of a bias that is no buffer yet, only a formula, inductor does not ask how
         it would be written: each attention gets a copy, so that what the graph has as one tensor, from the forward's attention
         to the backward's, is computed twice and does not wait in between. What the bias is repeated along, such as the batch,
-        takes no memory in the forward's copy, and is written out in the backward's.
+        takes no memory in the forward's copy, other than within a matrix, and is written out in the backward's. A bias that was
+        padded and cut has aligned rows as it is: the backward's attention has it written that way, and reads the cut.
         """
         bias = node.args[BIASED[_packet(node)]] if _packet(node) in BIASED else None
-        if not isinstance(bias, fx.Node) or self._places[bias] in self.inputs:
+        # What is an input, a constant, the result of a kernel or an output is a buffer.
+        if not isinstance(bias, fx.Node) or self._places[bias] not in self._formulas:
             return {}
         value, name = bias.meta["val"], f"{self._prefix}{node.name} bias"
-        is_written_out = _packet(node).endswith("_backward")
-        sizes = [size for size, stride in zip(value.shape, value.stride(), strict=True) if stride or is_written_out]
+        sizes = _bias_sizes(value, is_written_out=_packet(node).endswith("_backward"))
+        if not sizes:
+            return {}
         num_elements = math.prod(sizes)
         self.sizes[name] = num_elements * value.itemsize
         self.forms[name] = torch.empty(sizes, dtype=value.dtype, device="meta")
         reads = _flat([self._places[bias]])
-        self.steps.append(Step(name, reads, (name,), Work.POINTWISE, extent=num_elements, operator="aten.clone"))
+        turned = frozenset(reads if bias in self._turned else ())
+        self.steps.append(
+            Step(name, reads, (name,), Work.POINTWISE, turned, extent=num_elements, operator="aten.clone")
+        )
         return {bias: name}
 
     def _begin(self, node: fx.Node) -> Place:
@@ -258,6 +272,13 @@ def _returned(graph: fx.Graph) -> tuple[Any, ...]:
     return tuple(values)
 
 
+def _viewed(node: fx.Node) -> fx.Node:
+    """Whose buffer a node is a view of."""
+    while compat.is_view(node.target) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
 def _packet(node: fx.Node) -> str:
     """The operator without its overload: `aten.view`."""
     return str(getattr(node.target, "overloadpacket", ""))
@@ -265,6 +286,16 @@ def _packet(node: fx.Node) -> str:
 
 def _flat(places: Iterable[Place]) -> tuple[str, ...]:
     return tuple(name for place in places for name in ((place,) if isinstance(place, str) else place))
+
+
+def _bias_sizes(value: Tensor, *, is_written_out: bool) -> list[int]:
+    """Of the copy that attention gets of a bias; nothing where it reads what the bias was cut from."""
+    *leading, rows, columns = value.shape
+    aligned = -(-columns // BIAS_ALIGNMENT) * BIAS_ALIGNMENT
+    if is_written_out:
+        return [*leading, rows, columns] if columns == aligned else []
+    shared = [size for size, stride in zip(leading, value.stride(), strict=False) if stride]
+    return [*shared, rows, aligned]
 
 
 def _kernel_call(node: fx.Node) -> KernelCall:

@@ -11,14 +11,18 @@ import torch
 from torch import nn
 
 from benchmarks.budget_check import measure
+from lowtide import compat
 from lowtide.errors import BadRecordError, ConfigError, TraceError
 from lowtide.lab.budget import BudgetSweep, read_sweep, run_sweep, write_sweep
 from lowtide.lab.budget.joint import trace_model, trace_recipe
-from lowtide.lab.budget.sweep import make_point
+from lowtide.lab.budget.sweep import make_point, peak_bytes
 from lowtide.lab.progress import Progress
 from lowtide.lab.recipe import CompileRecipe, Recipe
 from lowtide.models import resolve_model
 from lowtide.models.output import ModelOutput
+from lowtide.partition.program import Program
+from lowtide.partition.reading import read_partition
+from lowtide.partition.scheduling import schedule
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -53,6 +57,24 @@ def test_less_is_saved_and_more_computed_again_under_a_smaller_budget(sweep: Bud
     assert none.saved_bytes == 0 < half.saved_bytes < whole.saved_bytes
     assert none.recomputed_flops_share == pytest.approx(1.0)
     assert whole.recomputed_flops_share < half.recomputed_flops_share < none.recomputed_flops_share
+
+
+def test_what_the_caller_has_got_too_ends_with_its_last_reader_where_the_order_is_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Inductor holds weights, the batch and the gradients that come in for lasting, not the logits.
+    freed: list[frozenset[str]] = []
+
+    def noted(program: Program, freeable: frozenset[str] = frozenset()) -> Program:
+        freed.append(freeable)
+        return schedule(program, freeable=freeable)
+
+    monkeypatch.setattr("lowtide.lab.budget.sweep.schedule", noted)
+    joint, _ = trace_recipe(SMALL)
+    partition = read_partition(compat.partition(joint, 1.0))
+    assert partition.donated < partition.saved
+    peak_bytes(partition, on_host=False)
+    assert freed == [frozenset(), partition.saved]
 
 
 def test_the_peak_lies_between_what_must_live_and_the_unfused_bound(sweep: BudgetSweep) -> None:

@@ -104,7 +104,7 @@ def peak_bytes(partition: Partition, *, on_host: bool) -> int:
         forward, backward = (fuse(half, on_host=True) for half in (partition.forward, partition.backward))
     else:
         forward = schedule(partition.forward)
-        backward = schedule(partition.backward, freeable=partition.donated)
+        backward = schedule(partition.backward, freeable=partition.saved)
     held = (*partition.kept, *partition.tangents)
     return max(
         find_peak(forward, kept=partition.kept, donated=()).num_bytes,
