@@ -1,0 +1,112 @@
+#!/usr/bin/env bash
+# What is measured on a card, part by part, within a time limit:
+#
+#     benchmarks/on_a_card.sh OUT COMMIT SECONDS PART...
+#
+# Records, logs and the lab's runs come under OUT. A part that the time does not reach is left out and said to be; what runs
+# when it is over is ended, with its records so far in place. DRY=1 prints the commands instead.
+#
+# tests       the GPU tests, and beside them the lab's runs that need no speeds: seeds, other budgets and batches
+# updates     3.14B at 4 x 2048, shares of the host of 3.14B and 8B
+# deepspeed   how far it goes with a part of its optimizer on the device (its wheels must be installed)
+# policies    the activation policies and the table on the host
+# speeds      the lab's runs of 100 steps, one at a time
+# curve       streamed in budgets of 0.6 to 3 GiB
+# compiled    what is alive at the peak of compiled recipes
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+out=$1 commit=$2 limit_s=$3
+shift 3
+export LOWTIDE_COMMIT=$commit PYTHONUNBUFFERED=1 PYTHONPATH=src:. PYTHON=${PYTHON:-python3}
+began_s=$SECONDS
+mkdir -p "$out"
+
+left_s() { echo $((limit_s - (SECONDS - began_s))); }
+
+# Within what is left of the time: `within NAME COMMAND...`, its output in NAME.log.
+within() {
+  local name=$1
+  shift
+  if [ -n "${DRY:-}" ]; then
+    echo "$name: $*"
+  elif [ "$(left_s)" -lt 15 ]; then
+    echo "$name: left out, the time is over"
+  else
+    timeout --kill-after=10 "$(left_s)" "$@" >"$out/$name.log" 2>&1
+    echo "$name: exit code $?, $(left_s) s left"
+  fi
+}
+
+lab() { # NAME WORDS...
+  local name=$1
+  shift
+  within "lab_$name" "$PYTHON" -m lowtide.cli.main lab run "$@" --out "$out/lab_$name"
+}
+
+suite() { # NAME MODULE SUITE WORDS...
+  local name=$1 module=$2
+  shift 2
+  within "$name" "$PYTHON" -m "benchmarks.$module" "$@" --out "$out/$name" --commit "$commit"
+}
+
+memory=(--shared --set steps=3 --set evaluation=null --set data.kind=random-inputs)
+published=peak_memory
+
+tests() {
+  lab control $published/control --seeds 42, --shared &
+  {
+    lab exact $published/bf16_exact --seeds 42,43,44 --shared
+    lab budget_05 $published/bf16_budget_60 "${memory[@]}" --set compile.activation_budget=0.05
+    lab budget_06 $published/bf16_budget_60 "${memory[@]}" --set compile.activation_budget=0.06
+  } &
+  lab lean $published/lean --seeds 42,43,44 --shared &
+  {
+    lab seeds $published/bf16_stochastic $published/bf16_fused_checkpoint --seeds 42, --shared
+    lab streamed $published/streamed --seeds 44, --shared
+  } &
+  # pytest-benchmark, where it is installed, has no place in tests that run beside each other.
+  within tests "$PYTHON" -m pytest -q -n 10 -m gpu -p no:cacheprovider -p no:benchmark tests
+  [ -n "${DRY:-}" ] || tail -n 12 "$out/tests.log"
+  wait
+}
+
+updates() {
+  suite short session.run optimizer_short
+  suite share_3b session.run host_share_3b
+  suite share_8b session.run host_share_8b
+}
+
+deepspeed() {
+  suite deepspeed optim.run largest --match 10b --match 13b --timeout 200
+}
+
+policies() {
+  suite policies activations.run policies --match "each layer" --match selective --match recompute
+  suite policies_long activations.run policies_long --match "each layer" --match selective --match recompute
+  suite embedding activations.run embedding
+}
+
+speeds() {
+  for name in bf16_stochastic bf16_fused_checkpoint streamed control; do
+    lab "speed_$name" $published/$name --seeds 42,
+  done
+}
+
+curve() {
+  for name in streamed streamed_1gib streamed_2gib streamed_3gib; do
+    lab "curve_$name" $published/$name --set steps=30 --set evaluation=null
+  done
+}
+
+compiled() {
+  within peak_60 "$PYTHON" -m benchmarks.compiled_peak $published/memory_budget_60 --out "$out/peaks" --commit "$commit"
+  within peak_bf16 "$PYTHON" -m benchmarks.compiled_peak $published/bf16_budget_60 --out "$out/peaks" --commit "$commit"
+}
+
+for part in "$@"; do
+  case $part in
+    tests | updates | deepspeed | policies | speeds | curve | compiled) "$part" ;;
+    *) echo "there is no part $part" >&2 && exit 2 ;;
+  esac
+done
