@@ -472,4 +472,4 @@ def test_gradients_on_host_and_device() -> None:
 
 def test_a_number_is_no_settings() -> None:
     with pytest.raises(ConfigError, match=r"settings is 1024.0; give StaticScale\(scale=...\) or DynamicScale"):
-        LossScaler(1024.0)  # type: ignore[arg-type]
+        LossScaler(1024.0)  # type: ignore[arg-type]  # on purpose
