@@ -91,6 +91,8 @@ def main() -> None:
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--budget", type=float, help="another activation budget than the recipe's")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("what is alive on a card is asked of its allocator, and torch sees no CUDA device here")
     recipe = replace(read_recipe(find_recipe(arguments.name)), steps=2, evaluation=None, data=RandomInputs())
     if arguments.budget is not None:
         if recipe.compile is None:

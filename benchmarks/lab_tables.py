@@ -157,7 +157,7 @@ def _cells(record: RunRecord, memory: MemoryFigures) -> list[str]:
 def _published_gib(record: RunRecord) -> float | None:
     published = record.recipe.get("published")
     peak_gib = published.get("peak_gib") if isinstance(published, dict) else None
-    return peak_gib if isinstance(peak_gib, float) else None
+    return float(peak_gib) if isinstance(peak_gib, int | float) else None
 
 
 def _provenance(rows: list[Measured], folder: str = "lab") -> str:

@@ -402,4 +402,4 @@ def test_a_kernel_is_given_contiguous_tensors(monkeypatch: pytest.MonkeyPatch, r
 )
 def test_settings_of_other_types(key: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"{key} is {value!r}; give a"):
-        LossSettings(**{key: value})  # type: ignore[arg-type]
+        LossSettings(**{key: value})  # type: ignore[arg-type]  # on purpose

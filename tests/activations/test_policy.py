@@ -98,10 +98,10 @@ def test_wrong_paths_are_refused() -> None:
 def test_settings_of_other_types() -> None:
     for share in ("half", True):
         with pytest.raises(ConfigError, match=f"share is {share!r}; give a number from 0 to 1"):
-            CompileBudget(share=share)  # type: ignore[arg-type]
+            CompileBudget(share=share)  # type: ignore[arg-type]  # on purpose
     with pytest.raises(ConfigError, match="rule is 'mm'; give a function"):
-        Selective(rule="mm")  # type: ignore[arg-type]
+        Selective(rule="mm")  # type: ignore[arg-type]  # on purpose
     with pytest.raises(ConfigError, match="1 is no path of a module; give a string, '1'"):
-        resolve(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), {1: "keep"})  # type: ignore[dict-item]
+        resolve(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), {1: "keep"})  # type: ignore[dict-item]  # on purpose
     with pytest.raises(ConfigError, match="other than single layers such as Linear"):
         resolve(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "recompute")

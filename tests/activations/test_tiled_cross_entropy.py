@@ -185,4 +185,4 @@ def test_refusals() -> None:
 
 def test_a_head_without_tiles_is_refused() -> None:
     with pytest.raises(ConfigError, match="a plain nn.Linear, which has no tiles"):
-        tiled_cross_entropy(torch.zeros(2, 4), nn.Linear(4, 8), torch.zeros(2, dtype=torch.long))  # type: ignore[arg-type]
+        tiled_cross_entropy(torch.zeros(2, 4), nn.Linear(4, 8), torch.zeros(2, dtype=torch.long))  # type: ignore[arg-type]  # on purpose

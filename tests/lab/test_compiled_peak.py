@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
-from benchmarks.compiled_peak import asked_by, find_peak, rows_of
+import pytest
+import torch
+
+from benchmarks.compiled_peak import asked_by, find_peak, main, rows_of
 
 OURS = [
     {"filename": "/torch/_inductor/runtime.py", "line": 1, "name": "empty"},
     {"filename": f"/tmp/torchinductor/ab/c{'x' * 50}.py", "line": 70, "name": "call"},
-    {"filename": "/home/me/loop.py", "line": 9, "name": "main"},
+    {"filename": "loop.py", "line": 9, "name": "main"},
 ]
 
 
@@ -46,3 +50,11 @@ def test_blocks_of_one_line_are_one_row() -> None:
     peak = find_peak([alloc(1, 8, OURS), alloc(2, 8, OURS), alloc(3, 10, OURS[::2])])
     rows = [(row["num_blocks"], row["block_bytes"]) for row in rows_of(peak)]
     assert rows == [(2, 8), (1, 10)]
+
+
+@pytest.mark.parametrize(("has_card", "message"), [(False, "torch sees no CUDA device"), (True, "is not compiled")])
+def test_what_cannot_be_asked_is_said(monkeypatch: pytest.MonkeyPatch, has_card: bool, message: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["compiled_peak", "peak_memory/control", "--out", "unused", "--budget", "0.5"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_card)
+    with pytest.raises(SystemExit, match=message):
+        main()

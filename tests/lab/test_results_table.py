@@ -155,10 +155,10 @@ def test_small_batches_are_beside_their_predictions(tmp_path: Path) -> None:
 
 def test_compiled_rows_are_set_against_what_was_published(tmp_path: Path) -> None:
     run = record(peak_bytes=2 * GiB)
-    compiled_run = replace(run, recipe={**run.recipe, "compile": {"scope": "model"}, "published": {"peak_gib": 1.5}})
+    compiled_run = replace(run, recipe={**run.recipe, "compile": {"scope": "model"}, "published": {"peak_gib": 1}})
     plain = replace(record(name="peak_memory/fused"), recipe={**run.recipe, "published": {"peak_gib": 1.5}})
     rows = compiled(write(tmp_path, compiled_run, plain)).splitlines()
-    assert "| control | 1.500 | 2.000 | +512 |" in rows
+    assert "| control | 1.000 | 2.000 | +1,024 |" in rows
     assert not any("fused" in row for row in rows)
 
 

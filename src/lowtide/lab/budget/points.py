@@ -19,7 +19,7 @@ class BudgetPoint:
     saved_bytes: int
     """What the forward makes and keeps for the backward."""
     peak_bytes: int
-    """Largest sum of live bytes over forward and backward, with inductor's fusion in the simple form of `fusion`."""
+    """Largest sum of live bytes over forward and backward, as compiled code runs them, see `sweep.peak_bytes`."""
     unfused_peak_bytes: int
     """The same where every result is written: not quite a bound: another order of steps may hold more."""
     recomputed_flops_share: float
