@@ -6,12 +6,15 @@
 # Records, logs and the lab's runs come under OUT. A part that the time does not reach is left out and said to be; what runs
 # when it is over is ended, with its records so far in place. DRY=1 prints the commands instead.
 #
-# tests       the GPU tests, and beside them the lab's runs that need no speeds: seeds, other budgets and batches
-# updates     3.14B at 4 x 2048, shares of the host of 3.14B and 8B
+# tests       the GPU tests
+# seeds       the lab's runs that need no speeds, beside each other: seeds, other compile budgets
+# moments     perplexities on the way, of four arithmetics beside each other
+# short       3.14B at 4 x 2048
+# shares      shares of the host of 3.14B and 8B, and static partitions of 3.14B
 # deepspeed   how far it goes with a part of its optimizer on the device (its wheels must be installed)
 # policies    the activation policies and the table on the host
 # speeds      the lab's runs of 100 steps, one at a time
-# curve       streamed in budgets of 0.6 to 3 GiB
+# curve       streamed in budgets of 1, 2 and 3 GiB; 0.6 is among the speeds
 # compiled    what is alive at the peak of compiled recipes
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -54,31 +57,42 @@ memory=(--shared --set steps=3 --set evaluation=null --set data.kind=random-inpu
 published=peak_memory
 
 tests() {
-  lab control $published/control --seeds 42, --shared &
-  {
-    lab exact $published/bf16_exact --seeds 42,43,44 --shared
-    lab budget_05 $published/bf16_budget_60 "${memory[@]}" --set compile.activation_budget=0.05
-    lab budget_06 $published/bf16_budget_60 "${memory[@]}" --set compile.activation_budget=0.06
-  } &
-  lab lean $published/lean --seeds 42,43,44 --shared &
-  {
-    lab seeds $published/bf16_stochastic $published/bf16_fused_checkpoint --seeds 42, --shared
-    lab streamed $published/streamed --seeds 44, --shared
-  } &
   # pytest-benchmark, where it is installed, has no place in tests that run beside each other.
   within tests "$PYTHON" -m pytest -q -n 10 -m gpu -p no:cacheprovider -p no:benchmark tests
   [ -n "${DRY:-}" ] || tail -n 12 "$out/tests.log"
+}
+
+seeds() {
+  lab lean $published/lean --seeds 42,43 --shared &
+  lab exact $published/bf16_exact --seeds 42,43,44 --shared &
+  {
+    lab streamed $published/streamed --seeds 44, --shared
+    lab budget_05 $published/bf16_budget_60 "${memory[@]}" --set compile.activation_budget=0.05
+    lab budget_06 $published/bf16_budget_60 "${memory[@]}" --set compile.activation_budget=0.06
+  } &
   wait
 }
 
-updates() {
+moments() {
+  local words=(--seeds 43, --shared --set steps=110 --set evaluation.samples=100 --set "evaluation.after=[80, 85, 90, 95, 100, 105]")
+  lab moments_control $published/control "${words[@]}" &
+  lab moments_lean $published/lean "${words[@]}" &
+  lab moments_bf16 $published/bf16_exact $published/bf16_stochastic $published/bf16_fused_checkpoint "${words[@]}" &
+  wait
+}
+
+short() {
   suite short session.run optimizer_short
+}
+
+shares() {
   suite share_3b session.run host_share_3b
   suite share_8b session.run host_share_8b
+  suite partition_3b session.run partition_3b
 }
 
 deepspeed() {
-  suite deepspeed optim.run largest --match 10b --match 13b --timeout 200
+  suite deepspeed optim.run largest --match 10b --match 13b --timeout 240
 }
 
 policies() {
@@ -94,7 +108,7 @@ speeds() {
 }
 
 curve() {
-  for name in streamed streamed_1gib streamed_2gib streamed_3gib; do
+  for name in streamed_1gib streamed_2gib streamed_3gib; do
     lab "curve_$name" $published/$name --set steps=30 --set evaluation=null
   done
 }
@@ -106,7 +120,7 @@ compiled() {
 
 for part in "$@"; do
   case $part in
-    tests | updates | deepspeed | policies | speeds | curve | compiled) "$part" ;;
+    tests | seeds | moments | short | shares | deepspeed | policies | speeds | curve | compiled) "$part" ;;
     *) echo "there is no part $part" >&2 && exit 2 ;;
   esac
 done
