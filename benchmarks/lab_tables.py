@@ -11,9 +11,10 @@ from typing import Any
 from benchmarks.lab_predict import SCHEMA
 from benchmarks.records import newest, percent, table
 from lowtide.errors import BadRecordError
+from lowtide.lab.configurations import seed_of
 from lowtide.lab.record import MemoryFigures, Outcome, RunRecord, SpeedFigures, read_record
 from lowtide.lab.report.rows import make_rows
-from lowtide.lab.report.spread import Spread
+from lowtide.lab.report.spread import Spread, perplexity
 from lowtide.lab.report.tables import speed_text
 from lowtide.units import GiB, MiB
 
@@ -82,6 +83,30 @@ def quality(results: Path) -> str:
     return table(header, lines, num_text=1) + f"\n\n{_provenance(measured)}"
 
 
+def moments(results: Path) -> str:
+    """Perplexities of single runs after several of their steps; of each recipe and seed the newest run."""
+    found: dict[tuple[str, int], RunRecord] = {}
+    for record in _finished(results, "lab_moments"):
+        key = (record.name, seed_of(record))
+        if record.evaluation_loss is not None and (key not in found or _when(record) > _when(found[key])):
+            found[key] = record
+    rows = [found[key] for key in sorted(found)]
+    losses = [_evaluation_losses(record) for record in rows]
+    steps = sorted({step for row in losses for step in row})
+    lines = [
+        [
+            record.name.rpartition("/")[2],
+            str(seed_of(record)),
+            *(f"{perplexity(row[step]):.1f}" if step in row else "-" for step in steps),
+        ]
+        for record, row in zip(rows, losses, strict=True)
+    ]
+    provenance = _provenance([(record, record.memory) for record in rows if record.memory], "lab_moments")
+    samples = _unique(_evaluation_samples(record) for record in rows)
+    said = f"Perplexity after so many steps, on {samples} validation samples."
+    return table(["recipe", "seed", *map(str, steps)], lines, num_text=1) + f"\n\n{said} {provenance}"
+
+
 def batches(results: Path) -> str:
     """Recipes at other batches than their own."""
     rows = sorted(
@@ -129,6 +154,17 @@ def _finished(results: Path, folder: str = "lab") -> list[RunRecord]:
     if not records:
         raise BadRecordError(f"there are no records in {results / folder}; run the lab before its table is rendered")
     return records
+
+
+def _evaluation_losses(record: RunRecord) -> dict[int, float]:
+    """By the step that each evaluation comes after, the last one too."""
+    assert record.evaluation_loss is not None, "only runs with one are asked"
+    return {**dict(record.evaluations), len(record.losses): record.evaluation_loss}
+
+
+def _evaluation_samples(record: RunRecord) -> str:
+    evaluation = record.recipe.get("evaluation")
+    return str(evaluation["samples"]) if isinstance(evaluation, dict) else "-"
 
 
 def _warm(speed: SpeedFigures) -> bool:

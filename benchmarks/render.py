@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.activations.tables import chunked_loss, embedding, policies
 from benchmarks.budget_tables import check, sweep
-from benchmarks.lab_tables import batches, compiled, memory, phases, predicted, quality
+from benchmarks.lab_tables import batches, compiled, memory, moments, phases, predicted, quality
 from benchmarks.optim.tables import beside_peers, host_kernel, scale, shares, steps
 from benchmarks.records import Record, gib, newest, percent, table
 from benchmarks.session.tables import budgets, start_up, streaming
@@ -136,6 +136,7 @@ RENDERERS: dict[str, Renderer] = {
     "lab-batches": batches,
     "lab-compiled": compiled,
     "lab-memory": memory,
+    "lab-moments": moments,
     "lab-phases": phases,
     "lab-predicted": predicted,
     "lab-quality": quality,

@@ -120,6 +120,10 @@ def evaluates_to_infinity(record: RunRecord) -> RunRecord:
     return replace(record, evaluation_loss=math.inf)
 
 
+def evaluates_to_infinity_within(record: RunRecord) -> RunRecord:
+    return replace(record, evaluations=((1, 5.25), (2, math.inf), (3, 5.0)))
+
+
 def asks(record: RunRecord) -> RunRecord:
     """For the recipe's device, as a real one does."""
     find_device(str(record.recipe["device"]))
@@ -173,6 +177,7 @@ ENDS: dict[str, Callable[[RunRecord], RunRecord]] = {
             forks,
             diverges,
             evaluates_to_infinity,
+            evaluates_to_infinity_within,
             asks,
             cannot_be_written,
             shows_environment,

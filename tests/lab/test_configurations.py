@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from benchmarks.render import RESULTS
+from lowtide.config import from_plain, to_plain
 from lowtide.lab.configurations import by_configuration, generations, newest_records
-from lowtide.lab.record import RunRecord
+from lowtide.lab.recipe import Recipe
+from lowtide.lab.record import RunRecord, read_record
 from tests.lab.report.samples import SURROUNDINGS, record
 
 
@@ -25,6 +28,18 @@ def test_one_configuration_is_name_device_and_settings() -> None:
     ]
     groups = by_configuration(records)
     assert [len(runs) for runs in groups.values()] == [3, 1, 1, 1, 1]
+
+
+def test_a_record_from_before_a_list_was_known_is_the_same_configuration() -> None:
+    path = sorted((RESULTS / "lab").glob("control_seed-43_*.json"))[0]
+    old = read_record(path)
+    assert old.evaluations == ()
+    assert "after" not in old.recipe["evaluation"]
+    recipe = from_plain(Recipe, old.recipe)
+    new = replace(old, recipe=to_plain(recipe))
+    assert new.recipe["evaluation"] == {"samples": 500, "batch": 8, "after": []}
+    other = replace(old, recipe={**new.recipe, "evaluation": {**new.recipe["evaluation"], "after": [90]}})
+    assert [len(runs) for runs in by_configuration([old, new, other]).values()] == [2, 1]
 
 
 def test_a_run_that_ended_before_it_knew_its_device_is_with_the_others_of_its_experiment() -> None:

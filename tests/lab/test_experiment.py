@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -174,6 +175,73 @@ def test_evaluation_and_progress() -> None:
     without = run(replace(recipe, evaluation=None))
     assert without.speed is not None
     assert without.speed.evaluation_s is None
+
+
+EVALUATED = replace(
+    SMALL,
+    data=Stories(num_stories=60, num_validation=5, vocab_size=300),
+    model_settings={"vocab_size": 300},
+    evaluation=EvaluationRecipe(samples=5, batch=2),
+)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler reads it
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"plan": None},
+        {"plan": PlanRecipe(device_memory="16MiB")},
+        {"plan": replace(RESIDENT, schedule=Schedule.IN_BACKWARD), "dtype": "bfloat16", "precision": "bf16 stochastic"},
+        {"plan": None, "compile": CompileRecipe(backend="aot_eager_decomp_partition")},
+    ],
+    ids=["plain", "streamed", "stochastic in backward", "compiled"],
+)
+def test_evaluations_within_a_run_are_those_of_shorter_runs_and_change_nothing(changes: dict[str, Any]) -> None:
+    recipe = replace(EVALUATED, steps=4, **changes)
+    seen: list[Progress] = []
+    record = run(replace(recipe, evaluation=EvaluationRecipe(samples=5, batch=2, after=(1, 3))), seen)
+    shorter = {steps: run(replace(recipe, steps=steps)) for steps in (1, 3, 4)}
+    assert record.evaluations == tuple((step, shorter[step].evaluation_loss) for step in (1, 3))
+    assert len({loss for _, loss in record.evaluations}) == 2
+    whole = shorter[4]
+    assert (record.losses, record.evaluation_loss) == (whole.losses, whole.evaluation_loss)
+    assert whole.evaluations == ()
+    assert record.memory is not None
+    assert whole.memory is not None
+    assert record.memory.by_phase.keys() == whole.memory.by_phase.keys()
+    if changes["plan"] is None:  # a session's forward depends on when the host's updates are over, in any run
+        assert record.memory.by_phase == whole.memory.by_phase
+    assert [
+        (progress.words, progress.step) for progress in seen if progress.words.startswith(("training", "evaluating"))
+    ] == [
+        ("training", 1),
+        *((f"evaluating after step 1, batch {number} of 3", 1) for number in (1, 2, 3)),
+        ("training", 2),
+        ("training", 3),
+        *((f"evaluating after step 3, batch {number} of 3", 3) for number in (1, 2, 3)),
+        ("training", 4),
+        *((f"evaluating, batch {number} of 3", 4) for number in (1, 2, 3)),
+    ]
+
+
+def test_evaluations_within_a_run_are_in_no_time_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+
+    def tick() -> float:
+        nonlocal now_s
+        now_s += 1.0
+        return now_s
+
+    def told(progress: Progress) -> None:
+        nonlocal now_s
+        now_s += 1000.0 if progress.words.startswith("evaluating after") else 10.0
+
+    monkeypatch.setattr(experiment, "time", SimpleNamespace(perf_counter=tick))
+    evaluation = EvaluationRecipe(samples=5, batch=2, after=(1, 2))
+    record = run_experiment(replace(EVALUATED, evaluation=evaluation), name="a/small", on_progress=told)
+    assert record.speed is not None
+    assert record.speed.step_s == (1.0, 1.0, 1.0)
+    assert record.speed.evaluation_s == 31.0  # three batches are told
 
 
 def test_an_evaluation_on_fewer_samples_than_asked_for_is_remarked(

@@ -9,6 +9,7 @@ import torch
 
 from lowtide.config import from_plain, to_plain, write_config
 from lowtide.errors import ConfigError
+from lowtide.lab.data_recipe import EvaluationRecipe
 from lowtide.lab.optimizer_recipe import OPTIMIZERS, Constant, LinearWarmup, OptimizerRecipe
 from lowtide.lab.plan_recipe import PlanRecipe
 from lowtide.lab.recipe import Recipe
@@ -109,6 +110,8 @@ def test_overrides(tmp_path: Path) -> None:
     assert recipe.optimizer.settings == {"lr": 1e-4}
     assert recipe.scheduler == LinearWarmup(warmup_steps=3)
     assert read(tmp_path, "model: gpt-tiny\n", "plan.update=0.5").plan.update == 0.5
+    evaluated = read(tmp_path, "{model: gpt-tiny, evaluation: {samples: 9}}", "evaluation.after=[8, 12]")
+    assert evaluated.evaluation == EvaluationRecipe(samples=9, after=(8, 12))
 
 
 @pytest.mark.parametrize(
@@ -154,6 +157,14 @@ def test_overrides(tmp_path: Path) -> None:
         ("{model: a, moments: 8bit}", "moments is '8bit', which is for updates through Lowtide's own kernels"),
         ("{model: a, plan: {update: paged}}", "plan.update is 'paged', which is for updates through Lowtide's own"),
         ("{model: a, plan: {update: {head: paged}}}", "plan.update is 'paged'"),
+        ("{model: a, evaluation: {after: 3}}", "'evaluation.after' must be a list"),
+        ("{model: a, evaluation: {after: [0, 3]}}", "'evaluation': after is [0, 3]; give numbers of steps from 1 on"),
+        ("{model: a, evaluation: {after: [3, 3]}}", "after is [3, 3]; give numbers of steps from 1 on, each larger"),
+        ("{model: a, evaluation: {after: [4, 3]}}", "after is [4, 3]"),
+        (
+            "{model: a, steps: 5, evaluation: {after: [3, 5]}}",
+            "evaluation.after has 5, and steps is 5: the last evaluation is always after the last step",
+        ),
     ],
 )
 def test_wrong_recipes_say_what_is_wrong(tmp_path: Path, text: str, message: str) -> None:
@@ -161,6 +172,12 @@ def test_wrong_recipes_say_what_is_wrong(tmp_path: Path, text: str, message: str
         read(tmp_path, text)
     assert message in str(caught.value)
     assert "recipe.yaml" in str(caught.value)
+
+
+def test_the_key_of_a_step_beyond_the_last_is_named() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Recipe(model="gpt-tiny", steps=5, evaluation=EvaluationRecipe(after=(6,)))
+    assert caught.value.key == "evaluation.after"
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -36,6 +36,7 @@ WHOLE = RunRecord(
     parameters=10,
     losses=(2.0, 1.5),
     evaluation_loss=1.25,
+    evaluations=((1, 1.75),),
     memory=MemoryFigures(
         peak_bytes=30,
         by_phase={"forward": 10, "backward": 30, "update": 30},

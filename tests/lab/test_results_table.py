@@ -7,10 +7,11 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.lab_tables import batches, compiled, memory, quality
+from benchmarks.lab_tables import batches, compiled, memory, moments, quality
 from benchmarks.render import RESULTS
 from lowtide.errors import BadRecordError
 from lowtide.lab.configurations import seed_of
@@ -144,6 +145,45 @@ def test_the_quality_table_has_means_over_seeds_and_no_speed_of_shared_runs(tmp_
         "-",
         "8.000",
     ]
+
+
+def test_perplexities_of_single_runs_by_step(tmp_path: Path) -> None:
+    def run(perplexities: dict[int, float], **changes: Any) -> RunRecord:
+        *within, (steps, last) = ((step, math.log(value)) for step, value in perplexities.items())
+        changes = {"losses": (5.0,) * steps, "evaluation_loss": last, "evaluations": tuple(within), **changes}
+        return record(recipe={"evaluation": {"samples": 500}}, **changes)
+
+    newer = replace(SURROUNDINGS, date="2026-03-02T10:00:00+00:00")
+    runs = [
+        run({80: 120.0, 90: 110.0, 100: 100.0}, seed=2),
+        run({80: 1.0, 90: 1.0, 100: 1.0}, seed=1),
+        run({80: 121.26, 90: 111.0, 100: 101.0}, seed=1, surroundings=newer),
+        run({90: 95.0, 110: 90.0}, name="peak_memory/bf16"),
+        record(name="peak_memory/not_evaluated", losses=(5.0,) * 3),
+    ]
+    for number, each in enumerate(runs):
+        write_record(each, tmp_path / "lab_moments" / f"{number}.json")
+    *lines, said = moments(tmp_path).splitlines()
+    assert lines == [
+        "| recipe | seed | 80 | 90 | 100 | 110 |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        "| bf16 | 0 | - | 95.0 | - | 90.0 |",
+        "| control | 1 | 121.3 | 111.0 | 101.0 | - |",
+        "| control | 2 | 120.0 | 110.0 | 100.0 | - |",
+        "",
+    ]
+    assert said == (
+        "Perplexity after so many steps, on 500 validation samples. From `benchmarks/results/lab_moments`: NVIDIA H200, "
+        "torch 2.13.0, commit cad574b, 2026-03-01 to 2026-03-02."
+    )
+
+
+def test_moments_without_records_say_so(tmp_path: Path) -> None:
+    with pytest.raises(BadRecordError, match="there are no records in .*lab_moments; run the lab before"):
+        moments(tmp_path)
+    write_record(record(), tmp_path / "lab_moments" / "0.json")
+    with pytest.raises(BadRecordError, match="no record in benchmarks/results/lab_moments has a place in this table"):
+        moments(tmp_path)
 
 
 def test_small_batches_are_beside_their_predictions(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ RECIPE = Recipe(model="gpt-tiny", steps=2)
 STEPS = (
     Progress(words="preparing"),
     Progress(words="training", step=1, steps=2, loss=5.5, peak_bytes=2 * GiB, samples_per_s=3.0),
+    Progress(words="evaluating after step 1", step=1, steps=2),
     Progress(words="training", step=2, steps=2, loss=5.0, peak_bytes=3 * GiB, samples_per_s=4.0),
     Progress(words="evaluating", step=2, steps=2),
 )
@@ -32,6 +33,7 @@ def record() -> RunRecord:
         surroundings=named_surroundings("none"),
         recipe={},
         evaluation_loss=4.5,
+        evaluations=((1, 4.75),),
     )
 
 
@@ -96,6 +98,7 @@ def test_each_step_is_written_once(written: list[Writer], tmp_path: Path) -> Non
         ("loss", 5.0, 2),
         ("peak_gib", 3.0, 2),
         ("samples_per_s", 4.0, 2),
+        ("evaluation_loss", 4.75, 1),
         ("evaluation_loss", 4.5, 2),
     ]
     assert "    model: gpt-tiny" in writer.texts["recipe"]
@@ -140,5 +143,5 @@ def test_tensorboard_itself_reads_what_was_written(tmp_path: Path) -> None:
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 5.5), (2, 5.0)]
     assert [event.value for event in events.Scalars("peak_gib")] == [2.0, 3.0]
-    assert [event.value for event in events.Scalars("evaluation_loss")] == [4.5]
+    assert [(event.step, event.value) for event in events.Scalars("evaluation_loss")] == [(1, 4.75), (2, 4.5)]
     assert "recipe/text_summary" in events.Tags()["tensors"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from dataclasses import replace
@@ -98,6 +99,15 @@ def test_an_evaluation_that_is_no_number_is_one_too(tmp_path: Path) -> None:
     record, _ = work(tmp_path, "evaluates_to_infinity")
     assert record.outcome is Outcome.FAILED
     assert record.message.startswith("the evaluation's loss is inf; ")
+    assert record.losses == LOSSES
+
+
+def test_an_evaluation_within_the_run_that_is_no_number_is_one_too(tmp_path: Path) -> None:
+    record, _ = work(tmp_path, "evaluates_to_infinity_within")
+    assert record.outcome is Outcome.FAILED
+    assert record.message.startswith("the evaluation's loss after step 2 is inf; ")
+    assert record.evaluations == ((1, 5.25),)
+    assert record.evaluation_loss == math.log(100.0)
     assert record.losses == LOSSES
 
 

@@ -64,7 +64,7 @@ def flat_settings(recipe: Mapping[str, Plain], prefix: str = "") -> dict[str, Pl
             continue
         if isinstance(value, dict) and value:
             flat |= flat_settings(value, f"{prefix}{key}.")
-        elif value is not None:  # left out and none are the same
+        elif value not in (None, []):  # left out, none and an empty list are the same: older records lack newer keys
             flat[f"{prefix}{key}"] = value
     return flat
 

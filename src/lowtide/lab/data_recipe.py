@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from lowtide.errors import ConfigError
@@ -72,13 +73,20 @@ DataRecipe = RandomInputs | Stories | TextFiles | HubDataset
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRecipe:
-    """The loss on the validation samples after the last step."""
+    """The loss on the validation samples after the last step, and after others that are named."""
 
     samples: int = 500
     """From the beginning of the validation part; stories must be as many, of a text with fewer all are taken, with a remark."""
     batch: int | None = None
     """Samples at a time; None: as many as a training batch has, so that the evaluation does not set the peak."""
+    after: tuple[int, ...] = ()
+    """Steps, counted from 1, after which the model is evaluated as well; the training goes on as if it had not been."""
 
     def __post_init__(self) -> None:
         at_least("samples", self.samples, 1)
         at_least("batch", 1 if self.batch is None else self.batch, 1)
+        if any(step <= before for before, step in pairwise((0, *self.after))):
+            raise ConfigError(
+                f"after is {list(self.after)}; give numbers of steps from 1 on, each larger than the one before",
+                key="after",
+            )

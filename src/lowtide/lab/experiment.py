@@ -81,6 +81,7 @@ def _run(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         losses=tuple(run.losses),
         evaluation_loss=evaluation_loss,
+        evaluations=tuple(run.evaluations),
         memory=run.meter.figures(timeline),
         predicted=predicted,
         speed=SpeedFigures(
@@ -135,6 +136,7 @@ class _Run:
         self.recipe, self.model, self.inputs, self.device = recipe, model, inputs, device
         self.on_progress = on_progress
         self.losses: list[float] = []
+        self.evaluations: list[tuple[int, float]] = []
         self.step_s: list[float] = []
         self.evaluation_s: float | None = None
         self.meter: Meter
@@ -174,7 +176,7 @@ class _Run:
             yield session
 
     def train(self) -> None:
-        """All steps."""
+        """All steps, and the evaluations between them."""
         torch.manual_seed(self.recipe.seed)
         self.model.train()
         self.meter.begin()
@@ -195,19 +197,28 @@ class _Run:
                     samples_per_s=self.inputs.batch_size * self.recipe.accumulation / self.step_s[-1],
                 )
             )
+            if self.recipe.evaluation is not None and step + 1 in self.recipe.evaluation.after:
+                evaluation_loss = self.evaluate()
+                assert evaluation_loss is not None, "inputs without evaluation batches are refused"
+                self.evaluations.append((step + 1, evaluation_loss))
 
     def evaluate(self) -> float | None:
-        """Mean over the evaluation batches of each one's mean loss; None where nothing is to be evaluated."""
+        """Mean over the evaluation batches of each one's mean loss; None where nothing is to be evaluated.
+
+        The training goes on as if it had not been, and `evaluation_s` is that of the last call.
+        """
         if not self.inputs.evaluation:
             return None
+        step = len(self.losses)
+        words = "evaluating" if step == self.recipe.steps else f"evaluating after step {step}"
         self.model.eval()
         losses: list[float] = []
         began_s = time.perf_counter()
         with torch.no_grad():
             for number, batch in enumerate(self.inputs.evaluation):
                 losses.append(self.model(**self._moved(batch)).loss.double().item())
-                words = f"evaluating, batch {number + 1} of {len(self.inputs.evaluation)}"
-                self.on_progress(Progress(words=words, step=self.recipe.steps, steps=self.recipe.steps))
+                counted = f"{words}, batch {number + 1} of {len(self.inputs.evaluation)}"
+                self.on_progress(Progress(words=counted, step=step, steps=self.recipe.steps))
         self.evaluation_s = time.perf_counter() - began_s  # each loss was waited for
         self.meter.end(EVALUATION)
         self.model.train()

@@ -120,6 +120,12 @@ class Recipe:
                 f"scheduler.warmup_steps is {self.scheduler.warmup_steps}, more than the {self.steps} steps of the run",
                 key="scheduler.warmup_steps",
             )
+        if self.evaluation is not None and self.evaluation.after and self.evaluation.after[-1] >= self.steps:
+            raise ConfigError(
+                f"evaluation.after has {self.evaluation.after[-1]}, and steps is {self.steps}: the last evaluation is always "
+                "after the last step; give numbers below it, or raise steps",
+                key="evaluation.after",
+            )
         if self.precision is not None and self.plan is None:
             raise ConfigError(
                 f"precision is {self.precision!r}, which is a session's, and plan is null: give a plan, such as "

@@ -89,7 +89,8 @@ class SpeedFigures:
     """Of each step, the first with its compilation and first allocations."""
     samples_per_step: int
     evaluation_s: float | None = None
-    """Of the evaluation after the last step, with its own compilation; None where there was none, or nobody looked."""
+    """Of the evaluation after the last step, with its own compilation where none was before; None where there was none, or
+    nobody looked."""
     is_alone: bool = True
     """Whether no other work was on the device: only then do the times say how fast the run is."""
 
@@ -130,7 +131,9 @@ class RunRecord:
     parameters: int | None = None
     losses: tuple[float, ...] = ()
     evaluation_loss: float | None = None
-    """Mean over the batches of the validation samples of each batch's mean."""
+    """After the last step: mean over the batches of the validation samples of each batch's mean."""
+    evaluations: tuple[tuple[int, float], ...] = ()
+    """(step, loss) of each evaluation before that one, as the recipe's `evaluation.after` asks for them."""
     memory: MemoryFigures | None = None
     predicted: PredictedFigures | None = None
     speed: SpeedFigures | None = None

@@ -50,22 +50,24 @@ class Board:
             return
         self._step = progress.step
         peak_gib = None if progress.peak_bytes is None else progress.peak_bytes / GiB
-        self._add_scalars({"loss": progress.loss, "peak_gib": peak_gib, "samples_per_s": progress.samples_per_s})
+        scalars = {"loss": progress.loss, "peak_gib": peak_gib, "samples_per_s": progress.samples_per_s}
+        self._add_scalars(scalars, self._step)
 
     def finish(self, record: RunRecord) -> None:
-        """The evaluation's loss, and the end of the files."""
-        self._add_scalars({"evaluation_loss": record.evaluation_loss})
+        """The evaluations' losses, and the end of the files."""
+        for step, loss in (*record.evaluations, (self._step, record.evaluation_loss)):
+            self._add_scalars({"evaluation_loss": loss}, step)
         try:
             if self._writer is not None:
                 self._writer.close()
         except Exception as error:
             self._give_up(error)
 
-    def _add_scalars(self, scalars: dict[str, float | None]) -> None:
+    def _add_scalars(self, scalars: dict[str, float | None], step: int) -> None:
         try:
             for name, value in scalars.items():
                 if self._writer is not None and value is not None:
-                    self._writer.add_scalar(name, value, self._step)
+                    self._writer.add_scalar(name, value, step)
         except Exception as error:
             self._give_up(error)
 

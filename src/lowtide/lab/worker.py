@@ -118,8 +118,12 @@ def _find(experiment: str) -> Experiment:
 def _checked(record: RunRecord) -> RunRecord:
     """A run whose loss left the numbers has failed, even if it went on to its last step. Its other figures stay."""
     losses = finite_part(record.losses)
+    evaluations = record.evaluations[: len(finite_part([loss for _, loss in record.evaluations]))]
     if len(losses) < len(record.losses):
         message = f"the loss of step {len(losses) + 1} is {record.losses[len(losses)]}"
+    elif len(evaluations) < len(record.evaluations):
+        step, loss = record.evaluations[len(evaluations)]
+        message = f"the evaluation's loss after step {step} is {loss}"
     elif record.evaluation_loss is not None and not math.isfinite(record.evaluation_loss):
         message = f"the evaluation's loss is {record.evaluation_loss}"
     else:
@@ -132,6 +136,7 @@ def _checked(record: RunRecord) -> RunRecord:
         message=f"{message}; {advice}",
         losses=losses,
         evaluation_loss=record.evaluation_loss if evaluated else None,
+        evaluations=evaluations,
     )
 
 
