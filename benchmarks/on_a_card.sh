@@ -63,21 +63,22 @@ tests() {
 }
 
 seeds() {
-  lab lean $published/lean --seeds 42,43 --shared &
-  lab exact $published/bf16_exact --seeds 42,43,44 --shared &
+  for seed in 42 43 44; do
+    lab "exact_$seed" $published/bf16_exact --seeds $seed, --shared &
+  done
+  lab streamed $published/streamed --seeds 44, --shared &
   {
-    lab streamed $published/streamed --seeds 44, --shared
-    lab budget_05 $published/bf16_budget_60 "${memory[@]}" --set compile.activation_budget=0.05
     lab budget_06 $published/bf16_budget_60 "${memory[@]}" --set compile.activation_budget=0.06
+    lab budget_05 $published/bf16_budget_60 "${memory[@]}" --set compile.activation_budget=0.05
   } &
   wait
 }
 
 moments() {
-  local words=(--seeds 43, --shared --set steps=110 --set evaluation.samples=100 --set "evaluation.after=[80, 85, 90, 95, 100, 105]")
-  lab moments_control $published/control "${words[@]}" &
-  lab moments_lean $published/lean "${words[@]}" &
-  lab moments_bf16 $published/bf16_exact $published/bf16_stochastic $published/bf16_fused_checkpoint "${words[@]}" &
+  local words=(--seeds 43, --shared --set steps=110 --set evaluation.samples=64 --set "evaluation.after=[85, 90, 95, 100, 105]")
+  for name in control bf16_stochastic bf16_exact; do
+    lab "moments_$name" $published/$name "${words[@]}" &
+  done
   wait
 }
 
