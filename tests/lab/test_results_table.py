@@ -101,8 +101,6 @@ def test_what_the_pages_say_of_predictions_is_in_the_records() -> None:
     }
     wrong = {name: off / KiB for name, off in off_bytes.items() if off}
     assert wrong == {
-        "bf16_stochastic": -1.5,
-        "bf16_fused_checkpoint": -1.5,
         "bf16_exact": -352,
         "streamed": 1296,
         "bf16_stochastic_offload": 1294.5,

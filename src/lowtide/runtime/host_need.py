@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from lowtide.errors import PlanError
 from lowtide.memory.chunk_search import LARGEST_CHUNK_BYTES
 from lowtide.memory.layout_types import Layout, ParameterSpec
 from lowtide.optim.update_types import Numerics
 from lowtide.planning.plan import Plan, Schedule, Site, Weights
+from lowtide.runtime.staging import granted, staging_for
 from lowtide.runtime.state_size import state_bytes_by_parameter
-from lowtide.units import format_bytes
-
-MOST_STAGING_BYTES = 1 << 31
-"""For gradients that wait for their updates in backward, unless the plan says otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +22,8 @@ class HostNeed:
     weight_bytes: int
     gradient_bytes: int
     staging_bytes: int
+    useful_staging_bytes: int
+    """As much staging as makes a difference; see Note [Gradients that wait]."""
     state_bytes: int
     """Of the optimizer, beside the parameters that the host updates: in memory of its own that is not locked."""
     paged_bytes: int
@@ -42,6 +40,13 @@ class HostNeed:
     def everything_bytes(self) -> int:
         """What the host holds, locked or not."""
         return self.total_bytes + self.state_bytes + self.paged_bytes + self.table_bytes
+
+    def with_room(self, host_bytes: int, pinned_bytes: int) -> HostNeed:
+        """The same with more staging, where that is of use and the host's memory, and what can be locked of it, allow it."""
+        rest = min(host_bytes - self.everything_bytes, pinned_bytes - self.total_bytes - self.paged_bytes)
+        return replace(
+            self, staging_bytes=granted(self.staging_bytes, useful=self.useful_staging_bytes, rest_bytes=rest)
+        )
 
 
 def host_need(
@@ -63,14 +68,15 @@ def host_need(
     Raises:
         PlanError: The plan's staging is too small for its largest chunk.
     """
-    weights = gradients = largest = largest_parameter = tables = 0
+    weights = gradients = largest = largest_parameter = tables = on_device = 0
     updated: list[ParameterSpec] = []
     paged: list[ParameterSpec] = []
     for group in plan.groups:
         for chunk, site in zip(layout.chunks_of(group.name), group.sites, strict=True):
             is_updated = optimizer is not None and site is Site.HOST and chunk.spans[0].parameter.requires_grad
-            if optimizer is not None and site is Site.PAGED and chunk.spans[0].parameter.requires_grad:
-                paged += [span.parameter for span in chunk.spans]
+            if optimizer is not None and site is not Site.HOST and chunk.spans[0].parameter.requires_grad:
+                on_device += chunk.nbytes
+                paged += [span.parameter for span in chunk.spans if site is Site.PAGED]
             if group.weights is Weights.HOST:
                 tables += (1 + is_updated) * chunk.nbytes
                 updated += [span.parameter for span in chunk.spans if is_updated]
@@ -93,28 +99,19 @@ def host_need(
     # One to be filled while another is used; beside a huge one a small one, so that it does not double the need.
     largest = largest if plan.schedule is Schedule.IN_BACKWARD else largest_parameter
     least = largest + min(largest, LARGEST_CHUNK_BYTES)
+    staging_bytes, useful_bytes = staging_for(
+        plan.budgets.staging_bytes,
+        least=least,
+        on_host=sum(spec.nbytes for spec in updated),
+        on_device=on_device,
+        waits=state > 0 and plan.schedule is Schedule.IN_BACKWARD,
+    )
     return HostNeed(
         weight_bytes=weights,
         gradient_bytes=gradients,
-        staging_bytes=_staging_bytes(plan, least, sum(spec.nbytes for spec in updated), is_slow=state > 0),
+        staging_bytes=staging_bytes,
+        useful_staging_bytes=useful_bytes,
         state_bytes=state,
         paged_bytes=state_of(paged) + 4096 * len(paged),
         table_bytes=tables,
     )
-
-
-def _staging_bytes(plan: Plan, least: int, updated_bytes: int, *, is_slow: bool) -> int:
-    wanted = plan.budgets.staging_bytes
-    if not least:
-        return 0
-    if wanted is not None and wanted < least:
-        raise PlanError(
-            f"staging_memory is {format_bytes(wanted)} ({wanted:,} bytes), and gradients on their way to the host need at least "
-            f"{format_bytes(least)} ({least:,} bytes); give that much, or smaller chunks",
-            needed_bytes=least,
-        )
-    if wanted is None:
-        # Where the host is slower than the backward, gradients that may wait do not hold up the device.
-        waits = is_slow and plan.schedule is Schedule.IN_BACKWARD
-        wanted = max(least, min(MOST_STAGING_BYTES, updated_bytes) if waits else 0)
-    return -(-wanted // 512) * 512 + 4096

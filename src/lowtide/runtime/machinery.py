@@ -65,8 +65,8 @@ class Machinery:
             else legacy.original
         )
         named = dict(basis.model.named_parameters())
-        self._need = host_need(basis.layout, plan, basis.optimizer, basis.numerics, named)
-        self._tiers = charged_tiers(plan.budgets, self._need)
+        need = host_need(basis.layout, plan, basis.optimizer, basis.numerics, named)
+        self._tiers = charged_tiers(plan.budgets, need)
         self._books: Books = basis.tracked if basis.tracked is not None else self._tiers.device
         self._recorder = Recorder(basis.mover) if legacy is None else legacy.recorder
         self._worker = HostWorker()
@@ -99,7 +99,7 @@ class Machinery:
             pool=self._pool,
             store=self._engine.residency.store,
             tiers=self._tiers,
-            need=self._need,
+            need=self._tiers.need,
             peak=self.peak,
             applied=self.calls.applied,
         )
@@ -205,7 +205,7 @@ class Machinery:
             pool = HostPool(
                 self.basis.mover,
                 self._worker,
-                self._need.total_bytes,
+                self._tiers.need.total_bytes,
                 (self._tiers.host, self._tiers.pinned),
                 cached_buffers=self.plan.cached_buffers,
                 defragment_every=self.plan.defragment_every,

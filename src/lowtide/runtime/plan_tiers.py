@@ -22,6 +22,8 @@ class Tiers:
     """What is locked of the host."""
     device: Tier
     """Of chunks alone; an emulated device keeps books of its own."""
+    need: HostNeed
+    """What the host was charged with: all of the staging that there is room for."""
 
 
 def charged_tiers(budgets: Budgets, need: HostNeed) -> Tiers:
@@ -35,6 +37,7 @@ def charged_tiers(budgets: Budgets, need: HostNeed) -> Tiers:
         budgets.pinned_bytes, pinned_capacity_bytes(), what="pinned budget", limit="what can be pinned"
     )
     pinned = Tier("pinned", pinned_bytes)
+    need = need.with_room(host.budget_bytes, pinned.budget_bytes)
     for tier in (host, pinned):
         tier.charge(need.weight_bytes, "weights")
         tier.charge(need.gradient_bytes, "gradients")
@@ -44,4 +47,4 @@ def charged_tiers(budgets: Budgets, need: HostNeed) -> Tiers:
         tier.charge(need.paged_bytes, "optimizer state that visits the device")
     host.charge(need.table_bytes, "tables that stay, and their gradients")
     device_bytes = budgets.device_bytes if budgets.device_bytes is not None else _ENDLESS_BYTES
-    return Tiers(host=host, pinned=pinned, device=Tier("device", device_bytes))
+    return Tiers(host=host, pinned=pinned, device=Tier("device", device_bytes), need=need)
