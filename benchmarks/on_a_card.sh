@@ -10,7 +10,9 @@
 # seeds       the lab's runs that need no speeds, beside each other: seeds, other compile budgets
 # moments     perplexities on the way, of four arithmetics beside each other
 # short       3.14B at 4 x 2048
-# shares      shares of the host of 3.14B and 8B, and static partitions of 3.14B
+# long        3.14B at 32 x 2048
+# shares      shares of the host and static partitions, of 8B and 3.14B
+# scale       13B, 20B and 40B
 # deepspeed   how far it goes with a part of its optimizer on the device (its wheels must be installed)
 # policies    the activation policies and the table on the host
 # speeds      the lab's runs of 100 steps, one at a time
@@ -87,13 +89,22 @@ short() {
 }
 
 shares() {
-  suite share_3b session.run host_share_3b
   suite share_8b session.run host_share_8b
+  suite share_3b session.run host_share_3b
+  suite partition_8b session.run partition_8b
   suite partition_3b session.run partition_3b
 }
 
+scale() {
+  suite scale session.run scale
+}
+
+long() {
+  suite long session.run optimizer_long
+}
+
 deepspeed() {
-  suite deepspeed optim.run largest --match 10b --match 13b --timeout 240
+  suite deepspeed optim.run largest --timeout 240
 }
 
 policies() {
@@ -103,15 +114,11 @@ policies() {
 }
 
 speeds() {
-  for name in bf16_stochastic bf16_fused_checkpoint streamed control; do
-    lab "speed_$name" $published/$name --seeds 42,
-  done
+  lab speeds $published/bf16_stochastic $published/bf16_fused_checkpoint $published/streamed $published/control --seeds 42,
 }
 
 curve() {
-  for name in streamed_1gib streamed_2gib streamed_3gib; do
-    lab "curve_$name" $published/$name --set steps=30 --set evaluation=null
-  done
+  lab curve $published/streamed_{1,2,3}gib --set steps=30 --set evaluation=null
 }
 
 compiled() {
@@ -121,7 +128,7 @@ compiled() {
 
 for part in "$@"; do
   case $part in
-    tests | seeds | moments | short | shares | deepspeed | policies | speeds | curve | compiled) "$part" ;;
+    tests | seeds | moments | short | long | shares | scale | deepspeed | policies | speeds | curve | compiled) "$part" ;;
     *) echo "there is no part $part" >&2 && exit 2 ;;
   esac
 done

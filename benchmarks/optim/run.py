@@ -38,7 +38,6 @@ SUITES: dict[str, list[Row]] = {
         {"name": "DeepSpeed ZeRO-3, 4.4b, all on the host", **LARGEST, "model": "4.4b"},
         {"name": "DeepSpeed ZeRO-3, 5.1b, all on the host", **LARGEST, "model": "5.1b"},
         {"name": "DeepSpeed ZeRO-3, 10b, half the optimizer on the host", **LARGEST, "model": "10b", "ratio": 0.5},
-        {"name": "DeepSpeed ZeRO-3, 13b, 47% of the optimizer on the host", **LARGEST, "model": "13b", "ratio": 0.47},
     ],
 }
 
