@@ -418,3 +418,18 @@ def test_a_kernel_is_given_contiguous_tensors(monkeypatch: pytest.MonkeyPatch, r
 def test_settings_of_other_types(key: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"{key} is {value!r}; give a"):
         LossSettings(**{key: value})  # type: ignore[arg-type]  # on purpose
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "advice"),
+    [
+        ("z_loss", (math.nan, math.inf, -math.inf, -0.1), "give a finite number, 0 or more"),
+        ("softcap", (math.nan, math.inf, -math.inf, 0.0), "give a finite number above 0, or None for no cap"),
+        ("logit_scale", (math.nan, math.inf, -math.inf), "give a finite number, or None for no scale"),
+        ("label_smoothing", (math.nan, math.inf, -0.1), "give a number from 0 to 1"),
+    ],
+)
+def test_settings_out_of_range(key: str, values: tuple[float, ...], advice: str) -> None:
+    for value in values:
+        with pytest.raises(ConfigError, match=f"{key} is {value}; {advice}"):
+            linear_cross_entropy(**inputs(), **{key: value})  # type: ignore[arg-type]  # a setting by its name
