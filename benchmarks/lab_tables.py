@@ -108,11 +108,13 @@ def moments(results: Path) -> str:
 
 
 def batches(results: Path) -> str:
-    """Recipes at other batches than their own."""
-    rows = sorted(
-        ((record, record.memory) for record in _finished(results, "lab_batches") if record.memory),
-        key=lambda pair: (str(pair[0].recipe["batch"]), pair[0].name),
-    )
+    """Recipes at other batches than their own; of each recipe, batch and seed the newest run."""
+    found: dict[tuple[str, str, int], Measured] = {}
+    for record in _finished(results, "lab_batches"):
+        key = (str(record.recipe["batch"]), record.name, seed_of(record))
+        if record.memory and (key not in found or _when(record) > _when(found[key][0])):
+            found[key] = (record, record.memory)
+    rows = [found[key] for key in sorted(found)]
     lines = []
     for record, memory in rows:
         name, *_, phase, predicted, error, reserved = _cells(record, memory)

@@ -137,17 +137,19 @@ class UnknownNameError(LowtideError, ValueError):
 
     def __init__(self, kind: str, name: str, choices: Iterable[str] = (), *, listed_by: str | None = None) -> None:
         known = tuple(choices)
-        advice = did_you_mean(name, known)
+        # What was given as a name may be something else: 0 where '0' is meant.
+        text = str(name)
+        advice = did_you_mean(text, known)
         if listed_by is not None:
             # Too many to list here: the nearest, however far they are.
-            far = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
-            words = advice if near(name, known) else f"the nearest are {', '.join(map(repr, far))};" if far else ""
+            far = difflib.get_close_matches(text, known, n=3, cutoff=0.0)
+            words = advice if near(text, known) else f"the nearest are {', '.join(map(repr, far))};" if far else ""
             advice = f"{words} see {listed_by}".strip()
         super().__init__(f"there is no {kind} named {name!r}" + (f"; {advice}" if advice else ""))
         self.kind = kind
         """What was looked for, as a noun: `model`, `card`, `recipe`."""
         self.name = name
-        self.suggestions = near(name, known)
+        self.suggestions = near(text, known)
 
 
 class BadRecordError(LowtideError, ValueError):

@@ -358,10 +358,25 @@ def test_shapes_that_do_not_fit() -> None:
     tensors = inputs()
     with pytest.raises(ConfigError, match=r"hidden \(37, 16\), weight \(53, 16\), target \(36,\) do not belong"):
         linear_cross_entropy(tensors["hidden"], tensors["weight"], tensors["target"][1:])
-    with pytest.raises(ConfigError, match="target is torch.float32"):
-        linear_cross_entropy(tensors["hidden"], tensors["weight"], tensors["target"].float())
     with pytest.raises(ConfigError, match="hidden is torch.float64 and weight is torch.float32"):
         linear_cross_entropy(tensors["hidden"].double(), tensors["weight"], tensors["target"])
+
+
+@pytest.mark.parametrize("implementation", ["auto", "torch"])
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.int8, torch.int16, torch.uint16, torch.bool, torch.float32, torch.complex64], ids=str
+)
+def test_targets_of_other_types_are_refused(dtype: torch.dtype, implementation: Any) -> None:
+    tensors = inputs()
+    target = tensors["target"].clamp(min=0).to(dtype)
+    with pytest.raises(ConfigError, match=f"target is {dtype}; give indices into the vocabulary, as torch.long"):
+        linear_cross_entropy(tensors["hidden"], tensors["weight"], target, implementation=implementation)
+
+
+def test_targets_of_32_bits_are_as_those_of_64() -> None:
+    tensors = inputs()
+    expected = linear_cross_entropy(**tensors)
+    assert torch.equal(linear_cross_entropy(**{**tensors, "target": tensors["target"].int()}), expected)
 
 
 def scattered_loss(**given: Any) -> Tensor:
@@ -403,3 +418,18 @@ def test_a_kernel_is_given_contiguous_tensors(monkeypatch: pytest.MonkeyPatch, r
 def test_settings_of_other_types(key: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"{key} is {value!r}; give a"):
         LossSettings(**{key: value})  # type: ignore[arg-type]  # on purpose
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "advice"),
+    [
+        ("z_loss", (math.nan, math.inf, -math.inf, -0.1), "give a finite number, 0 or more"),
+        ("softcap", (math.nan, math.inf, -math.inf, 0.0), "give a finite number above 0, or None for no cap"),
+        ("logit_scale", (math.nan, math.inf, -math.inf), "give a finite number, or None for no scale"),
+        ("label_smoothing", (math.nan, math.inf, -0.1), "give a number from 0 to 1"),
+    ],
+)
+def test_settings_out_of_range(key: str, values: tuple[float, ...], advice: str) -> None:
+    for value in values:
+        with pytest.raises(ConfigError, match=f"{key} is {value}; {advice}"):
+            linear_cross_entropy(**inputs(), **{key: value})  # type: ignore[arg-type]  # a setting by its name

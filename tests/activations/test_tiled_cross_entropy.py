@@ -181,6 +181,9 @@ def test_refusals() -> None:
         tiled_cross_entropy(hidden, layer, target[0])
     with pytest.raises(ConfigError, match="a tile is a Tanh"):
         tiled_cross_entropy(hidden, [nn.Tanh()], target)  # type: ignore[list-item]
+    for dtype in (torch.uint8, torch.int16, torch.bool, torch.float32):
+        with pytest.raises(ConfigError, match=f"target is {dtype}; give indices into the vocabulary, as torch.long"):
+            tiled_cross_entropy(hidden, layer, target.clamp(min=0).to(dtype))
 
 
 def test_a_head_without_tiles_is_refused() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import re
 from typing import Any
 
 import pytest
@@ -246,6 +248,16 @@ def test_refusals() -> None:
         tile(model, {"head": 2, "haed": 2})
     with pytest.raises(ConfigError, match="22 rows cannot be split into 23 tiles"):
         tile(model, {"table": 2, "head": 23})
+    for number in ("2", True, None, math.nan, 2.0, [2]):
+        with pytest.raises(ConfigError, match=re.escape(f"num_tiles is {number!r}; give a whole number, 1 to 22")):
+            tile(model, {"table": 2, "head": number})  # type: ignore[dict-item]  # on purpose
+    for wrong in (2, None, ["head"], "head"):
+        with pytest.raises(
+            ConfigError, match=re.escape(f"num_tiles is {wrong!r}; give the number of tiles by the path")
+        ):
+            tile(model, wrong)  # type: ignore[arg-type]  # on purpose
+    with pytest.raises(UnknownNameError, match="no module named 0; did you mean '0'"):
+        tile(nn.Sequential(nn.Linear(4, 4)), {0: 2})  # type: ignore[dict-item]  # on purpose
     assert {name: id(module) for name, module in model.named_modules()} == before, "half done"
     with pytest.raises(ConfigError, match="'between' is a LayerNorm; only a plain nn.Linear"):
         tile(nn.ModuleDict({"between": nn.LayerNorm(3)}), {"between": 3})

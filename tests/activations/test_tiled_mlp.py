@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any
 
 import pytest
@@ -216,6 +218,10 @@ def test_refusals() -> None:
         tile_sequence(model, ["mlp"], num_slices=2, slice_tokens=3)
     with pytest.raises(ConfigError, match="slice_tokens is 0; give 1 or more"):
         tile_sequence(model, ["mlp"], slice_tokens=0)
+    for number in ("2", True, math.nan, 2.5, [2]):
+        for key in ("num_slices", "slice_tokens"):
+            with pytest.raises(ConfigError, match=re.escape(f"{key} is {number!r}; give a whole number, 1 or more")):
+                tile_sequence(model, ["mlp"], **{key: number})  # type: ignore[arg-type]  # on purpose
     with pytest.raises(UnknownNameError, match="no module named 'mpl'; did you mean 'mlp'"):
         tile_sequence(model, ["mpl"], num_slices=2)
     with pytest.raises(ConfigError, match="no module was chosen"):

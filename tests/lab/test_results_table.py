@@ -191,6 +191,29 @@ def test_small_batches_are_beside_their_predictions(tmp_path: Path) -> None:
     assert "| control | 1x768 | forward | 3.000 | 3.000 | +0.00% |" in batches(tmp_path)
 
 
+def test_the_newest_of_each_recipe_batch_and_seed_counts(tmp_path: Path) -> None:
+    newer, older = "2026-03-01T23:30:00-05:00", "2026-03-02T01:00:00+00:00"  # the first is the 2nd at 04:30 elsewhere
+    runs = [
+        (newer, "2x768", {"peak_bytes": 2 * GiB}),
+        (older, "2x768", {"peak_bytes": 9 * GiB}),
+        (older, "2x768", {"peak_bytes": 3 * GiB, "seed": 1}),
+        (older, "1x768", {"peak_bytes": 1 * GiB}),
+        (older, "2x768", {"peak_bytes": 4 * GiB, "name": "peak_memory/fused"}),
+    ]
+    for number, (date, batch, changes) in enumerate(runs):
+        run = made(date, commit=f"commit{number}", **changes)
+        write_record(replace(run, recipe={**run.recipe, "batch": batch}), tmp_path / "lab_batches" / f"{number}.json")
+    *lines, said = batches(tmp_path).splitlines()
+    cells = [[cell.strip() for cell in line.split("|")] for line in lines[2:-1]]
+    assert [(row[1], row[2], row[4]) for row in cells] == [
+        ("control", "1x768", "1.000"),
+        ("control", "2x768", "2.000"),
+        ("control", "2x768", "3.000"),
+        ("fused", "2x768", "4.000"),
+    ]
+    assert "commit commit0, commit2, commit3, commit4," in said
+
+
 def test_compiled_rows_are_set_against_what_was_published(tmp_path: Path) -> None:
     run = record(peak_bytes=2 * GiB)
     compiled_run = replace(run, recipe={**run.recipe, "compile": {"scope": "model"}, "published": {"peak_gib": 1}})

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -154,3 +157,34 @@ def test_a_static_scale_stays() -> None:
 def test_settings_are_validated(kind: Any, values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         kind(**values)
+
+
+@pytest.mark.parametrize("value", ["2", True, None, math.nan, math.inf, [2]], ids=repr)
+@pytest.mark.parametrize(
+    ("kind", "key", "advice"),
+    [
+        (StaticScale, "scale", "give a positive number that fp32 can hold"),
+        (StaticScale, "patience", "give 1 or more steps, or None for any number"),
+        (DynamicScale, "initial_scale", "give a positive number that fp32 can hold"),
+        (DynamicScale, "min_scale", "give a positive number that fp32 can hold"),
+        (DynamicScale, "growth_factor", "give a number above 1"),
+        (DynamicScale, "backoff_factor", "give a number between 0 and 1"),
+        (DynamicScale, "growth_interval", "give 1 or more steps"),
+        (DynamicScale, "hysteresis", "give 1 or more steps"),
+        (DynamicScale, "patience", "give 1 or more steps, or None for any number"),
+        (DynamicScale, "replenish", "give a member of Replenish"),
+    ],
+)
+def test_settings_of_other_types(kind: Any, key: str, advice: str, value: object) -> None:
+    if key == "patience" and value is None:
+        assert kind(patience=None).patience is None
+        return
+    with pytest.raises(ConfigError, match=re.escape(f"{key} is {value!r}; {advice}")):
+        kind(**{key: value})
+
+
+def test_steps_are_whole_and_numbers_of_numpy_are_numbers() -> None:
+    with pytest.raises(ConfigError, match="growth_interval is 2.5; give 1 or more steps"):
+        DynamicScale(growth_interval=2.5)  # type: ignore[arg-type]  # on purpose
+    settings = DynamicScale(initial_scale=np.float32(8.0), growth_interval=np.int64(1), hysteresis=np.int32(2))  # type: ignore[arg-type]  # a number
+    assert after_step(first_state(settings), settings, overflowed=False).scale == 16.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -25,13 +26,29 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+@functools.cache
+def _warn_once() -> None:
+    warnings.warn(
+        "the chunked loss runs through torch's operators, slower than the Triton kernel and, for logits of 16 bits, with an "
+        "fp32 copy of a chunk's: the package 'triton' is not installed; run: pip install triton",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
 def find_kernel(hidden: Tensor, dtype: torch.dtype) -> LossKernel | None:
-    """The kernel for logits of a dtype beside these hidden states; None where torch's operators do the work."""
+    """The kernel for logits of a dtype beside these hidden states; None where torch's operators do the work.
+
+    On a GPU without Triton they do, and a warning says so once.
+    """
     if dtype == torch.float64 or hidden.device.type in ("cpu", "meta"):
         return None
     if compat.has_no_values(hidden):
         return _predicted
-    if hidden.device.type != "cuda" or not has_triton():
+    if hidden.device.type != "cuda":
+        return None
+    if not has_triton():
+        _warn_once()
         return None
     from lowtide.activations.chunked_triton import loss_in_place
 

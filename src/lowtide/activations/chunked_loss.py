@@ -39,7 +39,7 @@ def linear_cross_entropy(
     Args:
         hidden: (..., features)
         weight: (vocabulary, features), such as a head's.
-        target: As `hidden` without its last dimension: indices into the vocabulary.
+        target: As `hidden` without its last dimension: indices into the vocabulary, as int64 or int32.
         bias: (vocabulary,)
         ignore_index: Tokens with this target count for nothing. All of them ignored: "mean" is nan, as in torch.
         label_smoothing: As in torch.
@@ -54,7 +54,7 @@ def linear_cross_entropy(
         implementation: "torch" is torch 2.13's own chunked function. "auto" is Lowtide's, on every version.
 
     Raises:
-        ConfigError: A setting is out of range, or the shapes do not fit.
+        ConfigError: A setting is out of range, the shapes do not fit, or the targets are of another type.
         TargetRangeError: A target is neither in the vocabulary nor `ignore_index`; also an IndexError. On a GPU it is
             an assertion on the device, as in torch, because reading the answer would stop the queue.
 
@@ -81,7 +81,7 @@ def chunked_loss(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | 
     """`linear_cross_entropy` with its settings in one piece."""
     _check_shapes(hidden, weight, target, bias)
     flat_hidden, flat_target = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
-    check_range(flat_target, weight.shape[0], settings.ignore_index)
+    check_target(flat_target, weight.shape[0], settings.ignore_index)
     if settings.implementation == "torch":
         loss = torch_loss(flat_hidden, weight, flat_target, bias, settings)
     else:
@@ -114,16 +114,17 @@ def _check_shapes(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor |
             f"{'' if bias is None else f' and bias {tuple(bias.shape)}'} do not belong together; give hidden "
             "(..., features), weight (vocabulary, features), target (...) and bias (vocabulary,)"
         )
-    if target.is_floating_point() or target.dtype == torch.bool:
-        raise ConfigError(f"target is {target.dtype}; give indices into the vocabulary, as torch.long")
     if _autocast_dtype(hidden) is None and hidden.dtype != weight.dtype:
         raise ConfigError(
             f"hidden is {hidden.dtype} and weight is {weight.dtype}; cast one of them, or use torch.autocast"
         )
 
 
-def check_range(target: Tensor, vocab_size: int, ignore_index: int) -> None:
-    """Refuse targets that are neither in the vocabulary nor ignored; on a GPU it is the device that fails."""
+def check_target(target: Tensor, vocab_size: int, ignore_index: int) -> None:
+    """Refuse targets of other types, and those neither in the vocabulary nor ignored: on a GPU it is the device that fails."""
+    # In a narrower type the comparisons would wrap: an ignore_index of -100 is 156 in uint8, which is a byte like any other.
+    if target.dtype not in (torch.int64, torch.int32):
+        raise ConfigError(f"target is {target.dtype}; give indices into the vocabulary, as torch.long", key="target")
     if compat.has_no_values(target):
         return
     is_wrong = ((target < 0) | (target >= vocab_size)) & (target != ignore_index)

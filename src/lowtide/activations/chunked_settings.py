@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Literal, get_args
@@ -57,10 +58,16 @@ class LossSettings:
             raise ConfigError(
                 f"label_smoothing is {self.label_smoothing}; give a number from 0 to 1", key="label_smoothing"
             )
-        if self.z_loss < 0.0:
-            raise ConfigError(f"z_loss is {self.z_loss}; give 0 or more", key="z_loss")
-        if self.softcap is not None and self.softcap <= 0.0:
-            raise ConfigError(f"softcap is {self.softcap}; give a number above 0, or None for no cap", key="softcap")
+        if not 0.0 <= self.z_loss < math.inf:
+            raise ConfigError(f"z_loss is {self.z_loss}; give a finite number, 0 or more", key="z_loss")
+        if self.softcap is not None and not 0.0 < self.softcap < math.inf:
+            raise ConfigError(
+                f"softcap is {self.softcap}; give a finite number above 0, or None for no cap", key="softcap"
+            )
+        if self.logit_scale is not None and not -math.inf < self.logit_scale < math.inf:
+            raise ConfigError(
+                f"logit_scale is {self.logit_scale}; give a finite number, or None for no scale", key="logit_scale"
+            )
         if self.chunk_tokens is not None and self.chunk_tokens < 1:
             raise ConfigError(
                 f"chunk_tokens is {self.chunk_tokens}; give 1 or more, or None to have it chosen", key="chunk_tokens"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from lowtide.activations.chunked_loss import check_range
+from lowtide.activations.chunked_loss import check_target
 from lowtide.activations.tiled_layers import TiledLinear
 from lowtide.activations.tiled_state import tile_ranges, within_tile
 from lowtide.errors import ConfigError
@@ -41,7 +41,7 @@ def tiled_cross_entropy(
     Args:
         hidden: `[..., in_features]`.
         tiles: The head, or its tiles in order: modules that give `[..., rows]`, each called by itself.
-        target: `[...]`, class of each token.
+        target: `[...]`, class of each token, as int64 or int32.
         ignore_index: Tokens with this target count neither in the sum nor in the mean.
         reduction: As in torch. "none" gives the loss of each token, in the target's shape, 0 for those ignored.
 
@@ -71,7 +71,7 @@ def tiled_cross_entropy(
     flat, counted = hidden.flatten(0, -2), target.flatten() != ignore_index
     totals, targets = [], []
     ranges = tile_ranges([_num_rows(module) for module in modules])
-    check_range(target.flatten(), ranges[-1].stop, ignore_index)
+    check_target(target.flatten(), ranges[-1].stop, ignore_index)
     wanted = torch.where(counted, target.flatten(), 0)
     for module, rows in zip(modules, ranges, strict=True):
         inside = (wanted >= rows.start) & (wanted < rows.stop)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -74,8 +75,7 @@ def tile_sequence(
             f"num_slices is {num_slices} and slice_tokens is {slice_tokens}; give one of the two", key="num_slices"
         )
     for key, value in (("num_slices", num_slices), ("slice_tokens", slice_tokens)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{key} is {value}; give 1 or more", key=key)
+        _require_count(key, value)
     chosen = _chosen(model, which)
     for path, module in chosen.items():
         _refuse_mixing(path, module)
@@ -198,6 +198,15 @@ class _Slicer:
 
 def _pass() -> None:
     """Nobody counts how often a slice runs."""
+
+
+def _require_count(key: str, value: object) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ConfigError(f"{key} is {value!r}; give a whole number, 1 or more", key=key)
+    if int(value) < 1:
+        raise ConfigError(f"{key} is {value}; give 1 or more", key=key)
 
 
 def _chosen(model: nn.Module, which: Iterable[str] | Predicate) -> dict[str, nn.Module]:

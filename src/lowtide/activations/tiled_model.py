@@ -25,7 +25,7 @@ def tile(model: nn.Module, num_tiles: Mapping[str, int]) -> None:
 
     Raises:
         UnknownNameError: The model has no module at a path.
-        ConfigError: A layer is of another class, tied, or hooked, or has fewer rows than tiles.
+        ConfigError: A layer is of another class, tied, or hooked, or has fewer rows than tiles, or their number is not whole.
 
     Example:
         >>> model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8))
@@ -34,6 +34,12 @@ def tile(model: nn.Module, num_tiles: Mapping[str, int]) -> None:
         (['0.tiles.0.weight', '0.tiles.1.weight'], ['0.weight', '1.weight', '1.bias'])
         >>> untile(model)
     """
+    given: object = num_tiles
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f"num_tiles is {given!r}; give the number of tiles by the path of each layer, such as {{'head': 8}}",
+            key="num_tiles",
+        )
     made = {path: _tiled(model, path, number) for path, number in num_tiles.items()}
     for path, layer in made.items():
         model.set_submodule(path, layer)

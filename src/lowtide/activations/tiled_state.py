@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ def tile_sizes(num_rows: int, num_tiles: int) -> tuple[int, ...]:
         >>> tile_sizes(10, 4)
         (3, 3, 2, 2)
     """
+    given: object = num_tiles
+    if isinstance(given, bool) or not isinstance(given, Integral):
+        raise ConfigError(f"num_tiles is {given!r}; give a whole number, 1 to {num_rows}", key="num_tiles")
     if not 1 <= num_tiles <= num_rows:
         raise ConfigError(
             f"{num_rows} rows cannot be split into {num_tiles} tiles; give 1 to {num_rows}", key="num_tiles"

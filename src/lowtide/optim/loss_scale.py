@@ -11,6 +11,7 @@ import enum
 import math
 import struct
 from dataclasses import dataclass, replace
+from numbers import Integral, Real
 
 from lowtide.errors import ConfigError
 
@@ -80,15 +81,15 @@ class DynamicScale:
                 "above its floor",
                 key="min_scale",
             )
-        if not (math.isfinite(self.growth_factor) and self.growth_factor > 1.0):
-            raise ConfigError(f"growth_factor is {self.growth_factor}; give a number above 1", key="growth_factor")
-        if not 0.0 < self.backoff_factor < 1.0:
+        if not (_is_number(self.growth_factor) and 1.0 < self.growth_factor < math.inf):
+            raise ConfigError(f"growth_factor is {self.growth_factor!r}; give a number above 1", key="growth_factor")
+        if not (_is_number(self.backoff_factor) and 0.0 < self.backoff_factor < 1.0):
             raise ConfigError(
-                f"backoff_factor is {self.backoff_factor}; give a number between 0 and 1", key="backoff_factor"
+                f"backoff_factor is {self.backoff_factor!r}; give a number between 0 and 1", key="backoff_factor"
             )
         for key in ("growth_interval", "hysteresis"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"{key} is {getattr(self, key)}; give 1 or more steps", key=key)
+            if not _is_count(getattr(self, key)):
+                raise ConfigError(f"{key} is {getattr(self, key)!r}; give 1 or more steps", key=key)
         if not isinstance(self.replenish, Replenish):
             raise ConfigError(f"replenish is {self.replenish!r}; give a member of Replenish", key="replenish")
 
@@ -160,10 +161,18 @@ def _after_good_step(state: ScaleState, settings: DynamicScale) -> ScaleState:
 
 
 def _require_scale(key: str, scale: float) -> None:
-    if not (math.isfinite(scale) and SMALLEST_FP32 <= scale <= LARGEST_FP32):
-        raise ConfigError(f"{key} is {scale}; give a positive number that fp32 can hold", key=key)
+    if not (_is_number(scale) and SMALLEST_FP32 <= scale <= LARGEST_FP32):
+        raise ConfigError(f"{key} is {scale!r}; give a positive number that fp32 can hold", key=key)
 
 
 def _require_patience(patience: int | None) -> None:
-    if patience is not None and patience < 1:
-        raise ConfigError(f"patience is {patience}; give 1 or more steps, or None for any number", key="patience")
+    if patience is not None and not _is_count(patience):
+        raise ConfigError(f"patience is {patience!r}; give 1 or more steps, or None for any number", key="patience")
+
+
+def _is_number(value: object) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Real)
+
+
+def _is_count(value: object) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= 1
