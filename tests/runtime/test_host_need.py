@@ -12,6 +12,7 @@ import lowtide
 from lowtide.memory.groups import find_groups
 from lowtide.memory.layout import lay_out
 from lowtide.optim.precision import numerics_of
+from lowtide.runtime import staging
 from lowtide.runtime.host_need import HostNeed, host_need
 
 WIDTH = 32
@@ -90,3 +91,18 @@ def test_the_budget_that_is_asked_for_is_enough_and_not_less(precision: str | No
             continue
         with pytest.raises(lowtide.errors.BudgetError, match="optimizer state"):
             lowtide.manage(model, optimizer, plan, device="cpu", precision=precision)
+
+
+@pytest.mark.parametrize(("activations", "is_more_useful"), [("keep", True), ("recompute", True), ("offload", False)])
+def test_staging_takes_no_room_from_activations(
+    monkeypatch: pytest.MonkeyPatch, activations: str, is_more_useful: bool
+) -> None:
+    """Of a model in which the device updates a half; two gigabytes are two kibibytes here."""
+    monkeypatch.setattr(staging, "ENOUGH_BYTES", 2 * 1024)
+    model = network(8)
+    layout = lay_out(find_groups(model), chunk_bytes=4096)
+    optimizer = torch.optim.AdamW(model.parameters())
+    plan = lowtide.make_plan(layout, update=0.5, schedule="in_backward", activations={"0": activations})
+    found = host_need(layout, plan, optimizer, None, dict(model.named_parameters()))
+    assert (found.useful_staging_bytes > found.staging_bytes) is is_more_useful
+    assert found.with_room(1 << 40, 1 << 40).staging_bytes == found.useful_staging_bytes

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from lowtide.activations.policy import Offload
 from lowtide.memory.chunk_search import LARGEST_CHUNK_BYTES
 from lowtide.memory.layout_types import Layout, ParameterSpec
 from lowtide.optim.update_types import Numerics
@@ -106,6 +107,10 @@ def host_need(
         on_device=on_device,
         waits=state > 0 and plan.schedule is Schedule.IN_BACKWARD,
     )
+    if any(isinstance(group.activation, Offload) for group in plan.groups):
+        useful_bytes = (
+            staging_bytes  # what activations take of the host is known when they come: nothing of it is given away
+        )
     return HostNeed(
         weight_bytes=weights,
         gradient_bytes=gradients,
