@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import io
+import pickle
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -61,6 +63,46 @@ def test_resume_is_exact(precision: str, moments: str, update: Any) -> None:
         part(second, optimizer, range(4, 8))
     for (name, one), other in zip(whole.named_parameters(), second.parameters(), strict=True):
         assert torch.equal(one, other), name
+
+
+def saved_whole(both: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(both, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both)), saved_whole])
+@pytest.mark.parametrize(("precision", "moments"), [("bf16 exact", "fp32"), ("bf16 exact", "8bit"), (None, "fp32")])
+@pytest.mark.parametrize("schedule", ["deferred", "in_backward"])
+def test_a_copy_of_the_optimizer_has_its_states(
+    copied: Callable[[Any], Any], precision: str | None, moments: str, schedule: str
+) -> None:
+    """Model and optimizer together, in the midst of a session: a session over the copies goes on as this one does."""
+    settings: dict[str, Any] = (
+        {"device": "cpu"} if precision is None else {"device": "cpu", "precision": precision, "moments": moments}
+    )
+
+    def go_on(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            model(batch(step, torch.bfloat16)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model = network(torch.bfloat16)
+    optimizer = adamw(model)
+    plan = lowtide.make_plan(model, update=0.5, schedule=schedule)
+    with lowtide.manage(model, optimizer, plan, **settings):
+        go_on(model, optimizer, range(3))
+        other_model, other = copied((model, optimizer))
+        assert "step" not in vars(other)
+        assert len(other.state) == len(list(model.parameters()))
+        go_on(model, optimizer, range(3, 6))
+    with lowtide.manage(other_model, other, lowtide.make_plan(other_model, update=0.5, schedule=schedule), **settings):
+        go_on(other_model, other, range(3, 6))
+    for (name, one), another in zip(model.named_parameters(), other_model.named_parameters(), strict=True):
+        assert torch.equal(one, another[1]), name
+    assert "__getstate__" not in vars(optimizer)
 
 
 def test_a_closed_session_leaves_an_optimizer_that_steps() -> None:

@@ -53,6 +53,11 @@ class KernelStates:
                     state[key] = self._in_torchs_form(parameter)
         return {**state_dict, "state": state}
 
+    def in_torchs_form(self) -> dict[torch.Tensor, dict[str, Any]]:
+        """What `fill` writes, by parameter."""
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return {each: self._in_torchs_form(each) for each in parameters if id(each) in self.by_parameter}
+
     def _in_torchs_form(self, parameter: torch.Tensor) -> dict[str, Any]:
         """On the host, one parameter at a time: expanded state may not fit the device."""
         if self.pages is not None:

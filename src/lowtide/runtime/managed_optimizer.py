@@ -1,12 +1,14 @@
 """ManagedOptimizer: makes the user's own optimizer object step through the session.
 
 The object stays the user's: schedulers, scalers and param groups go on working, because they hold this very object.
-Only its `step` and `zero_grad` are replaced, as attributes of the instance, and put back by `close`.
+Only its `step`, its `zero_grad` and what a copy of it takes along are replaced, as attributes of the instance, and put back
+by `close`.
 """
 
 from __future__ import annotations
 
 import types
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -90,8 +92,11 @@ class ManagedOptimizer:
             else:
                 type(optimizer).zero_grad(optimizer, set_to_none)
 
+        def getstate(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+            return session._whole_state() if session._is_installed else type(optimizer).__getstate__(optimizer)
+
         compat.copy_scheduler_mark(self._optimizer.step, step)
-        for name, function in (("step", step), ("zero_grad", zero_grad)):
+        for name, function in (("step", step), ("zero_grad", zero_grad), ("__getstate__", getstate)):
             if name in vars(self._optimizer):
                 self._replaced[name] = vars(self._optimizer)[name]
             # Bound methods: schedulers wrap `step.__func__`.
@@ -131,6 +136,14 @@ class ManagedOptimizer:
         self._engine.worker.check()
         self._engine.gradient_watch.check(waits=True)
         self._updater.optimizer.forget_empty_state()
+
+    def _whole_state(self) -> dict[str, Any]:
+        """For `pickle` and `deepcopy`, which look into torch's own dictionary: the session's states are not there."""
+        self.settle()
+        plain: dict[str, Any] = type(self._optimizer).__getstate__(self._optimizer)
+        if not isinstance(self.runner, KernelOptimizer):
+            return plain
+        return {**plain, "state": defaultdict(dict, self.runner.kept.in_torchs_form())}
 
     def _fill(self, state: dict[str, Any]) -> dict[str, Any] | None:
         return self.runner.kept.fill(state) if isinstance(self.runner, KernelOptimizer) else None
