@@ -17,12 +17,13 @@ import pytest
 from lowtide.errors import ConfigError
 from lowtide.lab import worker_process
 from lowtide.lab.collect import collect
+from lowtide.lab.data_recipe import EvaluationRecipe, Stories
 from lowtide.lab.progress import Progress
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.record import Outcome, RunRecord, read_record
 from lowtide.lab.runner import EndedRun, Run, run_all
 from lowtide.units import GiB
-from tests.lab.pretend_runs import DOTTED, LOSSES
+from tests.lab.pretend_runs import DOTTED, EVALUATION_LOSS, LOSSES
 
 RECIPE = Recipe(model="gpt-tiny", batch="2x16", device="cpu", steps=3, seed=7, cublas_workspace=":4096:2:16:8")
 
@@ -243,6 +244,16 @@ def wait_for_record(folder: Path) -> RunRecord:
             return read_record(path)
         time.sleep(0.1)
     raise AssertionError("no record was written")
+
+
+def test_evaluations_before_a_run_was_killed_are_known(tmp_path: Path, listener: Listener) -> None:
+    stories = Stories(num_stories=60, num_validation=5, vocab_size=300)
+    recipe = replace(
+        RECIPE, data=stories, model_settings={"vocab_size": 300}, evaluation=EvaluationRecipe(samples=5, after=(2,))
+    )
+    (result,) = run_all(run_list("kills_itself", recipe=recipe), tmp_path, on_progress=listener, experiment=DOTTED)
+    assert result.record.outcome is Outcome.KILLED
+    assert result.record.evaluations == ((2, EVALUATION_LOSS),)
 
 
 def test_a_run_that_lacks_something_is_not_started_and_the_rest_goes_on(tmp_path: Path, listener: Listener) -> None:

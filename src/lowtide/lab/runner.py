@@ -179,6 +179,7 @@ class _Turn:
             recipe=config.to_plain(self._run.recipe),
             message=message,
             losses=self._so_far.losses,
+            evaluations=self._so_far.evaluations,
         )
         write_record(record, self._path)
         return EndedRun(run=self._run, record=record, path=self._path)
