@@ -8,7 +8,7 @@
 #
 # tests       the GPU tests
 # seeds       the lab's runs that need no speeds, beside each other: seeds, other compile budgets
-# moments     perplexities on the way, of four arithmetics beside each other
+# moments     perplexities on the way, of three arithmetics beside each other
 # short       3.14B at 4 x 2048
 # long        3.14B at 32 x 2048
 # shares      shares of the host and static partitions, of 8B and 3.14B

@@ -50,6 +50,11 @@ def test_different_numbers_of_steps_and_remarks_are_said() -> None:
     assert lines[-2] == "Note: other: evaluated on 3 samples"
 
 
+def test_perplexities_on_the_way_are_a_sentence() -> None:
+    run = record("x/control", losses=(5.0,) * 4, evaluation_loss=0.0, evaluations=((1, 5.0), (2, 1.0)))
+    assert "control: perplexity 148.4, 2.72, 1.00 after 1, 2, 4 steps" in said([run])
+
+
 def test_long_settings_are_letters_beside_the_names() -> None:
     def made(name: str, steps: int) -> RunRecord:
         speed = SpeedFigures(step_s=(0.5,) * steps, samples_per_step=1)

@@ -27,6 +27,7 @@ from lowtide.units import GiB
 
 DOTTED = "tests.lab.pretend_runs:run_pretended"
 LOSSES = (5.5, 5.25, 5.0)
+EVALUATION_LOSS = 5.75
 
 
 def run_pretended(recipe: Recipe, *, name: str, on_progress: OnProgress) -> RunRecord:
@@ -37,6 +38,8 @@ def run_pretended(recipe: Recipe, *, name: str, on_progress: OnProgress) -> RunR
                 words="training", step=step, steps=3, loss=loss, peak_bytes=2 * GiB, samples_per_s=float(10 * step)
             )
         )
+        if recipe.evaluation is not None and step in recipe.evaluation.after:
+            on_progress(Progress(words="evaluated", step=step, steps=3, evaluation_loss=EVALUATION_LOSS))
     end = ENDS[name.rpartition("/")[2]]
     return end(
         RunRecord(

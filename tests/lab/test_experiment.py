@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from torch import nn
 
 from lowtide.errors import ConfigError
 from lowtide.lab import experiment
@@ -20,7 +21,7 @@ from lowtide.lab.plan_recipe import PlanRecipe
 from lowtide.lab.progress import Progress
 from lowtide.lab.recipe import CompileRecipe, Recipe
 from lowtide.lab.record import Outcome, RunRecord
-from lowtide.models import resolve_model
+from lowtide.models import ModelSource, resolve_model
 from lowtide.planning.plan import Schedule, Site, Weights
 
 RESIDENT = PlanRecipe(weights=Weights.RESIDENT, update=Site.DEVICE)
@@ -203,6 +204,8 @@ def test_evaluations_within_a_run_are_those_of_shorter_runs_and_change_nothing(c
     shorter = {steps: run(replace(recipe, steps=steps)) for steps in (1, 3, 4)}
     assert record.evaluations == tuple((step, shorter[step].evaluation_loss) for step in (1, 3))
     assert len({loss for _, loss in record.evaluations}) == 2
+    told = [(each.step, each.evaluation_loss) for each in seen if each.evaluation_loss is not None]
+    assert tuple(told) == record.evaluations
     whole = shorter[4]
     assert (record.losses, record.evaluation_loss) == (whole.losses, whole.evaluation_loss)
     assert whole.evaluations == ()
@@ -222,6 +225,19 @@ def test_evaluations_within_a_run_are_those_of_shorter_runs_and_change_nothing(c
         ("training", 4),
         *((f"evaluating, batch {number} of 3", 4) for number in (1, 2, 3)),
     ]
+
+
+def test_a_model_that_draws_while_it_is_evaluated_is_trained_on_the_same_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_dropout_that_is_never_off(recipe: Recipe, source: ModelSource) -> nn.Module:
+        model = first_weights(recipe, source)
+        embedding = next(module for module in model.modules() if isinstance(module, nn.Embedding))
+        embedding.register_forward_hook(lambda _, inputs, output: nn.functional.dropout(output, 0.5))
+        return model
+
+    monkeypatch.setattr(experiment, "first_weights", with_dropout_that_is_never_off)
+    recipe = replace(EVALUATED, plan=None)
+    within = run(replace(recipe, evaluation=EvaluationRecipe(samples=5, batch=2, after=(1,))))
+    assert within.losses == run(recipe).losses
 
 
 def test_evaluations_within_a_run_are_in_no_time_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

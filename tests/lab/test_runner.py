@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import os
 import signal
 import subprocess
@@ -15,14 +16,15 @@ import psutil
 import pytest
 
 from lowtide.errors import ConfigError
-from lowtide.lab import worker_process
+from lowtide.lab import runner, worker_process
 from lowtide.lab.collect import collect
+from lowtide.lab.data_recipe import EvaluationRecipe, Stories
 from lowtide.lab.progress import Progress
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.record import Outcome, RunRecord, read_record
 from lowtide.lab.runner import EndedRun, Run, run_all
 from lowtide.units import GiB
-from tests.lab.pretend_runs import DOTTED, LOSSES
+from tests.lab.pretend_runs import DOTTED, EVALUATION_LOSS, LOSSES
 
 RECIPE = Recipe(model="gpt-tiny", batch="2x16", device="cpu", steps=3, seed=7, cublas_workspace=":4096:2:16:8")
 
@@ -245,6 +247,16 @@ def wait_for_record(folder: Path) -> RunRecord:
     raise AssertionError("no record was written")
 
 
+def test_evaluations_before_a_run_was_killed_are_known(tmp_path: Path, listener: Listener) -> None:
+    stories = Stories(num_stories=60, num_validation=5, vocab_size=300)
+    recipe = replace(
+        RECIPE, data=stories, model_settings={"vocab_size": 300}, evaluation=EvaluationRecipe(samples=5, after=(2,))
+    )
+    (result,) = run_all(run_list("kills_itself", recipe=recipe), tmp_path, on_progress=listener, experiment=DOTTED)
+    assert result.record.outcome is Outcome.KILLED
+    assert result.record.evaluations == ((2, EVALUATION_LOSS),)
+
+
 def test_a_run_that_lacks_something_is_not_started_and_the_rest_goes_on(tmp_path: Path, listener: Listener) -> None:
     lacking = replace(RECIPE, device="cuda:99", seed=1)
     runs = [Run(name="pretended/raises", recipe=lacking), *run_list("finishes")]
@@ -281,6 +293,25 @@ def test_two_runs_of_one_second_keep_both_records(tmp_path: Path, listener: List
     paths = {result.path for result in run_all([*lacking, *lacking], tmp_path, on_progress=listener)}
     assert len(paths) == 2
     assert all(path.is_file() for path in paths)
+    assert not any(path.is_file() for path in (tmp_path / "logs").rglob("*"))
+
+
+def test_two_runners_of_one_second_have_a_name_each(tmp_path: Path) -> None:
+    (run,) = run_list("finishes")
+    now = dt.datetime(2026, 3, 1, tzinfo=dt.UTC)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "dt", SimpleNamespace(datetime=SimpleNamespace(now=lambda zone: now), UTC=dt.UTC))
+        names = [runner._free_name(tmp_path, run) for _ in range(3)]
+        # One whose log was empty and is gone has its record.
+        (tmp_path / "logs" / f"{names[1]}.out").rename(tmp_path / "record.json")
+        (tmp_path / "records" / "pretended" / "finishes").mkdir(parents=True)
+        (tmp_path / "record.json").rename(tmp_path / "records" / f"{names[1]}.json")
+        names.append(runner._free_name(tmp_path, run))
+    first = "pretended/finishes/seed-7_2026-03-01T000000Z"
+    assert names == [first, f"{first}-2", f"{first}-3", f"{first}-4"]
+    assert sorted(path.name for path in (tmp_path / "logs" / "pretended" / "finishes").iterdir()) == [
+        f"{Path(name).name}.out" for name in (f"{first}-3", f"{first}-4", first)
+    ]
 
 
 def test_a_worker_that_does_not_end_after_its_record_is_ended(

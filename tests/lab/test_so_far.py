@@ -28,6 +28,16 @@ def test_losses_are_those_of_the_first_steps_without_a_gap() -> None:
     assert losses_after() == ()
 
 
+def test_evaluations_are_those_before_one_that_is_no_number() -> None:
+    so_far = SoFar()
+    assert so_far.evaluations == ()
+    for step, loss in ((2, 3.0), (4, 2.0), (6, math.inf), (8, 1.0)):
+        so_far.add(Progress(words="training", step=step, steps=9, loss=5.0))
+        so_far.add(Progress(words="evaluated", step=step, steps=9, evaluation_loss=loss))
+    assert so_far.evaluations == ((2, 3.0), (4, 2.0))
+    assert so_far.words == "last heard: evaluated, step 8 of 9, evaluation loss 1.0000"
+
+
 def test_words() -> None:
     so_far = SoFar()
     assert so_far.words == "nothing was heard of it"

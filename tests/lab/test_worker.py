@@ -13,12 +13,13 @@ import torch
 
 from lowtide.config import write_config
 from lowtide.errors import BudgetError
+from lowtide.lab.data_recipe import EvaluationRecipe
 from lowtide.lab.messages import Done, Message, Request, decode
 from lowtide.lab.progress import Progress
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.record import Outcome, RunRecord, Surroundings, read_record
 from lowtide.lab.worker import is_out_of_memory, main
-from tests.lab.pretend_runs import DOTTED, LOSSES
+from tests.lab.pretend_runs import DOTTED, EVALUATION_LOSS, LOSSES
 
 RECIPE = Recipe(model="gpt-tiny", device="cpu", steps=3)
 
@@ -84,6 +85,12 @@ def test_errors_become_records_with_what_was_known(
     assert record.surroundings.device == "cpu, emulated"
     assert record.recipe["model"] == "gpt-tiny"
     assert messages[-1] == Done()
+
+
+def test_evaluations_before_an_error_are_known(tmp_path: Path) -> None:
+    record, _ = work(tmp_path, "raises", recipe=replace(RECIPE, evaluation=EvaluationRecipe(after=(1,))))
+    assert record.outcome is Outcome.FAILED
+    assert record.evaluations == ((1, EVALUATION_LOSS),)
 
 
 def test_a_loss_that_is_no_number_is_a_failure_that_keeps_its_memory(tmp_path: Path) -> None:

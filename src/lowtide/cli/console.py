@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from lowtide.errors import ConfigError, LowtideError
 from lowtide.report.html import Section, render_page
@@ -17,6 +19,9 @@ from lowtide.tracing.trace_json import save_trace
 
 OUT = Console()
 ERR = Console(stderr=True)
+
+UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES})
+"""What a place that cannot be written to answers, at the start or after hours."""
 
 REPORT_SUFFIXES = (".html", ".png", ".pdf", ".svg", ".json", ".json.gz")
 
@@ -32,15 +37,27 @@ def progress(title: str) -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def friendly_errors() -> Iterator[None]:
-    """Lowtide's own errors become one message and an exit code; anything else is a bug and keeps its traceback."""
+    """Lowtide's own errors, and a disk that takes no more, become one message and an exit code.
+
+    Anything else is a bug and keeps its traceback.
+    """
     try:
         yield
     except LowtideError as error:
-        ERR.print(f"[bold red]{type(error).__name__}[/]: ", end="")
-        ERR.print(str(error), markup=False, highlight=False)
+        _say_error(type(error).__name__, str(error))
         raise typer.Exit(2 if isinstance(error, ValueError) else 1) from error
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        _say_error(type(error).__name__, f"{error}; make room, or have it written elsewhere")
+        raise typer.Exit(1) from error
     except KeyboardInterrupt as error:
         raise typer.Exit(130) from error
+
+
+def _say_error(kind: str, message: str) -> None:
+    # In one piece, so that the first line is broken where the terminal ends.
+    ERR.print(Text.assemble((kind, "bold red"), f": {message}"), highlight=False)
 
 
 def write_reports(paths: list[Path], section: Section, title: str) -> None:

@@ -12,7 +12,7 @@ from lowtide.lab.report.comparison import Comparison
 from lowtide.lab.report.fastest import fastest_words
 from lowtide.lab.report.provenance import run_remarks
 from lowtide.lab.report.rows import Row
-from lowtide.lab.report.tables import Column, outcome_words, result_table
+from lowtide.lab.report.tables import Column, number, outcome_words, result_table
 from lowtide.report.terminal_table import titled_table
 
 SHOWN = ("peak", "reduction", "at", "reserved", "steps", "perplexity")
@@ -44,9 +44,20 @@ def summary_of(comparison: Comparison) -> Iterator[RenderableType]:
     yield table
     sentences = [f"[{mark}] {settings}" for settings, mark in marks.items()]
     sentences += [words] if (words := fastest_words(comparison)) else []
+    sentences += _moments(comparison, labels)
     sentences += [f"Note: {remark}" for remark in run_remarks(comparison)]
     if sentences:
         yield Text("\n".join(sentences) + "\n")
+
+
+def _moments(comparison: Comparison, labels: Sequence[str]) -> list[str]:
+    """A line for each row that was evaluated on the way: `control: perplexity 160.0, 152.1 after 80, 100 steps`."""
+    return [
+        f"{label}: perplexity {', '.join(number(spread.mean) for spread in row.perplexities.values())} "
+        f"after {', '.join(map(str, row.perplexities))} steps"
+        for row, label in zip(comparison.rows, labels, strict=True)
+        if row.perplexities
+    ]
 
 
 def _shown(comparison: Comparison) -> list[Column]:

@@ -201,6 +201,9 @@ class _Run:
                 evaluation_loss = self.evaluate()
                 assert evaluation_loss is not None, "inputs without evaluation batches are refused"
                 self.evaluations.append((step + 1, evaluation_loss))
+                self.on_progress(
+                    Progress(words="evaluated", step=step + 1, steps=self.recipe.steps, evaluation_loss=evaluation_loss)
+                )
 
     def evaluate(self) -> float | None:
         """Mean over the evaluation batches of each one's mean loss; None where nothing is to be evaluated.
@@ -214,7 +217,8 @@ class _Run:
         self.model.eval()
         losses: list[float] = []
         began_s = time.perf_counter()
-        with torch.no_grad():
+        # A model may draw in an evaluation too, such as a dropout that is never off.
+        with torch.no_grad(), torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             for number, batch in enumerate(self.inputs.evaluation):
                 losses.append(self.model(**self._moved(batch)).loss.double().item())
                 counted = f"{words}, batch {number + 1} of {len(self.inputs.evaluation)}"

@@ -21,6 +21,8 @@ class Progress:
     """The device's, so far."""
     samples_per_s: float | None = None
     """Of the last step."""
+    evaluation_loss: float | None = None
+    """Of an evaluation that is over, after the updates made; the one after the last is the record's alone."""
 
 
 OnProgress = Callable[[Progress], None]

@@ -7,6 +7,7 @@ because they would share the device. Who starts several runners at once says so,
 from __future__ import annotations
 
 import datetime as dt
+import itertools
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -121,7 +122,7 @@ class _Turn:
         self._is_alone = is_alone
         self._folder = folder.resolve()
         self._on_progress = on_progress
-        self._file = _free_name(self._folder / "records", run)
+        self._file = _free_name(self._folder, run)
         self._path = self._folder / "records" / f"{self._file}.json"
         self._so_far = SoFar()
         self._surroundings: Surroundings | None = None
@@ -130,9 +131,8 @@ class _Turn:
     def run(self, limit_s: float | None, experiment: str) -> EndedRun:
         """Start the worker and wait for its end."""
         self._on_progress(self._run, Progress(words="starting"))
-        logs = self._folder / "logs" / self._file
-        # Not with_suffix: the dots of a name are its own.
-        out, err = (logs.with_name(f"{logs.name}.{kind}") for kind in ("out", "err"))
+        out = _out_log(self._folder, self._file)
+        err = out.with_suffix(".err")
         with WorkerProcess(self._request(experiment), stdout=out, stderr=err) as process:
             self._process = process
             for message in process.messages(limit_s):
@@ -147,7 +147,9 @@ class _Turn:
 
     def refused(self, unmet: Sequence[str]) -> EndedRun:
         """Not started: the record says what is lacking."""
-        return self._write(Outcome.FAILED, f"it cannot run here: {'; '.join(unmet)}")
+        ended = self._write(Outcome.FAILED, f"it cannot run here: {'; '.join(unmet)}")
+        _out_log(self._folder, self._file).unlink()
+        return ended
 
     def ended(self, how: str) -> EndedRun:
         """With the worker's own record; where there is none, with one that says how the worker ended."""
@@ -179,6 +181,7 @@ class _Turn:
             recipe=config.to_plain(self._run.recipe),
             message=message,
             losses=self._so_far.losses,
+            evaluations=self._so_far.evaluations,
         )
         write_record(record, self._path)
         return EndedRun(run=self._run, record=record, path=self._path)
@@ -195,14 +198,27 @@ def _how(exit_code: int) -> str:
     return f"was ended by {name}{by_whom}"
 
 
-def _free_name(records: Path, run: Run) -> str:
+def _free_name(folder: Path, run: Run) -> str:
+    """A name that no other run has, also of another runner within the same second: its log is there from now on."""
     date = dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H%M%SZ")
-    name = f"{run.name}/seed-{run.recipe.seed}_{date}"
-    number = 1
-    while (records / f"{name}.json").exists():  # another one within the same second
-        number += 1
-        name = f"{run.name}/seed-{run.recipe.seed}_{date}-{number}"
-    return name
+    for number in itertools.count(1):
+        name = f"{run.name}/seed-{run.recipe.seed}_{date}{'' if number == 1 else f'-{number}'}"
+        log = _out_log(folder, name)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            log.touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        # An empty log goes with the end of its run, and the record stays.
+        if not (folder / "records" / f"{name}.json").exists():
+            return name
+        log.unlink()
+    raise AssertionError("numbers do not end")
+
+
+def _out_log(folder: Path, name: str) -> Path:
+    # Not with_suffix: the dots of a name are its own.
+    return folder / "logs" / f"{name}.out"
 
 
 def _make_folder(folder: Path) -> None:

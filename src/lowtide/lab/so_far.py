@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from lowtide.lab.progress import Progress
 from lowtide.units import GiB, MiB
@@ -14,6 +15,7 @@ class SoFar:
     def __init__(self) -> None:
         self.last: Progress | None = None
         self._losses: list[float] = []
+        self._evaluations: list[tuple[int, float]] = []
 
     def add(self, progress: Progress) -> None:
         """One more word from the run."""
@@ -21,11 +23,18 @@ class SoFar:
         # A loss counts once, and only where none before it is missing: its place says of which step it is.
         if progress.loss is not None and progress.step == len(self._losses) + 1:
             self._losses.append(progress.loss)
+        if progress.evaluation_loss is not None:
+            self._evaluations.append((progress.step, progress.evaluation_loss))
 
     @property
     def losses(self) -> tuple[float, ...]:
         """Of the first steps, up to one that was not told or is not finite, which no record can hold."""
         return finite_part(self._losses)
+
+    @property
+    def evaluations(self) -> tuple[tuple[int, float], ...]:
+        """(step, loss) of each that was told, up to one that is not finite."""
+        return finite_evaluations(self._evaluations)
 
     @property
     def words(self) -> str:
@@ -50,6 +59,8 @@ def figures(progress: Progress) -> list[str]:
         parts.append(f"peak {shown_bytes(progress.peak_bytes)}")
     if progress.samples_per_s is not None:
         parts.append(f"{progress.samples_per_s:.4g} samples/s")
+    if progress.evaluation_loss is not None:
+        parts.append(f"evaluation loss {progress.evaluation_loss:.4f}")
     return parts
 
 
@@ -67,3 +78,8 @@ def finite_part(losses: list[float] | tuple[float, ...]) -> tuple[float, ...]:
     """The losses before the first that is not finite."""
     end = next((step for step, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
     return tuple(losses[:end])
+
+
+def finite_evaluations(evaluations: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """The same of losses with their steps."""
+    return tuple(evaluations[: len(finite_part([loss for _, loss in evaluations]))])

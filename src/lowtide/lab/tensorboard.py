@@ -45,7 +45,8 @@ class Board:
             self._give_up(error)
 
     def add(self, progress: Progress) -> None:
-        """The figures of a step, once."""
+        """The figures of a step, once, and those of an evaluation after it."""
+        self._add_scalars({"evaluation_loss": progress.evaluation_loss}, progress.step)
         if progress.step <= self._step:
             return
         self._step = progress.step
@@ -54,9 +55,8 @@ class Board:
         self._add_scalars(scalars, self._step)
 
     def finish(self, record: RunRecord) -> None:
-        """The evaluations' losses, and the end of the files."""
-        for step, loss in (*record.evaluations, (self._step, record.evaluation_loss)):
-            self._add_scalars({"evaluation_loss": loss}, step)
+        """The last evaluation's loss, and the end of the files."""
+        self._add_scalars({"evaluation_loss": record.evaluation_loss}, self._step)
         try:
             if self._writer is not None:
                 self._writer.close()

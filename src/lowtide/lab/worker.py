@@ -22,7 +22,7 @@ from lowtide.lab.messages import Done, Message, Request, encode
 from lowtide.lab.progress import OnProgress, Progress
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.record import Outcome, RunRecord, Surroundings, write_record
-from lowtide.lab.so_far import SoFar, finite_part
+from lowtide.lab.so_far import SoFar, finite_evaluations, finite_part
 from lowtide.lab.surroundings import find_surroundings, named_surroundings
 from lowtide.lab.tensorboard import Board
 
@@ -106,7 +106,8 @@ def _write(record: RunRecord, request: Request) -> None:
     except ConfigError as error:
         # Something in it that JSON cannot hold: a record that says so is better than none.
         bare = failed_record(request, error, SoFar(), record.surroundings)
-        write_record(replace(bare, losses=finite_part(record.losses)), request.record)
+        losses, evaluations = finite_part(record.losses), finite_evaluations(record.evaluations)
+        write_record(replace(bare, losses=losses, evaluations=evaluations), request.record)
 
 
 def _find(experiment: str) -> Experiment:
@@ -118,7 +119,7 @@ def _find(experiment: str) -> Experiment:
 def _checked(record: RunRecord) -> RunRecord:
     """A run whose loss left the numbers has failed, even if it went on to its last step. Its other figures stay."""
     losses = finite_part(record.losses)
-    evaluations = record.evaluations[: len(finite_part([loss for _, loss in record.evaluations]))]
+    evaluations = finite_evaluations(record.evaluations)
     if len(losses) < len(record.losses):
         message = f"the loss of step {len(losses) + 1} is {record.losses[len(losses)]}"
     elif len(evaluations) < len(record.evaluations):
@@ -154,6 +155,7 @@ def failed_record(request: Request, error: BaseException, so_far: SoFar, surroun
         recipe=config.to_plain(request.recipe),
         message=message,
         losses=so_far.losses,
+        evaluations=so_far.evaluations,
     )
 
 

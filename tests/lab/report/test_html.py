@@ -132,6 +132,13 @@ def test_the_readout_has_the_rows_of_the_table() -> None:
     ]
 
 
+def test_perplexities_on_the_way_have_a_table() -> None:
+    page = render(record(losses=(5.0,) * 4, evaluation_loss=0.0, evaluations=((2, 1.0),)))
+    assert "Perplexity after so many steps" in page
+    assert "after 2" in page
+    assert "Perplexity after so many steps" not in render(record(losses=(5.0,) * 4, evaluation_loss=0.0))
+
+
 def test_sweeps_say_where_they_are_not_monotone() -> None:
     text = Outline(render(record(), sweeps=[read_sweep(budget_sweep())])).text
     assert "Memory budget sweep" in text

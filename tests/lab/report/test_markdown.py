@@ -84,6 +84,12 @@ def test_a_table_by_hand() -> None:
     assert "No finished row has both a peak and a speed" in text
 
 
+def test_perplexities_on_the_way_have_a_table() -> None:
+    text = render(record(losses=(5.0,) * 4, evaluation_loss=0.0, evaluations=((2, 1.0),)))
+    assert "### Perplexity after so many steps\n\n| configuration | after 2 | after 4 |" in text
+    assert "| 2.72 | 1.00 |" in text
+
+
 def test_names_cannot_break_the_table() -> None:
     text = render(record("x/a|b *c* <script> `d` [e](f)\nnext"))
     [table] = tables(text)

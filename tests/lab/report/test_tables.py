@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import math
 
-from lowtide.lab.record import MemoryFigures, Outcome, PredictedFigures, SpeedFigures
+from lowtide.lab.record import MemoryFigures, Outcome, PredictedFigures, RunRecord, SpeedFigures
 from lowtide.lab.report.comparison import Comparison, make_comparisons
-from lowtide.lab.report.tables import Table, breakdown_table, published_table, result_table
+from lowtide.lab.report.tables import Table, breakdown_table, moments_table, published_table, result_table
 from lowtide.units import GiB, MiB
 from tests.lab.report.samples import experiment, record
 
@@ -54,6 +54,28 @@ def test_all_columns_by_hand() -> None:
     assert column.values[0] is not None
     assert column.values[0].detail == "150.0–154.0"
     assert "mean ± standard deviation" in column.legend
+
+
+def test_perplexities_on_the_way_are_by_step() -> None:
+    def run(name: str, seed: int, last: float, *within: tuple[int, float]) -> RunRecord:
+        losses = tuple((step, math.log(value)) for step, value in within)
+        return record(name, seed=seed, losses=(5.0,) * 9, evaluation_loss=math.log(last), evaluations=losses)
+
+    comparison = compare(
+        run("x/control", 0, 10.0, (2, 40.0), (5, 20.0)),
+        run("x/control", 1, 12.0, (2, 44.0), (5, 22.0)),
+        run("x/other", 0, 11.0, (3, 30.0)),
+        run("x/without", 0, 13.0),
+    )
+    table = moments_table(comparison)
+    assert cells(table) == {
+        "after 2": ["42.00 ± 2.83", None],
+        "after 3": [None, "30.00"],
+        "after 5": ["21.00 ± 1.41", None],
+        "after 9": ["11.00 ± 1.41", "11.00"],
+    }
+    assert [row.name for row in table.rows] == ["x/control", "x/other"]
+    assert moments_table(compare(run("x/without", 0, 13.0))) is None
 
 
 def test_the_training_peak_stands_beside_one_that_an_evaluation_sets() -> None:

@@ -14,7 +14,7 @@ from lowtide.lab.report.provenance import provenance, remarks
 from lowtide.lab.report.scatter import Scatter, scatter_of
 from lowtide.lab.report.scatter_svg import scatter_svg
 from lowtide.lab.report.sweep import Sweep
-from lowtide.lab.report.tables import published_table, result_table
+from lowtide.lab.report.tables import moments_table, published_table, result_table
 from lowtide.lab.report.timeline import timeline_of
 from lowtide.lab.report.timeline_svg import timeline_grid
 from lowtide.plain_text import Plain
@@ -85,6 +85,8 @@ def _comparison(comparison: Comparison, scatter: Scatter | None, index: int) -> 
         pieces.append(parts.table_html(published, comparison))
         sources = dict.fromkeys(row.published.source for row in published.rows if row.published)
         pieces.append(f'<p class="hint">Published: {escape("; ".join(sources))}.</p>')
+    if (moments := moments_table(comparison)) is not None:
+        pieces.append(parts.table_html(moments, comparison))
     pieces += [parts.breakdown(comparison), _timelines(comparison, index), parts.phase_table(comparison)]
     pieces += [parts.unfinished(comparison), markup.notes(remarks(comparison))]
     return "".join([*pieces, "</section>"])

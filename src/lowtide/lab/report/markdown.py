@@ -13,7 +13,7 @@ from lowtide.lab.report.fastest import fastest_words
 from lowtide.lab.report.provenance import provenance, remarks
 from lowtide.lab.report.rows import alike_endings
 from lowtide.lab.report.sweep import Sweep
-from lowtide.lab.report.tables import Column, Table, breakdown_table, published_table, result_table
+from lowtide.lab.report.tables import Column, Table, breakdown_table, moments_table, published_table, result_table
 
 
 def render_markdown(
@@ -61,6 +61,8 @@ def _comparison(comparison: Comparison, *, has_title: bool) -> list[str]:
         parts += [f"### {published.caption}", *_table(published, comparison)]
         sources = dict.fromkeys(row.published.source for row in published.rows if row.published)
         parts.append(f"Published: {escape('; '.join(sources))}.")
+    if (moments := moments_table(comparison)) is not None:
+        parts += [f"### {moments.caption}", *_table(moments, comparison)]
     if (breakdown := breakdown_table(comparison)) is not None:
         parts += [f"### {breakdown.caption}", *_table(breakdown, comparison)]
     endings = [

@@ -74,6 +74,8 @@ class Row:
     steps: int | None = None
     """Made."""
     perplexity: Spread | None = None
+    perplexities: Mapping[int, Spread]
+    """By the step that an evaluation came after, the last one too; empty where that is the only one."""
     predicted: PredictedFigures | None = None
     published: PublishedFigures | None = None
     parameters: int | None = None
@@ -199,6 +201,7 @@ def _row(runs: Sequence[RunRecord], *, device: str, settings: str, num_older: in
         perplexity=spread_of(
             None if run.evaluation_loss is None else perplexity(run.evaluation_loss) for run in finished
         ),
+        perplexities=_perplexities(finished),
         predicted=predicted,
         published=published,
         is_compiled=first.recipe.get("compile") is not None,
@@ -207,6 +210,16 @@ def _row(runs: Sequence[RunRecord], *, device: str, settings: str, num_older: in
             dict.fromkeys([*(remark for run in runs for remark in run.remarks), *_in_company(runs), *complaints])
         ),
     )
+
+
+def _perplexities(finished: Sequence[RunRecord]) -> dict[int, Spread]:
+    values: dict[int, list[float]] = {}
+    for run in finished:
+        if run.evaluations and run.evaluation_loss is not None:
+            for step, loss in (*run.evaluations, (len(run.losses), run.evaluation_loss)):
+                values.setdefault(step, []).append(perplexity(loss))
+    spreads = {step: spread_of(values[step]) for step in sorted(values)}
+    return {step: spread for step, spread in spreads.items() if spread is not None}
 
 
 def _in_company(runs: Sequence[RunRecord]) -> list[str]:

@@ -149,6 +149,18 @@ def result_table(comparison: Comparison) -> Table:
     return Table(caption="Results", rows=rows, columns=_said(columns))
 
 
+def moments_table(comparison: Comparison) -> Table | None:
+    """Perplexities by the step that they are of; None where no row has any but the last."""
+    rows = tuple(row for row in comparison.rows if row.perplexities)
+    if not rows:
+        return None
+    columns = [
+        _column(f"after {step}", rows, lambda row, step=step: _perplexity(row.perplexities.get(step)))  # type: ignore[misc]
+        for step in sorted({step for row in rows for step in row.perplexities})
+    ]
+    return Table(caption="Perplexity after so many steps", rows=rows, columns=tuple(columns))
+
+
 def breakdown_table(comparison: Comparison) -> Table | None:
     """The peak of each row by category; None where no row knows it."""
     rows = tuple(row for row in comparison.rows if row.breakdown)
