@@ -114,7 +114,7 @@ policies() {
 }
 
 speeds() {
-  lab speeds $published/bf16_stochastic{,_per_layer} $published/bf16_fused_checkpoint $published/streamed $published/control --seeds 42,
+  lab speeds $published/{bf16_stochastic,compile_per_layer_bf16} $published/bf16_fused_checkpoint $published/streamed $published/control --seeds 42,
 }
 
 curve() {

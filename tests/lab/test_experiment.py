@@ -114,9 +114,12 @@ def test_a_compiled_run_has_a_timeline_of_its_phases(scope: Literal["model", "bl
     assert dict(record.memory.timeline) == record.memory.by_phase
 
 
-def test_what_goes_wrong_after_the_last_step_costs_the_timeline_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, TypeError])
+def test_what_goes_wrong_after_the_last_step_costs_the_timeline_alone(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
     def runs_out(modules: object, watch: object) -> None:
-        raise torch.OutOfMemoryError("no room to look")
+        raise kind("no room to look")
 
     whole = run(SMALL)
     monkeypatch.setattr(experiment, "watched", runs_out)
@@ -127,7 +130,7 @@ def test_what_goes_wrong_after_the_last_step_costs_the_timeline_alone(monkeypatc
     assert record.memory.by_phase == whole.memory.by_phase
     assert record.memory.timeline == ()
     assert record.remarks == (
-        "no timeline: one more step, to be watched, ended with OutOfMemoryError: no room to look",
+        f"no timeline: one more step, to be watched, ended with {kind.__name__}: no room to look",
     )
 
 

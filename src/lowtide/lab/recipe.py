@@ -123,7 +123,7 @@ class Recipe:
         if self.evaluation is not None and self.evaluation.after and self.evaluation.after[-1] >= self.steps:
             raise ConfigError(
                 f"evaluation.after has {self.evaluation.after[-1]}, and steps is {self.steps}: the last evaluation is always "
-                "after the last step; give numbers below it, or raise steps",
+                "after the last step; give numbers below it (evaluation.after=[] for none), or raise steps",
                 key="evaluation.after",
             )
         if self.precision is not None and self.plan is None:

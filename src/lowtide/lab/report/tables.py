@@ -154,10 +154,11 @@ def moments_table(comparison: Comparison) -> Table | None:
     rows = tuple(row for row in comparison.rows if row.perplexities)
     if not rows:
         return None
-    columns = [
-        _column(f"after {step}", rows, lambda row, step=step: _perplexity(row.perplexities.get(step)))  # type: ignore[misc]
-        for step in sorted({step for row in rows for step in row.perplexities})
-    ]
+
+    def column(step: int) -> Column:
+        return _column(f"after {step}", rows, lambda row: _perplexity(row.perplexities.get(step)))
+
+    columns = map(column, sorted({step for row in rows for step in row.perplexities}))
     return Table(caption="Perplexity after so many steps", rows=rows, columns=tuple(columns))
 
 
