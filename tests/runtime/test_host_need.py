@@ -106,3 +106,21 @@ def test_staging_takes_no_room_from_activations(
     found = host_need(layout, plan, optimizer, None, dict(model.named_parameters()))
     assert (found.useful_staging_bytes > found.staging_bytes) is is_more_useful
     assert found.with_room(1 << 40, 1 << 40).staging_bytes == found.useful_staging_bytes
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_staging_has_room_for_what_is_sent_and_for_nothing_else(monkeypatch: pytest.MonkeyPatch, is_held: bool) -> None:
+    """Of a table that stays on the host, and of layers that the optimizer does not hold, no gradient is sent there."""
+    monkeypatch.setattr(staging, "ENOUGH_BYTES", 2 * 1024)
+    model = nn.Sequential(nn.Embedding(64 * WIDTH, WIDTH), *(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(8)))
+    layout = lay_out(find_groups(model))
+    on_host = (0, 6, 7, 8)
+    sites = {str(place): "host" if place in on_host else "device" for place in range(9)}
+    plan = lowtide.make_plan(layout, weights={"0": "host"}, update=sites, schedule="in_backward")
+    optimizer = torch.optim.AdamW(
+        [each for place in (on_host if is_held else (0, 8)) for each in model[place].parameters()]
+    )
+    found = host_need(layout, plan, optimizer, None, dict(model.named_parameters()))
+    (chunk,) = layout.chunks_of("8")
+    # Two in any case; the rest is for rounding.
+    assert found.useful_staging_bytes // chunk.nbytes == (3 if is_held else 2)

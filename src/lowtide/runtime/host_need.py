@@ -69,7 +69,8 @@ def host_need(
     Raises:
         PlanError: The plan's staging is too small for its largest chunk.
     """
-    weights = gradients = largest = largest_parameter = tables = on_device = 0
+    weights = gradients = largest = largest_parameter = tables = on_host = on_device = 0
+    held = set() if optimizer is None else {id(each) for group in optimizer.param_groups for each in group["params"]}
     updated: list[ParameterSpec] = []
     paged: list[ParameterSpec] = []
     for group in plan.groups:
@@ -86,6 +87,8 @@ def host_need(
                 weights += chunk.nbytes
             if is_updated:
                 updated += [span.parameter for span in chunk.spans]
+                if any(id(parameters[span.parameter.name]) in held for span in chunk.spans):
+                    on_host += chunk.nbytes  # and not tables: their gradients are made where they lie
                 largest = max(largest, chunk.nbytes)
                 largest_parameter = max(largest_parameter, *(span.parameter.nbytes for span in chunk.spans))
                 if plan.schedule is Schedule.DEFERRED:
@@ -103,7 +106,7 @@ def host_need(
     staging_bytes, useful_bytes = staging_for(
         plan.budgets.staging_bytes,
         least=least,
-        on_host=sum(spec.nbytes for spec in updated),
+        on_host=on_host,
         on_device=on_device,
         waits=state > 0 and plan.schedule is Schedule.IN_BACKWARD,
     )

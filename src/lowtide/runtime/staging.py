@@ -27,7 +27,7 @@ def staging_for(wanted: int | None, *, least: int, on_host: int, on_device: int,
     Args:
         wanted: What the plan says; None leaves it to us.
         least: What the largest gradient needs to go on its way.
-        on_host: Bytes of what the host updates.
+        on_host: Bytes of gradients that go to the host for updates there.
         on_device: Bytes of what the device updates.
         waits: Whether gradients wait there for updates that take their time, which more room would hide.
 
