@@ -105,6 +105,27 @@ def test_a_copy_of_the_optimizer_has_its_states(
     assert "__getstate__" not in vars(optimizer)
 
 
+class TakesAllAlong(torch.optim.AdamW):
+    """Whose copies have every attribute, as those of most classes do, and not torch's three alone."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both)), saved_whole])
+def test_a_copy_that_takes_all_attributes_along_steps_its_own_model(copied: Callable[[Any], Any]) -> None:
+    model = network(torch.float32)
+    optimizer = TakesAllAlong(model.parameters(), lr=0.1)
+    with lowtide.manage(model, optimizer, lowtide.make_plan(model, update=0.5), device="cpu"):
+        one_step(model, optimizer, 0)
+        other_model, other = copied((model, optimizer))
+        one_step(model, optimizer, 1)
+        one_step(other_model, other, 1)
+        for one, another in zip(model.parameters(), other_model.parameters(), strict=True):
+            assert torch.equal(one, another)
+        other.load_state_dict(optimizer.state_dict())
+
+
 def test_a_closed_session_leaves_an_optimizer_that_steps() -> None:
     model = network(torch.bfloat16)
     optimizer = adamw(model)

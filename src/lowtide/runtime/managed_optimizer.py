@@ -92,7 +92,7 @@ class ManagedOptimizer:
             else:
                 type(optimizer).zero_grad(optimizer, set_to_none)
 
-        def getstate(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        def getstate(optimizer: torch.optim.Optimizer) -> Any:
             return session._whole_state() if session._is_installed else type(optimizer).__getstate__(optimizer)
 
         compat.copy_scheduler_mark(self._optimizer.step, step)
@@ -137,13 +137,27 @@ class ManagedOptimizer:
         self._engine.gradient_watch.check(waits=True)
         self._updater.optimizer.forget_empty_state()
 
-    def _whole_state(self) -> dict[str, Any]:
+    def _whole_state(self) -> Any:
         """For `pickle` and `deepcopy`, which look into torch's own dictionary: the session's states are not there."""
         self.settle()
-        plain: dict[str, Any] = type(self._optimizer).__getstate__(self._optimizer)
-        if not isinstance(self.runner, KernelOptimizer):
-            return plain
-        return {**plain, "state": defaultdict(dict, self.runner.kept.in_torchs_form())}
+        plain: Any = type(self._optimizer).__getstate__(self._optimizer)
+        if isinstance(self.runner, KernelOptimizer):
+            return {**plain, "state": defaultdict(dict, self.runner.kept.in_torchs_form())}
+        return self._without_session(plain) if isinstance(plain, dict) else plain
+
+    def _without_session(self, plain: dict[str, Any]) -> dict[str, Any]:
+        """Of a class whose copies take all attributes along: one with this session's `step` would step this optimizer."""
+        ours = {handle.id for handle in self._handles}
+        rest: dict[str, Any] = {}
+        for name, value in plain.items():
+            if name in self._installed and value is self._installed[name]:
+                if name in self._replaced:
+                    rest[name] = self._replaced[name]
+            elif name.endswith("_hooks") and isinstance(value, dict):
+                rest[name] = type(value)((number, hook) for number, hook in value.items() if number not in ours)
+            else:
+                rest[name] = value
+        return rest
 
     def _fill(self, state: dict[str, Any]) -> dict[str, Any] | None:
         return self.runner.kept.fill(state) if isinstance(self.runner, KernelOptimizer) else None
