@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 import lowtide
+from lowtide.errors import BudgetError
+from lowtide.memory.emulated_mover import EmulatedMover
 from lowtide.memory.groups import find_groups
 from lowtide.memory.layout import lay_out
 from lowtide.optim.precision import numerics_of
@@ -124,3 +126,34 @@ def test_staging_has_room_for_what_is_sent_and_for_nothing_else(monkeypatch: pyt
     (chunk,) = layout.chunks_of("8")
     # Two in any case; the rest is for rounding.
     assert found.useful_staging_bytes // chunk.nbytes == (3 if is_held else 2)
+
+
+@pytest.mark.parametrize(
+    "error", [BudgetError("no", tier="pinned", needed_bytes=1, free_bytes=0, budget_bytes=0), RuntimeError("no")]
+)
+def test_room_that_is_not_to_be_had_does_not_end_the_plan(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """A driver may lock less than the machine's memory promises."""
+    monkeypatch.setattr(staging, "ENOUGH_BYTES", 2 * 1024)
+    model = network(8)
+    layout = lay_out(find_groups(model), chunk_bytes=4096)
+    optimizer = torch.optim.AdamW(model.parameters())
+    plan = lowtide.make_plan(layout, update=0.5, schedule="in_backward")
+    least = host_need(layout, plan, optimizer, None, dict(model.named_parameters()))
+    asked: list[int] = []
+    original = EmulatedMover.host_buffer
+
+    def host_buffer(self: EmulatedMover, num_bytes: int) -> torch.Tensor:
+        asked.append(num_bytes)
+        if num_bytes > lockable_bytes:
+            raise error
+        return original(self, num_bytes)
+
+    monkeypatch.setattr(EmulatedMover, "host_buffer", host_buffer)
+    lockable_bytes = least.total_bytes
+    with lowtide.manage(model, optimizer, plan, device="cpu") as session:
+        assert asked[0] > asked[1] == least.total_bytes
+        host = next(row for row in session.stats().tiers if row.tier == "host")
+        assert host.peak_bytes == host.predicted_bytes == least.everything_bytes
+    lockable_bytes = least.total_bytes - 1
+    with pytest.raises(type(error), match="no"):
+        lowtide.manage(model, optimizer, plan, device="cpu")

@@ -49,6 +49,10 @@ class HostNeed:
             self, staging_bytes=granted(self.staging_bytes, useful=self.useful_staging_bytes, rest_bytes=rest)
         )
 
+    def without_room(self) -> HostNeed:
+        """The same, of which `with_room` makes no more."""
+        return replace(self, useful_staging_bytes=self.staging_bytes)
+
 
 def host_need(
     layout: Layout,

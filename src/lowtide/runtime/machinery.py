@@ -8,6 +8,7 @@ import time
 import torch
 from torch import nn
 
+from lowtide.errors import BudgetError
 from lowtide.memory.device_limit import DeviceLimit
 from lowtide.memory.store import Books
 from lowtide.planning.placement import by_first_use
@@ -18,14 +19,14 @@ from lowtide.runtime.binding import Binder, Fill, is_held, move_part, release
 from lowtide.runtime.device_peak import DevicePeak
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.giving_back import bring_state_to_parameters, return_rest, settle_for_good
-from lowtide.runtime.host_need import host_need
+from lowtide.runtime.host_need import HostNeed, host_need
 from lowtide.runtime.host_pool import HostPool
 from lowtide.runtime.host_worker import HostWorker
 from lowtide.runtime.legacy import Legacy, forget_device_memory, place_gradient
 from lowtide.runtime.managed_optimizer import ManagedOptimizer
 from lowtide.runtime.model_calls import ModelCalls
 from lowtide.runtime.observer import StepObserver
-from lowtide.runtime.plan_tiers import charged_tiers
+from lowtide.runtime.plan_tiers import Tiers, charged_tiers
 from lowtide.runtime.recording import Recorder
 from lowtide.runtime.reporting import Reporter
 from lowtide.runtime.unit import Unit, chunks_in
@@ -66,14 +67,13 @@ class Machinery:
         )
         named = dict(basis.model.named_parameters())
         need = host_need(basis.layout, plan, basis.optimizer, basis.numerics, named)
-        self._tiers = charged_tiers(plan.budgets, need)
-        self._books: Books = basis.tracked if basis.tracked is not None else self._tiers.device
         self._recorder = Recorder(basis.mover) if legacy is None else legacy.recorder
         self._worker = HostWorker()
         self._units: dict[str, Unit] = {}
         self.moved_along: list[tuple[nn.Module, str, torch.device]] = [] if legacy is None else legacy.moved_along
         """Buffers and unmanaged parameters, and where they were before: `close` takes them back."""
-        self._pool = self._make_pool()
+        self._tiers, self._pool = self._take_host(need)
+        self._books: Books = basis.tracked if basis.tracked is not None else self._tiers.device
         with contextlib.ExitStack() as undo:
             # Where anything below is refused, the model is as it was.
             undo.callback(self._pool.close)
@@ -199,14 +199,25 @@ class Machinery:
 
     # -- putting together ----------------------------------------------------------------------------------------------
 
-    def _make_pool(self) -> HostPool:
+    def _take_host(self, need: HostNeed) -> tuple[Tiers, HostPool]:
+        tiers = charged_tiers(self.plan.budgets, need)
+        try:
+            return tiers, self._make_pool(tiers)
+        except (BudgetError, RuntimeError):
+            if tiers.need == need:
+                raise
+        # The driver or the machine gives less than the books: what is of use and not needed must not end the plan.
+        tiers = charged_tiers(self.plan.budgets, need.without_room())
+        return tiers, self._make_pool(tiers)
+
+    def _make_pool(self, tiers: Tiers) -> HostPool:
         # An emulated device's host memory must not be born on the device.
         with self.basis.on_host():
             pool = HostPool(
                 self.basis.mover,
                 self._worker,
-                self._tiers.need.total_bytes,
-                (self._tiers.host, self._tiers.pinned),
+                tiers.need.total_bytes,
+                (tiers.host, tiers.pinned),
                 cached_buffers=self.plan.cached_buffers,
                 defragment_every=self.plan.defragment_every,
                 on_move=lambda key, flat: move_part(self._units, key, flat),
