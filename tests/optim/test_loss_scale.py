@@ -142,15 +142,15 @@ def test_a_static_scale_stays() -> None:
     [
         (StaticScale, {"scale": 0.0}, "scale is 0.0; give a positive number that fp32 can hold"),
         (StaticScale, {"scale": float("nan")}, "scale is nan"),
-        (StaticScale, {"patience": 0}, "patience is 0; give 1 or more steps"),
+        (StaticScale, {"patience": 0}, "patience is 0; give a whole number of steps, 1 or more"),
         (DynamicScale, {"initial_scale": -1.0}, "initial_scale is -1.0"),
         (DynamicScale, {"initial_scale": 1e39}, "initial_scale is 1e[+]39"),
         (DynamicScale, {"initial_scale": 1.0, "min_scale": 2.0}, "min_scale is 2, above initial_scale, 1"),
         (DynamicScale, {"growth_factor": 1.0}, "growth_factor is 1.0; give a number above 1"),
         (DynamicScale, {"backoff_factor": 1.0}, "backoff_factor is 1.0; give a number between 0 and 1"),
         (DynamicScale, {"backoff_factor": 0.0}, "backoff_factor is 0.0"),
-        (DynamicScale, {"growth_interval": 0}, "growth_interval is 0; give 1 or more steps"),
-        (DynamicScale, {"hysteresis": 0}, "hysteresis is 0; give 1 or more steps"),
+        (DynamicScale, {"growth_interval": 0}, "growth_interval is 0; give a whole number of steps, 1 or more"),
+        (DynamicScale, {"hysteresis": 0}, "hysteresis is 0; give a whole number of steps, 1 or more"),
         (DynamicScale, {"replenish": "never"}, "replenish is 'never'; give a member of Replenish"),
     ],
 )
@@ -164,14 +164,14 @@ def test_settings_are_validated(kind: Any, values: dict[str, Any], message: str)
     ("kind", "key", "advice"),
     [
         (StaticScale, "scale", "give a positive number that fp32 can hold"),
-        (StaticScale, "patience", "give 1 or more steps, or None for any number"),
+        (StaticScale, "patience", "give a whole number of steps, 1 or more, or None for any number"),
         (DynamicScale, "initial_scale", "give a positive number that fp32 can hold"),
         (DynamicScale, "min_scale", "give a positive number that fp32 can hold"),
         (DynamicScale, "growth_factor", "give a number above 1"),
         (DynamicScale, "backoff_factor", "give a number between 0 and 1"),
-        (DynamicScale, "growth_interval", "give 1 or more steps"),
-        (DynamicScale, "hysteresis", "give 1 or more steps"),
-        (DynamicScale, "patience", "give 1 or more steps, or None for any number"),
+        (DynamicScale, "growth_interval", "give a whole number of steps, 1 or more"),
+        (DynamicScale, "hysteresis", "give a whole number of steps, 1 or more"),
+        (DynamicScale, "patience", "give a whole number of steps, 1 or more, or None for any number"),
         (DynamicScale, "replenish", "give a member of Replenish"),
     ],
 )
@@ -184,7 +184,7 @@ def test_settings_of_other_types(kind: Any, key: str, advice: str, value: object
 
 
 def test_steps_are_whole_and_numbers_of_numpy_are_numbers() -> None:
-    with pytest.raises(ConfigError, match="growth_interval is 2.5; give 1 or more steps"):
+    with pytest.raises(ConfigError, match="growth_interval is 2.5; give a whole number of steps, 1 or more"):
         DynamicScale(growth_interval=2.5)  # type: ignore[arg-type]  # on purpose
     settings = DynamicScale(initial_scale=np.float32(8.0), growth_interval=np.int64(1), hysteresis=np.int32(2))  # type: ignore[arg-type]  # a number
     assert after_step(first_state(settings), settings, overflowed=False).scale == 16.0

@@ -89,7 +89,7 @@ class DynamicScale:
             )
         for key in ("growth_interval", "hysteresis"):
             if not _is_count(getattr(self, key)):
-                raise ConfigError(f"{key} is {getattr(self, key)!r}; give 1 or more steps", key=key)
+                raise ConfigError(f"{key} is {getattr(self, key)!r}; give a whole number of steps, 1 or more", key=key)
         if not isinstance(self.replenish, Replenish):
             raise ConfigError(f"replenish is {self.replenish!r}; give a member of Replenish", key="replenish")
 
@@ -167,7 +167,9 @@ def _require_scale(key: str, scale: float) -> None:
 
 def _require_patience(patience: int | None) -> None:
     if patience is not None and not _is_count(patience):
-        raise ConfigError(f"patience is {patience!r}; give 1 or more steps, or None for any number", key="patience")
+        raise ConfigError(
+            f"patience is {patience!r}; give a whole number of steps, 1 or more, or None for any number", key="patience"
+        )
 
 
 def _is_number(value: object) -> bool:
