@@ -9,7 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowtide.errors import PlanError
+from lowtide.memory.host_memory import HostMemory
+from lowtide.planning.plan import Budgets
 from lowtide.runtime.host_need import HostNeed
+from lowtide.runtime.plan_tiers import charged_tiers
 from lowtide.runtime.staging import ENOUGH_BYTES, SHARE_OF_REST, granted, staging_for
 from lowtide.units import GiB
 
@@ -112,3 +115,24 @@ def test_the_scarcer_of_host_and_locked_memory_decides() -> None:
     assert need.with_room(64 * GiB, 46 * GiB) == replace(need, staging_bytes=4 * GiB)
     assert need.with_room(125 * GiB, 16 * GiB) == replace(need, staging_bytes=3 * GiB)
     assert need.with_room(50 * GiB, 46 * GiB) == need  # which is refused then
+
+
+def test_what_others_have_taken_of_the_machine_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    need = HostNeed(
+        weight_bytes=GiB // 2,
+        gradient_bytes=0,
+        staging_bytes=GiB // 8,
+        useful_staging_bytes=GiB,
+        state_bytes=0,
+        paged_bytes=0,
+        table_bytes=0,
+    )
+    budgets = Budgets(host_bytes=4 * GiB, pinned_bytes=4 * GiB)
+    for available_bytes, staging_bytes in (
+        (100 * GiB, int(SHARE_OF_REST * 3.375 * GiB) + GiB // 8),
+        (GiB // 2, GiB // 8),
+    ):
+        monkeypatch.setattr(HostMemory, "available_bytes", lambda self, found=available_bytes: found)
+        tiers = charged_tiers(budgets, need)
+        assert tiers.need.staging_bytes == staging_bytes
+        assert tiers.host.used_bytes == tiers.pinned.used_bytes == tiers.need.total_bytes

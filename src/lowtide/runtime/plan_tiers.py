@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowtide.memory.capacity import host_capacity_bytes, pinned_capacity_bytes, resolve_budget
+from lowtide.memory.host_memory import HostMemory
 from lowtide.memory.tier import Tier
 from lowtide.planning.plan import Budgets
 from lowtide.runtime.host_need import HostNeed
@@ -37,7 +38,8 @@ def charged_tiers(budgets: Budgets, need: HostNeed) -> Tiers:
         budgets.pinned_bytes, pinned_capacity_bytes(), what="pinned budget", limit="what can be pinned"
     )
     pinned = Tier("pinned", pinned_bytes)
-    need = need.with_room(host.budget_bytes, pinned.budget_bytes)
+    # Of what nobody has yet: other processes, and what the loop keeps beside the model, go before what is of use alone.
+    need = need.with_room(min(host.budget_bytes, HostMemory().available_bytes()), pinned.budget_bytes)
     for tier in (host, pinned):
         tier.charge(need.weight_bytes, "weights")
         tier.charge(need.gradient_bytes, "gradients")
