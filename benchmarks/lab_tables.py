@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import math
+import statistics
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from lowtide.lab.report.tables import speed_text
 from lowtide.units import GiB, MiB
 
 _PHASES = ("forward", "backward", "update")
+
+NUM_COLD_STEPS = 10
+"""That a warm speed leaves out."""
 
 Measured = tuple[RunRecord, MemoryFigures]
 
@@ -125,12 +129,68 @@ def batches(results: Path) -> str:
     return table(header, lines, num_text=3) + f"\n\n{_provenance(rows, 'lab_batches')}"
 
 
+def curve(results: Path) -> str:
+    """Speed against device memory, from all layers streamed to none; runs of one sitting, one at a time."""
+    rows = sorted(_measured(results, "lab_curve"), key=lambda pair: pair[1].peak_bytes)
+    lines = []
+    for record, memory in rows:
+        name, _, peak, _, predicted, error, _ = _cells(record, memory)
+        assert record.speed is not None, "the run finished"
+        assert record.speed.is_alone, "a speed beside other runs says nothing"
+        warm_s = sorted(record.speed.step_s[NUM_COLD_STEPS:])
+        speed = record.speed.warm_samples_per_s(NUM_COLD_STEPS)
+        lines.append(
+            [
+                name,
+                _budget_of(record),
+                peak,
+                predicted,
+                error,
+                "-" if speed is None else speed_text(speed),
+                f"{warm_s[0]:.2f}, {statistics.median(warm_s):.2f}, {warm_s[-1]:.2f}",
+            ]
+        )
+    header = [
+        "recipe",
+        "device_memory",
+        "peak GiB",
+        "predicted GiB",
+        "error",
+        "warm samples/s",
+        "fastest, median, slowest step, s",
+    ]
+    return table(header, lines, num_text=2) + f"\n\n{_provenance(rows, 'lab_curve')}"
+
+
+def other_budgets(results: Path) -> str:
+    """Compiled recipes under other activation budgets than their own."""
+    rows = sorted(_measured(results, "lab_budgets"), key=lambda pair: -pair[1].peak_bytes)
+    lines = []
+    for record, memory in rows:
+        compiling = record.recipe["compile"]
+        assert isinstance(compiling, dict), "only compiled runs have a budget"
+        by_phase = (f"{memory.by_phase[phase] / GiB:.3f}" for phase in _PHASES)
+        lines.append([record.name.rpartition("/")[2], f"{compiling['activation_budget']:.2f}", *by_phase])
+    header = ["recipe", "activation_budget", *(f"{phase}, GiB" for phase in _PHASES)]
+    return table(header, lines, num_text=1) + f"\n\n{_provenance(rows, 'lab_budgets')}"
+
+
 def predicted(results: Path) -> str:
     """Recipes under other settings, predicted."""
     record = newest(results / "lab_predicted", SCHEMA)
     rows: list[dict[str, Any]] = record.rows("rows", ("name", "setting", "peak_bytes", "peak_phase"))
     lines = [[row["name"], f"`{row['setting']}`", row["peak_phase"], f"{row['peak_bytes'] / GiB:.3f}"] for row in rows]
     return table(["recipe", "--set", "in", "predicted GiB"], lines, num_text=3) + f"\n\n{record.provenance}"
+
+
+def _measured(results: Path, folder: str) -> list[Measured]:
+    return [(record, record.memory) for record in _finished(results, folder) if record.memory]
+
+
+def _budget_of(record: RunRecord) -> str:
+    plan = record.recipe["plan"]
+    assert isinstance(plan, dict), "a run under a budget has a plan"
+    return str(plan["device_memory"] or "-")
 
 
 def _newest(results: Path) -> list[Measured]:

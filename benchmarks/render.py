@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.activations.tables import chunked_loss, embedding, policies
 from benchmarks.budget_tables import check, sweep
-from benchmarks.lab_tables import batches, compiled, memory, moments, phases, predicted, quality
+from benchmarks.lab_tables import batches, compiled, curve, memory, moments, other_budgets, phases, predicted, quality
 from benchmarks.optim.tables import beside_peers, host_kernel, scale, shares, steps
 from benchmarks.records import Record, gib, newest, percent, table
 from benchmarks.session.tables import budgets, start_up, streaming
@@ -134,7 +134,9 @@ RENDERERS: dict[str, Renderer] = {
     "host-embedding": embedding,
     "host-kernel": host_kernel,
     "lab-batches": batches,
+    "lab-budgets": other_budgets,
     "lab-compiled": compiled,
+    "lab-curve": curve,
     "lab-memory": memory,
     "lab-moments": moments,
     "lab-phases": phases,
