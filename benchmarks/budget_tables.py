@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.records import gib, newest, percent, table
@@ -60,7 +61,11 @@ def sweep(results: Path, dtype: str = "float32") -> str:
 def _compiled_runs(results: Path, swept: BudgetSweep) -> dict[float, RunRecord]:
     """The newest runs of the whole compiled model whose update comes after the backward, by budget."""
     runs = {}
-    records = map(read_record, sorted((results / "lab").glob("*.json")))
+    records = [read_record(path) for path in sorted((results / "lab").glob("*.json"))]
+    for path in sorted((results / "lab_budgets").glob("*.json")):
+        # What was published of the recipe is of its own budget.
+        record = read_record(path)
+        records.append(replace(record, recipe={**record.recipe, "published": None}))
     for record in sorted(records, key=lambda record: dt.datetime.fromisoformat(record.surroundings.date)):
         # As it ran: overrides are in the record, and not in the recipe of its name.
         recipe = config.from_plain(Recipe, record.recipe)

@@ -175,6 +175,14 @@ def other_budgets(results: Path) -> str:
     return table(header, lines, num_text=1) + f"\n\n{_provenance(rows, 'lab_budgets')}"
 
 
+def newest_peak(results: Path, name: str, budget: float | None) -> int | None:
+    """Measured bytes of a recipe, as it is or compiled under another activation budget; None where there is no run."""
+    if budget is None:
+        return next((memory.peak_bytes for record, memory in _newest(results) if record.name == name), None)
+    found = [pair for pair in _measured(results, "lab_budgets") if pair[0].name == name and _is_under(pair[0], budget)]
+    return max(found, key=lambda pair: _when(pair[0]))[1].peak_bytes if found else None
+
+
 def predicted(results: Path) -> str:
     """Recipes under other settings, predicted."""
     record = newest(results / "lab_predicted", SCHEMA)
@@ -185,6 +193,11 @@ def predicted(results: Path) -> str:
 
 def _measured(results: Path, folder: str) -> list[Measured]:
     return [(record, record.memory) for record in _finished(results, folder) if record.memory]
+
+
+def _is_under(record: RunRecord, budget: float) -> bool:
+    compiling = record.recipe["compile"]
+    return isinstance(compiling, dict) and compiling["activation_budget"] == budget
 
 
 def _budget_of(record: RunRecord) -> str:

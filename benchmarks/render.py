@@ -20,6 +20,7 @@ import numpy as np
 
 from benchmarks.activations.tables import chunked_loss, embedding, policies
 from benchmarks.budget_tables import check, sweep
+from benchmarks.inductor.tables import generated
 from benchmarks.lab_tables import batches, compiled, curve, memory, moments, other_budgets, phases, predicted, quality
 from benchmarks.optim.tables import beside_peers, host_kernel, scale, shares, steps
 from benchmarks.records import Record, gib, newest, percent, table
@@ -137,6 +138,7 @@ RENDERERS: dict[str, Renderer] = {
     "lab-budgets": other_budgets,
     "lab-compiled": compiled,
     "lab-curve": curve,
+    "lab-generated": generated,
     "lab-memory": memory,
     "lab-moments": moments,
     "lab-phases": phases,

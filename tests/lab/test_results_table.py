@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.lab_tables import batches, compiled, memory, moments, quality
+from benchmarks.lab_tables import batches, compiled, curve, memory, moments, newest_peak, other_budgets, quality
 from benchmarks.render import RESULTS
 from lowtide.errors import BadRecordError
 from lowtide.lab.configurations import seed_of
@@ -29,9 +29,9 @@ from lowtide.units import GiB, KiB
 from tests.lab.report.samples import SURROUNDINGS, record
 
 
-def write(folder: Path, *records: RunRecord) -> Path:
+def write(folder: Path, *records: RunRecord, into: str = "lab") -> Path:
     for number, each in enumerate(records):
-        write_record(each, folder / "lab" / f"{number}.json")
+        write_record(each, folder / into / f"{number}.json")
     return folder
 
 
@@ -101,7 +101,7 @@ def test_what_the_pages_say_of_predictions_is_in_the_records() -> None:
     }
     wrong = {name: off / KiB for name, off in off_bytes.items() if off}
     assert wrong == {
-        "bf16_exact": -352,
+        "bf16_exact": 14.5,
         "streamed": 1296,
         "bf16_stochastic_offload": 1294.5,
     }
@@ -110,17 +110,52 @@ def test_what_the_pages_say_of_predictions_is_in_the_records() -> None:
 
 
 def test_streamed_and_resident_losses_are_the_same_numbers() -> None:
-    """What lab.md says of `streamed`: moving weights changes no bit."""
+    """What lab.md says of `streamed`: moving weights changes no bit. One run beside others was off by itself, see there."""
     losses: dict[tuple[int, str], tuple[float, ...]] = {}
     for run in map(read_record, (RESULTS / "lab").glob("*.json")):
         if run.evaluation_loss is not None:
             losses[seed_of(run), run.name.rpartition("/")[2]] = run.losses
-    both = {seed for seed, name in losses if name == "streamed"} & {
-        seed for seed, name in losses if name == "bf16_stochastic"
-    }
-    assert both
-    for seed in both:
-        assert losses[seed, "streamed"] == losses[seed, "bf16_stochastic"]
+    parting = {}
+    for seed in (42, 43, 44):
+        pairs = zip(losses[seed, "streamed"], losses[seed, "bf16_stochastic"], strict=True)
+        parting[seed] = next((step for step, (one, other) in enumerate(pairs, start=1) if one != other), None)
+    assert parting == {42: None, 43: None, 44: 6}
+    assert "at 44 they part in the 6th step" in (DOCS / "lab.md").read_text(encoding="utf-8")
+
+
+def test_budgets_of_one_curve_lose_no_bit() -> None:
+    resident, *streamed = sorted(
+        (read_record(path) for path in (RESULTS / "lab_curve").glob("*.json")),
+        key=lambda run: -run.memory.peak_bytes if run.memory else 0,
+    )
+    assert len(streamed) == 4
+    for run in streamed:
+        assert run.losses == resident.losses[: len(run.losses)]
+
+
+def test_a_curve_has_the_least_memory_first_and_the_steps_behind_its_speeds(tmp_path: Path) -> None:
+    speed = SpeedFigures(step_s=(9.0,) * 10 + (0.5, 0.4, 0.6), samples_per_step=4, is_alone=True)
+    runs = [
+        replace(
+            record(name=f"peak_memory/{name}", peak_bytes=peak_bytes, speed=speed),
+            recipe={**record().recipe, "plan": {"device_memory": budget}},
+        )
+        for name, peak_bytes, budget in (("resident", 3 * GiB, None), ("streamed", GiB, "1.5GiB"))
+    ]
+    first, second = curve(write(tmp_path, *runs, into="lab_curve")).splitlines()[2:4]
+    assert first == "| streamed | 1.5GiB | 1.000 | - | - | 8.000 | 0.40, 0.50, 0.60 |"
+    assert second.startswith("| resident | - | 3.000 |")
+
+
+def test_other_activation_budgets_than_a_recipes_own(tmp_path: Path) -> None:
+    figures = MemoryFigures(peak_bytes=2 * GiB, by_phase={"forward": GiB, "backward": 2 * GiB, "update": GiB})
+    run = record(memory=figures)
+    under = replace(run, recipe={**run.recipe, "compile": {"scope": "model", "activation_budget": 0.25}})
+    results = write(tmp_path, under, into="lab_budgets")
+    assert "| control | 0.25 | 1.000 | 2.000 | 1.000 |" in other_budgets(results)
+    assert newest_peak(results, run.name, 0.25) == 2 * GiB
+    assert newest_peak(results, run.name, 0.5) is None
+    assert newest_peak(write(tmp_path, run), run.name, None) == 2 * GiB
 
 
 def test_the_quality_table_has_means_over_seeds_and_no_speed_of_shared_runs(tmp_path: Path) -> None:
@@ -224,7 +259,7 @@ def test_compiled_rows_are_set_against_what_was_published(tmp_path: Path) -> Non
 
 
 def test_recipes_without_a_record_are_said_not_to_be_measured() -> None:
-    measured = {read_record(path).name for path in (RESULTS / "lab").glob("*.json")}
+    measured = {read_record(path).name for folder in ("lab", "lab_curve") for path in (RESULTS / folder).glob("*.json")}
     left = {name for name in recipe_names() if name.startswith("peak_memory/") and name not in measured}
     text = (DOCS / "lab.md").read_text(encoding="utf-8").partition("**Not measured yet**")[2]
     assert set(re.findall(r"`(\w+)`", text)) == {name.rpartition("/")[2] for name in left}
