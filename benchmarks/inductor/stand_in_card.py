@@ -1,6 +1,7 @@
 """An H200 that inductor can ask about its properties, on a machine without one. Nothing runs on it.
 
-Needs a build of torch for CUDA, which need not find a card, and Triton beside it. Checked in 2.8.0 and 2.11.0.
+Needs a build of torch for CUDA, which need not find a card, and Triton beside it. Checked in 2.8.0 and 2.11.0. A torch that asks
+more than these raises from within its call of the driver; the traceback names the function whose answer is to be added.
 """
 
 from __future__ import annotations
