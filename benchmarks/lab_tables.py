@@ -135,10 +135,13 @@ def curve(results: Path) -> str:
     lines = []
     for record, memory in rows:
         name, _, peak, _, predicted, error, _ = _cells(record, memory)
-        assert record.speed is not None, "the run finished"
-        assert record.speed.is_alone, "a speed beside other runs says nothing"
+        speed = record.speed.warm_samples_per_s(NUM_COLD_STEPS) if record.speed and record.speed.is_alone else None
+        if record.speed is None or speed is None:
+            raise BadRecordError(
+                f"a run of {record.name} in {results / 'lab_curve'} has no speed of its own: it was short, or beside others; "
+                "run it again, or take it away"
+            )
         warm_s = sorted(record.speed.step_s[NUM_COLD_STEPS:])
-        speed = record.speed.warm_samples_per_s(NUM_COLD_STEPS)
         lines.append(
             [
                 name,
@@ -146,7 +149,7 @@ def curve(results: Path) -> str:
                 peak,
                 predicted,
                 error,
-                "-" if speed is None else speed_text(speed),
+                speed_text(speed),
                 f"{warm_s[0]:.2f}, {statistics.median(warm_s):.2f}, {warm_s[-1]:.2f}",
             ]
         )
@@ -179,7 +182,8 @@ def newest_peak(results: Path, name: str, budget: float | None) -> int | None:
     """Measured bytes of a recipe, as it is or compiled under another activation budget; None where there is no run."""
     if budget is None:
         return next((memory.peak_bytes for record, memory in _newest(results) if record.name == name), None)
-    found = [pair for pair in _measured(results, "lab_budgets") if pair[0].name == name and _is_under(pair[0], budget)]
+    runs = _measured(results, "lab_budgets") if (results / "lab_budgets").exists() else []
+    found = [pair for pair in runs if pair[0].name == name and _is_under(pair[0], budget)]
     return max(found, key=lambda pair: _when(pair[0]))[1].peak_bytes if found else None
 
 

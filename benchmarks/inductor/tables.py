@@ -49,7 +49,7 @@ def _cells(older: CodeRecord, newer: CodeRecord, results: Path) -> list[str]:
     measured = newest_peak(results, newer.name, None if is_own else newer.budget)
     return [
         newer.name.rpartition("/")[2],
-        f"{newer.budget:.2f}",
+        f"{newer.budget:g}",
         f"{older.backward_bytes / GiB:.3f}",
         f"{newer.backward_bytes / GiB:.3f}",
         f"{(older.backward_bytes - newer.backward_bytes) / MiB:+,.0f}",

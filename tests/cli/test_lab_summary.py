@@ -55,6 +55,17 @@ def test_perplexities_on_the_way_are_a_sentence() -> None:
     assert "control: perplexity 148.4, 2.72, 1.00 after 1, 2, 4 steps" in said([run])
 
 
+def test_why_a_run_did_not_finish_is_said_once_for_all_seeds() -> None:
+    message = 'KeyError: 3\nlast heard: training\n  File "a.py", line 3, in run'
+    failed = [record("x/own", seed=seed, peak_bytes=None, outcome=Outcome.FAILED, message=message) for seed in (1, 2)]
+    lines = said(
+        [*failed, record("x/large", peak_bytes=None, outcome=Outcome.OUT_OF_MEMORY, message="needs " + "x" * 999)]
+    )
+    assert lines.count("own: KeyError: 3") == 1
+    assert not any("a.py" in line for line in lines)
+    assert "large: needs …" in lines
+
+
 def test_long_settings_are_letters_beside_the_names() -> None:
     def made(name: str, steps: int) -> RunRecord:
         speed = SpeedFigures(step_s=(0.5,) * steps, samples_per_step=1)

@@ -62,6 +62,11 @@ def test_recipes_of_the_package_have_none(name: str) -> None:
             "evaluation.samples",
             "evaluation.samples is 6, and data.num_validation is 5: lower the first, or raise the second",
         ),
+        (
+            {"model": "no_such_module:factory", "model_settings": {"vocab_size": 64}},
+            "model_settings",
+            "model_settings has vocab_size: only built-in models have settings, and 'no_such_module:factory' is none",
+        ),
         ({"optimizer": OptimizerRecipe(settings={"lr": -1.0})}, "optimizer.settings", "Invalid learning rate: -1.0"),
         ({"optimizer": OptimizerRecipe(settings={"betas": 0.9})}, "optimizer.settings", "TypeError: "),
         (

@@ -35,6 +35,17 @@ def test_another_kind_begins_anew(tmp_path: Path) -> None:
     assert isinstance(read_recipe(path).scheduler, Constant)
 
 
+def test_settings_of_a_built_in_model_go_with_it(tmp_path: Path) -> None:
+    write(tmp_path, "base.yaml", "model: deep-one-tiny\nmodel_settings: {vocab_size: 512, norm: fused}\n")
+    other = write(tmp_path, "other.yaml", "extends: base.yaml\nmodel: gpt-tiny\nmodel_settings: {norm: separate}\n")
+    own = write(tmp_path, "own.yaml", "extends: base.yaml\nmodel: mymodel:make\n")
+    assert read_recipe(other).model_settings == {"vocab_size": 512, "norm": "separate"}
+    assert read_recipe(own).model_settings == {}
+    # What stands beside it is a mistake, and is not dropped.
+    own = write(tmp_path, "own.yaml", "extends: base.yaml\nmodel: mymodel:make\nmodel_settings: {vocab_size: 64}\n")
+    assert read_recipe(own).model_settings == {"vocab_size": 64}
+
+
 def test_another_optimizer_begins_anew(tmp_path: Path) -> None:
     write(tmp_path, "base.yaml", "model: gpt-tiny\noptimizer: {name: adamw, settings: {lr: 0.1, betas: [0.9, 0.95]}}\n")
     path = write(tmp_path, "other.yaml", "extends: base.yaml\noptimizer: {name: sgd, settings: {momentum: 0.9}}\n")

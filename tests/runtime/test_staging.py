@@ -111,7 +111,8 @@ def test_a_step_that_is_played_through_is_the_one_that_was_measured() -> None:
 
 
 def test_the_room_that_is_taken_makes_the_steps_that_were_measured_with_it() -> None:
-    gradient_bytes = 2 * json.loads(WITH_MORE.read_text(encoding="utf-8"))["rows"][1]["parameters"]
+    rows = json.loads(WITH_MORE.read_text(encoding="utf-8"))["rows"]
+    gradient_bytes = 2 * next(row["parameters"] for row in rows if row["name"] == "8b, 30% on the host")
     rooms, steps = [], []
     for percent in SHARES:
         on_host = gradient_bytes * percent // 100
@@ -125,7 +126,7 @@ def test_the_room_that_is_taken_makes_the_steps_that_were_measured_with_it() -> 
     assert f"the room that was taken {listed(as_played for as_played, _ in steps)}" in TEXT
     for percent, (as_played, measured) in zip(SHARES, steps, strict=True):
         # Beyond 40% the steps were faster than the play has them, and nobody knows why.
-        assert measured == pytest.approx(as_played, rel=0.06) if percent <= 40 else measured < as_played
+        assert measured == pytest.approx(as_played, rel=0.06) if percent <= 40 else 0.85 < measured / as_played < 1
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from lowtide.models.gpt import GPT, GPTConfig
 from lowtide.tracing.observe import observe
 from lowtide.tracing.settings import StepSettings, UpdateSchedule
 from lowtide.tracing.step_trace import Category, Phase, StepTrace
+from lowtide.tracing.trace import trace
 
 FLOAT = 4
 ROWS, INNER, WIDE, OUT = 50, 100, 200, 10
@@ -55,6 +57,19 @@ def test_every_byte_of_a_small_step_is_where_arithmetic_says() -> None:
     assert trace.peak_reserved_bytes == trace.peak_bytes
     assert trace.curve[-1] == trace.start_allocated_bytes
     assert (trace.origin, trace.target.card, trace.num_parameters) == ("observed", "cpu", weights // FLOAT)
+
+
+@pytest.mark.parametrize("settings", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}])
+def test_a_prediction_for_the_host_updates_as_torch_does_there(settings: dict[str, bool]) -> None:
+    """Where nothing is said that is parameter by parameter; cards copy all of them at once."""
+
+    def optimizer(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, **settings)
+
+    batch = torch.ones(ROWS, INNER)
+    predicted = trace(make_mlp(), batch, optimizer=optimizer, loss=total, hardware="cpu").phase_peaks()[Phase.UPDATE]
+    observed = observe(make_mlp(), batch, optimizer=optimizer, loss=total).phase_peaks()[Phase.UPDATE]
+    assert predicted == pytest.approx(observed, rel=0.02)
 
 
 def test_optimizer_state_and_gradients_are_counted_at_the_update() -> None:

@@ -9,10 +9,11 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from lowtide.lab.report.comparison import Comparison
+from lowtide.lab.report.error_words import error_line
 from lowtide.lab.report.fastest import fastest_words
 from lowtide.lab.report.provenance import run_remarks
 from lowtide.lab.report.rows import Row
-from lowtide.lab.report.tables import Column, number, outcome_words, result_table
+from lowtide.lab.report.tables import Column, number, outcome_words, result_table, shortened
 from lowtide.report.terminal_table import titled_table
 
 SHOWN = ("peak", "reduction", "at", "reserved", "steps", "perplexity")
@@ -22,6 +23,9 @@ DISPENSABLE = ("reserved", "reduction", "at", "steps")
 NUM_COLUMNS = 80
 LONGEST_LABEL = 40
 """That leaves room for figures on 80 columns, on two lines at most."""
+
+LONGEST_REASON = 400
+"""The advice of an error stands at its end."""
 
 
 def summary_of(comparison: Comparison) -> Iterator[RenderableType]:
@@ -43,11 +47,21 @@ def summary_of(comparison: Comparison) -> Iterator[RenderableType]:
     yield Text(comparison.title, style="bold")
     yield table
     sentences = [f"[{mark}] {settings}" for settings, mark in marks.items()]
+    sentences += _reasons(comparison, labels)
     sentences += [words] if (words := fastest_words(comparison)) else []
     sentences += _moments(comparison, labels)
     sentences += [f"Note: {remark}" for remark in run_remarks(comparison)]
     if sentences:
         yield Text("\n".join(sentences) + "\n")
+
+
+def _reasons(comparison: Comparison, labels: Sequence[str]) -> list[str]:
+    """Why rows did not finish, in one line each; the files have tracebacks."""
+    return [
+        f"{label}: {shortened(reason, LONGEST_REASON)}"
+        for row, label in zip(comparison.rows, labels, strict=True)
+        for reason in dict.fromkeys(error_line(ending.message) for ending in row.unfinished if ending.message)
+    ]
 
 
 def _moments(comparison: Comparison, labels: Sequence[str]) -> list[str]:

@@ -66,11 +66,13 @@ def _checks(recipe: Recipe) -> Iterator[Check]:
     yield "optimizer.settings", lambda: _optimizer(recipe)
     if recipe.precision is not None:
         yield "precision", lambda: _check_kernels(recipe)
-    if ":" in recipe.model and not recipe.model.startswith("hf:"):
-        return
-    yield "model", lambda: resolve_model(recipe.model)
+    is_factory = ":" in recipe.model and not recipe.model.startswith("hf:")
+    if not is_factory:
+        yield "model", lambda: resolve_model(recipe.model)
     if recipe.model_settings:
         yield "model_settings", lambda: resolve_model(recipe.model, settings=recipe.model_settings)
+    if is_factory:
+        return
     source = resolve_model(recipe.model, settings=recipe.model_settings)
     yield "model_settings" if recipe.model_settings else "model", lambda: source.build(recipe.torch_dtype)
     yield from _model_checks(recipe, source, source.build(recipe.torch_dtype))

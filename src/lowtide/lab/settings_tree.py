@@ -32,9 +32,12 @@ def tree_of(plain: Mapping[str, Plain], source: str) -> Tree:
 def merge(below: Tree, above: Tree) -> Tree:
     """The settings of one file over those of another, key by key, and those of a mapping one by one.
 
-    A mapping that names another `kind`, or an optimizer of another `name`, begins anew.
+    A mapping that names another `kind`, or an optimizer of another `name`, begins anew. The settings of a built-in model go with
+    it where a model of somebody's own comes in its place: that one has none.
     """
     merged = dict(below)
+    if ":" in str(_value(above.get("model"))):
+        merged.pop("model_settings", None)
     for key, value in above.items():
         old = merged.get(key)
         if isinstance(old, dict) and isinstance(value, dict) and not _begins_anew(key, old, value):

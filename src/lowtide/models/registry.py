@@ -47,7 +47,8 @@ def resolve_model(spec: str, *, recompute: bool = False, settings: Mapping[str, 
         return _resolve_built_in(spec, _changed(BUILT_INS[spec], settings or {}), recompute=recompute)
     if settings and ":" in spec:
         raise ConfigError(
-            f"{', '.join(settings)}: only built-in models have settings, and {spec!r} is none; change its own config or factory",
+            f"model_settings has {', '.join(settings)}: only built-in models have settings, and {spec!r} is none; leave them "
+            "out, and change its own config or factory",
             key="model_settings",
         )
     if spec.startswith(huggingface.PREFIX):

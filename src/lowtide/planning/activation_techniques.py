@@ -117,7 +117,7 @@ def _is_recomputed(trace: StepTrace) -> bool:
 
 
 ACTIVATION_TECHNIQUES = (
-    ActivationPolicy("compiled, half the budget", "compile-budget/0.5"),
+    ActivationPolicy("blocks compiled, half the budget", "compile-budget/0.5"),
     ActivationPolicy("selective recompute", "selective"),
     ActivationPolicy("recompute", "recompute"),
     ActivationPolicy("recompute in segments", "recompute/"),

@@ -217,7 +217,10 @@ def listed(names: Sequence[str]) -> str:
 def _message(spoiled: Sequence[Verdict]) -> str:
     left_out = [name for verdict in spoiled if verdict.is_left_out for name in verdict.names]
     updated = [name for verdict in spoiled if not verdict.is_left_out for name in verdict.names]
-    parts = ["a backward that updates brought gradients that are NaN or infinite, with a finite loss."]
+    parts = [
+        "a backward that updates brought gradients that are NaN or infinite.",
+        "What it was judged by before was finite: the loss that the model returned, or else the first gradient.",
+    ]
     if left_out:
         parts.append(f"Left as they were: {listed(left_out)}.")
     if updated:
@@ -226,7 +229,7 @@ def _message(spoiled: Sequence[Verdict]) -> str:
             "with a precision Lowtide's own update would have left them out."
         )
     parts.append(
-        "All other weights that it reached took the step. Schedule.DEFERRED judges all gradients before the first update, "
+        "All other weights that it reached, if any, took the step. Schedule.DEFERRED judges all gradients before the first update, "
         f"and would have changed nothing. {TOO_LARGE}"
     )
     return " ".join(parts)

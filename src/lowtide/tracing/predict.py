@@ -33,7 +33,13 @@ from lowtide.tracing.roles import GradientWatch, ModulePaths, state_roles, weigh
 from lowtide.tracing.settings import StepSettings, UpdateSchedule
 from lowtide.tracing.step_trace import Category, StepTrace, Target
 from lowtide.tracing.surroundings import DeviceMemory, Surroundings
-from lowtide.tracing.training_step import Loss, TrainingStep, choose_implementation, update_in_backward
+from lowtide.tracing.training_step import (
+    Loss,
+    TrainingStep,
+    choose_as_on_host,
+    choose_implementation,
+    update_in_backward,
+)
 from lowtide.tracing.transport import TensorCard, unpack
 
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
@@ -189,6 +195,8 @@ def _prepare(job: Job, mode: GhostMode) -> tuple[TrainingStep, Surroundings | No
         )
     if optimizer is not None and job.settings.implementation is not None:
         choose_implementation(optimizer, job.settings.implementation)
+    elif optimizer is not None and job.hardware.is_host:
+        choose_as_on_host(optimizer)
     if optimizer is not None and job.settings.update is UpdateSchedule.IN_BACKWARD:
         update_in_backward(optimizer)
     return TrainingStep(model, contents.batch, optimizer, contents.loss, job.settings), contents.surroundings

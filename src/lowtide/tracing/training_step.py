@@ -134,6 +134,13 @@ def choose_implementation(optimizer: torch.optim.Optimizer, implementation: Impl
         group.update({key: value for key, value in flags.items() if key in group})
 
 
+def choose_as_on_host(optimizer: torch.optim.Optimizer) -> None:
+    """Where nothing is said, torch takes its foreach implementation on cards alone."""
+    for group in optimizer.param_groups:
+        if group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = False
+
+
 def update_in_backward(optimizer: torch.optim.Optimizer) -> None:
     """Update each parameter in the backward, by an optimizer of its own with the same settings, and free its gradient."""
     kind = type(optimizer)
