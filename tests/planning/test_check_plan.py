@@ -78,7 +78,7 @@ class TestBudgets:
         assert str(caught.value) == (
             "the device budget of 4.5 KiB cannot hold the weights: 512 B are resident, and the windows of streamed "
             "groups need 4.0 KiB (4.0 KiB of it for 'embedding' alone), 4,608 bytes together; raise the device budget "
-            "to more than 4.5 KiB, or stream more groups, or tile the layers of that module"
+            "to more than 4.5 KiB, or stream more groups, or tile the layers of that module (lowtide.activations.tile)"
         )
 
     def test_prefetch_takes_its_part(self) -> None:

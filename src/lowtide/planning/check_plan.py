@@ -151,7 +151,7 @@ def _check_device(plan: Plan, layout: Layout, visiting: int) -> None:
         advice.append(f"lower prefetch_depth from {plan.prefetch_depth}")
     if visiting:
         advice.append("update on the host")
-    advice.append("tile the layers of that module" if alone else "use a smaller model")
+    advice.append("tile the layers of that module (lowtide.activations.tile)" if alone else "use a smaller model")
     visitors = (
         f", and optimizer state that visits the device ('paged') takes {format_bytes(visiting)} ({visiting:,} bytes)"
     )

@@ -143,14 +143,14 @@ def _sites_by_chunk(layout: Layout, update: Site | str | float | Mapping[str, Si
     choices: dict[str, object] = {DEFAULT: Site.HOST, **named}
     for name, choice in choices.items():
         chunks = unnamed if name == DEFAULT else layout.chunks_of(name)
-        if isinstance(choice, str):
-            site = _word(Site, choice, f"update[{name!r}]")
-            sites |= {chunk.name: site for chunk in chunks}
+        if isinstance(choice, str) and choice in set(Site):
+            sites |= {chunk.name: Site(choice) for chunk in chunks}
             continue
         if isinstance(choice, bool) or not isinstance(choice, int | float) or not 0 <= choice <= 1:
+            where = f"update[{name!r}]" if isinstance(update, Mapping) else "update"
+            words = ", ".join(repr(site.value) for site in Site)
             raise ConfigError(
-                f"update[{name!r}] is {choice!r}; give 'device', 'host' or the share of the host, from 0 to 1",
-                key="update",
+                f"{where} is {choice!r}; give {words} or the share of the host, from 0 to 1", key="update"
             )
         on_host = host_chunks(chunks, choice)
         sites |= {
