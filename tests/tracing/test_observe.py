@@ -67,9 +67,12 @@ def test_a_prediction_for_the_host_updates_as_torch_does_there(settings: dict[st
         return torch.optim.AdamW(parameters, **settings)
 
     batch = torch.ones(ROWS, INNER)
-    predicted = trace(make_mlp(), batch, optimizer=optimizer, loss=total, hardware="cpu").phase_peaks()[Phase.UPDATE]
-    observed = observe(make_mlp(), batch, optimizer=optimizer, loss=total).phase_peaks()[Phase.UPDATE]
-    assert predicted == pytest.approx(observed, rel=0.02)
+    predicted = trace(make_mlp(), batch, optimizer=optimizer, loss=total, hardware="cpu")
+    observed = observe(make_mlp(), batch, optimizer=optimizer, loss=total)
+    # The host's allocator rounds nothing. Counts of steps lie on the host wherever the weights are, and are not predicted.
+    counts = 0 if settings.get("fused") else 2 * FLOAT
+    assert {phase: peak + counts for phase, peak in predicted.phase_peaks().items()} == observed.phase_peaks()
+    assert predicted.peak_reserved_bytes == predicted.peak_bytes
 
 
 def test_optimizer_state_and_gradients_are_counted_at_the_update() -> None:

@@ -1,6 +1,6 @@
 """MemoryLog: allocated and reserved bytes after each entry of a recorder's log, and the block each life occupies.
 
-Three sources give one: a replay of the caching allocator (prediction), the storages' own sizes (a step observed on the
+Three sources give one: a replay of the caching allocator (prediction), the storages' own sizes (a step on the
 host, which rounds nothing and reserves nothing), and the card's allocator itself (a step observed on CUDA).
 """
 

@@ -26,7 +26,7 @@ from lowtide.tracing.ghost.mode import GhostMode
 from lowtide.tracing.ghost.mover import GhostMover
 from lowtide.tracing.ghost.tensor import Ghost
 from lowtide.tracing.ghost.values import Known
-from lowtide.tracing.memory_log import replay
+from lowtide.tracing.memory_log import exact, replay
 from lowtide.tracing.recorder import Recorder
 from lowtide.tracing.repeat import RepeatedBlocks
 from lowtide.tracing.roles import GradientWatch, ModulePaths, state_roles, weight_roles
@@ -112,10 +112,12 @@ def _predict(
             recorder, first_event, first_op = _run_steps(step, mode, job, surroundings, on_progress)
     recorder.is_closed = True
     on_progress("replaying the allocator")
+    # The host's rounds nothing, and caches nothing.
+    memory = exact(recorder) if job.hardware.is_host else replay(recorder, job.allocator)
     notes = [*mode.notes, *machine.attention.notes(), *([chunked_loss.NOTE] if job.settings.chunked_loss else [])]
     return assemble(
         recorder,
-        replay(recorder, job.allocator),
+        memory,
         origin="predicted",
         first_event=first_event,
         first_op=first_op,
