@@ -1,14 +1,13 @@
-"""The code that inductor generates for a recipe's model under an activation budget, without a card.
+"""The code that inductor generates for the backward of a recipe's model under an activation budget, without a card.
 
 The joint graph is traced on the host, with the attention of a card (see `lowtide.lab.budget`), and cut by torch's partitioner.
-Both halves are then said to be on a card and given to inductor, which is stopped when its code is written. In a run inductor may
+The backward is then said to be on a card and given to inductor, which is stopped when its code is written. In a run inductor may
 also write over saved tensors in place (`donated_buffer`), which it is not told of here: with it, the peaks of 2.8 and 2.11 at 0.6
 and 1.0 in fp32 are the same.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -25,19 +24,11 @@ from lowtide.lab.recipe import Recipe
 CARD = torch.device("cuda", 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Code:
-    """Two files of Python."""
-
-    forward: str
-    backward: str
-
-
 class _WrittenError(Exception):
     """Carries the code out of the compiler."""
 
 
-def generate(recipe: Recipe, budget: float) -> Code:
+def generate_backward(recipe: Recipe, budget: float) -> str:
     """Compile up to the code, of the model and its loss as one graph."""
     from torch._functorch import config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -46,13 +37,9 @@ def generate(recipe: Recipe, budget: float) -> Code:
     with mock.patch.object(compat, "trace_joint_graph", trace):
         joint, _ = trace_recipe(recipe)
     with config.patch(activation_memory_budget=budget):
-        halves = min_cut_rematerialization_partition(partitioning._copy(joint.module), **joint.arguments)
+        _, backward = min_cut_rematerialization_partition(partitioning._copy(joint.module), **joint.arguments)
     with stand_in_card():
-        forward, backward = (
-            _code(_on_card(module), is_backward=is_backward)
-            for module, is_backward in zip(halves, (False, True), strict=True)
-        )
-    return Code(forward, backward)
+        return _code(_on_card(backward))
 
 
 def _on_card(module: fx.GraphModule) -> fx.GraphModule:
@@ -79,7 +66,7 @@ def _elsewhere(argument: Any) -> Any:
     return CARD if isinstance(argument, torch.device) else argument
 
 
-def _code(module: fx.GraphModule, *, is_backward: bool) -> str:
+def _code(module: fx.GraphModule) -> str:
     from torch._guards import TracingContext, tracing
     from torch._inductor import compile_fx, config
     from torch._inductor.graph import GraphLowering
@@ -102,8 +89,8 @@ def _code(module: fx.GraphModule, *, is_backward: bool) -> str:
         mock.patch.object(GraphLowering, "compile_to_module", write),
     ):
         try:
-            compile_fx.compile_fx_inner(module, inputs, static_input_idxs=static, is_backward=is_backward, graph_id=0)
-        except Exception as error:
+            compile_fx.compile_fx_inner(module, inputs, static_input_idxs=static, is_backward=True, graph_id=0)
+        except Exception as error:  # inductor wraps what is raised in it; anything else goes on from there
             return _written(error)
     raise AssertionError("the compiler did not come to its code")
 

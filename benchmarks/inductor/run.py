@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.inductor.generate import generate
+from benchmarks.inductor.generate import generate_backward
 from benchmarks.inductor.record import CodeRecord, budget_of, write
 from benchmarks.inductor.replay import peak_bytes, read_events
 from benchmarks.inductor.reuse import kept_for_reuse
@@ -53,8 +53,8 @@ def main() -> None:
 
 def _examine(name: str, recipe: Recipe, budget: float, commit: str) -> CodeRecord:
     print(f"{name} at {budget:g}: torch {torch.__version__} generates code", flush=True)
-    code = generate(replace(recipe, data=RandomInputs(), evaluation=None), budget)
-    events = read_events(code.backward, recipe.dtype)
+    code = generate_backward(replace(recipe, data=RandomInputs(), evaluation=None), budget)
+    events = read_events(code, recipe.dtype)
     record = CodeRecord(
         name=name,
         budget=budget,

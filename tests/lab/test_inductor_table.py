@@ -90,7 +90,7 @@ def test_mistakes_end_before_anything_is_compiled(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, names: list[str], cuda: str | None, message: str
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(run, "generate", lambda *words: pytest.fail("something was compiled"))
+    monkeypatch.setattr(run, "generate_backward", lambda *words: pytest.fail("something was compiled"))
     monkeypatch.setattr(sys, "argv", ["run", *names, "--out", str(tmp_path / "out")])
     with pytest.raises(SystemExit, match=message):
         run.main()
