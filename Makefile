@@ -7,11 +7,12 @@ STAMP := $(VENV)/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format lint types sizes docs chromium clean
+.PHONY: help setup demo test exhaustive check format lint types sizes docs chromium clean
 
 help:
 	@echo 'make demo     predict a step, and train a small GPT inside a budget on this machine'
 	@echo 'make test     the tests'
+	@echo 'make exhaustive  exceptions at every line of a session, some hours'
 	@echo 'make check    format, lint, types, tests and documentation examples, as CI does'
 	@echo 'make format   rewrite the sources in the one style'
 	@echo 'make docs     fill the tables in README.md and docs/ from the records in benchmarks/results'
@@ -25,7 +26,8 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Lowtide needs Python 3.11 or newer, this is %d.%d; try: make PYTHON=python3.12" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools $(TORCH)
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev,transformers,lab]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev,transformers,lab,optimizers]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps timm
 	touch $@
 
 demo: $(STAMP)
@@ -33,6 +35,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2
+
+# Each line of a session's code raises once, and what is left is compared with plain torch. `make test` takes a sample.
+exhaustive: $(STAMP)
+	$(BIN)/python -m pytest -n 2 -m exhaustive tests/runtime/test_interrupts.py
 
 check: $(STAMP) chromium lint types test sizes
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from benchmarks.records import machine
 from lowtide import compat
 from lowtide.lab.budget.joint import trace_recipe
 from lowtide.lab.budget.sweep import make_point
@@ -108,6 +109,7 @@ def main() -> None:
         "schema": SCHEMA,
         "commit": commit,
         "hardware": "the host's processor, inductor's C++ backend",
+        "machine": machine(),
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "rows": rows,

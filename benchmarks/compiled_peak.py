@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.records import machine
 from lowtide import compat
 from lowtide.lab.data_recipe import RandomInputs
 from lowtide.lab.experiment import run_experiment
@@ -111,6 +112,7 @@ def main() -> None:
         "budget": None if recipe.compile is None else recipe.compile.activation_budget,
         "commit": arguments.commit,
         "hardware": torch.cuda.get_device_name(),
+        "machine": machine(),
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "measured_bytes": made.memory.peak_bytes,

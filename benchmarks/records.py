@@ -1,15 +1,21 @@
-"""Reads benchmark records and lays out tables of their numbers."""
+"""Benchmark records: what they say of the machine, how they are read, and tables of their numbers."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lowtide.errors import BadRecordError
+from lowtide.hardware.machine import this_machine
 from lowtide.units import GiB
+
+
+def machine() -> dict[str, object]:
+    """The host of a measurement, for its record: `processor`, `memory_bytes` and the card's `driver`."""
+    return asdict(this_machine())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,8 +22,8 @@ from benchmarks.activations.tables import chunked_loss, embedding, policies
 from benchmarks.budget_tables import check, sweep
 from benchmarks.inductor.tables import generated
 from benchmarks.lab_tables import batches, compiled, curve, memory, moments, other_budgets, phases, predicted, quality
-from benchmarks.optim.tables import beside_peers, host_kernel, scale, shares, steps
-from benchmarks.records import Record, gib, newest, percent, table
+from benchmarks.optim.tables import beside_peers, classes, host_kernel, refused_classes, scale, shares, steps
+from benchmarks.records import Record, gib, newest, percent, sources, table
 from benchmarks.session.tables import budgets, start_up, streaming
 from lowtide.errors import BadRecordError, UnknownNameError
 from lowtide.units import GiB
@@ -110,6 +110,78 @@ def accuracy_summary(results: Path, folder: str = "accuracy") -> str:
     return table(header, rows, num_text=2) + f"\n\n{record.provenance}{remark}"
 
 
+def fresh(results: Path, name: str = "fresh") -> str:
+    """Steps in fresh processes: the prediction made before the measurement, and that of the rules mended after it."""
+    measured = newest(results / f"{name}_measured", "lowtide.fresh/1")
+    sides = {side: f"{side}_life" for side in _SIDES}
+    rows = [
+        row for row in measured.rows("rows", ("name",)) if all(isinstance(row.get(key), int) for key in sides.values())
+    ]
+    predictions = [newest(results / f"{name}_{kind}", "lowtide.fresh_predicted/1") for kind in _FRESH]
+    guesses = [{str(row["name"]): row for row in each.rows("rows", ("name",))} for each in predictions]
+    cells: list[list[str]] = []
+    errors: dict[tuple[str, int], list[float]] = {}
+    for row in rows:
+        cells.append([str(row["name"])])
+        for side, key in sides.items():
+            truth = row[key]
+            assert isinstance(truth, int)
+            cells[-1].append(gib(truth))
+            for number, guess in enumerate(guesses):
+                predicted = _get_int(guess[str(row["name"])], side, predictions[number])
+                errors.setdefault((side, number), []).append(abs(predicted / truth - 1))
+                cells[-1].append(percent(predicted / truth - 1))
+    for words, share in (("median", 50), ("95th percentile", 95), ("worst", 100)):
+        figures = [[f"{100 * float(np.percentile(errors[side, n], share)):.2f}%" for n in (0, 1)] for side in _SIDES]
+        cells.append([f"**{words}**", *(cell for figure in figures for cell in ("", *figure))])
+    header = ["case", "allocated GiB", "blind", "after", "reserved GiB", "blind", "after"]
+    return table(header, cells, num_text=1) + f"\n\n{sources([measured, *predictions])}"
+
+
+_FRESH = ("predicted", "repredicted")
+_ATTENTION = frozenset(
+    {"GPT-2", "Llama", "T5", "BERT", "Mixtral", "ViT", "Swin", "nn.Transformer", "Whisper"}
+    | {"OPT", "Qwen2", "RoBERTa", "BART", "DeiT"}
+)
+"""Families of attention models; not those behind a stack of convolutions (Speech transformer, MobileViT)."""
+
+
+def fresh_summary(results: Path) -> str:
+    """Both lists of fresh processes, each blind and after the mends, and the attention models among them."""
+    errors: dict[tuple[str, str, str], list[float]] = {}
+    records = []
+    for name, words in (("fresh", "first list"), ("fresh2", "second list")):
+        measured = newest(results / f"{name}_measured", "lowtide.fresh/1")
+        truths = {str(row["name"]): row for row in measured.rows("rows", ("name", "family"))}
+        records.append(measured)
+        for kind in _FRESH:
+            predicted = newest(results / f"{name}_{kind}", "lowtide.fresh_predicted/1")
+            records.append(predicted)
+            for row in predicted.rows("rows", ("name",)):
+                truth = truths[str(row["name"])]
+                groups = [words, "both lists", *(["attention models of both"] if truth["family"] in _ATTENTION else [])]
+                for side in _SIDES if "failed" not in truth else ():
+                    error = abs(_get_int(row, side, predicted) / _get_int(truth, f"{side}_life", measured) - 1)
+                    for group in groups:
+                        errors.setdefault((group, kind, side), []).append(error)
+    cells = []
+    for group in ("first list", "second list", "both lists", "attention models of both"):
+        for kind, blind in zip(_FRESH, ("blind", "after the mends, not blind"), strict=True):
+            figures = [np.percentile(errors[group, kind, side], [50, 95, 100]) for side in _SIDES]
+            shares = [f"{100 * float(share):.2f}%" for figure in figures for share in figure]
+            cells.append([group, blind, str(len(errors[group, kind, "reserved"])), *shares])
+    header = ["steps", "predicted", "number"]
+    header += [f"{side} {words}" for side in _SIDES for words in ("median", "95th percentile", "worst")]
+    return table(header, cells, num_text=2) + f"\n\n{sources(records)}"
+
+
+def _get_int(row: dict[str, object], key: str, record: Record) -> int:
+    value = row.get(key)
+    if not isinstance(value, int):
+        raise BadRecordError(f"{record.path}: {row['name']!r} needs a number in {key}; predict it again")
+    return value
+
+
 def peak_memory(results: Path) -> str:
     """The rows of the published Peak Memory table, predicted."""
     record = newest(results / "peak_memory", "lowtide.peak_memory/1")
@@ -132,6 +204,9 @@ RENDERERS: dict[str, Renderer] = {
     "budget-sweep": sweep,
     "budget-sweep-bf16": functools.partial(sweep, dtype="bfloat16"),
     "chunked-loss": chunked_loss,
+    "fresh": fresh,
+    "fresh2": functools.partial(fresh, name="fresh2"),
+    "fresh-summary": fresh_summary,
     "host-embedding": embedding,
     "host-kernel": host_kernel,
     "lab-batches": batches,
@@ -146,6 +221,8 @@ RENDERERS: dict[str, Renderer] = {
     "lab-quality": quality,
     "optimizer": steps,
     "optimizer-beside-peers": beside_peers,
+    "optimizer-classes": classes,
+    "optimizer-classes-refused": refused_classes,
     "optimizer-long": functools.partial(steps, suite="optimizer_long"),
     "optimizer-scale": scale,
     "optimizer-shares": shares,

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.records import machine
 from lowtide.models.deep_one import AttentionKind, Block, DeepOneConfig, initial_slopes
 from lowtide.models.table import BUILT_INS
 
@@ -157,6 +158,7 @@ def main() -> None:
         "schema": SCHEMA,
         "commit": arguments.commit,
         "hardware": torch.cuda.get_device_name(),
+        "machine": machine(),
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "rows": rows,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -13,6 +14,8 @@ from typing import Any
 
 import psutil
 import torch
+
+from benchmarks.records import machine
 
 Row = dict[str, Any]
 
@@ -31,7 +34,10 @@ class RowProcess:
         self.row = row
         pipe = subprocess.PIPE
         command = [sys.executable, "-m", module, json.dumps(row), "--wait"]
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        # A row may name the folder of another version of the repository, to be compared with this one.
+        folder = row.get("folder")
+        env = None if folder is None else {**os.environ, "PYTHONPATH": os.pathsep.join(("src", "."))}
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=env, cwd=folder)
 
     def wait_until_ready(self) -> None:
         """Until it has imported everything; one that died meanwhile says so when it is run."""
@@ -132,6 +138,7 @@ def main(
         "suite": arguments.suite,
         "commit": arguments.commit,
         "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "machine": machine(),
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "rows": [],

@@ -76,8 +76,21 @@ class TestOperators:
         names = compat.operators_with_fallback()
         assert len(names) == len(set(names))
         # On a card these are one kernel each; a device without one of its own would see the parts.
-        assert {"silu_backward", "_fused_rms_norm"} <= {name.partition(".")[0] for name in names}
+        assert "silu_backward" in {name.partition(".")[0] for name in names}
         assert all(torch._C._dispatch_has_kernel(f"aten::{name}") for name in names)
+
+    def test_operators_that_autocast_gives_other_types_on_the_host(self) -> None:
+        names = set(compat.operators_cast_on_host())
+        assert {"linear", "cat", "cross_entropy_loss"} <= names
+        assert not {"layer_norm", "softmax.int"} & names  # CUDA's does
+
+    def test_kernels_are_forgotten(self) -> None:
+        library = torch.library.Library("aten", "IMPL")
+        library.impl("dropout", lambda tensor, p, train: tensor.new_full((), 7), "CPU")
+        with torch.no_grad():
+            assert torch.dropout(torch.ones(3), 0.0, True).item() == 7
+            compat.forget_kernels(library)
+            assert torch.dropout(torch.ones(3), 0.0, True).shape == (3,)
 
     @pytest.mark.parametrize("value", [torch.ops, torch.ops.aten, torch.ops.aten.add, torch.ops.aten.add.Tensor])
     def test_there_and_back_by_name(self, value: object) -> None:

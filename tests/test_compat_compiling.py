@@ -48,3 +48,12 @@ def test_nested_and_free_again() -> None:
     with compat.outside_compilation(), compat.outside_compilation():
         assert LOCK._is_owned()
     assert not LOCK._is_owned()
+
+
+def test_what_was_given_to_the_compiler_runs_as_it_is() -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("compiled")
+
+    doubled = torch.compile(lambda x: 2 * x, backend=refuse)
+    with compat.without_compilation():
+        assert torch.equal(doubled(torch.ones(2)), torch.full((2,), 2.0))

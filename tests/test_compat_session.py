@@ -137,3 +137,59 @@ class TestStorageOver:
         gc.collect()
         assert view.tolist() == [9] * 4
         assert compat.num_storage_owners(view) == 1
+
+
+@pytest.mark.gpu
+def test_streams_are_those_of_torch() -> None:
+    side, other = torch.cuda.Stream(), torch.cuda.Stream()
+    assert compat.current_stream(0) == torch.cuda.current_stream()
+    with compat.OnStream(side):
+        assert compat.current_stream(0) == torch.cuda.current_stream() == side
+        with torch.cuda.stream(other):
+            assert compat.current_stream(0) == other
+            with compat.OnStream(side):
+                assert torch.cuda.current_stream() == side
+            assert torch.cuda.current_stream() == other
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+
+
+@pytest.mark.gpu
+def test_a_stream_is_left_when_what_runs_on_it_raises() -> None:
+    with pytest.raises(KeyError), compat.OnStream(torch.cuda.Stream()):
+        raise KeyError
+    assert compat.current_stream(0) == torch.cuda.default_stream()
+
+
+class TestFunctionalCalls:
+    def test_a_functional_call_is_found_among_the_callers(self) -> None:
+        seen = []
+
+        class Asking(nn.Linear):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                seen.append(compat.is_functional_call())
+                return super().forward(x)
+
+        module = Asking(2, 2)
+        module(torch.ones(2))
+        torch.func.functional_call(module, {"bias": torch.ones(2)}, (torch.ones(2),))
+        torch.func.grad(lambda x: module(x).sum())(torch.ones(2))
+        assert seen == [False, True, False]
+
+    def test_what_transforms_wrap_and_how_to_leave_them(self) -> None:
+        given = torch.ones(3, 2)
+        values = []
+
+        def inside(row: torch.Tensor) -> torch.Tensor:
+            assert compat.is_in_transform()
+            assert compat.unwrapped(row).data_ptr() == given.data_ptr()
+            with compat.outside_transforms():
+                assert not compat.is_in_transform()
+                values.append(given.sum().item())
+            assert compat.is_in_transform()
+            return row.sum()
+
+        torch.func.vmap(torch.func.grad(inside))(given)
+        assert values == [6.0]
+        assert not compat.is_in_transform()
+        with compat.outside_transforms():
+            assert compat.unwrapped(given) is given

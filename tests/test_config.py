@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import enum
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 from hypothesis import given
@@ -139,7 +140,7 @@ def test_integer_serves_where_a_float_is_wanted() -> None:
     [
         ({}, "missing key 'steps', which has no default"),
         ({"steps": 1, "optm": {}}, "unknown key 'optm'; did you mean 'optim'"),
-        ({"steps": 1, "optim": {"rat": 1}}, "unknown key 'optim.rat'; did you mean 'rate'"),
+        ({"steps": 1, "optim": {"rat": 1}}, "unknown key 'optim.rat'; did you mean 'optim.rate'"),
         ({"steps": 1, "derived": 8}, "unknown key 'derived'"),
         ({"steps": True}, "'steps' must be an integer, got True"),
         ({"steps": 1.0}, "'steps' must be an integer, got 1.0"),
@@ -168,7 +169,7 @@ def test_integer_serves_where_a_float_is_wanted() -> None:
         ({"steps": 1, "policy": {}}, "'policy.kind' is missing; choose one of keep, save-on-host"),
         ({"steps": 1, "policy": {"kind": "kep"}}, "'policy.kind' cannot be 'kep'; did you mean 'keep'"),
         ({"steps": 1, "policy": {"kind": "keep", "x": 1}}, "unknown key 'policy.x'; Keep has no settings"),
-        ({"steps": 1, "warmup": {"rte": 1}}, "unknown key 'warmup.rte'; did you mean 'rate'"),
+        ({"steps": 1, "warmup": {"rte": 1}}, "unknown key 'warmup.rte'; did you mean 'warmup.rate'"),
         ({"steps": 1, "limit": [1]}, r"'limit': \[1\] fits none of the allowed types: "),
         ([], r"the config must be a mapping of settings, got \[\]"),
     ],
@@ -215,7 +216,10 @@ def test_override(settings: list[str], changed: Run) -> None:
         ("steps", "the setting 'steps' is not of the form a.b=value"),
         ("=1", "the setting '=1' is not of the form a.b=value"),
         ("stps=1", "unknown key 'stps'; did you mean 'steps'"),
-        ("optim.rte=1", "unknown key 'optim.rte'; did you mean 'rate'"),
+        ("optim.zzz=1", "unknown key 'optim.zzz'; choose one of optim.betas, optim.rate, optim.rounding"),
+        ("rate=1", "unknown key 'rate'; did you mean 'optim.rate' or 'warmup.rate'"),
+        ("rounding=nearest", "unknown key 'rounding'; did you mean 'optim.rounding' or 'warmup.rounding'"),
+        ("optim.rte=1", "unknown key 'optim.rte'; did you mean 'optim.rate'"),
         ("steps=off", "'steps' must be an integer, got 'off'"),
         ("steps.x=1", "cannot set 'steps.x': 'steps' has no settings of its own"),
         ("optim.rate=-1", "'optim': rate must be at least 0"),
@@ -264,3 +268,68 @@ def test_what_plain_data_cannot_hold_is_refused() -> None:
         to_plain(3)
     with pytest.raises(ConfigError, match=r"'value' is declared as typing\.Any, which a config cannot hold"):
         from_plain(Odd, {"value": 1})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByHand:
+    DEFAULT_KIND: ClassVar[str] = "hand-made"
+    depth: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    share: float
+    words: Keep | SaveOnHost | str | Mapping[str, Keep | SaveOnHost | str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    plan: ByHand | Shared | None = ByHand()
+
+
+class TestDefaultKind:
+    @pytest.mark.parametrize(
+        ("plan", "plain"),
+        [
+            (ByHand(depth=3), {"depth": 3}),
+            (Shared(share=0.5), {"kind": "shared", "share": 0.5, "words": None}),
+            (Shared(share=0.5, words={"a": "b"}), {"kind": "shared", "share": 0.5, "words": {"a": "b"}}),
+            (Shared(share=0.5, words=Keep()), {"kind": "shared", "share": 0.5, "words": {"kind": "keep"}}),
+            (
+                Shared(share=0.5, words={"*": SaveOnHost(buffers=1)}),
+                {
+                    "kind": "shared",
+                    "share": 0.5,
+                    "words": {"*": {"kind": "save-on-host", "buffers": 1, "pinned": True}},
+                },
+            ),
+        ],
+    )
+    def test_it_is_written_without_its_kind(self, plan: Any, plain: dict[str, Any]) -> None:
+        assert to_plain(Planned(plan=plan)) == {"plan": plain}
+        assert from_plain(Planned, {"plan": plain}) == Planned(plan=plan)
+
+    def test_it_may_be_named(self) -> None:
+        assert from_plain(Planned, {"plan": {"kind": "hand-made", "depth": 2}}) == Planned(plan=ByHand(depth=2))
+        chosen = override(Planned(), ["plan.kind=shared", "plan.share=0.25"])
+        assert chosen == Planned(plan=Shared(share=0.25))
+        assert override(chosen, ["plan.kind=hand-made"]) == Planned()
+
+    @pytest.mark.parametrize(
+        ("plain", "message"),
+        [
+            (
+                {"share": 0.5},
+                "unknown key 'plan.share' of the kind hand-made: it is a setting of shared; set 'plan.kind' to that, or leave",
+            ),
+            (
+                {"kind": "shared", "share": 1, "depth": 2},
+                "unknown key 'plan.depth' of the kind shared: it is a setting of",
+            ),
+            ({"dpth": 2}, "unknown key 'plan.dpth'; did you mean 'plan.depth'"),
+            ({"kind": "share"}, "'plan.kind' cannot be 'share'; did you mean 'shared'"),
+        ],
+    )
+    def test_whose_setting_it_is(self, plain: dict[str, Any], message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            from_plain(Planned, {"plan": plain})

@@ -169,6 +169,53 @@ def test_failed_cases_are_shown_and_not_counted(tmp_path: Path) -> None:
     assert summary.endswith("1 of 2 cases did not run to their end and are not counted.")
 
 
+def write_fresh(results: Path, folder: str, schema: str, rows: list[dict[str, object]]) -> None:
+    head = {"schema": schema, "commit": folder, "hardware": "H200", "torch": "2.11", "date": "2026-01-01"}
+    (results / folder).mkdir()
+    (results / folder / "a.json").write_text(json.dumps({**head, "rows": rows}), encoding="utf-8")
+
+
+def test_fresh_table_sets_both_predictions_beside_the_measurement(tmp_path: Path) -> None:
+    truth = [{"name": "a", "allocated_life": GiB, "reserved_life": 2 * GiB}, {"name": "oom", "failed": "out of memory"}]
+    write_fresh(tmp_path, "fresh_measured", "lowtide.fresh/1", truth)  # type: ignore[arg-type]
+    for folder, share in (("fresh_predicted", 1.10), ("fresh_repredicted", 0.99)):
+        row = {"name": "a", "allocated": round(share * GiB), "reserved": round(2 * share * GiB)}
+        write_fresh(tmp_path, folder, "lowtide.fresh_predicted/1", [row])
+    lines = render.fresh(tmp_path).split("\n")
+    assert lines[2] == "| a | 1.000 | +10.00% | -1.00% | 2.000 | +10.00% | -1.00% |"
+    assert lines[4] == "| **95th percentile** |  | 10.00% | 1.00% |  | 10.00% | 1.00% |"
+    assert lines[-1].count("From `") == 3
+
+    (tmp_path / "fresh_repredicted" / "a.json").unlink()
+    (tmp_path / "fresh_repredicted").rmdir()
+    write_fresh(tmp_path, "fresh_repredicted", "lowtide.fresh_predicted/1", [{"name": "a", "failed": "no kernel"}])
+    with pytest.raises(BadRecordError, match="'a' needs a number in allocated"):
+        render.fresh(tmp_path)
+
+
+def test_fresh_summary_tells_the_lists_and_attention_models_apart(tmp_path: Path) -> None:
+    for name, family, blind in (("fresh", "GPT-2", 1.01), ("fresh2", "LSTM", 0.80)):
+        truth = {"name": "a", "family": family, "allocated_life": GiB, "reserved_life": 2 * GiB}
+        write_fresh(tmp_path, f"{name}_measured", "lowtide.fresh/1", [truth])
+        for kind, share in (("predicted", blind), ("repredicted", 1.0)):
+            row: dict[str, object] = {
+                "name": "a",
+                "allocated": round(share * GiB),
+                "reserved": round(2 * share * GiB),
+            }
+            write_fresh(tmp_path, f"{name}_{kind}", "lowtide.fresh_predicted/1", [row])
+    lines = render.fresh_summary(tmp_path).split("\n")
+    assert [line.split(" | ")[-1] for line in lines[2:10]] == [
+        *("1.00% |", "0.00% |"),
+        *("20.00% |", "0.00% |"),
+        *("20.00% |", "0.00% |"),
+        *("1.00% |", "0.00% |"),
+    ]
+    assert lines[6].startswith("| both lists | blind | 2 |")
+    assert lines[8].startswith("| attention models of both | blind | 1 |")
+    assert lines[-1].count("From `") == 6
+
+
 def test_peak_memory_table(tmp_path: Path) -> None:
     rows = [{"name": "control", "published_gib": 21.165, "predicted_bytes": round(21.2 * GiB), "peak_phase": "loss"}]
     record = {"schema": "lowtide.peak_memory/1", "commit": "abc", "hardware": {"name": "none"}, "torch": "2.8"}

@@ -6,11 +6,12 @@ import re
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide.errors import ConfigError
-from lowtide.units import GiB, KiB, MiB, TiB, format_bytes, format_count, format_seconds, parse_bytes
+from lowtide.units import GiB, KiB, MiB, TiB, format_bytes, format_count, format_seconds, parse_bytes, parse_dtype
 
 
 @pytest.mark.parametrize(
@@ -122,3 +123,22 @@ def test_format_seconds(seconds: float, text: str) -> None:
 )
 def test_format_count(count: float, text: str) -> None:
     assert format_count(count) == text
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (("fp32", "float32", "torch.float32", "FP32", torch.float32), "float32"),
+        (("bf16", "bfloat16", "torch.bfloat16", " bf16 ", torch.bfloat16), "bfloat16"),
+        (("fp16", "float16", "torch.float16", torch.float16, torch.half), "float16"),
+    ],
+)
+def test_parse_dtype(words: tuple[object, ...], name: str) -> None:
+    assert {parse_dtype(word, key="dtype") for word in words} == {name}
+
+
+@pytest.mark.parametrize("word", ["float8", "", "torch.", 32, torch.float64, None])
+def test_parse_dtype_refuses_what_a_model_cannot_be_trained_in(word: object) -> None:
+    with pytest.raises(ConfigError, match=f"dtype is '{word}'; give float32, bfloat16 or float16") as caught:
+        parse_dtype(word, key="dtype")
+    assert caught.value.key == "dtype"

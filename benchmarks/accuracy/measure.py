@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from benchmarks.accuracy.cases import Case, held_out, policies, suite
+from benchmarks.records import machine
 
 PHASES = ("forward", "backward", "update")
 WARMUP_STEPS = 2
@@ -249,6 +250,7 @@ def provenance() -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version(),
         "transformers": __import__("transformers").__version__,
         "gpu": subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip(),
+        "machine": machine(),
         "date": time.strftime("%Y-%m-%d"),
     }
 

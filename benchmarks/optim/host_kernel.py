@@ -20,6 +20,8 @@ from typing import Any
 import torch
 
 from benchmarks.optim.huge_pages import advise_huge_pages
+from benchmarks.records import machine
+from lowtide.hardware.machine import this_machine
 from lowtide.optim import host_kernel, reference
 from lowtide.optim.precision import state_names
 from lowtide.optim.update_types import UNSIGNED, Adam, ElementwiseRule, Lion, Moments, Piece, Rounding, Sgd
@@ -218,7 +220,8 @@ def main() -> None:
     record: Row = {
         "schema": SCHEMA,
         "commit": arguments.commit,
-        "hardware": _processor(),
+        "hardware": this_machine().processor,
+        "machine": machine(),
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "rows": rows_of(arguments),
@@ -228,15 +231,6 @@ def main() -> None:
         path = arguments.out / f"host_kernel_{time.strftime('%Y-%m-%dT%H%M')}_{arguments.commit}.json"
         path.write_text(json.dumps(record, indent=1))
         print(f"wrote {path}")
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return "unknown"
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{len(names)} x {names[0]}" if names else "unknown"
 
 
 if __name__ == "__main__":

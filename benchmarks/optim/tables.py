@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.optim.classes import IDENTICAL, NOT_RUN, PLANS, SCHEMA
 from benchmarks.optim.run import SUITES as PEERS
-from benchmarks.records import Record, newest_rows, row_of_the_run, sources, table
+from benchmarks.records import Record, newest, newest_rows, row_of_the_run, sources, table
 from benchmarks.session.suites import SUITES
 from lowtide.units import GiB
 
@@ -147,3 +148,33 @@ def _origin(found: Found, names: Sequence[str]) -> str:
     missing = [name for name in names if name not in found]
     remark = f" Not measured yet: {', '.join(missing)}." if missing else ""
     return sources(record for _, _, record in _measured(found, names)) + remark
+
+
+def classes(results: Path) -> str:
+    """Optimizer classes that train to the bit as in plain torch, by package."""
+    record = newest(results / "optimizer_classes", SCHEMA)
+    versions = record.content["versions"]
+    assert isinstance(versions, dict)
+    rows = record.rows("rows", ("name", *PLANS))
+    lines = []
+    for package, version in versions.items():
+        own = [row for row in rows if str(row["name"]).partition(".")[0] == package]
+        both = [row for row in own if all(row[plan] == IDENTICAL for plan in PLANS)]
+        deferred = [row for row in own if row not in both and row["deferred"] == IDENTICAL]
+        cells = (", ".join(_class_name(row) for row in part) or "-" for part in (both, deferred))
+        lines.append([f"{package} {version}", *cells, str(len(own))])
+    header = ["package", "deferred and in backward", "deferred only", "classes"]
+    return table(header, lines, num_text=3) + f"\n\n{record.provenance}"
+
+
+def refused_classes(results: Path) -> str:
+    """The other classes, with the reason in one sentence."""
+    record = newest(results / "optimizer_classes", SCHEMA)
+    rows = [row for row in record.rows("rows", ("name", *PLANS)) if row["deferred"] != IDENTICAL]
+    order = sorted(rows, key=lambda row: row["deferred"] == NOT_RUN)
+    lines = [[f"`{row['name']}`", str(row["deferred"]), str(row["reason"]).replace("|", "\\|")] for row in order]
+    return table(["class", "", "reason"], lines, num_text=3) + f"\n\n{record.provenance}"
+
+
+def _class_name(row: Row) -> str:
+    return str(row["name"]).partition(".")[2]

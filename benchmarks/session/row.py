@@ -26,6 +26,7 @@ SIZES: dict[str, dict[str, int]] = {
     "13b": {"h": 5120, "l": 40, "f": 13824, "a": 40, "k": 40, "v": 32000},
     "20b": {"h": 6144, "l": 51, "f": 16384, "a": 48, "k": 8, "v": 32000},
     "40b": {"h": 8192, "l": 57, "f": 22016, "a": 64, "k": 8, "v": 32000},
+    "launch-bound": {"h": 256, "l": 6, "f": 1024, "a": 4, "k": 4, "v": 1024},
     "tiny": {"h": 64, "l": 4, "f": 128, "a": 4, "k": 4, "v": 128},
 }
 
@@ -105,6 +106,8 @@ def optimizer_of(name: str, model: Any) -> torch.optim.Optimizer | None:
         return torch.optim.SGD(model.parameters(), lr=1e-3)
     if name == "adamw":
         return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    if name == "adamw as torch chooses":
+        return torch.optim.AdamW(model.parameters(), lr=1e-4)
     raise SystemExit(f"no optimizer {name}")
 
 

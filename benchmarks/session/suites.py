@@ -112,7 +112,51 @@ def _partition_rows(model: str, batch: str, shares: tuple[float, ...]) -> list[R
     ]
 
 
+def _launch_rows() -> list[Row]:
+    """So small a model that Python and the launching of kernels take all the time: what management itself costs."""
+    small = {"model": "launch-bound", "batch": "2x64", "steps": 60, "warm_up": 20, "optimizer": "adamw"}
+    resident = {**small, "kind": "managed", "weights": "resident", "update": "device"}
+    streamed = {**small, **STREAMED}
+    return [
+        {"name": "plain torch", **small, "kind": "plain"},
+        {"name": "all resident", **resident},
+        {"name": "all resident, in backward", **resident, "schedule": "in_backward"},
+        {"name": "all streamed, on the device in backward", **streamed, "update": "device", "schedule": "in_backward"},
+        {"name": "all streamed, on the host deferred", **streamed, "update": "host"},
+        {"name": "plain torch, again", **small, "kind": "plain"},
+    ]
+
+
+def _versus_rows() -> list[Row]:
+    """Managed rows of two suites by this version of the package and by another one in out/before, there and back."""
+    found = {row["name"]: row for suite in ("streaming", "optimizer") for row in SUITES[suite]}
+    names = [
+        "streamed, on the host in backward, exact",
+        "streamed, on the host deferred, exact, clipped",
+        "managed, all streamed, SGD in backward on the device",
+        "all on the device, torch's fused AdamW, managed",
+        "managed, all streamed, SGD in backward on the host",
+        "managed, all streamed, SGD deferred on the host",
+        "managed, all resident, SGD",
+    ]
+    versions = [("before", "out/before"), ("now", ".")]
+    by_torch = {**found[names[0]], "precision": None, "optimizer": "adamw as torch chooses", "steps": 3, "warm_up": 1}
+    small = [row for row in _launch_rows() if row["name"].startswith("all streamed")]
+    once = [{**by_torch, "name": "streamed, on the host in backward, AdamW as torch chooses"}, *small]
+    rows = [
+        {**row, "name": f"{row['name']}: {version}", "folder": folder} for row in once for version, folder in versions
+    ]
+    rows += [
+        {**found[name], "name": f"{name}: {version}", "folder": folder, "steps": 5, "warm_up": 2, "turn": turn}
+        for turn, order in enumerate((versions, versions[::-1]))
+        for name in names
+        for version, folder in order
+    ]
+    return rows
+
+
 SUITES: dict[str, list[Row]] = {
+    "launch_bound": _launch_rows(),
     "optimizer": _optimizer_rows("8x2048", "12GiB"),
     "optimizer_short": _optimizer_rows("4x2048", "12GiB"),
     "optimizer_long": _long_rows("32x2048", "32GiB"),
@@ -202,3 +246,4 @@ SUITES: dict[str, list[Row]] = {
         for budget in budgets
     ],
 }
+SUITES["versus"] = _versus_rows()

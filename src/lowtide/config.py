@@ -2,9 +2,10 @@
 
 A config is a frozen dataclass owned by the component that it configures. Here it is read and written: every type is
 checked, an unknown key is an error that names the nearest known one, nothing is coerced except an int where a float is
-wanted. Allowed field types: bool, int, float, str, Path, enums, Literal, None, tuples, `dict[str, X]`, other
-dataclasses, and unions of these. In a union of several dataclasses the key `kind` says which one: the class name in
-kebab case (`ChunkedLoss` is `chunked-loss`).
+wanted. Allowed field types: bool, int, float, str, Path, enums, Literal, None, tuples, `dict[str, X]`, `Mapping[str, X]`,
+other dataclasses, and unions of these. In a union of several dataclasses the key `kind` says which one: the class name in
+kebab case (`ChunkedLoss` is `chunked-loss`). A class may have a `DEFAULT_KIND`, which is its name then: where `kind` is left
+out, that class is meant, and its own settings are written without one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Literal, TypeVar, Union
 
 from lowtide import plain_text
-from lowtide.errors import ConfigError, did_you_mean
+from lowtide.errors import ConfigError, did_you_mean, near
 from lowtide.plain_text import Plain
 
 T = TypeVar("T")
@@ -147,7 +148,8 @@ def _plain(annotation: object, value: object, path: str) -> Plain:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         # The name is needed exactly where the reader would otherwise have to guess the class.
         several = sum(dataclasses.is_dataclass(member) for member in _members(annotation)) > 1
-        return ({"kind": _kind_name(type(value))} if several else {}) | _plain_fields(value, path)
+        is_named = several and not _is_default(type(value))
+        return ({"kind": _kind_name(type(value))} if is_named else {}) | _plain_fields(value, path)
     raise ConfigError(f"{_named(path)} is of type {type(value).__name__}, which a config cannot hold", key=path)
 
 
@@ -155,7 +157,7 @@ def _item_types(annotation: object, count: int, of: type = tuple) -> tuple[objec
     """The declared types of a tuple's `count` items (or of a dict's values), looked for inside a union too."""
     for member in _members(annotation):
         arguments = typing.get_args(member)
-        if typing.get_origin(member) is not of:
+        if typing.get_origin(member) is not of and not (of is dict and _is_mapping(member)):
             continue
         if of is dict:
             return (arguments[1],)
@@ -177,7 +179,7 @@ def _build(kind: type[T], plain: object, path: str) -> T:
     fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
     for key in plain:
         if key not in fields:
-            advice = did_you_mean(str(key), fields) or f"{kind.__name__} has no settings"
+            advice = _advice(kind, str(key), path) or f"{kind.__name__} has no settings"
             raise ConfigError(f"unknown key {_join(path, str(key))!r}; {advice}", key=_join(path, str(key)))
     for name, field in fields.items():
         optional = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
@@ -190,6 +192,23 @@ def _build(kind: type[T], plain: object, path: str) -> T:
     except (ValueError, TypeError) as error:
         # The class knows what is wrong but not where in the file it stands.
         raise ConfigError(f"{_named(path)}: {error}" if path else str(error), key=path or None) from error
+
+
+def _advice(kind: type, key: str, path: str) -> str:
+    """Which keys may have been meant, each whole: a near one, or one of a part that was typed without the part's name."""
+    names = [field.name for field in dataclasses.fields(kind) if field.init]
+    if not near(key, names):
+        inner = [
+            _join(path, f"{name}.{field.name}")
+            for name in names
+            for part in _members(_hints(kind)[name])
+            if isinstance(part, type) and dataclasses.is_dataclass(part)
+            for field in dataclasses.fields(part)
+            if field.init and field.name == key
+        ]
+        if inner:
+            return f"did you mean {' or '.join(map(repr, inner))}?"
+    return did_you_mean(key, names, prefix=_join(path, ""))
 
 
 def _value(annotation: object, plain: object, path: str) -> object:
@@ -216,7 +235,7 @@ def _value(annotation: object, plain: object, path: str) -> object:
             raise ConfigError(f"{_named(path)} must have {len(arguments)} items, got {len(plain)}", key=path)
         items = zip(_item_types(annotation, len(plain)), plain, strict=True)
         return tuple(_value(kind, item, f"{path}[{index}]") for index, (kind, item) in enumerate(items))
-    if origin is dict:
+    if _is_mapping(annotation):
         if not isinstance(plain, dict) or not all(isinstance(key, str) for key in plain):
             raise _mismatch("a mapping with text keys", plain, path)
         return {key: _value(arguments[1], item, _join(path, key)) for key, item in plain.items()}
@@ -248,12 +267,17 @@ def _union_value(members: tuple[object, ...], plain: object, path: str) -> objec
         for member in members
         if isinstance(member, type) and dataclasses.is_dataclass(member)
     }
-    if isinstance(plain, dict) and len(kinds) > 1:
-        kind = _choice(kinds, plain.get("kind"), _join(path, "kind"))
+    mappings = [member for member in members if _is_mapping(member)]
+    if isinstance(plain, dict) and len(kinds) > 1 and ("kind" in plain or not mappings):
+        default = next((kind for kind in kinds.values() if _is_default(kind)), None)
+        is_left_out = default is not None and "kind" not in plain
+        kind = default if is_left_out else _choice(kinds, plain.get("kind"), _join(path, "kind"))
         assert isinstance(kind, type)
-        return _build(kind, {key: value for key, value in plain.items() if key != "kind"}, path)
+        settings = {key: value for key, value in plain.items() if key != "kind"}
+        _refuse_another_kinds(settings, kind, kinds, path)
+        return _build(kind, settings, path)
     # One dataclass or dict: its own error says more than "none of these fits".
-    only_mapping = [member for member in members if member in kinds.values() or typing.get_origin(member) is dict]
+    only_mapping = mappings if len(kinds) > 1 else [*kinds.values(), *mappings]
     if isinstance(plain, dict) and len(only_mapping) == 1:
         return _value(only_mapping[0], plain, path)
     errors = []
@@ -268,6 +292,20 @@ def _union_value(members: tuple[object, ...], plain: object, path: str) -> objec
     raise ConfigError(
         f"{_named(path)}: {_shown(plain)} fits none of the allowed types: {'; '.join(map(str, errors))}", key=path
     )
+
+
+def _refuse_another_kinds(settings: Iterable[object], kind: type, kinds: Mapping[str, type], path: str) -> None:
+    """Say whose setting it is, where somebody forgot to choose the kind."""
+    names = {name: {field.name for field in dataclasses.fields(other)} for name, other in kinds.items()}
+    own = names[_kind_name(kind)]
+    for key in map(str, settings):
+        owners = [name for name, others in names.items() if key in others]
+        if key not in own and owners:
+            raise ConfigError(
+                f"unknown key {_join(path, key)!r} of the kind {_kind_name(kind)}: it is a setting of {' and '.join(owners)}; set "
+                f"{_join(path, 'kind')!r} to that, or leave it out",
+                key=_join(path, key),
+            )
 
 
 def _typed_value(annotation: object, text: _Typed, path: str) -> object:
@@ -312,7 +350,17 @@ def _enum_choices(kind: type[enum.Enum]) -> dict[str, enum.Enum]:
     return {member.name.lower(): member for member in kind}
 
 
+def _is_mapping(annotation: object) -> bool:
+    return typing.get_origin(annotation) in (dict, Mapping)
+
+
+def _is_default(kind: type) -> bool:
+    return "DEFAULT_KIND" in vars(kind)
+
+
 def _kind_name(kind: type) -> str:
+    if _is_default(kind):
+        return str(vars(kind)["DEFAULT_KIND"])
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", kind.__name__).lower()
 
 

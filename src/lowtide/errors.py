@@ -13,6 +13,7 @@
     ├── ChunkStateError (RuntimeError)      a chunk was about to make a move that its table forbids
     ├── SessionError (RuntimeError)         a managed model cannot do what was asked
     │   ├── ModelChangedError               the model is no longer the one that was managed
+    │   ├── TwoThreadsError                 two threads use one session at once
     │   ├── UnsupportedOptimizerError       the optimizer cannot be run chunk by chunk
     │   ├── StaleBackwardError              a backward through weights that were updated since
     │   ├── SecondBackwardError             a second backward where weights are updated in the first
@@ -20,7 +21,7 @@
     │   ├── HigherOrderError                gradients of gradients through streamed weights
     │   ├── NonFiniteLossError              the loss is NaN or infinite
     │   ├── NonFiniteGradientError          gradients are NaN or infinite, or their norm is
-    │   └── StepLostError                   a backward broke off: its step must be repeated
+    │   └── StepLostError                   a step broke off half-way: it must be repeated
     ├── OptimizerStateError (ValueError)    a saved optimizer state is of another model or optimizer
     ├── LossScaleError (RuntimeError)       a loss cannot be scaled further, or the calls are out of order
     ├── TargetRangeError (IndexError)       a target of a loss is not in the vocabulary
@@ -76,21 +77,22 @@ NUM_LISTED = 20
 """How many a list may have: a catalogue's, such as that of the models, is read as a whole."""
 
 
-def did_you_mean(name: str, choices: Iterable[str], *, num_listed: int = NUM_LISTED) -> str:
+def did_you_mean(name: str, choices: Iterable[str], *, prefix: str = "", num_listed: int = NUM_LISTED) -> str:
     """A clause for the end of a message: near names when there are any; otherwise all choices, or the nearest of many.
 
-    "" without choices.
+    "" without choices. `prefix` is put before each choice that is shown, and has no part in what counts as near: names
+    that all begin alike would all be near to one another.
     """
     known = sorted(set(choices))
     if not known:
         return ""
     close = near(name, known, limit=NUM_NEAREST)
     if close:
-        return f"did you mean {' or '.join(repr(choice) for choice in close)}?"
+        return f"did you mean {' or '.join(repr(prefix + choice) for choice in close)}?"
     if len(known) <= num_listed:
-        return f"choose one of {', '.join(known)}"
+        return f"choose one of {', '.join(prefix + choice for choice in known)}"
     nearest = difflib.get_close_matches(name, known, n=NUM_NEAREST, cutoff=0.0)
-    return f"the nearest of {len(known)} names are {', '.join(map(repr, nearest))}"
+    return f"the nearest of {len(known)} names are {', '.join(repr(prefix + choice) for choice in nearest)}"
 
 
 def _rebuild(kind: type[LowtideError], message: str, attributes: dict[str, object]) -> LowtideError:
@@ -221,6 +223,10 @@ class ModelChangedError(SessionError):
     """The model is no longer the one that was managed. Close the session, change the model, and manage it again."""
 
 
+class TwoThreadsError(SessionError):
+    """A thread used a session while another one did. Nothing of its call was done; the other goes on."""
+
+
 class UnsupportedOptimizerError(SessionError):
     """The optimizer looks across parameters or needs a closure, so that no chunk can be updated by itself."""
 
@@ -250,7 +256,7 @@ class NonFiniteGradientError(SessionError):
 
 
 class StepLostError(SessionError):
-    """A backward broke off. The message says which weights moved; `zero_grad()` and repeat the step."""
+    """A backward or a `step()` broke off. The message says which weights moved; `zero_grad()` and repeat the step."""
 
 
 class ActivationError(LowtideError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Bytes, seconds and counts, between what people type, what code computes with, and what people read.
+"""Bytes, seconds, counts and types of numbers, between what people type, what code computes with, and what people read.
 
 Input may say `24GB` (decimal) or `24GiB` (binary); output is always binary and always says so, because a card sold as
 "24 GB" has 24 GiB and mixing the two hides a 7% error.
@@ -59,6 +59,32 @@ def parse_bytes(size: str | int) -> int:
         )
     # An integer stays exact beyond 2**53; only a fraction goes through a float.
     return int(number) * factor if "." not in number else round(float(number) * factor)
+
+
+DTYPES = ("float32", "bfloat16", "float16")
+"""torch's names of the types that a model can be trained in."""
+_SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def parse_dtype(word: object, *, key: str) -> str:
+    """The name that torch has for a type of numbers, from any way in which people write it, or from torch's own object.
+
+    Args:
+        word: Such as `bf16`, `bfloat16`, `torch.bfloat16`, or `torch.bfloat16` itself.
+        key: The setting, for the message.
+
+    Example:
+        >>> parse_dtype("bf16", key="dtype"), parse_dtype("torch.float32", key="dtype")
+        ('bfloat16', 'float32')
+
+    Raises:
+        ConfigError: It is none of `DTYPES`.
+    """
+    name = str(word).strip().casefold().removeprefix("torch.")
+    name = _SHORT_DTYPES.get(name, name)
+    if name not in DTYPES:
+        raise ConfigError(f"{key} is {str(word)!r}; give {', '.join(DTYPES[:-1])} or {DTYPES[-1]}", key=key)
+    return name
 
 
 def format_bytes(num_bytes: float) -> str:

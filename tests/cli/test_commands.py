@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from lowtide.cli import demo
 from lowtide.cli.main import app
 from lowtide.cli.request import TraceRequest
+from lowtide.hardware.machine import find_commit
 from lowtide.tracing.trace_json import load_trace
 
 RUNNER = CliRunner()
@@ -53,6 +57,31 @@ class TestTrace:
         assert lean["at_peak"]["activations"] < plain["at_peak"]["activations"]
         assert lean["at_peak"]["weights"] == plain["at_peak"]["weights"]
 
+    def test_what_was_traced_and_with_what_is_said_everywhere(self, tmp_path: Path) -> None:
+        page, saved = tmp_path / "page.html", tmp_path / "trace.json"
+        words = ("trace", "gpt-tiny", "--batch", "2x64", "--set", "optimizer=sgd-momentum", "--set", "dtype=fp32")
+        result = run(*words, "--report", str(page), "--report", str(saved))
+        for text in (result.stdout, page.read_text(encoding="utf-8")):
+            text = " ".join(re.sub("[│<>]", " ", text).split())
+            for said in ("input_ids, labels 2x64 int64", "SGD(momentum=0.9)", "float32", "h200, 139.8 GiB"):
+                assert said in text
+            versions = f"torch {torch.__version__.split('+')[0]}, lowtide {metadata.version('lowtide')}"
+            assert f"{versions}, Python {platform.python_version()}" in text
+            if (commit := find_commit()) != "unknown":
+                assert f"commit {commit[:12]}" in text
+        found = figures(*words)
+        assert (found["batch"], found["optimizer"]) == ("input_ids, labels 2x64 int64", "SGD(momentum=0.9)")
+        assert (found["dtype"], found["made_with"]["torch"]) == ("float32", torch.__version__)
+        assert load_trace(saved).about["optimizer"] == "SGD(momentum=0.9)"
+
+    @pytest.mark.filterwarnings("default")
+    def test_a_setting_without_effect_is_warned_of_in_a_line(self) -> None:
+        result = run("trace", "gpt-tiny", "--batch", "2x64", "--json", "--set", "step.autocast=bf16")
+        message = " ".join(result.stderr.split())
+        assert message.startswith("warning: autocast=bfloat16 casts no weight: they are in bfloat16 already")
+        assert message.endswith("leave it out, or keep the weights in float32")
+        assert json.loads(result.stdout)["notes"][-1].startswith("autocast=bfloat16 casts no weight")
+
     def test_reports_are_written_by_suffix(self, tmp_path: Path) -> None:
         files = [tmp_path / name for name in ("page.html", "figure.png", "trace.json.gz")]
         words = [word for file in files for word in ("--report", str(file))]
@@ -83,7 +112,8 @@ class TestErrors:
             (("trace", "lama-8b"), "did you mean 'llama-8b'"),
             (("trace", "gpt-tiny", "--batch", "2by64"), "2by64"),
             (("trace", "gpt-tiny", "--gpu", "h20"), "h200"),
-            (("trace", "gpt-tiny", "--set", "step.activation=recompute"), "activations"),
+            (("trace", "gpt-tiny", "--set", "step.activation=recompute"), "did you mean 'step.activations'"),
+            (("trace", "gpt-tiny", "--set", "activations=recompute"), "did you mean 'step.activations'?"),
             (("trace", "gpt-tiny", "--set", "optimizer=adamv"), "adamw"),
             (("trace", "gpt-tiny", "--batch", "2x64", "--report", "page.docx"), ".html"),
             (("trace", "hf:/no/such/folder"), "/no/such/folder"),
@@ -96,7 +126,72 @@ class TestErrors:
         message = " ".join(result.stderr.split())
         assert expected in message
         assert "Traceback" not in message
-        assert result.stdout == "" or "page.docx" in words
+        assert result.stdout == ""
+
+    @pytest.mark.parametrize("command", ["trace", "explain"])
+    @pytest.mark.parametrize(
+        ("model", "batch", "said"),
+        [
+            ("gpt-tiny", "2by64", "--batch: '2by64' is not a batch: write BATCHxLENGTH"),
+            ("gpt-tiny", "0x64", "--batch: '0x64' is not a batch: write BATCHxLENGTH"),
+            ("gpt-tiny", "2x99999", "--batch: '2x99999' asks for sequences of 99999 tokens, and this model has"),
+            ("gpt-tiny", "2x3x4x5", "--batch: '2x3x4x5' has 4 sizes, and this model takes token ids"),
+            ("resnet-50", "2x64", "--batch: '2x64' has 2 sizes, and this model takes images"),
+            ("llama-tiny", "99999999x999999", "--batch: one input of 99999999x999999 takes"),
+        ],
+    )
+    def test_a_bad_batch_is_the_users_mistake(self, command: str, model: str, batch: str, said: str) -> None:
+        result = run(command, model, "--batch", batch)
+        message = " ".join(result.stderr.split())
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert message.startswith(f"ConfigError: {said}")
+        assert "Traceback" not in message
+
+    @pytest.mark.parametrize(
+        ("words", "option"),
+        [
+            (("trace", "gpt-tiny", "--report"), "--report"),
+            (("explain", "gpt-tiny", "--report"), "--report"),
+            (("demo", "--report"), "--report"),
+            (("lab", "report", "--out"), "--out"),
+            (("lab", "report", "--markdown"), "--markdown"),
+            (("lab", "report", "--png"), "--png"),
+            (("lab", "run", "peak_memory_tiny/control", "--out"), "--out"),
+            (("lab", "sweep", "peak_memory_tiny/compile", "--out"), "--out"),
+        ],
+        ids=lambda words: " ".join(words) if isinstance(words, tuple) else words,
+    )
+    def test_what_cannot_be_written_is_found_before_the_work(
+        self, words: tuple[str, ...], option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def work(*args: object, **kwargs: object) -> None:
+            raise AssertionError("the work began")
+
+        for begun in (
+            *(
+                "cli.main.make_request",
+                "cli.demo.run_demo",
+                "cli.lab.collect",
+                "cli.lab.run_all",
+                "cli.lab_sweep.run_sweep",
+            ),
+        ):
+            monkeypatch.setattr(f"lowtide.{begun}", work)
+        monkeypatch.setattr("lowtide.cli.main.run_demo", work)
+        (tmp_path / "file").touch()
+        suffix = "png" if option == "--png" else "html"
+        result = run(*words, str(tmp_path / "file" / f"below.{suffix}"))
+        message = " ".join(result.stderr.split())
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert re.match(rf"ConfigError: {option} '.*' cannot be written: Not a directory; give ", message)
+
+
+def test_folders_that_reports_need_are_made_when_they_are_written(tmp_path: Path) -> None:
+    page = tmp_path / "a" / "b" / "page.html"
+    assert run("trace", "no-such-model", "--report", str(page)).exit_code == 2
+    assert not (tmp_path / "a").exists(), "a command that did nothing leaves nothing"
+    assert run("trace", "gpt-tiny", "--batch", "2x64", "--report", str(page)).exit_code == 0
+    assert page.is_file()
 
 
 def test_demo_predicts_trains_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

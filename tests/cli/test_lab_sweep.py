@@ -46,6 +46,21 @@ def test_points_are_shown_written_and_found_by_the_report(tmp_path: Path) -> Non
     assert "empty.json" in page.read_text(encoding="utf-8")
 
 
+def test_a_report_of_a_sweep_alone(tmp_path: Path) -> None:
+    out = tmp_path / "lab"
+    assert CliRunner().invoke(app, [*SMALL, "--out", str(out)]).exit_code == 0
+    page, text = tmp_path / "lab.html", tmp_path / "lab.md"
+    words = ["lab", "report", str(out), "--out", str(page), "--markdown", str(text)]
+    result = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert result.exit_code == 0, result.stderr
+    assert "deep-one-tiny, 2x32, float32, torch" in result.stdout
+    for file in (page, text):
+        assert "deep-one-tiny, 2x32, float32, torch" in file.read_text(encoding="utf-8")
+    result = CliRunner().invoke(app, ["lab", "report", str(out), "--png", str(tmp_path / "lab.png")])
+    assert result.exit_code == 2
+    assert "a picture shows runs" in " ".join(result.stderr.split())
+
+
 def test_the_table_is_for_people(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [*SMALL, "--out", str(tmp_path)])
     assert result.exit_code == 0, result.stderr

@@ -166,6 +166,16 @@ def test_a_plan_where_there_was_none_says_where_the_weights_are(tmp_path: Path) 
     assert recipe_differences(mine, read_recipe(mine)) == ("plan.weights=streamed", "plan.device_memory=1MiB")
 
 
+def test_a_plan_of_another_kind_says_which_and_what_is_not_its_default(tmp_path: Path) -> None:
+    (tmp_path / "plain.yaml").write_text("model: gpt-tiny\nplan: {weights: resident}\n", encoding="utf-8")
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(
+        "extends: plain\nplan: {kind: static-partition, share: 0.5, device_memory: 1MiB}\n", encoding="utf-8"
+    )
+    found = recipe_differences(mine, read_recipe(mine))
+    assert found == ("plan=static-partition", "plan.share=0.5", "plan.device_memory=1MiB")
+
+
 def test_every_recipe_of_the_package_can_be_described() -> None:
     names = known_recipes()
     assert {"peak_memory/control", "peak_memory/streamed", "check/gpt_streamed"} <= set(names)

@@ -12,14 +12,16 @@ import torch
 
 from lowtide.errors import ConfigError, HardwareError, LowtideError
 from lowtide.lab import check
-from lowtide.lab.check import find_device, plan_of, run_check
+from lowtide.lab.check import find_device, run_check
 from lowtide.lab.data_recipe import Stories
 from lowtide.lab.masters import optimizer_over_masters
 from lowtide.lab.optimizer_recipe import OptimizerRecipe
-from lowtide.lab.plan_recipe import PlanRecipe
+from lowtide.lab.plan_recipe import PlanRecipe, plan_of
 from lowtide.lab.recipe import CompileRecipe, Recipe
 from lowtide.lab.recipe_file import FOLDER, read_recipe
 from lowtide.planning.plan import Schedule, Site, Weights
+from lowtide.planning.static_partition import StaticPartition
+from lowtide.planning.warm_up import WarmUp
 from lowtide.units import parse_bytes
 
 RECIPES = sorted((FOLDER / "check").glob("*.yaml"))
@@ -51,6 +53,15 @@ def test_the_recipes_pass_and_keep_their_budgets(path: Path) -> None:
 
 def test_a_resident_run_is_the_same_too() -> None:
     assert run_check(replace(SMALL, plan=PlanRecipe(weights=Weights.RESIDENT, update=Site.DEVICE))).is_identical
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [StaticPartition(share=0.6, device_memory="16MiB"), WarmUp(device_memory="16MiB")],
+    ids=["static", "warm-up"],
+)
+def test_a_plan_that_makes_itself_is_the_same_too(plan: StaticPartition | WarmUp) -> None:
+    assert run_check(replace(SMALL, plan=plan)).is_identical
 
 
 def with_a_wrong_weight(real: Manage, amount: float) -> Manage:
@@ -115,6 +126,9 @@ def test_a_plan_has_what_the_recipe_says() -> None:
     assert {group.name: group.weights for group in plan.groups} == {"0": Weights.RESIDENT, "1": Weights.STREAMED}
     assert {site for group in plan.groups for site in group.sites} == {Site.DEVICE}
     assert (plan.schedule, plan.prefetch_depth) == (Schedule.IN_BACKWARD, 3)
+    assert (plan.cached_buffers, plan.defragment_every) == (2, 0)
+    tidy = plan_of(replace(recipe, cached_buffers=5, defragment_every=7), model)
+    assert (tidy.cached_buffers, tidy.defragment_every) == (5, 7)
     budgets = plan.budgets
     assert (budgets.device_bytes, budgets.host_bytes, budgets.window_bytes) == (2**20, 2**21, 2**19)
 

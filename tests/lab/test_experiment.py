@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from lowtide import config
 from lowtide.errors import ConfigError
 from lowtide.lab import experiment
 from lowtide.lab.data_recipe import EvaluationRecipe, Stories, TextFiles
@@ -23,6 +24,9 @@ from lowtide.lab.recipe import CompileRecipe, Recipe
 from lowtide.lab.record import Outcome, RunRecord
 from lowtide.models import ModelSource, resolve_model
 from lowtide.planning.plan import Schedule, Site, Weights
+from lowtide.planning.static_partition import StaticPartition
+from lowtide.planning.warm_up import WarmUp
+from lowtide.units import parse_bytes
 
 RESIDENT = PlanRecipe(weights=Weights.RESIDENT, update=Site.DEVICE)
 SMALL = Recipe(
@@ -85,6 +89,38 @@ def test_a_plan_changes_memory_and_no_loss(plan: PlanRecipe, smaller: str | None
         assert managed.memory.by_phase.keys() == plain.memory.by_phase.keys() == {"forward", "backward", "update"}
     else:
         assert managed.memory.by_phase[smaller] < 0.8 * plain.memory.by_phase[smaller]
+
+
+@pytest.mark.parametrize(
+    "plan", [StaticPartition(share=0.5, device_memory="9MiB"), WarmUp(device_memory="9MiB")], ids=["static", "warm-up"]
+)
+def test_a_plan_that_makes_itself_changes_no_loss(plan: StaticPartition | WarmUp) -> None:
+    plain, managed = run(replace(SMALL, plan=None)), run(replace(SMALL, plan=plan))
+    assert plain.losses == managed.losses
+    assert plain.memory is not None
+    assert managed.memory is not None
+    assert 0 < managed.memory.peak_bytes < plain.memory.peak_bytes
+    assert managed.memory.peak_bytes <= parse_bytes(str(plan.device_memory))
+    assert managed.predicted is None
+    assert len(managed.memory.timeline) > 10
+    said = [
+        remark for remark in managed.remarks if remark.startswith("peaks are without the first step, which the warm")
+    ]
+    assert len(said) == isinstance(plan, WarmUp)
+    # It goes through a record's file as any other.
+    assert config.from_plain(Recipe, managed.recipe).plan == plan
+
+
+def test_the_cache_and_defragmentation_are_the_recipe_s() -> None:
+    """Staging of gradients for the host goes through the cache; a defragmentation empties it."""
+    plan = PlanRecipe(device_memory="16MiB", schedule=Schedule.IN_BACKWARD)
+    found = {}
+    for name, settings in {"default": {}, "none": {"cached_buffers": 0}, "tidy": {"defragment_every": 1}}.items():
+        record = run(replace(SMALL, plan=replace(plan, **settings)))
+        assert record.session is not None
+        found[name] = record.losses, record.session["cache"]
+    assert len({losses for losses, _ in found.values()}) == 1
+    assert found["none"][1]["hits"] == 0 < found["tidy"][1]["hits"] < found["default"][1]["hits"]
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])

@@ -17,6 +17,8 @@ from lowtide.lab.plan_recipe import PlanRecipe
 from lowtide.lab.recipe import CompileRecipe, Recipe
 from lowtide.lab.recipe_file import find_recipe, read_recipe, recipe_names
 from lowtide.planning.plan import Site, Weights
+from lowtide.planning.static_partition import StaticPartition
+from lowtide.planning.warm_up import WarmUp
 
 RECIPE = Recipe(model="gpt-tiny", model_settings={"vocab_size": 300}, device="cpu")
 
@@ -79,6 +81,16 @@ def test_recipes_of_the_package_have_none(name: str) -> None:
             "plan",
             "plan: there is no group (weights) named 'blocks.99'",
         ),
+        (
+            {"plan": StaticPartition(share=0.5), "device": "cpu"},
+            "plan.device_memory",
+            "plan.device_memory: an emulated device has no size of its own to take a share of; give device_memory",
+        ),
+        (
+            {"plan": WarmUp(device_memory="1MiB", activations={"blocks.99": "recompute"})},
+            "plan.activations",
+            "named 'blocks.99'",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused_with_its_key(changes: dict[str, Any], key: str, message: str) -> None:
@@ -102,6 +114,8 @@ def test_what_may_run_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         },
         # A budget that is too small is a result, and not a mistake.
         {"plan": PlanRecipe(weights=Weights.RESIDENT, update=Site.DEVICE, device_memory="1KiB")},
+        {"plan": StaticPartition(share=0.5, device_memory="1KiB")},
+        {"plan": WarmUp(device_memory="1KiB", activations="recompute")},
     )
     for changes in fine:
         refuse_mistakes("mine", replace(RECIPE, **changes))

@@ -9,12 +9,15 @@ import pytest
 
 from lowtide import config
 from lowtide.lab.data_recipe import RandomInputs
+from lowtide.lab.optimizer_recipe import OptimizerRecipe
 from lowtide.lab.plan_recipe import PlanRecipe
 from lowtide.lab.prediction import UnpredictedError, predict_recipe
 from lowtide.lab.recipe import CompileRecipe, Recipe
 from lowtide.lab.record import EVALUATION, RunRecord, read_record
 from lowtide.models import resolve_model
 from lowtide.planning.plan import Schedule, Site, Weights
+from lowtide.planning.static_partition import StaticPartition
+from lowtide.planning.warm_up import WarmUp
 
 RECORDS = sorted((Path(__file__).resolve().parents[2] / "benchmarks/results/lab").glob("*.json"))
 TOLERANCE = 0.01
@@ -69,6 +72,23 @@ def test_a_budget_that_is_too_small_does_not_hide_the_peak() -> None:
     assert "the budget does not hold the step; tracing it without" in said
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_static_partition_is_predicted_as_the_plan_that_it_makes(fused: bool) -> None:
+    """With room for all it is a plan with everything resident; with little, one that streams."""
+    settings = {"optimizer": OptimizerRecipe(settings={"fused": True} if fused else {})}
+    ample, tight = (
+        predict_recipe(
+            replace(TINY, **settings, plan=StaticPartition(share=0.9, device_memory=memory)),
+            hardware="h200",
+            say=lambda _: None,
+        )
+        for memory in (None, "6MiB")
+    )
+    by_hand = predict_recipe(replace(TINY, **settings), hardware="h200", say=lambda _: None)
+    assert (ample.peak_bytes, ample.at_peak) == (by_hand.peak_bytes, by_hand.at_peak)
+    assert tight.at_peak["weights"] < ample.at_peak["weights"]
+
+
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
@@ -76,6 +96,10 @@ def test_a_budget_that_is_too_small_does_not_hide_the_peak() -> None:
         (
             replace(TINY, precision="fp32", plan=PlanRecipe(update=Site.PAGED)),
             "state that visits the device is not predicted",
+        ),
+        (
+            replace(TINY, plan=WarmUp()),
+            "a warm-up's plan is made from the first step of the run, and is not known before",
         ),
     ],
 )

@@ -9,12 +9,15 @@ import torch
 
 from lowtide.config import from_plain, to_plain, write_config
 from lowtide.errors import ConfigError
+from lowtide.lab.configurations import flat_settings
 from lowtide.lab.data_recipe import EvaluationRecipe
 from lowtide.lab.optimizer_recipe import OPTIMIZERS, Constant, LinearWarmup, OptimizerRecipe
 from lowtide.lab.plan_recipe import PlanRecipe
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.recipe_file import FOLDER, read_recipe
 from lowtide.planning.plan import Schedule, Site, Weights
+from lowtide.planning.static_partition import StaticPartition
+from lowtide.planning.warm_up import MonitorMode, WarmUp
 
 
 def read(tmp_path: Path, text: str, *overrides: str) -> Recipe:
@@ -83,6 +86,50 @@ def test_only_the_model_is_needed(tmp_path: Path) -> None:
     assert recipe.plan == PlanRecipe(weights=Weights.STREAMED, update=Site.HOST, schedule=Schedule.DEFERRED)
 
 
+@pytest.mark.parametrize(
+    ("text", "plan"),
+    [
+        (
+            "{kind: static-partition, share: 0.5, device_memory: 64MiB, activations: {'layers.*': recompute}}",
+            StaticPartition(share=0.5, device_memory="64MiB", activations={"layers.*": "recompute"}),
+        ),
+        (
+            "{kind: warm-up, warm_up_share: 0.2, monitor: boundaries, schedule: in_backward, cached_buffers: 0}",
+            WarmUp(warm_up_share=0.2, monitor=MonitorMode.BOUNDARIES, schedule=Schedule.IN_BACKWARD, cached_buffers=0),
+        ),
+        ("{kind: by-hand, update: device}", PlanRecipe(update=Site.DEVICE)),
+        ("{cached_buffers: 0, defragment_every: 3}", PlanRecipe(cached_buffers=0, defragment_every=3)),
+    ],
+)
+def test_plans_of_each_kind(tmp_path: Path, text: str, plan: object) -> None:
+    recipe = read(tmp_path, f"{{model: gpt-tiny, plan: {text}}}")
+    assert recipe == Recipe(model="gpt-tiny", plan=plan)
+    write_config(recipe, tmp_path / "again.yaml")
+    assert read_recipe(tmp_path / "again.yaml") == recipe
+
+
+def test_the_plans_of_the_documentation_are_plans(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "lab.md").read_text(encoding="utf-8")
+    block = page.partition("### Plans in recipes")[2].partition("```yaml\n")[2].partition("```")[0]
+    kinds = [type(read(tmp_path, f"model: gpt-tiny\n{line}\n").plan) for line in block.splitlines()]
+    assert kinds == [PlanRecipe, StaticPartition, WarmUp]
+
+
+def test_a_plan_by_hand_is_the_configuration_that_it_was() -> None:
+    """Records from before the kinds and the cache had names are runs of the same configuration."""
+    new = flat_settings(to_plain(Recipe(model="gpt-tiny")))
+    assert {key.partition("plan.")[2] for key in new if key.startswith("plan.")} == {
+        *("weights", "update", "schedule", "prefetch_depth")
+    }
+
+
+@pytest.mark.parametrize("word", ["bf16", "bfloat16", "torch.bfloat16"])
+def test_a_type_has_one_name_however_it_is_written(tmp_path: Path, word: str) -> None:
+    recipe = read(tmp_path, f"{{model: gpt-tiny, dtype: {word}}}")
+    assert recipe == read(tmp_path, "model: gpt-tiny\n", f"dtype={word}") == Recipe(model="gpt-tiny", dtype="bfloat16")
+    assert to_plain(recipe)["dtype"] == "bfloat16"
+
+
 def test_written_and_read_back(tmp_path: Path) -> None:
     recipe = Recipe(
         model="gpt-tiny",
@@ -119,13 +166,37 @@ def test_overrides(tmp_path: Path) -> None:
     [
         ("batch: 2x64", "missing key 'model'"),
         ("{model: a, bach: 2x64}", "unknown key 'bach'; did you mean 'batch'"),
-        ("{model: a, plan: {weigths: resident}}", "unknown key 'plan.weigths'; did you mean 'weights'"),
+        ("{model: a, plan: {weigths: resident}}", "unknown key 'plan.weigths'; did you mean 'plan.weights'"),
         ("{model: a, plan: {weights: {head: residnt}}}", "did you mean 'resident'"),
         ("{model: a, plan: {schedule: in-backward}}", "did you mean 'in_backward'"),
         ("{model: a, plan: {update: 1.5}}", "1.5 is not between 0 and 1"),
         ("{model: a, plan: {update: {head: -0.5}}}", "-0.5 is not between 0 and 1"),
         ("{model: a, plan: {device_memory: 14GiX}}", "unknown unit 'GiX'"),
         ("{model: a, plan: {prefetch_depth: -1}}", "prefetch_depth is -1; give 0 or more"),
+        ("{model: a, plan: {cached_buffers: -1}}", "cached_buffers is -1; give 0 or more"),
+        ("{model: a, plan: {defragment_every: -1}}", "defragment_every is -1; give 0 or more"),
+        ("{model: a, plan: {cached_buffers: many}}", "'plan.cached_buffers' must be an integer, got 'many'"),
+        ("{model: a, plan: {kind: static-partitoin}}", "did you mean 'static-partition'"),
+        ("{model: a, plan: {kind: static-partition}}", "missing key 'plan.share', which has no default"),
+        ("{model: a, plan: {kind: static-partition, share: 1.5}}", "share is 1.5; give a share of the device above 0"),
+        ("{model: a, plan: {kind: static-partition, share: 1, shar: 1}}", "did you mean 'plan.share'"),
+        (
+            "{model: a, plan: {kind: static-partition, share: 1, weights: resident}}",
+            "unknown key 'plan.weights' of the kind static-partition: it is a setting of by-hand",
+        ),
+        ("{model: a, plan: {share: 0.5}}", "unknown key 'plan.share' of the kind by-hand: it is a setting of static-"),
+        ("{model: a, plan: {kind: warm-up, device_memory: 14GiX}}", "device_memory: unknown unit 'GiX'"),
+        ("{model: a, plan: {kind: warm-up, activations: recomput}}", "no activation policy named 'recomput'; did you"),
+        ("{model: a, plan: {kind: warm-up, monitor: peak}}", "'plan.monitor' cannot be 'peak'; did you mean 'peaks'"),
+        ("{model: a, plan: {kind: warm-up, host_share: 0}}", "host_share is 0.0; give a share above 0 to 1"),
+        (
+            "{model: a, steps: 1, plan: {kind: warm-up}}",
+            "plan is a warm-up, which watches the first step and plans those",
+        ),
+        (
+            "{model: a, max_grad_norm: 1, plan: {kind: warm-up, schedule: in_backward}}",
+            "needs all gradients before the first",
+        ),
         ("{model: a, optimizer: {name: adamv}}", "no optimizer named 'adamv'; did you mean 'adam"),
         (
             "{model: a, optimizer: {settings: {betaz: [0.9, 0.9]}}}",
@@ -142,7 +213,7 @@ def test_overrides(tmp_path: Path) -> None:
         ("{model: a, seed: -1}", "seed is -1"),
         ("{model: a, tolerance: -1e-9}", "tolerance is -1e-09"),
         ("{model: a, max_grad_norm: 0}", "max_grad_norm is 0.0; give a number above 0"),
-        ("{model: a, dtype: float8}", "must be one of 'float32', 'bfloat16', 'float16'"),
+        ("{model: a, dtype: float8}", "dtype is 'float8'; give float32, bfloat16 or float16"),
         ("{model: a, max_grad_norm: 1, plan: {schedule: in_backward}}", "needs all gradients before the first"),
         ("{model: a, accumulation: 2, plan: {schedule: in_backward}}", "allows one backward to an update"),
         (

@@ -10,6 +10,7 @@ from lowtide.errors import ConfigError, UnknownNameError
 from lowtide.lab.data_recipe import HubDataset, TextFiles
 from lowtide.lab.optimizer_recipe import Constant, LinearWarmup
 from lowtide.lab.recipe_file import FOLDER, find_recipe, read_recipe, recipe_names, resolve_recipe
+from lowtide.planning.static_partition import StaticPartition
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -26,6 +27,20 @@ def test_settings_replace_those_below_one_by_one(tmp_path: Path) -> None:
     assert (recipe.model, recipe.steps) == ("gpt-tiny", 7)
     assert recipe.plan is not None
     assert (recipe.plan.weights, recipe.plan.prefetch_depth) == ("streamed", 3)
+
+
+@pytest.mark.parametrize("suffix", [".yaml", ".yml", ".json"])
+def test_a_file_beside_is_extended_without_its_suffix(tmp_path: Path, suffix: str) -> None:
+    write(tmp_path, f"shared/base.v1{suffix}", '{"model": "gpt-tiny", "steps": 5}')
+    path = write(tmp_path, "mine.yaml", "extends: shared/base.v1\nseed: 7\n")
+    assert (read_recipe(path).steps, read_recipe(path).seed) == (5, 7)
+
+
+def test_a_file_of_the_name_of_a_recipe_extends_the_package_s(tmp_path: Path) -> None:
+    path = write(tmp_path, "gpt_streamed.yaml", "extends: gpt_streamed\nseed: 7\n")
+    assert read_recipe(path).model == read_recipe(find_recipe("gpt_streamed")).model
+    beside = write(tmp_path, "other.yaml", "extends: gpt_streamed\n")
+    assert read_recipe(beside).seed == 7, "a file beside comes before a recipe of the package"
 
 
 def test_another_kind_begins_anew(tmp_path: Path) -> None:
@@ -124,6 +139,10 @@ class TestSources:
         sources = resolve_recipe(tmp_path / "base.yaml", ["data.kind=random-inputs"]).sources
         assert sources.keys() == {"model", "data.kind"}
         assert sources["data.kind"] == "--set"
+        own = write(tmp_path, "own.yaml", "model: gpt-tiny\nplan: {weights: resident, device_memory: 1MiB}\n")
+        words = ["plan.kind=static-partition", "plan.share=0.5"]
+        assert resolve_recipe(own, words).sources.keys() == {"model", "plan.kind", "plan.share"}
+        assert resolve_recipe(own, words).recipe.plan == StaticPartition(share=0.5)
         sources = resolve_recipe(tmp_path / "base.yaml", ["data={kind: stories, seed: 4}"]).sources
         assert sources == {"model": str(tmp_path / "base.yaml"), "data.kind": "--set", "data.seed": "--set"}
 

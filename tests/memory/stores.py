@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -39,9 +39,14 @@ class Log:
     def __init__(self) -> None:
         self.events: list[tuple[str, ...]] = []
         self.present: set[str] = set()
+        self.held: set[str] = set()
+        """Groups whose bytes on the host somebody may change without a word."""
 
     def on_copy(self, chunk: Chunk, copied: Copied, reason: str) -> None:
         self.events.append((reason, chunk.spec.name))
+
+    def may_fetch_ahead(self, group: StoredGroup) -> bool:
+        return group.name not in self.held
 
     def before_fetch(self, chunk: Chunk) -> None:
         pass
@@ -86,6 +91,10 @@ class Counter:
     def credit(self, num_bytes: int, owner: str) -> None:
         self.by_owner[owner] -= num_bytes
         assert self.by_owner[owner] >= 0, owner
+
+    def clear(self, owners: Collection[str]) -> None:
+        for owner in owners:
+            self.by_owner.pop(owner, None)
 
 
 class LateWork:

@@ -19,11 +19,15 @@ def known(cycle: str) -> AccessOrder:
     return order
 
 
+def distance(order: AccessOrder, name: str) -> int:
+    return order.next_use(name) - order.num_uses
+
+
 def test_nothing_is_expected_in_the_first_cycle() -> None:
     order = AccessOrder()
     order.access("a")
     assert list(order.upcoming(3)) == []
-    assert order.distance("a") == order.distance("b")
+    assert distance(order, "a") == distance(order, "b")
 
 
 def test_the_last_cycle_is_expected_again() -> None:
@@ -36,7 +40,7 @@ def test_the_last_cycle_is_expected_again() -> None:
     order.access("c")
     # The rest of the cycle and, around its end, the beginning of the next.
     assert list(order.upcoming(3)) == ["c", "b", "a"]
-    assert [order.distance(name) for name in "cba"] == [0, 1, 2]
+    assert [distance(order, name) for name in "cba"] == [0, 1, 2]
 
 
 def test_the_tail_of_a_cycle_looks_into_the_next() -> None:
@@ -44,12 +48,12 @@ def test_the_tail_of_a_cycle_looks_into_the_next() -> None:
     for name in "abc":
         order.access(name)
     assert list(order.upcoming(2)) == ["a", "b"]
-    assert order.distance("a") == 0
+    assert distance(order, "a") == 0
 
 
 def test_what_was_never_used_is_farthest() -> None:
     order = known("abc")
-    assert order.distance("new") > max(order.distance(name) for name in "abc")
+    assert distance(order, "new") > max(distance(order, name) for name in "abc")
     assert list(order.upcoming(9)) == ["a", "b", "c"]
 
 
@@ -107,4 +111,14 @@ def test_upcoming_and_distance_are_those_of_the_repeated_cycle(cycle: list[str],
     coming = (cycle * 3)[num_done:]
     assert list(order.upcoming(count)) == list(dict.fromkeys(coming))[:count]
     for name in set(cycle):
-        assert order.distance(name) == coming.index(name)
+        assert distance(order, name) == coming.index(name)
+
+
+@given(cycle=CYCLES, uses=st.lists(NAMES, max_size=20))
+def test_next_uses_stay_until_a_surprise(cycle: list[str], uses: list[str]) -> None:
+    order = known("".join(cycle))
+    for name in uses:
+        others, epoch = {other: order.next_use(other) for other in "abcde" if other != name}, order.epoch
+        order.access(name)
+        if order.epoch == epoch:
+            assert {other: order.next_use(other) for other in others} == others

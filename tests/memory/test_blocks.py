@@ -67,3 +67,36 @@ def test_the_model_itself_may_be_the_container() -> None:
 def test_compiled_members_count_as_what_they_were(kind: type[nn.Module], found: list[str]) -> None:
     members = [torch.compile(kind()), torch.compile(kind())]
     assert names(nn.ModuleDict({"body": nn.Sequential(*members)})) == found
+
+
+def test_a_list_of_lists_is_one_list() -> None:
+    """As of Funnel, whose stages are lists of layers."""
+    model = nn.ModuleDict({"stages": nn.ModuleList([nn.ModuleList([Block()]), nn.ModuleList([Block(), Block()])])})
+    assert names(model) == ["stages.0.0", "stages.1.0", "stages.1.1"]
+
+
+def test_the_only_member_of_a_list_may_be_called_many_times() -> None:
+    """As of ALBERT, whose one group of layers is run as often as there are layers."""
+    assert names(nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"inner": nn.ModuleList([Block()])})])})) == [
+        "layers.0"
+    ]
+    assert names(nn.ModuleDict({"layers": nn.ModuleList([Stack()])})) == [f"layers.0.layers.{n}" for n in range(3)]
+    assert names(nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(4, 4)])})) == []
+    assert names(nn.Sequential(Stack())) == ["0.layers.0", "0.layers.1", "0.layers.2"]
+
+
+def test_one_module_at_several_places_of_a_list() -> None:
+    block = Block()
+    assert names(nn.ModuleDict({"body": nn.ModuleList([block, block])})) == ["body.0"]
+    assert names(nn.Sequential(nn.Linear(4, 4), block, block)) == ["0", "1"]
+
+
+def test_a_block_outside_of_any_list_is_known_by_its_name_or_that_of_its_class() -> None:
+    parts = {"embedding": nn.Embedding(4, 4), "head": nn.Sequential(nn.Linear(4, 4))}
+    assert names(nn.ModuleDict({**parts, "shared": Block()})) == ["shared"]
+    named = nn.ModuleDict({**parts, "block1": nn.Sequential(nn.Linear(4, 4)), "layer": nn.Linear(4, 4)})
+    assert names(named) == ["block1"], "a layer that is made of nothing else is none"
+    assert names(nn.ModuleDict({**parts, "shared": Block(), "stack": Stack()})) == [
+        f"stack.layers.{n}" for n in range(3)
+    ]
+    assert names(nn.ModuleDict({"layer": nn.ModuleDict(parts)})) == [], "never called"

@@ -20,6 +20,7 @@ MOVES = {
     ("dirty", "writing back"),
     ("writing back", "idle"),
     ("writing back", "in use"),
+    ("writing back", "dirty"),
     ("resident", "host"),
 }
 

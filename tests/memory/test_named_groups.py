@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from lowtide.activations.policy import KEEP
 from lowtide.memory.groups import find_groups
 from lowtide.memory.layout import lay_out
 from lowtide.memory.named_groups import find_named_groups
+from lowtide.planning.hand_plan import make_plan
 
 
 class Net(nn.Module):
@@ -62,3 +64,30 @@ def test_a_tied_table_has_one_group_that_both_open(named: str) -> None:
     assert "tok.weight" not in names(Net(32, is_tied=True)), "or this test shows nothing"
     (group,) = [group for group in find_named_groups(Net(32, is_tied=True), [named]) if group.name == "tok.weight"]
     assert group.windows == ("tok", "head")
+
+
+class Encoder(nn.Module):
+    """Made of plain layers, and no block by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(16, 64)
+        self.narrow = nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.narrow(self.wide(x).tanh())
+        return out
+
+
+def test_a_named_module_that_is_made_of_others_is_one_group() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), Encoder(), nn.Linear(16, 8))
+    assert names(model) == ["0", "1.wide", "1.narrow", "2"]
+    assert names(model, "1") == ["0", "1", "2"]
+    assert names(model, "1.wide") == ["0", "1.wide", "1.narrow", "2"]
+    plan = make_plan(model, activations={"1": "recompute"})
+    assert [group.name for group in plan.groups if group.activation != KEEP] == ["1"]
+
+
+def test_a_named_module_that_holds_blocks_is_passed_over() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Sequential(Encoder(), Encoder()))
+    assert names(model, "1") == ["0", "1.0", "1.1"]

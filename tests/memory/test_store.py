@@ -185,6 +185,16 @@ def test_a_group_whose_update_is_under_way_is_not_prefetched() -> None:
     assert device_value(small.chunk("b")) == 2 + 70
 
 
+def test_a_group_that_somebody_may_change_unnoticed_is_not_prefetched() -> None:
+    small = SmallStore(ABC, window_pages=3, depth=2)
+    small.learn("a", "b", "c")
+    small.log.held.add("b")
+    small.store.open("a")
+    assert small.on_device == {"a", "c"}
+    small.store.open("b")
+    assert device_value(small.chunk("b")) == 2
+
+
 # -- updates -----------------------------------------------------------------------------------------------------------
 
 

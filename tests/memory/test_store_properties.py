@@ -298,21 +298,21 @@ def test_an_old_copy_that_is_kept_after_an_update_shows(monkeypatch: pytest.Monk
 
 
 def test_room_that_is_not_made_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ChunkStore, "_make_room", lambda store, group, nearer_than: True)
+    monkeypatch.setattr(ChunkStore, "_make_room", lambda store, group, missing, is_needed_now: True)
     assert num_faults() > 5
 
 
 def test_a_group_that_leaves_while_it_is_open_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = ChunkStore._make_room
 
-    def careless(store: ChunkStore, group: StoredGroup, *, nearer_than: int | None) -> bool:
+    def careless(store: ChunkStore, group: StoredGroup, missing: list[Chunk], *, is_needed_now: bool) -> bool:
         """Takes what is in use for idle."""
         for other in store.groups.values():
             for chunk in other.chunks:
                 if chunk.state is ChunkState.IN_USE:
                     chunk.become(ChunkState.IDLE)
             other.num_open = 0
-        return whole(store, group, nearer_than=nearer_than)
+        return whole(store, group, missing, is_needed_now=is_needed_now)
 
     monkeypatch.setattr(ChunkStore, "_make_room", careless)
     assert num_faults() > 5

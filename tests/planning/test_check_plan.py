@@ -97,6 +97,17 @@ class TestBudgets:
         ):
             make_plan(MODEL, window_memory=3 * KB)
 
+    def test_windows_smaller_than_the_two_groups_of_a_segment(self) -> None:
+        in_twos = {"layers.*": "recompute/2"}
+        with pytest.raises(
+            PlanError, match="'layers.1' needs at once are 6.0 KiB .*, or recompute in segments of 1, or tile"
+        ):
+            make_plan(MODEL, activations=in_twos, window_memory=5 * KB)
+        make_plan(MODEL, activations={"layers.*": "recompute/1"}, window_memory=5 * KB)
+        make_plan(MODEL, activations=in_twos, window_memory=6 * KB)
+        with pytest.raises(PlanError, match="need 6.0 KiB .*, or recompute in segments of 1, or tile"):
+            make_plan(MODEL, activations=in_twos, prefetch_depth=0, device_memory=6 * KB)
+
     def test_the_host(self) -> None:
         with pytest.raises(PlanError, match=r"host budget of 9.0 KiB cannot hold the 10.0 KiB \(10,240 bytes\)"):
             make_plan(MODEL, host_memory=9 * KB)

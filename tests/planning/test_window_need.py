@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lowtide.activations.policy import Policy, Recompute
 from lowtide.memory.layout_types import Layout
 from lowtide.planning.hand_plan import make_plan
 from lowtide.planning.window_need import group_sizes, largest_window, window_bytes, window_bytes_needed
@@ -73,6 +74,20 @@ def test_modules_around_a_window_stay_open() -> None:
     assert window_bytes(nested, ["layers.1", "layers.10", "layers.1.mlp"], 0) == 3 * KB
 
 
+def test_a_segment_opens_the_group_that_runs_again_beside_the_one_that_waits() -> None:
+    streamed = ["layers.0", "layers.1", "layers.2"]
+
+    def in_segments(*lengths: int) -> dict[str, Policy]:
+        return {name: Recompute(segment=length) for name, length in zip(streamed, lengths, strict=True)}
+
+    assert largest_window(MODEL, streamed, in_segments(1, 1, 1)) == ("layers.1", 2 * KB)
+    assert largest_window(MODEL, streamed, in_segments(2, 2, 2)) == ("layers.1", 3 * KB), "one more, however long it is"
+    assert window_bytes(MODEL, streamed, 0, in_segments(3, 3, 3)) == 3 * KB
+    assert window_bytes(MODEL, ["layers.0", "layers.2"], 0, in_segments(2, 2, 2)) == KB, "not in the same segment"
+    assert window_bytes(MODEL, ["layers.0", "layers.2"], 0, in_segments(3, 3, 3)) == 2 * KB
+    assert window_bytes(MODEL, streamed, 2, in_segments(3, 3, 3)) == 4 * KB, "as many as are copied ahead"
+
+
 @given(random_layouts(), st.integers(0, 3), st.data())
 def test_enough_for_each_moment_of_a_step(made: Layout, depth: int, data: st.DataObject) -> None:
     streamed = {spec.name for spec in made.groups if data.draw(st.booleans())}
@@ -100,4 +115,11 @@ def test_making_a_group_resident_frees_at_most_its_bytes(made: Layout, depth: in
     streamed = [spec.name for spec in made.groups]
     name = data.draw(st.sampled_from(streamed))
     fewer = [other for other in streamed if other != name]
-    assert window_bytes(made, fewer, depth) + group_sizes(made)[name] >= window_bytes(made, streamed, depth)
+    segments = {
+        spec.name: Recompute(segment=data.draw(st.integers(1, 3)))
+        for spec in made.groups
+        if spec.windows == (spec.name,)
+    }
+    for policies in (None, segments):
+        need = window_bytes(made, streamed, depth, policies)
+        assert window_bytes(made, fewer, depth, policies) + group_sizes(made)[name] >= need

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lowtide.planning.what_if_row import WhatIfRow
-from lowtide.report.facts import Fit, differences, fit_of, saving
+from lowtide.report.facts import Fit, circumstances, differences, fit_of, saving
 from lowtide.tracing.compare import Difference
 from lowtide.tracing.step_trace import Category, Phase
 from lowtide.units import GiB, MiB
@@ -41,6 +41,23 @@ def test_the_verdict_says_how_much_and_what_is_not_known() -> None:
     )
     assert replace(fit, capacity_bytes=10 * GiB, is_context_known=True).verdict == "does not fit, 10.0 GiB too much"
     assert replace(fit, capacity_bytes=32 * GiB, is_context_known=True).verdict == "fits, 2.0 GiB to spare"
+
+
+def test_circumstances_are_what_a_trace_knows_of_itself() -> None:
+    trace = replace(tiny_trace(), target=replace(TARGET, card="h200", torch_version="2.11.0", capacity_bytes=140 * GiB))
+    assert circumstances(trace) == [("hardware", "h200, 140.0 GiB"), ("versions", "torch 2.11.0")]
+    about = {"batch": "ids 2x64 int64", "optimizer": "AdamW", "dtype": "float32", "torch": "2.11.0+cu130"}
+    made = {"lowtide": "0.1.0", "python": "3.11.7", "commit": "0123456789abcdef+changes"}
+    trace = replace(trace, about={**about, **made}, settings={"autocast": "bfloat16"})
+    assert circumstances(trace) == [
+        ("batch", "ids 2x64 int64"),
+        ("optimizer", "AdamW"),
+        ("weights", "float32 under autocast to bfloat16"),
+        ("hardware", "h200, 140.0 GiB"),
+        ("versions", "torch 2.11.0, lowtide 0.1.0, Python 3.11.7, commit 0123456789ab with changes"),
+    ]
+    elsewhere = replace(trace, about={"torch": "2.13.0+cpu"}, settings={})
+    assert dict(circumstances(elsewhere))["versions"] == "torch 2.11.0 (traced with 2.13.0+cpu)"
 
 
 def test_differences_are_relative_to_the_observation() -> None:

@@ -388,3 +388,58 @@ def test_masters_that_torch_has_rounded_before_are_refused(precision: str) -> No
     with pytest.raises(OptimizerStateError, match=r"Load the state after manage\(\)"):
         lowtide.manage(again, other, lowtide.make_plan(again), device="cpu", precision=precision)
     assert torch.equal(again.weight, saved[1]["weight"]), "a plain model, as it was"
+
+
+@pytest.mark.parametrize(
+    ("precision", "moments", "bits"),
+    [("bf16 stochastic", "8bit", 8), ("bf16 stochastic", "fp32", 32), ("bf16 nearest", "8bit", 8)],
+)
+def test_moments_that_torch_has_rounded_before_are_refused(precision: str, moments: str, bits: int) -> None:
+    """Without masters the moments tell: a run that goes on with rounded ones is another run."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8, dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    words: dict[str, Any] = {"device": "cpu", "precision": precision, "moments": moments}
+    with lowtide.manage(model, optimizer, lowtide.make_plan(model), **words):
+        model(torch.ones(2, 8, dtype=torch.bfloat16)).float().sum().backward()
+        optimizer.step()
+        saved = copy.deepcopy(optimizer.state_dict())
+        weights = copy.deepcopy(model.state_dict())
+    again = nn.Linear(8, 8, dtype=torch.bfloat16)
+    again.load_state_dict(weights)
+    other = torch.optim.AdamW(again.parameters(), lr=1e-3)
+    other.load_state_dict(saved)
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(OptimizerStateError, match=rf"was saved in fp32, from {bits} bits: .*after manage\(\)"):
+        lowtide.manage(again, other, lowtide.make_plan(again), **words)
+    assert_same_state_dicts(other.state_dict(), before)
+    assert torch.equal(again.weight, weights["weight"])
+    # Both ways that the message names.
+    with lowtide.manage(
+        again, torch.optim.AdamW(again.parameters(), lr=1e-3), lowtide.make_plan(again), **words
+    ) as session:
+        assert session.optimizer is not None
+        session.optimizer.load_state_dict(saved)
+        assert_same_state_dicts(session.optimizer.state_dict(), saved)
+    for entries in other.state.values():
+        del entries["moments"]
+    lowtide.manage(again, other, lowtide.make_plan(again), **words).close()
+
+
+def test_moments_of_a_run_in_plain_bf16_are_taken_over() -> None:
+    model = nn.Linear(8, 8, dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(torch.ones(2, 8, dtype=torch.bfloat16)).float().sum().backward()
+    optimizer.step()
+    expected = {name: value.float() for name, value in optimizer.state[model.weight].items()}
+    with lowtide.manage(model, optimizer, lowtide.make_plan(model), device="cpu", precision="bf16 stochastic"):
+        found = optimizer.state_dict()["state"][0]
+        assert torch.equal(found["exp_avg"], expected["exp_avg"])
+
+
+def assert_same_state_dicts(one: dict[str, Any], other: dict[str, Any]) -> None:
+    for key, entries in other["state"].items():
+        assert entries.keys() == one["state"][key].keys()
+        for name, value in entries.items():
+            found = one["state"][key][name]
+            assert torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value

@@ -108,7 +108,12 @@ def test_a_loss_with_a_part_on_the_host(schedule: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [torch.optim.SGD, torch.optim.AdamW, lambda p, lr: torch.optim.AdamW(p, lr, fused=True)]
+    "make",
+    [
+        torch.optim.SGD,
+        lambda p, lr: torch.optim.AdamW(p, lr, foreach=False),
+        lambda p, lr: torch.optim.AdamW(p, lr, fused=True),
+    ],
 )
 def test_grad_scaler_with_gradients_on_the_host(make: Callable[..., torch.optim.Optimizer]) -> None:
     """A planted overflow every fifth step: the flag and the scale must have arrived when the host's kernel reads them."""
@@ -290,3 +295,131 @@ def test_gradients_that_are_not_finite_where_the_loss_is(update: str, schedule: 
         is_left_out = update == "host" or precision is not None
         assert {name for name, is_same in is_kept.items() if is_same} == (spoilt if is_left_out else set())
         assert {name for name, was_hit in is_lost.items() if was_hit} == (set() if is_left_out else spoilt)
+
+
+# What the user holds, exchanges and hooks
+
+
+PLACES = {
+    "streamed, host": {"weights": "streamed", "update": "host"},
+    "streamed, device": {"weights": "streamed", "update": "device"},
+    "resident, host": {"weights": "resident", "update": "host"},
+}
+
+
+def both_ways(
+    place: str, schedule: str, loop: Callable[[nn.Module, torch.optim.Optimizer], list[torch.Tensor]]
+) -> None:
+    """The loop on a plain model and on a managed one shows the same tensors and leaves the same weights. No update of SGD
+    in which the CPU and the device would round otherwise: rates and momentum are powers of two.
+    """
+    plain, model = network().cuda(), network()
+    expected = loop(plain, torch.optim.SGD(plain.parameters(), lr=0.125))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    with managed(model, optimizer, schedule=schedule, **PLACES[place]):
+        found = loop(model, optimizer)
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one.cpu(), other.cpu(), rtol=0, atol=1e-6)
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one.detach().cpu(), other.detach().cpu(), rtol=0, atol=1e-6)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    model(batch(step)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("schedule", ["deferred", "in_backward"])
+def test_held_tensors_show_each_step_whole(place: str, schedule: str) -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        shown: list[torch.Tensor] = []
+        train(model, optimizer, 0)
+        held = [parameter.detach() for parameter in model.parameters()]
+        for step in range(1, 5):
+            train(model, optimizer, step)
+            shown += [tensor.clone() for tensor in held]
+            with torch.no_grad():
+                held[step].mul_(0.5)
+        return shown
+
+    both_ways(place, schedule, loop)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("schedule", ["deferred", "in_backward"])
+def test_an_average_is_swapped_in_and_out(place: str, schedule: str) -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        shown: list[torch.Tensor] = []
+        train(model, optimizer, 0)
+        average = [parameter.detach().clone() for parameter in model.parameters()]
+        for step in range(1, 4):
+            train(model, optimizer, step)
+            kept = [parameter.data for parameter in model.parameters()]
+            for parameter, other in zip(model.parameters(), average, strict=True):
+                parameter.data = other
+            with torch.no_grad():
+                shown.append(model(batch(step)))
+            for parameter, own in zip(model.parameters(), kept, strict=True):
+                parameter.data = own
+        return shown
+
+    both_ways(place, schedule, loop)
+
+
+@pytest.mark.parametrize("weights", ["streamed", "resident"])
+def test_updates_in_hooks_of_the_users(weights: str) -> None:
+    def update(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.data.add_(parameter.grad, alpha=-0.125)
+        parameter.grad = None
+
+    plain, model = network().cuda(), network()
+    for each in (plain, model):
+        for parameter in each.parameters():
+            parameter.register_post_accumulate_grad_hook(update)
+    with managed(model, None, weights=weights):
+        for step in range(6):
+            for each in (plain, model):
+                each(batch(step)).square().mean().backward()
+    assert_equal_models(plain, model)
+
+
+def test_a_functional_call_with_tensors_of_the_users() -> None:
+    plain, model = network().cuda(), network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = {name: 0.5 * parameter.detach() for name, parameter in plain.named_parameters()}
+    expected = torch.func.functional_call(plain, given, batch())
+    with managed(model, optimizer, weights="streamed", update="host"):
+        assert torch.equal(torch.func.functional_call(model, given, batch()), expected)
+        assert torch.equal(model(batch()), plain(batch()))
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("schedule", ["deferred", "in_backward"])
+def test_training_goes_on_after_an_exception_in_a_backward(place: str, schedule: str) -> None:
+    """Deferred the step is as if it had not been; in backward the message says which groups moved, and closing works."""
+    plain, model = network().cuda(), network()
+    reference = torch.optim.SGD(plain.parameters(), lr=0.125)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise KeyError("of the user's")
+
+    with managed(model, optimizer, schedule=schedule, **PLACES[place]):
+        train(model, optimizer, 0)
+        output = model[:3](batch(1))
+        output.register_hook(fail)
+        with pytest.raises(KeyError):
+            model[3:](output).square().mean().backward()
+        with pytest.raises(SessionError):
+            optimizer.step()
+        optimizer.zero_grad()
+        train(model, optimizer, 2)
+    if schedule == "deferred":
+        for step in (0, 2):
+            train(plain, reference, step)
+        for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(one.detach().cpu(), other.detach().cpu(), rtol=0, atol=1e-6)
+    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())

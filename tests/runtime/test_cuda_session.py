@@ -27,7 +27,9 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class HostStep:
-    """The reference for updates on the host: plain torch, whose gradients are copied to the CPU and stepped there."""
+    """The reference for updates on the host: plain torch, whose gradients are copied to the CPU and stepped there, fused: the
+    step that the host of a CUDA model takes where the choice is torch's.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -37,7 +39,7 @@ class HostStep:
             {**group, "params": [twin_of[id(parameter)] for parameter in group["params"]]}
             for group in two_groups(model)
         ]
-        self.optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        self.optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=True)
 
     def step(self) -> None:
         for name, parameter in self.model.named_parameters():
@@ -95,3 +97,36 @@ def test_identity(name: str, place: dict[str, Any], schedule: str, dtype: torch.
     plain = run(zoo(name), {"plain": True} if is_on_host else None, dtype=dtype, **loop)
     managed = run(zoo(name), {**place, "schedule": schedule}, dtype=dtype, **loop)
     assert_same(plain[0].cpu(), managed[0].cpu(), plain[1], managed[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
+@pytest.mark.parametrize(("ours", "theirs"), [({}, {"fused": True}), ({"foreach": False}, {"foreach": False})], ids=str)
+@pytest.mark.filterwarnings("ignore:the host updates")
+def test_the_host_takes_torchs_fused_step_unless_the_user_chose(
+    kind: Any, dtype: torch.dtype, ours: dict[str, bool], theirs: dict[str, bool]
+) -> None:
+    gradients = [torch.randn(257, 33, generator=torch.Generator().manual_seed(step)).to(dtype) for step in range(3)]
+    weight = torch.randn(257, 33, generator=torch.Generator().manual_seed(9)).to(dtype)
+    plain = nn.Parameter(weight.clone())
+    reference = kind([plain], lr=1e-2, **theirs)
+    model = nn.Linear(33, 257, bias=False, dtype=dtype)
+    model.weight.data.copy_(weight)
+    optimizer = kind(model.parameters(), lr=1e-2, **ours)
+    with lowtide.manage(model, optimizer, lowtide.make_plan(model, update="host"), device="cuda"):
+        for gradient in gradients:
+            plain.grad = gradient.clone()
+            reference.step()
+            (model(torch.eye(33, dtype=dtype, device="cuda")).T * gradient.cuda()).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(model.weight.detach().cpu(), plain.detach())
+
+
+def test_a_slow_update_is_warned_of_with_the_words_that_are_fast() -> None:
+    model = nn.Linear(64, 64).to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.warns(UserWarning, match="precision='bf16 exact' updates them by Lowtide's kernel"):
+        lowtide.manage(model, optimizer, lowtide.make_plan(model), device="cuda").close()
+    lowtide.manage(model, optimizer, lowtide.make_plan(model), device="cuda", precision="bf16 exact").close()
+    lowtide.manage(model, optimizer, lowtide.make_plan(model, update="device"), device="cuda").close()

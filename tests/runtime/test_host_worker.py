@@ -10,6 +10,7 @@ import time
 import weakref
 
 import pytest
+import torch
 
 from lowtide.runtime.host_worker import HostWorker
 
@@ -160,7 +161,7 @@ def test_what_a_job_was_lent_is_given_back_whatever_it_comes_after_does() -> Non
         after=[lent["failed"], copy],
         lastly=lambda: done.append(f"not run, written to until then: {not copy.is_done()}"),
     )
-    lent["failed"]._future.exception(timeout=30)
+    lent["failed"].future.exception(timeout=30)
     assert not lent["not run"].is_done()
     copy.end()
     for name in ("failed", "not run"):
@@ -223,3 +224,42 @@ def test_a_process_that_ends_finishes_its_work() -> None:
     )
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["0", "1", "2"]
+
+
+def test_the_worker_uses_as_many_threads_as_the_loop_and_follows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps the number for each thread, and one that runs already does not follow a change."""
+    worker, seen = HostWorker(), list[int]()
+    before = torch.get_num_threads()
+    num_set = list[int]()
+    set_num_threads = torch.set_num_threads
+
+    def counted(number: int) -> None:
+        num_set.append(number)
+        set_num_threads(number)
+
+    def look() -> None:
+        torch.ones(8).sqrt()
+        seen.append(torch.get_num_threads())
+
+    try:
+        monkeypatch.setattr(torch, "set_num_threads", counted)
+        worker.submit(look).wait()
+        assert not num_set, "it set what nobody had changed"
+        for number in (before + 2, before + 1):
+            set_num_threads(number)
+            for _ in range(2):
+                worker.submit(look).wait()
+            assert torch.get_num_threads() == number, "the loop's own changed"
+
+        def as_autograd_does() -> None:
+            set_num_threads(before + 5)  # of that thread
+            worker.submit(look).wait()
+
+        other = threading.Thread(target=as_autograd_does)
+        other.start()
+        other.join()
+    finally:
+        set_num_threads(before)
+        worker.close()
+    assert seen == [before, before + 2, before + 2, before + 1, before + 1, before + 1]
+    assert num_set == [before + 2, before + 1]

@@ -208,7 +208,8 @@ def test_a_call_after_a_backward_that_broke_off(where: Callable[[], AbstractCont
         rows = torch.ones(2, WIDTH)
         with where():
             model(rows)
-        optimizer.zero_grad()
+        with pytest.warns(RuntimeWarning, match="raised after it had updated 3 of 4 groups"):
+            optimizer.zero_grad()
         take_step(model, optimizer, 1)
 
 
@@ -233,7 +234,8 @@ def test_a_backward_that_broke_off_is_told_of_once(update: str) -> None:
             hook.remove()
         with pytest.raises(NonFiniteGradientError, match="All other weights that it reached, if any, took the step"):
             session.settle()
-        optimizer.zero_grad()
+        with pytest.warns(RuntimeWarning, match="raised after it had updated 3 of 4 groups"):
+            optimizer.zero_grad()
         model.load_state_dict(saved)
         take_step(model, optimizer, 1)
         session.settle()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import itertools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +15,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lowtide.errors import UnsupportedOptimizerError
+from lowtide.runtime.chunk_optimizer import ChunkOptimizer, Settings, Update
 from tests.runtime.side_by_side import (
+    WIDTH,
+    Block,
     Tower,
     adamw,
     assert_same_state,
@@ -373,3 +377,79 @@ def test_a_hook_before_the_step_may_clip(place: str) -> None:
         return steps(model, optimizer)
 
     side_by_side(loop, place)
+
+
+# The order of updates on the host
+
+
+class HeadFirst(nn.Module):
+    """Registers its head before the blocks that it calls first, and holds a parameter itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 4)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.stem = nn.Linear(8, WIDTH)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x * self.scale)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+IN_ORDER_OF_USE = ["", "stem", "blocks.0", "blocks.1", "head"]
+
+
+def _on_each_update(monkeypatch: pytest.MonkeyPatch, model: nn.Module, told: Callable[[str], None]) -> None:
+    """Tell which group is about to be updated."""
+    groups = {
+        id(parameter): next(group for group in reversed(IN_ORDER_OF_USE) if name.startswith(group))
+        for name, parameter in model.named_parameters()
+    }
+    run = ChunkOptimizer.run
+
+    def watched(self: ChunkOptimizer, updates: Sequence[Update], settings: Settings) -> None:
+        if id(updates[0].parameter) in groups:  # and not of a copy that `manage` tries out
+            told(groups[id(updates[0].parameter)])
+        run(self, updates, settings)
+
+    monkeypatch.setattr(ChunkOptimizer, "run", watched)
+
+
+@pytest.mark.parametrize("place", ["streamed-host", "resident-host"])
+def test_the_host_updates_first_what_the_next_forward_uses_first(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, order = seeded(HeadFirst), list[str]()
+    optimizer = adamw(model)
+    _on_each_update(monkeypatch, model, order.append)
+    with manage(model, optimizer, place) as session:
+        for step in range(3):
+            order.clear()
+            steps(model, optimizer, [step])
+            session.settle()
+            assert order == IN_ORDER_OF_USE
+
+
+@pytest.mark.parametrize("place", ["streamed-host", "resident-host"])
+def test_a_forward_begins_while_the_updates_of_later_groups_are_pending(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, is_begun, were_late = seeded(HeadFirst), threading.Event(), list[str]()
+    optimizer = adamw(model)
+
+    def hold(group: str) -> None:
+        if group not in ("", "stem") and not is_begun.wait(timeout=5):
+            were_late.append(group)
+
+    _on_each_update(monkeypatch, model, hold)
+    with manage(model, optimizer, place):
+        loss_of(model, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        hook = model.stem.register_forward_hook(lambda *_: is_begun.set())  # type: ignore[union-attr]
+        loss_of(model, 1).backward()
+        hook.remove()
+        optimizer.step()
+    assert not were_late

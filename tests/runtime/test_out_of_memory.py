@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -96,13 +97,93 @@ def test_plain_torch_after_a_session_that_was_dropped() -> None:
     assert (torch.ones(1000, 100) * 2).sum() == 200_000
 
 
-def test_a_session_that_is_open_keeps_its_budget_and_says_how_to_end_it() -> None:
+def test_an_error_says_whose_budget_it_is_and_how_to_end_it() -> None:
     model, optimizer = make()
     session = lowtide.manage(model, optimizer, lowtide.make_plan(model, device_memory=SMALL), device="cpu")
-    with pytest.raises(EmulatedOutOfMemoryError, match=r"session\.close\(\) lifts the budget"):
-        torch.ones(1000, 100)
+    with pytest.raises(
+        EmulatedOutOfMemoryError,
+        match=r"of .*KiB in use\. .* the budget of the session of a Sequential, which its close\(\) lifts",
+    ):
+        step(model, optimizer, 256)
     session.close()
-    torch.ones(1000, 100)
+    step(model, optimizer, 256)
+
+
+def recurrent() -> None:
+    """A plain model beside a managed one, far beyond its budget."""
+    output, _ = nn.LSTM(8, 64)(torch.ones(4, 128, 8))
+    output.sum().backward()
+
+
+class BrokenError(Exception):
+    """What these loops raise."""
+
+
+def fail(*_: object) -> None:
+    raise BrokenError
+
+
+@pytest.mark.parametrize(("weights", "update"), [("streamed", "host"), ("resident", "device")])
+@pytest.mark.parametrize("moment", ["forward", "loss", "backward", "step", None])
+def test_what_is_computed_beside_the_model_does_not_count(weights: str, update: str, moment: str | None) -> None:
+    """Whether the last step went well or was left by an exception."""
+    model, optimizer = make()
+    plan = lowtide.make_plan(model, weights=weights, update=update, device_memory=SMALL)
+    with lowtide.manage(model, optimizer, plan, device="cpu") as session:
+        tracked = session._open().basis.tracked
+        assert tracked is not None
+        step(model, optimizer, 2)
+        recurrent()
+        assert isinstance(model, nn.Sequential)
+        handles: list[Any] = []
+        if moment == "forward":
+            handles = [model[-1].register_forward_hook(fail)]
+        elif moment == "backward":
+            handles = [model[-1].register_full_backward_hook(fail)]
+        elif moment == "step":
+            handles = [optimizer.register_step_pre_hook(fail)]
+        try:
+            out = model(torch.ones(2, 64))
+            recurrent()
+            if moment == "loss":
+                fail()
+            out.sum().backward()
+            optimizer.step()
+        except BrokenError:
+            pass
+        recurrent()
+        before_bytes = tracked.current_bytes
+        beside = torch.ones(1000, 100)
+        assert tracked.current_bytes == before_bytes
+        assert beside.sum() == 100_000
+        for handle in handles:
+            handle.remove()
+        optimizer.zero_grad()
+        step(model, optimizer, 2)
+        with pytest.raises(EmulatedOutOfMemoryError):
+            step(model, optimizer, 256)
+
+
+def test_what_is_computed_from_the_device_s_memory_counts_wherever_it_is() -> None:
+    model, optimizer = make()
+    with lowtide.manage(model, optimizer, lowtide.make_plan(model, weights="resident"), device="cpu") as session:
+        tracked = session._open().basis.tracked
+        assert tracked is not None
+        before_bytes = tracked.current_bytes
+        batch = torch.ones(4, 64)
+        assert tracked.current_bytes == before_bytes
+        with torch.no_grad():
+            out = model(batch)
+            # The batch came to the device, and the result was made there.
+            assert tracked.current_bytes == before_bytes + batch.nbytes + out.nbytes
+            doubled = out * 2
+            target = torch.zeros_like(out)
+            host = torch.zeros(4, 64)
+            before_bytes += batch.nbytes + out.nbytes + doubled.nbytes + target.nbytes
+            assert tracked.current_bytes == before_bytes
+            # What meets it is brought to it.
+            difference = doubled - host
+            assert tracked.current_bytes == before_bytes + host.nbytes + difference.nbytes
 
 
 def test_a_model_keeps_its_session_s_budget() -> None:

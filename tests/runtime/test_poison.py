@@ -9,7 +9,6 @@ import contextlib
 import functools
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -36,11 +35,12 @@ Outcome = tuple[list[float], list[torch.Tensor], dict[str, torch.Tensor]]
 class LateJob(Job):
     """Work that is done when somebody waits for it, or for a later one."""
 
-    def __init__(
-        self, worker: LateWorker, work: Callable[[], None], after: tuple[Awaited, ...], lastly: Callable[[], None]
-    ) -> None:
-        super().__init__(Future())
-        self.worker, self.work, self.after, self.lastly = worker, work, after, lastly
+    def __init__(self, worker: LateWorker) -> None:
+        super().__init__(worker._queue)
+        self.worker = worker
+        self.work: Callable[[], None] = lambda: None
+        self.after: tuple[Awaited, ...] = ()
+        self.lastly: Callable[[], None] = lambda: None
 
     def wait(self) -> None:
         self.worker.run_until(self)
@@ -54,6 +54,9 @@ class LateWorker(HostWorker):
         super().__init__()
         self.queue: deque[LateJob] = deque()
 
+    def new_job(self) -> LateJob:
+        return LateJob(self)
+
     def submit(
         self,
         work: Callable[[], None],
@@ -61,10 +64,12 @@ class LateWorker(HostWorker):
         after: Iterable[Awaited] = (),
         lastly: Callable[[], None] = lambda: None,
         place: int = BEFORE_UPDATES,
+        job: Job | None = None,
     ) -> Job:
-        job = LateJob(self, work, tuple(after), lastly)
-        self.queue.append(job)
-        return job
+        late = job if isinstance(job, LateJob) else self.new_job()
+        late.work, late.after, late.lastly = work, tuple(after), lastly
+        self.queue.append(late)
+        return late
 
     def wait_for_one(self) -> bool:
         if not self.queue:
@@ -83,9 +88,9 @@ class LateWorker(HostWorker):
                 finally:
                     first.lastly()
             except Exception as error:
-                first._future.set_exception(error)
+                first.future.set_exception(error)
             else:
-                first._future.set_result(None)
+                first.future.set_result(None)
 
     def close(self) -> None:
         while self.queue:
@@ -216,7 +221,8 @@ def test_an_update_on_the_device_that_is_not_written_back(
     place: str, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def forgetful(store: ChunkStore, chunk: Chunk) -> None:
-        chunk.become(ChunkState.DIRTY)
+        if chunk.state is not ChunkState.DIRTY:
+            chunk.become(ChunkState.DIRTY)
         chunk.become(ChunkState.WRITING_BACK)
 
     monkeypatch.setattr(ChunkStore, "write_back", forgetful)

@@ -267,10 +267,11 @@ def test_gradients_at_the_input_work(place: str) -> None:
 
 
 class CountingSGD(torch.optim.SGD):
-    """Counts its steps in its param group, as some optimizers do."""
+    """Counts its updates in its param group, which every chunk would do for itself."""
 
     def step(self, closure: object = None) -> None:
-        self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
+        group = self.param_groups[0]
+        group["k"] = group.get("k", 0) + len(group["params"])
         super().step()
 
 

@@ -61,11 +61,18 @@ def test_frozen_parameters_do_not_count() -> None:
 def test_an_optimizer_that_cannot_be_asked() -> None:
     class Picky(torch.optim.SGD):
         def step(self, closure: object = None) -> None:  # type: ignore[override]
-            if self.param_groups[0]["params"][0].shape == (4, 4):
+            if self.param_groups[0]["params"][0].shape == (32, 32):
                 raise RuntimeError("not like this")
 
-    with pytest.raises(UnsupportedOptimizerError, match=r"Picky could not take a step .*\(4, 4\).*not like this"):
-        state_bytes_per_parameter_byte(Picky([nn.Parameter(torch.ones(4, 4))], lr=0.1))
+    # No chunk would be refused for it; where one would, the message says that.
+    with pytest.raises(
+        UnsupportedOptimizerError, match=r"Picky could not take a step .*\(32, 32\) alone.*not like this"
+    ):
+        state_bytes_per_parameter_byte(Picky([nn.Parameter(torch.ones(200, 200))], lr=0.1))
+    with pytest.raises(
+        UnsupportedOptimizerError, match=r"Picky could not take a step without a closure.*not like this"
+    ):
+        state_bytes_per_parameter_byte(Picky([nn.Parameter(torch.ones(32, 32))], lr=0.1))
 
 
 def test_an_optimizer_that_no_chunk_can_use() -> None:

@@ -102,3 +102,69 @@ def test_one_that_is_added_later_is_updated() -> None:
                 optimizer.zero_grad()
     for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+# Another optimizer holds them
+
+
+def two(model: nn.Sequential) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+    """One for the last layers, one for the others."""
+    others = [parameter for layer in list(model)[:-HELD] for parameter in layer.parameters()]
+    return sgd(model), torch.optim.Adam(others, lr=0.01)
+
+
+def train_both(model: nn.Sequential, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
+    for step in range(4):
+        backward(model, step)
+        for optimizer in optimizers:
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("is_managed_first", [True, False])
+@pytest.mark.parametrize("schedule", ["deferred", "in_backward"])
+@pytest.mark.parametrize("update", ["host", "device"])
+@pytest.mark.parametrize("weights", ["streamed", "resident"])
+def test_a_second_optimizer_trains_as_plainly_or_is_refused(
+    weights: str, update: str, schedule: str, is_managed_first: bool
+) -> None:
+    models = network(), network()
+    (held, others), (managed, unmanaged) = two(models[0]), two(models[1])
+    train_both(models[0], (held, others))
+    plan = lowtide.make_plan(models[1], weights=weights, update=update, schedule=schedule)
+    with lowtide.manage(models[1], managed, plan, device="cpu"):
+        in_turn = (managed, unmanaged) if is_managed_first else (unmanaged, managed)
+        if schedule == "in_backward" and update == "host":
+            what = (
+                "this Adam holds 6 parameters .the first is 0.weight. of a managed model"
+                if is_managed_first
+                else "dropped"
+            )
+            with pytest.raises(GradientGoneError, match=what):
+                train_both(models[1], in_turn)
+            return
+        train_both(models[1], in_turn)
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_second_optimizer_with_gradients_of_its_own_is_no_concern() -> None:
+    model = network()
+    optimizer, other = two(model)
+    with lowtide.manage(
+        model, optimizer, lowtide.make_plan(model, update="host", schedule="in_backward"), device="cpu"
+    ):
+        backward(model, 0)
+        optimizer.step()
+        for group in other.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.ones_like(parameter)
+        before = model[0].weight.sum().item()  # type: ignore[union-attr, operator]
+        other.step()
+        assert model[0].weight.sum().item() < before  # type: ignore[union-attr, operator]
+        # One that has nothing of the model's steps at any time.
+        stranger = nn.Parameter(torch.ones(1))
+        torch.optim.SGD([stranger], lr=0.1).step()
+    backward(model, 1)
+    other.step()

@@ -86,6 +86,25 @@ class TestTheNumbers:
         other, other_losses = run(WarmUp(device_memory=size, schedule=schedule))
         assert_same(network, other, losses, other_losses)
 
+    @pytest.mark.parametrize("schedule", list(Schedule))
+    @pytest.mark.parametrize("segment", [2, 3])
+    def test_in_segments_whose_groups_run_again_beside_one_another(self, segment: int, schedule: Schedule) -> None:
+        _, expected = plain(4)
+        plan = WarmUp(device_memory="1MiB", warm_up_share=0, activations=f"recompute/{segment}", schedule=schedule)
+        session, losses = managed(plan, num_steps=4)
+        with session:
+            assert not session.is_warming_up
+            assert losses == expected
+
+    @pytest.mark.parametrize("segment", [2, 3])
+    def test_in_segments_of_a_plan_by_hand_without_prefetching(self, segment: int) -> None:
+        _, expected = plain(2)
+        plan = lowtide.make_plan(Stack(), activations=f"recompute/{segment}", prefetch_depth=0)
+        session, losses = managed(plan, num_steps=2)
+        with session:
+            assert losses == expected
+            assert session.stats().activations is not None
+
     def test_with_gradients_that_outlive_the_step(self) -> None:
         # The plan changes at the second forward, while the first step's gradients are there to be added to.
         def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
-from lowtide.tracing.attention_rules import Backend, Call, call_of, choose, describe, refusals, ways_out
+from lowtide.tracing.attention_rules import HOST, Backend, Call, call_of, choose, describe, refusals, ways_out
 
 HOPPER, TURING = (9, 0), (7, 5)
 BF16, F32 = torch.bfloat16, torch.float32
@@ -90,3 +93,40 @@ def test_each_better_backend_says_why_it_refuses() -> None:
     assert [part.partition(" ")[0] for part in told.split("; ")] == ["cudnn", "flash", "efficient"]
     assert "half precision only, not float32" in told
     assert refusals(call(BF16), HOPPER, Backend.CUDNN) == ""
+
+
+MASKS = (None, (1, 12), (8, 12), (2, 1, 8, 12), (2, 4, 8, 12), (3, 12), (4, 8, 12))
+SHAPES = (
+    ((2, 4, 8, 16), (2, 4, 12, 16)),
+    ((2, 4, 8, 16), (2, 2, 12, 16)),
+    ((2, 4, 8, 16), (1, 4, 12, 16)),
+    ((4, 8, 16), (4, 12, 16)),
+    ((2, 4, 0, 16), (2, 4, 12, 16)),
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_the_host_takes_what_torch_takes_there(dtype: torch.dtype) -> None:
+    """Each choice beside that of torch itself."""
+    num_flash = 0
+    for (query_shape, key_shape), mask_shape, dropout, gqa, value_size, is_strided in itertools.product(
+        SHAPES, MASKS, (0.0, 0.1), (False, True), (16, 8), (False, True)
+    ):
+        query, key = torch.empty(query_shape, dtype=dtype), torch.empty(key_shape, dtype=dtype)
+        value = torch.empty(*key_shape[:-1], value_size, dtype=dtype)
+        if is_strided:
+            key = key.transpose(-1, -2).contiguous().transpose(-1, -2)
+        mask = None if mask_shape is None else torch.empty(mask_shape, dtype=dtype)
+        facts = call_of(query, key, value, mask, dropout, enable_gqa=gqa)
+        chosen = choose(facts, HOST, (2, 13), frozenset(Backend))
+        truth = torch._fused_sdp_choice(query, key, value, mask, dropout, False, enable_gqa=gqa)
+        assert (chosen is Backend.FLASH) == (truth == SDPBackend.FLASH_ATTENTION.value), facts
+        num_flash += chosen is Backend.FLASH
+    assert num_flash > 5
+
+
+def test_the_host_says_why_it_falls_back() -> None:
+    facts = call(dropout=0.1)
+    assert choose(facts, HOST, (2, 13), frozenset(Backend)) is Backend.MATH
+    assert refusals(facts, HOST, Backend.MATH) == "flash does not take it: it takes no dropout"
+    assert ways_out(facts, HOST, (2, 13)) == ("with dropout_p=0 it runs on flash",)

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import random
+
 from lowtide.tracing.allocator import AllocatorSettings
-from lowtide.tracing.memory_log import exact, replay
+from lowtide.tracing.memory_log import MAX_REPEATS, exact, replay
 from lowtide.tracing.recorder import Recorder
 from lowtide.units import MiB
 
@@ -36,3 +38,44 @@ def test_each_stream_has_a_pool_of_its_own() -> None:
     memory = replay(recorder, AllocatorSettings())
     assert memory.allocated == [12 * MiB, 0, 12 * MiB, 24 * MiB]
     assert memory.reserved == [12 * MiB, 12 * MiB, 24 * MiB, 24 * MiB]  # the last one is where the first was
+
+
+def steps(seed: int, count: int) -> tuple[Recorder, int]:
+    """The same step several times, each keeping some blocks until the next has made its own; and where the second begins."""
+    recorder, kept, first = Recorder(), [], 0
+    for number in range(count):
+        rng = random.Random(seed)
+        first = len(recorder.log) if number == 1 else first
+        passing, left = [], []
+        for _ in range(12):
+            life = recorder.allocate(rng.randint(2, 60) * MiB, (1,), "uint8")
+            (left if rng.random() < 0.3 else passing).append(life)
+            if passing and rng.random() < 0.5:
+                recorder.free(passing.pop(rng.randrange(len(passing))))
+        for life in (*passing, *kept):
+            recorder.free(life)
+        kept = left
+    return recorder, first
+
+
+def test_a_step_is_repeated_until_it_reserves_nothing_more() -> None:
+    num_grown = 0
+    for seed in range(20):
+        recorder, first = steps(seed, 2)
+        after = [
+            max(replay(steps(seed, count)[0], AllocatorSettings()).reserved) for count in range(1, 3 + MAX_REPEATS)
+        ]
+        quiet = next((n for n in range(1, len(after)) if after[n] == after[n - 1]), len(after) - 1)
+        settled = replay(recorder, AllocatorSettings(), first)
+        assert settled.reserved[-1] == max(settled.reserved) == after[min(quiet + 1, len(after) - 1)]
+        assert len(settled.reserved) == len(settled.allocated) == len(recorder.log)
+        num_grown += after[2] > after[1]
+    assert num_grown >= 5, "cases in which the third step reserves more than the second"
+
+
+def test_a_step_that_leaves_other_than_it_found_is_not_repeated() -> None:
+    recorder = Recorder()
+    recorder.allocate(MiB, (1,), "uint8")
+    recorder.allocate(12 * MiB, (1,), "uint8")  # a leak
+    memory = replay(recorder, AllocatorSettings(), 1)
+    assert memory.reserved == [2 * MiB, 14 * MiB]

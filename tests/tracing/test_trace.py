@@ -146,6 +146,33 @@ class TestMLP:
         # The first layer's cast weight is not needed: its input has no gradient.
         assert after(result, last) == start + held - 2 * IN * HIDDEN
 
+    @pytest.mark.parametrize(
+        ("dtype", "autocast", "said"),
+        [
+            # The mean of a bf16 tensor is taken in bf16 under autocast too.
+            (
+                torch.bfloat16,
+                torch.bfloat16,
+                "changes nothing: the step has nothing to cast, its weights are in bfloat16",
+            ),
+            (torch.float32, "fp32", "changes nothing: torch's autocast computes in bfloat16 or float16 alone"),
+        ],
+    )
+    def test_an_autocast_that_changes_nothing_says_so(self, dtype: torch.dtype, autocast: Any, said: str) -> None:
+        model, batch = nn.Linear(IN, OUT, dtype=dtype), torch.randn(ROWS, IN, dtype=dtype)
+        step = {"optimizer": torch.optim.AdamW, "loss": lambda model, batch: model(batch).mean()}
+        with pytest.warns(UserWarning, match=said):
+            result = trace(model, batch, **step, autocast=autocast)
+        assert any(said in note for note in result.notes)
+        assert result.curve.tolist() == trace(model, batch, **step).curve.tolist()
+
+    def test_an_autocast_that_only_widens_says_so(self) -> None:
+        model, batch = nn.Linear(IN, OUT, dtype=torch.bfloat16), torch.randn(ROWS, IN, dtype=torch.bfloat16)
+        step = {"loss": lambda model, batch: model(batch).softmax(-1).square().mean()}
+        with pytest.warns(UserWarning, match="casts no weight: they are in bfloat16 already, and only norms, softmax"):
+            result = trace(model, batch, **step, autocast="bf16")
+        assert result.peak_bytes > trace(model, batch, **step).peak_bytes
+
     def test_categories_sum_to_the_peak_and_the_curve(self) -> None:
         result = trace_mlp()
         assert sum(result.at_peak.values()) == result.peak_bytes

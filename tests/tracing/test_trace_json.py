@@ -108,6 +108,14 @@ def test_files_give_back_the_trace(tmp_path: Path, name: str) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
+def test_a_trace_of_an_older_version_says_less_about_itself(tmp_path: Path) -> None:
+    trace = replace(tiny_trace(), about={"batch": "2x64 int64", "optimizer": "AdamW"})
+    record = trace_to_dict(trace)
+    assert trace_from_dict(record).about == trace.about
+    del record["about"]
+    assert trace_from_dict(record) == replace(trace, about={})
+
+
 def test_gz_is_compressed_and_the_same_each_time(tmp_path: Path) -> None:
     trace = tiny_trace()
     first, second = (save_trace(trace, tmp_path / f"{name}.json.gz").read_bytes() for name in "ab")
@@ -226,6 +234,8 @@ DAMAGE: list[tuple[Callable[[Record], Any], str]] = [
     (_set("target", "context_bytes", to=1.5), r"target\.context_bytes is '1\.5', expected int"),
     (_set("settings", to=[]), r"settings is '\[\]', expected dict"),
     (_set("notes", 0, to=3), r"notes\[0\] is 3, expected str"),
+    (_set("about", to="AdamW"), r"about is 'AdamW', expected dict"),
+    (_set("about", "batch", to=8), r"about\[0\] is 8, expected str"),
     (_set("strings", 1, to=None), r"strings\[1\] is None, expected str"),
     (_set("shapes", 0, to=[1, "2"]), r"shapes\[0\] is \[1, '2'\], expected a list of sizes"),
     (_set("ops", "name", 1, to=9999), r"ops\.name\[1\] is 9999, expected the index of a string"),

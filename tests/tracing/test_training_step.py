@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lowtide.errors import ConfigError, TraceError
 from lowtide.tracing.settings import Implementation, StepSettings
 from lowtide.tracing.step_trace import Phase
-from lowtide.tracing.training_step import TrainingStep, choose_implementation, update_in_backward
+from lowtide.tracing.training_step import TrainingStep, about_step, choose_implementation, update_in_backward
 
 
 class Net(nn.Module):
@@ -222,3 +222,38 @@ def test_only_the_chosen_attention_and_math_are_allowed(attention: str, is_math:
     TrainingStep(Model(), (torch.ones(3, 4),), None, None, StepSettings(attention=attention))("cpu", lambda phase: None)
     assert seen == [(attention == "flash", False, is_math)]
     assert torch.backends.cuda.mem_efficient_sdp_enabled()
+
+
+class TestAbout:
+    @pytest.mark.parametrize(
+        ("batch", "words"),
+        [
+            (torch.ones(2, 3), "2x3 float32"),
+            ((torch.ones(2, 3), torch.ones(2, dtype=torch.int64)), "2x3 float32; 2 int64"),
+            (
+                {"ids": torch.ones(8, 9), "labels": torch.ones(8, 9), "n": torch.ones(())},
+                "ids, labels 8x9 float32; n one number float32",
+            ),
+            ({"image": {"pixels": torch.ones(1, 2)}, "name": "a", "size": 3}, "image.pixels 1x2 float32"),
+        ],
+    )
+    def test_the_batch(self, batch: Any, words: str) -> None:
+        assert about_step(TrainingStep(nn.Linear(3, 2), batch, None, None, StepSettings()))["batch"] == words
+
+    @pytest.mark.parametrize(
+        ("make", "words"),
+        [
+            (lambda weights: None, "none"),
+            (torch.optim.AdamW, "AdamW"),
+            (lambda weights: torch.optim.SGD(weights, lr=0.5, momentum=0.9), "SGD(lr=0.5, momentum=0.9)"),
+            (
+                lambda weights: torch.optim.Adam(weights, betas=(0.8, 0.9), fused=True),
+                "Adam(betas=(0.8, 0.9), fused=True)",
+            ),
+        ],
+    )
+    def test_the_optimizer_and_what_is_not_its_default(self, make: Callable[..., Any], words: str) -> None:
+        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1, dtype=torch.bfloat16))
+        found = about_step(TrainingStep(model, None, make(model.parameters()), None, StepSettings()))
+        assert found["optimizer"] == words
+        assert found["dtype"] == "float32 and bfloat16"

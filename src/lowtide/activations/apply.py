@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -66,12 +67,23 @@ class Applied:
             path: model.get_submodule(path) for path, policy in policies.items() if not isinstance(policy, Keep)
         }
         refuse_compiled_holders(model, self._governed)
-        self._caches_off = CachesOff(model) if turn_off_caches else None
-        for call in self._calls:
-            call.install()
-        # Installed last, let go first: it stands around a policy of the model itself.
-        self._check = CompileCheck.of(model)
-        self._check.watch(self._governed)
+        with contextlib.ExitStack() as undo:
+            self._caches_off = CachesOff(model) if turn_off_caches else None
+            if self._caches_off is not None:
+                undo.callback(self._caches_off.end)
+            for call in self._calls:
+                undo.callback(call.remove)
+                call.install()
+            # Installed last, let go first: it stands around a policy of the model itself.
+            self._check = CompileCheck.of(model)
+            undo.callback(self._check.forget, self._governed)
+            self._check.watch(self._governed)
+            undo.pop_all()
+
+    @property
+    def caches_off(self) -> tuple[str, ...]:
+        """Classes of Hugging Face models that would use a key-value cache, and have it off while policies are at work."""
+        return () if self._caches_off is None else self._caches_off.names
 
     def stats(self) -> ActivationStats:
         """What was done so far."""
@@ -117,7 +129,7 @@ def apply(
 
     The model is changed in place and trains as before, with the same bits in losses and gradients; only memory and time
     differ. Copies and pickles of it are plain models. Blocks that are compiled one by one stay compiled. Where blocks are
-    recomputed, key-value caches of Hugging Face models are off.
+    recomputed, key-value caches of Hugging Face models are off: the bits are those of the model with `use_cache=False`.
 
     Args:
         model: Any torch model, on its device or not yet.

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from lowtide import compat
 from lowtide.activations.host_lookup import Lookup, RowSums, look_up
-from lowtide.errors import ConfigError, ModelChangedError, UnknownNameError
+from lowtide.errors import ActivationError, ConfigError, ModelChangedError, UnknownNameError
 from lowtide.units import format_bytes
 
 
@@ -98,6 +98,7 @@ class HostEmbedding:
         self.row_sums = row_sums
         self.on_host = on_host
         self._came_from = module.weight.device
+        self._table = module.weight
         self._is_installed = True
         _move(module.weight, torch.device("cpu"))
         self._inner = compat.replace_call(module, self._call)
@@ -117,6 +118,14 @@ class HostEmbedding:
         inner: Callable[..., Any] = self._inner or compat.plain_call(self.module)
         if not self._is_installed:
             return inner(*args, **kwargs)
+        if self.module.weight is not self._table and compat.is_functional_call():
+            return inner(*args, **kwargs)  # with a table of the user's for this call, which is where the user put it
+        if compat.is_in_transform():
+            raise ActivationError(
+                f"a transform of torch.func calls the embedding at {self.path!r}, whose table "
+                f"({format_bytes(self.module.weight.nbytes)}) is on the host; give it a table of your own on {self.device} for "
+                "the call, by torch.func.functional_call"
+            )
         if self.module.weight.device.type != "cpu":
             raise ModelChangedError(
                 f"the table of {self.path!r} ({format_bytes(self.module.weight.nbytes)}) was moved to "

@@ -1,12 +1,15 @@
 """Key-value caches of Hugging Face models, which recomputed blocks would fill twice.
 
 A recomputed block would put its keys and values into the cache a second time; transformers' switch for recomputation turns
-the cache off as well.
+the cache off as well. Some models compute the last bits otherwise without a cache, so that a run is to the bit that of plain
+torch with `use_cache=False`, and not with the default.
 """
 
 from __future__ import annotations
 
+import inspect
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -24,6 +27,14 @@ class CachesOff:
             id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None
         }
         with _LOCK:
+            self.names = tuple(
+                dict.fromkeys(
+                    type(module).__name__
+                    for module in _outermost_with_config(model)
+                    if getattr(module.config, "use_cache", False) is True and _takes_cache(module)
+                )
+            )
+            """Classes of the models whose caches it turned off, though they would have used them."""
             self._configs = [
                 config for key, config in found.items() if key in _OFF or getattr(config, "use_cache", False) is True
             ]
@@ -42,3 +53,17 @@ class CachesOff:
                 else:
                     config.use_cache = True
             self._configs = []
+
+
+def _outermost_with_config(module: nn.Module) -> Iterator[nn.Module]:
+    """A model that a user calls; those inside of it have their configurations from it."""
+    if getattr(module, "config", None) is not None:
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost_with_config(child)
+
+
+def _takes_cache(module: nn.Module) -> bool:
+    """Configurations of encoders say that there is a cache, too, though their models have none."""
+    return "past_key_values" in inspect.signature(type(module).forward).parameters

@@ -88,6 +88,18 @@ Policies = Policy | str | Mapping[str, Policy | str]
 """One for all repeated blocks, or by the path of a module, "*" for the blocks that are not named."""
 
 
+def check_policies(policies: Policies | None) -> None:
+    """Refuse words that are no policy.
+
+    Raises:
+        UnknownNameError: There is no such word.
+        ConfigError: A policy lacks a setting, or has a wrong one.
+    """
+    for policy in policies.values() if isinstance(policies, Mapping) else (policies,):
+        if policy is not None:
+            policy_of(policy)
+
+
 def _require_count(key: str, value: object, *, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{key} is {value!r}; give a whole number, {least} or more", key=key)

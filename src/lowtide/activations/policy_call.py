@@ -71,6 +71,7 @@ class PolicyCall:
         self._compile = compile_group
         self._buffers = MovingBuffers(module)
         self._parts = [*module.modules()]
+        self._parameters = {id(parameter) for parameter in module.parameters()}
         self._inner: Callable[..., Any] | None = None
         self._compiled: Callable[..., Any] | None = None
         self._is_active = False
@@ -81,9 +82,11 @@ class PolicyCall:
         """Take the module's calls."""
         if isinstance(self._policy, CompileBudget):
             self._compiled = self._compile(self._module, self._path, self._policy.share)
-        self._inner = compat.replace_call(self._module, self._call)
-        compat.show_call_to_compiler(self._module, shows=not isinstance(self._policy, Keep))
+        # Said first: `remove` undoes as much as was done.
+        self._inner = compat.call_of(self._module)
         self._is_active = True
+        compat.replace_call(self._module, self._call)
+        compat.show_call_to_compiler(self._module, shows=not isinstance(self._policy, Keep))
 
     def remove(self) -> None:
         """Give the module's calls back. Where others have taken them since, calls pass through here to what was before."""
@@ -142,6 +145,7 @@ class PolicyCall:
         if isinstance(policy, Offload) and not policy.recompute:
             with self._offloading.hooks(policy, self._module, leaves):
                 return run(*args, **kwargs)
+        self._refuse_given_parameters()
         if isinstance(policy, Selective):
             run = functools.partial(self._explained, run)
         modes = TrainingModes(self._parts)
@@ -155,6 +159,17 @@ class PolicyCall:
         if policy.segment == 1:
             return checkpointed(call, leaves)
         return self._segments.run(call, self._pass, leaves, length=policy.segment, on_again=self._counts.count_remade)
+
+    def _refuse_given_parameters(self) -> None:
+        """The module would run again in the backward, when `functional_call` has given it its own parameters back."""
+        if not compat.is_functional_call():
+            return
+        if {id(parameter) for parameter in self._module.parameters()} != self._parameters:
+            raise ActivationError(
+                f"functional_call gives {type(self._module).__name__} at {self._path or 'the top'} other parameters for this "
+                f"call, and its policy {type(self._policy).__name__} runs it again in the backward, when it has its own; call it "
+                "under torch.no_grad(), or give the module the policy Keep"
+            )
 
     def _pass(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module from outside, through whatever was put around it after this, but without its policy."""

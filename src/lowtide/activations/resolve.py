@@ -17,8 +17,8 @@ OTHERS = "*"
 def resolve(model: nn.Module, policies: Policies) -> dict[str, Policy]:
     """The policy of each chosen module by its path, in the order of the model.
 
-    One policy alone is for all repeated blocks. In a mapping, `*` stands for the repeated blocks that are neither named
-    nor hold or belong to a module that is.
+    One policy alone is for all repeated and shared blocks (`lowtide.memory.blocks`). In a mapping, `*` stands for those that
+    are neither named nor hold or belong to a module that is.
 
     Example:
         >>> layer = nn.TransformerEncoderLayer(8, 2)
@@ -63,7 +63,8 @@ def resolve(model: nn.Module, policies: Policies) -> dict[str, Policy]:
         if not others and not chosen:
             raise ConfigError(
                 f"{type(model).__name__} has no repeated blocks (a ModuleList or Sequential with two modules of one "
-                "class, other than single layers such as Linear or Conv2d); name modules by their path: {'encoder': policy, ...}"
+                "class, other than single layers such as Linear or Conv2d) and no module that is named one; name modules by their "
+                "path: {'encoder': policy, ...}"
             )
         chosen |= dict.fromkeys(others, policy)
     return {path: chosen[path] for path in modules if path in chosen}

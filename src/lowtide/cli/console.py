@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import typer
@@ -37,12 +39,14 @@ def progress(title: str) -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def friendly_errors() -> Iterator[None]:
-    """Lowtide's own errors, and a disk that takes no more, become one message and an exit code.
+    """Lowtide's own errors, and a disk that takes no more, become one message and an exit code; warnings become a line.
 
     Anything else is a bug and keeps its traceback.
     """
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.showwarning = _say_warning
+            yield
     except LowtideError as error:
         _say_error(type(error).__name__, str(error))
         raise typer.Exit(2 if isinstance(error, ValueError) else 1) from error
@@ -55,19 +59,69 @@ def friendly_errors() -> Iterator[None]:
         raise typer.Exit(130) from error
 
 
+def _say_warning(message: Warning | str, *_: object, **__: object) -> None:
+    # Without the line of code that Python adds, which is ours and not the user's.
+    ERR.print(Text.assemble(("warning", "bold yellow"), f": {message}"), highlight=False)
+
+
 def _say_error(kind: str, message: str) -> None:
     # In one piece, so that the first line is broken where the terminal ends.
     ERR.print(Text.assemble((kind, "bold red"), f": {message}"), highlight=False)
 
 
+def require_writable(option: str, paths: Iterable[Path | None], *, are_folders: bool = False) -> None:
+    """Find out before the work begins whether its results can be written; nothing is left behind, nor changed.
+
+    Args:
+        option: That the paths were given with, such as `--report`.
+        paths: Files that will be written; None for those that will not.
+        are_folders: Whether they are folders that files will be written to.
+
+    Raises:
+        ConfigError: One of them cannot be written.
+    """
+    for path in paths:
+        try:
+            if path is not None:
+                _try_to_write(path / "file" if are_folders else path)
+        except OSError as error:
+            what = "a folder" if are_folders else "a file in a folder"
+            raise ConfigError(
+                f"{option} {str(path)!r} cannot be written: {error.strerror}; give {what} that can be written to",
+                key=option.removeprefix("--"),
+            ) from error
+
+
+def _try_to_write(path: Path) -> None:
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        # Where it would go, without making its folders: another command may be about to use them.
+        with tempfile.TemporaryFile(dir=next(folder for folder in path.absolute().parents if folder.exists())):
+            return
+    if path.is_file() or path.is_dir():  # not a pipe or a terminal: to open one is to use it
+        with path.open("ab"):
+            pass
+
+
+def require_reports(paths: list[Path]) -> None:
+    """Find out before the work begins whether the reports of a step can be written.
+
+    Raises:
+        ConfigError: A name does not say which kind of report it is, or one cannot be written.
+    """
+    for path in paths:
+        if not path.name.lower().endswith(REPORT_SUFFIXES):
+            raise ConfigError(
+                f"--report {str(path)!r} names no kind of report: use one of {', '.join(REPORT_SUFFIXES)}", key="report"
+            )
+    require_writable("--report", paths)
+
+
 def write_reports(paths: list[Path], section: Section, title: str) -> None:
-    """One file per path; its suffix says which kind."""
+    """One file per path, which `require_reports` has seen; its suffix says which kind."""
     for path in paths:
         name = path.name.lower()
-        if not name.endswith(REPORT_SUFFIXES):
-            raise ConfigError(
-                f"cannot write a report to {str(path)!r}: use one of {', '.join(REPORT_SUFFIXES)}", key="report"
-            )
         path.parent.mkdir(parents=True, exist_ok=True)
         if name.endswith(".html"):
             path.write_text(render_page([section], title=title), encoding="utf-8")

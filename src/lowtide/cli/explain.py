@@ -13,7 +13,8 @@ from lowtide.cli.request import TraceRequest
 from lowtide.cli.summary import summarise
 from lowtide.planning.what_if import WhatIf, what_if
 from lowtide.report.html import Section
-from lowtide.report.tables import alive_table, category_table, headline, what_if_table
+from lowtide.report.tables import alive_table, category_table, headline, notes, what_if_table
+from lowtide.tracing.attention_use import is_on_attention
 from lowtide.tracing.explain import explain
 from lowtide.tracing.sandbox import shared_sandbox
 
@@ -33,6 +34,8 @@ def run_explain(request: TraceRequest, *, as_json: bool, reports: list[Path]) ->
         print(json.dumps({**summarise(base), "explanation": list(explanation.sentences), **_plain(answer)}, indent=2))
     else:
         OUT.print(headline(base), category_table(base), alive_table(base))
+        if told := [note for note in base.notes if not is_on_attention(note)]:
+            OUT.print(notes(told))
         for sentence in explanation.sentences:
             OUT.print(Padding(escape(sentence), (0, 0, 1, 0)), highlight=False)
         OUT.print(what_if_table(answer.rows))

@@ -10,12 +10,12 @@ from typing import Annotated
 
 import typer
 
-from lowtide.cli.console import ERR, OUT, friendly_errors, progress
+from lowtide.cli.console import ERR, OUT, friendly_errors, progress, require_writable
 from lowtide.cli.lab_display import display_of
 from lowtide.cli.lab_list import recipe_lines, recipe_row
 from lowtide.cli.lab_prediction import predict_all
 from lowtide.cli.lab_show import show_command
-from lowtide.cli.lab_sweep import sweep_command
+from lowtide.cli.lab_sweep import sweep_command, sweep_table
 from lowtide.cli.lab_tables import prediction_table, run_row, run_table
 from lowtide.errors import ConfigError
 from lowtide.hardware import find_hardware
@@ -97,6 +97,7 @@ def run_command(
 ) -> None:
     """Run recipes one after the other, each in a process of its own; exits with 1 if any did not finish."""
     with friendly_errors():
+        require_writable("--out", [out], are_folders=True)
         runs = make_runs(choose_recipes(names, known_recipes(recipes or [])), set_ or [], seeds)
         results: list[EndedRun] = []
         try:
@@ -136,6 +137,8 @@ def report_command(
     with friendly_errors():
         if out is None and markdown is None and png is None:
             out = Path("report.html")
+        for option, path in (("--out", out), ("--markdown", markdown), ("--png", png)):
+            require_writable(option, [path])
         with progress("making the report") as say:
             found = collect(folders or [FOLDER], say)
             say(f"{len(found.records)} records")
@@ -155,6 +158,8 @@ def report_command(
             )
         for comparison in comparisons:
             OUT.print(*summary_of(comparison), sep="\n")
+        for sweep in () if comparisons else found.sweeps:
+            OUT.print(sweep_table(sweep))
         num_older = 0 if all_ else len(found.records) - len(newest_records(found.records))
         if num_older:
             records = "1 older record" if num_older == 1 else f"{num_older} older records"

@@ -10,9 +10,10 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from lowtide.cli.console import ERR, OUT, friendly_errors, progress
+from lowtide.cli.console import ERR, OUT, friendly_errors, progress, require_writable
 from lowtide.errors import ConfigError
 from lowtide.lab.budget import BudgetSweep, not_monotone, run_sweep, sweep_data, write_sweep
+from lowtide.lab.collect import SWEEPS
 from lowtide.lab.recipe_file import find_recipe, read_recipe
 from lowtide.lab.so_far import shown_bytes
 
@@ -30,10 +31,11 @@ def sweep_command(
 ) -> None:
     """What torch's activation budget saves and costs for a recipe's model, compiled as a whole; no GPU is needed."""
     with friendly_errors():
+        require_writable("--out", [out], are_folders=True)
         recipe = read_recipe(find_recipe(name), set_ or [])
         with progress(f"sweeping the budget of {recipe.model}") as say:
             sweep = run_sweep(recipe, parse_budgets(budgets), on_progress=lambda told: say(told.words))
-        path = out / "sweeps" / f"{re.sub(r'[^A-Za-z0-9._-]+', '_', recipe.model)}_{recipe.dtype}_{sweep.batch}.json"
+        path = out / SWEEPS / f"{re.sub(r'[^A-Za-z0-9._-]+', '_', recipe.model)}_{recipe.dtype}_{sweep.batch}.json"
         write_sweep(sweep, path)
         if json_:
             print(json.dumps(sweep_data(sweep), indent=2))

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from lowtide.cli.check import run_check_command
-from lowtide.cli.console import OUT, friendly_errors, progress, write_reports
+from lowtide.cli.console import OUT, friendly_errors, progress, require_reports, require_writable, write_reports
 from lowtide.cli.demo import run_demo
 from lowtide.cli.explain import run_explain
 from lowtide.cli.lab import lab_app
@@ -66,6 +66,7 @@ def trace(
 ) -> None:
     """The predicted peak of a training step, by category and phase."""
     with friendly_errors():
+        require_reports(report or [])
         request = make_request(model, batch, gpu, set_ or [])
         with progress("tracing") as on_progress:
             result = request.run(on_progress)
@@ -82,6 +83,7 @@ def explain(
 ) -> None:
     """Why the peak is there, and what each technique would really save given the others."""
     with friendly_errors():
+        require_reports(report or [])
         run_explain(make_request(model, batch, gpu, set_ or []), as_json=json_, reports=report or [])
 
 
@@ -102,6 +104,7 @@ def check(
 def demo(report: Annotated[Path, typer.Option(help="where the report goes")] = Path("lowtide-demo.html")) -> None:
     """Predict a model for a card this machine does not have, then train a small GPT here and watch it."""
     with friendly_errors():
+        require_writable("--report", [report])
         run_demo(report)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import config
-from lowtide.errors import UnknownNameError
+from lowtide.errors import BatchMismatchError, ConfigError, TooLargeError, UnknownNameError
 from lowtide.hardware import find_hardware, known_hardware
 from lowtide.models import ModelSource, built_in_names, resolve_model
 from lowtide.optim.adafactor import Adafactor
@@ -18,6 +18,7 @@ from lowtide.planning.problem import Problem
 from lowtide.tracing.sandbox import shared_sandbox
 from lowtide.tracing.settings import StepSettings
 from lowtide.tracing.step_trace import StepTrace
+from lowtide.units import parse_dtype
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -29,8 +30,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adagrad": torch.optim.Adagrad,
     "deep-one-adafactor": Adafactor,
 }
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +45,8 @@ class TraceRequest:
     torch: str | None = None
     """The torch version to predict for; the installed one where it is left out."""
     dtype: str | None = None
-    """Type of the weights, and of everything computed from them without autocast: bfloat16, float16 or float32. Left out: a
-    factory's model as the factory makes it, all others in bfloat16."""
+    """Type of the weights, and of everything computed from them without autocast: bfloat16, float16 or float32, or bf16 and so on.
+    Left out: a factory's model as the factory makes it, all others in bfloat16."""
     optimizer: str = "adamw"
     """adamw, adam, sgd, sgd-momentum, adafactor, rmsprop, adagrad, deep-one-adafactor, or none for forward and backward alone."""
     step: StepSettings = field(default_factory=StepSettings)
@@ -56,14 +55,15 @@ class TraceRequest:
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS and self.optimizer != "none":
             raise UnknownNameError("optimizer", self.optimizer, [*OPTIMIZERS, "none"])
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise UnknownNameError("dtype", self.dtype, DTYPES)
+        if self.dtype is not None:
+            # Frozen, so set past the guard.
+            object.__setattr__(self, "dtype", parse_dtype(self.dtype, key="dtype"))
 
     def problem(self) -> Problem:
         """The step to trace: the model is built on the meta device, whatever its size."""
         source = resolve_model(self.model)
         is_as_made = self.dtype is None and source.family == "factory"
-        model = source.build(None if is_as_made else DTYPES[self.dtype or "bfloat16"])
+        model = source.build(None if is_as_made else getattr(torch, self.dtype or "bfloat16"))
         return Problem(
             model=model,
             batch=self._make_batch(source, model),
@@ -82,7 +82,11 @@ class TraceRequest:
 
     def _make_batch(self, source: ModelSource, model: nn.Module) -> dict[str, Tensor]:
         """The batch, floating point inputs in the model's type."""
-        batch = source.make_batch(self.batch or source.default_batch)
+        try:
+            batch = source.make_batch(self.batch or source.default_batch)
+        except (BatchMismatchError, TooLargeError) as error:
+            # An error of the step to whoever calls the library; here it was typed.
+            raise ConfigError(f"--batch: {error}", key="batch") from error
         dtype = next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), torch.float32)
         return {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()}
 

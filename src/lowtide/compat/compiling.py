@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
+import torch
+
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -25,6 +27,16 @@ _num_waiting = 0
 def _compile_lock() -> Any:
     """The compiler's lock; None as long as nothing was compiled."""
     return getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
+
+
+@contextmanager
+def without_compilation() -> Iterator[None]:
+    """Run functions that were given to `torch.compile` as they are: what is called once on small tensors is not worth it."""
+    if "torch._dynamo" not in sys.modules:  # nobody has compiled, and to import it takes a second
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 @contextmanager

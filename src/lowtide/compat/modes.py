@@ -83,3 +83,24 @@ def remove_mode(mode: TorchDispatchMode) -> None:
 def without_torch_function() -> contextlib.AbstractContextManager[None]:
     """Call torch functions on tensor subclasses as if they were plain tensors."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+def is_in_transform() -> bool:
+    """Whether a transform of `torch.func` (grad, vjp, vmap, ...) runs: its tensors are wrapped, and hold no memory."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def outside_transforms() -> contextlib.AbstractContextManager[object]:
+    """What runs inside is not part of any transform of `torch.func`."""
+    if not is_in_transform():
+        return contextlib.nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that transforms of `torch.func` were given, inside of what they made of it."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor

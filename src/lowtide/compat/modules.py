@@ -83,6 +83,23 @@ def is_compiled_around() -> bool:
     return torch.compiler.is_dynamo_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
 
 
+_FUNCTIONAL_CALL = torch.nn.utils.stateless._functional_call.__code__
+
+
+def is_functional_call() -> bool:
+    """Whether this thread runs inside of `torch.func.functional_call`, which gives modules other tensors for one call.
+
+    It tells nobody: it writes to the modules' own dictionaries. So it is looked for among the callers, which takes
+    microseconds; ask where something is not as it was.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _FUNCTIONAL_CALL:
+            return True
+        frame = frame.f_back
+    return False
+
+
 _GUARDS: weakref.WeakKeyDictionary[torch.nn.Module, list[Callable[[], Exception]]] = weakref.WeakKeyDictionary()
 _COMPILE = torch.nn.Module.compile
 

@@ -18,13 +18,23 @@ def find_overload(name: str) -> object | None:
 def operators_with_fallback() -> list[str]:
     """Operators that CPU and CUDA run in one kernel and that torch takes apart on any other device."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    names = [
+    return [
         name.removeprefix("aten::")
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("aten::") and has_kernel(name, "CompositeImplicitAutograd") and has_kernel(name, "CPU")
     ]
-    # This one has a kernel for CUDA and none for the CPU.
-    return [*names, *(["_fused_rms_norm"] if find_overload("_fused_rms_norm") is not None else [])]
+
+
+def operators_cast_on_host() -> list[str]:
+    """Operators that the host's autocast gives other types, named as in their schemas."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    return [name.removeprefix("aten::") for name in names if has_kernel(name, "AutocastCPU")]
+
+
+def forget_kernels(library: torch.library.Library) -> None:
+    """Take back what a library has registered."""
+    library._destroy()
 
 
 def operator_path(value: object) -> str | None:

@@ -18,12 +18,13 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[Any]]:
     return before, after
 
 
-def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Take the step of the optimizer's class by itself: the wrapper around it would call hooks."""
+def step_without_hooks(optimizer: torch.optim.Optimizer, *arguments: Any) -> bool:
+    """Take the step of the optimizer's class by itself: the wrapper around it would call hooks. True: it was taken."""
     step: Any = type(optimizer).step
     if getattr(step, "hooked", False):
         step = step.__wrapped__
-    step(optimizer)
+    step(optimizer, *arguments)
+    return True
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
@@ -51,16 +52,43 @@ def scaler_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in found.items()}
 
 
+OPTIMIZER_BOOKKEEPING = frozenset(
+    {
+        *SCALER_ATTRIBUTES,
+        "__getstate__",
+        "_need_device_dtype_check_for_fused",
+        "_opt_called",
+        "_optimizer_load_state_dict_post_hooks",
+        "_optimizer_load_state_dict_pre_hooks",
+        "_optimizer_state_dict_post_hooks",
+        "_optimizer_state_dict_pre_hooks",
+        "_optimizer_step_post_hooks",
+        "_optimizer_step_pre_hooks",
+        "_warned_capturable_if_run_uncaptured",
+        "param_groups",
+        "state",
+        "step",
+        "zero_grad",
+    }
+)
+"""Attributes of an optimizer that are torch's own, or a session's: all others say something about its rule."""
+
+
 def shallow_optimizer(
     optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: Any
 ) -> torch.optim.Optimizer:
     """An optimizer of the same class and settings over other parameters and state, without the user's hooks."""
-    shadow = object.__new__(type(optimizer))
+    shadow: torch.optim.Optimizer = object.__new__(type(optimizer))
     shadow.__dict__.update(optimizer.__dict__)
     shadow.__dict__.pop("step", None)
-    shadow.param_groups, shadow.state = groups, state
-    shadow._optimizer_step_pre_hooks = OrderedDict()
-    shadow._optimizer_step_post_hooks = OrderedDict()
     for name in SCALER_ATTRIBUTES:
         shadow.__dict__.pop(name, None)
+    complete_optimizer(shadow, groups, state)
     return shadow
+
+
+def complete_optimizer(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: Any) -> None:
+    """Give an object of an optimizer's class what its `step` needs beside the class's own attributes; no hooks."""
+    optimizer.param_groups, optimizer.state = groups, state
+    optimizer._optimizer_step_pre_hooks = OrderedDict()
+    optimizer._optimizer_step_post_hooks = OrderedDict()

@@ -20,17 +20,12 @@ from lowtide.lab.arithmetic import arithmetic
 from lowtide.lab.check_report import CheckReport, compare_tensors
 from lowtide.lab.data_recipe import RandomInputs
 from lowtide.lab.masters import optimizer_over_masters
-from lowtide.lab.plan_recipe import PlanRecipe
+from lowtide.lab.plan_recipe import session_plan
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.training import Batch, make_batches, make_model, make_optimizer, train
-from lowtide.memory.layout import lay_out
-from lowtide.memory.named_groups import find_named_groups
 from lowtide.models import ModelSource, resolve_model
-from lowtide.planning.hand_plan import make_plan, names_in
-from lowtide.planning.plan import Plan
 from lowtide.runtime.manage import manage
 from lowtide.runtime.session_stats import SessionStats
-from lowtide.units import parse_bytes
 
 OnProgress = Callable[[str], None]
 
@@ -116,25 +111,6 @@ def find_device(name: str | None) -> torch.device:
     return device
 
 
-def plan_of(recipe: PlanRecipe, model: torch.nn.Module) -> Plan:
-    """The recipe's plan for a model."""
-    chunk_bytes = None if recipe.chunk_memory is None else parse_bytes(recipe.chunk_memory)
-    return make_plan(
-        lay_out(
-            find_named_groups(model, names_in(recipe.weights, recipe.update, recipe.activations)),
-            chunk_bytes=chunk_bytes,
-        ),
-        weights=recipe.weights,
-        update=recipe.update,
-        schedule=recipe.schedule,
-        activations=recipe.activations,
-        prefetch_depth=recipe.prefetch_depth,
-        device_memory=recipe.device_memory,
-        host_memory=recipe.host_memory,
-        window_memory=recipe.window_memory,
-    )
-
-
 def _run_plain(
     recipe: Recipe, source: ModelSource, batch: Callable[[int], Batch], device: torch.device, say: OnProgress
 ) -> tuple[tuple[float, ...], dict[str, Tensor]]:
@@ -152,7 +128,7 @@ def _run_managed(
     model = make_model(recipe, source)
     optimizer = make_optimizer(recipe.optimizer, model)
     assert recipe.plan is not None, "run_check asks for one"
-    plan = plan_of(recipe.plan, model)
+    plan = session_plan(recipe.plan, model)
     on_step = _steps("managed", recipe, say)
     with manage(
         model, optimizer, plan, device=device, precision=recipe.precision, moments=recipe.moments, seed=recipe.seed

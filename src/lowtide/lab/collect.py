@@ -1,4 +1,4 @@
-"""The records of folders, read whole; what cannot be read is named and left out."""
+"""The records and sweeps of folders, read whole; what cannot be read is named and left out."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from lowtide.errors import BadRecordError, ConfigError
 from lowtide.lab.budget import BudgetSweep, read_sweep
 from lowtide.lab.record import RunRecord, read_record
 
+SWEEPS = "sweeps"
+"""The folder that sweeps are written to, beside that of the records."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collection:
@@ -18,37 +21,47 @@ class Collection:
     records: tuple[RunRecord, ...]
     """In the order of the places given, and of their paths in each."""
     sweeps: tuple[BudgetSweep, ...]
-    """Of torch's activation budget, from `sweeps` in each place."""
+    """Sweeps of torch's activation budget, in the same order."""
     skipped: tuple[str, ...]
-    """One sentence for each file that is no record, with its path."""
+    """One sentence for each file that is neither, with its path."""
 
 
 def collect(places: Sequence[Path], on_progress: Callable[[str], None] | None = None) -> Collection:
-    """The records below each place, a folder that runs were written to or one record's file; each file once.
+    """The records and sweeps below each place, a folder that they were written to or one file; each file once.
 
     Raises:
-        ConfigError: A place does not exist, or no record is in any of them.
+        ConfigError: A place does not exist, or neither is in any of them.
     """
     say = on_progress or (lambda _: None)
-    records, skipped = [], []
+    records: list[RunRecord] = []
+    sweeps: list[BudgetSweep] = []
+    skipped: list[str] = []
     files = dict.fromkeys(file for place in places for file in _files(place))
     for number, file in enumerate(files, start=1):
         say(f"record {number} of {len(files)}")
-        try:
-            records.append(read_record(file))
-        except BadRecordError as error:
-            skipped.append(str(error))
-    if not records:
+        read = _read(file)
+        if isinstance(read, RunRecord):
+            records.append(read)
+        elif isinstance(read, BudgetSweep):
+            sweeps.append(read)
+        else:
+            skipped.append(read)
+    if not records and not sweeps:
         where = ", ".join(str(place) for place in places)
-        what = f"no record could be read ({'; '.join(skipped)})" if skipped else "there are no records"
+        what = f"no record could be read ({'; '.join(skipped)})" if skipped else "there are no records and no sweeps"
         raise ConfigError(f"{what} in {where}; `lowtide lab run NAME` makes some")
-    sweeps = []
-    for file in dict.fromkeys(file for place in places for file in sorted((place / "sweeps").glob("*.json"))):
-        try:
-            sweeps.append(read_sweep(file))
-        except BadRecordError as error:
-            skipped.append(str(error))
     return Collection(records=tuple(records), sweeps=tuple(sweeps), skipped=tuple(skipped))
+
+
+def _read(file: Path) -> RunRecord | BudgetSweep | str:
+    """Whichever it is, wherever it lies: a recipe may be called sweeps too. Of what is neither, why."""
+    try:
+        return read_record(file)
+    except BadRecordError as no_record:
+        try:
+            return read_sweep(file)
+        except BadRecordError as no_sweep:
+            return str(no_sweep if file.parent.name == SWEEPS else no_record)
 
 
 def _files(place: Path) -> list[Path]:
@@ -58,4 +71,4 @@ def _files(place: Path) -> list[Path]:
         raise ConfigError(f"there is no folder {str(place)!r}; `lowtide lab run NAME` makes one with records")
     # The runner's folder has other things beside its records, some of them JSON perhaps.
     inside = place / "records" if (place / "records").is_dir() else place
-    return sorted(file.resolve() for file in inside.rglob("*.json"))
+    return sorted({file.resolve() for folder in (inside, place / SWEEPS) for file in folder.rglob("*.json")})

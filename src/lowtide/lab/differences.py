@@ -51,15 +51,14 @@ def _differences(value: object, base: object, plain: Plain, path: str) -> Iterat
         is_new = type(base) is not type(value)
         # A part that there was not at all: its first setting says what it is, also where that is the default.
         named = dataclasses.fields(value)[0].name if base is None and "kind" not in plain else None
-        if is_new:
-            base = _default(type(value))
+        bases = _defaults(type(value)) if is_new else {name: getattr(base, name) for name in plain if name != "kind"}
         inner = [
             difference
             for field in dataclasses.fields(value)
             if path or field.name not in NOT_COMPARED
             for difference in _differences(
                 getattr(value, field.name),
-                dataclasses.MISSING if field.name == named else getattr(base, field.name, dataclasses.MISSING),
+                dataclasses.MISSING if field.name == named else bases.get(field.name, dataclasses.MISSING),
                 plain[field.name],
                 f"{path}.{field.name}" if path else field.name,
             )
@@ -77,13 +76,13 @@ def _differences(value: object, base: object, plain: Plain, path: str) -> Iterat
         yield f"{path}={_shown(plain)}"
 
 
-def _default(kind: type) -> object:
-    """What a setting of that class is without settings; None where it cannot be."""
-    try:
-        default: object = kind()
-    except TypeError:
-        return None
-    return default
+def _defaults(kind: type) -> dict[str, object]:
+    """What the fields of a class are where they are left out; those that cannot be are not in it."""
+    made = {
+        field.name: field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+        for field in dataclasses.fields(kind)
+    }
+    return {name: default for name, default in made.items() if default is not dataclasses.MISSING}
 
 
 def _shown(plain: Plain) -> str:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import nn
 
 from lowtide import config
+from lowtide.activations.policy import Offload, policy_of
 from lowtide.errors import LowtideError
 from lowtide.hardware import find_hardware
 from lowtide.lab.arithmetic import arithmetic
-from lowtide.lab.check import find_device, plan_of
+from lowtide.lab.check import find_device
 from lowtide.lab.compiling import compile_model
 from lowtide.lab.inputs import Inputs, check_vocabulary, make_inputs
 from lowtide.lab.materialise import first_model
 from lowtide.lab.meter import Meter, metered
+from lowtide.lab.plan_recipe import session_plan
 from lowtide.lab.prediction import UnpredictedError, predict
 from lowtide.lab.progress import OnProgress, Progress
 from lowtide.lab.recipe import Recipe
@@ -29,6 +31,7 @@ from lowtide.models import ModelSource, resolve_model
 from lowtide.plain_text import Plain
 from lowtide.runtime.manage import manage
 from lowtide.runtime.session import Session
+from lowtide.units import format_bytes
 
 MOST_POINTS = 400
 """Of a timeline in a record."""
@@ -69,6 +72,9 @@ def _run(
         evaluation_loss = run.evaluate()
         stats: dict[str, Plain] | None = None if session is None else {**session.stats().to_dict(), "chunks": []}
         timeline = _timeline(run, remarks)
+        if session is not None and session.observed:
+            most = format_bytes(max(sample.used_bytes for sample in session.observed))
+            remarks.append(f"peaks are without the first step, which the warm-up watched, and which held {most}")
     if device.type == "cpu" and recipe.compile is not None and recipe.compile.backend == "inductor":
         remarks.append("memory that compiled code makes on an emulated device is not seen: the peak is too small")
     if stats is not None and _offloaded_nothing(recipe, stats):
@@ -104,11 +110,11 @@ def _timeline(run: _Run, remarks: list[str]) -> tuple[tuple[str, int], ...]:
 
 
 def _offloaded_nothing(recipe: Recipe, stats: dict[str, Plain]) -> bool:
-    words = None if recipe.plan is None else recipe.plan.activations
-    asked = [words] if isinstance(words, str | None) else list(words.values())
+    given = None if recipe.plan is None else recipe.plan.activations
+    asked = given.values() if isinstance(given, Mapping) else (given,)
     done = stats.get("activations")
     is_done = isinstance(done, dict) and bool(done.get("offloaded_bytes"))
-    return not is_done and any(word is not None and word.startswith("offload") for word in asked)
+    return not is_done and any(policy is not None and isinstance(policy_of(policy), Offload) for policy in asked)
 
 
 def first_weights(recipe: Recipe, source: ModelSource) -> nn.Module:
@@ -156,7 +162,7 @@ class _Run:
         with contextlib.ExitStack() as stack:
             session = None
             if self.recipe.plan is not None:
-                plan = plan_of(self.recipe.plan, self.model)
+                plan = session_plan(self.recipe.plan, self.model)
                 session = stack.enter_context(
                     manage(
                         self.model,
@@ -193,7 +199,7 @@ class _Run:
                     step=step + 1,
                     steps=self.recipe.steps,
                     loss=loss,
-                    peak_bytes=self.meter.peak_bytes,
+                    peak_bytes=self.meter.peak_bytes or None,
                     samples_per_s=self.inputs.batch_size * self.recipe.accumulation / self.step_s[-1],
                 )
             )

@@ -69,7 +69,8 @@ class Meter:
 def metered(model: nn.Module, session: Session | None, device: torch.device) -> Iterator[TakePeak]:
     """How to ask for peaks while the model is trained: of the session, of the card, or of a host that plays one."""
     if session is not None:
-        yield session.take_device_peak
+        # The step that a warm-up watches has its peaks for itself; the run is measured from the next one on.
+        yield lambda: 0 if session.is_warming_up else session.take_device_peak()
         return
     if device.type == "cuda":
         yield lambda: _take_cuda_peak(device)

@@ -13,16 +13,21 @@ import torch
 from torch import nn
 
 from lowtide.errors import ConfigError, LowtideError, PlanError
-from lowtide.lab.check import plan_of
+from lowtide.lab.check import find_device
 from lowtide.lab.compiling import compiled_modules
 from lowtide.lab.corpus import load_corpus
 from lowtide.lab.corpus.text_files import find_files
 from lowtide.lab.data_recipe import TextFiles
 from lowtide.lab.inputs import check_inputs, check_vocabulary
+from lowtide.lab.plan_recipe import PlanRecipe, plan_of
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.training import optimizer_over
+from lowtide.memory.groups import find_groups
+from lowtide.memory.layout import lay_out
 from lowtide.models import ModelSource, resolve_model
 from lowtide.optim.rules import require_rule
+from lowtide.planning.activation_choice import activations_by_group
+from lowtide.runtime.own_plan import device_size
 from lowtide.units import MiB
 
 SMALL_TEXT_BYTES = 4 * MiB
@@ -84,8 +89,15 @@ def _model_checks(recipe: Recipe, source: ModelSource, model: nn.Module) -> Iter
     if isinstance(recipe.data, TextFiles):
         data = recipe.data
         yield "data", lambda: _check_small_text(data)
-    if recipe.plan is not None:
-        yield "plan", lambda: _check_plan(recipe, model)
+    if isinstance(recipe.plan, PlanRecipe):
+        by_hand = recipe.plan
+        yield "plan", lambda: _check_plan(by_hand, model)
+    elif recipe.plan is not None:
+        made_later = recipe.plan
+        yield "plan.activations", lambda: activations_by_group(lay_out(find_groups(model)), made_later.activations)
+        device = find_device(recipe.device)
+        if device.type != "cuda":
+            yield "plan.device_memory", lambda: device_size(made_later.device_memory, device)
     if recipe.compile is not None:
         scope = recipe.compile.scope
         yield "compile.scope", lambda: compiled_modules(model, scope)
@@ -108,10 +120,9 @@ def _check_kernels(recipe: Recipe) -> None:
         require_rule(optimizer, group)
 
 
-def _check_plan(recipe: Recipe, model: nn.Module) -> None:
-    assert recipe.plan is not None
+def _check_plan(plan: PlanRecipe, model: nn.Module) -> None:
     try:
-        plan_of(recipe.plan, model)
+        plan_of(plan, model)
     except PlanError as error:
         if error.needed_bytes is None:
             raise

@@ -6,25 +6,34 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import nn
 
 from lowtide.errors import LowtideError
 from lowtide.hardware import Hardware, find_hardware, parse_cublas_workspace_config
-from lowtide.lab.check import plan_of
 from lowtide.lab.footprint.session import MakeOptimizer, SessionFootprint
 from lowtide.lab.inputs import check_inputs
+from lowtide.lab.plan_recipe import PlanRecipe, plan_of
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.record import PredictedFigures
 from lowtide.lab.training import Batch, optimizer_over
+from lowtide.memory.groups import find_groups
 from lowtide.memory.layout import lay_out
 from lowtide.memory.named_groups import find_named_groups
 from lowtide.models import resolve_model
 from lowtide.optim.precision import numerics_of
-from lowtide.planning.plan import Site
+from lowtide.optim.update_types import Numerics
+from lowtide.planning.plan import Plan, Site
+from lowtide.planning.static_partition import StaticPartition, partition
+from lowtide.planning.warm_up import WarmUp
+from lowtide.runtime.state_size import state_bytes_per_parameter_byte
 from lowtide.tracing.allocator import AllocatorFullError, AllocatorSettings
 from lowtide.tracing.settings import StepSettings
 from lowtide.tracing.step_trace import StepTrace
 from lowtide.tracing.trace import trace
+from lowtide.units import parse_bytes
+
+AFTER_A_STEP = "a warm-up's plan is made from the first step of the run, and is not known before"
 
 
 class UnpredictedError(LowtideError):
@@ -44,7 +53,7 @@ def predict(
         say: Is told what is being done.
 
     Raises:
-        UnpredictedError: The recipe compiles, or its optimizer state visits the device.
+        UnpredictedError: The recipe compiles, its optimizer state visits the device, or its plan is made from a step of the run.
     """
     _refuse_unknown(recipe)
     card = find_hardware(hardware)
@@ -67,12 +76,13 @@ def trace_recipe(
     settings = StepSettings(accumulate=recipe.accumulation, max_grad_norm=recipe.max_grad_norm)
     if recipe.plan is None:
         return trace(model, batch, optimizer=make, settings=settings, hardware=hardware, on_progress=say)
-    plan = plan_of(recipe.plan, model)
+    numerics = None if recipe.precision is None else numerics_of(recipe.precision, recipe.moments)[1]
+    plan = _plan_on(hardware, recipe, model, numerics)
     session = SessionFootprint(
         plan,
         lay_out(find_named_groups(model, [group.name for group in plan.groups]), chunk_bytes=plan.chunk_bytes),
         make_optimizer=make,
-        numerics=None if recipe.precision is None else numerics_of(recipe.precision, recipe.moments)[1],
+        numerics=numerics,
     )
     under = partial(
         trace,
@@ -92,6 +102,28 @@ def trace_recipe(
         return under()
 
 
+def _plan_on(card: Hardware, recipe: Recipe, model: nn.Module, numerics: Numerics | None) -> Plan:
+    """The plan that a session would have on a card."""
+    match recipe.plan:
+        case PlanRecipe():
+            return plan_of(recipe.plan, model)
+        case StaticPartition(device_memory=given):
+            # One number seen in every place: shapes and types as the model's, without its memory. Not on meta, where torch
+            # refuses fused optimizers.
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            stand_ins = [torch.zeros((), dtype=each.dtype).expand(each.shape).requires_grad_() for each in trained]
+            return partition(
+                lay_out(find_groups(model)),
+                card.memory_bytes if given is None else parse_bytes(given),
+                recipe.plan,
+                state_bytes_per_parameter_byte=state_bytes_per_parameter_byte(
+                    optimizer_over(recipe.optimizer, stand_ins), numerics
+                ),
+            )
+        case _:
+            raise UnpredictedError(AFTER_A_STEP)
+
+
 def predict_recipe(recipe: Recipe, *, hardware: str, say: Callable[[str], None]) -> PredictedFigures:
     """The same without a run: from the recipe alone, on a batch of the shape that all of its batches have.
 
@@ -109,6 +141,10 @@ def _refuse_unknown(recipe: Recipe) -> None:
     if recipe.compile is not None:
         raise UnpredictedError("compiled code is not predicted")
     if recipe.plan is None:
+        return
+    if isinstance(recipe.plan, WarmUp):
+        raise UnpredictedError(AFTER_A_STEP)
+    if isinstance(recipe.plan, StaticPartition):
         return
     sites = recipe.plan.update.values() if isinstance(recipe.plan.update, dict) else [recipe.plan.update]
     if Site.PAGED in sites:

@@ -24,6 +24,9 @@ from lowtide.lab.optimizer_recipe import Constant, LinearWarmup, OptimizerRecipe
 from lowtide.lab.plan_recipe import PlanRecipe
 from lowtide.optim.precision import numerics_of
 from lowtide.planning.plan import Schedule, Site
+from lowtide.planning.static_partition import StaticPartition
+from lowtide.planning.warm_up import WarmUp
+from lowtide.units import parse_dtype
 
 ModelSetting = bool | int | float | str
 
@@ -73,8 +76,8 @@ class Recipe:
     """`kind: random-inputs`, `stories`, `text-files` or `hub-dataset`."""
     batch: str | None = None
     """`8x2048` (sequences x tokens) or `64x3x224x224` (images); the model's default where it is left out."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type of the weights, and of everything computed from them."""
+    dtype: str = "float32"
+    """Type of the weights, and of everything computed from them: float32, bfloat16 or float16, or fp32, bf16, fp16."""
     device: str | None = None
     """`cuda` or `cpu`, where the device of the managed run is emulated; None: cuda where there is one."""
     steps: int = 20
@@ -93,8 +96,8 @@ class Recipe:
     moments: Literal["fp32", "bf16", "8bit"] = "fp32"
     """With a precision: how optimizer state is stored."""
     compile: CompileRecipe | None = None
-    plan: PlanRecipe | None = field(default_factory=PlanRecipe)
-    """None: plain torch, nothing is managed."""
+    plan: PlanRecipe | StaticPartition | WarmUp | None = field(default_factory=PlanRecipe)
+    """By hand, or `kind: static-partition` with its `share`, or `kind: warm-up`; None: plain torch, nothing is managed."""
     evaluation: EvaluationRecipe | None = None
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """Of fp32 matrix products, as `torch.set_float32_matmul_precision` takes it."""
@@ -105,6 +108,8 @@ class Recipe:
     """Largest difference from the plain run that a check accepts in any loss or weight; 0 asks for the same bits."""
 
     def __post_init__(self) -> None:
+        # One name for each type, so that the same settings are the same recipe; frozen, so set past the guard.
+        object.__setattr__(self, "dtype", parse_dtype(self.dtype, key="dtype"))
         at_least("steps", self.steps, 1)
         at_least("accumulation", self.accumulation, 1)
         at_least("seed", self.seed, 0)
@@ -115,6 +120,12 @@ class Recipe:
             )
         if self.plan is not None and self.plan.schedule is Schedule.IN_BACKWARD:
             self._check_in_backward()
+        if isinstance(self.plan, WarmUp) and self.steps < 2:
+            raise ConfigError(
+                "plan is a warm-up, which watches the first step and plans those after it, and steps is 1: set steps to 2 or "
+                "more, or give another plan",
+                key="steps",
+            )
         if isinstance(self.scheduler, LinearWarmup) and self.scheduler.warmup_steps > self.steps:
             raise ConfigError(
                 f"scheduler.warmup_steps is {self.scheduler.warmup_steps}, more than the {self.steps} steps of the run",
@@ -151,7 +162,7 @@ class Recipe:
                 "well, such as 'fp32' or 'bf16 exact', or leave moments out",
                 key="moments",
             )
-        update = None if self.plan is None else self.plan.update
+        update = self.plan.update if isinstance(self.plan, PlanRecipe) else None
         if Site.PAGED in (update.values() if isinstance(update, dict) else (update,)):
             raise ConfigError(
                 "plan.update is 'paged', which is for updates through Lowtide's own kernels: give a precision as well, such "

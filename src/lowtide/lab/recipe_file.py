@@ -1,7 +1,7 @@
 """Recipes on disk: files that extend others, found by path or by name.
 
-A file may begin with `extends: other.yaml`, a path from its own folder or the name of a recipe that comes with the package
-(`peak_memory/control`), or with a list of them, of which later ones win. Its
+A file may begin with `extends: other`, a path from its own folder, with its suffix or without, or the name of a recipe that
+comes with the package (`peak_memory/control`), or with a list of them, of which later ones win. Its
 settings then replace those of the others key by key, and those of a mapping one by one; a mapping that names another
 `kind`, or an optimizer of another `name`, begins anew. A relative path of data is from the folder of the file it stands in.
 """
@@ -167,8 +167,10 @@ def _extended(path: Path, plain: Mapping[str, Plain]) -> list[Path]:
 def _find_extended(path: Path, other: str) -> Path:
     """The file that another one extends: beside it, or a recipe that comes with the package, by its name."""
     beside = path.parent / other
-    if beside.is_file():
-        return beside
+    for file in (beside, *(path.parent / f"{other}{suffix}" for suffix in SUFFIXES)):
+        # Not itself: `extends: control` in a file of that name is the package's.
+        if file.is_file() and (file == beside or file.resolve() != path.resolve()):
+            return file
     try:
         found = find_recipe(other.removesuffix(Path(other).suffix) if Path(other).suffix in SUFFIXES else other)
     except LowtideError as error:
@@ -191,7 +193,7 @@ def _overridden(sources: Mapping[str, str], overrides: Sequence[str], kinds: dic
     left = dict(sources)
     for override in overrides:
         key, _, text = (part.strip() for part in override.partition("="))
-        is_other_kind = key in kinds and kinds[key] != text
+        is_other_kind = key.endswith(".kind") and kinds.get(key) != text
         replaced = key.removesuffix(".kind") if is_other_kind else key
         left = {known: source for known, source in left.items() if not f"{known}.".startswith(f"{replaced}.")}
         left |= sources_of(tree_of({key: _mapping(text) or text}, OVERRIDE))

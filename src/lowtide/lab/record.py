@@ -41,6 +41,12 @@ class Surroundings:
     lowtide: str
     python: str
     platform: str
+    processor: str = "unknown"
+    """The host's, with the number of its cores."""
+    memory_bytes: int | None = None
+    """The host's; None in older records."""
+    driver: str | None = None
+    """Version of the card's driver; None where there is no card, or in older records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

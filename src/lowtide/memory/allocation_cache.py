@@ -142,6 +142,16 @@ class AllocationCache:
         if not keep:
             self._let_go([whole])
 
+    def take_back_all(self) -> None:
+        """Release what is lent as well: an exception has left those that hold it, and nobody will use it."""
+        with self._lock:
+            buffers = [whole for _, whole in self._lent.values()]
+            self._lent.clear()
+            self._lent_bytes = 0
+            self._num_releases += len(buffers)
+        self._let_go(buffers)
+        self.clear()
+
     def clear(self) -> None:
         """Release every kept buffer. What is lent stays lent, and may be given back later."""
         with self._lock:

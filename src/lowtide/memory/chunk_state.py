@@ -34,7 +34,8 @@ LEGAL: Mapping[ChunkState, frozenset[ChunkState]] = {
     ChunkState.IN_USE: frozenset({ChunkState.IDLE, ChunkState.DIRTY}),
     ChunkState.IDLE: frozenset({ChunkState.IN_USE, ChunkState.HOST, ChunkState.RESIDENT}),
     ChunkState.DIRTY: frozenset({ChunkState.WRITING_BACK}),
-    ChunkState.WRITING_BACK: frozenset({ChunkState.IDLE, ChunkState.IN_USE}),
+    # To DIRTY: changed once more in the same window, by a hook of the user's and by an update; a second copy follows the first.
+    ChunkState.WRITING_BACK: frozenset({ChunkState.IDLE, ChunkState.IN_USE, ChunkState.DIRTY}),
     ChunkState.RESIDENT: frozenset({ChunkState.HOST}),
 }
 

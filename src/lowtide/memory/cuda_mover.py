@@ -82,6 +82,7 @@ class CudaMover:
         self._poison = poison
         self._in = torch.cuda.Stream(device)
         self._out = torch.cuda.Stream(device)
+        self._index = self._in.device_index
         self._origin = Origin(torch.cuda.current_stream(device))
         self._locked: dict[int, weakref.finalize[[int], torch.Tensor]] = {}
         self._before_next_fetch: list[Ticket] = []
@@ -97,7 +98,7 @@ class CudaMover:
 
     def device_buffer(self, num_bytes: int) -> torch.Tensor:
         """Memory from the copy stream's own pool, so that no activation ever takes its place."""
-        with torch.cuda.stream(self._in):
+        with compat.OnStream(self._in):
             buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         # Under deterministic algorithms torch fills new memory, on the stream where it was taken.
         self._current().wait_stream(self._in)
@@ -124,12 +125,13 @@ class CudaMover:
 
     def free_host_buffer(self, buffer: torch.Tensor) -> None:
         """Unlock it."""
-        if buffer.numel():
-            self._locked.pop(buffer.data_ptr())()
+        unlock = self._locked.pop(buffer.data_ptr(), None) if buffer.numel() else None
+        if unlock is not None:
+            unlock()
 
     def grow(self, buffer: torch.Tensor) -> None:
         """Memory from the same pool."""
-        with torch.cuda.stream(self._in):
+        with compat.OnStream(self._in):
             buffer.untyped_storage().resize_(buffer.nbytes)
             if self._poison:
                 self._pass_barrier()
@@ -139,7 +141,7 @@ class CudaMover:
         """Free it; whoever gets the memory next comes after `after`."""
         with self._lock:
             self._before_next_fetch.extend(after)
-        with torch.cuda.stream(self._in):
+        with compat.OnStream(self._in):
             # Before the memory goes, not with the next copy: the allocator may give it back to the system at any time,
             # and waits for this stream alone then.
             self._pass_barrier()
@@ -149,7 +151,7 @@ class CudaMover:
 
     def to_device(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Ticket] = ()) -> Copied:
         """Copy on the stream of copies to the device."""
-        with torch.cuda.stream(self._in), torch.no_grad():
+        with compat.OnStream(self._in), torch.no_grad():
             self._pass_barrier()
             for ticket in after:
                 self._in.wait_event(_event(ticket))
@@ -163,7 +165,7 @@ class CudaMover:
         """Copy on the stream of copies to the host, after all that the computation was told so far."""
         for ticket in after:
             self._out.wait_event(_event(ticket))
-        with torch.cuda.stream(self._out), torch.no_grad():
+        with compat.OnStream(self._out), torch.no_grad():
             started = CudaTicket(self._out, self._origin)
             target.copy_(source, non_blocking=True)
             ended = CudaTicket(self._out, self._origin)
@@ -192,8 +194,7 @@ class CudaMover:
         self._kept_bytes = 0
 
     def _current(self) -> torch.cuda.Stream:
-        device = self._device
-        return torch.cuda.current_stream(device)
+        return compat.current_stream(self._index)
 
     def _pass_barrier(self) -> None:
         with self._lock:

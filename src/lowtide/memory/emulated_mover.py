@@ -45,8 +45,8 @@ class EmulatedTicket:
 
     def happen(self) -> None:
         """Called by the mover when the point is reached."""
-        self._is_done = True
         self._time_s = self._mover.clock_s()
+        self._is_done = True
 
 
 class _Copy:
@@ -173,14 +173,16 @@ class EmulatedMover:
             ticket.wait()
         if not queue or queue[0] is not copy:
             return
-        queue.popleft()
         copy.started.happen()
         # torch would write to address 0, and take the process down with it.
-        for tensor, what in ((copy.target, "to"), (copy.source, "from")):
+        for tensor, what in ((copy.target, "to"), (copy.source, "from")) if not copy.ended.is_done() else ():
             assert tensor.untyped_storage().nbytes() or not tensor.numel(), f"a copy {what} memory that was released"
-        with torch.no_grad():
-            copy.target.copy_(copy.source)
+        if not copy.ended.is_done():
+            with torch.no_grad():
+                copy.target.copy_(copy.source)
         copy.ended.happen()
+        # Not before: where an exception breaks this off, the copy is made again, and not forgotten.
+        queue.popleft()
 
     def _maybe_run_some(self) -> None:
         if not self._eagerness:

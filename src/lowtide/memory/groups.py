@@ -25,11 +25,11 @@ LEAST_GROUP_SHARE = 0.02
 def find_groups(model: nn.Module, given: Mapping[str, Sequence[str]] | None = None) -> tuple[GroupSpec, ...]:
     """The groups of a model, in the order of its modules, the rest (named "") last.
 
-    Each repeated block is a group; so is each other module that is called, holds all its parameters itself and is
-    large enough (an embedding, a head). What remains, norms for the most part, is the rest group. Parameters that
-    modules of several groups use (the same `Parameter` under several names) form a group that each of them opens.
-    Parameters that cannot be managed are in no group: see `unmanaged_parameters`. Nothing is read but names and shapes:
-    the model may be on meta.
+    Each repeated or shared block is a group (see `lowtide.memory.blocks`); so is each other module that is called, holds all
+    its parameters itself and is large enough (an embedding, a head). What remains, norms for the most part, is the rest
+    group. Parameters that modules of several groups use (the same `Parameter` under several names) form a group that each
+    of them opens. Parameters that cannot be managed are in no group: see `unmanaged_parameters`. Nothing is read but names
+    and shapes: the model may be on meta.
 
     Args:
         model: The model, as it will be trained.

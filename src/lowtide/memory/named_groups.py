@@ -14,9 +14,10 @@ from lowtide.memory.unmanaged import unmanaged_parameters
 def find_named_groups(model: nn.Module, names: Iterable[str]) -> tuple[GroupSpec, ...]:
     """As `find_groups`, but each module of these names has a group of its own, also where it would be in another one.
 
-    A small table joins the rest of a deep model and not that of a shallow one: who names it means it in both. The name of a
-    tied parameter keeps its group apart likewise, so that the names of a plan's groups find those groups again. Names that
-    say nothing of the kind are passed over.
+    A small table joins the rest of a deep model and not that of a shallow one: who names it means it in both. A module that
+    is made of others, none of them a block, is one group when it is named, and they are in it. The name of a tied parameter
+    keeps its group apart likewise, so that the names of a plan's groups find those groups again. Names that say nothing of
+    the kind are passed over.
 
     Example:
         >>> model = nn.Sequential(nn.Embedding(2, 4), nn.Linear(4, 4000))
@@ -40,6 +41,7 @@ def _windows(model: nn.Module, automatic: Sequence[GroupSpec], wanted: Iterable[
     left_out = {name for name, _ in unmanaged_parameters(model)}
     parameters = {name: p for name, p in model.named_parameters(remove_duplicate=False) if name not in left_out}
     windows = {window for group in automatic for window in group.windows}
+    blocks = {group.name for group in automatic if group.is_block}
     tied = {id(parameters[p.name]) for group in automatic if len(group.windows) > 1 for p in group.parameters}
     given: dict[str, list[str]] = {}
     for name in wanted:
@@ -47,9 +49,9 @@ def _windows(model: nn.Module, automatic: Sequence[GroupSpec], wanted: Iterable[
         held = [parameters[other] for other in parameters if f"{other}.".startswith(f"{name}.")]
         if not path or path not in modules or not held or not _is_called_by_itself(modules, path):
             continue
-        holds_groups = any(window.startswith(f"{path}.") for window in windows)
+        holds_blocks = any(block.startswith(f"{path}.") for block in blocks)
         is_apart = path not in windows and all(id(parameter) in tied for parameter in held)
-        if not holds_groups and not is_apart:
+        if not holds_blocks and not is_apart:
             given.setdefault(path, []).append(name)
     return given
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
 from lowtide.errors import BudgetError
 from lowtide.memory.access_order import AccessOrder
 from lowtide.memory.chunk import Chunk, HostWork, StoredGroup
 from lowtide.memory.chunk_state import ChunkState
-from lowtide.memory.eviction import Candidate, choose_leaving
+from lowtide.memory.eviction import LeavingQueue
 from lowtide.memory.mover import Copied, Mover, Ticket
 from lowtide.units import format_bytes
 
@@ -28,9 +28,15 @@ class Books(Protocol):
     def credit(self, num_bytes: int, owner: str) -> None:
         """Bytes are given back."""
 
+    def clear(self, owners: Collection[str]) -> None:
+        """These have nothing any more; right also where an exception left a charge or a credit half made."""
+
 
 class StoreListener(Protocol):
     """Is told what happens, for statistics and pictures."""
+
+    def may_fetch_ahead(self, group: StoredGroup) -> bool:
+        """Whether the group's bytes on the host stay as they are until its next use, unless the store is told."""
 
     def before_fetch(self, chunk: Chunk) -> None:
         """The host's bytes are about to be copied to the device: they must be the true ones."""
@@ -75,6 +81,7 @@ class ChunkStore:
         self.used_bytes = 0
         self.peak_bytes = 0
         self.order = AccessOrder()
+        self._leaving = LeavingQueue(self.groups, self._idle_bytes)
         self._mover = mover
         self._books = tuple(books)
         self._depth = prefetch_depth
@@ -99,26 +106,39 @@ class ChunkStore:
             self.close(name)
             raise
 
-    def close(self, name: str) -> None:
-        """One window less holds the group; without any it may leave."""
+    def close(self, name: str, at: Ticket | None = None) -> None:
+        """One window less holds the group; without any it may leave.
+
+        Args:
+            name: The group's.
+            at: Where the computation last used the group; None for this moment.
+        """
         group = self.groups[name]
         assert group.num_open > 0, f"group {name!r} was closed more often than opened"
         group.num_open -= 1
         if group.num_open or group.is_resident:
             return
-        now = self._mover.now()
+        now = self._mover.now() if at is None else at
         for chunk in group.chunks:
             chunk.last_use = now
+            if chunk.state is ChunkState.DIRTY:
+                self.write_back(chunk)  # its update broke off
             if chunk.state is not ChunkState.RESIDENT:
-                assert chunk.state is not ChunkState.DIRTY, f"chunk {chunk.spec.name} was updated and not written back"
                 chunk.become(ChunkState.IDLE)
+        self._leaving.enter(name, self.order)
+
+    def device_changes(self, chunk: Chunk) -> None:
+        """The computation is about to change the open chunk's device bytes; `write_back` comes after it."""
+        chunk.become(ChunkState.DIRTY)
 
     def write_back(self, chunk: Chunk) -> None:
         """The computation changed the open chunk's device bytes: copy them to the host."""
         assert chunk.host is not None
-        chunk.become(ChunkState.DIRTY)
-        chunk.become(ChunkState.WRITING_BACK)
+        if chunk.state is not ChunkState.DIRTY:
+            chunk.become(ChunkState.DIRTY)
         chunk.written = self._mover.to_host(chunk.host, chunk.device, [self._mover.now()])
+        # Not before: a chunk whose copy nobody has issued stays dirty, and `rebuild` issues it.
+        chunk.become(ChunkState.WRITING_BACK)
         self._listener.on_copy(chunk, chunk.written, "write back")
 
     def host_changes(self, chunk: Chunk, work: HostWork, place: int) -> None:
@@ -139,9 +159,13 @@ class ChunkStore:
             missing = _missing(group)
             if not missing or any(chunk.host_work is not None and not chunk.host_work.is_done() for chunk in missing):
                 continue
-            if not self._make_room(group, nearer_than=self.order.distance(name)):
+            if not self._listener.may_fetch_ahead(group):
+                continue
+            if not self._make_room(group, missing, is_needed_now=False):
                 return
             self._fetch(missing)
+            if not group.num_open:
+                self._leaving.enter(name, self.order)
 
     def refresh(self, name: str) -> None:
         """Bring resident weights that the host has updated to the device; the computation waits for them."""
@@ -149,20 +173,21 @@ class ChunkStore:
         for chunk in group.chunks:
             self._upload(chunk)
         self._changing.pop(name, None)
-        reached = self._mover.now()
         arriving = [chunk.arriving for chunk in group.chunks if chunk.arriving is not None]
-        for chunk in group.chunks:
-            if chunk.arriving is not None:
-                self._mover.compute_after(chunk.arriving.ended)
-                chunk.arriving = None
         if arriving:
+            reached = self._mover.now()
+            for copied in arriving:
+                self._mover.compute_after(copied.ended)
+            for chunk in group.chunks:
+                chunk.arriving = None
             self._listener.on_wait(group, reached, arriving)
 
     def take_over(self, chunk: Chunk) -> None:
         """Bring a resident chunk's weights to the host, where the user may have changed them, before an update there."""
         if chunk.state is ChunkState.RESIDENT and chunk.is_touched and chunk.host is not None:
-            chunk.is_touched = False
             chunk.written = self._mover.to_host(chunk.host, chunk.device, [self._mover.now()])
+            # Not before: from here on the host's bytes are the true ones.
+            chunk.is_touched = False
             self._listener.on_copy(chunk, chunk.written, "write back")
 
     def drop(self, name: str) -> None:
@@ -179,10 +204,47 @@ class ChunkStore:
             if group.num_open == 0:
                 self.drop(group.name)
 
+    def rebuild(self) -> None:
+        """Start afresh from the truth, whatever an exception left half made: no group is open, no streamed one on the device.
+
+        The truth of a streamed chunk is on the host, unless it is dirty; that of a resident one that the host updates is
+        there too, unless user code may have touched it. No work on the host may be under way, nor may a parameter look at a
+        streamed chunk's memory on the device unveiled. May be repeated.
+        """
+        for group in self.groups.values():
+            group.num_open = 0
+            for chunk in group.chunks:
+                if chunk.state is ChunkState.DIRTY:
+                    assert chunk.host is not None
+                    self._mover.to_host(chunk.host, chunk.device, [self._mover.now()])
+                elif chunk.state is ChunkState.RESIDENT and chunk.host is not None and not chunk.is_touched:
+                    self._mover.to_device(chunk.device, chunk.host, [self._mover.now()])
+        self._mover.drain()
+        streamed = [
+            chunk for group in self.groups.values() for chunk in group.chunks if chunk.state is not ChunkState.RESIDENT
+        ]
+        for chunk in streamed:
+            self._listener.on_absent(chunk, self._mover.now())
+            # Past the table, which knows no exceptions.
+            chunk.state = ChunkState.HOST
+            if chunk.device.untyped_storage().nbytes():
+                self._mover.shrink(chunk.device, [])
+        for group in self.groups.values():
+            for chunk in group.chunks:
+                chunk.fetched = chunk.written = chunk.arriving = chunk.last_use = chunk.host_work = None
+        for books in self._books:
+            books.clear([chunk.spec.name for chunk in streamed])
+        self.used_bytes = 0
+        self._changing.clear()
+        self.order.forget_cycle()
+        self._leaving = LeavingQueue(self.groups, self._idle_bytes)
+
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _upload_ahead(self) -> None:
         """Bring resident weights whose updates on the host are done, those first that are needed first."""
+        if not self._changing:
+            return
         num_groups = 0
         for name in sorted(self._changing, key=self._changing.__getitem__):
             group = self.groups[name]
@@ -210,13 +272,14 @@ class ChunkStore:
         missing = _missing(group)
         if not missing:
             return
-        if not self._make_room(group, nearer_than=None):
+        if not self._make_room(group, missing, is_needed_now=True):
             needed = sum(chunk.spec.nbytes for chunk in missing)
             held = ", ".join(other.name or "(rest)" for other in self.groups.values() if other.num_open) or "none"
             raise BudgetError(
                 f"group {group.name or '(rest)'} needs {format_bytes(needed)} of the device's window for streamed "
                 f"groups, which has {format_bytes(self.window_bytes)} and {format_bytes(self.used_bytes)} in use "
-                f"(open groups: {held}); raise window_memory or device_memory, or keep an open group resident",
+                f"(open groups: {held}); raise window_memory (of a WarmUp or a StaticPartition device_memory), or keep "
+                "an open group resident",
                 tier="device",
                 needed_bytes=needed,
                 free_bytes=self.window_bytes - self.used_bytes,
@@ -225,22 +288,27 @@ class ChunkStore:
             )
         self._fetch(missing)
 
-    def _make_room(self, group: StoredGroup, *, nearer_than: int | None) -> bool:
-        needed = sum(chunk.spec.nbytes for chunk in _missing(group))
-        short = self.used_bytes + needed - self.window_bytes
+    def _make_room(self, group: StoredGroup, missing: list[Chunk], *, is_needed_now: bool) -> bool:
+        """Drop what is used last; for a prefetch only what is used later than the group itself."""
+        short = self.used_bytes - self.window_bytes
+        for chunk in missing:
+            short += chunk.spec.nbytes
         if short <= 0:
             return True
-        candidates = [
-            Candidate(group=other.name, num_bytes=idle, distance=self.order.distance(other.name))
-            for other in self.groups.values()
-            if other is not group and other.num_open == 0 and (idle := _idle_bytes(other))
-        ]
-        leaving = choose_leaving(candidates, short, nearer_than=nearer_than)
+        later_than = None if is_needed_now else self.order.next_use(group.name)
+        leaving = self._leaving.choose(short, self.order, staying=group.name, later_than=later_than)
         if leaving is None:
             return False
         for name in leaving:
             self.drop(name)
         return True
+
+    def _idle_bytes(self, name: str) -> int:
+        """What the group's leaving would free; 0 while a window holds it."""
+        group = self.groups[name]
+        if group.num_open:
+            return 0
+        return sum(chunk.spec.nbytes for chunk in group.chunks if chunk.state in (ChunkState.IDLE, ChunkState.FETCHING))
 
     def _fetch(self, chunks: list[Chunk]) -> None:
         for chunk in chunks:
@@ -268,22 +336,22 @@ class ChunkStore:
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
     def _wait_for_copies(self, group: StoredGroup) -> None:
-        reached = self._mover.now()
-        fetching = [chunk for chunk in group.chunks if chunk.state is ChunkState.FETCHING]
+        fetched = [chunk.fetched for chunk in group.chunks if chunk.state is ChunkState.FETCHING and chunk.fetched]
+        if fetched:
+            reached = self._mover.now()
+            for copied in fetched:
+                self._mover.compute_after(copied.ended)
+            self._listener.on_wait(group, reached, fetched)
         for chunk in group.chunks:
-            if chunk.state is ChunkState.FETCHING:
-                assert chunk.fetched is not None
-                self._mover.compute_after(chunk.fetched.ended)
             if chunk.state is not ChunkState.RESIDENT:
                 chunk.become(ChunkState.IN_USE)
-        if fetching:
-            self._listener.on_wait(group, reached, [chunk.fetched for chunk in fetching if chunk.fetched is not None])
 
     def _release(self, chunk: Chunk) -> None:
         after = chunk.pending_device_reads
         self._listener.on_absent(chunk, after[0])
-        self._mover.shrink(chunk.device, after)
+        # Before the memory goes: nobody may take it for the weights any more.
         chunk.become(ChunkState.HOST)
+        self._mover.shrink(chunk.device, after)
         self.used_bytes -= chunk.spec.nbytes
         for books in self._books:
             books.credit(chunk.spec.nbytes, chunk.spec.name)
@@ -291,7 +359,3 @@ class ChunkStore:
 
 def _missing(group: StoredGroup) -> list[Chunk]:
     return [chunk for chunk in group.chunks if chunk.state is ChunkState.HOST]
-
-
-def _idle_bytes(group: StoredGroup) -> int:
-    return sum(chunk.spec.nbytes for chunk in group.chunks if chunk.state in (ChunkState.IDLE, ChunkState.FETCHING))

@@ -7,6 +7,7 @@ budget is never exceeded, not even between two calls.
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
 
 from lowtide.errors import BudgetError, ConfigError, OwnershipError
 from lowtide.units import format_bytes
@@ -70,9 +71,10 @@ class Tier:
         with self._lock:
             if num_bytes > self.free_bytes:
                 raise self._over_budget(num_bytes, owner)
+            # The owner first: the sum can be made again from what they have.
+            self._set(owner, self._by_owner.get(owner, 0) + num_bytes)
             self._used_bytes += num_bytes
             self._peak_bytes = max(self._peak_bytes, self._used_bytes)
-            self._set(owner, self._by_owner.get(owner, 0) + num_bytes)
 
     def credit(self, num_bytes: int, owner: str) -> None:
         """Give back bytes of an owner.
@@ -88,8 +90,15 @@ class Tier:
                     f"{owner!r} gives {format_bytes(num_bytes)} back to the {self.name} tier, but holds"
                     f" {format_bytes(held_bytes)} of it; give back what was charged, once, under the same name"
                 )
-            self._used_bytes -= num_bytes
             self._set(owner, held_bytes - num_bytes)
+            self._used_bytes -= num_bytes
+
+    def clear(self, owners: Collection[str]) -> None:
+        """Take back all that these owners have; right also where an exception left a charge or a credit half made."""
+        with self._lock:
+            for owner in owners:
+                self._by_owner.pop(owner, None)
+            self._used_bytes = sum(self._by_owner.values())
 
     def _set(self, owner: str, num_bytes: int) -> None:
         # No entry for zero: over a long run the owners that came and went would pile up.

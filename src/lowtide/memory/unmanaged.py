@@ -35,7 +35,8 @@ def unmanaged_parameters(model: nn.Module) -> tuple[tuple[str, str], ...]:
 def _reason(parameter: Tensor) -> str | None:
     if isinstance(parameter, nn.UninitializedParameter):
         return "it has no shape yet; run one batch through the lazy module first"
-    if type(parameter) is not nn.Parameter:
+    # A plan may be made for a model that is managed: while something is pending its parameters are of a class of ours.
+    if type(parameter) is not nn.Parameter and not getattr(type(parameter), "is_plain_when_settled", False):
         return f"it is a {type(parameter).__name__}, not a plain Parameter"
     if parameter.layout is not torch.strided:
         return f"its layout is {str(parameter.layout).removeprefix('torch.')}, not strided"

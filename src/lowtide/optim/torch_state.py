@@ -1,9 +1,10 @@
 """Between an update's flat state and torch's ordinary optimizer state, so that either can resume the other.
 
 Torch's form has one fp32 tensor of the parameter's shape for each state, and a count of steps. Beside them stands
-`master`, the fp32 number that a weight of 16 bits is the rounding of: with it a run resumes exactly. Torch's own
-optimizers pass over entries that they do not know. A matrix rule has vectors instead of tensors of the parameter's shape,
-and its count of steps is a plain number, as `lowtide.optim.Adafactor` keeps them.
+`master`, the fp32 number that a weight of 16 bits is the rounding of: with it a run resumes exactly. Where there is none,
+`moments` stands there, the bits that each was kept in: it tells states that were saved in fp32 from those of a run in plain
+bf16. Torch's own optimizers pass over entries that they do not know. A matrix rule has vectors instead of tensors of the
+parameter's shape, and its count of steps is a plain number, as `lowtide.optim.Adafactor` keeps them.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ from lowtide.optim.matrix_rules import (
 )
 from lowtide.optim.parameter_state import ParameterState, new_state
 from lowtide.optim.precision import rounding_for
-from lowtide.optim.update_types import STATE_NAMES, Adam, Numerics, Rounding, Sgd
+from lowtide.optim.update_types import STATE_NAMES, Adam, Moments, Numerics, Rounding, Sgd
 
 STEP = "step"
 MASTER = "master"
+MOMENTS = "moments"
+_BITS = {Moments.FP32: 32, Moments.BF16: 16, Moments.INT8: 8}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +67,14 @@ def to_torch_state(weight: Tensor, state: ParameterState, numerics: Numerics) ->
     master = _master_of(weight, state, rounding_for(weight, numerics))
     if master is not None:
         entries[MASTER] = _shaped(master, weight)
+    elif weight.dtype is not torch.float32 and any(_has_more(name, numerics.moments) for name in state.names):
+        entries[MOMENTS] = _BITS[numerics.moments]  # a number: torch's loading takes a text apart
     return entries
+
+
+def _has_more(name: str, moments: Moments) -> bool:
+    """Whether a state has digits that bf16 has not."""
+    return stored_as(name, moments) is not Moments.BF16
 
 
 def from_torch_state(target: LoadTarget, saved: SavedState, numerics: Numerics) -> ParameterState:
@@ -141,6 +151,8 @@ def read_entries(entries: Mapping[str, Any], target: LoadTarget) -> SavedState:
             _check_shape(name, present[name], target)
     if MASTER in present:
         _check_master(present[MASTER], target)
+    if MOMENTS in present:
+        _check_rounded([(name, present[name]) for name in names if name in present], present[MOMENTS], target)
     # SGD counts no steps; with a momentum at least one was taken, and it is not the first gradient again.
     num_steps = int(present.get(STEP, 1))
     return SavedState(
@@ -154,7 +166,7 @@ def _check_names(present: Mapping[str, Any], names: tuple[str, ...], target: Loa
     kind = type(target.rule)
     # What an option that is off now has left behind is passed over, as torch does it.
     own = names if kind is Adafactor else STATE_NAMES[kind]
-    known = {STEP, MASTER, *own, *(("max_exp_avg_sq",) if kind is Adam else ())}
+    known = {STEP, MASTER, MOMENTS, *own, *(("max_exp_avg_sq",) if kind is Adam else ())}
     # SGD's momentum comes with the first step that has one.
     missing = [] if names == ("momentum_buffer",) else [name for name in names if name not in present]
     if missing or not known.issuperset(present):
@@ -178,6 +190,18 @@ def _check_shape(name: str, value: object, target: LoadTarget) -> None:
             "of another model: load it into that one, or start without it",
             parameter=target.name,
         )
+
+
+def _check_rounded(states: Sequence[tuple[str, Tensor]], num_bits: int, target: LoadTarget) -> None:
+    """States that were saved in fp32 must still be: only a plain optimizer's loading has rounded them."""
+    for name, value in states:
+        if value.dtype is not torch.float32:
+            raise OptimizerStateError(
+                f"{name} of {target.name!r} in the state is in {value.dtype}, and was saved in fp32, from {num_bits} "
+                "bits: a plain torch optimizer turns all that it loads into its weights' type. Load the state after "
+                f"manage(), which keeps it; or drop the {MOMENTS!r} entries to go on with the rounded moments",
+                parameter=target.name,
+            )
 
 
 def _check_master(master: Tensor, target: LoadTarget) -> None:

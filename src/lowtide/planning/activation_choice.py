@@ -36,7 +36,7 @@ def activations_by_group(layout: Layout, policies: Policies | None) -> dict[str,
     if others != KEEP and not any(group.is_block for group in groups.values()):
         raise ConfigError(
             f"activations={others!r} is for repeated blocks, and none of the groups ({', '.join(map(repr, groups))}) is one; "
-            "name groups: activations={'GROUP': 'recompute'}",
+            "name groups, or modules that hold some: activations={'MODULE': 'recompute'}",
             key="activations",
         )
     return {

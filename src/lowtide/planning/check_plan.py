@@ -127,13 +127,20 @@ def _check_kept_on_host(plan: Plan, layout: Layout) -> None:
 
 def _check_device(plan: Plan, layout: Layout, visiting: int) -> None:
     streamed = {group.name for group in plan.groups if group.weights is Weights.STREAMED}
-    window, alone = largest_window(layout, streamed)
+    window, alone = largest_window(layout, streamed, plan.activations)
+    shorter = ["recompute in segments of 1"] if largest_window(layout, streamed)[1] < alone else []
     budgets = plan.budgets
     if budgets.window_bytes is not None and budgets.window_bytes < alone:
         raise PlanError(
             f"window_memory is {format_bytes(budgets.window_bytes)} ({budgets.window_bytes:,} bytes), and the streamed "
-            f"weights that {window or 'the model'!r} needs at once are {format_bytes(alone)} ({alone:,} bytes); raise "
-            "window_memory, or tile that module's layers into groups of their own (lowtide.activations.tile)",
+            f"weights that {window or 'the model'!r} needs at once are {format_bytes(alone)} ({alone:,} bytes); "
+            + ", or ".join(
+                [
+                    "raise window_memory",
+                    *shorter,
+                    "tile that module's layers into groups of their own (lowtide.activations.tile)",
+                ]
+            ),
             needed_bytes=alone,
             group=window,
         )
@@ -149,6 +156,7 @@ def _check_device(plan: Plan, layout: Layout, visiting: int) -> None:
         advice.append("stream more groups")
     if plan.prefetch_depth and windows > alone:
         advice.append(f"lower prefetch_depth from {plan.prefetch_depth}")
+    advice += shorter
     if visiting:
         advice.append("update on the host")
     advice.append("tile the layers of that module (lowtide.activations.tile)" if alone else "use a smaller model")

@@ -11,7 +11,7 @@ from lowtide.errors import ConfigError
 from lowtide.memory.groups import REST
 from lowtide.memory.layout_types import ChunkSpec, GroupSpec, Layout
 from lowtide.planning.plan import Budgets, GroupPlan, Plan, Schedule, Site, Weights
-from lowtide.planning.window_need import group_sizes, most_visitors, window_bytes
+from lowtide.planning.window_need import group_sizes, most_visitors, window_bytes_needed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,6 @@ def chunk_bytes_on_device(layout: Layout, plan: Plan, *, state_bytes_per_paramet
     """What a plan's chunks take of the device."""
     sites = {(group.name, number): site for group in plan.groups for number, site in enumerate(group.sites)}
     resident = {group.name for group in plan.groups if group.weights is Weights.RESIDENT}
-    streamed = {group.name for group in plan.groups if group.weights is Weights.STREAMED}
     sizes = group_sizes(layout)
 
     def updated(*wanted: Site) -> dict[str, int]:
@@ -57,7 +56,7 @@ def chunk_bytes_on_device(layout: Layout, plan: Plan, *, state_bytes_per_paramet
     windows = plan.budgets.window_bytes
     return ChunkBytes(
         resident_bytes=sum(sizes[name] for name in resident),
-        window_bytes=window_bytes(layout, streamed, plan.prefetch_depth) if windows is None else windows,
+        window_bytes=window_bytes_needed(layout, plan) if windows is None else windows,
         gradient_bytes=gradient_bytes(updated(Site.DEVICE, Site.PAGED), plan.schedule),
         state_bytes=state_bytes(sum(updated(Site.DEVICE).values()), state_bytes_per_parameter_byte),
         visitor_bytes=visitor_bytes_on_device(

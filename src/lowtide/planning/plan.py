@@ -6,9 +6,9 @@ import enum
 from collections import Counter
 from dataclasses import dataclass
 
-from lowtide.activations.policy import KEEP, CompileBudget, Keep, Offload, Recompute, Selective
+from lowtide.activations.policy import KEEP, CompileBudget, Keep, Offload, Policy, Recompute, Selective
 from lowtide.errors import ConfigError
-from lowtide.units import format_bytes
+from lowtide.units import format_bytes, parse_bytes
 
 PLAN_VERSION = 2
 
@@ -57,6 +57,21 @@ def schedule_of(word: Schedule | str) -> Schedule:
     except ValueError:
         choices = " or ".join(repr(member.value) for member in Schedule)
         raise ConfigError(f"schedule is {word!r}; give {choices}", key="schedule") from None
+
+
+def require_sizes(settings: object, *keys: str) -> None:
+    """Refuse fields of settings that hold no size; None is taken for what it means there.
+
+    Raises:
+        ConfigError: One is none; the message names the field.
+    """
+    for key in keys:
+        size = getattr(settings, key)
+        if size is not None:
+            try:
+                parse_bytes(size)
+            except ConfigError as error:
+                raise ConfigError(f"{key}: {error}", key=key) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +145,11 @@ class Plan:
     def __repr__(self) -> str:
         """One line: hundreds of groups, each with its chunks, tell nothing at a glance."""
         return f"<Plan for model {self.fingerprint[:8]}: {self.summary}>"
+
+    @property
+    def activations(self) -> dict[str, Policy]:
+        """Each group's policy, by its name."""
+        return {group.name: group.activation for group in self.groups}
 
     @property
     def summary(self) -> str:

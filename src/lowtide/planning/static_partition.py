@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowtide.activations.policy import Policies
+from lowtide.activations.policy import Policies, check_policies
 from lowtide.errors import ConfigError, PlanError
 from lowtide.memory.layout_types import Layout
 from lowtide.planning.activation_choice import activations_by_group
 from lowtide.planning.placement import assemble, by_first_use, gradient_bytes, is_trained, most_that_fit, state_bytes
-from lowtide.planning.plan import Budgets, Plan, Schedule, schedule_of
+from lowtide.planning.plan import Budgets, Plan, Schedule, require_sizes, schedule_of
 from lowtide.planning.window_need import group_sizes, largest_window, window_bytes
-from lowtide.units import format_bytes, parse_bytes
+from lowtide.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +49,8 @@ class StaticPartition:
         for key in ("prefetch_depth", "cached_buffers", "defragment_every"):
             if getattr(self, key) < 0:
                 raise ConfigError(f"{key} is {getattr(self, key)}; give 0 or more", key=key)
-        if self.device_memory is not None:
-            parse_bytes(self.device_memory)
+        require_sizes(self, "device_memory")
+        check_policies(self.activations)
 
     def chunk_room_bytes(self, device_bytes: int) -> int:
         """What chunks may use of a device of so many bytes."""
@@ -81,6 +81,7 @@ def partition(
         PlanError: The share cannot hold the windows.
     """
     sizes = group_sizes(layout)
+    policies = activations_by_group(layout, config.activations)
     trained = dict.fromkeys(sizes, 0)
     for chunk in layout.chunks:
         trained[chunk.group] += chunk.nbytes if is_trained(chunk) else 0
@@ -91,13 +92,13 @@ def partition(
             sum(sizes[name] for name in resident)
             + gradient_bytes(updated, config.schedule)
             + state_bytes(sum(updated.values()), state_bytes_per_parameter_byte)
-            + window_bytes(layout, sizes.keys() - resident, config.prefetch_depth)
+            + window_bytes(layout, sizes.keys() - resident, config.prefetch_depth, policies)
         )
 
     room = config.chunk_room_bytes(device_bytes)
     resident = most_that_fit(by_first_use(layout), needed, room)
     if resident is None:
-        window, alone = largest_window(layout, sizes)
+        window, alone = largest_window(layout, sizes, policies)
         raise PlanError(
             f"a share of {config.share:g} of {format_bytes(device_bytes)} is {format_bytes(room)}, and the windows of "
             f"streamed groups need {format_bytes(needed(frozenset()))} ({format_bytes(alone)} of it for "
@@ -114,9 +115,9 @@ def partition(
         prefetch_depth=config.prefetch_depth,
         cached_buffers=config.cached_buffers,
         defragment_every=config.defragment_every,
-        activations=activations_by_group(layout, config.activations),
+        activations=policies,
         budgets=Budgets(
             device_bytes=device_bytes,
-            window_bytes=window_bytes(layout, sizes.keys() - resident, config.prefetch_depth),
+            window_bytes=window_bytes(layout, sizes.keys() - resident, config.prefetch_depth, policies),
         ),
     )

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lowtide.activations.policy import Policies
+from lowtide.activations.policy import Policies, check_policies
 from lowtide.errors import ConfigError, PlanError
 from lowtide.memory.layout_types import Layout
 from lowtide.planning.activation_choice import activations_by_group
@@ -25,9 +25,9 @@ from lowtide.planning.placement import (
     most_that_fit,
     state_bytes,
 )
-from lowtide.planning.plan import Budgets, Plan, Schedule, schedule_of
+from lowtide.planning.plan import Budgets, Plan, Schedule, require_sizes, schedule_of
 from lowtide.planning.window_need import group_sizes, largest_window, window_bytes
-from lowtide.units import format_bytes, parse_bytes
+from lowtide.units import format_bytes
 
 
 class MonitorMode(enum.StrEnum):
@@ -83,9 +83,8 @@ class WarmUp:
         for key in ("prefetch_depth", "cached_buffers", "defragment_every"):
             if getattr(self, key) < 0:
                 raise ConfigError(f"{key} is {getattr(self, key)}; give 0 or more", key=key)
-        for size in (self.device_memory, self.host_memory):
-            if size is not None:
-                parse_bytes(size)
+        require_sizes(self, "device_memory", "host_memory")
+        check_policies(self.activations)
 
     def quota_bytes(self, device_bytes: int) -> int:
         """The budget on a device of so many bytes."""
@@ -125,7 +124,8 @@ def warm_up_plan(layout: Layout, config: WarmUp, device_bytes: int, *, host_byte
     sizes = group_sizes(layout)
     resident = {group.name for group in layout.groups if is_always_open(group)}
     resident_bytes = sum(sizes[name] for name in resident)
-    window, alone = largest_window(layout, sizes.keys() - resident)
+    policies = activations_by_group(layout, config.activations)
+    window, alone = largest_window(layout, sizes.keys() - resident, policies)
     if resident_bytes + alone > quota:
         raise _too_small(config, device_bytes, resident_bytes, window, alone, other=0)
     return assemble(
@@ -136,7 +136,7 @@ def warm_up_plan(layout: Layout, config: WarmUp, device_bytes: int, *, host_byte
         prefetch_depth=config.prefetch_depth,
         cached_buffers=config.cached_buffers,
         defragment_every=config.defragment_every,
-        activations=activations_by_group(layout, config.activations),
+        activations=policies,
         budgets=_budgets(
             config,
             device_bytes,
@@ -181,19 +181,21 @@ def plan_after(
         )
     room = config.quota_bytes(device_bytes) - other
     sizes = group_sizes(layout)
+    policies = activations_by_group(layout, config.activations)
     always = frozenset(group.name for group in layout.groups if is_always_open(group))
     others = [name for name in by_first_use(layout) if name not in always]
     for depth in range(config.prefetch_depth, -1, -1):
 
         def weights_and_windows(chosen: frozenset[str], depth: int = depth) -> int:
             resident = always | chosen
-            return sum(sizes[name] for name in resident) + window_bytes(layout, sizes.keys() - resident, depth)
+            windows = window_bytes(layout, sizes.keys() - resident, depth, policies)
+            return sum(sizes[name] for name in resident) + windows
 
         chosen = most_that_fit(others, weights_and_windows, room)
         if chosen is not None:
             break
     else:
-        window, alone = largest_window(layout, sizes.keys() - always)
+        window, alone = largest_window(layout, sizes.keys() - always, policies)
         raise _too_small(config, device_bytes, sum(sizes[name] for name in always), window, alone, other=other)
     margin = room - weights_and_windows(chosen)
     return assemble(
@@ -206,12 +208,12 @@ def plan_after(
         prefetch_depth=depth,
         cached_buffers=config.cached_buffers,
         defragment_every=config.defragment_every,
-        activations=activations_by_group(layout, config.activations),
+        activations=policies,
         budgets=_budgets(
             config,
             device_bytes,
             host_bytes,
-            window_bytes=window_bytes(layout, sizes.keys() - (always | chosen), depth),
+            window_bytes=window_bytes(layout, sizes.keys() - (always | chosen), depth, policies),
         ),
     )
 

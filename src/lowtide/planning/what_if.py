@@ -6,6 +6,7 @@ row is traced, and techniques that save nothing are tried again together with th
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -164,7 +165,10 @@ class _Search:
             self._on_progress(Progress(name, self._num_traces, max(self.expected, self._num_traces)))
             try:
                 problem = technique.apply(before.problem)
-                made = self._made[techniques] = _Tried(techniques, problem, problem.trace())
+                with warnings.catch_warnings():
+                    # Said of the step itself, where it is true of that.
+                    warnings.filterwarnings("ignore", message="autocast=")
+                    made = self._made[techniques] = _Tried(techniques, problem, problem.trace())
             except LowtideError as error:
                 refusal = f"it could not be traced: {error}"
             except (

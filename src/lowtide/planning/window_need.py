@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
+from lowtide.activations.policy import Policy, Recompute
 from lowtide.memory.groups import REST
 from lowtide.memory.layout_types import GroupSpec, Layout
 from lowtide.planning.plan import Plan, Weights
@@ -13,25 +14,35 @@ def window_bytes_needed(layout: Layout, plan: Plan) -> int:
     """What a streamed group and its `prefetch_depth` successors need at once, at worst.
 
     Successors are counted around the end: the last groups of a forward are followed by the first of the next. Groups
-    that are open beside them (tied ones, and those of modules around them) are counted with them.
+    that are open beside them (tied ones, and those of modules around them, and in a recomputed segment those that run again
+    beside its last) are counted with them.
     """
     streamed = {group.name for group in plan.groups if group.weights is Weights.STREAMED}
-    return window_bytes(layout, streamed, plan.prefetch_depth)
+    return window_bytes(layout, streamed, plan.prefetch_depth, plan.activations)
 
 
-def window_bytes(layout: Layout, streamed: Collection[str], prefetch_depth: int) -> int:
+def window_bytes(
+    layout: Layout, streamed: Collection[str], prefetch_depth: int, activations: Mapping[str, Policy] | None = None
+) -> int:
     """`window_bytes_needed` for groups by name, before there is a plan."""
     sizes = group_sizes(layout)
     opened = _opened(layout, streamed)
-    at_once = _windows_at_once(layout, streamed, prefetch_depth)
+    at_once = _windows_at_once(layout, streamed, prefetch_depth) + _run_again(layout, streamed, activations)
     return max((_total(sizes, [opened[window] for window in windows]) for windows in at_once), default=0)
 
 
-def largest_window(layout: Layout, streamed: Collection[str]) -> tuple[str, int]:
-    """The window that needs most by itself, and its bytes: less than that cannot run at all. ("", 0) without any."""
+def largest_window(
+    layout: Layout, streamed: Collection[str], activations: Mapping[str, Policy] | None = None
+) -> tuple[str, int]:
+    """The window that needs most, and its bytes, with what runs again beside it: less than that cannot run at all.
+
+    ("", 0) without any.
+    """
     sizes = group_sizes(layout)
-    needs = {window: _total(sizes, [groups]) for window, groups in _opened(layout, streamed).items()}
-    return max(needs.items(), key=lambda item: item[1], default=("", 0))
+    opened = _opened(layout, streamed)
+    at_once = [[window] for window in opened] + _run_again(layout, streamed, activations)
+    needs = [(windows[0], _total(sizes, [opened[window] for window in windows])) for windows in at_once]
+    return max(needs, key=lambda need: need[1], default=("", 0))
 
 
 def most_visitors(layout: Layout, by_group: Mapping[str, int]) -> int:
@@ -76,6 +87,25 @@ def _windows_at_once(layout: Layout, streamed: Collection[str], prefetch_depth: 
     elif floating:
         found += [[*run, *floating] for run in _runs(own, prefetch_depth) or [[]]]
     return found
+
+
+def _run_again(layout: Layout, streamed: Collection[str], activations: Mapping[str, Policy] | None) -> list[list[str]]:
+    """Pairs of windows that segments open together: while the backward of one waits for its input, those before it in its
+    segment run again, one after the other; see `lowtide.activations.segments`.
+    """
+    policies = activations or {}
+    lengths = {
+        group.name: policy.segment
+        for group in layout.groups
+        if isinstance(policy := policies.get(group.name), Recompute) and policy.segment > 1
+    }
+    names = list(lengths)
+    return [
+        [name, other]
+        for number, name in enumerate(names)
+        for other in names[max(0, number - lengths[name] + 1) : number]
+        if name in streamed and other in streamed
+    ]
 
 
 def _runs(windows: list[str], length: int) -> list[list[str]]:

@@ -61,6 +61,34 @@ def fit_of(trace: StepTrace) -> Fit | None:
     )
 
 
+def circumstances(trace: StepTrace) -> list[tuple[str, str]]:
+    """What was traced, for what and with what, as pairs; of a trace that an older version saved, what it has."""
+    about, card = trace.about, trace.target.card
+    autocast = trace.settings.get("autocast")
+    weights = " under autocast to ".join(str(word) for word in (about.get("dtype"), autocast) if word)
+    memory = f", {format_bytes(trace.target.capacity_bytes)}" if trace.target.capacity_bytes else ""
+    pairs = [
+        ("batch", about.get("batch", "")),
+        ("optimizer", about.get("optimizer", "")),
+        ("weights", weights),
+        ("hardware", f"{card}{memory}"),
+        ("versions", _versions(trace)),
+    ]
+    return [(name, words) for name, words in pairs if words]
+
+
+def _versions(trace: StepTrace) -> str:
+    about, torch_version = trace.about, trace.target.torch_version
+    traced_with = about.get("torch", torch_version)
+    words = [f"torch {torch_version}"]
+    if traced_with.partition("+")[0] != torch_version:
+        words[0] += f" (traced with {traced_with})"
+    commit, _, changes = about.get("commit", "").partition("+")
+    named = {"lowtide": about.get("lowtide"), "Python": about.get("python"), "commit": commit[:12]}
+    words += [f"{name} {value}" for name, value in named.items() if value]
+    return ", ".join(words) + (f" with {changes}" if changes else "")
+
+
 def differences(predicted: StepTrace, observed: StepTrace) -> list[Difference]:
     """Peaks, then the peak of each phase, then each category at the peak of its own trace."""
     return list(compare(predicted, observed).differences)

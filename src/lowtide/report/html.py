@@ -13,6 +13,7 @@ from lowtide.errors import ConfigError
 from lowtide.planning.what_if_row import WhatIfRow
 from lowtide.report import markup
 from lowtide.report import page_parts as parts
+from lowtide.report.facts import circumstances
 from lowtide.report.page import fill_page, read_part
 from lowtide.report.sampling import MAX_POINTS
 from lowtide.report.session_section import SessionSection, section_data, section_html
@@ -120,11 +121,13 @@ def _paired(traces: Sequence[StepTrace]) -> list[Section]:
 
 def _section(section: Section, index: int) -> str:
     trace, observed = section.trace, section.observed
-    size, target = format_count(trace.num_parameters), trace.target
-    meta = f"{size} parameters · {trace.origin} · {target.card} · torch {target.torch_version}"
+    facts = dict(circumstances(trace))
+    size = f"{format_count(trace.num_parameters)} parameters"
+    meta = " · ".join([size, *(facts[name] for name in ("weights", "batch", "optimizer") if name in facts)])
+    made = " · ".join([trace.origin, facts["hardware"], facts["versions"]])
     pieces = [
         f'<section class="trace" id="trace-{index}" aria-labelledby="name-{index}">',
-        f'<header><h2 id="name-{index}">{escape(trace.model)}</h2><p>{escape(meta)}</p></header>',
+        f'<header><h2 id="name-{index}">{escape(trace.model)}</h2><p>{escape(meta)}</p><p>{escape(made)}</p></header>',
         parts.figures(trace),
         f'<figure class="timeline" data-timeline="{index}" aria-label="Memory over the step, by category">',
         "<noscript><p>The timeline is drawn by a script; the tables below hold its numbers.</p></noscript></figure>",

@@ -10,7 +10,7 @@ from html import escape
 
 from lowtide.planning.what_if_row import WhatIfRow
 from lowtide.report import markup
-from lowtide.report.facts import differences, fit_of, saving
+from lowtide.report.facts import circumstances, differences, fit_of, saving
 from lowtide.report.markup import Cell, Markup
 from lowtide.report.palette import STACK_ORDER
 from lowtide.report.phase_runs import phase_runs, run_peak
@@ -155,8 +155,7 @@ def settings_table(trace: StepTrace) -> str:
         ("model", trace.model),
         ("parameters", f"{format_count(trace.num_parameters)} ({trace.num_parameters:,})"),
         ("origin", trace.origin),
-        ("card", trace.target.card),
-        ("torch", trace.target.torch_version),
+        *circumstances(trace),
         ("ops, events", f"{len(trace.ops):,}, {len(trace.events):,}"),
         *_flat(trace.settings),
     ]

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lowtide.planning.what_if_row import WhatIfRow
-from lowtide.report.facts import differences, fit_of, saving
+from lowtide.report.facts import circumstances, differences, fit_of, saving
 from lowtide.report.palette import COLOURS, PEAK_COLOUR, STACK_ORDER
 from lowtide.report.terminal_table import titled_table
 from lowtide.tracing.alive import AliveGroup, group_alive, largest_alive
@@ -80,6 +80,9 @@ def headline(trace: StepTrace) -> Panel:
         facts.add_row("attention" if use is uses[0] else "", Text(use.text))
     for note in fallbacks(trace):
         facts.add_row("", Text(note, style=_BAD))
+    for name, words in circumstances(trace):
+        if name != "hardware":  # the card has a line of its own above
+            facts.add_row(name, Text(words))
     size = f"{format_count(trace.num_parameters)} parameters{_weight_types(trace)}"
     title = Text.assemble((trace.model, "bold"), f"  {size}, {trace.origin}")
     return Panel(facts, title=title, title_align="left", expand=False, padding=(1, 2))

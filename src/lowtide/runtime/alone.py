@@ -1,14 +1,172 @@
-"""alone: of several threads one at a time is told what happened."""
+"""alone: a session is used by one thread of one process at a time.
+
+Note [Threads]
+Any thread may use a session, one after the other: an evaluation in another thread while the loop rests is fine. A call
+that comes while another thread is in a forward, a backward or a step is refused: windows open and close in order, and a
+device budget is for one call. Autograd's own threads belong to the backward that they run.
+
+Note [Forked processes]
+A child has the session's objects but not its worker's thread: to wait for an update there would never end, and a lock
+that another thread held stays locked. So whatever goes through the session is refused in a child. A data loader's
+workers do not touch it.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
+from types import FrameType
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from lowtide import compat
+from lowtide.errors import ModelChangedError, SessionError, TwoThreadsError
+from lowtide.runtime.interrupts import HELD
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class Process:
+    """The process in which it was made."""
+
+    _num_forks = 0
+    """How often this process or one before it was forked; costs nothing to ask, unlike its number."""
+
+    def __init__(self) -> None:
+        self._number = Process._num_forks
+
+    @property
+    def is_this(self) -> bool:
+        """Whether it is the running one, and not one that it was forked from."""
+        return self._number == Process._num_forks
+
+    def require(self) -> None:
+        """Refuse a forked one.
+
+        Raises:
+            SessionError: It says what to do.
+        """
+        if self._number != Process._num_forks:
+            raise SessionError(
+                f"process {os.getpid()} was forked from the one that manages this model, and has neither the thread that "
+                "updates its weights nor its device. Start it with 'spawn' (torch.multiprocessing.get_context('spawn')), or "
+                "fork before lowtide.manage, and let each process build and manage a model of its own. The session in the "
+                "other process goes on"
+            )
+
+    @classmethod
+    def count_fork(cls) -> None:
+        """This is a child."""
+        cls._num_forks += 1
+
+
+os.register_at_fork(after_in_child=Process.count_fork)
+
+
+class SessionLock:
+    """The lock of one session: held for moments, and taken by one thread for the length of a call."""
+
+    def __init__(self) -> None:
+        self.process = Process()
+        self._lock = threading.RLock()
+        self._call: tuple[int, str] | None = None
+        """The thread that is in a forward or a step, and the words for it."""
+        self.is_broken = False
+        """Whether an exception came out of what holds the lock, and nothing has been put in order since."""
+        self.is_backward_broken = False
+        """Whether that was in a backward."""
+
+    def broke_off(self, *, is_in_backward: bool = False) -> None:
+        """An exception comes out of what holds the lock."""
+        self.is_broken = True
+        if is_in_backward or compat.backward_number() is not None:
+            self.is_backward_broken = True
+
+    def put_in_order(self) -> None:
+        """Everything is where it belongs."""
+        self.is_broken = self.is_backward_broken = False
+
+    def momentary(self) -> threading.RLock:
+        """The lock itself, for a `with` block that is over soon. Refused in a forked process, where it may be held for ever."""
+        self.process.require()
+        return self._lock
+
+    def begin_call(self, what: str) -> None:
+        """This thread begins a forward or a step.
+
+        Raises:
+            SessionError: Another thread is in one, or in a backward.
+        """
+        with self.momentary():
+            self.refuse_beside(what)
+            self._call = (threading.get_ident(), what)
+
+    def end_call(self) -> None:
+        """It is over."""
+        self._call = None
+
+    @contextmanager
+    def call(self, what: str) -> Iterator[None]:
+        """A call of this thread from beginning to end; it may lie inside of another."""
+        before = self._call
+        self.begin_call(what)
+        try:
+            yield
+        finally:
+            self._call = before
+
+    def is_in_call(self) -> bool:
+        """Whether this thread is in a call."""
+        return self._call is not None and self._call[0] == threading.get_ident()
+
+    def is_taken_elsewhere(self) -> bool:
+        """Whether another thread is in a call, and not gone."""
+        call = self._call
+        return call is not None and call[0] != threading.get_ident() and call[0] in _other_frames()
+
+    def refuse_beside(self, what: str) -> None:
+        """Refuse what this thread begins while another is in a call.
+
+        Raises:
+            SessionError: It names both.
+        """
+        if self.is_taken_elsewhere():
+            assert self._call is not None
+            raise two_threads(what, self._call[0], self._call[1])
+
+
+def other_threads_in_backward() -> set[int]:
+    """Those, without this one, that have called `backward` and wait for it."""
+    return {number for number, frame in _other_frames().items() if _is_in_engine(frame)}
+
+
+def _is_in_engine(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name == compat.ENGINE_FUNCTION:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _other_frames() -> dict[int, FrameType]:
+    frames = sys._current_frames()
+    # Its own frame would hold itself, and all that the frames below it hold, until the collector comes.
+    frames.pop(threading.get_ident(), None)
+    return frames
+
+
+def two_threads(what: str, other: int, doing: str) -> TwoThreadsError:
+    """For what this thread began while another does something."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return TwoThreadsError(
+        f"thread {threading.current_thread().name!r} began {what} of a managed model while thread "
+        f"{names.get(other, str(other))!r} is in {doing} of it; a session is used by one thread at a time. Put a lock around "
+        "the calls of both, wait for the other thread, or give this one a model of its own"
+    )
 
 
 class Locked(Protocol):
@@ -18,18 +176,25 @@ class Locked(Protocol):
     on the host, both reach hooks at once.
     """
 
-    _lock: threading.RLock
+    _lock: SessionLock
 
 
 L = TypeVar("L", bound=Locked)
 
 
 def alone(method: Callable[Concatenate[L, P], R]) -> Callable[Concatenate[L, P], R]:
-    """The method holds the object's lock while it runs."""
+    """The method holds the object's lock while it runs; an interrupt waits for its end, and an exception is noted."""
 
     @wraps(method)
     def locked(self: L, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._lock:
-            return method(self, *args, **kwargs)
+        with HELD, self._lock.momentary():
+            lock = self._lock
+            try:
+                return method(self, *args, **kwargs)
+            except (ModelChangedError, TwoThreadsError):
+                raise  # refused before anything was changed
+            except BaseException:
+                lock.broke_off()
+                raise
 
     return locked

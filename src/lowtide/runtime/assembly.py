@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import torch
 
 from lowtide.memory.store import Books, ChunkStore
-from lowtide.planning.plan import Plan, Schedule, Site
+from lowtide.planning.plan import Plan, Schedule, Site, Weights
 from lowtide.planning.window_need import window_bytes_needed
 from lowtide.runtime.basis import Basis
 from lowtide.runtime.chunk_optimizer import ChunkOptimizer
+from lowtide.runtime.chunk_proof import Proof, prove
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.finishing import Finisher
 from lowtide.runtime.gradients import GradientMover
@@ -24,7 +25,6 @@ from lowtide.runtime.recording import Recorder, is_resident
 from lowtide.runtime.residency import Residency
 from lowtide.runtime.unit import Unit, chunks_in
 from lowtide.runtime.updater import Updater
-from lowtide.runtime.window import Window
 
 
 def make_engine(
@@ -58,10 +58,35 @@ def make_engine(
     return engine
 
 
-def needs_managed_step(basis: Basis, plan: Plan, windows: Sequence[Window]) -> bool:
-    """Whether torch's own step would not do."""
+def needs_managed_step(basis: Basis, plan: Plan) -> bool:
+    """Whether torch's own step would not do: something is streamed, updated on the host or in backward, or asked for."""
     is_asked_for = basis.max_grad_norm is not None or basis.numerics is not None
-    return plan.schedule is not Schedule.DEFERRED or bool(windows) or is_asked_for
+    return plan.schedule is not Schedule.DEFERRED or is_asked_for or _has_windows(basis, plan)
+
+
+def _has_windows(basis: Basis, plan: Plan) -> bool:
+    """As `ModelCalls` will make them."""
+    return any(
+        group.weights is not Weights.RESIDENT
+        or any(
+            site is Site.HOST and chunk.spans[0].parameter.requires_grad
+            for chunk, site in zip(basis.layout.chunks_of(group.name), group.sites, strict=True)
+        )
+        for group in plan.groups
+    )
+
+
+def prove_optimizer(optimizer: torch.optim.Optimizer, basis: Basis, plan: Plan) -> Proof:
+    """Refuse an optimizer whose own step cannot be taken chunk by chunk, where that is what the plan asks of it.
+
+    Raises:
+        UnsupportedOptimizerError: It cannot. Nothing was changed.
+    """
+    if basis.numerics is None and needs_managed_step(basis, plan):
+        sites = {site for group in plan.groups for site in group.sites}
+        on_device, on_host = [basis.mover.device], [torch.device("cpu")]
+        return prove(optimizer, on_device * (Site.DEVICE in sites) + on_host * (Site.HOST in sites))
+    return Proof()
 
 
 def make_optimizer(
@@ -71,16 +96,15 @@ def make_optimizer(
     engine: Engine,
     pool: HostPool,
     *,
+    proof: Proof,
     clock_origin_s: float,
     installed: ManagedOptimizer | None,
 ) -> ManagedOptimizer:
     """The user's optimizer, stepping by chunks; `installed` goes on where the session had another plan before."""
     device = engine.mover.device
-    sites = {site for group in plan.groups for site in group.sites}
-    devices = [device] * (Site.DEVICE in sites) + [torch.device("cpu")] * (Site.HOST in sites)
     runner: ChunkOptimizer
     if basis.numerics is None:
-        runner = ChunkOptimizer(optimizer, devices)
+        runner = ChunkOptimizer(optimizer, advances_groups=proof.advances_groups, fuses_on_host=device.type == "cuda")
     else:
         paged = [
             id(bound.parameter) for unit in engine.units.values() for bound in unit.bounds if bound.site is Site.PAGED
@@ -89,8 +113,6 @@ def make_optimizer(
         runner = KernelOptimizer(
             optimizer, basis.numerics, pages=pages, paged=paged, on_host_memory=basis.mark_host_memory
         )
-        if installed is None:
-            runner.kept.take_over()
         if installed is not None and isinstance(installed.runner, KernelOptimizer):
             runner.kept.by_parameter = installed.runner.kept.by_parameter
         if basis.max_grad_norm is not None:
@@ -106,11 +128,26 @@ def make_optimizer(
     )
     finisher = engine.backward.finisher = Finisher(updater, engine.residency, engine.mover, engine.recorder)
     engine.backward.watch_gradients()
-    updater.place_state(list(engine.units.values()), device)
     after_step = pool.tick if plan.defragment_every else None
     if installed is not None:
+        updater.place_state(list(engine.units.values()), device)
         installed.serve(engine, finisher, after_step)
         return installed
-    managed = ManagedOptimizer(optimizer, engine, finisher, max_grad_norm=basis.max_grad_norm, after_step=after_step)
-    managed.install()
+    managed = ManagedOptimizer(
+        optimizer,
+        engine,
+        finisher,
+        max_grad_norm=basis.max_grad_norm,
+        num_closure_calls=proof.num_closure_calls,
+        after_step=after_step,
+    )
+    try:
+        if isinstance(runner, KernelOptimizer):
+            runner.kept.take_over()
+        updater.place_state(list(engine.units.values()), device)
+        managed.install()
+    except BaseException:
+        if isinstance(runner, KernelOptimizer):
+            runner.kept.hand_back()
+        raise
     return managed

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lowtide.errors import HigherOrderError, SecondBackwardError, SessionError, StaleBackwardError
+from lowtide.planning.plan import Schedule
 from lowtide.runtime.unit import Unit
 from lowtide.runtime.window import Window
 
@@ -20,6 +21,17 @@ def refuse_old_weights(unit: Unit, generation: int) -> None:
         raise StaleBackwardError(
             f"this backward goes through the weights of group {unit.label} as they were {unit.generation - generation} "
             "update(s) ago, and they are gone; run the forward again after optimizer.step(). Nothing was updated"
+        )
+
+
+def refuse_other_memory(unit: Unit, shown: tuple[int, ...]) -> None:
+    """Refuse a backward through streamed weights whose parameters had other memory in the forward."""
+    unit.adopt_foreign_data()
+    if not unit.is_resident and unit.shown_memory != shown:
+        raise StaleBackwardError(
+            f"this backward goes through the weights of group {unit.label} as they were before p.data was set to other memory, "
+            "and they are not on the device any more; set p.data before the forward or after the backward, or make the group "
+            "resident. Nothing was updated"
         )
 
 
@@ -48,15 +60,27 @@ def graph_through_used_up(unit: Unit) -> HigherOrderError:
     )
 
 
-def why_step_is_lost(moved: Sequence[str], num_groups: int) -> str:
-    """After a backward that raised when it had updated these groups, of so many."""
+def second_backward_in_step(schedule: Schedule) -> str:
+    """Why the step is lost in whose middle another thread began a backward."""
+    if schedule is Schedule.IN_BACKWARD:
+        condition = "weights may have taken both. Load a checkpoint, or call zero_grad() to go on"
+    else:
+        condition = "weights and optimizer are as before the step. Call zero_grad() and repeat the step"
+    return (
+        "another thread began a backward in the middle of this step, and was refused: gradients may hold a part of it; "
+        + condition
+    )
+
+
+def why_step_is_lost(moved: Sequence[str], num_groups: int, where: str = "the backward of this step") -> str:
+    """After a backward, or a `step()`, that raised when it had updated these groups, of so many."""
     if moved:
         return (
-            "the backward of this step raised after it had updated "
+            f"{where} raised after it had updated "
             f"{len(moved)} of {num_groups} groups ({', '.join(moved[:8])}{', ...' if len(moved) > 8 else ''}); "
             "these have taken the step, the others have not. Load a checkpoint, or call zero_grad() to go on"
         )
     return (
-        "the backward of this step raised, so its gradients are incomplete; weights and optimizer are as "
+        f"{where} raised, so its gradients are incomplete; weights and optimizer are as "
         "before the step. Call zero_grad() and repeat the step"
     )

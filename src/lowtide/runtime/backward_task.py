@@ -12,10 +12,14 @@ from lowtide.runtime.window import Visit
 class BackwardTask:
     """Lives from the first gradient that reaches a managed module to the end of the backward."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, callers: set[int]) -> None:
         self.number = number
+        self.callers = callers
+        """Threads of which one has called `backward`."""
         self.units: dict[str, Unit] = {}
         self.open_visits: list[Visit] = []
+        self.late: list[Unit] = []
+        """Units whose visits have ended, and which stay open for hooks of the user's that are still to come."""
 
     def enter(self, unit: Unit) -> None:
         """The backward uses the unit: gradients on the host are set aside, so that autograd starts afresh."""
@@ -24,9 +28,17 @@ class BackwardTask:
         self.units[unit.name] = unit
         unit.num_tasks += 1
         if unit.num_tasks == 1:
+            unit.awaits_hooks = False
             for bound in unit.bounds:
                 bound.has_fired = False
                 has_other_hooks = bound.hook is not None and compat.make_last_gradient_hook(bound.parameter, bound.hook)
+                bound.is_hooked = has_other_hooks or (
+                    not unit.is_resident and compat.has_gradient_hooks(bound.parameter)
+                )
+                bound.is_hook_awaited = bound.is_hooked
+                unit.awaits_hooks = unit.awaits_hooks or bound.is_hooked
+                bound.is_written_in_backward = False
+                bound.version_in_backward = compat.version_of(bound.parameter)
                 if is_away(bound):
                     bound.stashed, bound.parameter.grad = _on_host(bound, bound.parameter.grad), None
                     bound.is_whole = has_other_hooks and bound.stashed is not None

@@ -164,7 +164,7 @@ def move_part(units: dict[str, Unit], key: str, flat: torch.Tensor) -> None:
             if unit.is_resident:
                 bound.twin = view if bound.twin is not None else None
             elif not unit.looks_at_device:
-                bound.parameter.data = view
+                bound.home = bound.parameter.data = view
                 bound.twin = bound.parameter.detach() if bound.twin is not None else None
 
 
@@ -178,15 +178,8 @@ def _move_gradient(bound: Bound, view: torch.Tensor) -> None:
             bound.lent = weakref.ref(bound.gradient.untyped_storage())
 
 
-def is_held(bound: Bound) -> bool:
-    """Whether somebody else looks at the parameter's or the gradient's memory on the host: a state dictionary, a view."""
-    if bound.host_view is not None:
-        ours = {id(tensor): tensor for tensor in (bound.host_view, bound.parameter, bound.twin) if tensor is not None}
-        with compat.without_torch_function():
-            key = compat.storage_key(bound.host_view)
-            num_ours = sum(compat.storage_key(tensor) == key for tensor in ours.values())
-            if compat.num_storage_owners(bound.host_view) > num_ours:
-                return True
+def is_gradient_held(bound: Bound) -> bool:
+    """Whether somebody else looks at the gradient's memory on the host: an older gradient, a view."""
     lent = None if bound.lent is None else bound.lent()
     if lent is None:
         return False

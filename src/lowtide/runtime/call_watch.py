@@ -19,9 +19,10 @@ class CallWatch:
     that than that their time counts as the rest of the step.
     """
 
-    def __init__(self, model: nn.Module, phases: PhaseClock) -> None:
+    def __init__(self, model: nn.Module, phases: PhaseClock, call_over: Callable[[bool], None]) -> None:
         self._model = model
         self._phases = phases
+        self._call_over = call_over
         self._inner: Callable[..., Any] | None = None
 
     def install(self) -> None:
@@ -38,10 +39,13 @@ class CallWatch:
         if compat.is_compiled_around() or compat.backward_number() is not None:
             return inner(*args, **kwargs)
         self._phases.enter("forward")
+        went_well = False
         try:
             output = inner(*args, **kwargs)
+            went_well = True
         finally:
             self._phases.leave("forward")
+            self._call_over(went_well)
         if torch.is_grad_enabled():
             self._phases.watch_backward(output)
         return output

@@ -3,23 +3,34 @@
 The step of an elementwise or per-parameter optimizer is the same whether it is given all parameters at once or one
 chunk after the other. So each chunk gets a shadow: an object of the optimizer's own class, with the same settings, over
 the chunk's tensors and their entries of the optimizer's state. The kernels and the choice between a loop, foreach and
-fused are torch's and the user's.
+fused are torch's and the user's; but see Note [The fused step on the host].
+
+Note [The fused step on the host]
+Left to itself, torch takes a loop of eight operators over the memory for each tensor on the CPU, which the host of a GPU has
+not the bandwidth for. Where the user left the choice to torch, the host of a CUDA session takes torch's own fused kernel,
+one pass: the step of CPU torch with `fused=True`. An emulated device keeps torch's choice, so that a managed model on the
+CPU has the bits of a plain one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from lowtide import compat
-from lowtide.errors import ConfigError, UnsupportedOptimizerError
+from lowtide.errors import ConfigError
 from lowtide.runtime.clip_factor import ClipFactor
 
 _HOST = torch.device("cpu")
+_FUSED_ON_HOST = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+"""Not SGD: torch's fused one on the CPU leaves weights in bf16 and fp16 as they are."""
+_FUSED_DTYPES = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +45,14 @@ class Settings:
     """What gradients are multiplied by on the way; None where they were clipped in place, or are not."""
     gate: torch.Tensor | None = None
     """On the device, for own kernels there: 1, or a NaN where the update is to be left out."""
+    is_on_host: bool = False
+    """Whether they are for an update on the host."""
 
     def on_host(self) -> Settings:
         """For updates on the host: torch would copy the scaler's flag there without waiting for it, and a rate that lies on
         the device would be read by the worker, in the middle of whatever the device does then. Waits for both.
         """
-        return replace(self, groups=tuple(map(_on_host, self.groups)), scaler=_on_host(self.scaler))
+        return replace(self, groups=tuple(map(on_host, self.groups)), scaler=on_host(self.scaler), is_on_host=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,25 +65,26 @@ class Update:
 
 
 class ChunkOptimizer:
-    """Wraps the user's optimizer; owns nothing.
+    """Wraps the user's optimizer, which `chunk_proof.prove` has tried out; owns nothing.
 
     Args:
         optimizer: The user's.
-        devices: Where steps will run: each param group is tried out there on a tiny tensor.
-
-    Raises:
-        UnsupportedOptimizerError: The optimizer looks across parameters, needs a closure, or keeps counters in its
-            param groups, which a step by chunks would advance several times.
+        advances_groups: Whether it counts its steps in its param groups.
+        fuses_on_host: Whether the host takes torch's fused step; see Note [The fused step on the host].
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, devices: Sequence[torch.device] = (_HOST,)) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, *, advances_groups: bool = False, fuses_on_host: bool = False
+    ) -> None:
         self.optimizer = optimizer
+        self._advances_groups = advances_groups
+        self._fuses_on_host = fuses_on_host
+        self._looked_at: set[int] = set()
+        """`id`s of parameters without state whose entries its step makes all the same, as in plain torch."""
         self._group_of: dict[int, int] = {}
         self._needs_rate = all(group.get("lr") is not None for group in optimizer.param_groups)
         """Whether each group must have a learning rate: there are optimizers that take None for their own choice."""
         self.refresh_groups()
-        for device in devices:
-            _refuse_what_looks_across(optimizer, device)
 
     def refresh_groups(self) -> None:
         """Read again which parameter is in which group."""
@@ -85,7 +99,7 @@ class ChunkOptimizer:
         return id(parameter) in self._group_of
 
     def settings(self) -> Settings:
-        """The groups' settings now. Tensors are copied: a scheduler may change them before the update runs.
+        """The groups' settings now, for updates that may run later.
 
         Raises:
             ConfigError: A learning rate is none. Found before the first update, which would stop half way.
@@ -93,6 +107,10 @@ class ChunkOptimizer:
         if self._needs_rate:
             for index, group in enumerate(self.optimizer.param_groups):
                 _require_rate(index, group.get("lr"))
+        return self.settings_now()
+
+    def settings_now(self) -> Settings:
+        """The groups' settings, whatever they are. Tensors are copied: a scheduler may change them before the update runs."""
         groups = tuple(
             {key: _each_tensor(torch.Tensor.clone, value) for key, value in group.items() if key != "params"}
             for group in self.optimizer.param_groups
@@ -103,24 +121,68 @@ class ChunkOptimizer:
         """Make the state's entries exist, in the thread that owns the dictionary."""
         del settings
         for update in updates:
-            self.optimizer.state[update.parameter]  # a defaultdict: looking makes the entry
+            self._entries(update.parameter)  # a defaultdict: looking makes the entry
 
     def forget_empty_state(self) -> None:
         """Drop entries that were made for an update that keeps no state: plain torch has none there."""
-        for parameter in [parameter for parameter, state in self.optimizer.state.items() if state == {}]:
-            del self.optimizer.state[parameter]
+        for parameter in [parameter for parameter, state in dict.items(self.optimizer.state) if not state]:
+            if id(parameter) not in self._looked_at:
+                del self.optimizer.state[parameter]
 
     def run(self, updates: Sequence[Update], settings: Settings) -> None:
         """One optimizer step on these tensors."""
+        self.prepare(updates, settings)()
+
+    def prepare(self, updates: Sequence[Update], settings: Settings) -> Callable[[], bool]:
+        """What takes one step on these tensors, and says that it did; nothing is changed before it is called."""
         groups: dict[int, dict[str, Any]] = {}
         for update in updates:
             index = self._group_of[id(update.parameter)]
             group = groups.setdefault(index, {**settings.groups[index], "params": []})
             group["params"].append(update.target)
-        state = {update.target: self.optimizer.state[update.parameter] for update in updates}
+        held = {update.target: self._entries(update.parameter) for update in updates}
+        state = defaultdict(dict, {target: entries for target, entries in held.items() if entries})
+        if self._fuses_on_host and settings.is_on_host:
+            for group in groups.values():
+                gradients = [tensor.grad for tensor in group["params"] if tensor.grad is not None]
+                dtypes = {tensor.dtype for tensor in [*group["params"], *gradients]}
+                steps = {getattr(held[tensor].get("step"), "dtype", torch.float32) for tensor in group["params"]}
+                if steps == {torch.float32} and takes_fused_step(type(self.optimizer), group, dtypes):
+                    group["fused"] = True
         shadow = compat.shallow_optimizer(self.optimizer, list(groups.values()), state)
         vars(shadow).update(settings.scaler)
-        compat.step_without_hooks(shadow)
+        return partial(self._take_step, shadow, updates, held)
+
+    def _take_step(
+        self, shadow: torch.optim.Optimizer, updates: Sequence[Update], held: Mapping[torch.Tensor, dict[str, Any]]
+    ) -> bool:
+        try:
+            return compat.step_without_hooks(shadow)
+        finally:
+            for update in updates:
+                left, entries = shadow.state.get(update.target), held[update.target]
+                if left is not None and left is not entries:
+                    entries.clear()
+                    entries.update(left)
+                    self._looked_at.add(id(update.parameter))
+
+    def advance(self) -> None:
+        """Count a step in the param groups, once for all chunks: each of them has begun from the same settings."""
+        self.prepare_advance()()
+
+    def prepare_advance(self) -> Callable[[], None]:
+        """What counts a step in the param groups; may be repeated, and counts once."""
+        if not self._advances_groups:
+            return lambda: None
+        before = self.settings_now().groups
+        groups = [{**settings, "params": []} for settings in before]
+        compat.step_without_hooks(compat.shallow_optimizer(self.optimizer, groups, {}))
+
+        def advance() -> None:
+            for live, old, new in zip(self.optimizer.param_groups, before, groups, strict=True):
+                live.update({key: value for key, value in new.items() if key != "params" and value is not old.get(key)})
+
+        return advance
 
     def undo_of(self, parameters: Sequence[torch.Tensor]) -> Callable[[], None] | None:
         """What takes the count of their next update back, if its gate leaves it out; None: torch's own step has no gate."""
@@ -141,9 +203,14 @@ class ChunkOptimizer:
     def dismiss(self) -> None:
         """A backward is over; nothing that was prefetched is needed."""
 
+    def _entries(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """The parameter's state; not through a `LiveState`, which would wait for the very update that asks."""
+        entries: dict[str, Any] = dict.__getitem__(self.optimizer.state, parameter)
+        return entries
+
     def place_state(self, parameter: torch.Tensor, device: torch.device) -> None:
         """Move a parameter's state to where its update runs: it was made or loaded elsewhere."""
-        state = self.optimizer.state.get(parameter)
+        state = dict.get(self.optimizer.state, parameter)
         if not state:
             return
         group = self.optimizer.param_groups[self._group_of[id(parameter)]]
@@ -154,6 +221,28 @@ class ChunkOptimizer:
             if key == "step" and not (group.get("capturable") or group.get("fused")):
                 continue
             state[key] = value.to(device)
+
+
+def takes_fused_step(
+    kind: type[torch.optim.Optimizer], settings: Mapping[str, Any], dtypes: Iterable[torch.dtype]
+) -> bool:
+    """Whether the host may take torch's fused step for a param group: the user has left the choice to torch, and it can.
+
+    Args:
+        kind: The optimizer's class. A subclass may do anything in its step.
+        settings: Of the param group.
+        dtypes: Of its weights and gradients.
+    """
+    is_left_to_torch = "fused" in settings and settings["fused"] is None and settings.get("foreach") is None
+    is_plain = not any(settings.get(key) for key in ("capturable", "differentiable"))
+    has_tensors = any(isinstance(value, torch.Tensor) for value in (settings.get("lr"), *settings.get("betas", ())))
+    return (
+        kind in _FUSED_ON_HOST
+        and is_left_to_torch
+        and is_plain
+        and not has_tensors
+        and _FUSED_DTYPES.issuperset(dtypes)
+    )
 
 
 def _require_rate(index: int, rate: object) -> None:
@@ -170,7 +259,8 @@ def _require_rate(index: int, rate: object) -> None:
     )
 
 
-def _on_host(settings: Mapping[str, Any]) -> dict[str, Any]:
+def on_host(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with the tensors among them on the host."""
     return {key: _each_tensor(torch.Tensor.cpu, value) for key, value in settings.items()}
 
 
@@ -179,40 +269,3 @@ def _each_tensor(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_each_tensor(change, part) for part in value)
     return change(value) if isinstance(value, torch.Tensor) else value
-
-
-def _refuse_what_looks_across(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    name = type(optimizer).__name__
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UnsupportedOptimizerError(
-            f"{name} takes its step over all parameters at once and calls a closure several times, so no chunk can be "
-            "updated by itself; use an elementwise optimizer such as AdamW, or train this model without Lowtide"
-        )
-    for index, group in enumerate(optimizer.param_groups):
-        probe = torch.zeros(2, 2, device=device)
-        probe.grad = torch.zeros(2, 2, device=device)
-        before = {key: value for key, value in group.items() if key != "params"}
-        if isinstance(before.get("lr"), torch.Tensor):
-            before["lr"] = before["lr"].detach().to(device, copy=True)
-        after = {**before, "params": [probe]}
-        try:
-            compat.step_without_hooks(compat.shallow_optimizer(optimizer, [after], {probe: {}}))
-        except Exception as error:
-            raise UnsupportedOptimizerError(
-                f"{name} could not take a step on one parameter alone on {device} (param group {index}): "
-                f"{type(error).__name__}: {error}; Lowtide updates chunk by chunk, which needs an elementwise or "
-                "per-parameter optimizer"
-            ) from error
-        changed = sorted(key for key in before if after[key] is not before[key] and not _same(after[key], before[key]))
-        changed += sorted(set(after) - set(before) - {"params"})
-        if changed:
-            raise UnsupportedOptimizerError(
-                f"{name} changes {', '.join(changed)} of its param group {index} in each step; a step by chunks would "
-                "change it once for every chunk, so Lowtide refuses it"
-            )
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
-    return bool(one == other)

@@ -7,12 +7,15 @@ for what tells them, `runtime.unit` for where parameters look.
 
 from __future__ import annotations
 
-import threading
+import warnings
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 
 from lowtide import compat
+from lowtide.errors import StepLostError
 from lowtide.memory.mover import Mover
 from lowtide.planning.plan import Schedule
-from lowtide.runtime.alone import alone
+from lowtide.runtime.alone import Process, SessionLock, alone
 from lowtide.runtime.backward_pass import BackwardPass
 from lowtide.runtime.forward_pass import ForwardPass
 from lowtide.runtime.gradient_watch import GradientWatch
@@ -54,7 +57,7 @@ class Engine:
         self.schedule = schedule
         self.worker = worker
         self._gradients = gradients
-        self._lock = threading.RLock()
+        self._lock = SessionLock()
         self.backward = BackwardPass(
             residency,
             mover,
@@ -87,10 +90,58 @@ class Engine:
         """After a backward that raised: put everything back where it belongs, and remember that the step is lost."""
         self.backward.check_broken()
 
+    def put_in_order(self) -> None:
+        """After an exception in `step()`, or at the end: start afresh from the truth."""
+        if compat.backward_number() is None:
+            self.forward.forget_calls()
+            self.backward.put_in_order()
+
+    def lose_step(self, moved: Iterable[Unit]) -> None:
+        """A `step()` broke off when these had moved, and could not be completed."""
+        self.backward.lose_step(moved, "step()")
+
+    def refuse_lost_step(self) -> None:
+        """Refuse an update after a step that broke off.
+
+        Raises:
+            StepLostError: It did. The message says which groups moved.
+        """
+        if self.lost is not None:
+            self.backward.is_untold = False
+            raise StepLostError(self.lost)
+
+    def tell_lost_step(self, raised: BaseException | None = None) -> None:
+        """The user gives up a step of which some groups have moved, without having asked `step()` about it: warn.
+
+        Args:
+            raised: The exception that ends the session, if one does: it gets a note instead.
+        """
+        if self.backward.is_untold and self.lost is not None:
+            self.backward.is_untold = False
+            if raised is not None:
+                raised.add_note(self.lost)
+            else:
+                warnings.warn(self.lost, RuntimeWarning, stacklevel=2)
+
     def forget_step(self) -> None:
         """The user gave the step up or begins the next: whatever was wrong with the last one is over."""
+        self.tell_lost_step()
         self.backward.lost = None
         self.loss.forget()
+
+    def has_raised(self) -> bool:
+        """Whether an exception came out of the last call of the model, backward or step, and none went well since."""
+        return self.forward.has_raised or self.backward.has_broken_off()
+
+    def part_of_step(self) -> str | None:
+        """In which part of a step this thread is: forward, backward or update; None where its work is not the session's."""
+        phases = self.recorder.phases
+        # Not by the phase of backwards and updates: one that raised may be on record until the next call.
+        if phases.is_in_backward():
+            return "backward"
+        if phases.phase == "forward":
+            return "forward"
+        return "update" if self._lock.is_in_call() else None
 
     def is_idle(self) -> bool:
         """Whether no graph is alive and no window open."""
@@ -112,14 +163,28 @@ class Engine:
         self.mover.drain()
         return True
 
-    @alone
     def settle_unit(self, unit: Unit) -> None:
         """Somebody looks at a parameter: make its value true."""
-        if unit.group.num_open:
-            return
-        if compat.backward_number() is None:
+        # Before the lock: who holds it may be waiting for this very thread.
+        self.worker.refuse_in_its_thread(f"a parameter of group {unit.label}")
+        self._settle_unit(unit)
+
+    @alone
+    def _settle_unit(self, unit: Unit) -> None:
+        if compat.backward_number() is None and not self.forward.is_under_way:
             self.backward.check_broken()
-        self.residency.settle(unit)
+        if not unit.group.num_open:
+            self.residency.settle(unit)
+
+    def calling(self, what: str) -> AbstractContextManager[None]:
+        """What runs inside is a call of this thread, which no other thread may come between."""
+        self.backward.refuse_beside(what)
+        return self._lock.call(what)
+
+    @property
+    def process(self) -> Process:
+        """That of the session."""
+        return self._lock.process
 
     def take_totals(self) -> None:
         """Take the norms of gradients that are added up on the host."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from lowtide import compat
 from lowtide.memory.chunk import Chunk
 from lowtide.memory.mover import Mover
 from lowtide.planning.plan import Site
@@ -34,10 +35,7 @@ class Finisher:
         if not is_last and any(visit.backward != backward for visit in unit.visits):
             return  # another use of the same weights is still to come
         for chunk in unit.group.chunks:
-            bounds = [bound for bound in unit.bounds if bound.chunk is chunk and bound.parameter.requires_grad]
-            fired = [bound for bound in bounds if bound.has_fired]
-            if not fired or (len(fired) < len(bounds) and not is_last):
-                continue
+            fired = _complete(unit, chunk, is_last=is_last)
             if any(self.updater.optimizer.knows(bound.parameter) for bound in fired):
                 self._use_up(unit, chunk, fired, self._settings_in(backward))
 
@@ -52,11 +50,6 @@ class Finisher:
         self._recorder.phase = "update"
         try:
             self._update_open(unit, chunk, bounds, settings)
-        except BaseException:
-            # The copy may be half updated; the host has the weights from before.
-            if not unit.group.num_open:
-                self._residency.store.drop(unit.name)
-            raise
         finally:
             unit.look_at_host()
             self._residency.guard(unit)
@@ -71,25 +64,55 @@ class Finisher:
         trained = [bound for bound in fired if self.updater.optimizer.knows(bound.parameter)]
         for bound in fired:
             bound.has_fired = False
+        unit.generation += 1
+        try:
+            # Before it is: a group that has moved is named, wherever this breaks off.
+            unit.consumed.add(chunk.spec.name)
+            self._update(unit, chunk, trained, settings)
+        except BaseException:
+            if not self.updater.is_torn and not self.updater.has_updated(chunk.spec.name):
+                unit.consumed.discard(chunk.spec.name)
+            raise
+
+    def _update(self, unit: Unit, chunk: Chunk, trained: Sequence[Bound], settings: Settings) -> None:
         if trained[0].site is Site.HOST:
             self.updater.update_on_host(unit, chunk, trained, settings)
             self._residency.forget_old_copy(unit)
-        else:
-            gate = self.updater.judge_in_backward(trained)
-            self._update_open(unit, chunk, trained, settings if gate is None else replace(settings, gate=gate))
+            # Its last gradients come after its window has closed: whoever looks from now on waits for the update.
+            self._residency.guard(unit)
+            return
+        gate = self.updater.judge_in_backward(trained)
+        self._update_open(unit, chunk, trained, settings if gate is None else replace(settings, gate=gate))
+        with compat.without_torch_function():
             for bound in trained:
                 bound.parameter.grad = None
-        unit.generation += 1
-        unit.consumed.add(chunk.spec.name)
 
     def _update_open(self, unit: Unit, chunk: Chunk, bounds: Sequence[Bound], settings: Settings) -> None:
         """One step on the device, in a window of its own; streamed weights are written back."""
         self._residency.open(unit)
         try:
             started = self._mover.now()
+            if not unit.is_resident:
+                # Before they are changed: where the update breaks off, its state goes with what the device has.
+                self._residency.store.device_changes(chunk)
             self.updater.update_here(bounds, (), settings)
             if not unit.is_resident:
-                self._residency.store.write_back(chunk)
+                self._residency.write_back(unit, chunk)
             self._recorder.on_compute(unit.name, "update", started, self._mover.now())
         finally:
             self._residency.close(unit)
+
+
+def _complete(unit: Unit, chunk: Chunk, *, is_last: bool) -> list[Bound]:
+    """The chunk's parameters with a gradient, once all of them that are trained have one, or will get none."""
+    fired: list[Bound] = []
+    with compat.without_torch_function():  # parameters may be guarded; nobody reads a value here
+        for bound in unit.bounds:
+            if bound.chunk is not chunk:
+                continue
+            if bound.has_fired:
+                if bound.parameter.requires_grad:
+                    fired.append(bound)
+            elif not is_last and bound.parameter.requires_grad:
+                return []
+    return fired

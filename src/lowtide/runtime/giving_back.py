@@ -26,6 +26,8 @@ def settle_for_good(engine: Engine, worker: HostWorker) -> Exception | None:
 
     attempt(engine.check_broken)
     worker.close()
+    # In any case: whatever was left half made, wherever that was.
+    attempt(engine.put_in_order)
     engine.mover.drain()
     for unit in engine.units.values():
         # A failed update is forgotten once it has been reported: what follows it gets its turn.

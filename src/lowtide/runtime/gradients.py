@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -82,6 +83,7 @@ class GradientMover:
                 bound.was_seen = bound.was_seen or bound.stashed is not bound.gradient
                 bound.gradient, is_first = bound.stashed, bound.is_whole
                 unveil(bound.gradient)
+                bound.is_gradient_held = compat.num_storage_owners(bound.gradient) > 1
             elif is_first:
                 # What a loop that never looks at a gradient leaves behind: the copy and the update of the last step.
                 bound.pending = [waiting for waiting in bound.pending if not waiting.is_done()]
@@ -102,6 +104,16 @@ class GradientMover:
             bound.stashed = None
         bound.has_fired = True
 
+    def abandon(self, bounds: Iterable[Bound]) -> None:
+        """After an exception: wait for the work on the host, and take back staging that no update will give back."""
+        self._worker.drain()
+        for bound in bounds:
+            if self._schedule is Schedule.IN_BACKWARD:
+                bound.gradient = None
+                bound.pending.clear()
+            bound.chunk.staging = None
+        self._cache.take_back_all()
+
     def expose(self, bound: Bound) -> None:
         """Backward is over: the user finds the gradient on the host at the parameter."""
         gradient = bound.gradient if bound.has_fired else bound.stashed
@@ -119,6 +131,9 @@ class GradientMover:
                 parameter.data = bound.host_view if bound.host_view is not None else gradient.detach()
                 parameter.grad = gradient
                 parameter.data = data
+        if bound.is_gradient_held:
+            bound.settle_gradient()  # what is held is not veiled
+            bound.is_gradient_held = False
         self.veil(bound)
 
     def veil(self, bound: Bound) -> None:

@@ -126,4 +126,6 @@ class HostPool:
                     tier.credit(buffer.nbytes, "staging beside the arena")
                 self._mover.free_host_buffer(buffer)
             else:
-                self._arena.free(self._staged.pop(buffer.data_ptr()))
+                key = self._staged.pop(buffer.data_ptr(), None)
+                if key is not None:  # else an exception broke off where it was taken
+                    self._arena.free(key)

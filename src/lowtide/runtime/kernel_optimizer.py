@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -49,18 +50,16 @@ class KernelOptimizer(ChunkOptimizer):
         paged: Collection[int] = (),
         on_host_memory: Callable[[torch.Tensor], None] = lambda memory: None,
     ) -> None:
-        self.optimizer = optimizer
+        self._number_of: dict[int, int] = {}
+        super().__init__(optimizer)
         self.numerics = numerics
         self.pages = pages
         self._paged = frozenset(paged)
         self._on_host_memory = on_host_memory
         self.kept = KernelStates(optimizer, numerics, pages)
-        self._group_of: dict[int, int] = {}
-        self._number_of: dict[int, int] = {}
         self._checked: set[int] = set()
         """`id`s of the parameters that the kernels can update."""
         self._needs_rate = False  # the rules ask for each of their numbers
-        self.refresh_groups()
         self._check_parameters()
 
     def refresh_groups(self) -> None:
@@ -143,11 +142,14 @@ class KernelOptimizer(ChunkOptimizer):
     def forget_empty_state(self) -> None:
         """Torch's own dictionary is not used."""
 
-    def run(self, updates: Sequence[Update], settings: Settings) -> None:
-        """One step on these tensors."""
+    def prepare(self, updates: Sequence[Update], settings: Settings) -> Callable[[], bool]:
+        """What takes one step on these tensors."""
+        return partial(self._step, updates, settings)
+
+    def _step(self, updates: Sequence[Update], settings: Settings) -> bool:
         found_inf = settings.scaler.get("found_inf")
         if not updates or (found_inf is not None and float(found_inf)):
-            return
+            return True
         rules = self._rules(settings)
         self._claim(updates, rules)
         pieces: dict[tuple[torch.device, Rounding], list[Piece]] = {}
@@ -184,6 +186,7 @@ class KernelOptimizer(ChunkOptimizer):
         for home in visits:
             assert self.pages is not None
             self.pages.give_back(home)
+        return True
 
     def undo_of(self, parameters: Sequence[torch.Tensor]) -> Callable[[], None]:
         """What takes the count of their next update back, if its gate leaves it out."""

@@ -16,6 +16,8 @@ from lowtide import compat
 from lowtide.optim.parameter_state import ParameterState
 from lowtide.optim.rules import require_rule
 from lowtide.optim.torch_state import (
+    MASTER,
+    MOMENTS,
     LoadTarget,
     SavedState,
     check_form,
@@ -43,6 +45,8 @@ class KernelStates:
         self.by_parameter: dict[int, ParameterState] = {}
         """By the `id` of the parameter, which the optimizer keeps alive."""
         self._accepted: list[tuple[LoadTarget, SavedState]] = []
+        self._before: dict[torch.Tensor, Any] | None = None
+        """What the optimizer had of its own, for as long as it may be given back untouched."""
 
     def fill(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """What torch's `state_dict` gave, with the states in fp32 and the masters; all updates must have been made."""
@@ -111,27 +115,38 @@ class KernelStates:
     def take_over(self) -> None:
         """What the optimizer has of its own from before, loaded or stepped: it goes on from there."""
         if self.optimizer.state:
+            self._before = dict(self.optimizer.state)
             self.accept(self.optimizer.state_dict())
             self.load_accepted()
             self.optimizer.state.clear()
 
+    def keep(self) -> None:
+        """The session has begun: what was taken over is not needed as it was."""
+        self._before = None
+
     def hand_back(self) -> None:
-        """Give the optimizer its state in the form that its own step works on: of the type of each parameter."""
-        try:
-            for group in self.optimizer.param_groups:
-                for parameter in group["params"]:
-                    if id(parameter) not in self.by_parameter:
-                        continue
-                    entries = self._in_torchs_form(parameter)
-                    entries.pop("master", None)
-                    self.optimizer.state[parameter] = {
-                        name: value if name == "step" else value.to(parameter.dtype) for name, value in entries.items()
-                    }
-                    del self.by_parameter[id(parameter)]
-        finally:
-            self.by_parameter = {}
-            if self.pages is not None:
-                self.pages.close()
+        """Give the optimizer its state in the form that its own step works on: of the type of each parameter.
+
+        Before the session has begun it is what was taken over, as it was. Where this breaks off, a second call goes on with
+        the states that are left.
+        """
+        if self._before is not None:
+            self.optimizer.state.update(self._before)
+            self.by_parameter, self._before = {}, None
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in self.by_parameter:
+                    continue
+                entries = self._in_torchs_form(parameter)
+                entries.pop(MASTER, None)
+                entries.pop(MOMENTS, None)
+                self.optimizer.state[parameter] = {
+                    name: value if name == "step" else value.to(parameter.dtype) for name, value in entries.items()
+                }
+                del self.by_parameter[id(parameter)]
+        self.by_parameter = {}
+        if self.pages is not None:
+            self.pages.close()
 
 
 def named_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, str]]:

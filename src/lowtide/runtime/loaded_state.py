@@ -14,6 +14,7 @@ import torch
 from lowtide import compat
 from lowtide.errors import OptimizerStateError
 from lowtide.optim.torch_state import STEP, check_form
+from lowtide.runtime.chunk_proof import apart, set_to_train
 
 _LARGEST_PROBE = 4
 
@@ -45,18 +46,19 @@ def check_loaded_state(optimizer: torch.optim.Optimizer, state_dict: Mapping[str
     """
     check_form(state_dict, [len(group["params"]) for group in optimizer.param_groups])
     kept: dict[tuple[int, torch.dtype, int], dict[str, Any] | None] = {}
-    for index, (group, saved) in enumerate(zip(optimizer.param_groups, state_dict["param_groups"], strict=True)):
-        for number, (parameter, key) in enumerate(zip(group["params"], saved["params"], strict=True)):
-            entries = state_dict["state"].get(key)
-            if not entries:
-                continue
-            kind = (index, parameter.dtype, parameter.dim())
-            if kind not in kept:
-                kept[kind] = _kept_state(optimizer, {**group, **saved}, parameter)
-            known = kept[kind]
-            if known is not None:
-                name = f"parameter {number} of param group {index}"
-                _check_entries(type(optimizer).__name__, name, entries, known, parameter)
+    with apart(optimizer) as copied:
+        for index, (group, saved) in enumerate(zip(optimizer.param_groups, state_dict["param_groups"], strict=True)):
+            for number, (parameter, key) in enumerate(zip(group["params"], saved["params"], strict=True)):
+                entries = state_dict["state"].get(key)
+                if not entries:
+                    continue
+                kind = (index, parameter.dtype, parameter.dim())
+                if kind not in kept:
+                    kept[kind] = _kept_state(copied, {**group, **saved}, parameter)
+                known = kept[kind]
+                if known is not None:
+                    name = f"parameter {number} of param group {index}"
+                    _check_entries(type(optimizer).__name__, name, entries, known, parameter)
 
 
 def _kept_state(
@@ -73,6 +75,7 @@ def _kept_state(
         state: dict[torch.Tensor, dict[str, Any]] = {probe: {}}
         shadow = compat.shallow_optimizer(optimizer, [{**settings, "params": [probe]}], state)
         try:
+            set_to_train(shadow)
             compat.step_without_hooks(shadow)
         except Exception:  # a user's own optimizer may raise anything; then there is nothing to compare with
             return None

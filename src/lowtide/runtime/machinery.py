@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 
 import torch
 from torch import nn
 
-from lowtide.errors import BudgetError
+from lowtide import compat
+from lowtide.errors import BudgetError, GradientGoneError
 from lowtide.memory.device_limit import DeviceLimit
 from lowtide.memory.store import Books
 from lowtide.planning.placement import by_first_use
 from lowtide.planning.plan import Plan
-from lowtide.runtime.assembly import make_engine, make_optimizer, needs_managed_step
+from lowtide.runtime.alone import Process
+from lowtide.runtime.assembly import make_engine, make_optimizer, needs_managed_step, prove_optimizer
 from lowtide.runtime.basis import Basis
-from lowtide.runtime.binding import Binder, Fill, is_held, move_part, release
+from lowtide.runtime.binding import Binder, Fill, is_gradient_held, move_part, release
+from lowtide.runtime.chunk_proof import Proof
 from lowtide.runtime.device_peak import DevicePeak
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.giving_back import bring_state_to_parameters, return_rest, settle_for_good
 from lowtide.runtime.host_need import HostNeed, host_need
 from lowtide.runtime.host_pool import HostPool
 from lowtide.runtime.host_worker import HostWorker
+from lowtide.runtime.kernel_optimizer import KernelOptimizer
 from lowtide.runtime.legacy import Legacy, forget_device_memory, place_gradient
 from lowtide.runtime.managed_optimizer import ManagedOptimizer
 from lowtide.runtime.model_calls import ModelCalls
@@ -53,10 +58,12 @@ class Machinery:
     ) -> None:
         self.basis = basis
         self.plan = plan
-        self.session: object = None
+        self.management: object = None
         """Kept alive for as long as the model goes through this."""
         self.limit: DeviceLimit | None = None
         """What the allocator may reserve; set when the model has left the device, if it was there."""
+        self.is_closed = False
+        """Whether `close` has given everything back."""
         self._legacy = legacy
         self._counting: list[torch.utils.hooks.RemovableHandle] = []
         self._clock_origin_s = time.perf_counter() if legacy is None else legacy.clock_origin_s
@@ -65,6 +72,7 @@ class Machinery:
             if legacy is None
             else legacy.original
         )
+        self._proof = Proof() if basis.optimizer is None else prove_optimizer(basis.optimizer, basis, plan)
         named = dict(basis.model.named_parameters())
         need = host_need(basis.layout, plan, basis.optimizer, basis.numerics, named)
         self._recorder = Recorder(basis.mover) if legacy is None else legacy.recorder
@@ -74,35 +82,28 @@ class Machinery:
         """Buffers and unmanaged parameters, and where they were before: `close` takes them back."""
         self._tiers, self._pool = self._take_host(need)
         self._books: Books = basis.tracked if basis.tracked is not None else self._tiers.device
+        self._managed: ManagedOptimizer | None = None
         with contextlib.ExitStack() as undo:
             # Where anything below is refused, the model is as it was.
+            undo.callback(self._worker.close)
             undo.callback(self._pool.close)
+            if legacy is None:
+                undo.callback(bring_state_to_parameters, basis.optimizer)
             self._bind(fill, undo)
             self._engine = self._make_engine(observer)
             undo.callback(self._engine.stop)
             self.calls = ModelCalls(basis, plan, self._engine)
-            self._managed = self._make_optimizer()
             undo.callback(self._release_optimizer)
+            self._managed = self._make_optimizer()
             undo.callback(self.calls.remove)
             self.calls.enter(self._tiers)
+            self.peak = DevicePeak(
+                basis,
+                None if legacy is None else legacy.peak_bytes,
+                None if observer is None else observer.gauge,
+            )
+            self.reporter = self._make_reporter()
             undo.pop_all()
-        self.peak = DevicePeak(
-            basis,
-            None if legacy is None else legacy.peak_bytes,
-            None if observer is None else observer.gauge,
-        )
-        self.reporter = Reporter(
-            basis=basis,
-            plan=plan,
-            units=self._units,
-            recorder=self._recorder,
-            pool=self._pool,
-            store=self._engine.residency.store,
-            tiers=self._tiers,
-            need=self._tiers.need,
-            peak=self.peak,
-            applied=self.calls.applied,
-        )
 
     # -- asked by the session ------------------------------------------------------------------------------------------
 
@@ -110,6 +111,11 @@ class Machinery:
     def last_grad_norm(self) -> torch.Tensor | None:
         """The norm before clipping."""
         return None if self._managed is None else self._managed.last_norm
+
+    def keep(self) -> None:
+        """The session has begun: what was kept to undo `manage` can go."""
+        if self._managed is not None and isinstance(self._managed.runner, KernelOptimizer):
+            self._managed.runner.kept.keep()
 
     def settle(self) -> None:
         """Wait until every update is made and every copy is done."""
@@ -122,16 +128,65 @@ class Machinery:
         self.basis.mover.drain()
 
     def is_quiet(self) -> bool:
-        """Whether the last step went well and nothing of it is left, so that `hand_over` may be called."""
+        """Whether the last step went well and nothing of it is left."""
         if self._engine.lost is not None or not self._engine.is_idle():
             return False
         self.settle()
         return self._engine.is_quiet()
 
+    def may_hand_over(self) -> bool:
+        """Whether it is quiet, and nobody holds memory of weights, which would show the old ones under another plan."""
+        return self.is_quiet() and not any(unit.is_held() for unit in self._units.values())
+
+    def managed_ids(self) -> set[int]:
+        """The `id` of each of the model's modules, and of the parameters that it had when it was managed."""
+        return {*self._original, *map(id, self.basis.model.modules())}
+
+    def refuse_dropped(self, other: torch.optim.Optimizer) -> None:
+        """Refuse a step of an optimizer that is not the session's, where the last backward dropped its gradients."""
+        dropped = self._engine.backward.dropped
+        parameters = [parameter for group in other.param_groups for parameter in group["params"]] if dropped else []
+        with compat.without_torch_function():
+            # One that has a gradient got it in another way.
+            lost = [dropped[id(each)] for each in parameters if id(each) in dropped and each.grad is None]
+        if lost:
+            raise GradientGoneError(
+                f"this {type(other).__name__} holds {len(lost)} parameters (the first is {lost[0]}) of a managed model whose "
+                "own optimizer does not hold them: the schedule 'in_backward' has dropped their gradients, and the step would "
+                "leave them as they are. Use the schedule 'deferred', or give them to the session's optimizer as a group of "
+                "its own. Nothing of them was updated"
+            )
+
+    @property
+    def was_called(self) -> bool:
+        """Whether the model has been called."""
+        return self._engine.forward.was_called
+
+    @property
+    def process(self) -> Process:
+        """The one that manages the model."""
+        return self._engine.process
+
+    def has_raised(self) -> bool:
+        """Whether the last call of the model, backward or step raised, and none has gone well since."""
+        return self._engine.has_raised()
+
+    def tell_why_mixed(self) -> str | None:
+        """Which weights a backward has moved that broke off; None where all weights are those of one step. Told once."""
+        self._engine.check_broken()
+        self._engine.backward.is_untold = False
+        return self._engine.backward.why_mixed()
+
     # -- taking apart --------------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Take everything apart; model and optimizer are plain afterwards, whatever condition the session was in."""
+    def close(self, raised: BaseException | None = None) -> None:
+        """Take everything apart; model and optimizer are plain afterwards, whatever condition the session was in.
+
+        May be repeated where an exception broke it off: each part can be given back twice.
+
+        Args:
+            raised: The exception that ends the session, if one does.
+        """
         error = settle_for_good(self._engine, self._worker)
         if self.limit is not None:
             # Before weights go back to a device that they came from.
@@ -140,9 +195,12 @@ class Machinery:
         self._engine.stop()
         try:
             self._release_optimizer()
-        except Exception as failed:
-            # What cannot be given back must not keep the rest.
-            error = error or failed
+        except Exception:
+            try:
+                self._release_optimizer()  # goes on where it broke off
+            except Exception as failed:
+                # What cannot be given back must not keep the rest.
+                error = error or failed
         if self.basis.tracked is not None:
             # Before the parameters get memory of their own: that is no longer the session's.
             self.basis.tracked.stop()
@@ -153,6 +211,9 @@ class Machinery:
         return_rest(self.moved_along)
         bring_state_to_parameters(self.basis.optimizer)
         self._pool.close()
+        self.is_closed = True
+        if error is None:
+            self._engine.tell_lost_step(raised)
         if error is not None:
             try:
                 raise error
@@ -160,7 +221,7 @@ class Machinery:
                 del error  # the traceback holds this frame, which would hold the model until the collector comes
 
     def hand_over(self) -> Legacy:
-        """Take everything apart but the wrapped optimizer, for another plan; `is_quiet` must hold.
+        """Take everything apart but the wrapped optimizer, for another plan; `may_hand_over` must hold.
 
         Parameters and their gradients are on the host afterwards, buffers and what is not managed stay where they are.
         """
@@ -261,6 +322,10 @@ class Machinery:
             books=self._books,
             observer=observer,
         )
+        if self.basis.tracked is not None:
+            # Weak: the tracker's budget ends with the session, and must not keep it.
+            part_of_step = weakref.WeakMethod(engine.part_of_step)
+            self.basis.tracked.count_steps(lambda: None if (asked := part_of_step()) is None else asked())
         if self._legacy is not None:
             for chunk in chunks_in(self._units.values()):
                 chunk.num_fetches = self._legacy.num_fetches[chunk.spec.name]
@@ -269,15 +334,15 @@ class Machinery:
     def _make_optimizer(self) -> ManagedOptimizer | None:
         optimizer = self.basis.optimizer
         if optimizer is None:
+            self._engine.backward.watch_gradients()  # hooks of the user's may update the weights
             return None
         installed = None if self._legacy is None else self._legacy.managed
-        if installed is None and not needs_managed_step(self.basis, self.plan, self.calls.windows):
+        if installed is None and not needs_managed_step(self.basis, self.plan):
             # Nothing to manage: torch's own step runs. State that was loaded before may lie elsewhere.
             bring_state_to_parameters(optimizer)
-            self._counting = [
-                optimizer.register_step_pre_hook(lambda *_: self._recorder.phases.enter("update")),
-                optimizer.register_step_post_hook(lambda *_: self._after_plain_step()),
-            ]
+            before, after = lambda *_: self._recorder.phases.enter("update"), lambda *_: self._after_plain_step()
+            self._counting.append(optimizer.register_step_pre_hook(before))
+            self._counting.append(optimizer.register_step_post_hook(after))
             return None
         return make_optimizer(
             optimizer,
@@ -285,8 +350,23 @@ class Machinery:
             self.plan,
             self._engine,
             self._pool,
+            proof=self._proof,
             clock_origin_s=self._clock_origin_s,
             installed=installed,
+        )
+
+    def _make_reporter(self) -> Reporter:
+        return Reporter(
+            basis=self.basis,
+            plan=self.plan,
+            units=self._units,
+            recorder=self._recorder,
+            pool=self._pool,
+            store=self._engine.residency.store,
+            tiers=self._tiers,
+            need=self._tiers.need,
+            peak=self.peak,
+            applied=self.calls.applied,
         )
 
     def _after_plain_step(self) -> None:
@@ -297,4 +377,9 @@ class Machinery:
         """Whether nothing points into the host's memory but what `move_part` knows. Waits for updates, if that helps."""
         if not self._units or not self.is_quiet():
             return False
-        return not any(is_held(bound) for unit in self._units.values() for bound in unit.bounds)
+        for unit in self._units.values():
+            unit.adopt_foreign_data()
+        return not any(
+            (not unit.is_resident and unit.is_held()) or any(map(is_gradient_held, unit.bounds))
+            for unit in self._units.values()
+        )

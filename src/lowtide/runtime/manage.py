@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import numbers
 import warnings
-import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from lowtide.errors import ConfigError, HardwareError, SessionError
+from lowtide.errors import ConfigError, HardwareError, SessionError, UnsupportedOptimizerError
 from lowtide.memory.cuda_mover import CudaMover
 from lowtide.memory.device_limit import DeviceLimit
 from lowtide.memory.emulated_mover import EmulatedMover
 from lowtide.memory.layout import lay_out
+from lowtide.memory.layout_types import Layout
 from lowtide.memory.mover import Mover
 from lowtide.memory.named_groups import find_named_groups
 from lowtide.memory.unmanaged import unmanaged_parameters
 from lowtide.optim.adafactor import Adafactor
 from lowtide.optim.precision import numerics_of
+from lowtide.optim.rules import reason_without_rule
 from lowtide.optim.update_types import Moments, Numerics
 from lowtide.planning.check_plan import check_plan
+from lowtide.planning.placement import is_trained
 from lowtide.planning.plan import Plan, Schedule, Site
 from lowtide.planning.static_partition import StaticPartition
 from lowtide.planning.warm_up import WarmUp
@@ -29,16 +34,19 @@ from lowtide.runtime.basis import Basis
 from lowtide.runtime.binding import copy_values
 from lowtide.runtime.collector import ObjectsAside
 from lowtide.runtime.machinery import Machinery
+from lowtide.runtime.management import Management, refuse_managed
 from lowtide.runtime.observer import CudaGauge, StepObserver, TrackedGauge
 from lowtide.runtime.own_plan import WarmUpPlans, partition_plan
+from lowtide.runtime.parallel import refuse_parallel
 from lowtide.runtime.session import Session
 from lowtide.runtime.sparse_gradients import refuse_sparse_tables
 from lowtide.runtime.state_size import state_bytes_per_parameter_byte
 from lowtide.runtime.tracked_memory import TrackedMemory
 from lowtide.runtime.weight_file import WeightFile
+from lowtide.runtime.wrapped_optimizer import unwrapped
+from lowtide.units import format_bytes
 
-_MANAGED: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
-"""Sessions by the `id` of their model, of each of its parameters, and of their optimizer, all of which they keep alive."""
+_FAST_WORDS = {torch.bfloat16: "bf16 exact", torch.float16: "fp16 exact"}
 
 
 def manage(
@@ -61,7 +69,8 @@ def manage(
 
     Args:
         model: On the CPU, on the device, or on meta with `weights`.
-        optimizer: Made from the model's parameters; None to run the model without training it.
+        optimizer: Made from the model's parameters; None to run the model without training it. Of a wrapper (accelerate's,
+            Lookahead, SAM) the one inside is managed, which the wrapper goes on calling.
         plan: Made for this model, for example by `make_plan`; or how one is to be made: a `StaticPartition` at once, a
             `WarmUp` after one observed training step.
         device: A CUDA device; "cpu" emulates one in host memory. By default the current CUDA device, if there is one.
@@ -80,12 +89,16 @@ def manage(
         ConfigError: A `StaticPartition` or a `WarmUp` lacks what it needs: the size of an emulated device, or an
             optimizer.
         BudgetError: A tier has not the bytes that the plan asks of it.
-        SessionError: The model is managed already, or its parameters have no values.
+        SessionError: The model is managed already by a session that is alive, it is spread over several processes or cards
+            (DistributedDataParallel, FSDP), or its parameters have no values.
         UnsupportedOptimizerError: The optimizer cannot be run chunk by chunk.
     """
     _check_arguments(model, optimizer)
+    if optimizer is not None:
+        optimizer = unwrapped(optimizer, getattr(plan, "schedule", None))
     _check_norm(max_grad_norm, optimizer)
-    _refuse_managed(model, optimizer)
+    refuse_managed(model, optimizer)
+    refuse_parallel(model)
     if max_grad_norm is not None and getattr(plan, "schedule", None) is Schedule.IN_BACKWARD:
         raise SessionError(
             f"max_grad_norm={max_grad_norm} needs all gradients before the first update, and the schedule 'in_backward' "
@@ -120,8 +133,16 @@ def manage(
     # State visits the device with our own kernels alone, whose formats say how large it is.
     ratio = 0.0 if numerics is None else state_bytes_per_parameter_byte(optimizer, numerics)
     check_plan(plan, layout, state_bytes_per_parameter_byte=ratio)
+    if numerics is None and optimizer is not None:
+        _refuse_fused_sgd(layout, plan, optimizer)
+        if target.type == "cuda" and plans is None:
+            _warn_of_slow_updates(layout, plan, optimizer)
     _require_values(model, weights)
-    tracked = None if target.type == "cuda" else TrackedMemory(plan.budgets.device_bytes)
+    tracked = (
+        None
+        if target.type == "cuda"
+        else TrackedMemory(plan.budgets.device_bytes, owner=f"the session of a {type(model).__name__}")
+    )
     # The gradients of one group may wait for their copies while the next group computes.
     kept_bytes = max((group.nbytes for group in layout.groups), default=0)
     mover: Mover = (
@@ -147,25 +168,50 @@ def manage(
         numerics=numerics,
         poison=poison if poison is not None else tracked is not None,
     )
-    machinery = Machinery(basis, plan, fill=copy_values if file is None else file.fill, observer=observer)
-    try:
+    # What is on meta now is so again where anything below is refused.
+    empty = [*_empty_tensors(model)]
+    management: Management | None = None
+    with contextlib.ExitStack() as undo:
+        if aside is not None:
+            undo.callback(aside.bring_back)
+        undo.callback(_empty_again, empty)
+        machinery = Machinery(basis, plan, fill=copy_values if file is None else file.fill, observer=observer)
+        undo.callback(lambda: (machinery if management is None else management).close())
+        _warn_of_caches(machinery)  # which may be an error, where the user wants it so
         _place_the_rest(model, target, file, machinery.moved_along)
         if tracked is not None:
-            for buffer in model.buffers():
-                tracked.include(buffer)
+            for tensor in (*model.buffers(), *_parameters_in(machinery.moved_along)):
+                tracked.include(tensor)
             tracked.start()
-    except BaseException:
-        machinery.close()
-        raise
-    if target.type == "cuda":
-        torch.cuda.synchronize(target)
-        # Not before: a model that came from the device has left it only now.
-        torch.cuda.empty_cache()
-        machinery.limit = DeviceLimit(target, plan.budgets.device_bytes)
-    session = Session(machinery, observer, None if plans is None else plans.after, aside)
-    for managed in _what_is_managed(model, optimizer):
-        _MANAGED[id(managed)] = session
+        if target.type == "cuda":
+            torch.cuda.synchronize(target)
+            # Not before: a model that came from the device has left it only now.
+            torch.cuda.empty_cache()
+            machinery.limit = DeviceLimit(target, plan.budgets.device_bytes)
+        management = Management(machinery, observer, None if plans is None else plans.after, aside)
+        session = Session(management)
+        machinery.keep()
+        undo.pop_all()
     return session
+
+
+def _empty_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    """Parameters and buffers on the meta device, which a weight file will fill."""
+    for module in model.modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and tensor.is_meta:
+                yield module, name, tensor
+
+
+def _empty_again(tensors: Iterable[tuple[nn.Module, str, torch.Tensor]]) -> None:
+    """A parameter stays the same object, as it did when it was filled."""
+    for module, name, tensor in tensors:
+        if isinstance(tensor, nn.Parameter):
+            if not tensor.is_meta:
+                empty = nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=tensor.requires_grad)
+                torch.utils.swap_tensors(tensor, empty)
+        else:
+            module._buffers[name] = tensor
 
 
 def _numerics(
@@ -259,22 +305,59 @@ def _warn_of_strangers(model: nn.Module, optimizer: torch.optim.Optimizer | None
         )
 
 
-def _what_is_managed(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[object]:
-    return [model, *model.parameters(), *([] if optimizer is None else [optimizer])]
+def _warn_of_slow_updates(layout: Layout, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
+    """On the host torch's own step takes long for 16-bit weights; Lowtide's kernel is faster, and keeps fp32 masters."""
+    if any(reason_without_rule(optimizer, group) is not None for group in optimizer.param_groups):
+        return
+    updated = _bytes_updated_on_host(layout, plan)
+    dtype = max(_FAST_WORDS, key=lambda each: updated[each])
+    if updated[dtype]:
+        warnings.warn(
+            f"the host updates {format_bytes(updated[dtype])} of weights in {str(dtype).removeprefix('torch.')} by torch's own "
+            f"{type(optimizer).__name__}, which is slow; precision={_FAST_WORDS[dtype]!r} updates them by Lowtide's kernel, with "
+            "fp32 masters",
+            stacklevel=3,
+        )
 
 
-def _refuse_managed(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    for managed in _what_is_managed(model, optimizer):
-        session = _MANAGED.get(id(managed))
-        if session is None or not session.is_open:
+def _refuse_fused_sgd(layout: Layout, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
+    """On the CPU torch's fused SGD leaves 16-bit weights as they are, without a word."""
+    is_fused = isinstance(optimizer, torch.optim.SGD) and any(group.get("fused") for group in optimizer.param_groups)
+    for dtype in _FAST_WORDS if is_fused else ():
+        if not _bytes_updated_on_host(layout, plan)[dtype]:
             continue
-        if managed is optimizer:
-            what = "this optimizer is under management already, with another model; make one for each model, or"
-        elif managed is model:
-            what = "this model is under management already;"
-        else:
-            what = "a part of this model is under management already, as a model of its own or of a larger one;"
-        raise SessionError(f"{what} close that session first")
+        weight = torch.ones(64, dtype=dtype)
+        weight.grad = torch.ones_like(weight)
+        torch.optim.SGD([weight], lr=0.5, fused=True).step()
+        if weight.eq(1).any():
+            raise UnsupportedOptimizerError(
+                f"{type(optimizer).__name__} with fused=True would leave weights in {str(dtype).removeprefix('torch.')} that are "
+                f"updated on the host as they are, by a fault of torch {torch.__version__}; leave fused out, update on the "
+                f"device, or give precision={_FAST_WORDS[dtype]!r}. Nothing was changed"
+            )
+
+
+def _bytes_updated_on_host(layout: Layout, plan: Plan) -> Counter[torch.dtype]:
+    """Bytes of weights that the host updates, by their dtype."""
+    found: Counter[torch.dtype] = Counter()
+    sites = {group.name: iter(group.sites) for group in plan.groups}
+    for chunk in layout.chunks:
+        if next(sites[chunk.group]) is Site.HOST and is_trained(chunk):
+            for span in chunk.spans:
+                found[span.parameter.dtype] += span.parameter.nbytes
+    return found
+
+
+def _warn_of_caches(machinery: Machinery) -> None:
+    """Recomputation without a cache computes the last bits of some models otherwise."""
+    names = () if machinery.calls.applied is None else machinery.calls.applied.caches_off
+    if names:
+        warnings.warn(
+            f"the plan runs blocks of {', '.join(names)} again in the backward, so the key-value cache is off while the model "
+            "is managed (config.use_cache was True): the run equals plain torch with use_cache=False to the bit, from which "
+            "the default differs in the last bits for some models. Set config.use_cache = False before manage to have it so",
+            stacklevel=3,
+        )
 
 
 def _device(device: torch.device | str | None) -> torch.device:
@@ -306,6 +389,12 @@ def _require_values(model: nn.Module, weights: str | Path | None) -> None:
             f"{len(empty)} parameters are on the meta device and have no values, the first is {empty[0]}; give "
             "weights=FILE_OR_FOLDER of safetensors, or build the model on the CPU"
         )
+
+
+def _parameters_in(moved: list[tuple[nn.Module, str, torch.device]]) -> list[nn.Parameter]:
+    """Those that went to the device whole and have memory there."""
+    found = [module._parameters.get(name) for module, name, _ in moved]
+    return [each for each in found if each is not None and not isinstance(each, nn.UninitializedParameter)]
 
 
 def _place_the_rest(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lowtide import compat
-from lowtide.errors import StepLostError
+from lowtide.errors import NonFiniteGradientError, UnsupportedOptimizerError
 from lowtide.planning.plan import Schedule, Site
 from lowtide.runtime.backward_task import is_away
 from lowtide.runtime.chunk_optimizer import ChunkOptimizer, Settings
@@ -27,9 +27,12 @@ from lowtide.runtime.engine import Engine
 from lowtide.runtime.finishing import Finisher
 from lowtide.runtime.gradient_watch import refuse_non_finite_gradients
 from lowtide.runtime.gradients import norm_of
+from lowtide.runtime.interrupts import HELD
 from lowtide.runtime.kernel_optimizer import KernelOptimizer
+from lowtide.runtime.live_state import AbsentState, LiveState
 from lowtide.runtime.loaded_state import check_loaded_settings, check_loaded_state
 from lowtide.runtime.unit import Bound, Unit
+from lowtide.runtime.updater import LOOSE
 from lowtide.runtime.veil import unveil
 
 
@@ -41,6 +44,7 @@ class ManagedOptimizer:
         engine: Knows the units and their condition.
         finisher: Runs the updates.
         max_grad_norm: Clip the gradients to this norm before each step; None leaves them.
+        num_closure_calls: How often the optimizer's own step calls a closure that it is given.
         after_step: Called at the end of each step.
     """
 
@@ -51,9 +55,11 @@ class ManagedOptimizer:
         finisher: Finisher,
         *,
         max_grad_norm: float | None,
+        num_closure_calls: int = 1,
         after_step: Callable[[], None] | None = None,
     ) -> None:
         self._optimizer = optimizer
+        self._num_closure_calls = num_closure_calls
         self.serve(engine, finisher, after_step)
         self._max_grad_norm = max_grad_norm
         self.last_norm: torch.Tensor | None = None
@@ -62,6 +68,8 @@ class ManagedOptimizer:
         self._installed: dict[str, object] = {}
         self._is_installed = False
         self._handles: list[Any] = []
+        self._plain_state: Any = None
+        """The dictionary that was `optimizer.state` before, and will be again."""
 
     @property
     def runner(self) -> ChunkOptimizer:
@@ -76,9 +84,19 @@ class ManagedOptimizer:
         self._after_step = after_step
 
     def install(self) -> None:
-        """Take over `step` and `zero_grad`, and be asked before state is read or after it is loaded."""
-        session = self
+        """Take over `step` and `zero_grad`, and be asked before state is read or after it is loaded.
+
+        Where the optimizer does not allow a part of that, it is left as it was.
+        """
         self._is_installed = True
+        try:
+            self._take_over()
+        except BaseException:
+            self.remove()
+            raise
+
+    def _take_over(self) -> None:
+        session = self
 
         # Both go on working when the session is closed: a scheduler may have put its wrapper around them by then.
         def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -102,32 +120,49 @@ class ManagedOptimizer:
             # Bound methods: schedulers wrap `step.__func__`.
             self._installed[name] = types.MethodType(function, self._optimizer)
             setattr(self._optimizer, name, self._installed[name])
-        self._handles = [
-            self._optimizer.register_state_dict_pre_hook(lambda optimizer: self.settle()),
-            self._optimizer.register_state_dict_post_hook(lambda optimizer, state: self._fill(state)),
-            self._optimizer.register_load_state_dict_pre_hook(lambda optimizer, state: self._accept(state)),
-            self._optimizer.register_load_state_dict_post_hook(lambda optimizer: self._after_load()),
-        ]
+        self._guard_state()
+        # One by one: what is registered when one is refused is taken back.
+        add, optimizer = self._handles.append, self._optimizer
+        add(optimizer.register_state_dict_pre_hook(lambda _: self.settle()))
+        add(optimizer.register_state_dict_post_hook(lambda _, state: self._fill(state)))
+        add(optimizer.register_load_state_dict_pre_hook(lambda _, state: self._accept(state)))
+        add(optimizer.register_load_state_dict_post_hook(lambda _: self._after_load()))
 
     def remove(self) -> None:
         """Give the optimizer back as it was. May be repeated."""
-        if not self._is_installed:
-            return
         self._updater.optimizer.forget_empty_state()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._is_installed = False
-        for name, method in self._installed.items():
-            if vars(self._optimizer).get(name) is not method:
-                continue  # somebody wrapped it since, and the wrapper reaches the plain method through it
-            vars(self._optimizer).pop(name)
-            if name in self._replaced:
-                setattr(self._optimizer, name, self._replaced[name])
-        self._installed.clear()
+        for name in list(self._installed):
+            # Where somebody wrapped it since, the wrapper reaches the plain method through it.
+            if vars(self._optimizer).get(name) is self._installed[name]:
+                if name in self._replaced:
+                    setattr(self._optimizer, name, self._replaced[name])
+                else:
+                    delattr(self._optimizer, name)
+            del self._installed[name]
         self._replaced.clear()
+        self._give_state_back()
         if isinstance(self.runner, KernelOptimizer):
             self.runner.kept.hand_back()
+
+    def _guard_state(self) -> None:
+        """What is read in `optimizer.state` from now on is true; torch may just have replaced the dictionary."""
+        self._plain_state = self._optimizer.state
+        self._optimizer.state = (
+            AbsentState() if isinstance(self.runner, KernelOptimizer) else LiveState(self.settle, self._plain_state)
+        )
+
+    def _give_state_back(self) -> None:
+        guarded = self._optimizer.state
+        if isinstance(guarded, LiveState | AbsentState):
+            entries = dict(dict.items(guarded))
+            self._plain_state.clear()
+            self._plain_state.update(entries)
+            self._optimizer.state = self._plain_state
+        self._plain_state = None
 
     def settle(self) -> None:
         """Wait until every update has been made."""
@@ -175,6 +210,7 @@ class ManagedOptimizer:
     def _after_load(self) -> None:
         if isinstance(self.runner, KernelOptimizer):
             self.runner.kept.load_accepted()
+        self._guard_state()
         self._updater.optimizer.refresh_groups()
         self._updater.place_state(list(self._engine.units.values()), self._engine.mover.device)
 
@@ -183,14 +219,26 @@ class ManagedOptimizer:
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         result = None
         if closure is not None:
+            if self._num_closure_calls != 1:
+                raise UnsupportedOptimizerError(
+                    f"{type(self._optimizer).__name__} calls its closure {self._num_closure_calls} times in a step, and a step by "
+                    "chunks calls it once, before the updates; call backward and then step() without a closure. Nothing was "
+                    "updated"
+                )
             with torch.enable_grad():
                 result = closure()
         phases = self._engine.recorder.phases
-        phases.enter("update")
-        try:
-            self._step_after(closure)
-        finally:
-            phases.leave("update")
+        with self._engine.calling("optimizer.step()"):
+            went_well = False
+            try:
+                with HELD:
+                    phases.enter("update")
+                    self._step_after(closure)
+                went_well = True
+            finally:
+                phases.leave("update")
+                HELD.rest()
+                self._engine.forward.call_over(went_well)
         return result
 
     def _step_after(self, closure: Callable[[], Any] | None) -> None:
@@ -198,8 +246,7 @@ class ManagedOptimizer:
         engine.check_broken()
         engine.worker.check()
         engine.gradient_watch.check(waits=False)
-        if engine.lost is not None:
-            raise StepLostError(engine.lost)
+        engine.refuse_lost_step()
         if not compat.scaler_values(self._optimizer):
             engine.loss.check()  # a scaler judges the gradients itself, and skips the update
         before, after = compat.step_hooks(self._optimizer)
@@ -208,6 +255,7 @@ class ManagedOptimizer:
             hook(self._optimizer, arguments, {})
         self._updater.optimizer.refresh_groups()
         self._update()
+        engine.residency.settle_held()
         for unit in engine.units.values():
             if unit.guards_gradients:
                 unit.forget_backward()
@@ -220,6 +268,13 @@ class ManagedOptimizer:
             self._after_step()
 
     def _zero_grad(self, set_to_none: bool) -> None:
+        try:
+            with HELD:
+                self._clear_gradients(set_to_none)
+        finally:
+            HELD.rest()
+
+    def _clear_gradients(self, set_to_none: bool) -> None:
         self._engine.check_broken()
         self._engine.forget_step()
         for unit in self._engine.units.values():
@@ -264,13 +319,14 @@ class ManagedOptimizer:
                 scale = settings.scaler.get("grad_scale")  # gradients that a scaler leaves to the kernel to unscale
                 taken, others = self._norms(parameters)
                 norms = {**taken, **{number: norm_of(gradient) for number, gradient in others.items()}}
+                del others  # or somebody would seem to hold the gradients
                 in_order = [norms[number] for number in sorted(norms)]
                 clip = clip_factor(in_order, self._max_grad_norm, self._engine.mover, scale)
                 settings, self.last_norm = replace(settings, clip=clip), clip.total
                 if not settings.scaler:
                     refuse_non_finite(clip.total, self._max_grad_norm)
             else:
-                self.last_norm = clip_by_norm(parameters, self._max_grad_norm, is_judged=bool(settings.scaler))
+                self.last_norm = self._clip(parameters, is_judged=bool(settings.scaler))
         elif not settings.scaler:
             refuse_non_finite_gradients(
                 *self._norms(parameters),
@@ -279,8 +335,21 @@ class ManagedOptimizer:
             )
         managed = {id(bound.parameter) for unit in units for bound in unit.bounds}
         loose = [parameter for parameter in parameters if id(parameter) not in managed]
+        self._updater.begin_step()
+        advance = optimizer.prepare_advance()
+        try:
+            self._update_all(units, loose, settings)
+            advance()
+        except BaseException:
+            if self._completes(units, loose, settings):
+                advance()
+            raise
+
+    def _update_all(self, units: Sequence[Unit], loose: Sequence[torch.Tensor], settings: Settings) -> None:
+        """All that was not updated yet in this step."""
         if self._engine.schedule is Schedule.IN_BACKWARD:
-            self._updater.update_here((), loose, settings)
+            if not self._updater.has_updated(LOOSE):
+                self._updater.update_here((), loose, settings)
             for unit in units:
                 # Streamed weights that the model used outside of their module's call: their gradients are on the host.
                 if not unit.is_resident:
@@ -288,8 +357,42 @@ class ManagedOptimizer:
                     self._update_unit(unit, settings)
             return
         self._update_resident(units, loose, settings)
-        for unit in units:
+        # The worker takes the oldest first where gradients are still on their way, and the next forward waits for this order.
+        for unit in sorted(units, key=lambda unit: unit.place):
             self._update_unit(unit, settings)
+
+    def _completes(self, units: Sequence[Unit], loose: Sequence[torch.Tensor], settings: Settings) -> bool:
+        """An exception has broken the updates off: make those that are missing, so that weights and state are of one step.
+
+        Where none was made, weights and optimizer stay as before the step. Where the exception comes again, or has torn an
+        update on the device, the step is lost, and the next `step` says which groups moved.
+        """
+        updater = self._updater
+        names = {LOOSE: None, **{chunk.spec.name: unit for unit in units for chunk in unit.group.chunks}}
+        self._engine.put_in_order()
+        has_moved = any(map(updater.has_updated, names)) or any(unit.is_consumed for unit in units)
+        if not updater.is_torn and not has_moved:
+            return False
+        try:
+            if not updater.is_torn:
+                self._update_all(units, loose, settings)
+                return True
+        except BaseException:
+            self._engine.put_in_order()
+        moved = {id(unit): unit for name, unit in names.items() if unit is not None and updater.has_begun(name)}
+        self._engine.lose_step(moved.values())
+        return False
+
+    def _clip(self, parameters: Sequence[torch.Tensor], *, is_judged: bool) -> torch.Tensor:
+        assert self._max_grad_norm is not None
+        try:
+            return clip_by_norm(parameters, self._max_grad_norm, is_judged=is_judged)
+        except NonFiniteGradientError:
+            raise
+        except BaseException:
+            # Some of the gradients may be clipped, and others not.
+            self._engine.lose_step(())
+            raise
 
     def _bounds(self) -> dict[int, Bound]:
         """By the `id` of the parameter."""
@@ -330,6 +433,8 @@ class ManagedOptimizer:
             for bound in unit.bounds
             if bound.site is Site.DEVICE and known.knows(bound.parameter)
         ]
+        if any(map(self._updater.has_updated, (LOOSE, *(bound.chunk.spec.name for bound in bounds)))):
+            return  # all of them were, in one step
         for unit in units:
             if unit.is_resident and any(bound.parameter.grad is not None for bound in unit.bounds):
                 unit.generation += 1
@@ -343,13 +448,18 @@ class ManagedOptimizer:
         unit.adopt_foreign_data()
         is_updated = False
         for chunk in unit.group.chunks:
-            bounds = [
-                bound
-                for bound in unit.bounds
-                if bound.chunk is chunk and known.knows(bound.parameter) and bound.parameter.grad is not None
-            ]
-            if not bounds:
+            with compat.without_torch_function():
+                bounds = [
+                    bound
+                    for bound in unit.bounds
+                    if bound.chunk is chunk and known.knows(bound.parameter) and bound.parameter.grad is not None
+                ]
+            if not bounds or self._updater.has_updated(chunk.spec.name):
                 continue
+            # Before it is: a backward through older weights must be refused, wherever this breaks off.
+            if not unit.is_resident and not is_updated:
+                is_updated = True
+                unit.generation += 1
             if bounds[0].site is Site.HOST:
                 if unit.is_on_host:
                     for bound in bounds:
@@ -365,7 +475,4 @@ class ManagedOptimizer:
                 for bound in bounds:
                     unveil(bound.parameter)
                 self._updater.update_here(bounds, (), settings)
-            is_updated = is_updated or not unit.is_resident
-        if is_updated:
-            unit.generation += 1
         engine.residency.guard(unit)

@@ -30,7 +30,7 @@ class ModelCalls:
         self._plan = plan
         self._engine = engine
         self.windows = engine.forward.windows = _make_windows(basis.model, engine)
-        self._watch = None if self.windows else CallWatch(basis.model, engine.recorder.phases)
+        self._watch = None if self.windows else CallWatch(basis.model, engine.recorder.phases, engine.forward.call_over)
         self.applied: Applied | None = None
         """Activation policies; None where all keep what they save."""
         self._tables: list[HostEmbedding] = []

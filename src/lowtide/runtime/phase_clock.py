@@ -79,6 +79,10 @@ class PhaseClock:
                 del self._backwards[number]
                 self.leave("backward")
 
+    def is_in_backward(self) -> bool:
+        """Whether this thread runs a backward that was noticed."""
+        return bool(self._backwards) and compat.backward_number() in self._backwards
+
     def watch_backward(self, output: object) -> None:
         """A backward begins when it reaches what the model has returned. Costs one hook for each such tensor."""
         for tensor in tensors_in(output):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
+
 from lowtide.memory.chunk import Chunk, StoredGroup
 from lowtide.memory.chunk_state import ChunkState
 from lowtide.memory.mover import Copied, Ticket
 from lowtide.memory.store import ChunkStore
 from lowtide.runtime.recording import Recorder
+from lowtide.runtime.tensors import beside
 from lowtide.runtime.unit import Unit
 
 
@@ -29,6 +32,8 @@ class Residency:
         self.store.open(unit.name)
         try:
             unit.look_at_device()
+            if unit.shown_memory and not unit.is_resident and unit.group.num_open == 1:
+                unit.fill_in_foreign_data()
         except BaseException:
             self.store.close(unit.name)
             raise
@@ -45,27 +50,60 @@ class Residency:
                 self.close(unit)
             raise
 
-    def close(self, unit: Unit) -> None:
-        """One use less; after the last one a look at a parameter is noticed."""
-        self.store.close(unit.name)
+    def close(self, unit: Unit, at: Ticket | None = None) -> None:
+        """One use less; after the last one a look at a parameter is noticed. See `ChunkStore.close` for `at`."""
+        self.store.close(unit.name, at)
         if unit.group.num_open:
             return
         self.forget_old_copy(unit)
         self.guard(unit)
 
     def forget_old_copy(self, unit: Unit) -> None:
-        """Where the host is changing the weights, a copy on the device is the old one."""
-        is_changing = any(chunk.host_work is not None for chunk in unit.group.chunks)
-        if is_changing and not unit.is_resident and not unit.group.num_open:
+        """Where the host is changing the weights, or somebody may, a copy on the device is the old one."""
+        if unit.is_resident or unit.group.num_open:
+            return
+        if any(chunk.host_work is not None for chunk in unit.group.chunks) or unit.is_held():
             self.store.drop(unit.name)
 
     def keep_writes(self, unit: Unit) -> None:
         """The forward wrote to its own weights, on the device: bring that to where the truth is."""
         for chunk in unit.written_chunks():
-            if chunk.state is ChunkState.RESIDENT:
-                chunk.is_touched = True
-            elif chunk.state is ChunkState.IN_USE and chunk.host_work is None:
-                self.store.write_back(chunk)
+            self.keep_write(unit, chunk)
+
+    def keep_write(self, unit: Unit, chunk: Chunk) -> None:
+        """The user's code wrote to weights of the chunk on the device."""
+        if chunk.state is ChunkState.RESIDENT:
+            chunk.is_touched = True
+        elif chunk.state in (ChunkState.IN_USE, ChunkState.WRITING_BACK) and chunk.host_work is None:
+            self.write_back(unit, chunk)
+
+    def write_back(self, unit: Unit, chunk: Chunk) -> None:
+        """The computation changed an open chunk of streamed weights: copy it to where the truth is."""
+        unit.is_awaited = unit.is_awaited or unit.is_held(chunk)
+        if unit.shown_memory:
+            self._write_back_beside(unit, chunk)
+        else:
+            self.store.write_back(chunk)
+
+    def _write_back_beside(self, unit: Unit, chunk: Chunk) -> None:
+        """To where parameters show memory of the user's; their homes keep what they have, though chunks are copied whole."""
+        strangers = [bound for bound in unit.bounds if bound.chunk is chunk and bound.foreign is not None]
+        kept = [beside(bound.home).copy_(bound.home) for bound in strangers]
+        self.store.write_back(chunk)
+        assert chunk.written is not None
+        chunk.written.ended.wait()
+        with torch.no_grad():
+            for bound, values in zip(strangers, kept, strict=True):
+                assert bound.foreign is not None
+                bound.foreign.copy_(bound.home)
+                bound.home.copy_(values)
+
+    def settle_held(self) -> None:
+        """Wait for what is changing memory that somebody holds; see Note [Memory that the user holds] in `runtime.unit`."""
+        for unit in self.units.values():
+            if unit.is_awaited and not unit.group.num_open:
+                self.settle(unit)
+                unit.is_awaited = False
 
     def settle(self, unit: Unit) -> None:
         """Wait for the unit's true values, and forget copies that a write would leave behind."""
@@ -97,6 +135,19 @@ class Residency:
         else:
             unit.unveil()
 
+    def rebuild(self) -> None:
+        """Start afresh after an exception: no group is open, parameters and chunks are where they rest. No work may be under
+        way on the host.
+        """
+        for unit in self.units.values():
+            # A look at a parameter from now on, until all is in order, must not reach memory that goes.
+            unit.veil()
+        for unit in self.units.values():
+            unit.rebuild()
+        self.store.rebuild()
+        for unit in self.units.values():
+            self.guard(unit)
+
     def rest(self) -> None:
         """No graph was made: parameters look at the host again."""
         for unit in self.units.values():
@@ -105,6 +156,10 @@ class Residency:
                 self.guard(unit)
 
     # -- told by the store ---------------------------------------------------------------------------------------------
+
+    def may_fetch_ahead(self, group: StoredGroup) -> bool:
+        """Not while somebody may write to the host's bytes unnoticed."""
+        return not self.units[group.name].is_held()
 
     def before_fetch(self, chunk: Chunk) -> None:
         """The user may have given a parameter other memory."""

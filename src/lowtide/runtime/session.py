@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -10,15 +9,11 @@ import torch
 from torch import nn
 
 from lowtide.errors import SessionError
-from lowtide.planning.check_plan import check_plan
 from lowtide.planning.plan import Plan
 from lowtide.planning.warm_up import MomentSample
-from lowtide.runtime.collector import ObjectsAside
-from lowtide.runtime.observer import StepObserver
-from lowtide.runtime.plan_switch import switch_plan
+from lowtide.runtime.management import Management
 from lowtide.runtime.session_stats import SessionStats
 from lowtide.runtime.timeline import Timeline
-from lowtide.runtime.warm_up_run import WarmUpRun
 
 if TYPE_CHECKING:
     from lowtide.runtime.machinery import Machinery
@@ -39,31 +34,11 @@ class Session:
         False
     """
 
-    def __init__(
-        self,
-        machinery: Machinery,
-        observer: StepObserver | None = None,
-        plan_after: Callable[[tuple[MomentSample, ...]], Plan] | None = None,
-        aside: ObjectsAside | None = None,
-    ) -> None:
-        self._aside = aside
-        self._machinery: Machinery | None = machinery
-        # Lives as long as the model goes through it, though nobody else holds it.
-        machinery.session = self
-        self.model: nn.Module = machinery.basis.model
-        self.optimizer: torch.optim.Optimizer | None = machinery.basis.optimizer
-        self._warm_up: WarmUpRun | None = None
-        # A model without a window has nothing that a plan could place.
-        if observer is not None and plan_after is not None and machinery.calls.root_window is not None:
-            assert self.optimizer is not None
-            self._warm_up = WarmUpRun(
-                machinery.calls.root_window,
-                self.optimizer,
-                observer,
-                plan_after=lambda samples: self._checked(plan_after(samples)),
-                is_quiet=machinery.is_quiet,
-                switch=self._switch,
-            )
+    def __init__(self, management: Management) -> None:
+        self._management = management
+        management.be_held_by(self)
+        self.model: nn.Module = management.model
+        self.optimizer: torch.optim.Optimizer | None = management.optimizer
 
     @property
     def is_open(self) -> bool:
@@ -78,12 +53,12 @@ class Session:
     @property
     def is_warming_up(self) -> bool:
         """Whether the plan is that of the step that a `WarmUp` observes, and another will follow it."""
-        return self._machinery is not None and self._warm_up is not None and not self._warm_up.is_over
+        return self._management.is_warming_up
 
     @property
     def observed(self) -> tuple[MomentSample, ...]:
         """What a `WarmUp` saw in its step: the fullest moment of each group and phase. Empty for other plans."""
-        return () if self._warm_up is None else self._warm_up.samples
+        return self._management.samples
 
     @property
     def last_grad_norm(self) -> torch.Tensor | None:
@@ -118,15 +93,7 @@ class Session:
 
     def close(self) -> None:
         """Give the plain model and optimizer back, each parameter where it was before. May be repeated."""
-        if self._machinery is not None:
-            machinery, self._machinery = self._machinery, None
-            if self._warm_up is not None:
-                self._warm_up.remove()
-            try:
-                machinery.close()
-            finally:
-                if self._aside is not None:
-                    self._aside.bring_back()
+        self._management.close()
 
     def __repr__(self) -> str:
         """One line; waits for nothing."""
@@ -142,24 +109,14 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        self._management.close(error)
 
-    def _checked(self, plan: Plan) -> Plan:
-        """The plan, where it fits the model; refused, the session goes on as it is."""
-        check_plan(plan, self._open().basis.layout)
-        return plan
+    @property
+    def _machinery(self) -> Machinery | None:
+        return self._management.machinery
 
     def _switch(self, plan: Plan) -> None:
-        self._checked(plan)
-        # Without machinery where the switch fails: the model is plain then.
-        machinery, self._machinery = self._open(), None
-        self._machinery = switch_plan(machinery, plan)
-        self._machinery.session = self
+        self._management.switch(plan)
 
     def _open(self) -> Machinery:
-        if self._machinery is None:
-            raise SessionError(
-                "this session is closed, and the model and the optimizer are plain again; read stats() and timeline() "
-                "before close(), or inside the with block. To train on under a plan, call lowtide.manage again"
-            )
-        return self._machinery
+        return self._management.opened()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from lowtide.errors import UnsupportedOptimizerError
 from lowtide.optim.parameter_state import state_bytes
 from lowtide.optim.rules import require_rule
 from lowtide.optim.update_types import Numerics
-from lowtide.runtime.chunk_optimizer import ChunkOptimizer
+from lowtide.runtime.chunk_proof import apart, prove, set_to_train
 
 _LARGEST_PROBE = 32
 """Elements of a probe along each dimension: many enough that the rows and columns of a factored state count little."""
@@ -65,13 +65,24 @@ def state_bytes_by_parameter(optimizer: torch.optim.Optimizer, numerics: Numeric
 def _ratios(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, float]]:
     """Each trained parameter, and the ratio of its kind: one probe for all of a kind."""
     ratios: dict[tuple[int, torch.dtype, int], float] = {}
+    with apart(optimizer) as copied:
+        for index, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                kind = (index, parameter.dtype, parameter.dim())
+                if parameter.requires_grad and kind not in ratios:
+                    try:
+                        ratios[kind] = _ratio(copied, index, group, parameter)
+                    except UnsupportedOptimizerError:
+                        held = optimizer.state.get(parameter)
+                        if not held:
+                            prove(optimizer, [torch.device("cpu")])  # says more, where no chunk could be updated either
+                            raise
+                        # Its constructor made what its step cannot do without.
+                        ratios[kind] = _bytes_in(held) / max(1, parameter.nbytes)
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            kind = (index, parameter.dtype, parameter.dim())
             if parameter.requires_grad:
-                if kind not in ratios:
-                    ratios[kind] = _ratio(optimizer, index, group, parameter)
-                yield parameter, ratios[kind]
+                yield parameter, ratios[index, parameter.dtype, parameter.dim()]
 
 
 def _ratio_of_formats(optimizer: torch.optim.Optimizer, numerics: Numerics) -> float:
@@ -100,15 +111,18 @@ def _ratio(optimizer: torch.optim.Optimizer, index: int, group: dict[str, Any], 
     }
     state: dict[torch.Tensor, dict[str, Any]] = {probe: {}}
     try:
-        compat.shallow_optimizer(optimizer, [{**settings, "params": [probe]}], state).step()
+        shadow = compat.shallow_optimizer(optimizer, [{**settings, "params": [probe]}], state)
+        set_to_train(shadow)
+        compat.step_without_hooks(shadow)
     except Exception as error:
-        ChunkOptimizer(optimizer)  # says more, where no chunk could be updated either
         raise UnsupportedOptimizerError(
             f"{type(optimizer).__name__} could not take a step on one {probe.dtype} tensor of shape {shape} alone (param "
             f"group {index}), so the size of its state is unknown: {type(error).__name__}: {error}; give a plan made by "
             "make_plan, which does not need it"
         ) from error
-    held_bytes = sum(
-        value.nbytes for key, value in state[probe].items() if isinstance(value, torch.Tensor) and key != "step"
-    )
-    return held_bytes / max(1, probe.nbytes)
+    return _bytes_in(state[probe]) / max(1, probe.nbytes)
+
+
+def _bytes_in(state: Mapping[str, Any]) -> int:
+    """Bytes of one parameter's state, without the count of its steps."""
+    return sum(value.nbytes for key, value in state.items() if isinstance(value, torch.Tensor) and key != "step")

@@ -4,7 +4,8 @@ What counts: every storage that an operator of the starting thread makes, from b
 (activations, gradients, temporaries, state); what `include` adds (resident weights and buffers); what `charge` adds
 (memory that no operator brings); and what was made elsewhere, from the first operator that reads it together with the
 device's memory: a batch that meets the weights. Of such a storage the bytes that were read count, because a real run
-would have brought only those.
+would have brought only those. After `count_steps` an operator outside of a step that reads nothing of the device's makes
+nothing there: that is what the user computes on the host, another model included. What a forward reads counts as well.
 
 What does not: what `exclude` names and `on_host` makes, and what operators compute from such memory alone, because in a
 real run they would compute it on the host. Operators of other threads are not seen: that is how a worker's updates of
@@ -17,7 +18,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -64,6 +65,7 @@ class TrackedMemory:
 
     Args:
         budget_bytes: What the device has; None counts without a limit.
+        owner: For messages: what has the budget.
 
     Example:
         >>> memory = TrackedMemory(1024)
@@ -77,8 +79,10 @@ class TrackedMemory:
         >>> memory.stop()
     """
 
-    def __init__(self, budget_bytes: int | None) -> None:
+    def __init__(self, budget_bytes: int | None, owner: str | None = None) -> None:
         self.budget_bytes = budget_bytes
+        self._owner = owner
+        self._part_of_step: Callable[[], str | None] | None = None
         self._device: EmulatedDevice | None = None
         self._lives: dict[int, _Life] = {}
         # Storages die in any thread and at any moment, in the middle of a sum too: the callback only appends, which is
@@ -125,11 +129,19 @@ class TrackedMemory:
         self._device = EmulatedDevice.of_this_thread()
         self._device.attach(self)
 
+    def count_steps(self, part_of_step: Callable[[], str | None]) -> None:
+        """In a part of a step all that operators make is the device's; elsewhere what they compute from its memory.
+
+        What they read in a forward is so too, a batch that meets no weights first; an update reads counters of the host's.
+        Asked at every operator that reads nothing of the device.
+        """
+        self._part_of_step = part_of_step
+
     def stop(self) -> None:
         """See no more operators; storages on the books still leave them when they die. May be repeated."""
-        device, self._device = self._device, None
-        if device is not None:
-            device.detach(self)
+        if self._device is not None:
+            self._device.detach(self)
+            self._device = None
 
     def on_host(self) -> AbstractContextManager[None]:
         """A context in which what the calling thread makes is memory of the host, as if `exclude` named each."""
@@ -198,18 +210,30 @@ class TrackedMemory:
                 self._charges[what] = charged_bytes - num_bytes
             self._current_bytes -= num_bytes
 
+    def clear(self, owners: Collection[str]) -> None:
+        """Strike out all that is charged for these, and count the rest anew: an exception may have left both half made."""
+        with self._lock:
+            for owner in owners:
+                self._charges.pop(owner, None)
+            self._dead.clear()
+            for key, life in list(self._lives.items()):
+                if life() is None:
+                    del self._lives[key]
+            self._current_bytes = sum(self._charges.values()) + sum(life.nbytes for life in self._lives.values())
+
     # -- told by the device ------------------------------------------------------------------------------------------
 
     def observe(self, func: Any, read: Sequence[Seen], made: Sequence[Seen]) -> EmulatedOutOfMemoryError | None:
         """Enter what an operator read and made; the error to raise where that is over the budget.
 
         Then its results are off the books, and whoever called must free them. Memory that is there to stay, an
-        argument that has grown or a batch, stays on the books.
+        argument that has grown or a batch, stays on the books; a batch that does not fit by itself was not brought.
         """
         with self._lock:
             self._settle()
             before_bytes = self._current_bytes
             foreign, is_with_device = [], False
+            brought: list[tuple[_Life, int]] = []
             for tensor, storage in read:
                 life = self._find(storage)
                 mark = mark_of(storage) if life is None else None
@@ -220,14 +244,15 @@ class TrackedMemory:
                     foreign.append((tensor, storage))
                 elif mark is Mark.CHARGED:
                     is_with_device = True
-            if foreign and is_with_device and _name_of(func) not in _MAY_MIX_TIERS:
-                for tensor, storage in foreign:
-                    self._enter_foreign(tensor, storage, func)
+            part = None if is_with_device or self._part_of_step is None else self._part_of_step()
+            if foreign and (is_with_device or part == "forward") and _name_of(func) not in _MAY_MIX_TIERS:
+                brought = [self._enter_foreign(tensor, storage, func) for tensor, storage in foreign]
             known = {id(storage) for _, storage in foreign}
             newborn = [
                 self._add(storage, storage.nbytes(), func, tuple(tensor.shape))
                 for tensor, storage in made
                 if id(storage) not in known and self._find(storage) is None and mark_of(storage) is None
+                if is_with_device or part is not None or self._part_of_step is None
             ]
             if self._current_bytes <= before_bytes:
                 return None
@@ -237,8 +262,12 @@ class TrackedMemory:
             needed_bytes = self._current_bytes - before_bytes
             for life in newborn:
                 self._remove(life)
+            error = self._over(needed_bytes, before_bytes, _name_of(func))
+            if self._current_bytes > self.budget_bytes:
+                for life, nbytes in reversed(brought):
+                    self._resize(life, nbytes)
             self._peak_bytes = max(self._peak_bytes, self._current_bytes)
-            return self._over(needed_bytes, before_bytes, _name_of(func))
+            return error
 
     def hand_over(self, old: torch.UntypedStorage, new: torch.UntypedStorage) -> None:
         """Let a new storage take the place of one of the same size, which dies at once."""
@@ -286,11 +315,14 @@ class TrackedMemory:
         self._current_bytes += nbytes
         return life
 
-    def _enter_foreign(self, tensor: Tensor, storage: torch.UntypedStorage, func: Any) -> None:
+    def _enter_foreign(self, tensor: Tensor, storage: torch.UntypedStorage, func: Any) -> tuple[_Life, int]:
+        """Its life, and the bytes that were counted before."""
         life = self._find(storage)
         if life is None:
             life = self._add(storage, 0, f"read by {_name_of(func)}", tuple(tensor.shape), is_foreign=True)
+        before_bytes = life.nbytes
         self._resize(life, min(storage.nbytes(), max(life.nbytes, tensor.numel() * tensor.element_size())))
+        return life, before_bytes
 
     def _resize(self, life: _Life, nbytes: int) -> None:
         self._current_bytes += nbytes - life.nbytes
@@ -314,7 +346,7 @@ class TrackedMemory:
             f"the emulated device is out of memory: {what} asked for {format_bytes(needed_bytes)} with "
             f"{format_bytes(current_bytes)} of {format_bytes(self.budget_bytes)} in use. Largest on the device: "
             f"{on_device}. Raise the device's budget, use a smaller batch, or let the plan stream or recompute more"
-            + ("" if self._device is None else "; session.close() lifts the budget"),
+            + ("" if self._owner is None else f". It is the budget of {self._owner}, which its close() lifts"),
             tier="device",
             needed_bytes=needed_bytes,
             free_bytes=max(0, self.budget_bytes - current_bytes),

@@ -7,6 +7,17 @@ From the first window of a step to the end of its backward a streamed parameter 
 while the chunk is away: to look back and forth would give it a new gradient accumulator at each turn on CUDA, and the
 gradients of a parameter that is used twice would be added in another order than plain torch's. While the chunk is away
 the parameter is veiled, so that whoever looks gets the host's value; see `runtime.veil`.
+
+Note [Memory that the user holds]
+`p.detach()`, `p.data`, a state dictionary or `p.numpy()` show the memory where the parameter rests, its home: the host's
+bytes of a streamed parameter, the device's of a resident one. Such a tensor is not veiled. While one is held, it shows what
+it would in plain torch: `step()` waits for the updates and copies that change it, what is written to it reaches the next
+use, and so no copies of a streamed group are kept on the device between its uses. Who holds what is told by the number of
+tensors on the home's storage; nothing is waited for where there are only our own.
+
+`p.data = x` gives the parameter other memory. Where nobody else shows x nor the home, the values go to the home at the next
+use, and nobody can tell. Else the parameter keeps x (`Bound.foreign`): windows get its values by a copy of their own, and
+updates change x. So code that sets `p.data` to an average and back finds in each what it had.
 """
 
 from __future__ import annotations
@@ -25,8 +36,8 @@ from lowtide.memory.layout_types import ParameterSpec
 from lowtide.memory.mover import Ticket
 from lowtide.planning.plan import Site
 from lowtide.runtime.host_worker import Job
-from lowtide.runtime.tensors import same_memory
-from lowtide.runtime.veil import Lease, unveil, veil
+from lowtide.runtime.tensors import beside, same_memory
+from lowtide.runtime.veil import Lease, is_veiled, unveil, veil
 
 if TYPE_CHECKING:
     from lowtide.runtime.window import Visit
@@ -51,6 +62,8 @@ class Bound:
         self.site = site
         self.host_view = host_view
         self.device_view = device_view
+        self.home = device_view if host_view is None else host_view
+        """Where the parameter rests: the device's memory of a resident one, else the host's."""
         self.twin: torch.Tensor | None = None
         """What the host updates: shares the host's memory, and the parameter's version where that is its data."""
         self.gradient_home: torch.Tensor | None = None
@@ -69,6 +82,8 @@ class Bound:
         """The gradient on the host that this backward is making."""
         self.num_takes = 0
         """Counts what came to the gradient on the host: a norm is of one moment."""
+        self.is_gradient_held = False
+        """Whether somebody else holds the gradient's memory on the host, to which this backward adds."""
         self.was_seen = False
         """Whether somebody has looked at the gradient on the host since it began, and may write to it through a view."""
         self.norm: tuple[int, torch.Tensor] | None = None
@@ -77,10 +92,31 @@ class Bound:
         """What must happen before the gradient on the host is complete."""
         self.version = 0
         """Of the parameter, when its window opened."""
+        self.is_hook_awaited = False
+        """Whether hooks of the user's on the gradient are still to run in this backward; they may write to the weights."""
+        self.is_hooked = False
+        """Whether there are such hooks."""
+        self.version_in_backward = 0
+        """The parameter's version when the backward reached it."""
+        self.is_written_in_backward = False
+        """Whether such hooks wrote to the parameter, or may have."""
         self.has_fired = False
         """Whether this backward brought a gradient."""
         self.owners: list[tuple[nn.Module, str]] = []
         """Modules and names under which the model has it."""
+        self.foreign: torch.Tensor | None = None
+        """What the parameter shows instead of its home; see Note [Memory that the user holds]."""
+
+    def is_home_held(self) -> bool:
+        """Whether somebody else shows the home's memory; not while an update runs on it."""
+        # The twin of streamed weights is on the host's storage from the start, that of resident ones is the host's view.
+        num_others = compat.num_storage_owners(self.home) - (
+            1 if self.twin is None or self.twin is self.host_view else 2
+        )
+        if num_others != 1:
+            return num_others > 1
+        with compat.without_torch_function():  # as a rule the parameter
+            return compat.storage_key(self.parameter) != compat.storage_key(self.home)
 
     @property
     def known_norm(self) -> torch.Tensor | None:
@@ -115,6 +151,10 @@ class Unit:
     def __init__(self, group: StoredGroup, bounds: list[Bound], *, is_resident: bool, is_on_host: bool = False) -> None:
         self.group = group
         self.bounds = bounds
+        for bound in bounds:
+            unveil(bound.parameter)  # a session that was forgotten may have left it so
+            if is_resident:
+                bound.home = bound.device_view
         self.is_resident = is_resident
         self.is_on_host = is_on_host
         """Its weights never come to the device, nor does it have a window: its module computes on the host."""
@@ -129,8 +169,14 @@ class Unit:
         self.num_tasks = 0
         """Backwards that have opened it and not ended."""
         self.looks_at_device = is_resident
+        self.shown_memory: tuple[int, ...] = ()
+        """Addresses of memory that parameters show instead of their homes; none as a rule."""
+        self.awaits_hooks = False
+        """Whether hooks of the user's on gradients are still to run in this backward."""
+        self.is_awaited = False
+        """Whether somebody holds memory that an update or a copy under way changes: `step()` waits for it."""
         self.place = 0
-        """In the order in which a forward first uses groups."""
+        """In the order in which the last forward first used groups; before the first, that of the layout."""
         self.settler: Settler | None = None
 
     @property
@@ -170,27 +216,55 @@ class Unit:
         }
         return list(written.values())
 
+    def keep_late_writes(self) -> None:
+        """Take what user code wrote to parameters after an exception, while their window still stood open, to the host: a
+        checkpoint that is loaded at once, say. No copy may be under way, nor work on the host.
+        """
+        with compat.without_torch_function(), torch.no_grad():
+            for bound in self.bounds:
+                chunk = bound.chunk
+                # Where the host has updated a streamed chunk its bytes are the newer ones, and the update counts as a write.
+                is_old = not self.is_resident and (chunk.host_work is not None or chunk.spec.name in self.consumed)
+                if bound.host_view is None or is_old or not chunk.is_on_device:
+                    continue
+                if bound.foreign is not None and self.is_resident:
+                    continue  # the parameter shows memory of the user's
+                version = bound.version_in_backward if self.num_tasks else bound.version
+                if compat.version_of(bound.parameter) != version:
+                    (bound.host_view if bound.foreign is None else bound.foreign).copy_(bound.parameter)
+
     def look_at_device(self) -> None:
         """Point the parameters to the open chunk and let the model see plain ones."""
         for bound in self.bounds:
             unveil(bound.parameter)
         if self.is_resident:
-            for bound in self._with_foreign_data():
-                bound.parameter.data = bound.device_view
+            self.adopt_foreign_data()
         elif not self.looks_at_device:
-            self._with_foreign_data()
+            self.adopt_foreign_data()
+            # Before the first: where an exception comes in between, `look_at_host` takes back those that were pointed there.
+            self.looks_at_device = True
             for bound in self.bounds:
                 bound.parameter.data = bound.device_view
-            self.looks_at_device = True
+
+    def fill_in_foreign_data(self) -> None:
+        """The chunks have just come, with what lies in the homes: put in what the user has given parameters instead."""
+        for bound in self.bounds:
+            if bound.foreign is not None:
+                with torch.no_grad():
+                    bound.device_view.copy_(bound.foreign)
 
     def adopt_foreign_data(self) -> None:
-        """Where user code gave parameters other memory (`p.data = x`), take the values over and look at home again."""
-        if self.is_resident or not self.looks_at_device:
-            with compat.without_torch_function():
-                for bound in self._with_foreign_data():
-                    home = bound.device_view if self.is_resident else bound.host_view
-                    assert home is not None
-                    bound.parameter.data = home
+        """User code may have given parameters other memory (`p.data = x`, `model.cuda()`). Take the values over and look at
+        home again, or keep that memory: see Note [Memory that the user holds].
+        """
+        if self.looks_at_device and not self.is_resident:
+            return
+        with compat.without_torch_function():
+            strangers = self._with_foreign_data()
+            for bound in strangers:
+                self._adopt(bound)
+        if strangers or self.shown_memory:
+            self.shown_memory = tuple(bound.foreign.data_ptr() for bound in self.bounds if bound.foreign is not None)
 
     def look_at_host(self) -> None:
         """Point the parameters to the host's bytes."""
@@ -198,13 +272,43 @@ class Unit:
             for bound in self.bounds:
                 unveil(bound.parameter)
                 assert bound.host_view is not None
-                bound.parameter.data = bound.host_view
+                bound.parameter.data = bound.host_view if bound.foreign is None else bound.foreign
             self.looks_at_device = False
+
+    def is_held(self, chunk: Chunk | None = None) -> bool:
+        """Whether somebody else shows memory where the parameters rest, of this chunk or of all."""
+        for bound in self.bounds:
+            if chunk is not None and bound.chunk is not chunk:
+                continue
+            if bound.foreign is not None or bound.is_home_held():
+                return True
+        return False
+
+    def rebuild(self) -> None:
+        """After an exception: streamed parameters look at the host, or all of them at the device for a graph that lives.
+
+        One that user code gave other memory keeps it. Afterwards `Residency.guard` must be asked.
+        """
+        self.num_tasks = 0
+        self.awaits_hooks = False
+        if self.is_resident or self.is_on_host:
+            return
+        with compat.without_torch_function():
+            on_device = [
+                bound
+                for bound in self.bounds
+                if compat.storage_key(bound.parameter) == compat.storage_key(bound.chunk.device)
+            ]
+            self.looks_at_device = bool(self.visits) and len(on_device) == len(self.bounds)
+            for bound in on_device if not self.looks_at_device else ():
+                assert bound.host_view is not None
+                bound.parameter.data = bound.host_view if bound.foreign is None else bound.foreign
 
     def veil(self) -> None:
         """From now on a look at a parameter settles the group first."""
         for bound in self.bounds:
-            veil(bound.parameter, self)
+            if not is_veiled(bound.parameter):
+                veil(bound.parameter, self)
 
     def unveil(self) -> None:
         """Parameters are what they seem."""
@@ -234,17 +338,36 @@ class Unit:
     def wait_for_device(self) -> None:
         """Parameters are settled by other means."""
 
-    def check_unchanged(self) -> None:
-        """Refuse a model whose parameters are not the managed ones any more."""
+    def given_instead(self) -> list[torch.Tensor]:
+        """Tensors that modules have in the place of the group's parameters: `functional_call` gives them for one call."""
+        found = [
+            module._parameters.get(name)
+            for bound in self.bounds
+            for module, name in bound.owners
+            if _is_given(bound, module, name)
+        ]
+        return [tensor for tensor in found if tensor is not None]
+
+    @property
+    def is_wholly_given(self) -> bool:
+        """Whether modules have other tensors for all of the group's parameters."""
+        return all(_is_given(bound, module, name) for bound in self.bounds for module, name in bound.owners)
+
+    def check_unchanged(self, *, may_be_given: bool = False) -> None:
+        """Refuse a model whose parameters are not the managed ones any more, unless it may have others for one call."""
+        with compat.without_torch_function():
+            self._check_unchanged(may_be_given)
+
+    def _check_unchanged(self, may_be_given: bool) -> None:
         for bound in self.bounds:
-            for module, name in bound.owners:
+            for module, name in () if may_be_given else bound.owners:
                 if module._parameters.get(name) is not bound.parameter:
                     raise ModelChangedError(
                         f"parameter {bound.spec.name} of group {self.label} was replaced after the model was managed "
                         f"({type(module).__name__}.{name} is another object now); call session.close(), change the "
                         "model, and manage it again. Nothing was updated"
                     )
-            if bound.parameter.requires_grad and not bound.spec.requires_grad:
+            if not bound.spec.requires_grad and bound.parameter.requires_grad:
                 raise ModelChangedError(
                     f"parameter {bound.spec.name} of group {self.label} was frozen when the model was managed, and is "
                     "trained now, for which the plan has no room; call session.close(), make a plan for the model as it "
@@ -252,13 +375,12 @@ class Unit:
                 )
 
     def _with_foreign_data(self) -> list[Bound]:
-        """User code may have given parameters other memory (`p.data = x`, `model.cuda()`): take the values over."""
+        """Those whose parameters do not look at home."""
         found: list[Bound] = []
         for bound in self.bounds:
-            parameter = bound.parameter
-            home = bound.device_view if self.is_resident else bound.host_view
-            assert home is not None
+            parameter, home = bound.parameter, bound.home
             if parameter.data_ptr() == home.data_ptr() and parameter.dtype == home.dtype:
+                bound.foreign = None
                 continue
             if parameter.shape != home.shape or parameter.dtype != home.dtype:
                 raise ModelChangedError(
@@ -267,12 +389,26 @@ class Unit:
                     "session.close(), change the model, and manage it again. Nothing was updated"
                 )
             found.append(bound)
-        for bound in found:
-            home = bound.device_view if self.is_resident else bound.host_view
-            assert home is not None
-            with torch.no_grad():
-                home.copy_(bound.parameter.data)
         return found
+
+    def _adopt(self, bound: Bound) -> None:
+        parameter, home = bound.parameter, bound.home
+        bound.foreign = None
+        # A graph that is alive is through the memory as it was: in plain torch it keeps that.
+        is_kept = compat.num_storage_owners(parameter) > 1 or bound.is_home_held() or bool(self.visits)
+        with torch.no_grad():
+            if not is_kept:
+                home.copy_(parameter.data)
+                parameter.data = home
+                return
+            if self.is_resident and (parameter.device != home.device or parameter.stride() != home.stride()):
+                # The model computes with it where it is.
+                parameter.data = beside(home).copy_(parameter.data)
+            bound.foreign = parameter.data
+
+
+def _is_given(bound: Bound, module: nn.Module, name: str) -> bool:
+    return module._parameters.get(name) is not bound.parameter
 
 
 def chunks_in(units: Iterable[Unit]) -> list[Chunk]:

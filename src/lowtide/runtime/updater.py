@@ -15,10 +15,13 @@ from lowtide.planning.plan import Site
 from lowtide.runtime.chunk_optimizer import ChunkOptimizer, Settings, Update
 from lowtide.runtime.gradient_watch import GradientWatch, Verdict
 from lowtide.runtime.gradients import norm_of
-from lowtide.runtime.host_worker import HostWorker
+from lowtide.runtime.host_worker import HostWorker, Job
 from lowtide.runtime.recording import Recorder
 from lowtide.runtime.tensors import beside, same_memory
 from lowtide.runtime.unit import Bound, Unit
+
+LOOSE = "(unmanaged)"
+"""Stands for parameters that no chunk has."""
 
 
 class Updater:
@@ -47,6 +50,27 @@ class Updater:
         self._gradient_watch = gradient_watch
         self._clock_origin_s = clock_origin_s
         self._brought: tuple[Settings, Settings] | None = None
+        self._jobs: dict[str, Job] = {}
+        self._marks: dict[str, int] = {}
+        self._num_made = 0
+        self.is_torn = False
+        """Whether an update on the device broke off in the middle, in this step: weights and state may be of two steps."""
+
+    def begin_step(self) -> None:
+        """What is updated from now on belongs to another step."""
+        self._jobs.clear()
+        self._marks.clear()
+        self.is_torn = False
+
+    def has_updated(self, chunk: str) -> bool:
+        """Whether the chunk's update was made in this step, or the worker will make it; right also after an exception."""
+        if chunk in self._jobs:
+            return self._jobs[chunk].is_given
+        return chunk in self._marks and self._num_made > self._marks[chunk]
+
+    def has_begun(self, chunk: str) -> bool:
+        """Whether its update was made, or may be half made."""
+        return self.has_updated(chunk) or (self.is_torn and self._marks.get(chunk) == self._num_made)
 
     def update_here(self, bounds: Sequence[Bound], loose: Sequence[torch.Tensor], settings: Settings) -> None:
         """One step on parameters that look at the device, gradients beside them, and on unmanaged ones."""
@@ -54,27 +78,41 @@ class Updater:
             self.optimizer.check_gradient(bound.parameter, bound.parameter.grad, bound.spec.name)
         parameters = [bound.parameter for bound in bounds] + list(loose)
         updates = [Update(parameter, parameter) for parameter in parameters if parameter.grad is not None]
-        if updates:
-            self.optimizer.run(updates, settings)
+        if not updates:
+            return
+        take_step = self.optimizer.prepare(updates, settings)
+        self._marks.update(dict.fromkeys(_names(bounds), self._num_made))
+        try:
+            # In one line: there is no place between the two at which an exception could leave one without the other.
+            self._num_made += take_step()
+        except BaseException:
+            self.is_torn = True
+            raise
 
     def update_on_host(self, unit: Unit, chunk: Chunk, bounds: Sequence[Bound], settings: Settings) -> None:
         """One step on the host for a chunk whose gradients are there or on their way. Returns at once."""
         settings = self._on_host(settings)
         updates: list[Update] = []
         gradients: list[torch.Tensor | None] = []
+        if unit.is_held(chunk):
+            unit.is_awaited = True
+            chunk.is_touched = True
         self._store.take_over(chunk)
         awaited = [waiting for bound in bounds for waiting in bound.pending]
         for bound in bounds:
             assert bound.twin is not None
             # Another object over the same memory: the user's gradient may be veiled, and would wait for this very job.
+            unit.is_awaited = unit.is_awaited or _is_gradient_held(bound)
             gradients.append(_gradient_of(bound))
-            updates.append(Update(bound.parameter, bound.twin))
+            updates.append(Update(bound.parameter, _target_on_host(bound)))
         # A fetch may still be reading the bytes that the update is about to change, or a write-back be filling them.
         copies = [copied.ended for copied in (chunk.fetched, chunk.written) if copied is not None]
         if self.optimizer.needs_values(updates):
             for ended in copies:
                 ended.wait()
         self.optimizer.claim_state(updates, settings)
+        # Told before it is given: where that breaks off, it is known whether the update will be made.
+        job = self._jobs[chunk.spec.name] = self._worker.new_job()
         staging, chunk.staging = chunk.staging, None
         # Deferred, `step()` has judged them all.
         verdict = judge_sent(bounds, self._gradient_watch) if staging is not None else None
@@ -110,8 +148,13 @@ class Updater:
             if staging is not None:
                 self._cache.give_back(staging)
 
-        job = self._worker.submit(update, after=[*awaited, *copies], lastly=give_back, place=unit.place)
+        self._worker.submit(update, after=[*awaited, *copies], lastly=give_back, place=unit.place, job=job)
         self._store.host_changes(chunk, job, unit.place)
+        for bound, item in zip(bounds, updates, strict=True):
+            if bound.foreign is not None and item.target is not bound.foreign:
+                job.wait()
+                with torch.no_grad():
+                    bound.foreign.copy_(item.target)
         for bound in bounds:
             if staging is None:
                 bound.pending.append(job)
@@ -139,9 +182,15 @@ class Updater:
                     self.optimizer.place_state(bound.parameter, site)
 
 
+def _names(bounds: Sequence[Bound]) -> set[str]:
+    return {bound.chunk.spec.name for bound in bounds} or {LOOSE}
+
+
 def judge_here(bounds: Sequence[Bound], optimizer: ChunkOptimizer, watch: GradientWatch) -> torch.Tensor | None:
     """See `Updater.judge_in_backward`."""
-    held = [(bound, bound.parameter.grad) for bound in bounds if bound.parameter.grad is not None]
+    with compat.without_torch_function():
+        gradients = [(bound, bound.parameter.grad) for bound in bounds]
+    held = [(bound, gradient) for bound, gradient in gradients if gradient is not None]
     if not held:
         return None
     names, norms = [bound.spec.name for bound, _ in held], [norm_of(gradient) for _, gradient in held]
@@ -159,6 +208,25 @@ def judge_sent(bounds: Sequence[Bound], watch: GradientWatch) -> Verdict | None:
         return None
     names, norms = zip(*sent, strict=True)
     return watch.judge_sent(names, norms)
+
+
+def _target_on_host(bound: Bound) -> torch.Tensor:
+    """The twin; where the user gave the parameter other memory, that, or a copy of it that the update can change."""
+    assert bound.twin is not None
+    foreign = bound.foreign
+    if foreign is None:
+        return bound.twin
+    if foreign.device == bound.twin.device and foreign.stride() == bound.twin.stride():
+        return foreign
+    return beside(bound.twin).copy_(foreign)
+
+
+def _is_gradient_held(bound: Bound) -> bool:
+    """Whether somebody else holds the memory of the gradient that the update reads, and may write to it unnoticed."""
+    if bound.chunk.staging is not None or bound.gradient is None:
+        return False
+    with compat.without_torch_function():
+        return bound.parameter.grad is bound.gradient and compat.num_storage_owners(bound.gradient) > 1
 
 
 def _gradient_of(bound: Bound) -> torch.Tensor | None:

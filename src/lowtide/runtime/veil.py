@@ -37,9 +37,14 @@ class Lease(Protocol):
         """Wait for what the loop has told the device so far."""
 
 
-_LEASES: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()
+_LEASES: dict[int, weakref.ref[Lease]] = {}
 """By the `id` of the veiled tensor. Not an attribute of the tensor: it would travel with pickles and copies. Weak, so that
-a session that is forgotten with its model is freed."""
+a session that is forgotten with its model is freed. Asked about veiled tensors alone, each of which wrote its own entry."""
+
+
+def _lease_of(tensor: torch.Tensor) -> Lease | None:
+    reference = _LEASES.get(id(tensor))
+    return None if reference is None else reference()
 
 
 def _getters(*names: str) -> Iterator[object]:
@@ -85,19 +90,21 @@ _HARMLESS: frozenset[object] = frozenset(
 def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
     kwargs = kwargs or {}
     if func in _GRADIENT_ACCESS:
-        lease = _LEASES.get(id(args[0]))
+        lease = _lease_of(args[0])
         if lease is not None:
             lease.check_gradient()
     lifted: list[str] = []
     if func not in _HARMLESS and func not in _GRADIENT_ACCESS:
         for tensor in _veiled_in((args, tuple(kwargs.values()))):
-            lifted += [_LEASES[id(tensor)].label] if id(tensor) in _LEASES else []
+            lease = _lease_of(tensor)
+            lifted += [] if lease is None else [lease.label]
             lift(tensor)
     if func is compat.UNSCALE:
         # GradScaler copies its scale and its overflow flag to the host without waiting, and its kernel reads them there.
         for tensor in _veiled_in(args):
-            if id(tensor) in _LEASES:
-                _LEASES[id(tensor)].wait_for_device()
+            lease = _lease_of(tensor)
+            if lease is not None:
+                lease.wait_for_device()
                 break
     try:
         with compat.without_torch_function():
@@ -136,6 +143,9 @@ class VeiledTensor(torch.Tensor):
 class VeiledParameter(nn.Parameter):
     """A parameter between two uses of its group, while something is pending."""
 
+    is_plain_when_settled = True
+    """For those who ask whether a parameter is a plain one."""
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Settle, then do what was asked."""
@@ -170,18 +180,21 @@ def _plain(tensor: torch.Tensor) -> Iterator[None]:
 
 def veil(tensor: torch.Tensor, lease: Lease) -> None:
     """From now on whoever looks at the tensor settles the lease first."""
-    _LEASES[id(tensor)] = lease
+    _LEASES[id(tensor)] = weakref.ref(lease)
     # Lazy parameters of torch change their class in the same way.
     tensor.__class__ = VeiledParameter if isinstance(tensor, nn.Parameter) else VeiledTensor
 
 
 def unveil(tensor: torch.Tensor) -> None:
     """An ordinary tensor again. The caller knows that its value is the true one."""
-    _LEASES.pop(id(tensor), None)
-    if type(tensor) is VeiledParameter:
-        tensor.__class__ = nn.Parameter  # type: ignore[assignment]  # the base class
-    elif type(tensor) is VeiledTensor:
-        tensor.__class__ = torch.Tensor  # type: ignore[assignment]  # the base class
+    veiled = type(tensor)
+    # The class before the lease: what is veiled has one, wherever an exception comes.
+    if veiled is VeiledParameter:
+        tensor.__class__ = nn.Parameter
+        _LEASES.pop(id(tensor), None)
+    elif veiled is VeiledTensor:
+        tensor.__class__ = torch.Tensor
+        _LEASES.pop(id(tensor), None)
 
 
 def is_veiled(tensor: torch.Tensor) -> bool:
@@ -191,7 +204,7 @@ def is_veiled(tensor: torch.Tensor) -> bool:
 
 def lift(tensor: torch.Tensor) -> None:
     """Settle what is pending for the tensor; its lease unveils it, unless there is more to guard."""
-    lease = _LEASES.get(id(tensor))
+    lease = _lease_of(tensor)
     if lease is not None:
         lease.settle()
     else:

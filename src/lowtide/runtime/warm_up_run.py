@@ -19,7 +19,7 @@ class WarmUpRun:
 
     The step is over when the optimizer has stepped after a backward; an evaluation before or in the middle of it is not
     looked at. The plan is changed when the model is called the next time and nothing of the step is left: where a graph
-    of it is still alive, at the call after that.
+    of it is still alive, or somebody holds a tensor over the memory of weights, at the call after that.
 
     Args:
         window: Of the whole model.
@@ -48,9 +48,9 @@ class WarmUpRun:
         self.is_over = False
         """Whether the session has its plan."""
         self._has_stepped = False
-        self._step_hook = optimizer.register_step_post_hook(self._stepped)
-        window.gate = self._call
         observer.begin()
+        window.gate = self._call
+        self._step_hook = optimizer.register_step_post_hook(self._stepped)
 
     @property
     def samples(self) -> tuple[MomentSample, ...]:
@@ -71,7 +71,9 @@ class WarmUpRun:
 
     def _call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # With gradients only: what is made under `torch.inference_mode` could never be trained.
-        if self._has_stepped and torch.is_grad_enabled() and self._is_quiet():
+        # Nor with tensors that the model has for this call only.
+        may_switch = self._has_stepped and torch.is_grad_enabled() and not compat.is_functional_call()
+        if may_switch and self._is_quiet():
             # A plan that is refused leaves the session as it is: it raises here, and at each call after that.
             plan = self._plan_after(self._observer.samples)
             self.remove()

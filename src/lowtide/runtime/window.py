@@ -27,7 +27,9 @@ from torch import nn
 from lowtide import compat
 from lowtide.activations.nested import tensors_in
 from lowtide.errors import ModelChangedError, SessionError
+from lowtide.memory.mover import Ticket
 from lowtide.runtime.unit import Unit
+from lowtide.runtime.veil import is_veiled, lift
 
 
 class Visit:
@@ -36,6 +38,7 @@ class Visit:
     def __init__(self, window: Window, listener: BackwardListener) -> None:
         self.window = window
         self.generations = tuple(unit.generation for unit in window.units)
+        self.shown = tuple(unit.shown_memory for unit in window.units)
         self.backward: int | None = None
         """The backward that opened it last; it may be run again by another, where the graph was retained."""
         self.is_open = False
@@ -64,14 +67,30 @@ class Visit:
         self._listener.left(self)
 
 
+class Call:
+    """One call of a module, from `begins` to `ends`."""
+
+    def __init__(self, window: Window) -> None:
+        self.window = window
+        self.started: Ticket | None = None
+        """When its groups were open; None before."""
+        self.is_over = False
+
+
 class ForwardListener(Protocol):
     """Opens and closes the groups around calls."""
 
-    def begins(self, window: Window) -> None:
+    def begins(self, call: Call) -> None:
         """The module is about to be called."""
 
-    def ends(self, window: Window) -> None:
-        """The module has returned or raised."""
+    def ends(self, call: Call) -> None:
+        """The module has returned or raised, or its groups could not be opened. May be repeated."""
+
+    def call_begins(self) -> None:
+        """A call has come, and nothing has happened yet."""
+
+    def call_over(self, went_well: bool) -> None:
+        """The call is over, with whatever belongs to it; it raised, unless it went well."""
 
     def model_returned(self, output: object) -> None:
         """The whole model has returned."""
@@ -124,6 +143,8 @@ class Window:
         self._inner: Callable[..., Any] | None = None
         self._is_installed = False
         self._known: dict[int, str] = {}
+        self.is_given = False
+        """Whether it stands for one call, in which `functional_call` gives the module tensors of the user's."""
         self.gate: Gate | None = None
         """Decides how a call goes on, where somebody has to."""
 
@@ -165,8 +186,10 @@ class Window:
             for names, word in ((replaced, "replaced"), (added, "added"), (removed, "removed"))
             if names
         ]
+        shards = [kind for kind in map(compat.sharding_of, self.module.parameters()) if kind is not None]
+        by_whom = f", by {shards[0]}, and a session is for one process" if shards else ""
         raise ModelChangedError(
-            f"the parameters of the model are not those that were managed: {', '.join(changes)}; call session.close(), "
+            f"the parameters of the model are not those that were managed: {', '.join(changes)}{by_whom}; call session.close(), "
             "change the model, make a plan for it, and manage it again. Nothing was updated"
         )
 
@@ -182,20 +205,81 @@ class Window:
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         if self.path == "" and compat.is_compiled_around():
             raise _REFUSAL()
-        if self.gate is not None:
-            return self.gate(self._run, args, kwargs)
-        return self._run(*args, **kwargs)
+        self._forward.call_begins()
+        went_well = False
+        try:
+            output = self._run(*args, **kwargs) if self.gate is None else self.gate(self._run, args, kwargs)
+            went_well = True
+        finally:
+            self._forward.call_over(went_well)
+        return output
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        inner = self._inner or compat.plain_call(self.module)
-        self._forward.begins(self)
+        if self.units and compat.is_in_transform():
+            return self._part()._run_given(args, kwargs)
+        call = Call(self)
         try:
-            makes_graph = torch.is_grad_enabled() and bool(self.units)
-            output = self._visit(inner, args, kwargs) if makes_graph else inner(*args, **kwargs)
-        finally:
-            self._forward.ends(self)
-        self._refuse_weights_in(output)
+            output = self._run_open(call, args, kwargs)
+        except ModelChangedError:
+            if call.started is not None or not compat.is_functional_call():
+                raise
+            return self._part()._run_given(args, kwargs)
         if self.path == "":
+            self._forward.model_returned(output)
+        return output
+
+    def _run_open(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inner = self._inner or compat.plain_call(self.module)
+        try:
+            try:
+                self._forward.begins(call)
+                makes_graph = torch.is_grad_enabled() and bool(self.units)
+                output = self._visit(inner, args, kwargs) if makes_graph else inner(*args, **kwargs)
+            finally:
+                self._forward.ends(call)
+        finally:
+            # Once more: an interrupt may have come before the first was under way, or have broken it off.
+            self._forward.ends(call)
+        self._refuse_weights_in(output)
+        return output
+
+    def _part(self) -> Window:
+        """For one call: a window on the groups of which the module has a parameter of the session's in this call."""
+        rest: list[Unit] = []
+        for unit in self.units:
+            if not unit.is_wholly_given:
+                rest.append(unit)
+            for tensor in unit.given_instead():
+                self._check_given(unit, compat.unwrapped(tensor))
+        part = Window(self.module, self.path, tuple(rest), self._forward, self._backward)
+        part._inner, part.is_given = self._inner, True
+        return part
+
+    def _check_given(self, unit: Unit, tensor: torch.Tensor) -> None:
+        """Tensors of the user's are used as they are; where one is a parameter of the session's, its value must be true."""
+        device = unit.bounds[0].device_view.device
+        if is_veiled(tensor):
+            with compat.outside_transforms():
+                lift(tensor)
+        if tensor.device != device:
+            raise SessionError(
+                f"functional_call gives {type(self.module).__name__} at {self.path or 'the top'} a tensor "
+                f"{tuple(tensor.shape)} on {tensor.device}, and the model computes on {device}; bring it there: "
+                f"tensor.to({str(device)!r}). Streamed weights, and what is made from them, are on the host"
+            )
+
+    def _run_given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.units:
+            return (self._inner or compat.plain_call(self.module))(*args, **kwargs)
+        if compat.is_in_transform():
+            raise SessionError(
+                f"a transform of torch.func calls {type(self.module).__name__} at {self.path or 'the top'}, around whose "
+                f"calls the session moves weights (group {self.units[0].label}); give it weights of your own for the call: "
+                "torch.func.functional_call(model, {name: value.detach().clone() for name, value in "
+                "model.named_parameters()}, ...), or make the group resident and update it on the device. Nothing was updated"
+            )
+        output = self._run_open(Call(self), args, kwargs)
+        if self.path == "" and not torch.is_grad_enabled():
             self._forward.model_returned(output)
         return output
 

@@ -21,6 +21,7 @@ def assemble(
     num_parameters: int,
     target: Target,
     notes: tuple[str, ...],
+    about: Mapping[str, str] | None = None,
 ) -> StepTrace:
     """The trace of what was logged from `first_event` on; what came before made the state the step starts from."""
     backward_starts = [
@@ -87,6 +88,7 @@ def assemble(
         allocations=allocations,
         events=events,
         notes=notes,
+        about=dict(about or {}),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowtide.tracing.attention_rules import Backend, Call, choose, describe, enabled_backends, refusals, ways_out
+from lowtide.tracing.attention_rules import HOST, Backend, Call, choose, describe, enabled_backends, refusals, ways_out
 from lowtide.tracing.attention_use import FALLS_BACK, backend_note
 
 MAX_FALLBACKS = 3
@@ -10,7 +10,7 @@ MAX_FALLBACKS = 3
 
 
 class AttentionChoices:
-    """Chooses as torch would on a card, and remembers why."""
+    """Chooses as torch would on a card, or on the host, and remembers why."""
 
     def __init__(self, capability: tuple[int, int], torch_version: tuple[int, int]) -> None:
         self._capability = capability
@@ -18,6 +18,11 @@ class AttentionChoices:
         self.chosen: dict[Backend, str] = {}
         """Backends used so far, each with the reason why no better one was (empty for the best)."""
         self._fallbacks: dict[str, str] = {}
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the host is to run the calls."""
+        return self._capability == HOST
 
     def choose(self, call: Call, module: str) -> Backend:
         """The backend of a call made in a module."""

@@ -1,7 +1,7 @@
-"""Which backend torch picks for a call of scaled dot product attention on a CUDA card, and what would make it pick another.
+"""Which backend torch picks for a call of scaled dot product attention, and what would make it pick another.
 
-The choice follows the filters in torch's `sdp_utils.cpp`; it decides between a peak with and without the matrix of each
-query's score with each key. Used on ghosts, and to say why a real run took the slow way.
+The choice follows the filters in torch's `sdp_utils.cpp` for CUDA cards and `sdp_utils_cpp.cpp` for the host. It decides between a
+peak with and without the matrix of each query's score with each key. Used on ghosts, and to say why a real run took the slow way.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+HOST = (0, 0)
+"""Stands for the host where a compute capability is asked for."""
 
 
 class Backend(enum.StrEnum):
@@ -59,6 +62,8 @@ def why_not(backend: Backend, call: Call, capability: tuple[int, int]) -> str | 
     """The reason a backend refuses a call, None where it takes it."""
     if backend is Backend.MATH:
         return None
+    if capability == HOST:
+        return _why_not_on_host(backend, call)
     if len(call.query) != 4 or len(call.key) != 4 or len(call.value) != 4:
         return "query, key and value need four dimensions (batch, heads, length, head size)"
     if 0 in (call.query[2], call.key[2]):
@@ -110,6 +115,39 @@ def why_not(backend: Backend, call: Call, capability: tuple[int, int]) -> str | 
     return None
 
 
+def _why_not_on_host(backend: Backend, call: Call) -> str | None:
+    """The host has one fused kernel, in all floating types."""
+    if backend is not Backend.FLASH:
+        return "the host does not have it"
+    if call.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        return f"it does not take {call.dtype}"
+    if call.dropout:
+        return "it takes no dropout"
+    if len(call.query) != 4 or len(call.key) != 4 or len(call.value) != 4:
+        return "query, key and value need four dimensions (batch, heads, length, head size)"
+    if call.query[0] != call.key[0] or call.query[0] != call.value[0]:
+        return "the batch sizes differ"
+    if not call.query[1] == call.key[1] == call.value[1]:
+        if not call.enable_gqa:
+            return "the numbers of heads differ and enable_gqa is off"
+        if call.key[1] != call.value[1] or call.query[1] % call.key[1]:
+            return f"{call.query[1]} query heads cannot be shared by {call.key[1]} key and {call.value[1]} value heads"
+    if call.mask is not None:
+        if call.mask_needs_grad:
+            return "the mask needs a gradient"
+        whole = (call.query[0], call.query[1], call.query[2], call.key[2])
+        fits = all(size in (1, full) for size, full in zip(call.mask, whole[-len(call.mask) :], strict=False))
+        if len(call.mask) not in (2, 4) or not fits:
+            return f"a mask {list(call.mask)} is not taken"
+    if not call.query[3] == call.key[3] == call.value[3]:
+        return f"the head sizes {call.query[3]}, {call.key[3]} and {call.value[3]} differ"
+    if 0 in (call.query[2], call.key[2]):
+        return "a sequence has length zero"
+    if call.query[3] != 1 and any(stride != 1 for stride in call.last_strides[:3]):
+        return "the last dimension of query, key and value must be contiguous"
+    return None
+
+
 def call_of(
     query: Tensor,
     key: Tensor,
@@ -139,7 +177,8 @@ def call_of(
 
 def refusals(call: Call, capability: tuple[int, int], backend: Backend) -> str:
     """Why each backend that is better than the one taken refuses the call; "" where none refuses."""
-    better = list(Backend)[: list(Backend).index(backend)]
+    better = [Backend.FLASH] if capability == HOST else list(Backend)
+    better = better[: better.index(backend)] if backend in better else better
     return "; ".join(f"{b} does not take it: {why}" for b in better if (why := why_not(b, call, capability)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from lowtide.tracing.predict import OptimizerFactory
 from lowtide.tracing.real_model import applied, check_precision, device_of, move_batch
 from lowtide.tracing.settings import StepSettings
 from lowtide.tracing.step_trace import StepTrace
-from lowtide.tracing.training_step import Loss, TrainingStep
+from lowtide.tracing.training_step import Loss, TrainingStep, autocast_note
 
 
 def observe(
@@ -26,7 +27,7 @@ def observe(
     *,
     optimizer: torch.optim.Optimizer | OptimizerFactory | None = None,
     loss: Loss | None = None,
-    autocast: str | None = None,
+    autocast: str | torch.dtype | None = None,
     settings: StepSettings | None = None,
     steps: int = 3,
     name: str | None = None,
@@ -48,7 +49,7 @@ def observe(
             model's device where it is elsewhere.
         optimizer: The optimizer, or a function from parameters to one; None runs forward and backward alone.
         loss: `lambda model, batch: ...`, where the batch alone does not say.
-        autocast: `bfloat16` or `float16`, if forward and loss run under `torch.autocast`.
+        autocast: `bfloat16` or `float16`, as text or as torch's own, if forward and loss run under `torch.autocast`.
         settings: Everything else about the step. `precision` must be the one the model has.
         steps: How many to run; the last one is recorded. The first is never like the others: it makes the optimizer's
             state and, on CUDA, the workspaces.
@@ -67,7 +68,7 @@ def observe(
     """
     settings = settings or StepSettings()
     if autocast is not None:
-        settings = replace(settings, autocast=autocast)
+        settings = replace(settings, autocast=str(autocast))
     if steps < 2:
         raise ConfigError(f"steps must be at least 2, one to warm up and one to record, got {steps}", key="steps")
     check_precision(model, settings)
@@ -78,6 +79,9 @@ def observe(
         optimizer = optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
     watch = attention_watch(model, device)
     step = TrainingStep(model, batch, optimizer, loss, settings, around_first=watch)
+    if (idle := autocast_note(step, has_cast=True)) is not None:
+        notes.append(idle)
+        warnings.warn(idle, stacklevel=2)
     run = observe_on_host if device.type == "cpu" else observe_on_cuda
     with applied(model, optimizer, settings):
         trace = run(

@@ -29,7 +29,7 @@ from lowtide.tracing.recorder import Recorder
 from lowtide.tracing.roles import GradientWatch, ModulePaths, Role, state_roles, weight_roles
 from lowtide.tracing.step_trace import Category, StepTrace, Target
 from lowtide.tracing.timeline import Block, Request, StepRecord
-from lowtide.tracing.training_step import TrainingStep
+from lowtide.tracing.training_step import TrainingStep, about_step
 from lowtide.units import format_bytes
 
 MAX_ENTRIES = 10_000_000
@@ -102,6 +102,7 @@ def _record(step: TrainingStep, marks: Marks, device: torch.device, *, name: str
         model=name,
         settings=config.to_plain(step.settings),
         num_parameters=sum(parameter.numel() for parameter in step.model.parameters()),
+        about=about_step(step),
         target=_target(device),
         notes=tuple(notes),
     )

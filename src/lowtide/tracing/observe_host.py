@@ -22,7 +22,7 @@ from lowtide.tracing.memory_log import exact
 from lowtide.tracing.recorder import Life, Recorder
 from lowtide.tracing.roles import GradientWatch, ModulePaths, Role, state_roles, weight_roles
 from lowtide.tracing.step_trace import Category, Phase, StepTrace, Target
-from lowtide.tracing.training_step import TrainingStep
+from lowtide.tracing.training_step import TrainingStep, about_step
 from lowtide.units import format_bytes
 
 NUM_LAST_EVENTS = 5
@@ -187,6 +187,7 @@ def observe_on_host(
             model=name,
             settings=config.to_plain(step.settings),
             num_parameters=sum(parameter.numel() for parameter in step.model.parameters()),
+            about=about_step(step),
             target=Target(card="cpu", torch_version=torch.__version__.split("+")[0], context_bytes=0, capacity_bytes=0),
             notes=(*notes, "bytes are those of the tensors: scratch memory inside the host's kernels is not seen"),
         )

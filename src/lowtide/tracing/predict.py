@@ -18,7 +18,7 @@ from lowtide.tracing.activation_setup import activations_applied, connects_block
 from lowtide.tracing.allocator import AllocatorSettings
 from lowtide.tracing.assemble import assemble
 from lowtide.tracing.compiled_groups import GhostCompiler
-from lowtide.tracing.ghost import chunked_loss
+from lowtide.tracing.ghost import chunked_loss, recurrent
 from lowtide.tracing.ghost.cuda_module import cuda_functions
 from lowtide.tracing.ghost.literal_devices import LiteralDevices
 from lowtide.tracing.ghost.machine import GhostMachine
@@ -36,6 +36,8 @@ from lowtide.tracing.surroundings import DeviceMemory, Surroundings
 from lowtide.tracing.training_step import (
     Loss,
     TrainingStep,
+    about_step,
+    autocast_note,
     choose_as_on_host,
     choose_implementation,
     update_in_backward,
@@ -113,8 +115,10 @@ def _predict(
     recorder.is_closed = True
     on_progress("replaying the allocator")
     # The host's rounds nothing, and caches nothing.
-    memory = exact(recorder) if job.hardware.is_host else replay(recorder, job.allocator)
+    memory = exact(recorder) if job.hardware.is_host else replay(recorder, job.allocator, first_event)
     notes = [*mode.notes, *machine.attention.notes(), *([chunked_loss.NOTE] if job.settings.chunked_loss else [])]
+    idle = autocast_note(step, has_cast=machine.has_cast)
+    notes += [] if idle is None else [idle]
     return assemble(
         recorder,
         memory,
@@ -124,6 +128,7 @@ def _predict(
         model=job.name,
         settings=config.to_plain(job.settings),
         num_parameters=sum(parameter.numel() for parameter in step.model.parameters()),
+        about=about_step(step),
         target=Target(
             card=job.hardware.name,
             torch_version=job.torch_version,
@@ -153,6 +158,8 @@ def _run_steps(
                 step(device_type, recorder.begin_phase)
                 _name_optimizer_state(step)
                 repeated.check()
+            if job.hardware.is_host:
+                _count_host_state(step, recorder)
             recorder.is_detailed = True
             first_event, first_op = len(recorder.log), len(recorder.op_names)
             on_progress("tracing the steady step")
@@ -172,10 +179,13 @@ def _prepare(job: Job, mode: GhostMode) -> tuple[TrainingStep, Surroundings | No
     compat.restore_registrations(model)
     placed = [] if contents.surroundings is None else contents.surroundings.placed(model)
     elsewhere = {parameter.life.number for parameter in placed if isinstance(parameter, Ghost)}
-    for tensor in _placement_order(model):
-        tensor.life.category = Category.WEIGHTS
-        if tensor.life.number not in elsewhere:
-            mode.recorder.log_birth(tensor.life)
+    for module, tensors in _placement_order(model):
+        for tensor in tensors:
+            tensor.life.category = Category.WEIGHTS
+            if tensor.life.number not in elsewhere:
+                mode.recorder.log_birth(tensor.life)
+        if isinstance(module, nn.RNNBase) and not job.hardware.is_host:
+            _lay_flat([weight for weight in tensors if weight.life.number not in elsewhere], mode)
     if isinstance(contents.optimizer, torch.optim.Optimizer):
         for state, role in state_roles(model, contents.optimizer):  # of one that has stepped already
             if isinstance(state, Ghost) and not state.life.is_logged:
@@ -232,19 +242,36 @@ def _storages(mode: GhostMode) -> dict[int, Tensor]:
     return storages
 
 
-def _placement_order(model: nn.Module) -> list[Ghost]:
+def _placement_order(model: nn.Module) -> list[tuple[nn.Module, list[Ghost]]]:
     """Parameters and buffers in the order `model.to(device)` moves them: children first."""
-    seen: dict[int, Ghost] = {}
+    seen: set[int] = set()
+    order: list[tuple[nn.Module, list[Ghost]]] = []
 
     def visit(module: nn.Module) -> None:
         for child in module.children():
             visit(child)
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if isinstance(tensor, Ghost):
-                seen.setdefault(id(tensor), tensor)
+        tensors = [t for t in (*module._parameters.values(), *module._buffers.values()) if isinstance(t, Ghost)]
+        new = {id(tensor): tensor for tensor in tensors if id(tensor) not in seen}
+        seen.update(new)
+        order.append((module, list(new.values())))
 
     visit(model)
-    return list(seen.values())
+    return order
+
+
+def _lay_flat(weights: list[Ghost], mode: GhostMode) -> None:
+    """Move a recurrent layer's weights into one buffer, as torch does when the layer comes to the device."""
+    dtypes, lives = {weight.dtype for weight in weights}, {weight.life.number for weight in weights}
+    if len(dtypes) != 1 or not dtypes <= set(recurrent.FLAT_TYPES) or len(lives) != len(weights):
+        return
+    flat = torch.empty(sum(weight.numel() for weight in weights), dtype=weights[0].dtype, device="meta")
+    life, offset = mode.place(flat).life, 0
+    life.category = Category.WEIGHTS
+    for weight in weights:
+        mode.recorder.free(weight.life)
+        weight.inner.set_(flat.untyped_storage(), offset, weight.shape, weight.stride())
+        weight.life = life
+        offset += weight.numel()
 
 
 def _name_weights(model: nn.Module, recorder: Recorder) -> None:
@@ -257,6 +284,15 @@ def _name_optimizer_state(step: TrainingStep) -> None:
     for tensor, role in state_roles(step.model, step.optimizer):
         if isinstance(tensor, Ghost) and tensor.life.category is None:
             tensor.life.category, tensor.life.module, tensor.life.op = role.category, role.module, role.op
+
+
+def _count_host_state(step: TrainingStep, recorder: Recorder) -> None:
+    """Counters of steps are host tensors wherever the weights are: here they share the memory that is predicted."""
+    for tensor, role in state_roles(step.model, step.optimizer):
+        if not isinstance(tensor, Ghost) and tensor.device.type == "cpu":
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            life = recorder.allocate(tensor.numel() * tensor.element_size(), tuple(tensor.shape), dtype)
+            life.category, life.module, life.op = role.category, role.module, role.op
 
 
 def _mark_gradient(gradient: Tensor) -> None:

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 from lowtide.activations.policy import Policy, policy_of
 from lowtide.errors import ConfigError
+from lowtide.units import parse_dtype
+
+ATTENTION = ("cudnn", "flash", "efficient", "math")
+"""Backends that a step can be held to."""
 
 
 class UpdateSchedule(enum.StrEnum):
@@ -34,11 +38,12 @@ class StepSettings:
     """
 
     autocast: str | None = None
-    """`bfloat16` or `float16`: the forward and the loss run under `torch.autocast` of that type."""
+    """`bfloat16` or `float16` (`bf16`, `torch.bfloat16`, ...): the forward and the loss run under `torch.autocast` of that type.
+    `float32` is taken for what it is, no autocast at all, with a warning."""
     accumulate: int = 1
     """Backward passes per update."""
     precision: str | None = None
-    """`bfloat16`, `float16` or `float32`: convert the model, and floating point inputs with it, before the step."""
+    """`bfloat16`, `float16` or `float32` (`bf16`, ...): convert the model, and floating point inputs with it, before the step."""
     activations: str | None = None
     """What becomes of what each repeated block's forward saves for its backward: `keep`, `selective`, `recompute`,
     `recompute/4` (four blocks share one kept input), `offload` (recompute, its inputs on the host), `offload/all` or
@@ -60,14 +65,14 @@ class StepSettings:
             raise ConfigError(f"accumulate must be at least 1, got {self.accumulate}", key="accumulate")
         if self.activations is not None:
             policy_of(self.activations)
-        for field, choices in {
-            "autocast": ("bfloat16", "float16"),
-            "precision": ("bfloat16", "float16", "float32"),
-            "attention": ("cudnn", "flash", "efficient", "math"),
-        }.items():
-            value = getattr(self, field)
-            if value is not None and value not in choices:
-                raise ConfigError(f"{field} must be one of {', '.join(choices)}, got {value!r}", key=field)
+        for field in ("autocast", "precision"):
+            # One name for each type; frozen, so set past the guard.
+            if getattr(self, field) is not None:
+                object.__setattr__(self, field, parse_dtype(getattr(self, field), key=field))
+        if self.attention is not None and self.attention not in ATTENTION:
+            raise ConfigError(
+                f"attention must be one of {', '.join(ATTENTION)}, got {self.attention!r}", key="attention"
+            )
         if self.update is UpdateSchedule.IN_BACKWARD and (self.accumulate > 1 or self.max_grad_norm is not None):
             raise ConfigError(
                 "an update in the backward needs each gradient once and complete: it excludes accumulate > 1 and max_grad_norm",

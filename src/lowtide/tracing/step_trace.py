@@ -140,6 +140,9 @@ class StepTrace:
     events: tuple[Event, ...]
     notes: tuple[str, ...] = ()
     """What the reader must know: assumptions made, values invented, warnings."""
+    about: Mapping[str, str] = field(default_factory=dict)
+    """What was traced and what traced it, in words: `batch`, `optimizer`, `dtype`, `torch`, `lowtide`, `python`, `commit`. Empty
+    for traces of older versions."""
     schema_version: int = field(default=SCHEMA_VERSION)
 
     def __repr__(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -29,7 +30,7 @@ def trace(
     *,
     optimizer: torch.optim.Optimizer | OptimizerFactory | None = None,
     loss: Loss | None = None,
-    autocast: str | None = None,
+    autocast: str | torch.dtype | None = None,
     settings: StepSettings | None = None,
     hardware: str | Hardware = "h200",
     torch_version: str | None = None,
@@ -49,7 +50,7 @@ def trace(
             are sent with their values, since models look at masks and positions.
         optimizer: The optimizer, or a function from parameters to one; None traces forward and backward alone.
         loss: `lambda model, batch: ...`, where the batch alone does not say.
-        autocast: `bfloat16` or `float16`, if forward and loss run under `torch.autocast`.
+        autocast: `bfloat16` or `float16`, as text or as torch's own, if forward and loss run under `torch.autocast`.
         settings: Everything else about the step.
         hardware: The card to predict for.
         torch_version: The version it will run under; the installed one by default.
@@ -69,7 +70,7 @@ def trace(
     _check_arguments(model, optimizer)
     settings = settings or StepSettings()
     if autocast is not None:
-        settings = replace(settings, autocast=autocast)
+        settings = replace(settings, autocast=str(autocast))
     card = find_hardware(hardware) if isinstance(hardware, str) else hardware
     job = Job(
         name=name or type(model).__name__,
@@ -81,6 +82,9 @@ def trace(
     )
     result = run_job(job, on_progress)
     _check_size(result)
+    for note in result.notes:
+        if note.startswith("autocast="):
+            warnings.warn(note, stacklevel=2)
     return result
 
 

@@ -15,4 +15,6 @@ TABLES = {
     "events": ("allocation", "is_free", "op", "phase", "allocated_change", "reserved_change"),
 }
 KEYS = ("format", "schema_version", *SCALARS, "target", "settings", "notes", *TABLES, "uses", "strings", "shapes")
+ABOUT = "about"
+"""The part that older files do not have."""
 AGAIN = "save the trace again, or take it from an undamaged copy"

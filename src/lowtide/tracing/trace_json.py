@@ -23,7 +23,7 @@ import numpy as np
 
 from lowtide.errors import BadRecordError
 from lowtide.tracing.step_trace import StepTrace
-from lowtide.tracing.trace_format import AGAIN, FORMAT, SCALARS, TARGET
+from lowtide.tracing.trace_format import ABOUT, AGAIN, FORMAT, SCALARS, TARGET
 from lowtide.tracing.trace_reader import TraceReader
 
 K = TypeVar("K", bound=Hashable)
@@ -125,6 +125,7 @@ def trace_to_dict(trace: StepTrace) -> dict[str, object]:
         "target": {key: getattr(trace.target, key) for key in TARGET},
         "settings": trace.settings,
         "notes": list(trace.notes),
+        ABOUT: dict(trace.about),
         **tables,
         "uses": [use for allocation in allocations for use in allocation.uses],
         "strings": strings.values,

@@ -8,7 +8,7 @@ from typing import NoReturn, TypeVar
 
 from lowtide.errors import BadRecordError
 from lowtide.tracing.step_trace import SCHEMA_VERSION, Allocation, Category, Event, Op, Phase, StepTrace, Target
-from lowtide.tracing.trace_format import AGAIN, FORMAT, KEYS, TABLES, TARGET
+from lowtide.tracing.trace_format import ABOUT, AGAIN, FORMAT, KEYS, TABLES, TARGET
 
 T = TypeVar("T")
 Decoder = Callable[[object], T]
@@ -75,7 +75,7 @@ class TraceReader:
                 f"its schema version is {found!r} and this version of lowtide reads {SCHEMA_VERSION}",
                 advice="trace the step again, or read it with the version of lowtide that wrote it",
             )
-        self.record = self._keyed("the record", record, KEYS)
+        self.record = self._keyed("the record", {ABOUT: {}, **record}, (*KEYS, ABOUT))
         self.tables = {name: self._keyed(name, self.record[name], columns) for name, columns in TABLES.items()}
         self.num_rows = {name: self._count_rows(name) for name in TABLES}
         strings = self._each("strings", self.record["strings"], _exactly(str))
@@ -112,7 +112,13 @@ class TraceReader:
             allocations=tuple(self._allocations()),
             events=tuple(self._events()),
             notes=tuple(self._each("notes", record["notes"], _exactly(str))),
+            about=self._words(ABOUT),
         )
+
+    def _words(self, name: str) -> dict[str, str]:
+        found = self._one(name, self.record[name], dict)
+        self._each(name, list(found.values()), _exactly(str))
+        return found
 
     def _ops(self) -> Iterator[Op]:
         names, modules, sources = (self._column("ops", name, self.text) for name in ("name", "module", "source"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,10 +14,14 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowtide.errors import BatchMismatchError, ConfigError, TraceError
+from lowtide.hardware.machine import software
 from lowtide.tracing.settings import Implementation, StepSettings, UpdateSchedule
 from lowtide.tracing.step_trace import Phase
 
 Loss = Callable[[nn.Module, Any], Tensor]
+
+_FULL = "float32"
+"""What torch's autocast does not compute in: it switches itself off for it."""
 
 _BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -65,8 +70,9 @@ class TrainingStep:
 
     def _forward(self, device_type: str, on_phase: PhaseListener) -> Tensor:
         on_phase(Phase.FORWARD)
-        dtype = None if self.settings.autocast is None else getattr(torch, self.settings.autocast)
-        with torch.autocast(device_type, dtype=dtype) if dtype else contextlib.nullcontext():
+        autocast = self.settings.autocast
+        is_on = autocast is not None and autocast != _FULL
+        with torch.autocast(device_type, dtype=getattr(torch, str(autocast))) if is_on else contextlib.nullcontext():
             # The loss phase begins at the latest when the outermost module returns (see Recorder.begin_phase).
             hook = self.model.register_forward_hook(lambda *_: on_phase(Phase.LOSS))
             try:
@@ -120,6 +126,82 @@ def _own_loss(model: nn.Module, batch: Any) -> Tensor:
         )
     assert isinstance(loss, Tensor)
     return loss
+
+
+def about_step(step: TrainingStep) -> dict[str, str]:
+    """What is stepped and what steps it, in words, for `StepTrace.about`."""
+    sizes: Counter[str] = Counter()
+    for parameter in step.model.parameters():
+        sizes[_type_name(parameter)] += parameter.numel()
+    return {
+        "batch": _batch_words(step.batch),
+        "optimizer": _optimizer_words(step.optimizer),
+        "dtype": " and ".join(name for name, _ in sizes.most_common()),
+        **software(),
+    }
+
+
+def _batch_words(batch: Any) -> str:
+    """The tensors of a batch: `input_ids, labels 8x2048 int64`."""
+    names: dict[str, list[str]] = {}
+    for name, tensor in _named_tensors(batch, ""):
+        shape = "x".join(map(str, tensor.shape)) or "one number"
+        names.setdefault(f"{shape} {_type_name(tensor)}", []).append(name)
+    return "; ".join(f"{', '.join(filter(None, called))} {words}".strip() for words, called in names.items())
+
+
+def _named_tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _named_tensors(part, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for part in value:
+            yield from _named_tensors(part, name)
+
+
+def _optimizer_words(optimizer: torch.optim.Optimizer | None) -> str:
+    """The class, with those of its settings that are not its defaults: `SGD(momentum=0.9)`."""
+    if optimizer is None:
+        return "none"
+    kind = type(optimizer)
+    usual = inspect.signature(kind).parameters
+    changed = [
+        f"{key}={value}"
+        for key, value in optimizer.param_groups[0].items()
+        if isinstance(value, bool | int | float | str | tuple) and key in usual and value != usual[key].default
+    ]
+    return f"{kind.__name__}({', '.join(changed)})" if changed else kind.__name__
+
+
+def _type_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def autocast_note(step: TrainingStep, *, has_cast: bool) -> str | None:
+    """What to say of an autocast that is on for nothing; None where it casts weights, or is not asked for.
+
+    Args:
+        step: After it ran.
+        has_cast: Whether autocast cast any tensor, where that is known; else True.
+    """
+    word = step.settings.autocast
+    if word is None:
+        return None
+    if word == _FULL:
+        return f"autocast={word} changes nothing: torch's autocast computes in bfloat16 or float16 alone; leave it out"
+    weights = {parameter.dtype for parameter in step.model.parameters() if parameter.is_floating_point()}
+    types = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in weights))
+    advice = "leave it out" + ("" if types == _FULL else ", or keep the weights in float32")
+    if not has_cast:
+        return f"autocast={word} changes nothing: the step has nothing to cast, its weights are in {types}; {advice}"
+    if types == word:
+        return (
+            f"autocast={word} casts no weight: they are in {word} already, and only norms, softmax and losses are computed "
+            f"otherwise, in float32; {advice}"
+        )
+    return None
 
 
 def choose_implementation(optimizer: torch.optim.Optimizer, implementation: Implementation) -> None:

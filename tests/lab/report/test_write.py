@@ -63,11 +63,24 @@ def test_older_runs_are_left_out_and_counted_or_shown(tmp_path: Path) -> None:
 
 
 def test_no_records() -> None:
-    with pytest.raises(ConfigError, match=r"^a report needs at least one record of a run, got none$"):
+    with pytest.raises(ConfigError, match=r"^a report needs at least one record of a run, or a sweep, got none$"):
         write_report([], **{**NOWHERE, "html": Path("never.html")})
     with pytest.raises(ConfigError, match=r"got none; 1 files were skipped: a\.json: no JSON$"):
         write_report([], **{**NOWHERE, "html": Path("never.html")}, skipped=["a.json: no JSON"])
     assert not Path("never.html").exists()
+
+
+def test_a_sweep_alone_is_a_report(tmp_path: Path) -> None:
+    paths = {"html": tmp_path / "r.html", "markdown": tmp_path / "r.md"}
+    assert write_report([], **paths, png=None, sweeps=[budget_sweep()], skipped=["a.json: no JSON"]) == ()
+    text = (tmp_path / "r.md").read_text()
+    assert text.startswith("# Lab report: memory budget of deep-one\n\n## Memory budget sweep\n")
+    assert "- records: none, sweeps are read off the graph that torch would compile\n" in text
+    assert "a.json: no JSON" in text
+    assert "Memory budget sweep</h2>" in (tmp_path / "r.html").read_text()
+    with pytest.raises(ConfigError, match="a picture shows runs, and there is no record of one; leave png out"):
+        write_report([], html=tmp_path / "other.html", markdown=None, png=tmp_path / "r.png", sweeps=[budget_sweep()])
+    assert {path.name for path in tmp_path.iterdir()} == {"r.html", "r.md"}
 
 
 def test_nowhere_to_write() -> None:
@@ -75,7 +88,26 @@ def test_nowhere_to_write() -> None:
         write_report([record()], **NOWHERE)
 
 
+def test_a_picture_of_no_kind_writes_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot draw a figure as 'r\.docx'; name it with one of "):
+        write_report([record()], html=tmp_path / "r.html", markdown=None, png=tmp_path / "r.docx")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_bad_sweep_writes_nothing(tmp_path: Path) -> None:
     with pytest.raises(BadRecordError, match="the schema of a budget sweep is None"):
         write_report([record()], **{**NOWHERE, "html": tmp_path / "r.html"}, sweeps=[{}])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_hosts_and_drivers_are_said_where_records_have_them(tmp_path: Path) -> None:
+    around = replace(SURROUNDINGS, processor="16 x A Processor", memory_bytes=128 * GiB, driver="570.86.10")
+    records = [replace(record("x/a"), surroundings=around), record("x/b")]
+    paths = {"html": tmp_path / "r.html", "markdown": tmp_path / "r.md", "png": None}
+    write_report(records, **paths)
+    for path in (tmp_path / "r.html", tmp_path / "r.md"):
+        for words in ("16 x A Processor", "128.0 GiB", "570.86.10"):
+            assert words in path.read_text()
+        assert "unknown" not in path.read_text()
+    write_report(records[1:], **paths)
+    assert "processor" not in (tmp_path / "r.md").read_text()

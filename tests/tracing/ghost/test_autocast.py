@@ -164,6 +164,61 @@ class TestWeightCasts:
         assert ghosts(step) == [("aten.sum", 32)]
 
 
+def test_arguments_are_cast_from_the_last_to_the_first(ghosts: GhostProcess) -> None:
+    """As measured on a card: a linear layer's bias, its weight, its input; those of a product in their own order."""
+
+    def step(lab: Lab) -> list[int]:
+        x, w = lab.ghost(2, 64), lab.ghost(16, 64, needs_grad=True)
+        bias = lab.ghost(16, needs_grad=True)
+        lab.mark()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            F.linear(x, w, bias)
+            x @ lab.ghost(64, 8)
+        return [nbytes for op, nbytes in lab.outputs if op == "aten._to_copy"]
+
+    of_linear, of_product = [2 * 16, 2 * 16 * 64, 2 * 2 * 64], [2 * 2 * 64, 2 * 64 * 8]
+    assert ghosts(step) == of_linear + of_product
+
+
+def test_a_recurrent_layer_casts_its_weights_into_one_buffer(ghosts: GhostProcess) -> None:
+    def step(lab: Lab) -> tuple[list[tuple[str, int]], torch.dtype, set[torch.dtype]]:
+        layer = torch.nn.LSTM(8, 8, 2, device="ghost")
+        x = lab.ghost(5, 3, 8)
+        lab.mark()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            out = layer(x)[0]
+        births = lab.outputs
+        lab.recorder.phase = lab.phase.BACKWARD
+        out.float().sum().backward()
+        return births, out.dtype, {weight.grad.dtype for weight in layer.parameters()}  # type: ignore[union-attr]
+
+    births, dtype, gradients = ghosts(step)
+    weights = 2 * (2 * 4 * 8 * 8 + 2 * 4 * 8)
+    assert ("aten.empty", 2 * weights) in births
+    assert births.count(("aten._cudnn_rnn", 2 * weights)) == 0, "the buffer is not copied again"
+    assert dtype is torch.bfloat16
+    assert gradients == {torch.float32}
+
+
+def test_a_recurrent_layers_gradients_are_cast_from_the_last_weight_to_the_first(ghosts: GhostProcess) -> None:
+    """The order of the allocator's history; the buffer itself has no gradient."""
+
+    def step(lab: Lab) -> list[tuple[str, int]]:
+        layer = torch.nn.GRU(8, 16, device="ghost")
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            out = layer(lab.ghost(5, 3, 8))[0]
+        lab.recorder.phase = lab.phase.BACKWARD
+        lab.mark()
+        out.float().sum().backward()
+        return lab.births
+
+    births = ghosts(step)
+    weights = {4 * 48 * 8, 4 * 48 * 16, 4 * 48}
+    casts = [num_bytes for name, num_bytes in births if name == "aten._to_copy" and num_bytes in weights]
+    assert casts == [4 * 48, 4 * 48, 4 * 48 * 16, 4 * 48 * 8]
+    assert "aten.zeros" not in [name for name, _ in births]
+
+
 def test_nesting_and_switching_off(ghosts: GhostProcess) -> None:
     def step(lab: Lab) -> list[torch.dtype]:
         x = lab.ghost(4, 4)

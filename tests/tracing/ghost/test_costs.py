@@ -222,6 +222,14 @@ class TestWorkspaces:
         thread.join()
         assert seen == [[("cuBLAS", 33554432)]]
 
+    def test_dropout_of_recurrent_layers_keeps_a_state_once(self) -> None:
+        """6,488,064 bytes on an H200 of 132 multiprocessors, whatever the layers' sizes."""
+        costs, call = CudaCosts(find_hardware("h200"), "2.11.0"), describe(aten._cudnn_rnn.default)
+        args = [None] * 11
+        assert list(costs.lasting(call, (*args, 0.0, True))) == list(costs.lasting(call, (*args, 0.1, False))) == []
+        assert list(costs.lasting(call, (*args, 0.1, True))) == [("cuDNN", 6488064)]
+        assert list(costs.lasting(call, (*args, 0.1, True))) == []
+
     def test_addmm_first_takes_both(self) -> None:
         costs = CudaCosts(find_hardware("h200"), "2.11.0")
         assert sum(nbytes for _, nbytes in self.lasting(costs, aten.addmm.default)) == 34603008  # as measured

@@ -108,14 +108,28 @@ class TestStorages:
 
 
 class TestOperators:
-    def test_a_dropout_mask_is_one_byte_an_element(self, ghosts: GhostProcess) -> None:
+    def test_a_dropout_mask_is_one_byte_an_element_and_comes_first(self, ghosts: GhostProcess) -> None:
         def step(lab: Lab) -> list[tuple[str, int]]:
             x = lab.ghost(100, 10, needs_grad=True)
             lab.mark()
             y = F.dropout(x, 0.1, training=True)
             return lab.births if y is not None else []
 
-        assert ghosts(step) == [("aten.native_dropout", 4000), ("aten.native_dropout", 1000)]
+        assert ghosts(step) == [("aten.native_dropout", 1000), ("aten.native_dropout", 4000)]
+
+    @pytest.mark.parametrize(("hardware", "copies"), [("h200", 1), ("cpu", 0)])
+    def test_group_norm_copies_channels_last_on_a_card_alone(
+        self, ghosts: GhostProcess, hardware: str, copies: int
+    ) -> None:
+        def step(lab: Lab) -> tuple[int, bool]:
+            lab = Lab(hardware)
+            x = lab.ghost(2, 8, 16, 16).contiguous(memory_format=torch.channels_last)
+            lab.mark()
+            with lab.mode:
+                y = F.group_norm(x, 4)
+            return [nbytes for _, nbytes in lab.births].count(4 * 2 * 8 * 256), y.is_contiguous()
+
+        assert ghosts(step) == (1 + copies, bool(copies))
 
     def test_the_backward_of_silu_is_one_operator_with_one_output(self, ghosts: GhostProcess) -> None:
         def step(lab: Lab) -> list[tuple[str, int]]:

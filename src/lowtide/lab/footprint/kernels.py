@@ -27,7 +27,7 @@ class KernelFootprint(ChunkOptimizer):
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, numerics: Numerics) -> None:
-        super().__init__(optimizer, ())
+        super().__init__(optimizer)
         self._numerics = numerics
         self._states: dict[int, ParameterState] = {}
 

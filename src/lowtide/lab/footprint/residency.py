@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from lowtide.errors import BudgetError
 from lowtide.memory.chunk import Chunk, StoredGroup
@@ -40,9 +40,9 @@ class FootprintResidency:
         for unit in units:
             self.open(unit)
 
-    def close(self, unit: Unit) -> None:
+    def close(self, unit: Unit, at: Ticket | None = None) -> None:
         """One use less."""
-        self.store.close(unit.name)
+        self.store.close(unit.name, at)
         if not unit.group.num_open:
             self.forget_old_copy(unit)
 
@@ -55,11 +55,25 @@ class FootprintResidency:
     def keep_writes(self, unit: Unit) -> None:
         """A forward that writes to its own weights takes no memory for it."""
 
+    def keep_write(self, unit: Unit, chunk: Chunk) -> None:
+        """Nor does a hook."""
+
+    def write_back(self, unit: Unit, chunk: Chunk) -> None:
+        """The computation changed an open chunk."""
+        del unit
+        self.store.write_back(chunk)
+
+    def settle_held(self) -> None:
+        """Nobody looks."""
+
     def guard(self, unit: Unit) -> None:
         """Nobody looks."""
 
     def rest(self) -> None:
         """Nobody looks."""
+
+    def rebuild(self) -> None:
+        """A trace that broke off is over."""
 
     # -- told by the store ---------------------------------------------------------------------------------------------
 
@@ -67,6 +81,13 @@ class FootprintResidency:
         """A trace has room for everything."""
 
     def credit(self, num_bytes: int, owner: str) -> None:
+        """A trace has room for everything."""
+
+    def may_fetch_ahead(self, group: StoredGroup) -> bool:
+        """Nobody writes to weights without memory."""
+        return True
+
+    def clear(self, owners: Collection[str]) -> None:
         """A trace has room for everything."""
 
     def before_fetch(self, chunk: Chunk) -> None:

@@ -4,7 +4,6 @@ runtime's own; what they handle has no memory, and what they take shows in the t
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
@@ -28,6 +27,7 @@ from lowtide.memory.store import ChunkStore
 from lowtide.optim.update_types import Numerics
 from lowtide.planning.plan import GroupPlan, Plan, Schedule, Site, Weights
 from lowtide.planning.window_need import window_bytes_needed
+from lowtide.runtime.alone import SessionLock
 from lowtide.runtime.backward_pass import BackwardPass
 from lowtide.runtime.backward_task import is_away
 from lowtide.runtime.chunk_optimizer import ChunkOptimizer
@@ -69,7 +69,7 @@ class SessionFootprint:
         """The optimizer that the trace steps: through this session."""
         optimizer = self._make_optimizer(parameters)
         if self._numerics is None:
-            self._runner = ChunkOptimizer(optimizer, ())
+            self._runner = ChunkOptimizer(optimizer)
         else:
             self._runner = KernelFootprint(optimizer, self._numerics)
         vars(optimizer)["step"] = self._step
@@ -141,7 +141,7 @@ class SessionFootprint:
         # Each does here what the runtime's class of that name does in a session, without memory to point to.
         as_residency = cast(Residency, residency)
         gradients = cast(GradientMover, FootprintGradients(mover))
-        recorder, lock = Recorder(mover), threading.RLock()
+        recorder, lock = Recorder(mover), SessionLock()
         watch = FootprintWatch(mover)
         self._loss = cast(LossWatch, FootprintLoss(is_immediate=self._plan.schedule is Schedule.IN_BACKWARD))
         self._backward = BackwardPass(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -35,6 +35,9 @@ class FootprintGradients:
     def expose(self, bound: Bound) -> None:
         """What is on the host costs the device nothing."""
 
+    def abandon(self, bounds: Iterable[Bound]) -> None:
+        """A trace that broke off is over."""
+
 
 class FootprintWatch(GradientWatch):
     """Norms take memory and have no values: nobody is told of anything."""
@@ -64,6 +67,16 @@ class FootprintUpdater:
         self._store = store
         self._watch = watch
         self._schedule = schedule
+
+    is_torn = False
+    """A trace that broke off is over, and nobody asks what has moved."""
+
+    def has_updated(self, chunk: str) -> bool:
+        """See `is_torn`."""
+        return False
+
+    def begin_step(self) -> None:
+        """See `is_torn`."""
 
     def judge_in_backward(self, bounds: Sequence[Bound]) -> torch.Tensor | None:
         """Norms on the device, until the end of the backward."""

@@ -176,9 +176,9 @@ def _sweep(sweep: Sweep) -> str:
     if words:
         legend += '<li><i class="key reversal"></i>beaten by a larger budget</li>'
     return (
-        f'<figure class="sweep" aria-label="{escape(sweep.model)}"><h3>{escape(sweep.model)}</h3>'
+        f'<figure class="sweep" aria-label="{escape(sweep.title)}"><h3>{escape(sweep.title)}</h3>'
         f'<ul class="legend">{legend}</ul><div class="chart">{sweep_svg(sweep)}</div></figure>'
-        f"{verdict}{markup.table(f'Budgets of {sweep.model}', heads, rows, kind='sortable narrow')}"
+        f"{verdict}{markup.table(f'Budgets of {sweep.title}', heads, rows, kind='sortable narrow')}"
     )
 
 

@@ -121,4 +121,4 @@ def _sweep(sweep: Sweep) -> list[str]:
         lines.append(_line([*cells, f"{point.recomputed_flops_share:.1%}", point.kind]))
     words = [f"- {escape(reversal.words)}" for reversal in sweep.reversals]
     monotone = "No smaller budget has a larger peak."
-    return [f"### {escape(sweep.model)}", "\n".join(lines), "\n".join(words) if words else monotone]
+    return [f"### {escape(sweep.title)}", "\n".join(lines), "\n".join(words) if words else monotone]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from lowtide.lab.configurations import by_configuration
-from lowtide.lab.record import RunRecord
+from lowtide.lab.record import RunRecord, Surroundings
 from lowtide.lab.report.comparison import Comparison
+from lowtide.units import format_bytes
 
 
 def provenance(records: Sequence[RunRecord], num_older: int = 0) -> tuple[tuple[str, str], ...]:
@@ -16,6 +17,8 @@ def provenance(records: Sequence[RunRecord], num_older: int = 0) -> tuple[tuple[
         records: Those that the figures are from.
         num_older: How many others were left out.
     """
+    if not records:
+        return (("records", "none, sweeps are read off the graph that torch would compile"),)
     left_out = f"; {older_words(num_older)}" if num_older else ""
     around = [record.surroundings for record in records]
     dates = sorted(surroundings.date for surroundings in around)
@@ -27,9 +30,20 @@ def provenance(records: Sequence[RunRecord], num_older: int = 0) -> tuple[tuple[
         ("lowtide", _unique(surroundings.lowtide for surroundings in around)),
         ("python", _unique(surroundings.python for surroundings in around)),
         ("platform", _unique((surroundings.platform for surroundings in around), separator="; ")),
+        *_machine(around),
         ("date", dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"),
         ("records", f"{len(records)}{left_out}"),
     )
+
+
+def _machine(around: Sequence[Surroundings]) -> list[tuple[str, str]]:
+    """The hosts and drivers, of the records that have them: older ones do not."""
+    found = [
+        ("processor", _unique(each.processor for each in around if each.memory_bytes is not None)),
+        ("host memory", _unique(format_bytes(each.memory_bytes) for each in around if each.memory_bytes is not None)),
+        ("driver", _unique(each.driver for each in around if each.driver is not None)),
+    ]
+    return [(name, values) for name, values in found if values]
 
 
 def older_words(num_older: int) -> str:

@@ -54,6 +54,8 @@ class Sweep:
     """All budgets tried on a model."""
 
     model: str
+    title: str
+    """The model with the batch, the type and the version of torch, as far as they are known."""
     points: tuple[SweepPoint, ...]
     """By rising budget, one kind after the other."""
 
@@ -82,7 +84,13 @@ def read_sweep(plain: Mapping[str, object]) -> Sweep:
         raise BadRecordError("a budget sweep needs 'model', a text, and 'points', a list with at least one")
     read = [_point(number, point, model) for number, point in enumerate(points, 1)]
     kinds = list(dict.fromkeys(point.kind for point in read))
-    return Sweep(model=model, points=tuple(sorted(read, key=lambda point: (kinds.index(point.kind), point.budget))))
+    torch = plain.get("torch")
+    words = (model, plain.get("batch"), plain.get("dtype"), f"torch {torch}" if torch else None)
+    return Sweep(
+        model=model,
+        title=", ".join(str(word) for word in words if word),
+        points=tuple(sorted(read, key=lambda point: (kinds.index(point.kind), point.budget))),
+    )
 
 
 def _point(number: int, plain: object, model: str) -> SweepPoint:

@@ -13,7 +13,7 @@ from lowtide.lab.report.sweep import Sweep, SweepPoint
 
 def sweep_svg(sweep: Sweep) -> str:
     """The chart for both widths of screen, with a ring around each point that a larger budget beats."""
-    label = f"{sweep.model}: peak and saved bytes by budget"
+    label = f"{sweep.title}: peak and saved bytes by budget"
     return svg.both_widths(lambda size: _draw(sweep, size), label=label, wide=(720, 340), narrow=(360, 300))
 
 

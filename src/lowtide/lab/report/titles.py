@@ -15,14 +15,16 @@ def group_words(rows: Sequence[Row]) -> str:
     return rows[0].folder or _listed(list(dict.fromkeys(row.name for row in rows)), "recipe")
 
 
-def report_title(rows: Sequence[Row]) -> str:
-    """A report over all rows, whatever folders they are of.
+def report_title(rows: Sequence[Row], swept: Sequence[str] = ()) -> str:
+    """A report over all rows, whatever folders they are of; without rows, over the models whose budget was swept.
 
     Example:
         >>> rows = [Row(name=name, device="", model="", seeds=(0,), by_phase={}) for name in ("a/b", "mine", "a/c", "own")]
         >>> report_title(rows)
         'Lab report: a, mine, own'
     """
+    if not rows:
+        return f"Lab report: memory budget of {_listed(list(dict.fromkeys(swept)), 'model')}"
     # A recipe without a folder stands for itself.
     groups = list(dict.fromkeys(row.folder or row.name for row in rows))
     with_folder = any(row.folder for row in rows)

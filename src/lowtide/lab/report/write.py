@@ -37,20 +37,27 @@ def write_report(
         with_older: Whether runs that a newer one of the same configuration and seed replaces get rows too.
 
     Raises:
-        ConfigError: There is no record, no path, or the picture's name ends in no known format.
+        ConfigError: There is neither a record nor a sweep, no path, a picture of sweeps alone, or the picture's name ends in no
+            known format.
         BadRecordError: A sweep is of another kind or lacks something.
     """
     if html is None and markdown is None and png is None:
         raise ConfigError("there is nothing to write: give a path for html, markdown or png")
-    if not records:
+    if not records and not sweeps:
         lost = f"; {len(skipped)} files were skipped: {'; '.join(skipped)}" if skipped else ""
-        raise ConfigError(f"a report needs at least one record of a run, got none{lost}")
+        raise ConfigError(f"a report needs at least one record of a run, or a sweep, got none{lost}")
+    if not records and png is not None:
+        raise ConfigError("a picture shows runs, and there is no record of one; leave png out, or run some", key="png")
+    if png is not None:
+        from lowtide.report.png import figure_path  # matplotlib takes a second to import
+
+        figure_path(png)  # before anything is written: a wrong name is found at once
     comparisons = make_comparisons(records, with_older=with_older)
-    title = report_title([row for comparison in comparisons for row in comparison.rows])
     # What the figures were made with is said of those that count.
     counted = records if with_older else newest_records(records)
     num_older = len(records) - len(counted)
     read = [read_sweep(sweep) for sweep in sweeps]
+    title = report_title([row for comparison in comparisons for row in comparison.rows], [each.model for each in read])
     if html is not None:
         _write(html, render_html(comparisons, counted, title=title, skipped=skipped, sweeps=read, num_older=num_older))
     if markdown is not None:
@@ -59,7 +66,7 @@ def write_report(
             render_markdown(comparisons, counted, title=title, skipped=skipped, sweeps=read, num_older=num_older),
         )
     if png is not None:
-        from lowtide.lab.report.png import save_report_png  # matplotlib takes a second to import
+        from lowtide.lab.report.png import save_report_png
 
         save_report_png(comparisons, png, title=title)
     return comparisons

@@ -1,4 +1,4 @@
-"""Scaled dot product attention on the ghost device: the backend a CUDA card would take, and what that one allocates.
+"""Scaled dot product attention on the ghost device: the backend the target would take, and what that one allocates.
 
 Layouts and shapes of the fused kernels' outputs and scratch were read off an H200 (torch 2.11, cuDNN 9.19).
 """
@@ -37,7 +37,7 @@ class Attention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Attention, by the backend the target card would take."""
+        """Attention, by the backend the target would take."""
         call = call_of(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         backend = self.choices.choose(call, self._module())
         options: dict[str, Any] = {"scale": scale if scale is not None else 1 / math.sqrt(query.size(-1))}
@@ -45,6 +45,11 @@ class Attention:
             mask = _as_bias(attn_mask, query, -65504.0)
             return aten._scaled_dot_product_cudnn_attention(  # type: ignore[no-any-return]
                 query, key, value, mask, call.needs_grad, dropout_p, is_causal, False, **options
+            )[0]
+        if backend is Backend.FLASH and self.choices.is_on_host:
+            mask = _as_bias(attn_mask, query, float("-inf"))
+            return aten._scaled_dot_product_flash_attention_for_cpu(  # type: ignore[no-any-return]
+                query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
             )[0]
         if backend is Backend.FLASH:
             padding = -query.size(-1) % 8
@@ -93,14 +98,15 @@ def _math(
     is_half = (
         dtype in (torch.float16, torch.bfloat16) and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
     )
+    if is_half:
+        query, key, value = query.float(), key.float(), value.float()
+    factor = math.sqrt(scale)
+    raised = query, key, value  # torch holds them until it returns
+    query = aten.mul.Scalar(query, factor)
     if is_causal:
         ones = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
         mask = _as_bias(ones, query, float("-inf"))
         del ones
-    if is_half:
-        query, key, value = query.float(), key.float(), value.float()
-    factor = math.sqrt(scale)
-    query = aten.mul.Scalar(query, factor)
     if gqa and key.size(1) != query.size(1):
         key = key.repeat_interleave(query.size(1) // key.size(1), 1)
         value = value.repeat_interleave(query.size(1) // value.size(1), 1)
@@ -113,5 +119,5 @@ def _math(
         weights = torch.dropout(weights, dropout, True)
     copy = weights.to(dtype)  # torch returns the weights too; the caller drops them
     out = torch.matmul(weights, value).to(dtype)
-    del copy
+    del copy, raised
     return out

@@ -1,7 +1,7 @@
-"""Autocast for the ghost device: the same operators are cast as on CUDA, and cast weights are cached as there.
+"""Autocast for the ghost device: the same operators are cast as on the target, and cast weights are cached as there.
 
-The lists are torch's own for CUDA. The cache matters for memory: a weight cast to bf16 lives until the autocast context ends,
-or as long as the backward needs it.
+The lists are torch's own, for CUDA and for the host. The cache matters for memory: a weight cast to bf16 lives until the
+autocast context ends, or as long as the backward needs it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lowtide import compat
+from lowtide.tracing.ghost import recurrent
 from lowtide.tracing.ghost.tensor import Ghost
 
 LOWER_PRECISION = (
@@ -49,6 +50,15 @@ WIDEST = ("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "gr
 """All floating arguments are brought to the widest type among them."""
 
 
+HOST_LOWER_PRECISION = (
+    "conv1d", "conv1d.padding", "conv2d", "conv2d.padding", "conv3d", "conv3d.padding", "_convolution.deprecated", "conv_tbc",
+    "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input", "prelu", "addmm", "_addmm_activation", "matmul", "mm",
+    "linalg_vecdot", "linear", "addbmm", "baddbmm", "bmm", "mkldnn_rnn_layer", "scaled_dot_product_attention",
+    "_native_multi_head_attention",
+)  # fmt: skip
+HOST_WIDEST = ("stack", "cat", "index_copy")
+"""Whatever else the host's autocast touches runs in fp32."""
+
 SINCE = {"rms_norm": (2, 12)}
 """Operators that older versions of torch do not cast; 2.11 was looked up, where exactly the change came was not."""
 
@@ -59,6 +69,8 @@ class WeightCasts:
     def __init__(self) -> None:
         self.torch_version = (2, 13)
         """Of the target."""
+        self.has_cast = False
+        """Whether anything was cast in the current trace, up or down: else autocast changes nothing in it."""
         self._casts: dict[int, tuple[Tensor, Tensor]] = {}
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -70,6 +82,7 @@ class WeightCasts:
             or not isinstance(tensor, Ghost)
         ):
             return tensor
+        self.has_cast = True
         is_weight = tensor.requires_grad and tensor.is_leaf and tensor.dtype is torch.float32 and not tensor._is_view()
         if not (is_weight and dtype is not torch.float32 and torch.is_autocast_cache_enabled()):
             return tensor.to(dtype)
@@ -84,24 +97,46 @@ class WeightCasts:
         self._casts.clear()
 
 
-def register(casts: WeightCasts) -> list[torch.library.Library]:
-    """Give the ghost device CUDA's autocast rules; the returned libraries must be kept alive."""
+def register_fallback() -> torch.library.Library:
+    """Leave operators without a rule as they are; the returned library must be kept alive."""
     fallback = torch.library.Library("_", "IMPL")
     fallback.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
-    library = torch.library.Library("aten", "IMPL")
-    for names, make in ((LOWER_PRECISION, _lower), (FP32, _raise), (FP32_SET_DTYPE, _name_dtype), (WIDEST, _widen)):
+    return fallback
+
+
+def register(casts: WeightCasts, library: torch.library.Library, *, is_host: bool) -> None:
+    """Give the ghost device the autocast rules of CUDA, or those of the host."""
+    rules: tuple[tuple[tuple[str, ...], Callable[[Any, WeightCasts], Callable[..., Any]]], ...]
+    rules = ((LOWER_PRECISION, _lower), (FP32, _raise), (FP32_SET_DTYPE, _name_dtype), (WIDEST, _widen))
+    if is_host:
+        others = set(compat.operators_cast_on_host()) - set(HOST_LOWER_PRECISION) - set(HOST_WIDEST)
+        rules = ((HOST_LOWER_PRECISION, _lower), (tuple(others), _raise), (HOST_WIDEST, _widen))
+    else:
+        rules = (*rules, (("_cudnn_rnn",), _recur))
+    for names, make in rules:
         for name in names:
             overload = compat.find_overload(name)
             if overload is not None:
                 library.impl(name, make(overload, casts), "AutocastPrivateUse1")
-    return [fallback, library]
 
 
 def _lower(overload: Any, casts: WeightCasts) -> Callable[..., Any]:
+    cast_all = _cast if len(overload._schema.arguments) == 2 else _cast_last_first
+
     def kernel(*args: Any, **kwargs: Any) -> Any:
         dtype = torch.get_autocast_dtype("ghost")
         with compat.without_autocast():
-            return overload(*_cast(args, casts, dtype), **_cast_mapping(kwargs, casts, dtype))
+            return overload(*cast_all(args, casts, dtype), **_cast_mapping(kwargs, casts, dtype))
+
+    return kernel
+
+
+def _recur(overload: Any, casts: WeightCasts) -> Callable[..., Any]:
+    def kernel(inputs: Tensor, weight: Any, stride: int, buffer: Any, hx: Tensor, cx: Any, *args: Any) -> Any:
+        dtype = torch.get_autocast_dtype("ghost")
+        with compat.without_autocast():
+            weight, buffer = recurrent.cast_flat(weight, buffer, dtype)
+            return overload(casts.cast(inputs, dtype), weight, stride, buffer, *_cast((hx, cx), casts, dtype), *args)
 
     return kernel
 
@@ -113,7 +148,9 @@ def _raise(overload: Any, casts: WeightCasts) -> Callable[..., Any]:
         with compat.without_autocast():
             if casts.torch_version < since:
                 return overload(*args, **kwargs)
-            return overload(*_cast(args, casts, torch.float32), **_cast_mapping(kwargs, casts, torch.float32))
+            return overload(
+                *_cast_last_first(args, casts, torch.float32), **_cast_mapping(kwargs, casts, torch.float32)
+            )
 
     return kernel
 
@@ -129,6 +166,7 @@ def _name_dtype(overload: Any, casts: WeightCasts) -> Callable[..., Any]:
             position is not None and len(args) > position and args[position] is not None
         )
         if is_low and not is_named:
+            casts.has_cast = True
             if position is not None and len(args) > position:
                 args = (*args[:position], torch.float32, *args[position + 1 :])
             else:
@@ -164,6 +202,14 @@ def _cast(value: Any, casts: WeightCasts, dtype: torch.dtype) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_cast(item, casts, dtype) for item in value)
     return value
+
+
+def _cast_last_first(args: Any, casts: WeightCasts, dtype: torch.dtype) -> Any:
+    """Torch casts the arguments of one call from the last to the first: so its compiler evaluates them.
+
+    Measured: linear layers and convolutions do, the two of a product (`matmul`) are cast in their own order.
+    """
+    return tuple(reversed([_cast(value, casts, dtype) for value in reversed(args)]))
 
 
 def _cast_mapping(values: dict[str, Any], casts: WeightCasts, dtype: torch.dtype) -> dict[str, Any]:

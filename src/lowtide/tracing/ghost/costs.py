@@ -15,7 +15,7 @@ from torch import Tensor
 from lowtide.hardware import Hardware
 from lowtide.tracing.ghost import convolutions, recurrent, reductions
 from lowtide.tracing.ghost.arithmetic import num_flops
-from lowtide.tracing.ghost.operators import Operator
+from lowtide.tracing.ghost.operators import Course, Operator
 
 MATRIX_PRODUCTS = frozenset(
     {
@@ -42,9 +42,15 @@ class CudaCosts:
         self._workspace_bytes = hardware.cublas_workspace_for(torch_version)
         self._lt_workspace_bytes = hardware.cublaslt_workspace_for(torch_version)
         self._warm: set[tuple[int, str]] = set()
+        self._kept: set[str] = set()
 
     def lasting(self, op: Operator, args: tuple[Any, ...]) -> Iterable[tuple[str, int]]:
-        """CuBLAS keeps one workspace per thread that calls it: the main one, and autograd's."""
+        """CuBLAS keeps one workspace per thread that calls it: the main one, and autograd's. CuDNN keeps the state of its
+        dropout, one for all recurrent layers.
+        """
+        if op.name == "aten._cudnn_rnn" and recurrent.drops(args) and "dropout" not in self._kept:
+            self._kept.add("dropout")
+            yield "cuDNN", self._hardware.num_sms * recurrent.DROPOUT_BYTES_PER_SM
         if op.name not in MATRIX_PRODUCTS or not self._workspace_bytes:
             return
         thread = threading.get_ident()
@@ -55,6 +61,14 @@ class CudaCosts:
             self._warm.add((thread, "cuBLASLt"))
             if self._lt_workspace_bytes:
                 yield "cuBLASLt", self._lt_workspace_bytes
+
+    def has_course(self, op: Operator) -> bool:
+        """Whether scratch memory is taken before and between the operator's outputs."""
+        return op.name in _COURSES
+
+    def course(self, op: Operator, args: tuple[Any, ...], out: Any) -> Course:
+        """What such an operator takes and frees, in order."""
+        return _COURSES[op.name](args, out)
 
     def passing(self, op: Operator, args: tuple[Any, ...], out: Any) -> list[list[int]]:
         """Scratch that lives while the operator runs: stages, one after the other."""
@@ -76,6 +90,22 @@ class CudaCosts:
             if rate:
                 seconds = max(seconds, flops / (rate * EFFICIENCY))
         return seconds
+
+
+class HostCosts(CudaCosts):
+    """The host's kernels keep no workspaces; their scratch memory lies outside torch's tensors and is not counted."""
+
+    def lasting(self, op: Operator, args: tuple[Any, ...]) -> Iterable[tuple[str, int]]:
+        """Nothing."""
+        return ()
+
+    def has_course(self, op: Operator) -> bool:
+        """None has."""
+        return False
+
+    def passing(self, op: Operator, args: tuple[Any, ...], out: Any) -> list[list[int]]:
+        """Nothing."""
+        return []
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -205,6 +235,10 @@ def _ctc_backward(args: Any, out: Any, num_sms: int) -> list[int]:
     return [_nbytes(args[6])]  # the backward variables, in a table like that of the forward ones
 
 
+def _dropout(args: Any, out: Any) -> Course:
+    return [out[1], out[0]]  # the mask first
+
+
 def _upsample_backward(args: Any, out: Any, num_sms: int) -> list[int]:
     is_same_size = list(args[1]) == list(args[2][2:])
     return [] if is_same_size else [_copy_if_strided(args[0])]  # one to one is a plain copy into the output
@@ -238,9 +272,12 @@ _RULES: dict[str, Callable[[Any, Any, int], list[int]]] = {
     "aten._scaled_dot_product_flash_attention_backward": _flash_attention_backward,
 }
 _STAGED_RULES: dict[str, Callable[[Any, Any, int], list[list[int]]]] = {
-    "aten.convolution": convolutions.forward_bytes,
-    "aten.convolution_backward": convolutions.backward_bytes,
-    "aten._cudnn_rnn": recurrent.forward_bytes,
-    "aten._cudnn_rnn_backward": recurrent.backward_bytes,
     "aten._scaled_dot_product_efficient_attention_backward": _efficient_attention_backward,
+}
+_COURSES: dict[str, Callable[[Any, Any], Course]] = {
+    "aten.native_dropout": _dropout,
+    "aten.convolution": convolutions.forward_course,
+    "aten.convolution_backward": convolutions.backward_course,
+    "aten._cudnn_rnn": recurrent.forward_course,
+    "aten._cudnn_rnn_backward": recurrent.backward_course,
 }

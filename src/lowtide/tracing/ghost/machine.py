@@ -1,7 +1,7 @@
 """GhostMachine: a process in which torch believes in a CUDA card of a given kind.
 
-Installs, once per process: the ghost device, CUDA's autocast rules, CUDA's choice of attention, fused kernels that torch has
-for CUDA only, and the optimizers' defaults for CUDA. Only the tracing subprocess becomes one.
+Installs, once per process: the ghost device, its choice of attention, and the optimizers' defaults for CUDA. Autocast rules and
+kernels that only CUDA or only the host has change with the target. Only the tracing subprocess becomes one.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from lowtide.hardware import Hardware
 from lowtide.tracing.attention_choices import AttentionChoices
 from lowtide.tracing.ghost import autocast, chunked_loss, contents, device, matching, offloading, recurrent
 from lowtide.tracing.ghost.attention import Attention
-from lowtide.tracing.ghost.costs import CudaCosts
+from lowtide.tracing.ghost.costs import CudaCosts, HostCosts
 from lowtide.tracing.ghost.mode import GhostMode
+from lowtide.tracing.ghost.shapes import HOST_SHAPES, SHAPES
 from lowtide.tracing.ghost.tensor import Ghost
 from lowtide.tracing.ghost.values import Known
 from lowtide.tracing.recorder import Recorder
@@ -35,12 +36,12 @@ class GhostMachine:
         self._casts = autocast.WeightCasts()
         self._attention: Attention | None = None
         self._mode: GhostMode | None = None
-        self._libraries = autocast.register(self._casts)
+        self._libraries = [autocast.register_fallback()]
+        self._target_library: torch.library.Library | None = None
+        self._is_host: bool | None = None
         library = torch.library.Library("aten", "IMPL")
         library.impl("scaled_dot_product_attention", self._attend, "AutogradPrivateUse1")
         library.impl("scaled_dot_product_attention", self._attend, "PrivateUse1")
-        for name, kernel in recurrent.KERNELS.items():
-            library.impl(name, kernel, "AutogradPrivateUse1")
         for name in compat.operators_with_fallback():
             library.impl(name, _never_called, "PrivateUse1")  # its presence keeps torch from taking the operator apart
         # `torch.tensor(..., device=)` and indexing with a list make their tensors below any dispatch mode.
@@ -68,15 +69,41 @@ class GhostMachine:
         choices = AttentionChoices(hardware.compute_capability, (major, minor))
         self._attention = Attention(choices, lambda: recorder.module)
         self._casts.torch_version = (major, minor)
-        mode = self._mode = GhostMode(recorder, self.device, CudaCosts(hardware, torch_version))
+        self._casts.has_cast = False
+        self._register_for(is_host=hardware.is_host)
+        costs = (HostCosts if hardware.is_host else CudaCosts)(hardware, torch_version)
+        mode = self._mode = GhostMode(recorder, self.device, costs, HOST_SHAPES if hardware.is_host else SHAPES)
         mode.learn_owner_count()
         return mode
+
+    def _register_for(self, *, is_host: bool) -> None:
+        """Put kernels in place that CUDA and the host do not share."""
+        if is_host is self._is_host:
+            return
+        if self._target_library is not None:
+            compat.forget_kernels(self._target_library)
+        library = self._target_library = torch.library.Library("aten", "IMPL")
+        autocast.register(self._casts, library, is_host=is_host)
+        for name, kernel in (recurrent.HOST_KERNELS if is_host else recurrent.KERNELS).items():
+            library.impl(name, kernel, "AutogradPrivateUse1")
+        if is_host:
+            library.impl("dropout", _dropout_on_host, "AutogradPrivateUse1")
+        else:
+            library.impl("group_norm", _group_norm_on_card, "AutogradPrivateUse1")
+        if not is_host and compat.find_overload("_fused_rms_norm") is not None:
+            library.impl("_fused_rms_norm", _never_called, "PrivateUse1")
+        self._is_host = is_host
 
     @property
     def attention(self) -> AttentionChoices:
         """The attention choices of the current trace."""
         assert self._attention is not None, "no trace has begun"
         return self._attention.choices
+
+    @property
+    def has_cast(self) -> bool:
+        """Whether autocast cast anything in the current trace."""
+        return self._casts.has_cast
 
     @property
     def card_attention(self) -> Attention:
@@ -113,6 +140,30 @@ class GhostMachine:
     def _attend(self, *args: Any, **kwargs: Any) -> Any:
         assert self._attention is not None, "no trace has begun"
         return self._attention(*args, **kwargs)
+
+
+def _dropout_on_host(tensor: Tensor, p: float, train: bool) -> Tensor:
+    """Keeps the noise in the tensor's type, where CUDA keeps a mask of one byte for each number."""
+    if p == 0 or not train or tensor.numel() == 0:
+        return tensor
+    if p == 1:
+        return tensor * torch.zeros((), dtype=tensor.dtype, device=tensor.device)
+    return tensor * torch.empty_like(tensor).bernoulli_(1 - p).div_(1 - p)
+
+
+def _group_norm_on_card(
+    tensor: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Tensor:
+    """CUDA's kernel wants channels first and copies what has them last; torch leaves the layout to a spare backend."""
+    batch, channels = tensor.shape[0], tensor.shape[1]
+    count = tensor.numel() // max(batch * channels, 1)
+    out: Tensor = aten.native_group_norm(tensor.contiguous(), weight, bias, batch, channels, count, num_groups, eps)[0]
+    return out
 
 
 def _never_called(*args: Any, **kwargs: Any) -> Any:

@@ -45,6 +45,10 @@ class Maker:
             self._lives[key] = life
         return life
 
+    def begin(self, inner: Tensor, *, on_device: bool) -> None:
+        """Allocate an output ahead of `wrap`, which takes outputs in the order of the operator's schema."""
+        self._life_of(inner, on_device=on_device)
+
     def wrap(self, op: Operator, args: Any, kwargs: Any, out: Any, values: Any, on_device: bool) -> Any:
         """What an operator returns: `out` are the meta tensors, `values` makes their values where they are known."""
         for position in op.writes:

@@ -7,7 +7,7 @@ they are known, extra memory of the CUDA libraries from `costs`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -18,13 +18,13 @@ from lowtide.errors import BatchMismatchError, LowtideError, MissingKernelError
 from lowtide.tracing.ghost.arguments import META, collect_ghosts, to_meta
 from lowtide.tracing.ghost.gradient_sums import GradientSums
 from lowtide.tracing.ghost.making import Maker
-from lowtide.tracing.ghost.operators import Operator, describe
+from lowtide.tracing.ghost.operators import FREE, Course, Operator, describe
 from lowtide.tracing.ghost.reading import Reader, has_mask_index
 from lowtide.tracing.ghost.shapes import SHAPES
 from lowtide.tracing.ghost.tensor import Ghost
 from lowtide.tracing.ghost.value_shapes import VALUE_SHAPES
 from lowtide.tracing.ghost.values import Known
-from lowtide.tracing.recorder import Recorder
+from lowtide.tracing.recorder import Life, Recorder
 from lowtide.tracing.step_trace import Category, Phase
 
 HOST_GHOST_BYTES = 2**20
@@ -45,6 +45,14 @@ class Costs(Protocol):
         """Bytes needed while the operator runs, beside its outputs: in stages, each freed before the next."""
         ...
 
+    def has_course(self, op: Operator) -> bool:
+        """Whether scratch memory is taken before and between the operator's outputs."""
+        ...
+
+    def course(self, op: Operator, args: tuple[Any, ...], out: Any) -> Course:
+        """What such an operator takes and frees, in order."""
+        ...
+
     def seconds(self, op: Operator, args: tuple[Any, ...], out: Any) -> float:
         """Estimated time on the card."""
         ...
@@ -53,11 +61,18 @@ class Costs(Protocol):
 class GhostMode(compat.TorchDispatchMode):
     """The dispatch mode of one trace."""
 
-    def __init__(self, recorder: Recorder, device: torch.device, costs: Costs) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        device: torch.device,
+        costs: Costs,
+        shapes: Mapping[Any, Callable[..., Any]] = SHAPES,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recorder = recorder
         self.device = device
         self.costs = costs
+        self._shapes = shapes
         self.notes: dict[str, None] = {}
         """Assumptions made on the way, each once, in order."""
         self.on_fatal: Callable[[BaseException], None] | None = None
@@ -148,7 +163,7 @@ class GhostMode(compat.TorchDispatchMode):
             kwargs.pop("pin_memory", None)
         if op.name in SAME_TYPES and len({ghost.dtype for ghost in ghosts}) > 1:
             raise TypeError("all of them must have the same type")
-        shapes = SHAPES.get(func)
+        shapes = self._shapes.get(func)
         if func in VALUE_SHAPES:
             out = VALUE_SHAPES[func](*args, **kwargs)
         elif shapes is not None:
@@ -161,6 +176,11 @@ class GhostMode(compat.TorchDispatchMode):
             out = func(*to_meta(args), **{key: to_meta(value) for key, value in kwargs.items()})
         values = self._reader.values(func, op, args, kwargs)
         num_lives = len(self.recorder.lives)
+        if on_device and self.costs.has_course(op):
+            self._charge_lasting(op, args)
+            self._follow(self.costs.course(op, to_meta(args), out), makes_outputs=True)
+            self.recorder.op_seconds[-1] = self.costs.seconds(op, to_meta(args), out)
+            return self._maker.wrap(op, args, kwargs, out, values, on_device)
         result = self._maker.wrap(op, args, kwargs, out, values, on_device)
         is_view = len(self.recorder.lives) == num_lives and not op.writes and not op.written_names
         if on_device and not is_view:
@@ -183,20 +203,32 @@ class GhostMode(compat.TorchDispatchMode):
 
     def charge(self, op: Operator, args: Any, out: Any) -> None:
         """What the card's libraries need besides the outputs of an operator that runs."""
+        self._charge_lasting(op, args)
+        # The rules see the meta tensors: they may ask for views and layouts without being recorded.
+        args, out = to_meta(args), to_meta(out)
+        has_course = self.costs.has_course(op)
+        for each in [self.costs.course(op, args, out)] if has_course else self.costs.passing(op, args, out):
+            self._follow(each, makes_outputs=False)
+        self.recorder.op_seconds[-1] = self.costs.seconds(op, args, out)
+
+    def _charge_lasting(self, op: Operator, args: Any) -> None:
         for owner, nbytes in self.costs.lasting(op, args):
             life = self.recorder.allocate(nbytes, (nbytes,), "uint8", category=Category.WORKSPACE)
             life.module, life.op = owner, "workspace"
-        # The rules see the meta tensors: they may ask for views and layouts without being recorded.
-        args, out = to_meta(args), to_meta(out)
-        for stage in self.costs.passing(op, args, out):
-            scratch = [
-                self.recorder.allocate(nbytes, (nbytes,), "uint8", category=Category.WORKSPACE)
-                for nbytes in stage
-                if nbytes > 0
-            ]
-            for life in reversed(scratch):
-                self.recorder.free(life)
-        self.recorder.op_seconds[-1] = self.costs.seconds(op, args, out)
+
+    def _follow(self, course: Iterable[int | Tensor], *, makes_outputs: bool) -> None:
+        """Take and free memory along a course."""
+        taken: list[Life] = []
+        for step in course:
+            if isinstance(step, Tensor):
+                if makes_outputs:
+                    self._maker.begin(step, on_device=True)
+            elif step == FREE:
+                self.recorder.free(taken.pop())
+            elif step:
+                taken.append(self.recorder.allocate(step, (step,), "uint8", category=Category.WORKSPACE))
+        for life in reversed(taken):
+            self.recorder.free(life)
 
     def learn_owner_count(self) -> None:
         """Learn how many references a gradient has that only the engine holds: the wrappers around it count as well.

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _CHANCE = (
     "rand",
@@ -40,6 +41,13 @@ READERS = frozenset(
     }
 )
 """Operators whose result or whose result's shape depends on values."""
+
+
+FREE = -1
+"""In a course: free the scratch memory that was taken last."""
+Course = list[int | Tensor]
+"""The memory an operator takes, in order: scratch memory of a number of bytes, an output. What is left of the scratch memory is
+freed at the end."""
 
 
 @dataclass(frozen=True, slots=True)

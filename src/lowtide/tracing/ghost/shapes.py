@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.tracing.ghost import recurrent
-from lowtide.tracing.ghost.convolutions import is_channels_last
+from lowtide.tracing.ghost import convolutions, recurrent
 
 aten = torch.ops.aten
 META = torch.device("meta")
@@ -97,19 +96,14 @@ def grouped_product(left: Tensor, right: Tensor, offsets: Tensor | None = None, 
     return torch.empty(left.size(0), left.size(1), right.size(2), dtype=dtype, device=META)
 
 
-def _format(*tensors: Tensor) -> torch.memory_format:
-    """CuDNN works with channels last as soon as the input or the weight has them last."""
-    return torch.channels_last if any(is_channels_last(t) for t in tensors) else torch.contiguous_format
-
-
 def convolution(inputs: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     out: Tensor = aten.convolution.default(inputs, weight, *args, **kwargs)
-    return torch.empty(out.shape, dtype=out.dtype, device=META, memory_format=_format(inputs, weight))
+    return torch.empty(out.shape, dtype=out.dtype, device=META, memory_format=convolutions.layout(inputs, weight))
 
 
 def convolution_backward(gradient: Tensor, inputs: Tensor, weight: Tensor, *args: Any, **__: Any) -> tuple[Any, ...]:
     wanted = args[-1]
-    layout = _format(inputs, weight)
+    layout = convolutions.layout(inputs, weight)
     return (
         torch.empty(inputs.shape, dtype=inputs.dtype, device=META, memory_format=layout) if wanted[0] else None,
         torch.empty(weight.shape, dtype=weight.dtype, device=META, memory_format=layout) if wanted[1] else None,
@@ -146,6 +140,14 @@ def gru_cell_backward(grad: Tensor, workspace: Tensor, has_bias: bool) -> tuple[
     return *gates, torch.empty_like(grad), *biases
 
 
+def layer_norm_on_host(inputs: Tensor, shape: Any, weight: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
+    """Statistics in the input's type unless the weights have another; on CUDA they are in fp32."""
+    kind = inputs.dtype if weight is None else weight.dtype
+    rows = [*inputs.shape[: inputs.dim() - len(shape)], *(1 for _ in shape)]
+    saved = (torch.empty(rows, dtype=kind, device=META) for _ in range(2))
+    return torch.empty(inputs.shape, dtype=inputs.dtype, device=META), *saved
+
+
 SHAPES: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_cudnn_attention.default: cudnn,
     aten._scaled_dot_product_cudnn_attention_backward.default: cudnn_backward,
@@ -163,3 +165,10 @@ SHAPES: dict[Any, Callable[..., Any]] = {
     aten._cudnn_rnn.default: recurrent.forward_shapes,
     aten._cudnn_rnn_backward.default: recurrent.backward_shapes,
 }
+HOST_SHAPES: dict[Any, Callable[..., Any]] = {
+    **SHAPES,
+    aten.native_layer_norm.default: layer_norm_on_host,
+    aten.mkldnn_rnn_layer.default: recurrent.layer_on_host,
+    aten.mkldnn_rnn_layer_backward.default: recurrent.layer_backward_on_host,
+}
+"""The same for the host."""

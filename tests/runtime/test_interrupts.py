@@ -1,0 +1,304 @@
+"""Interrupts and exceptions at any line leave a session in a good condition; see `tests.runtime.injection`."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import lowtide
+from lowtide.errors import SessionError, StepLostError
+from lowtide.runtime.host_worker import HostWorker
+from lowtide.runtime.interrupts import HELD, HeldInterrupts
+from tests.runtime.injection import CASES
+from tests.runtime.twins import TrippedError, Twins, make_batch, twins
+
+ROOT = Path(__file__).parents[2]
+SAMPLE = 4
+"""Injections for each case in the quick form; the whole one has about 4,000."""
+
+
+def inject(*arguments: str) -> list[dict[str, object]]:
+    """Run the injections in a process of their own; what they left wrong."""
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.runtime.injection", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = [json.loads(line) for line in run.stdout.splitlines()]
+    assert lines, run.stderr[-2000:]
+    assert lines[-1].get("injections"), run.stderr[-2000:]
+    return lines[:-1]
+
+
+def test_a_sample_of_lines() -> None:
+    assert inject("--each", str(SAMPLE), "--seed", "0") == []
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(14_400)
+@pytest.mark.parametrize(("place", "schedule"), CASES)
+def test_every_line(place: str, schedule: str) -> None:
+    assert inject("--place", place, "--schedule", schedule) == []
+
+
+# -- held interrupts ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def handler() -> Iterator[None]:
+    # A shell lets its jobs in the background ignore interrupts.
+    outside = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert HELD._depth == 0
+    signal.signal(signal.SIGINT, outside)
+
+
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupt_comes_at_the_end_of_the_outermost_section() -> None:
+    reached: list[str] = []
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012  # where it is raised is what is tested
+        with HELD:
+            with HELD:
+                interrupt()
+                reached.append("inside")
+            reached.append("after the inner one")
+        reached.append("after")
+    HELD.rest()
+    assert reached == ["inside", "after the inner one"]
+
+
+def test_it_goes_to_the_handler_that_was_there() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
+    try:
+        with HELD:
+            interrupt()
+            assert heard == []
+        assert heard == [signal.SIGINT]
+        interrupt()
+        HELD.rest()
+        interrupt()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert heard == [signal.SIGINT] * 3
+
+
+def test_a_second_one_is_not_held() -> None:
+    reached: list[str] = []
+    with pytest.raises(KeyboardInterrupt), HELD:  # noqa: PT012
+        interrupt()
+        reached.append("once")
+        interrupt()
+        reached.append("twice")
+    HELD.rest()
+    assert reached == ["once"]
+
+
+def test_a_section_that_was_left_without_its_end_holds_nothing() -> None:
+    held = HeldInterrupts()
+
+    def enter() -> None:
+        held.__enter__()
+
+    enter()
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+    held.rest()
+
+
+def test_sections_of_other_threads_hold_nothing() -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with HELD:
+            inside.set()
+            go_on.wait(timeout=30)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    inside.wait(timeout=30)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            interrupt()
+    finally:
+        go_on.set()
+        thread.join()
+
+
+# -- a session ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["streamed-host", "streamed-device", "resident-host"])
+def test_an_interrupt_in_a_step_waits_until_all_groups_have_taken_it(place: str) -> None:
+    with twins(place) as both:
+        both.step(0)
+        model, optimizer = both.model, both.optimizer
+        both.each(lambda model, _: model(*make_batch(1)).backward())
+        finisher = both.session._open()._engine.backward.finisher
+        assert finisher is not None
+        updater, num_calls = finisher.updater, 0
+        settings = updater.optimizer.settings
+
+        def settings_and_interrupt() -> object:
+            interrupt()
+            return settings()
+
+        updater.optimizer.settings = settings_and_interrupt  # type: ignore[method-assign,assignment]
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        del updater.optimizer.settings, num_calls, model
+        both.plain_optimizer.step()
+        both.each(lambda _, optimizer: optimizer.zero_grad())
+        both.assert_same()
+        both.step(2)
+
+
+def break_update(both: Twins, monkeypatch: pytest.MonkeyPatch, *, after: int, times: int) -> None:
+    """Let `step` of torch's class raise after so many calls, so many times."""
+    whole, calls = torch.optim.AdamW.step, [0]
+
+    def step(optimizer: torch.optim.Optimizer, closure: object = None) -> object:
+        calls[0] += 1
+        if after < calls[0] <= after + times:
+            raise TrippedError("broken")
+        return whole(optimizer)  # type: ignore[arg-type]  # a shadow of the user's
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+
+
+def test_a_step_that_is_torn_on_the_device_is_lost_and_says_what_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = Twins("streamed-device")
+    both.step(0)
+    both.model(*make_batch(1)).backward()
+    with monkeypatch.context() as patch:
+        break_update(both, patch, after=2, times=100)
+        with pytest.raises(TrippedError):
+            both.optimizer.step()
+    with pytest.raises(StepLostError, match=r"step\(\) raised after it had updated 3 of 5 groups .*these have taken"):
+        both.optimizer.step()
+    both.optimizer.zero_grad()
+    both.model(*make_batch(2)).backward()
+    both.optimizer.step()
+    both.session.close()
+
+
+def test_a_half_step_that_nobody_was_told_of_is_told_by_zero_grad() -> None:
+    both = Twins("streamed-host", "in_backward")
+    both.step(0)
+    both.trip("backward", layer=1)
+    with pytest.raises(TrippedError):
+        both.model(*make_batch(1)).backward()
+    with pytest.warns(RuntimeWarning, match=r"2 of 5 groups \(\(rest of the model\), layers.2\)"):
+        both.optimizer.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        both.optimizer.zero_grad()  # once
+    both.session.close()
+
+
+def test_a_half_step_that_ends_the_session_is_noted_at_the_exception() -> None:
+    both = Twins("streamed-host", "in_backward")
+    both.step(0)
+    both.trip("backward", layer=1)
+    with pytest.raises(TrippedError) as caught, both.session:
+        both.model(*make_batch(1)).backward()
+    assert not both.session.is_open
+    assert "2 of 5 groups ((rest of the model), layers.2)" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("place", ["streamed-host", "streamed-device", "mixed", "resident-host"])
+@pytest.mark.parametrize("schedule", ["deferred", "in_backward"])
+def test_a_checkpoint_that_is_loaded_right_after_a_broken_backward(place: str, schedule: str) -> None:
+    both = Twins(place, schedule)
+    both.step(0)
+    (weights, _), state = both.snapshot(), copy.deepcopy(both.optimizer.state_dict())
+    weights = {name: value / 2 for name, value in weights.items()}
+    both.plain.load_state_dict(weights)
+    both.trip("backward", layer=1)
+    with pytest.raises(TrippedError):
+        both.model(*make_batch(1)).backward()
+    both.mend()
+    both.model.load_state_dict(weights)
+    both.optimizer.load_state_dict(state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        both.optimizer.zero_grad()
+    both.assert_same()
+    both.step(2)
+    both.session.close()
+
+
+def test_close_goes_on_where_an_exception_broke_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = Twins("mixed")
+    both.step(0)
+    machinery = both.session._open()
+    with monkeypatch.context() as patch:
+        patch.setattr(machinery.calls, "remove", lambda: (_ for _ in ()).throw(TrippedError("broken")).__next__())
+        with pytest.raises(TrippedError):
+            both.session.close()
+    assert both.session.is_open
+    both.session.close()
+    assert not both.session.is_open
+    assert "step" not in vars(both.optimizer)
+
+
+# -- the worker --------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_that_waits_for_itself_raises() -> None:
+    worker = HostWorker()
+    jobs = [worker.new_job()]
+    worker.submit(lambda: jobs[0].wait(), job=jobs[0])
+    with pytest.raises(SessionError, match="would wait for itself for ever"):
+        jobs[0].wait()
+    with pytest.raises(SessionError):
+        worker.check()
+    worker.close()
+
+
+class Nosy(torch.optim.SGD):
+    """Reads the model's parameters in its step."""
+
+    seen: torch.nn.Parameter | None = None
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        if self.seen is not None:
+            self.seen.sum()
+        super().step()
+
+
+def test_an_update_that_looks_at_a_parameter_raises() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    optimizer = Nosy(model.parameters(), lr=0.1)
+    plan = lowtide.make_plan(model, weights="streamed", update="host")
+    session = lowtide.manage(model, optimizer, plan, device="cpu")
+    model(torch.ones(2, 4)).sum().backward()
+    Nosy.seen = model[0].weight
+    try:
+        optimizer.step()
+        with pytest.raises(SessionError, match="looks at a parameter of group 0, which waits for updates"):
+            session.settle()
+        with pytest.raises(SessionError):
+            session.close()
+    finally:
+        Nosy.seen = None
