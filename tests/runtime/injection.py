@@ -464,7 +464,7 @@ def prepare() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m tests.runtime.injection [--place P] [--schedule S] [--kind K] [--part P] [--sample N] [--seed N]`."""
+    """`python -m tests.runtime.injection [--place P] [--schedule S] [--kind K] [--part P] [--sample N] [--seed N] [--shard K/N]`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--place", action="append", choices=list(PLACES))
     parser.add_argument("--schedule", action="append", choices=["deferred", "in_backward"])
@@ -474,6 +474,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--each", type=int, help="a sample of so many for each placement and schedule")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--at", help="file.py:LINE alone")
+    parser.add_argument("--shard", default="0/1", help="K/N: every N-th injection from the K-th on, for N processes")
     chosen = parser.parse_args(arguments)
     prepare()
     injections: list[Injection] = []
@@ -492,6 +493,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         injections = [each for found in by_case.values() for each in generator.sample(found, chosen.each)]
     if chosen.sample is not None and chosen.sample < len(injections):
         injections = generator.sample(injections, chosen.sample)
+    shard, num_shards = map(int, chosen.shard.split("/"))
+    injections = injections[shard::num_shards]
     num_wrong = 0
     for injection, problem in run_all(injections):
         num_wrong += 1
