@@ -464,7 +464,7 @@ def prepare() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m tests.runtime.injection [--place P] [--schedule S] [--kind K] [--part P] [--sample N] [--seed N] [--shard K/N]`."""
+    """`python -m tests.runtime.injection [--place P] [--schedule S] [--kind K] [--part P] [--sample N] [--shard K/N]`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--place", action="append", choices=list(PLACES))
     parser.add_argument("--schedule", action="append", choices=["deferred", "in_backward"])

@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import set_eval_frame
 
 import lowtide
 from lowtide.errors import SessionError
@@ -207,6 +208,24 @@ def test_also_while_a_traceback_holds_it(is_looked_into: bool) -> None:
         assert kept.__traceback__.tb_next is not None
         assert "session" in kept.__traceback__.tb_next.tb_frame.f_locals
     assert_goes_on(model, optimizer, "streamed-host", "deferred")
+
+
+def test_also_where_the_compiler_runs_the_frames() -> None:
+    """It owns the arguments of each call once more than Python does."""
+    model, optimizer = pair()
+    try:
+        train(model, optimizer, "streamed-host", "deferred")
+    except BrokenError as error:
+        kept = error
+    assert kept.__traceback__ is not None
+    before = set_eval_frame(False)
+    try:
+        session = manage(model, optimizer, "streamed-host")
+        with pytest.raises(SessionError, match="under management already"):
+            manage(model, optimizer, "streamed-host")
+    finally:
+        set_eval_frame(before)
+    session.close()
 
 
 def test_not_while_a_function_still_runs_that_holds_it() -> None:

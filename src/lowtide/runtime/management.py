@@ -11,7 +11,7 @@ import sys
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -156,8 +156,10 @@ class Management:
         """Whether an exception has left the session: its last call raised, or those that held it are gone."""
         if self.machinery is None:
             return False
-        session = None if self._session is None else self._session()
-        is_lost = self._was_lost if session is None else self.machinery.was_called and _is_in_tracebacks_only(session)
+        if self._session is None or self._session() is None:
+            is_lost = self._was_lost
+        else:
+            is_lost = self.machinery.was_called and _is_in_tracebacks_only(self._session)
         return is_lost or self.machinery.has_raised()
 
     def close_left(self) -> None:
@@ -199,26 +201,25 @@ def _what_is_managed(model: nn.Module, optimizer: torch.optim.Optimizer | None) 
     return [model, *model.parameters(), *([] if optimizer is None else [optimizer])]
 
 
-def _num_owners(thing: object) -> int:
-    return sys.getrefcount(thing)
+def _is_in_tracebacks_only(held: weakref.ref[object]) -> bool:
+    """Whether nobody has the session but frames that have ended and an exception's traceback keeps.
 
-
-def _is_in_tracebacks_only(session: object) -> bool:
-    """Whether nobody has the session but frames that have ended and an exception's traceback keeps."""
-    probe = object()
-    # The collector does not see those that are running.
+    The session comes as a weak reference and goes to no Python function: how many owners an argument has on its way
+    depends on who runs Python's frames (torch's compiler does, once it was used in the process).
+    """
+    session, probe = held(), object()
+    # The collector does not see frames that are running.
     ended = [owner for owner in gc.get_referrers(session) if isinstance(owner, types.FrameType)]
     # Up to Python 3.12 looking into a frame leaves a dictionary with it, which owns the session too; a debugger, say, may
     # have looked before.
     insides = [frame.f_locals for frame in ended]
     owners = {id(owner) for owner in gc.get_referrers(session)}
-    num_known = sum((2 if id(inside) in owners else 1) * _num_names(session, inside) for inside in insides)
-    # One more than the probe's: the caller's.
-    return _num_owners(session) - _num_owners(probe) - 1 <= num_known
-
-
-def _num_names(thing: object, inside: Mapping[str, Any]) -> int:
-    return sum(value is thing for value in inside.values())
+    num_known = 0
+    for inside in insides:
+        num_names = sum([value is session for value in inside.values()])
+        num_known += (2 if id(inside) in owners else 1) * num_names
+    # The probe has the one owner that the session has here.
+    return sys.getrefcount(session) - sys.getrefcount(probe) <= num_known
 
 
 # -- what the process tells a session ----------------------------------------------------------------------------------
