@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,11 +54,24 @@ def failing_at(number: int) -> Iterator[list[str]]:
         if len(calls) == number:
             raise Injected(code.co_qualname)
 
+    # What the session before left is finalised now: calls must have the same numbers each time.
+    gc.collect()
+    gc.disable()
     sys.setprofile(watch)
     try:
         yield calls
     finally:
         sys.setprofile(None)
+        gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def quick_collections() -> Iterator[None]:
+    """Only what the test itself makes is looked through."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 class Snapshot:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lowtide.compat.autograd import (
     ENGINE_FUNCTION,
+    OldestNode,
     SavedTensor,
     accumulates_into,
     autograd_references,
@@ -16,11 +17,11 @@ from lowtide.compat.autograd import (
     keeps_graph,
     make_last_gradient_hook,
     next_node_number,
-    oldest_node,
     post_accumulate_hooks,
     register_first_gradient_hook,
     tensor_hooks,
     version_of,
+    versions_of,
 )
 from lowtide.compat.backends import OnStream, allow_foreach_on, current_stream, register_python_backend, treat_cuda_as
 from lowtide.compat.compiling import outside_compilation, uncompiled_hook, waiting, without_compilation
@@ -101,7 +102,9 @@ from lowtide.compat.profiling import (
 from lowtide.compat.storages import (
     has_no_values,
     lock_host_memory,
+    num_owners,
     num_storage_owners,
+    nums_of_owners,
     plain_storage,
     reference_count,
     storage_key,
@@ -119,6 +122,7 @@ __all__ = [
     "Halves",
     "JointGraph",
     "MemoryProfile",
+    "OldestNode",
     "OnStream",
     "SavedTensor",
     "TorchDispatchMode",
@@ -159,8 +163,9 @@ __all__ = [
     "make_last_gradient_hook",
     "mark_stepped",
     "next_node_number",
+    "num_owners",
     "num_storage_owners",
-    "oldest_node",
+    "nums_of_owners",
     "operator_arguments",
     "operator_at",
     "operator_name",
@@ -205,6 +210,7 @@ __all__ = [
     "unscale_in_place",
     "unwrapped",
     "version_of",
+    "versions_of",
     "waiting",
     "without_autocast",
     "without_compilation",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -144,14 +144,42 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def oldest_node(ends: list[Any], since: int) -> Any:  # nodes have no public type
-    """Of the graph nodes that these lead to and that were made since a node number, the oldest; None without one."""
+class OldestNode:
+    """Finds the oldest node that the calls of one module make. A call makes the same graph as the one before, as a rule:
+    the way from its output to its first node is remembered, and tried before all nodes are looked at.
+    """
+
+    def __init__(self) -> None:
+        self._way: tuple[int, ...] = ()
+
+    def find(self, ends: list[Any], since: int) -> Any:  # nodes have no public type
+        """The oldest graph node that these lead to and that was made since a node number; None without one."""
+        if self._way and (node := _follow(self._way, ends)) is not None and node._sequence_nr() == since:
+            return node  # nothing is older that was made since
+        found, self._way = _search(ends, since)
+        return found
+
+
+def _follow(way: tuple[int, ...], ends: list[Any]) -> Any:
+    """The node at the end of the way; None where the graph has no such way."""
+    try:
+        node = ends[way[0]]
+        for edge in way[1:]:
+            node = node.next_functions[edge][0]
+    except (IndexError, AttributeError):
+        return None
+    return node
+
+
+def _search(ends: list[Any], since: int) -> tuple[Any, tuple[int, ...]]:
+    """The oldest node made since, and the way to it."""
     found: Any = None
+    way: Any = None
     oldest = sys.maxsize
     seen: set[Any] = set()
-    waiting = list(ends)
+    waiting: list[tuple[Any, Any]] = [(node, (None, edge)) for edge, node in enumerate(ends)]
     while waiting:
-        node = waiting.pop()
+        node, step = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
@@ -160,14 +188,23 @@ def oldest_node(ends: list[Any], since: int) -> Any:  # nodes have no public typ
         if number < since or number > sys.maxsize // 2:
             continue
         if number < oldest:
-            found, oldest = node, number
-        waiting += [following for following, _ in node.next_functions]
-    return found
+            found, way, oldest = node, step, number
+        waiting += [(following, (step, edge)) for edge, (following, _) in enumerate(node.next_functions)]
+    edges: list[int] = []
+    while way is not None:
+        way, edge = way
+        edges.append(edge)
+    return found, tuple(reversed(edges))
 
 
 def version_of(tensor: torch.Tensor) -> int:
     """How often the tensor was written to in place."""
     return int(tensor._version)
+
+
+def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """`version_of` each."""
+    return [tensor._version for tensor in tensors]
 
 
 def keeps_graph() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -43,8 +44,19 @@ def storage_over(flat: torch.Tensor) -> torch.UntypedStorage:
 
 def num_storage_owners(tensor: torch.Tensor) -> int:
     """How many tensors share the storage, `tensor` included."""
-    # The storage's Python object, made to ask the question, is one owner itself.
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
+    return num_owners(tensor.untyped_storage())
+
+
+def num_owners(storage: torch.UntypedStorage) -> int:
+    """How many tensors share the storage."""
+    # Its Python object is one owner itself.
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+
+
+def nums_of_owners(storages: Iterable[torch.UntypedStorage]) -> list[int]:
+    """`num_owners` of each."""
+    count = torch._C._storage_Use_Count
+    return [count(storage._cdata) - 1 for storage in storages]
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -92,7 +92,8 @@ class SessionLock:
 
     def momentary(self) -> threading.RLock:
         """The lock itself, for a `with` block that is over soon. Refused in a forked process, where it may be held for ever."""
-        self.process.require()
+        if not self.process.is_this:
+            self.process.require()
         return self._lock
 
     def begin_call(self, what: str) -> None:
@@ -187,8 +188,8 @@ def alone(method: Callable[Concatenate[L, P], R]) -> Callable[Concatenate[L, P],
 
     @wraps(method)
     def locked(self: L, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with HELD, self._lock.momentary():
-            lock = self._lock
+        lock = self._lock
+        with HELD, lock.momentary():
             try:
                 return method(self, *args, **kwargs)
             except (ModelChangedError, TwoThreadsError):

@@ -29,6 +29,7 @@ class BackwardTask:
         unit.num_tasks += 1
         if unit.num_tasks == 1:
             unit.awaits_hooks = False
+            unit.awaited.clear()
             for bound in unit.bounds:
                 bound.has_fired = False
                 has_other_hooks = bound.hook is not None and compat.make_last_gradient_hook(bound.parameter, bound.hook)

@@ -91,7 +91,7 @@ class Binder:
         bound = Bound(parameter, span.parameter, chunk, Site.HOST, host_view=view, device_view=view)
         bound.owners = self._owners[id(parameter)]
         if self._has_optimizer and span.parameter.requires_grad:
-            bound.twin = parameter.detach()
+            bound.update_through(parameter.detach())
         self.bounds.append(bound)
         return Unit(StoredGroup(spec, [chunk]), [bound], is_resident=False, is_on_host=True)
 
@@ -125,7 +125,8 @@ class Binder:
             bound = Bound(parameter, span.parameter, chunk, site, host_view=host_view, device_view=device_view)
             bound.owners = self._owners[id(parameter)]
             if is_updated:
-                bound.twin = host_view if is_resident else parameter.detach()
+                assert host_view is not None
+                bound.update_through(host_view if is_resident else parameter.detach())
             if homes is not None:
                 bound.gradient_home = view_of(homes, span.offset_bytes, span.parameter)
             bounds.append(bound)
@@ -161,11 +162,11 @@ def move_part(units: dict[str, Unit], key: str, flat: torch.Tensor) -> None:
                 continue
             chunk.host = flat
             view = bound.host_view = own_storage(view)
-            if unit.is_resident:
-                bound.twin = view if bound.twin is not None else None
-            elif not unit.looks_at_device:
-                bound.home = bound.parameter.data = view
-                bound.twin = bound.parameter.detach() if bound.twin is not None else None
+            if not unit.is_resident and not unit.looks_at_device:
+                bound.parameter.data = view
+                bound.rest_at(view)
+            if bound.twin is not None and (unit.is_resident or not unit.looks_at_device):
+                bound.update_through(view if unit.is_resident else bound.parameter.detach())
 
 
 def _move_gradient(bound: Bound, view: torch.Tensor) -> None:

@@ -32,10 +32,12 @@ class Finisher:
 
         Where `is_last`, the backward is over: parameters without a gradient will get none.
         """
-        if not is_last and any(visit.backward != backward for visit in unit.visits):
-            return  # another use of the same weights is still to come
         for chunk in unit.group.chunks:
             fired = _complete(unit, chunk, is_last=is_last)
+            if not fired:
+                continue
+            if not is_last and any(visit.backward != backward for visit in unit.visits):
+                return  # another use of the same weights is still to come
             if any(self.updater.optimizer.knows(bound.parameter) for bound in fired):
                 self._use_up(unit, chunk, fired, self._settings_in(backward))
 
@@ -105,6 +107,11 @@ class Finisher:
 
 def _complete(unit: Unit, chunk: Chunk, *, is_last: bool) -> list[Bound]:
     """The chunk's parameters with a gradient, once all of them that are trained have one, or will get none."""
+    if not is_last:
+        # This is asked at every gradient: as long as the same one is missing, the chunk is not complete.
+        awaited = unit.awaited.get(chunk.spec.name)
+        if awaited is not None and not awaited.has_fired:
+            return []
     fired: list[Bound] = []
     with compat.without_torch_function():  # parameters may be guarded; nobody reads a value here
         for bound in unit.bounds:
@@ -114,5 +121,6 @@ def _complete(unit: Unit, chunk: Chunk, *, is_last: bool) -> list[Bound]:
                 if bound.parameter.requires_grad:
                     fired.append(bound)
             elif not is_last and bound.parameter.requires_grad:
+                unit.awaited[chunk.spec.name] = bound
                 return []
     return fired

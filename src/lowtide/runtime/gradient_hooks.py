@@ -55,6 +55,6 @@ def _weakly(method: Callable[..., None], *arguments: object) -> Callable[[torch.
     def hook(tensor: torch.Tensor) -> None:
         call = weak_method()
         if call is not None:
-            call(*(reference() for reference in weak_arguments), tensor)
+            call(*[reference() for reference in weak_arguments], tensor)
 
     return hook

@@ -113,7 +113,8 @@ class GradientWatch:
 
     def _here(self, norms: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """What was added up on the host has its norm there."""
-        return tuple(norm.to(self._mover.device) for norm in norms)
+        device = self._mover.device
+        return tuple([norm if norm.device == device else norm.to(device) for norm in norms])
 
     def _send(self, verdicts: Sequence[Verdict]) -> None:
         # After a backward that broke off the loop sends them, wherever it is: the copy may run outside of inference mode.

@@ -37,7 +37,7 @@ from lowtide.memory.mover import Ticket
 from lowtide.planning.plan import Site
 from lowtide.runtime.host_worker import Job
 from lowtide.runtime.tensors import beside, same_memory
-from lowtide.runtime.veil import Lease, is_veiled, unveil, veil
+from lowtide.runtime.veil import Lease, unveil, unveil_all, veil_all
 
 if TYPE_CHECKING:
     from lowtide.runtime.window import Visit
@@ -62,10 +62,11 @@ class Bound:
         self.site = site
         self.host_view = host_view
         self.device_view = device_view
-        self.home = device_view if host_view is None else host_view
-        """Where the parameter rests: the device's memory of a resident one, else the host's."""
+        self.rest_at(device_view if host_view is None else host_view)
         self.twin: torch.Tensor | None = None
         """What the host updates: shares the host's memory, and the parameter's version where that is its data."""
+        self.num_own_views = 1
+        """Tensors of our own on the home's storage: the home, and the twin where it is another tensor there."""
         self.gradient_home: torch.Tensor | None = None
         """Where a deferred gradient lands on the host."""
         self.lent: weakref.ref[torch.UntypedStorage] | None = None
@@ -107,12 +108,21 @@ class Bound:
         self.foreign: torch.Tensor | None = None
         """What the parameter shows instead of its home; see Note [Memory that the user holds]."""
 
+    def update_through(self, twin: torch.Tensor) -> None:
+        """The host updates the parameter through this tensor: a view of streamed weights, or the host's copy of resident ones."""
+        self.twin = twin
+        self.num_own_views = 1 if twin is self.host_view else 2
+
+    def rest_at(self, home: torch.Tensor) -> None:
+        """The parameter rests in this memory: the device's for a resident one, else the host's."""
+        self.home = home
+        self.home_address = home.data_ptr()
+        # Kept, because it is asked about at every window: the object is made anew for each question otherwise.
+        self.home_storage = home.untyped_storage()
+
     def is_home_held(self) -> bool:
         """Whether somebody else shows the home's memory; not while an update runs on it."""
-        # The twin of streamed weights is on the host's storage from the start, that of resident ones is the host's view.
-        num_others = compat.num_storage_owners(self.home) - (
-            1 if self.twin is None or self.twin is self.host_view else 2
-        )
+        num_others = compat.num_owners(self.home_storage) - self.num_own_views
         if num_others != 1:
             return num_others > 1
         with compat.without_torch_function():  # as a rule the parameter
@@ -150,11 +160,13 @@ class Unit:
 
     def __init__(self, group: StoredGroup, bounds: list[Bound], *, is_resident: bool, is_on_host: bool = False) -> None:
         self.group = group
+        self.name = group.name
         self.bounds = bounds
+        self.parameters = tuple([bound.parameter for bound in bounds])
         for bound in bounds:
             unveil(bound.parameter)  # a session that was forgotten may have left it so
             if is_resident:
-                bound.home = bound.device_view
+                bound.rest_at(bound.device_view)
         self.is_resident = is_resident
         self.is_on_host = is_on_host
         """Its weights never come to the device, nor does it have a window: its module computes on the host."""
@@ -177,12 +189,9 @@ class Unit:
         """Whether somebody holds memory that an update or a copy under way changes: `step()` waits for it."""
         self.place = 0
         """In the order in which the last forward first used groups; before the first, that of the layout."""
+        self.awaited: dict[str, Bound] = {}
+        """By chunk, a trained parameter whose gradient was still to come in this backward when that was last asked."""
         self.settler: Settler | None = None
-
-    @property
-    def name(self) -> str:
-        """The group's name."""
-        return self.group.name
 
     @property
     def is_consumed(self) -> bool:
@@ -206,15 +215,17 @@ class Unit:
 
     def remember_versions(self) -> None:
         """As of the opening of a window: a forward may write to its own weights."""
-        for bound in self.bounds:
-            bound.version = compat.version_of(bound.parameter)
+        for bound, version in zip(self.bounds, compat.versions_of(self.parameters), strict=True):
+            bound.version = version
 
     def written_chunks(self) -> list[Chunk]:
         """Chunks of which a parameter was written to since."""
-        written = {
-            id(bound.chunk): bound.chunk for bound in self.bounds if compat.version_of(bound.parameter) != bound.version
-        }
-        return list(written.values())
+        written = [
+            bound.chunk
+            for bound, version in zip(self.bounds, compat.versions_of(self.parameters), strict=True)
+            if version != bound.version
+        ]
+        return list({id(chunk): chunk for chunk in written}.values()) if written else written
 
     def keep_late_writes(self) -> None:
         """Take what user code wrote to parameters after an exception, while their window still stood open, to the host: a
@@ -235,8 +246,7 @@ class Unit:
 
     def look_at_device(self) -> None:
         """Point the parameters to the open chunk and let the model see plain ones."""
-        for bound in self.bounds:
-            unveil(bound.parameter)
+        self.unveil()
         if self.is_resident:
             self.adopt_foreign_data()
         elif not self.looks_at_device:
@@ -269,18 +279,18 @@ class Unit:
     def look_at_host(self) -> None:
         """Point the parameters to the host's bytes."""
         if self.looks_at_device and not self.is_resident:
+            self.unveil()
             for bound in self.bounds:
-                unveil(bound.parameter)
                 assert bound.host_view is not None
                 bound.parameter.data = bound.host_view if bound.foreign is None else bound.foreign
             self.looks_at_device = False
 
     def is_held(self, chunk: Chunk | None = None) -> bool:
         """Whether somebody else shows memory where the parameters rest, of this chunk or of all."""
-        for bound in self.bounds:
-            if chunk is not None and bound.chunk is not chunk:
-                continue
-            if bound.foreign is not None or bound.is_home_held():
+        bounds = self.bounds if chunk is None else [bound for bound in self.bounds if bound.chunk is chunk]
+        counts = compat.nums_of_owners([bound.home_storage for bound in bounds])
+        for bound, num_owners in zip(bounds, counts, strict=True):
+            if bound.foreign is not None or (num_owners > bound.num_own_views and bound.is_home_held()):
                 return True
         return False
 
@@ -306,14 +316,11 @@ class Unit:
 
     def veil(self) -> None:
         """From now on a look at a parameter settles the group first."""
-        for bound in self.bounds:
-            if not is_veiled(bound.parameter):
-                veil(bound.parameter, self)
+        veil_all(self.parameters, self)
 
     def unveil(self) -> None:
         """Parameters are what they seem."""
-        for bound in self.bounds:
-            unveil(bound.parameter)
+        unveil_all(self.parameters)
 
     def settle(self) -> None:
         """Somebody looks at a parameter of the group: make its value true."""
@@ -379,7 +386,7 @@ class Unit:
         found: list[Bound] = []
         for bound in self.bounds:
             parameter, home = bound.parameter, bound.home
-            if parameter.data_ptr() == home.data_ptr() and parameter.dtype == home.dtype:
+            if parameter.data_ptr() == bound.home_address and parameter.dtype == home.dtype:
                 bound.foreign = None
                 continue
             if parameter.shape != home.shape or parameter.dtype != home.dtype:

@@ -197,6 +197,23 @@ def unveil(tensor: torch.Tensor) -> None:
         _LEASES.pop(id(tensor), None)
 
 
+def veil_all(parameters: Iterable[nn.Parameter], lease: Lease) -> None:
+    """`veil`, for parameters that are not veiled yet."""
+    reference = weakref.ref(lease)
+    for parameter in parameters:
+        if type(parameter) is not VeiledParameter:
+            _LEASES[id(parameter)] = reference
+            parameter.__class__ = VeiledParameter
+
+
+def unveil_all(parameters: Iterable[nn.Parameter]) -> None:
+    """`unveil`, for those that are veiled."""
+    for parameter in parameters:
+        if type(parameter) is VeiledParameter:
+            parameter.__class__ = nn.Parameter
+            _LEASES.pop(id(parameter), None)
+
+
 def is_veiled(tensor: torch.Tensor) -> bool:
     """Whether a look at the tensor would settle something first."""
     return type(tensor) in (VeiledParameter, VeiledTensor)

@@ -51,7 +51,7 @@ class Visit:
         """Hook the call's graph; False where the call has made none that could need its weights."""
         self.next_node = compat.next_node_number()
         reached = [tensor for tensor in outputs if tensor.requires_grad and tensor.grad_fn is not None]
-        last = compat.oldest_node([tensor.grad_fn for tensor in reached], self.first_node)
+        last = self.window.oldest_node.find([tensor.grad_fn for tensor in reached], self.first_node)
         if last is None:
             return False
         for tensor in reached:
@@ -142,7 +142,10 @@ class Window:
         self._backward = backward
         self._inner: Callable[..., Any] | None = None
         self._is_installed = False
+        self.oldest_node = compat.OldestNode()
         self._known: dict[int, str] = {}
+        self._streamed: dict[int, Unit] | None = None
+        """By the storage of a chunk on the device, which is the same for the whole session; made at the first call."""
         self.is_given = False
         """Whether it stands for one call, in which `functional_call` gives the module tensors of the user's."""
         self.gate: Gate | None = None
@@ -285,12 +288,14 @@ class Window:
 
     def _refuse_weights_in(self, output: object) -> None:
         """What shares memory with streamed weights would be read after they have left the device."""
-        streamed = {
-            compat.storage_key(chunk.device): unit
-            for unit in self.units
-            if not unit.is_resident
-            for chunk in unit.group.chunks
-        }
+        if self._streamed is None:
+            self._streamed = {
+                compat.storage_key(chunk.device): unit
+                for unit in self.units
+                if not unit.is_resident
+                for chunk in unit.group.chunks
+            }
+        streamed = self._streamed
         for tensor in tensors_in(output) if streamed else ():
             unit = streamed.get(compat.storage_key(tensor)) if tensor.layout is torch.strided else None
             if unit is not None:
