@@ -23,9 +23,8 @@ from lowtide.lab.data_recipe import EvaluationRecipe, HubDataset, RandomInputs, 
 from lowtide.lab.optimizer_recipe import Constant, LinearWarmup, OptimizerRecipe, RiseFromZero
 from lowtide.lab.plan_recipe import PlanRecipe
 from lowtide.optim.precision import numerics_of
+from lowtide.planning.budget_plans import StaticPartition, WarmUp
 from lowtide.planning.plan import Schedule, Site
-from lowtide.planning.static_partition import StaticPartition
-from lowtide.planning.warm_up import WarmUp
 from lowtide.units import parse_dtype
 
 ModelSetting = bool | int | float | str

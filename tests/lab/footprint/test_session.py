@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from lowtide.errors import BudgetError, PlanError
 from lowtide.lab.footprint.session import SessionFootprint
 from lowtide.memory.groups import find_groups
-from lowtide.memory.layout import lay_out
-from lowtide.memory.layout_types import Layout
+from lowtide.memory.layout import Layout, lay_out
 from lowtide.optim.precision import numerics_of
 from lowtide.planning.hand_plan import make_plan
 from lowtide.planning.plan import Plan
