@@ -11,7 +11,7 @@ from lowtide.errors import TraceError
 from lowtide.models.batches import TokenBatch
 from lowtide.models.deep_one import DeepOne, DeepOneConfig
 from lowtide.models.registry import resolve_model
-from lowtide.optim.adafactor import Adafactor
+from lowtide.optim.optimizers import Adafactor
 from lowtide.planning.techniques import (
     Accumulate,
     ActivationPolicy,

@@ -13,7 +13,7 @@ from lowtide import config
 from lowtide.errors import BatchMismatchError, ConfigError, TooLargeError, UnknownNameError
 from lowtide.hardware import find_hardware, known_hardware
 from lowtide.models import ModelSource, built_in_names, resolve_model
-from lowtide.optim.adafactor import Adafactor
+from lowtide.optim.optimizers import Adafactor
 from lowtide.planning.techniques import Problem
 from lowtide.tracing.sandbox import shared_sandbox
 from lowtide.tracing.settings import StepSettings

@@ -20,8 +20,7 @@ from lowtide.lab.training import Batch, optimizer_over
 from lowtide.memory.groups import find_groups, find_named_groups
 from lowtide.memory.layout import lay_out
 from lowtide.models import resolve_model
-from lowtide.optim.precision import numerics_of
-from lowtide.optim.update_types import Numerics
+from lowtide.optim.update_types import Numerics, numerics_of
 from lowtide.planning.budget_plans import StaticPartition, WarmUp, partition
 from lowtide.planning.plan import Plan, Site
 from lowtide.runtime.state_size import state_bytes_per_parameter_byte

@@ -20,10 +20,9 @@ from lowtide.memory.layout import Layout, lay_out
 from lowtide.memory.mover import Mover
 from lowtide.memory.tier import DeviceLimit
 from lowtide.memory.unmanaged import unmanaged_parameters
-from lowtide.optim.adafactor import Adafactor
-from lowtide.optim.precision import numerics_of
+from lowtide.optim.optimizers import Adafactor
 from lowtide.optim.rules import reason_without_rule
-from lowtide.optim.update_types import Moments, Numerics
+from lowtide.optim.update_types import Moments, Numerics, numerics_of
 from lowtide.planning.budget_plans import StaticPartition, WarmUp
 from lowtide.planning.check_plan import check_plan
 from lowtide.planning.placement import is_trained

@@ -20,7 +20,7 @@ from lowtide.errors import BudgetError, PlanError
 from lowtide.lab.footprint.session import SessionFootprint
 from lowtide.memory.groups import find_groups
 from lowtide.memory.layout import Layout, lay_out
-from lowtide.optim.precision import numerics_of
+from lowtide.optim.update_types import numerics_of
 from lowtide.planning.hand_plan import make_plan
 from lowtide.planning.plan import Plan
 from lowtide.runtime.manage import manage
