@@ -13,7 +13,7 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-HOST_BUILD = runpy.run_path(str(Path(__file__).parent / "src/lowtide/optim/host_build.py"))
+HOST_BUILD = runpy.run_path(str(Path(__file__).parent / "src/lowtide/optim/host/build.py"))
 
 
 class BuildHostKernel(build_ext):

@@ -17,7 +17,7 @@ import torch
 
 import lowtide
 from lowtide.models import resolve_model
-from lowtide.optim.adafactor import Adafactor
+from lowtide.optim.optimizers import Adafactor
 from lowtide.tracing.settings import UpdateSchedule
 
 RESULTS = Path(__file__).resolve().parent / "results" / "peak_memory"

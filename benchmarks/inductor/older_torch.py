@@ -27,11 +27,11 @@ def trace_joint_graph(
     from torch._inductor.virtualized import V
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from lowtide.compat import partitioning
+    from lowtide.compat import compiler
 
     def catch(module: fx.GraphModule, joint_inputs: Any, **arguments: Any) -> Any:
         compile_fx._recursive_joint_graph_passes(module)
-        raise partitioning._Caught(module, {"_joint_inputs": joint_inputs, **arguments})
+        raise compiler._Caught(module, {"_joint_inputs": joint_inputs, **arguments})
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, V.set_fake_mode(mode):
@@ -40,14 +40,14 @@ def trace_joint_graph(
             fake.requires_grad_(tensor.requires_grad)
         try:
             aot_module_simplified(
-                partitioning._AsModule(function),  # type: ignore[arg-type]  # annotated for dynamo's graphs
+                compiler._AsModule(function),  # type: ignore[arg-type]  # annotated for dynamo's graphs
                 fakes,
-                fw_compiler=partitioning._no_backward,
+                fw_compiler=compiler._no_backward,
                 partition_fn=catch,
                 decompositions=select_decomp_table(),
                 keep_inference_input_mutations=True,
             )
-        except partitioning._Caught as caught:
+        except compiler._Caught as caught:
             arguments = {**caught.arguments, "static_lifetime_input_indices": list(range(len(weights)))}
-            return partitioning.JointGraph(module=caught.module, arguments=arguments)
+            return compiler.JointGraph(module=caught.module, arguments=arguments)
     raise AssertionError("either the joint graph is caught or there is no backward, and both end the trace")

@@ -22,9 +22,9 @@ import torch
 from benchmarks.optim.huge_pages import advise_huge_pages
 from benchmarks.records import machine
 from lowtide.hardware.machine import this_machine
-from lowtide.optim import host_kernel, reference
-from lowtide.optim.precision import state_names
-from lowtide.optim.update_types import UNSIGNED, Adam, ElementwiseRule, Lion, Moments, Piece, Rounding, Sgd
+from lowtide.optim import reference
+from lowtide.optim.host import kernel as host_kernel
+from lowtide.optim.update_types import UNSIGNED, Adam, ElementwiseRule, Lion, Moments, Piece, Rounding, Sgd, state_names
 
 SCHEMA = "lowtide.host_kernel_benchmark/1"
 ADAMW = Adam(lr=1e-4, weight_decay=0.1)

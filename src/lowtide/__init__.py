@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from lowtide import errors
+from lowtide.planning.budget_plans import StaticPartition, WarmUp
 from lowtide.planning.hand_plan import make_plan
 from lowtide.planning.plan import Plan
-from lowtide.planning.static_partition import StaticPartition
-from lowtide.planning.warm_up import WarmUp
 from lowtide.runtime.empty_weights import empty_weights
 from lowtide.runtime.manage import manage
 from lowtide.runtime.session import Session

@@ -19,9 +19,8 @@ from lowtide.lab.optimizer_recipe import OptimizerRecipe
 from lowtide.lab.plan_recipe import PlanRecipe, plan_of
 from lowtide.lab.recipe import CompileRecipe, Recipe
 from lowtide.lab.recipe_file import FOLDER, read_recipe
+from lowtide.planning.budget_plans import StaticPartition, WarmUp
 from lowtide.planning.plan import Schedule, Site, Weights
-from lowtide.planning.static_partition import StaticPartition
-from lowtide.planning.warm_up import WarmUp
 from lowtide.units import parse_bytes
 
 RECIPES = sorted((FOLDER / "check").glob("*.yaml"))

@@ -23,9 +23,8 @@ from lowtide.lab.progress import Progress
 from lowtide.lab.recipe import CompileRecipe, Recipe
 from lowtide.lab.record import Outcome, RunRecord
 from lowtide.models import ModelSource, resolve_model
+from lowtide.planning.budget_plans import StaticPartition, WarmUp
 from lowtide.planning.plan import Schedule, Site, Weights
-from lowtide.planning.static_partition import StaticPartition
-from lowtide.planning.warm_up import WarmUp
 from lowtide.units import parse_bytes
 
 RESIDENT = PlanRecipe(weights=Weights.RESIDENT, update=Site.DEVICE)

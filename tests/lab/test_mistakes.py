@@ -16,9 +16,8 @@ from lowtide.lab.optimizer_recipe import OptimizerRecipe
 from lowtide.lab.plan_recipe import PlanRecipe
 from lowtide.lab.recipe import CompileRecipe, Recipe
 from lowtide.lab.recipe_file import find_recipe, read_recipe, recipe_names
+from lowtide.planning.budget_plans import StaticPartition, WarmUp
 from lowtide.planning.plan import Site, Weights
-from lowtide.planning.static_partition import StaticPartition
-from lowtide.planning.warm_up import WarmUp
 
 RECIPE = Recipe(model="gpt-tiny", model_settings={"vocab_size": 300}, device="cpu")
 

@@ -15,9 +15,8 @@ from lowtide.lab.prediction import UnpredictedError, predict_recipe
 from lowtide.lab.recipe import CompileRecipe, Recipe
 from lowtide.lab.record import EVALUATION, RunRecord, read_record
 from lowtide.models import resolve_model
+from lowtide.planning.budget_plans import StaticPartition, WarmUp
 from lowtide.planning.plan import Schedule, Site, Weights
-from lowtide.planning.static_partition import StaticPartition
-from lowtide.planning.warm_up import WarmUp
 
 RECORDS = sorted((Path(__file__).resolve().parents[2] / "benchmarks/results/lab").glob("*.json"))
 TOLERANCE = 0.01

@@ -15,9 +15,8 @@ from lowtide.lab.optimizer_recipe import OPTIMIZERS, Constant, LinearWarmup, Opt
 from lowtide.lab.plan_recipe import PlanRecipe
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.recipe_file import FOLDER, read_recipe
+from lowtide.planning.budget_plans import MonitorMode, StaticPartition, WarmUp
 from lowtide.planning.plan import Schedule, Site, Weights
-from lowtide.planning.static_partition import StaticPartition
-from lowtide.planning.warm_up import MonitorMode, WarmUp
 
 
 def read(tmp_path: Path, text: str, *overrides: str) -> Recipe:

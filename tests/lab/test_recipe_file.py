@@ -10,7 +10,7 @@ from lowtide.errors import ConfigError, UnknownNameError
 from lowtide.lab.data_recipe import HubDataset, TextFiles
 from lowtide.lab.optimizer_recipe import Constant, LinearWarmup
 from lowtide.lab.recipe_file import FOLDER, find_recipe, read_recipe, recipe_names, resolve_recipe
-from lowtide.planning.static_partition import StaticPartition
+from lowtide.planning.budget_plans import StaticPartition
 
 
 def write(folder: Path, name: str, text: str) -> Path:

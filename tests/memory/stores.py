@@ -7,11 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from lowtide.errors import BudgetError
-from lowtide.memory.chunk import Chunk, StoredGroup
-from lowtide.memory.chunk_state import LEGAL, ChunkState
+from lowtide.memory.chunk import LEGAL, Chunk, ChunkState, StoredGroup
 from lowtide.memory.emulated_mover import EmulatedMover
-from lowtide.memory.layout import lay_out
-from lowtide.memory.layout_types import ChunkSpec
+from lowtide.memory.layout import ChunkSpec, lay_out
 from lowtide.memory.mover import Copied, Ticket
 from lowtide.memory.store import ChunkStore
 from tests.memory.small_layouts import group

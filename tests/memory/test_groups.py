@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from lowtide.activations.policy import KEEP
 from lowtide.errors import ConfigError, UnknownNameError
-from lowtide.memory.groups import find_groups, is_called
-from lowtide.memory.layout_types import GroupSpec
+from lowtide.memory.groups import find_groups, find_named_groups, is_called, repeated_blocks
+from lowtide.memory.layout import GroupSpec, lay_out
+from lowtide.planning.hand_plan import make_plan
 from tests.zoo import ZOO, ZooModel
 
 ARCHITECTURES = pytest.mark.parametrize("zoo_model", ZOO.values(), ids=list(ZOO))
@@ -320,3 +322,180 @@ def test_strides_are_kept() -> None:
     model = nn.Sequential(nn.Conv2d(4, 8, 3)).to(memory_format=torch.channels_last)
     (group,) = find_groups(model)
     assert group.parameters[0].stride == (36, 1, 12, 4)
+
+
+class NamedNet(nn.Module):
+    """Small tables beside blocks that grow with the depth; the head may share the first table."""
+
+    def __init__(self, depth: int, *, is_tied: bool = False) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(10, 16)
+        self.pos = nn.Embedding(4, 16)
+        self.start = nn.Parameter(torch.zeros(16))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(depth)
+        )
+        self.attention = nn.MultiheadAttention(16, 2)
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 10, bias=False)
+        if is_tied:
+            self.head.weight = self.tok.weight
+
+
+def names_with(model: nn.Module, *named: str) -> list[str]:
+    return [group.name for group in find_named_groups(model, named)]
+
+
+@pytest.mark.parametrize("depth", [2, 8, 32])
+def test_a_named_module_has_a_group_at_any_depth(depth: int) -> None:
+    model = NamedNet(depth)
+    for name in ("tok", "pos", "norm", "head", "blocks.1", "blocks.1.2", "attention"):
+        (group,) = [group for group in find_named_groups(model, [name]) if group.name == name]
+        assert group.windows == (name,)
+        assert all(parameter.name.startswith(f"{name}.") for parameter in group.parameters)
+    assert "tok" not in [group.name for group in find_groups(NamedNet(32))], "or this test shows nothing"
+
+
+@pytest.mark.parametrize("name", ["", "*", "blocks", "start", "tokk", "attention.out_proj", "blocks.1.1"])
+def test_what_cannot_be_a_group_is_passed_over(name: str) -> None:
+    assert find_named_groups(NamedNet(8), [name]) == find_groups(NamedNet(8))
+
+
+@pytest.mark.parametrize("depth", [2, 32])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_names_of_groups_find_them_again(depth: int, is_tied: bool) -> None:
+    for named in ("tok", "head", "pos", "norm", "blocks.0.0"):
+        groups = find_named_groups(NamedNet(depth, is_tied=is_tied), [named])
+        again = find_named_groups(NamedNet(depth, is_tied=is_tied), [group.name for group in groups])
+        assert lay_out(again).fingerprint == lay_out(groups).fingerprint
+
+
+@pytest.mark.parametrize("named", ["tok", "head", "tok.weight"])
+def test_a_tied_table_has_one_group_that_both_open(named: str) -> None:
+    assert "tok.weight" not in names_with(NamedNet(32, is_tied=True)), "or this test shows nothing"
+    (group,) = [group for group in find_named_groups(NamedNet(32, is_tied=True), [named]) if group.name == "tok.weight"]
+    assert group.windows == ("tok", "head")
+
+
+class Encoder(nn.Module):
+    """Made of plain layers, and no block by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(16, 64)
+        self.narrow = nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.narrow(self.wide(x).tanh())
+        return out
+
+
+def test_a_named_module_that_is_made_of_others_is_one_group() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), Encoder(), nn.Linear(16, 8))
+    assert names_with(model) == ["0", "1.wide", "1.narrow", "2"]
+    assert names_with(model, "1") == ["0", "1", "2"]
+    assert names_with(model, "1.wide") == ["0", "1.wide", "1.narrow", "2"]
+    plan = make_plan(model, activations={"1": "recompute"})
+    assert [group.name for group in plan.groups if group.activation != KEEP] == ["1"]
+
+
+def test_a_named_module_that_holds_blocks_is_passed_over() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Sequential(Encoder(), Encoder()))
+    assert names_with(model, "1") == ["0", "1.0", "1.1"]
+
+
+class InnerBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x).tanh()
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(InnerBlock() for _ in range(3))
+        self.head = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def block_names(model: nn.Module) -> list[str]:
+    return [name for name, _ in repeated_blocks(model)]
+
+
+def test_layers_of_a_list_in_order() -> None:
+    assert block_names(Stack()) == ["layers.0", "layers.1", "layers.2"]
+
+
+def test_a_chain_of_plain_layers_is_no_stack() -> None:
+    assert block_names(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == []
+    assert block_names(nn.ModuleDict({"a": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])})) == []
+
+
+def test_only_the_outermost_of_nested_stacks() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.ModuleList(InnerBlock() for _ in range(2))
+
+    model = nn.ModuleDict({"stages": nn.ModuleList(Outer() for _ in range(2))})
+    assert block_names(model) == ["stages.0", "stages.1"]
+
+
+def test_stacks_side_by_side() -> None:
+    model = nn.ModuleDict({side: nn.ModuleList(InnerBlock() for _ in range(2)) for side in ("encoder", "decoder")})
+    assert block_names(model) == ["encoder.0", "encoder.1", "decoder.0", "decoder.1"]
+
+
+def test_members_without_weights_are_passed_over() -> None:
+    model = nn.ModuleDict({"body": nn.Sequential(InnerBlock(), nn.ReLU(), InnerBlock())})
+    assert block_names(model) == ["body.0", "body.2"]
+
+
+def test_the_model_itself_may_be_the_container() -> None:
+    assert block_names(nn.Sequential(nn.Linear(4, 4), InnerBlock(), InnerBlock())) == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(("kind", "found"), [(InnerBlock, ["body.0", "body.1"]), (lambda: nn.Linear(4, 4), [])])
+def test_compiled_members_count_as_what_they_were(kind: type[nn.Module], found: list[str]) -> None:
+    members = [torch.compile(kind()), torch.compile(kind())]
+    assert block_names(nn.ModuleDict({"body": nn.Sequential(*members)})) == found
+
+
+def test_a_list_of_lists_is_one_list() -> None:
+    """As of Funnel, whose stages are lists of layers."""
+    model = nn.ModuleDict(
+        {"stages": nn.ModuleList([nn.ModuleList([InnerBlock()]), nn.ModuleList([InnerBlock(), InnerBlock()])])}
+    )
+    assert block_names(model) == ["stages.0.0", "stages.1.0", "stages.1.1"]
+
+
+def test_the_only_member_of_a_list_may_be_called_many_times() -> None:
+    """As of ALBERT, whose one group of layers is run as often as there are layers."""
+    assert block_names(
+        nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"inner": nn.ModuleList([InnerBlock()])})])})
+    ) == ["layers.0"]
+    assert block_names(nn.ModuleDict({"layers": nn.ModuleList([Stack()])})) == [
+        f"layers.0.layers.{n}" for n in range(3)
+    ]
+    assert block_names(nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(4, 4)])})) == []
+    assert block_names(nn.Sequential(Stack())) == ["0.layers.0", "0.layers.1", "0.layers.2"]
+
+
+def test_one_module_at_several_places_of_a_list() -> None:
+    block = InnerBlock()
+    assert block_names(nn.ModuleDict({"body": nn.ModuleList([block, block])})) == ["body.0"]
+    assert block_names(nn.Sequential(nn.Linear(4, 4), block, block)) == ["0", "1"]
+
+
+def test_a_block_outside_of_any_list_is_known_by_its_name_or_that_of_its_class() -> None:
+    parts = {"embedding": nn.Embedding(4, 4), "head": nn.Sequential(nn.Linear(4, 4))}
+    assert block_names(nn.ModuleDict({**parts, "shared": InnerBlock()})) == ["shared"]
+    named = nn.ModuleDict({**parts, "block1": nn.Sequential(nn.Linear(4, 4)), "layer": nn.Linear(4, 4)})
+    assert block_names(named) == ["block1"], "a layer that is made of nothing else is none"
+    assert block_names(nn.ModuleDict({**parts, "shared": InnerBlock(), "stack": Stack()})) == [
+        f"stack.layers.{n}" for n in range(3)
+    ]
+    assert block_names(nn.ModuleDict({"layer": nn.ModuleDict(parts)})) == [], "never called"

@@ -3,10 +3,9 @@ from __future__ import annotations
 import pytest
 
 from lowtide.errors import BudgetError
-from lowtide.memory.chunk import Chunk
-from lowtide.memory.chunk_state import ChunkState
+from lowtide.memory.chunk import Chunk, ChunkState
 from lowtide.memory.emulated_mover import POISON, EmulatedMover
-from lowtide.memory.eviction import simulate
+from tests.memory.belady import simulate
 from tests.memory.stores import Counter, LateWork, SmallStore
 
 

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowtide.errors import BudgetError
-from lowtide.memory.chunk import Chunk, StoredGroup
-from lowtide.memory.chunk_state import ChunkState
+from lowtide.memory.chunk import Chunk, ChunkState, StoredGroup
 from lowtide.memory.emulated_mover import EmulatedMover
 from lowtide.memory.store import ChunkStore
 from tests.memory.stores import LARGEST, Counter, LateWork, SmallStore, add

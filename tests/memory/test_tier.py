@@ -1,4 +1,4 @@
-"""Tiers: the sum of the owners is what is used, and the budget holds, also between threads."""
+"""Budgets that are counted, and the allocator's limit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowtide.errors import BudgetError, ConfigError, OwnershipError
-from lowtide.memory.tier import Tier
+from lowtide.memory.tier import Tier, allowed_share
 from lowtide.units import GiB
 
 OWNERS = ("weights", "gradients", "optimizer", "staging")
@@ -114,3 +114,11 @@ def test_threads_never_exceed_the_budget_together() -> None:
     assert tier.used_bytes == 0
     assert tier.by_owner() == {}
     assert tier.peak_bytes <= 2
+
+
+@pytest.mark.parametrize(
+    ("budgets", "share"),
+    [([], 1.0), ([None], 1.0), ([25], 0.25), ([25, 50], 0.75), ([25, None], 1.0), ([80, 80], 1.0)],
+)
+def test_the_sum_of_the_budgets(budgets: list[int | None], share: float) -> None:
+    assert allowed_share(budgets, 100) == share

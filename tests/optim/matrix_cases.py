@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from lowtide.optim.formats import join, update_key
-from lowtide.optim.matrix_rules import Adafactor, MatrixPiece
-from lowtide.optim.parameter_state import ParameterState, new_state
-from lowtide.optim.update_types import Numerics, Rounding
+from lowtide.optim.state import ParameterState, new_state
+from lowtide.optim.update_types import Adafactor, MatrixPiece, Numerics, Rounding
 
 RULE = Adafactor(lr=1e-2, weight_decay=0.1)
 SHAPES: tuple[tuple[int, ...], ...] = ((70, 264), (3, 7), (300,), (5,), (), (4, 3, 2, 5), (0, 4), (2, 600), (70, 3))

@@ -13,8 +13,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lowtide.optim import device_kernel, host_kernel, host_library, reference
-from lowtide.optim.eight_bit import decode_blocks, encode_blocks
+from lowtide.optim import reference
+from lowtide.optim.device import kernel as device_kernel
+from lowtide.optim.formats import decode_blocks, encode_blocks
+from lowtide.optim.host import kernel as host_kernel
+from lowtide.optim.host import library as host_library
 from lowtide.optim.update_types import BLOCK, Adam, Moments, Piece, Rounding, Sgd
 
 Update = Callable[[Piece], Piece]

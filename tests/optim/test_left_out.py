@@ -11,11 +11,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lowtide.optim import device_kernel, host_kernel, matrix_kernel, reference
-from lowtide.optim.matrix_rules import MatrixPiece
-from lowtide.optim.update_types import ElementwiseRule, Moments, Numerics, Piece, Rounding
+from lowtide.optim import reference
+from lowtide.optim.device import kernel as device_kernel
+from lowtide.optim.host import kernel as host_kernel
+from lowtide.optim.update_types import ElementwiseRule, MatrixPiece, Moments, Numerics, Piece, Rounding
 from tests.optim import matrix_cases
-from tests.optim.test_device_kernel import FORMATS, RULES, items, pieces
+from tests.optim.device.test_kernel import FORMATS, RULES, items, pieces
 
 Update = Callable[..., None]
 
@@ -28,9 +29,9 @@ PLACES = [
     pytest.param("cpu", device_kernel.launch_all, marks=needs_interpreter, id="interpreter"),
 ]
 MATRIX_PLACES = [
-    pytest.param("cpu", matrix_kernel.update, id="reference"),
-    pytest.param("cuda", matrix_kernel.update, marks=pytest.mark.gpu, id="device kernel"),
-    pytest.param("cpu", matrix_kernel.launch_all, marks=needs_interpreter, id="interpreter"),
+    pytest.param("cpu", device_kernel.update_matrices, id="reference"),
+    pytest.param("cuda", device_kernel.update_matrices, marks=pytest.mark.gpu, id="device kernel"),
+    pytest.param("cpu", device_kernel.launch_matrices, marks=needs_interpreter, id="interpreter"),
 ]
 
 

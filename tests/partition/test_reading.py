@@ -22,7 +22,7 @@ def squared_layers(first: Tensor, second: Tensor, x: Tensor) -> tuple[Tensor, ..
     return ((torch.relu(x @ first) @ second).square().sum(),)
 
 
-def cut(budget: float) -> compat.Halves:
+def cut(budget: float) -> compat.ForwardBackward:
     weights = [torch.empty(WIDTH, HIDDEN).requires_grad_(), torch.empty(HIDDEN, WIDTH).requires_grad_()]
     return compat.partition(compat.trace_joint_graph(squared_layers, weights, [torch.empty(ROWS, WIDTH)]), budget)
 

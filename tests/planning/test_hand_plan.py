@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from lowtide.activations.policy import Recompute
 from lowtide.errors import ConfigError, PlanError, UnknownNameError
-from lowtide.memory.layout_types import Layout
+from lowtide.memory.layout import Layout
 from lowtide.planning.hand_plan import host_chunks, make_plan
 from lowtide.planning.placement import is_trained
 from lowtide.planning.plan import Budgets, Plan, Schedule, Site, Weights
 from lowtide.units import GiB, MiB
 from tests.memory.small_layouts import group, layout, random_layouts
-from tests.memory.test_named_groups import Net
+from tests.memory.test_groups import NamedNet
 from tests.zoo import ZOO
 
 MODEL = layout(
@@ -144,7 +144,7 @@ def test_the_rest_may_be_named_where_there_is_none() -> None:
 @pytest.mark.parametrize("depth", [2, 8, 32])
 def test_a_small_table_is_found_at_any_depth(depth: int) -> None:
     plan = make_plan(
-        Net(depth),
+        NamedNet(depth),
         weights={"*": "streamed", "tok": "host"},
         update={"*": "device", "pos": "host"},
         activations={"blocks.0.2": "recompute"},
@@ -179,9 +179,9 @@ def test_a_later_pattern_goes_before_an_earlier_one() -> None:
 
 @pytest.mark.parametrize("named", ["tok", "head", "tok.weight"])
 def test_a_tied_table_by_any_name(named: str) -> None:
-    assert weights(make_plan(Net(32, is_tied=True), weights={named: "streamed"}))["tok.weight"] == "streamed"
+    assert weights(make_plan(NamedNet(32, is_tied=True), weights={named: "streamed"}))["tok.weight"] == "streamed"
     with pytest.raises(PlanError, match=r"group 'tok.weight' is tied: 'tok' and 'head' use the same .* on the host"):
-        make_plan(Net(32, is_tied=True), weights={"*": "streamed", named: "host"})
+        make_plan(NamedNet(32, is_tied=True), weights={"*": "streamed", named: "host"})
 
 
 @pytest.mark.parametrize(
@@ -195,9 +195,9 @@ def test_a_tied_table_by_any_name(named: str) -> None:
 )
 def test_names_that_are_none(name: str, message: str) -> None:
     with pytest.raises((ConfigError, UnknownNameError), match=message):
-        make_plan(Net(8), weights={name: "resident"})
+        make_plan(NamedNet(8), weights={name: "resident"})
 
 
 def test_two_names_of_one_group() -> None:
     with pytest.raises(ConfigError, match=r"has 'tok' and 'head', which are both the group 'tok.weight'"):
-        make_plan(Net(8, is_tied=True), weights={"tok": "resident", "head": "streamed"})
+        make_plan(NamedNet(8, is_tied=True), weights={"tok": "resident", "head": "streamed"})

@@ -9,13 +9,11 @@ import torch
 from torch import nn
 
 from lowtide.memory.groups import REST, find_groups
-from lowtide.memory.layout import lay_out
-from lowtide.memory.layout_types import Layout
+from lowtide.memory.layout import Layout, lay_out
+from lowtide.planning.budget_plans import MomentSample, StaticPartition, WarmUp, partition, plan_after
 from lowtide.planning.hand_plan import make_plan
 from lowtide.planning.placement import is_trained
 from lowtide.planning.plan import Plan, Schedule, Site
-from lowtide.planning.static_partition import StaticPartition, partition
-from lowtide.planning.warm_up import MomentSample, WarmUp, plan_after
 from tests.zoo import ZOO, ZooModel
 
 STATE = 2.0

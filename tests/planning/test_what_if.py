@@ -11,17 +11,16 @@ from lowtide.errors import TraceError
 from lowtide.models.batches import TokenBatch
 from lowtide.models.deep_one import DeepOne, DeepOneConfig
 from lowtide.models.registry import resolve_model
-from lowtide.optim.adafactor import Adafactor
-from lowtide.planning.activation_techniques import ActivationPolicy
-from lowtide.planning.problem import Problem
+from lowtide.optim.optimizers import Adafactor
 from lowtide.planning.techniques import (
     Accumulate,
+    ActivationPolicy,
     AttentionBackend,
+    Problem,
     UpdateImplementation,
     UpdateInBackward,
 )
-from lowtide.planning.what_if import Progress, WhatIf, what_if
-from lowtide.planning.what_if_row import WhatIfRow
+from lowtide.planning.what_if import Progress, WhatIf, WhatIfRow, what_if
 from lowtide.tracing.settings import Implementation, StepSettings
 from lowtide.tracing.step_trace import Category, StepTrace
 from lowtide.units import MiB

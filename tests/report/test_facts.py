@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lowtide.planning.what_if_row import WhatIfRow
+from lowtide.planning.what_if import WhatIfRow
 from lowtide.report.facts import Fit, circumstances, differences, fit_of, saving
 from lowtide.tracing.compare import Difference
 from lowtide.tracing.step_trace import Category, Phase

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from lowtide.errors import ConfigError
-from lowtide.planning.what_if_row import WhatIfRow
+from lowtide.planning.what_if import WhatIfRow
 from lowtide.report.html import Section, render_html, render_page
 from lowtide.report.page_parts import prose
 from lowtide.tracing.step_trace import Category, Phase, StepTrace

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lowtide.planning.what_if_row import WhatIfRow
+from lowtide.planning.what_if import WhatIfRow
 from lowtide.report.html import render_html
 from lowtide.tracing.step_trace import Category, StepTrace
 from lowtide.units import GiB, format_bytes

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console, RenderableType
 
-from lowtide.planning.what_if_row import WhatIfRow
+from lowtide.planning.what_if import WhatIfRow
 from lowtide.report import tables
 from lowtide.report.facts import differences
 from lowtide.tracing.step_trace import Category, Phase, StepTrace

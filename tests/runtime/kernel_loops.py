@@ -11,12 +11,12 @@ from torch import nn
 import lowtide
 from lowtide.memory.groups import find_groups
 from lowtide.memory.layout import lay_out
-from lowtide.optim import host_kernel, reference
+from lowtide.optim import reference
 from lowtide.optim.formats import update_key
-from lowtide.optim.parameter_state import new_state
-from lowtide.optim.precision import numerics_of, rounding_for
+from lowtide.optim.host import kernel as host_kernel
 from lowtide.optim.rules import require_rule
-from lowtide.optim.update_types import Piece
+from lowtide.optim.state import new_state
+from lowtide.optim.update_types import Piece, numerics_of, rounding_for
 
 WIDTH = 64
 PLACES: list[dict[str, Any]] = [

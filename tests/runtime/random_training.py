@@ -16,9 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.memory.groups import find_groups
-from lowtide.memory.layout import lay_out
-from lowtide.memory.layout_types import Layout
-from lowtide.planning.window_need import largest_window
+from lowtide.memory.layout import Layout, lay_out
+from lowtide.planning.placement import largest_window
 from lowtide.runtime import manage as manage_module
 from lowtide.runtime.host_worker import HostWorker, Job
 from lowtide.runtime.session import Session

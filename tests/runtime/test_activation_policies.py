@@ -14,7 +14,7 @@ from lowtide.activations import Keep, Offload, Policy, Recompute, Selective
 from lowtide.errors import BudgetError, ConfigError, UnknownNameError
 from lowtide.memory.groups import find_groups
 from lowtide.memory.layout import lay_out
-from lowtide.planning.plan_json import plan_from_json, plan_to_json
+from lowtide.planning.plan import plan_from_json, plan_to_json
 from lowtide.runtime.finishing import Finisher
 from lowtide.runtime.timeline import Reason
 from lowtide.runtime.unit import Unit

@@ -11,7 +11,7 @@ from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 
 import lowtide
 from lowtide.errors import ActivationError, ModelChangedError, SessionError
-from lowtide.planning.warm_up import WarmUp
+from lowtide.planning.budget_plans import WarmUp
 from tests.runtime.side_by_side import (
     Tower,
     adamw,

@@ -13,7 +13,7 @@ from lowtide.errors import BudgetError
 from lowtide.memory.emulated_mover import EmulatedMover
 from lowtide.memory.groups import find_groups
 from lowtide.memory.layout import lay_out
-from lowtide.optim.precision import numerics_of
+from lowtide.optim.update_types import numerics_of
 from lowtide.runtime import staging
 from lowtide.runtime.host_need import HostNeed, host_need
 

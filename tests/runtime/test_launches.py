@@ -11,9 +11,9 @@ import torch
 import lowtide
 from lowtide.memory.groups import find_groups
 from lowtide.memory.layout import lay_out
-from lowtide.optim import device_kernel
+from lowtide.optim.device import kernel as device_kernel
 from lowtide.runtime import kernel_optimizer
-from tests.optim.counted_launches import Launches, counted_launches
+from tests.optim.device.counted_launches import Launches, counted_launches
 from tests.runtime.stack import KB, NUM_BLOCKS, Stack, steps
 
 

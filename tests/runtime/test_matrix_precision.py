@@ -14,13 +14,13 @@ import lowtide
 from lowtide.errors import OptimizerStateError, UnsupportedOptimizerError
 from lowtide.memory.groups import find_groups
 from lowtide.memory.layout import lay_out
-from lowtide.optim import Adafactor, matrix_kernel
+from lowtide.optim import Adafactor
+from lowtide.optim.device import kernel as device_kernel
 from lowtide.optim.formats import update_key
-from lowtide.optim.matrix_rules import Adafactor as AdafactorRule
-from lowtide.optim.matrix_rules import MatrixPiece
-from lowtide.optim.parameter_state import ParameterState, new_state
-from lowtide.optim.precision import numerics_of, rounding_for
 from lowtide.optim.rules import require_rule
+from lowtide.optim.state import ParameterState, new_state
+from lowtide.optim.update_types import Adafactor as AdafactorRule
+from lowtide.optim.update_types import MatrixPiece, numerics_of, rounding_for
 from tests.runtime.kernel_loops import PLACES, WIDTH, assert_same, batch, network, one_step, train, trained_in_turn
 from tests.zoo import bf16_safe
 
@@ -74,7 +74,7 @@ class PlainKernels:
                     master=state.master,
                     key=update_key(self.numerics.seed, number, state.step),
                 )
-                matrix_kernel.update([piece], rounding=rounding_for(p, self.numerics), gradient_factor=factor)
+                device_kernel.update_matrices([piece], rounding=rounding_for(p, self.numerics), gradient_factor=factor)
                 number += 1
 
     def zero_grad(self) -> None:

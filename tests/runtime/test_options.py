@@ -13,7 +13,7 @@ from lowtide.errors import BudgetError, LowtideError, PlanError
 from lowtide.memory.arena import ArenaCounts
 from lowtide.memory.groups import find_groups
 from lowtide.memory.layout import lay_out
-from lowtide.planning.warm_up import MonitorMode
+from lowtide.planning.budget_plans import MonitorMode
 from lowtide.runtime import machinery as machinery_module
 from lowtide.runtime.host_pool import HostPool
 from lowtide.runtime.session_stats import SessionStats

@@ -14,7 +14,7 @@ import lowtide
 from lowtide.errors import PlanError
 from lowtide.memory.groups import find_groups
 from lowtide.memory.layout import lay_out
-from lowtide.optim.precision import numerics_of
+from lowtide.optim.update_types import numerics_of
 from lowtide.planning.placement import visitor_bytes_on_device
 from lowtide.planning.plan import Budgets
 from lowtide.runtime.paged_state import Pages

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lowtide.memory.emulated_mover import EmulatedMover
-from lowtide.optim.parameter_state import ParameterState
+from lowtide.optim.state import ParameterState
 from lowtide.optim.update_types import Adam, Moments, Numerics, Rounding
 from lowtide.runtime.paged_state import Pages
 from lowtide.runtime.recording import Recorder

@@ -16,8 +16,7 @@ import torch
 
 import lowtide
 from lowtide.errors import LowtideError
-from lowtide.memory.chunk import Chunk
-from lowtide.memory.chunk_state import ChunkState
+from lowtide.memory.chunk import Chunk, ChunkState
 from lowtide.memory.emulated_mover import EmulatedMover
 from lowtide.memory.store import ChunkStore
 from lowtide.runtime import machinery

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowtide.errors import PlanError
-from lowtide.memory.host_memory import HostMemory
+from lowtide.memory.capacity import HostMemory
 from lowtide.planning.plan import Budgets
 from lowtide.runtime.host_need import HostNeed
 from lowtide.runtime.plan_tiers import charged_tiers

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lowtide.errors import UnsupportedOptimizerError
-from lowtide.optim.precision import numerics_of
+from lowtide.optim.update_types import numerics_of
 from lowtide.runtime.state_size import state_bytes_per_parameter_byte
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

@@ -11,7 +11,7 @@ from torch import nn
 
 import lowtide
 from lowtide.errors import ConfigError, PlanError
-from lowtide.planning.plan_json import load_plan, save_plan
+from lowtide.planning.plan import load_plan, save_plan
 from tests.runtime.side_by_side import assert_same_values
 from tests.zoo import assert_same_tensors
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import lowtide
 from lowtide import WarmUp
 from lowtide.errors import ConfigError, PlanError, SessionError
+from lowtide.planning.budget_plans import MonitorMode
 from lowtide.planning.plan import Schedule
-from lowtide.planning.warm_up import MonitorMode
 from lowtide.runtime.observer import ObservedStore, StepObserver
 from lowtide.runtime.tracked_memory import TrackedMemory
 from lowtide.runtime.warm_up_run import WarmUpRun

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lowtide.errors import ConfigError
-from lowtide.memory.host_memory import HostMemory
+from lowtide.memory.capacity import HostMemory
 from lowtide.tracing.memory_sample import own_device, own_index, take_sample
 
 

@@ -15,7 +15,7 @@ from bisect import bisect_left, bisect_right
 import torch
 
 from lowtide.errors import BudgetError
-from lowtide.memory.layout_types import ALIGNMENT_BYTES
+from lowtide.memory.layout import ALIGNMENT_BYTES
 from lowtide.memory.mover import Mover
 
 MAX_SLACK = 2

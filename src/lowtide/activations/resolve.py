@@ -8,7 +8,7 @@ from torch import nn
 
 from lowtide.activations.policy import Policies, Policy, policy_of
 from lowtide.errors import ConfigError, UnknownNameError
-from lowtide.memory.blocks import repeated_blocks
+from lowtide.memory.groups import repeated_blocks
 
 OTHERS = "*"
 """In a mapping: the repeated blocks that no other entry has to do with."""
@@ -17,7 +17,7 @@ OTHERS = "*"
 def resolve(model: nn.Module, policies: Policies) -> dict[str, Policy]:
     """The policy of each chosen module by its path, in the order of the model.
 
-    One policy alone is for all repeated and shared blocks (`lowtide.memory.blocks`). In a mapping, `*` stands for those that
+    One policy alone is for all repeated and shared blocks (`lowtide.memory.groups`). In a mapping, `*` stands for those that
     are neither named nor hold or belong to a module that is.
 
     Example:

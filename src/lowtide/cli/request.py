@@ -13,8 +13,8 @@ from lowtide import config
 from lowtide.errors import BatchMismatchError, ConfigError, TooLargeError, UnknownNameError
 from lowtide.hardware import find_hardware, known_hardware
 from lowtide.models import ModelSource, built_in_names, resolve_model
-from lowtide.optim.adafactor import Adafactor
-from lowtide.planning.problem import Problem
+from lowtide.optim.optimizers import Adafactor
+from lowtide.planning.techniques import Problem
 from lowtide.tracing.sandbox import shared_sandbox
 from lowtide.tracing.settings import StepSettings
 from lowtide.tracing.step_trace import StepTrace

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 SavedTensor = torch._C._autograd.SavedTensor
 """What a node of a graph, or a checkpoint, keeps for the backward: a tensor, or what a hook packed it into."""

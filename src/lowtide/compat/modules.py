@@ -1,15 +1,15 @@
-"""Modules: their calls, hooks, buffers and compiled forms."""
+"""Modules: their calls, hooks and buffers, and the wrappers that run them on several processes."""
 
 from __future__ import annotations
 
 import sys
 import types
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 
 def restore_registrations(model: torch.nn.Module) -> None:
@@ -43,22 +43,6 @@ def rebuild_parametrized(kind: type[torch.nn.Module], names: list[str]) -> torch
     return module
 
 
-def uncompiled(function: object) -> object | None:
-    """The function that `torch.compile` was given, None for anything it did not return."""
-    if not isinstance(function, types.FunctionType):
-        return None
-    return getattr(function, "_torchdynamo_orig_callable", None)
-
-
-def compiled_original(module: torch.nn.Module) -> torch.nn.Module | None:
-    """The module inside what `torch.compile` returned, None for anything else."""
-    # By name: importing the class would import the compiler, for seconds, where nobody compiles.
-    if type(module).__name__ != "OptimizedModule":
-        return None
-    original = vars(module)["_modules"].get("_orig_mod")
-    return original if isinstance(original, torch.nn.Module) else None
-
-
 def replace_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> Callable[..., Any] | None:
     """What `module(...)` runs from now on, hooks and compiled code included; returns what it ran before.
 
@@ -76,13 +60,6 @@ def call_of(module: torch.nn.Module) -> Callable[..., Any] | None:
     return call
 
 
-def is_compiled_around() -> bool:
-    """Whether this thread runs inside of a `torch.compile` that would take in everything called from here."""
-    # While the compiler looks at this very code, and while it runs the code itself because it could not follow.
-    # Read, not imported: the module is there from the start, while the compiler takes seconds to import.
-    return torch.compiler.is_dynamo_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
-
-
 _FUNCTIONAL_CALL = torch.nn.utils.stateless._functional_call.__code__
 
 
@@ -98,38 +75,6 @@ def is_functional_call() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-_GUARDS: weakref.WeakKeyDictionary[torch.nn.Module, list[Callable[[], Exception]]] = weakref.WeakKeyDictionary()
-_COMPILE = torch.nn.Module.compile
-
-
-def _guarded_compile(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-    for refusal in _GUARDS.get(module, ()):
-        raise refusal()
-    _COMPILE(module, *args, **kwargs)
-
-
-def guard_compile(module: torch.nn.Module, refusal: Callable[[], Exception]) -> None:
-    """Let `module.compile()` raise this, until `unguard_compile`. The refusal must not hold the module: it is kept.
-
-    `Module.compile` puts its code in the very place where a replaced call stands, and tells nobody. torch's own method is
-    exchanged while there is a guard, and not an attribute of the module, which would travel with copies and pickles.
-    """
-    _GUARDS.setdefault(module, []).append(refusal)
-    kind: Any = torch.nn.Module
-    if kind.compile is _COMPILE:
-        kind.compile = _guarded_compile
-
-
-def unguard_compile(module: torch.nn.Module, refusal: Callable[[], Exception]) -> None:
-    """And no longer. May be repeated."""
-    others = [other for other in _GUARDS.pop(module, ()) if other is not refusal]
-    if others:
-        _GUARDS[module] = others
-    kind: Any = torch.nn.Module
-    if not _GUARDS and kind.compile is _guarded_compile:
-        kind.compile = _COMPILE
 
 
 _MARK = -1
@@ -171,22 +116,26 @@ def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     return module._buffers
 
 
-class BudgetedCompiler:
-    """A backend for `torch.compile`: a given one, which keeps a share of what it would save for the backward.
+def parallel_wrappers() -> tuple[type[nn.Module], ...]:
+    """Classes of modules that run another module on several processes or cards.
 
-    Code is shared between equal modules compiled by the same backend object, and by that object only: one object for
-    each share keeps a module from running code that was made for another share.
+    Those of FSDP only where somebody has imported it: no module can be one before, and the import takes a second.
     """
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    sharded = () if fsdp is None else (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
+    return (DistributedDataParallel, nn.DataParallel, *sharded)
 
-    def __init__(self, share: float, backend: str = "inductor") -> None:
-        self.share = share
-        self.backend = backend
 
-    def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
-        """Compile one graph. The budget counts at this moment, when forward and backward are parted."""
-        from torch._dynamo.backends.registry import lookup_backend
-        from torch._functorch import config
+def sharding_of(parameter: torch.Tensor) -> str | None:
+    """What has made the parameter a part of one that lies on several processes; None for a whole one."""
+    tensors: Any = sys.modules.get("torch.distributed.tensor")
+    if tensors is not None and isinstance(parameter, tensors.DTensor):
+        return "DTensor (fully_shard or tensor parallelism)"
+    if getattr(parameter, "_is_flat_param", False) or getattr(parameter, "_fsdp_flattened", False):
+        return "FullyShardedDataParallel"
+    return None
 
-        with config.patch(activation_memory_budget=self.share):
-            compiled: Any = lookup_backend(self.backend)(graph, inputs)
-        return compiled  # type: ignore[no-any-return]  # of two kinds, by settings that are not made here
+
+def running_data_parallel() -> nn.Module | None:
+    """The DistributedDataParallel whose forward is running; None outside of one."""
+    return DistributedDataParallel._active_ddp_module

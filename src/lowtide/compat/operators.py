@@ -1,7 +1,9 @@
-"""Operators: found by name, named for others, and those that only torch itself calls."""
+"""Operators, the dispatch modes between a call and its operator, and nested arguments."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -83,3 +85,115 @@ def operator_arguments(operator: object) -> dict[str, Any]:
     """The names of an operator's arguments in their order, with their defaults; {} where it does not say."""
     schema = getattr(operator, "_schema", None)
     return {} if schema is None else {argument.name: argument.default_value for argument in schema.arguments}
+
+
+class WatchingMode(TorchDispatchMode):  # torch's __init_subclass__ has no types
+    """A dispatch mode for watching real steps: no side effects of its own, and it lets higher-order operators pass."""
+
+    # torch refuses these under a mode that does not say so (flex_attention run eagerly, for one).
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # By default the first operator under a mode imports torch._dynamo, for a second or two, and that import leaves
+        # a reference cycle through the frames that were running: the user's.
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code stays compiled, as it would be unwatched; its inner operators are not seen."""
+        return True
+
+
+def without_autocast() -> contextlib.AbstractContextManager[None]:
+    """Run without the spare backend's autocast rules, inside one of them."""
+    every_key: Any = torch._C.DispatchKey
+    keys = torch._C.DispatchKeySet(every_key.AutocastPrivateUse1)
+    guard: contextlib.AbstractContextManager[None] = torch._C._ExcludeDispatchKeyGuard(keys)
+    return guard
+
+
+def without_dispatch() -> contextlib.AbstractContextManager[None]:
+    """Run operators on a wrapper itself: of use only where they change its shape and touch no data."""
+    guard: contextlib.AbstractContextManager[None] = torch._C._DisableTorchDispatch()
+    return guard
+
+
+def without_modes() -> contextlib.AbstractContextManager[None]:
+    """Run operators as they are, unseen by the dispatch modes of this thread."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    modes: contextlib.AbstractContextManager[None] = _disable_current_modes()
+    return modes
+
+
+def push_mode_below(mode: TorchDispatchMode) -> None:
+    """Put a dispatch mode of this thread below all that are there, where it stays until `remove_mode`.
+
+    A `with` block around another mode takes the topmost mode away at its end, whichever that is. Below the others a
+    mode is never the one that is taken by mistake, however the blocks around it begin and end.
+    """
+    above = []
+    while torch._C._len_torch_dispatch_stack():
+        above.append(torch._C._pop_torch_dispatch_stack(None))
+    torch._C._push_on_torch_dispatch_stack(mode)
+    for other in reversed(above):
+        torch._C._push_on_torch_dispatch_stack(other)
+
+
+def has_mode(mode: TorchDispatchMode) -> bool:
+    """Whether a dispatch mode is on this thread's stack; while one runs an operator, torch takes it off."""
+    num_modes = torch._C._len_torch_dispatch_stack()
+    return any(torch._C._get_dispatch_stack_at(index) is mode for index in range(num_modes))
+
+
+def remove_mode(mode: TorchDispatchMode) -> None:
+    """Take a dispatch mode off this thread's stack, wherever it is; nothing happens where it is not."""
+    if not has_mode(mode):
+        return
+    above = []
+    while (top := torch._C._pop_torch_dispatch_stack(None)) is not mode:
+        above.append(top)
+    for other in reversed(above):
+        torch._C._push_on_torch_dispatch_stack(other)
+
+
+def without_torch_function() -> contextlib.AbstractContextManager[None]:
+    """Call torch functions on tensor subclasses as if they were plain tensors."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def is_in_transform() -> bool:
+    """Whether a transform of `torch.func` (grad, vjp, vmap, ...) runs: its tensors are wrapped, and hold no memory."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def outside_transforms() -> contextlib.AbstractContextManager[object]:
+    """What runs inside is not part of any transform of `torch.func`."""
+    if not is_in_transform():
+        return contextlib.nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that transforms of `torch.func` were given, inside of what they made of it."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def flatten(value: object) -> tuple[list[Any], Any]:
+    """The leaves of nested containers, and the structure that `unflatten` puts them back into."""
+    from torch.utils import _pytree
+
+    leaves, structure = _pytree.tree_flatten(value)
+    return leaves, structure
+
+
+def unflatten(leaves: Sequence[Any], structure: Any) -> Any:
+    """Undo `flatten`: new containers around the leaves."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_unflatten(leaves, structure)

@@ -6,7 +6,6 @@ from collections import OrderedDict
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[Any]]:

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 
 def plain_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:

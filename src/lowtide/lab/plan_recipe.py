@@ -10,12 +10,11 @@ from torch import nn
 from lowtide.activations.policy import check_policies
 from lowtide.errors import ConfigError
 from lowtide.lab.bounds import at_least
+from lowtide.memory.groups import find_named_groups
 from lowtide.memory.layout import lay_out
-from lowtide.memory.named_groups import find_named_groups
+from lowtide.planning.budget_plans import StaticPartition, WarmUp
 from lowtide.planning.hand_plan import make_plan, names_in
 from lowtide.planning.plan import Plan, Schedule, Site, Weights, require_sizes
-from lowtide.planning.static_partition import StaticPartition
-from lowtide.planning.warm_up import WarmUp
 from lowtide.units import parse_bytes
 
 

@@ -17,15 +17,12 @@ from lowtide.lab.plan_recipe import PlanRecipe, plan_of
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.record import PredictedFigures
 from lowtide.lab.training import Batch, optimizer_over
-from lowtide.memory.groups import find_groups
+from lowtide.memory.groups import find_groups, find_named_groups
 from lowtide.memory.layout import lay_out
-from lowtide.memory.named_groups import find_named_groups
 from lowtide.models import resolve_model
-from lowtide.optim.precision import numerics_of
-from lowtide.optim.update_types import Numerics
+from lowtide.optim.update_types import Numerics, numerics_of
+from lowtide.planning.budget_plans import StaticPartition, WarmUp, partition
 from lowtide.planning.plan import Plan, Site
-from lowtide.planning.static_partition import StaticPartition, partition
-from lowtide.planning.warm_up import WarmUp
 from lowtide.runtime.state_size import state_bytes_per_parameter_byte
 from lowtide.tracing.allocator import AllocatorFullError, AllocatorSettings
 from lowtide.tracing.settings import StepSettings

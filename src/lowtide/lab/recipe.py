@@ -22,10 +22,9 @@ from lowtide.lab.bounds import at_least
 from lowtide.lab.data_recipe import EvaluationRecipe, HubDataset, RandomInputs, Stories, TextFiles
 from lowtide.lab.optimizer_recipe import Constant, LinearWarmup, OptimizerRecipe, RiseFromZero
 from lowtide.lab.plan_recipe import PlanRecipe
-from lowtide.optim.precision import numerics_of
+from lowtide.optim.update_types import numerics_of
+from lowtide.planning.budget_plans import StaticPartition, WarmUp
 from lowtide.planning.plan import Schedule, Site
-from lowtide.planning.static_partition import StaticPartition
-from lowtide.planning.warm_up import WarmUp
 from lowtide.units import parse_dtype
 
 ModelSetting = bool | int | float | str

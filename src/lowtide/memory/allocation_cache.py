@@ -14,10 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from lowtide.errors import BudgetError, ConfigError, OwnershipError
-from lowtide.memory.layout_types import ALIGNMENT_BYTES
+from lowtide.memory.layout import POISON, aligned
 from lowtide.units import format_bytes
-
-_POISON = 0xFF  # NaN in every floating type, -1 in every signed integer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +94,7 @@ class AllocationCache:
         """A buffer of `num_bytes` of uint8 with whatever is in it. Give this very tensor back."""
         if num_bytes < 0:
             raise ConfigError(f"a buffer of {num_bytes} bytes was asked for; give 0 or more")
-        class_bytes = _size_class(num_bytes)
+        class_bytes = aligned(max(1, num_bytes))
         with self._lock:
             queue = self._kept.get(class_bytes)
             buffer = queue.popleft() if queue else None
@@ -130,7 +128,7 @@ class AllocationCache:
                 " before, or another tensor than `take` returned; give back that tensor, once"
             )
         if self._poison:
-            whole.fill_(_POISON)
+            whole.fill_(POISON)
         with self._lock:
             queue = self._kept.setdefault(whole.numel(), deque())
             keep = len(queue) < self._limit
@@ -180,7 +178,3 @@ class AllocationCache:
         if self._release is not None:
             for buffer in buffers:
                 self._release(buffer)
-
-
-def _size_class(num_bytes: int) -> int:
-    return max(1, -(-num_bytes // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES

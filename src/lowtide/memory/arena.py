@@ -13,13 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from lowtide.errors import BudgetError, ConfigError, GraphAliveError, OwnershipError
-from lowtide.memory.layout_types import ALIGNMENT_BYTES
+from lowtide.memory.layout import ALIGNMENT_BYTES, POISON, aligned
 from lowtide.units import MiB, format_bytes
 
 STAGING_BYTES = 16 * MiB
 """The most that a defragmentation takes beside the arena itself, for blocks that move by less than that."""
-
-_POISON = 0xFF  # NaN in every floating type, -1 in every signed integer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +217,7 @@ class Arena:
     def free(self, key: str) -> None:
         """Take a block back; its view must not be used any more."""
         if self._poison:
-            self.view(key).fill_(_POISON)
+            self.view(key).fill_(POISON)
         self._map.free(key)
 
     def view(self, key: str) -> torch.Tensor:
@@ -282,7 +280,7 @@ class Arena:
         self._num_defragmentations += 1
         self._moved_bytes += sum(move.num_bytes for move in moves)
         if self._poison:
-            self._narrowed(self.capacity_bytes - self.free_bytes, self.free_bytes).fill_(_POISON)
+            self._narrowed(self.capacity_bytes - self.free_bytes, self.free_bytes).fill_(POISON)
         errors: list[Exception] = []
         for move in moves:
             try:
@@ -318,4 +316,4 @@ class Arena:
 
 def _padded(num_bytes: int) -> int:
     """Bytes that a block occupies; an empty one too, so that no two blocks start at the same place."""
-    return max(1, -(-num_bytes // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
+    return aligned(max(1, num_bytes))

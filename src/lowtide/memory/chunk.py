@@ -1,14 +1,70 @@
-"""Chunk: one live chunk, with its bytes on the host and on the device; StoredGroup: the chunks of one group."""
+"""Chunk: one live chunk, with its bytes on the host and on the device, and the table of its legal states.
+
+`StoredGroup` holds the chunks of one group.
+"""
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 
-from lowtide.memory.chunk_state import ON_DEVICE, ChunkState, move
-from lowtide.memory.layout_types import ChunkSpec, GroupSpec, ParameterSpec
+from lowtide.errors import ChunkStateError
+from lowtide.memory.layout import ChunkSpec, GroupSpec, ParameterSpec
 from lowtide.memory.mover import Copied, Ticket
+
+
+class ChunkState(enum.StrEnum):
+    """Which bytes of a chunk exist where. N is the chunk's size."""
+
+    HOST = "host"
+    """N on the host, which holds the truth; nothing on the device."""
+    FETCHING = "fetching"
+    """N on the host, N on the device being filled; nobody may read the device's yet."""
+    IN_USE = "in use"
+    """N on the host, the same N on the device, read by an open window: must not leave."""
+    IDLE = "idle"
+    """N on the host, the same N on the device, read by nobody: leaves by being dropped."""
+    DIRTY = "dirty"
+    """N on the device hold the truth, N on the host are out of date: must be written back before it leaves."""
+    WRITING_BACK = "writing back"
+    """N on the device hold the truth and are being copied to N on the host."""
+    RESIDENT = "resident"
+    """N on the device hold the truth; the host has no weights of it."""
+
+
+LEGAL: Mapping[ChunkState, frozenset[ChunkState]] = {
+    ChunkState.HOST: frozenset({ChunkState.FETCHING, ChunkState.RESIDENT}),
+    # Back to HOST: fetched for nothing, because another group was needed first or the host's weights changed.
+    ChunkState.FETCHING: frozenset({ChunkState.IN_USE, ChunkState.HOST}),
+    ChunkState.IN_USE: frozenset({ChunkState.IDLE, ChunkState.DIRTY}),
+    ChunkState.IDLE: frozenset({ChunkState.IN_USE, ChunkState.HOST, ChunkState.RESIDENT}),
+    ChunkState.DIRTY: frozenset({ChunkState.WRITING_BACK}),
+    # To DIRTY: changed once more in the same window, by a hook of the user's and by an update; a second copy follows the first.
+    ChunkState.WRITING_BACK: frozenset({ChunkState.IDLE, ChunkState.IN_USE, ChunkState.DIRTY}),
+    ChunkState.RESIDENT: frozenset({ChunkState.HOST}),
+}
+
+ON_DEVICE = frozenset(set(ChunkState) - {ChunkState.HOST})
+"""States in which the chunk has bytes on the device."""
+
+
+def move(chunk: str, now: ChunkState, to: ChunkState) -> ChunkState:
+    """The new state, if the table allows it.
+
+    Example:
+        >>> move("layers.0/0", ChunkState.HOST, ChunkState.FETCHING)
+        <ChunkState.FETCHING: 'fetching'>
+    """
+    if to not in LEGAL[now]:
+        legal = ", ".join(sorted(LEGAL[now]))
+        raise ChunkStateError(
+            f"chunk {chunk} cannot go from {now.value!r} to {to.value!r}: from {now.value!r} it may become {legal}. "
+            "This is a fault of Lowtide's; please report it with the plan"
+        )
+    return to
 
 
 class HostWork(Protocol):
@@ -22,7 +78,7 @@ class HostWork(Protocol):
 
 
 class Chunk:
-    """One chunk. The store changes it, nobody else.
+    """One chunk. The store moves it from state to state; others tell it what they did by its methods, and assign nothing.
 
     Attributes:
         host: Its bytes on the host; None for a resident chunk.
@@ -32,6 +88,11 @@ class Chunk:
         written: The last copy back to the host.
         last_use: Where the computation last read or wrote the device's bytes; of a resident chunk, before its update on the host.
         host_work: Pending change of the host's bytes; a fetch waits for it.
+        arriving: Of a resident chunk: its new bytes on their way, for which the computation has not been told to wait.
+        is_touched: Whether user code may have written the device's bytes since the host last knew them. For resident chunks
+            that the host updates: it takes them over first.
+        num_fetches: Copies of its weights to the device so far.
+        staging: On the host, for gradients that are used up in backward: taken for one update, given back by it.
     """
 
     def __init__(self, spec: ChunkSpec, host: torch.Tensor | None, device: torch.Tensor) -> None:
@@ -44,13 +105,9 @@ class Chunk:
         self.last_use: Ticket | None = None
         self.host_work: HostWork | None = None
         self.arriving: Copied | None = None
-        """Of a resident chunk: its new bytes on their way, for which the computation has not been told to wait."""
         self.is_touched = True
-        """Whether user code may have written the device's bytes since the host last knew them. For resident chunks that
-        the host updates: it takes them over first."""
         self.num_fetches = 0
         self.staging: torch.Tensor | None = None
-        """On the host, for gradients that are used up in backward: taken for one update, given back by it."""
 
     def become(self, state: ChunkState) -> None:
         """Change the state, if the table allows it."""
@@ -67,6 +124,31 @@ class Chunk:
         tickets = [self.last_use] if self.last_use is not None else []
         tickets += [copied.ended for copied in (self.fetched, self.written) if copied is not None]
         return tickets
+
+    def mark_touched(self) -> None:
+        """User code may have written the device's bytes: an update on the host takes them over first."""
+        self.is_touched = True
+
+    def move_host(self, flat: torch.Tensor) -> None:
+        """The host's bytes lie elsewhere now; whoever moved them has copied them."""
+        self.host = flat
+
+    def forget_device(self) -> None:
+        """Let go of the device's buffer. Where a graph still points to its memory, that goes with the graph."""
+        self.device = torch.empty(0, dtype=torch.uint8)
+
+    def count_on_from(self, num_fetches: int) -> None:
+        """Go on counting where another plan of the same session ended."""
+        self.num_fetches = num_fetches
+
+    def stage_in(self, buffer: torch.Tensor) -> None:
+        """Gradients for one update on the host lie in this buffer."""
+        self.staging = buffer
+
+    def take_staging(self) -> torch.Tensor | None:
+        """The buffer of `stage_in`, which from now on is the caller's to give back; None without one."""
+        staging, self.staging = self.staging, None
+        return staging
 
     def settle_work(self) -> None:
         """Wait for the pending change of the host's bytes. A failed one is reported once; an interrupted wait forgets none."""
@@ -91,18 +173,18 @@ class StoredGroup:
 
     def __init__(self, spec: GroupSpec, chunks: list[Chunk]) -> None:
         self.spec = spec
+        self.name = spec.name
         self.chunks = chunks
         self.num_open = 0
 
     @property
-    def name(self) -> str:
-        """The group's name."""
-        return self.spec.name
-
-    @property
     def is_resident(self) -> bool:
         """Whether all its weights stay on the device."""
-        return all(chunk.state is ChunkState.RESIDENT for chunk in self.chunks)
+        # A loop: this is asked several times at every use of a group, and `all` costs a generator each time.
+        for chunk in self.chunks:  # noqa: SIM110
+            if chunk.state is not ChunkState.RESIDENT:
+                return False
+        return True
 
 
 def view_of(flat: torch.Tensor, offset_bytes: int, parameter: ParameterSpec) -> torch.Tensor:

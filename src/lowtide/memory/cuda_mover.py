@@ -12,10 +12,10 @@ import torch
 
 from lowtide import compat
 from lowtide.errors import BudgetError
+from lowtide.memory.layout import POISON
 from lowtide.memory.mover import MAX_KEPT_BYTES, Copied, Ticket
 from lowtide.units import format_bytes
 
-POISON = 0xFF
 ORIGIN_LASTS_S = 60.0
 """Then fp32 milliseconds have a resolution of 4 microseconds."""
 

@@ -15,10 +15,8 @@ from collections.abc import Sequence
 
 import torch
 
+from lowtide.memory.layout import POISON
 from lowtide.memory.mover import MAX_KEPT_BYTES, Copied, Ticket
-
-POISON = 0xFF
-"""Fills memory that holds nothing: four of them are a NaN in every floating-point format."""
 
 
 class EmulatedTicket:

@@ -1,27 +1,105 @@
-"""Which groups leave the device to make room: the one whose next use is farthest leaves first (Belady's rule)."""
+"""Which groups leave the device to make room, and which come next, from the order in which a step uses them.
+
+The order is learnt from the cycle before. A cycle is what one training step (or one evaluation call) uses, forward and
+backward. The first cycle is unknown and nothing is prefetched in it; from the second on, the order of the one before is
+expected. A cycle that differs costs copies that are not used or come late, never a wrong value. Of the groups on the
+device, the one whose next use is farthest leaves first (Belady's rule).
+"""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
 
-from lowtide.memory.access_order import AccessOrder
+MAX_CYCLE = 100_000
+"""Uses after which a cycle ends by itself: a model whose parts are called by themselves never says that one ended."""
+
+NEVER = 1 << 62
+"""The next use of a group that the known cycle does not use: later than any other."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A group on the device that nobody reads."""
+class AccessOrder:
+    """The order of one kind of cycle.
 
-    group: str
-    num_bytes: int
-    """What its leaving frees."""
-    distance: int
-    """How many uses away its next use is."""
+    Example:
+        >>> order = AccessOrder()
+        >>> for name in ("a", "b", "b", "a"): order.access(name)
+        >>> order.end_cycle()
+        >>> order.access("a"); order.upcoming(2), order.next_use("b"), order.next_use("a")
+        (['b', 'a'], 1, 3)
+    """
+
+    def __init__(self) -> None:
+        self._known: list[str] = []
+        self._places: dict[str, list[int]] = {}
+        self._recorded: list[str] = []
+        self._position = 0
+        self.num_uses = 0
+        """Counts expected uses."""
+        self.epoch = 0
+        """Counts surprises. As long as it stays, `next_use` of a group changes by nothing but its own use."""
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """The last whole cycle."""
+        return tuple(self._known)
+
+    def access(self, group: str) -> None:
+        """A group is used now."""
+        self._recorded.append(group)
+        if len(self._recorded) >= MAX_CYCLE:
+            self.end_cycle()
+        place = self._next_place(group)
+        if place is not None:
+            if place != self._position:
+                self.epoch += 1
+            self.num_uses += 1
+            self._position = (place + 1) % len(self._known)
+
+    def end_cycle(self) -> None:
+        """The step is over: what was recorded is expected again."""
+        if self._recorded:
+            places: dict[str, list[int]] = {}
+            for place, group in enumerate(self._recorded):
+                places.setdefault(group, []).append(place)
+            self._known, self._places, self._recorded = self._recorded, places, []
+        self._position = 0
+        self.epoch += 1
+
+    def forget_cycle(self) -> None:
+        """The cycle broke off: it says nothing about the next."""
+        self._recorded = []
+        self._position = 0
+        self.epoch += 1
+
+    def upcoming(self, count: int) -> list[str]:
+        """The next `count` different groups, the nearest first; across the end of the cycle into the next."""
+        known, place = self._known, self._position
+        found: list[str] = []
+        for _ in range(min(count, len(self._places))):
+            while known[place] in found:
+                place = (place + 1) % len(known)
+            found.append(known[place])
+        return found
+
+    def next_use(self, group: str) -> int:
+        """The number of the use at which the group is next expected; `NEVER` where none is."""
+        place = self._next_place(group)
+        if place is None:
+            return NEVER
+        return self.num_uses + (place - self._position) % len(self._known)
+
+    def _next_place(self, group: str) -> int | None:
+        places = self._places.get(group)
+        if not places:
+            return None
+        index = bisect_left(places, self._position)
+        return places[index] if index < len(places) else places[0]
 
 
 class LeavingQueue:
-    """Gives what `choose_leaving` gives, without looking at every group each time.
+    """Chooses the groups that leave, without looking at every group each time.
 
     A heap of groups by their next use, which does not change before the group is used again, unless the order of uses
     surprises: then the heap is made anew. Entries that are out of date are found when they come up. The heap only saves
@@ -81,58 +159,3 @@ class LeavingQueue:
                 heapq.heappush(heap, entry)
             return None
         return list(taken)
-
-
-def choose_leaving(candidates: Sequence[Candidate], needed_bytes: int, *, nearer_than: int | None) -> list[str] | None:
-    """The groups to drop so that `needed_bytes` become free, farthest next use first; None where they do not suffice.
-
-    Args:
-        candidates: What may leave.
-        needed_bytes: What is missing; nothing leaves for 0 or less.
-        nearer_than: For a prefetch: only groups that are used later than this may leave for it, since to drop a group
-            that is needed sooner would only exchange one copy for another. None: the group is needed now.
-
-    Example:
-        >>> near, far = Candidate(group="a", num_bytes=8, distance=1), Candidate(group="b", num_bytes=8, distance=5)
-        >>> choose_leaving([near, far], 6, nearer_than=None)
-        ['b']
-    """
-    leaving: list[str] = []
-    for candidate in sorted(candidates, key=lambda candidate: (-candidate.distance, candidate.group)):
-        if needed_bytes <= 0:
-            break
-        if nearer_than is not None and candidate.distance <= nearer_than:
-            break
-        leaving.append(candidate.group)
-        needed_bytes -= candidate.num_bytes
-    return leaving if needed_bytes <= 0 else None
-
-
-def simulate(order: Sequence[str], sizes: Mapping[str, int], room_bytes: int, *, cycles: int = 2) -> int:
-    """Bytes fetched in the last of `cycles` rounds over `order` with this rule and no prefetch: what a plan will move."""
-    places: dict[str, list[int]] = {}
-    for place, group in enumerate(order):
-        places.setdefault(group, []).append(place)
-
-    def distance(group: str, now: int) -> int:
-        later = [place for place in places[group] if place > now]
-        return (later[0] if later else places[group][0] + len(order)) - now
-
-    present: set[str] = set()
-    fetched = 0
-    for _ in range(cycles):
-        fetched = 0
-        for now, group in enumerate(order):
-            if group in present:
-                continue
-            used = sum(sizes[name] for name in present)
-            missing = used + sizes[group] - room_bytes
-            candidates = [
-                Candidate(group=name, num_bytes=sizes[name], distance=distance(name, now)) for name in present
-            ]
-            leaving = choose_leaving(candidates, missing, nearer_than=None)
-            assert leaving is not None, f"{group} alone is larger than {room_bytes} bytes"
-            present.difference_update(leaving)
-            present.add(group)
-            fetched += sizes[group]
-    return fetched

@@ -1,17 +1,21 @@
-"""Groups: which parameters are needed together, and the modules whose call needs them."""
+"""Groups: which parameters are needed together, and the modules whose call needs them.
+
+They are found from the model's blocks (the layers of a transformer, the stages of a network built from equal parts, a
+shared layer), or given by the names of modules.
+"""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from lowtide import compat
 from lowtide.errors import ConfigError, UnknownNameError
-from lowtide.memory.blocks import SIMPLE_KINDS, repeated_blocks
-from lowtide.memory.layout_types import GroupSpec, ParameterSpec
+from lowtide.memory.layout import GroupSpec, ParameterSpec
 from lowtide.memory.unmanaged import unmanaged_parameters as unmanaged_parameters
 from lowtide.units import MiB
 
@@ -25,7 +29,7 @@ LEAST_GROUP_SHARE = 0.02
 def find_groups(model: nn.Module, given: Mapping[str, Sequence[str]] | None = None) -> tuple[GroupSpec, ...]:
     """The groups of a model, in the order of its modules, the rest (named "") last.
 
-    Each repeated or shared block is a group (see `lowtide.memory.blocks`); so is each other module that is called, holds all
+    Each repeated or shared block is a group (see `lowtide.memory.groups`); so is each other module that is called, holds all
     its parameters itself and is large enough (an embedding, a head). What remains, norms for the most part, is the rest
     group. Parameters that modules of several groups use (the same `Parameter` under several names) form a group that each
     of them opens. Parameters that cannot be managed are in no group: see `unmanaged_parameters`. Nothing is read but names
@@ -239,3 +243,127 @@ def is_leaf(module: nn.Module) -> bool:
         if name not in skipped
         for inner in child.modules()
     )
+
+
+def find_named_groups(model: nn.Module, names: Iterable[str]) -> tuple[GroupSpec, ...]:
+    """As `find_groups`, but each module of these names has a group of its own, also where it would be in another one.
+
+    A small table joins the rest of a deep model and not that of a shallow one: who names it means it in both. A module that
+    is made of others, none of them a block, is one group when it is named, and they are in it. The name of a tied parameter
+    keeps its group apart likewise, so that the names of a plan's groups find those groups again. Names that say nothing of
+    the kind are passed over.
+
+    Example:
+        >>> model = nn.Sequential(nn.Embedding(2, 4), nn.Linear(4, 4000))
+        >>> [group.name for group in find_groups(model)]
+        ['1', '']
+        >>> [group.name for group in find_named_groups(model, ["*", "0", "head"])]
+        ['0', '1']
+    """
+    automatic = find_groups(model)
+    known = {group.name for group in automatic}
+    wanted = [name for name in dict.fromkeys(names) if name and name not in known]
+    if not wanted:
+        return automatic
+    given = _windows(model, automatic, wanted)
+    return find_groups(model, given) if given else automatic
+
+
+def _windows(model: nn.Module, automatic: Sequence[GroupSpec], wanted: Iterable[str]) -> dict[str, list[str]]:
+    """What `find_groups` is to be given: by module, what it is to have."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    left_out = {name for name, _ in unmanaged_parameters(model)}
+    parameters = {name: p for name, p in model.named_parameters(remove_duplicate=False) if name not in left_out}
+    windows = {window for group in automatic for window in group.windows}
+    blocks = {group.name for group in automatic if group.is_block}
+    tied = {id(parameters[p.name]) for group in automatic if len(group.windows) > 1 for p in group.parameters}
+    given: dict[str, list[str]] = {}
+    for name in wanted:
+        path = name.rpartition(".")[0] if name in parameters else name
+        held = [parameters[other] for other in parameters if f"{other}.".startswith(f"{name}.")]
+        if not path or path not in modules or not held or not _is_called_by_itself(modules, path):
+            continue
+        holds_blocks = any(block.startswith(f"{path}.") for block in blocks)
+        is_apart = path not in windows and all(id(parameter) in tied for parameter in held)
+        if not holds_blocks and not is_apart:
+            given.setdefault(path, []).append(name)
+    return given
+
+
+def _is_called_by_itself(modules: dict[str, nn.Module], path: str) -> bool:
+    # The inside of a compiled module, or of attention, is not.
+    outer = ["", *(path.rsplit(".", depth)[0] for depth in range(1, path.count(".") + 1))]
+    return is_called(modules[path]) and not any(is_leaf(modules[other]) for other in outer)
+
+
+SIMPLE_KINDS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.LayerNorm, nn.BatchNorm2d, nn.Embedding)
+"""Several of these in a row are a chain of plain layers, not a stack of blocks."""
+BLOCK_NAME = re.compile(r"(block|layer|cell)_?\d*$", re.IGNORECASE)
+"""How the name of a block, or of its class, ends."""
+
+_Named = tuple[str, nn.Module]
+
+
+def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Modules that there are several of, and shared ones, which a forward may call several times; in order.
+
+    Members of the outermost `ModuleList`s and `Sequential`s that hold at least two modules of one class, or one module
+    twice; a list of lists counts as one list. Also the only member of a `ModuleList`, as the layer that all layers of an
+    ALBERT share, unless it has such a stack inside. A model without any of these may have its block outside of a list: the
+    outermost modules that are made of others, and that are named a block, a layer or a cell, themselves or by their class.
+    """
+    found = list(_in_stacks("", model, with_single_ones=True))
+    return found or list(_named_so("", model))
+
+
+def _in_stacks(path: str, module: nn.Module, *, with_single_ones: bool) -> Iterator[_Named]:
+    members = list(_members(path, module)) if isinstance(module, nn.ModuleList | nn.Sequential) else []
+    if _repeats(members):
+        first_places = {id(member): place for place, member in reversed(members)}
+        yield from ((place, member) for place, member in members if first_places[id(member)] == place)
+        return
+    if with_single_ones and isinstance(module, nn.ModuleList) and len(members) == 1 and _is_composed(members[0][1]):
+        yield from list(_in_stacks(*members[0], with_single_ones=False)) or members
+        return
+    for name, child in module.named_children():
+        yield from _in_stacks(_joined(path, name), child, with_single_ones=with_single_ones)
+
+
+def _members(path: str, container: nn.Module) -> Iterator[_Named]:
+    """With weights, by place: the same module may stand at several."""
+    for name, child in container.named_modules(remove_duplicate=False):
+        if not name or "." in name or next(child.parameters(), None) is None:
+            continue  # the container itself, or deeper than its children
+        if isinstance(child, nn.ModuleList):
+            yield from _members(_joined(path, name), child)  # never called itself
+        else:
+            yield _joined(path, name), child
+
+
+def _repeats(members: list[_Named]) -> bool:
+    kinds = Counter(_kind(member) for _, member in members)
+    return any(count > 1 for kind, count in kinds.items() if not issubclass(kind, SIMPLE_KINDS))
+
+
+def _named_so(path: str, module: nn.Module) -> Iterator[_Named]:
+    for name, child in module.named_children():
+        is_list = isinstance(child, nn.ModuleList | nn.ModuleDict)  # never called itself
+        names_say_so = any(BLOCK_NAME.search(word) for word in (name, _kind(child).__name__))
+        if names_say_so and not is_list and _is_composed(child):
+            yield _joined(path, name), child
+        else:
+            yield from _named_so(_joined(path, name), child)
+
+
+def _is_composed(module: nn.Module) -> bool:
+    """Whether the weights of other modules are inside."""
+    original = compat.compiled_original(module) or module
+    return any(next(child.parameters(), None) is not None for child in original.children())
+
+
+def _kind(module: nn.Module) -> type[nn.Module]:
+    return type(compat.compiled_original(module) or module)
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

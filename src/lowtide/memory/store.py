@@ -7,10 +7,8 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
 from lowtide.errors import BudgetError
-from lowtide.memory.access_order import AccessOrder
-from lowtide.memory.chunk import Chunk, HostWork, StoredGroup
-from lowtide.memory.chunk_state import ChunkState
-from lowtide.memory.eviction import LeavingQueue
+from lowtide.memory.chunk import Chunk, ChunkState, HostWork, StoredGroup
+from lowtide.memory.eviction import AccessOrder, LeavingQueue
 from lowtide.memory.mover import Copied, Mover, Ticket
 from lowtide.units import format_bytes
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from lowtide.optim.adafactor import Adafactor
-from lowtide.optim.lion import Lion
 from lowtide.optim.loss_scale import DynamicScale, Replenish, StaticScale
-from lowtide.optim.loss_scaling import LossScaler
+from lowtide.optim.loss_scaler import LossScaler
+from lowtide.optim.optimizers import Adafactor, Lion
 
 __all__ = ["Adafactor", "DynamicScale", "Lion", "LossScaler", "Replenish", "StaticScale"]

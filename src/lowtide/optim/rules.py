@@ -10,10 +10,9 @@ from torch.optim import Optimizer
 
 from lowtide.errors import ConfigError, UnsupportedOptimizerError
 from lowtide.memory.unmanaged import is_dense
-from lowtide.optim.adafactor import Adafactor as AdafactorOptimizer
-from lowtide.optim.lion import Lion as LionOptimizer
-from lowtide.optim.matrix_rules import Adafactor, Rule
-from lowtide.optim.update_types import Adam, Lion, Sgd
+from lowtide.optim.optimizers import Adafactor as AdafactorOptimizer
+from lowtide.optim.optimizers import Lion as LionOptimizer
+from lowtide.optim.update_types import Adafactor, Adam, Lion, Rule, Sgd
 
 ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, LionOptimizer)
 MATRIX = (torch.optim.Adafactor, torch.optim.Muon, AdafactorOptimizer)

@@ -78,7 +78,7 @@ class Partition:
         return sum(self.forward.sizes[buffer] for buffer in self.saved)
 
 
-def read_partition(halves: compat.Halves) -> Partition:
+def read_partition(halves: compat.ForwardBackward) -> Partition:
     """The programs of a partition."""
     forward = _Reader("", {})
     returned = forward.read(halves.forward)

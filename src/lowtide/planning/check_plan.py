@@ -7,11 +7,10 @@ from collections import Counter
 from lowtide.activations.policy import KEEP
 from lowtide.errors import PlanError
 from lowtide.memory.groups import REST
-from lowtide.memory.layout_types import Layout
-from lowtide.planning.activation_choice import is_one_module
-from lowtide.planning.placement import visitor_bytes_on_device
+from lowtide.memory.layout import Layout
+from lowtide.planning.group_names import is_one_module
+from lowtide.planning.placement import largest_window, visitor_bytes_on_device, window_bytes_needed
 from lowtide.planning.plan import Plan, Site, Weights
-from lowtide.planning.window_need import largest_window, window_bytes_needed
 from lowtide.units import format_bytes
 
 

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
 
 from torch import nn
 
 from lowtide.activations.policy import Policies
 from lowtide.errors import ConfigError
-from lowtide.memory.layout import lay_out
-from lowtide.memory.layout_types import ChunkSpec, Layout
-from lowtide.memory.named_groups import find_named_groups
-from lowtide.planning.activation_choice import activations_by_group
-from lowtide.planning.check_plan import check_plan as check_plan
-from lowtide.planning.group_names import DEFAULT, by_group
+from lowtide.memory.groups import find_named_groups
+from lowtide.memory.layout import ChunkSpec, Layout, lay_out
+from lowtide.planning.check_plan import check_plan
+from lowtide.planning.group_names import DEFAULT, activations_by_group, by_group
 from lowtide.planning.placement import assemble, is_always_open, is_trained
-from lowtide.planning.plan import Budgets, Plan, Schedule, Site, Weights
-from lowtide.planning.window_need import window_bytes_needed as window_bytes_needed
+from lowtide.planning.plan import Budgets, Plan, Schedule, Site, Weights, word_of
 from lowtide.units import parse_bytes
 
 Size = str | int
-E = TypeVar("E", bound=enum.StrEnum)
 
 
 def make_plan(
@@ -88,7 +82,7 @@ def make_plan(
         on_device={name for name, site in sites.items() if site is Site.DEVICE},
         paged={name for name, site in sites.items() if site is Site.PAGED},
         on_host={name for name, word in placed.items() if word is Weights.HOST},
-        schedule=_word(Schedule, schedule, "schedule"),
+        schedule=word_of(Schedule, schedule, "schedule"),
         activations=activations_by_group(layout, activations),
         prefetch_depth=prefetch_depth,
         cached_buffers=cached_buffers,
@@ -127,7 +121,7 @@ def host_chunks(chunks: Iterable[ChunkSpec], share: float) -> set[str]:
 def _weights_by_group(layout: Layout, weights: Weights | str | Mapping[str, Weights | str]) -> dict[str, Weights]:
     named = weights if isinstance(weights, Mapping) else {DEFAULT: weights}
     words = {
-        name: _word(Weights, word, f"weights[{name!r}]") for name, word in by_group(layout, named, "weights").items()
+        name: word_of(Weights, word, f"weights[{name!r}]") for name, word in by_group(layout, named, "weights").items()
     }
     default = words.get(DEFAULT, Weights.STREAMED)
     return {
@@ -157,14 +151,6 @@ def _sites_by_chunk(layout: Layout, update: Site | str | float | Mapping[str, Si
             chunk.name: Site.HOST if chunk.name in on_host or not is_trained(chunk) else Site.DEVICE for chunk in chunks
         }
     return sites
-
-
-def _word(kind: type[E], word: str, key: str) -> E:
-    try:
-        return kind(word)
-    except ValueError:
-        choices = " or ".join(repr(member.value) for member in kind)
-        raise ConfigError(f"{key} is {word!r}; give {choices}", key=key) from None
 
 
 def _size(size: Size | None) -> int | None:

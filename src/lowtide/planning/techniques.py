@@ -1,4 +1,4 @@
-"""The techniques that what-if knows: what each changes, when it applies, and which tensors it acts on.
+"""The techniques that what-if knows: what each changes in a step, when it applies, and which tensors it acts on.
 
 A later technique joins by an entry in `TECHNIQUES`.
 """
@@ -6,21 +6,76 @@ A later technique joins by an entry in `TECHNIQUES`.
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, replace
-from typing import Protocol
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor, nn
 
-from lowtide.planning.activation_techniques import ACTIVATION_TECHNIQUES
-from lowtide.planning.halves import batch_size, half_of
-from lowtide.planning.problem import Problem
+from lowtide.activations.policy import Offload
+from lowtide.hardware import Hardware
+from lowtide.memory.groups import repeated_blocks
 from lowtide.planning.reasons import Subject
+from lowtide.tracing.allocator import AllocatorSettings
 from lowtide.tracing.attention_rules import Backend
 from lowtide.tracing.attention_use import WRITTEN_OUT, attention_use, backend_of
 from lowtide.tracing.place import Place
-from lowtide.tracing.remarks import is_foreach_copy
+from lowtide.tracing.predict import OptimizerFactory
+from lowtide.tracing.remarks import is_foreach_copy, logits_shape
 from lowtide.tracing.settings import Implementation, StepSettings, UpdateSchedule
-from lowtide.tracing.step_trace import Category, StepTrace
+from lowtide.tracing.step_trace import Category, Phase, StepTrace
+from lowtide.tracing.trace import trace
+from lowtide.tracing.training_step import Loss
+from lowtide.units import format_bytes
+
+_FEWEST_FOR_SEGMENTS = 4
+"""Blocks: with fewer, segments of about their square root are single blocks or all of them."""
+
+_BETTER_THAN = {
+    "compile-budget/0.5": ("keep", "selective"),
+    "selective": ("keep",),
+    "recompute": ("keep", "selective"),
+    "recompute/": ("keep", "selective", "recompute"),
+    "offload": ("keep", "selective", "recompute"),
+    "offload/all": ("keep",),
+}
+"""For each policy those that it is tried in place of: the others hold less already."""
+_FUSED_UPDATES = ("aten._fused_ada", "aten._fused_sgd")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Problem:
+    """A training step to be traced: what `lowtide.trace` takes.
+
+    Never changed in place: techniques make another with `dataclasses.replace`.
+    """
+
+    model: nn.Module
+    batch: Any
+    optimizer: torch.optim.Optimizer | OptimizerFactory | None = None
+    loss: Loss | None = None
+    settings: StepSettings = field(default_factory=StepSettings)
+    hardware: str | Hardware = "h200"
+    torch_version: str | None = None
+    allocator: AllocatorSettings | None = None
+    name: str | None = None
+
+    def trace(self, on_progress: Callable[[str], None] | None = None) -> StepTrace:
+        """Predict the step; seconds for a large model."""
+        return trace(
+            self.model,
+            self.batch,
+            optimizer=self.optimizer,
+            loss=self.loss,
+            settings=self.settings,
+            hardware=self.hardware,
+            torch_version=self.torch_version,
+            allocator=self.allocator,
+            name=self.name,
+            on_progress=on_progress,
+        )
 
 
 class Technique(Protocol):
@@ -210,22 +265,6 @@ class Accumulate:
         )
 
 
-TECHNIQUES: tuple[Technique, ...] = (
-    Bfloat16(),
-    *ACTIVATION_TECHNIQUES,
-    AttentionBackend(to_math=False),
-    AttentionBackend(to_math=True),
-    UpdateImplementation("fused step", Implementation.FUSED),
-    UpdateImplementation("for-loop step", Implementation.LOOP),
-    UpdateInBackward(),
-    Accumulate(),
-)
-"""All techniques, in the order of the table."""
-
-
-_FUSED_UPDATES = ("aten._fused_ada", "aten._fused_sgd")
-
-
 def _with(problem: Problem, **changes: object) -> Problem:
     settings: StepSettings = replace(problem.settings, **changes)  # type: ignore[arg-type]  # each caller names fields
     return replace(problem, settings=settings)
@@ -239,3 +278,154 @@ def _why_not_fused(problem: Problem) -> str | None:
     if inspect.isclass(optimizer) and "fused" not in inspect.signature(optimizer).parameters:
         return f"{optimizer.__name__} has no fused implementation"
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationPolicy:
+    """A policy for what the repeated blocks save for their backward. Changes no number, unless it compiles; costs time."""
+
+    name: str
+    word: str
+    """As in `StepSettings.activations`; `recompute/` stands for segments of about the square root of the blocks."""
+
+    def why_not(self, problem: Problem, trace: StepTrace) -> str | None:
+        """Needs repeated blocks, and a policy that holds more."""
+        before = problem.settings.activations or "keep"
+        if before == "keep" and _is_recomputed(trace):
+            if self.word == "recompute":
+                return "it is on already"
+            return "the model recomputes its layers itself; build it without that and let a policy do it"
+        if before == self.word or (self.word == "recompute/" and before.startswith(self.word)):
+            return "it is on already"
+        if before not in _BETTER_THAN[self.word]:
+            return f"{before} is on in its place"
+        blocks = repeated_blocks(problem.model)
+        if not blocks:
+            return f"{type(problem.model).__name__} has no repeated blocks"
+        if self.word == "recompute/" and len(blocks) < _FEWEST_FOR_SEGMENTS:
+            return f"{len(blocks)} blocks are too few for segments"
+        return None
+
+    def apply(self, problem: Problem) -> Problem:
+        """Put the policy on the blocks."""
+        word = self.word
+        if word == "recompute/":
+            word = f"recompute/{round(math.sqrt(len(repeated_blocks(problem.model))))}"
+        return _with(problem, activations=word)
+
+    def subject(self, trace: StepTrace) -> Subject:
+        """Activations."""
+        least = (
+            f"every saved tensor has less than {format_bytes(Offload().min_bytes)}, below which none goes to the host"
+        )
+        return Subject(
+            noun="activations",
+            matches=lambda item: item.category is Category.ACTIVATIONS,
+            when_ineffective=least if self.word.startswith("offload") else "not one allocation of the step changes",
+            when_absent=lambda place: (
+                "after the last activation is freed"
+                if place is Place.UPDATE
+                else "where hardly any activation is alive"
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedLoss:
+    """The loss of a language model in chunks of tokens: its logits never exist for all tokens at once."""
+
+    name: str = "chunked loss"
+
+    def why_not(self, problem: Problem, trace: StepTrace) -> str | None:
+        """Needs a model that computes its loss from logits itself."""
+        if problem.settings.chunked_loss:
+            return "it is on already"
+        if problem.loss is not None:
+            return "the loss is given from outside of the model: call lowtide.activations.linear_cross_entropy in it"
+        if logits_shape(trace) is None:
+            return "the step has no cross entropy over logits"
+        if not callable(getattr(problem.model, "get_output_embeddings", None)):
+            return f"{type(problem.model).__name__} is no Hugging Face model whose head is known"
+        return None
+
+    def apply(self, problem: Problem) -> Problem:
+        """Exchange the head."""
+        return _with(problem, chunked_loss=True)
+
+    def subject(self, trace: StepTrace) -> Subject:
+        """Tensors as wide as the logits."""
+        shape = logits_shape(trace)
+        kinds = (Category.ACTIVATIONS, Category.TEMPORARIES)
+        return Subject(
+            noun="tensors as wide as the logits",
+            matches=lambda item: shape is not None and item.category in kinds and item.shape[-1:] == shape[-1:],
+            when_absent=lambda place: "where hardly any of the logits is alive",
+        )
+
+
+def _is_recomputed(trace: StepTrace) -> bool:
+    """What a model recomputes by its own checkpointing shows in the trace: activations that the backward makes."""
+    return any(item.category is Category.ACTIVATIONS and item.phase is Phase.BACKWARD for item in trace.allocations)
+
+
+def batch_size(batch: Any) -> int | None:
+    """The first dimension that all tensors of a batch share, apart from those of size 1; None if they share none."""
+    sizes = {tensor.shape[0] for tensor in _tensors(batch) if tensor.dim()}
+    if len(sizes) > 1:
+        sizes.discard(1)
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def half_of(batch: Any) -> Any:
+    """The first half, as tensors of their own; `batch_size` must be even.
+
+    Copies, because a view would bring the storage of the whole batch along.
+    """
+    size = batch_size(batch)
+    assert size is not None, "ask batch_size first"
+    assert size % 2 == 0, f"{size} has no half"
+    return _map(
+        batch, lambda tensor: tensor[: size // 2].clone() if tensor.dim() and tensor.shape[0] == size else tensor
+    )
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _tensors(value)
+    elif isinstance(batch, list | tuple):
+        for value in batch:
+            yield from _tensors(value)
+
+
+def _map(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(batch, Tensor):
+        return change(batch)
+    if isinstance(batch, Mapping):
+        return {key: _map(value, change) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_map(value, change) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(_map(value, change) for value in batch)
+    return batch
+
+
+TECHNIQUES: tuple[Technique, ...] = (
+    Bfloat16(),
+    ActivationPolicy("blocks compiled, half the budget", "compile-budget/0.5"),
+    ActivationPolicy("selective recompute", "selective"),
+    ActivationPolicy("recompute", "recompute"),
+    ActivationPolicy("recompute in segments", "recompute/"),
+    ActivationPolicy("offload", "offload"),
+    ActivationPolicy("offload without recompute", "offload/all"),
+    ChunkedLoss(),
+    AttentionBackend(to_math=False),
+    AttentionBackend(to_math=True),
+    UpdateImplementation("fused step", Implementation.FUSED),
+    UpdateImplementation("for-loop step", Implementation.LOOP),
+    UpdateInBackward(),
+    Accumulate(),
+)
+"""All techniques, in the order of the table; of those that act alike, the ones that cost less time first."""

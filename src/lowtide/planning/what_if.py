@@ -11,12 +11,27 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from lowtide.errors import LowtideError
-from lowtide.planning.problem import Problem
 from lowtide.planning.reasons import NOTHING_SHARE, is_nothing, is_same, reason
-from lowtide.planning.techniques import TECHNIQUES, Technique
-from lowtide.planning.what_if_row import WhatIfRow
+from lowtide.planning.techniques import TECHNIQUES, Problem, Technique
 from lowtide.tracing.step_trace import StepTrace
 from lowtide.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhatIfRow:
+    """One technique, or several together, tried on top of what is already on."""
+
+    technique: str
+    before_bytes: int
+    after_bytes: int
+    reason: str
+    """One sentence: why it saves what it saves."""
+
+    @property
+    def saved_bytes(self) -> int:
+        """Negative when the technique raises the peak."""
+        return self.before_bytes - self.after_bytes
+
 
 _NUM_PARTNERS = 2
 """A technique that saves nothing alone is tried with this many of those that save most, and with both of them."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 
 from lowtide.errors import ConfigError
-from lowtide.planning.what_if_row import WhatIfRow
+from lowtide.planning.what_if import WhatIfRow
 from lowtide.report import markup
 from lowtide.report import page_parts as parts
 from lowtide.report.facts import circumstances

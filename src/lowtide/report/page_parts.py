@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from lowtide.planning.what_if_row import WhatIfRow
+from lowtide.planning.what_if import WhatIfRow
 from lowtide.report import markup
 from lowtide.report.facts import circumstances, differences, fit_of, saving
 from lowtide.report.markup import Cell, Markup

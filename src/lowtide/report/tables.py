@@ -15,7 +15,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from lowtide.planning.what_if_row import WhatIfRow
+from lowtide.planning.what_if import WhatIfRow
 from lowtide.report.facts import circumstances, differences, fit_of, saving
 from lowtide.report.palette import COLOURS, PEAK_COLOUR, STACK_ORDER
 from lowtide.report.terminal_table import titled_table

@@ -7,8 +7,8 @@ from collections.abc import Collection
 import torch
 
 from lowtide.memory.store import Books, ChunkStore
+from lowtide.planning.placement import window_bytes_needed
 from lowtide.planning.plan import Plan, Schedule, Site, Weights
-from lowtide.planning.window_need import window_bytes_needed
 from lowtide.runtime.basis import Basis
 from lowtide.runtime.chunk_optimizer import ChunkOptimizer
 from lowtide.runtime.chunk_proof import Proof, prove

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lowtide.memory.layout_types import Layout
+from lowtide.memory.layout import Layout
 from lowtide.memory.mover import Mover
 from lowtide.optim.update_types import Numerics
 from lowtide.runtime.tracked_memory import TrackedMemory

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from lowtide import compat
-from lowtide.memory.chunk import Chunk, StoredGroup, view_of
-from lowtide.memory.chunk_state import ChunkState
-from lowtide.memory.layout_types import ChunkSpec, GroupSpec, Layout, ParameterSpec
+from lowtide.memory.chunk import Chunk, ChunkState, StoredGroup, view_of
+from lowtide.memory.layout import ChunkSpec, GroupSpec, Layout, ParameterSpec
 from lowtide.memory.mover import Mover
 from lowtide.memory.store import Books
 from lowtide.planning.plan import GroupPlan, Plan, Schedule, Site, Weights
@@ -160,7 +159,7 @@ def move_part(units: dict[str, Unit], key: str, flat: torch.Tensor) -> None:
             if kind == "gradients":
                 _move_gradient(bound, view)
                 continue
-            chunk.host = flat
+            chunk.move_host(flat)
             view = bound.host_view = own_storage(view)
             if not unit.is_resident and not unit.looks_at_device:
                 bound.parameter.data = view

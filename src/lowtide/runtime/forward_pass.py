@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from lowtide import compat
-from lowtide.memory.access_order import AccessOrder
+from lowtide.memory.eviction import AccessOrder
 from lowtide.memory.mover import Mover
 from lowtide.runtime.alone import SessionLock, alone
 from lowtide.runtime.backward_pass import BackwardPass

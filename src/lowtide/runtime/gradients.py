@@ -111,7 +111,7 @@ class GradientMover:
             if self._schedule is Schedule.IN_BACKWARD:
                 bound.gradient = None
                 bound.pending.clear()
-            bound.chunk.staging = None
+            bound.chunk.take_staging()
         self._cache.take_back_all()
 
     def expose(self, bound: Bound) -> None:
@@ -145,8 +145,9 @@ class GradientMover:
     def _staged(self, bound: Bound) -> torch.Tensor:
         chunk = bound.chunk
         if chunk.staging is None:
-            chunk.staging = self._cache.take(chunk.spec.nbytes)
+            chunk.stage_in(self._cache.take(chunk.spec.nbytes))
         if bound.gradient is None or not bound.has_fired:
+            assert chunk.staging is not None
             bound.gradient = _home_in(chunk, chunk.staging, bound)
         return bound.gradient
 

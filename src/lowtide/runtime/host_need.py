@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from lowtide.activations.policy import Offload
-from lowtide.memory.chunk_search import LARGEST_CHUNK_BYTES
-from lowtide.memory.layout_types import Layout, ParameterSpec
+from lowtide.memory.layout import LARGEST_CHUNK_BYTES, Layout, ParameterSpec
 from lowtide.optim.update_types import Numerics
 from lowtide.planning.plan import Plan, Schedule, Site, Weights
 from lowtide.runtime.staging import granted, staging_for

@@ -14,13 +14,24 @@ import torch
 
 from lowtide import compat
 from lowtide.errors import ConfigError
-from lowtide.optim import device_kernel, host_kernel, matrix_kernel, reference
+from lowtide.optim import reference
+from lowtide.optim.device import kernel as device_kernel
 from lowtide.optim.formats import update_key
-from lowtide.optim.matrix_rules import Adafactor, MatrixPiece, Rule, names_of_states
-from lowtide.optim.parameter_state import ParameterState, complete, new_state
-from lowtide.optim.precision import rounding_for
+from lowtide.optim.host import kernel as host_kernel
 from lowtide.optim.rules import as_numbers, require_rule
-from lowtide.optim.update_types import ElementwiseRule, Numerics, Piece, Rounding, Sgd
+from lowtide.optim.state import ParameterState, complete, new_state
+from lowtide.optim.update_types import (
+    Adafactor,
+    ElementwiseRule,
+    MatrixPiece,
+    Numerics,
+    Piece,
+    Rounding,
+    Rule,
+    Sgd,
+    names_of_states,
+    rounding_for,
+)
 from lowtide.runtime.chunk_optimizer import ChunkOptimizer, Settings, Update
 from lowtide.runtime.kernel_states import KernelStates, named_parameters
 from lowtide.runtime.paged_state import Pages
@@ -176,7 +187,7 @@ class KernelOptimizer(ChunkOptimizer):
             factor = _factor(device, settings)
             kernel(alike, rounding=rounding, moments=self.numerics.moments, gradient_factor=factor)
         for (device, rounding), whole in wholes.items():
-            matrix_kernel.update(whole, rounding=rounding, gradient_factor=_factor(device, settings))
+            device_kernel.update_matrices(whole, rounding=rounding, gradient_factor=_factor(device, settings))
         # Not before: an update that failed was not made.
         for update in updates:
             rule, state = rules[self._group_of[id(update.parameter)]], self.kept.by_parameter[id(update.parameter)]

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from lowtide import compat
-from lowtide.optim.parameter_state import ParameterState
 from lowtide.optim.rules import require_rule
-from lowtide.optim.torch_state import (
+from lowtide.optim.state import (
     MASTER,
     MOMENTS,
     LoadTarget,
+    ParameterState,
     SavedState,
     check_form,
     from_torch_state,

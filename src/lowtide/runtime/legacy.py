@@ -39,8 +39,7 @@ def forget_device_memory(units: Iterable[Unit], books: Books) -> None:
         for chunk in unit.group.chunks:
             if is_resident(chunk):
                 books.credit(chunk.spec.nbytes, chunk.spec.name)
-            # A graph that somebody keeps may still point to the memory: it goes with the last who does.
-            chunk.device = torch.empty(0, dtype=torch.uint8)
+            chunk.forget_device()
         for bound in unit.bounds:
             bound.device_view = chunk.device
 

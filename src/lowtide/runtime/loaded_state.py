@@ -13,7 +13,7 @@ import torch
 
 from lowtide import compat
 from lowtide.errors import OptimizerStateError
-from lowtide.optim.torch_state import STEP, check_form
+from lowtide.optim.state import STEP, check_form
 from lowtide.runtime.chunk_proof import apart, set_to_train
 
 _LARGEST_PROBE = 4

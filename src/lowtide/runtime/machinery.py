@@ -11,8 +11,8 @@ from torch import nn
 
 from lowtide import compat
 from lowtide.errors import BudgetError, GradientGoneError
-from lowtide.memory.device_limit import DeviceLimit
 from lowtide.memory.store import Books
+from lowtide.memory.tier import DeviceLimit
 from lowtide.planning.placement import by_first_use
 from lowtide.planning.plan import Plan
 from lowtide.runtime.alone import Process
@@ -328,7 +328,7 @@ class Machinery:
             self.basis.tracked.count_steps(lambda: None if (asked := part_of_step()) is None else asked())
         if self._legacy is not None:
             for chunk in chunks_in(self._units.values()):
-                chunk.num_fetches = self._legacy.num_fetches[chunk.spec.name]
+                chunk.count_on_from(self._legacy.num_fetches[chunk.spec.name])
         return engine
 
     def _make_optimizer(self) -> ManagedOptimizer | None:

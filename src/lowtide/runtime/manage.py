@@ -14,22 +14,19 @@ from torch import nn
 
 from lowtide.errors import ConfigError, HardwareError, SessionError, UnsupportedOptimizerError
 from lowtide.memory.cuda_mover import CudaMover
-from lowtide.memory.device_limit import DeviceLimit
 from lowtide.memory.emulated_mover import EmulatedMover
-from lowtide.memory.layout import lay_out
-from lowtide.memory.layout_types import Layout
+from lowtide.memory.groups import find_named_groups
+from lowtide.memory.layout import Layout, lay_out
 from lowtide.memory.mover import Mover
-from lowtide.memory.named_groups import find_named_groups
+from lowtide.memory.tier import DeviceLimit
 from lowtide.memory.unmanaged import unmanaged_parameters
-from lowtide.optim.adafactor import Adafactor
-from lowtide.optim.precision import numerics_of
+from lowtide.optim.optimizers import Adafactor
 from lowtide.optim.rules import reason_without_rule
-from lowtide.optim.update_types import Moments, Numerics
+from lowtide.optim.update_types import Moments, Numerics, numerics_of
+from lowtide.planning.budget_plans import StaticPartition, WarmUp
 from lowtide.planning.check_plan import check_plan
 from lowtide.planning.placement import is_trained
 from lowtide.planning.plan import Plan, Schedule, Site
-from lowtide.planning.static_partition import StaticPartition
-from lowtide.planning.warm_up import WarmUp
 from lowtide.runtime.basis import Basis
 from lowtide.runtime.binding import copy_values
 from lowtide.runtime.collector import ObjectsAside

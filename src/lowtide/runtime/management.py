@@ -20,9 +20,9 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide.errors import SessionError
+from lowtide.planning.budget_plans import MomentSample
 from lowtide.planning.check_plan import check_plan
 from lowtide.planning.plan import Plan
-from lowtide.planning.warm_up import MomentSample
 from lowtide.runtime.collector import ObjectsAside
 from lowtide.runtime.interrupts import HELD
 from lowtide.runtime.observer import StepObserver

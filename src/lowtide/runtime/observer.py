@@ -15,7 +15,7 @@ import torch
 
 from lowtide.memory.chunk import Chunk
 from lowtide.memory.store import ChunkStore
-from lowtide.planning.warm_up import MomentSample, MonitorMode
+from lowtide.planning.budget_plans import MomentSample, MonitorMode
 from lowtide.runtime.tracked_memory import TrackedMemory
 
 

@@ -9,11 +9,10 @@ import torch
 
 from lowtide.errors import ConfigError
 from lowtide.memory.capacity import device_capacity_bytes, host_capacity_bytes, resolve_budget
-from lowtide.memory.layout_types import Layout
+from lowtide.memory.layout import Layout
 from lowtide.optim.update_types import Numerics
+from lowtide.planning.budget_plans import MomentSample, StaticPartition, WarmUp, partition, plan_after, warm_up_plan
 from lowtide.planning.plan import Plan
-from lowtide.planning.static_partition import StaticPartition, partition
-from lowtide.planning.warm_up import MomentSample, WarmUp, plan_after, warm_up_plan
 from lowtide.runtime.state_size import state_bytes_per_parameter_byte
 from lowtide.units import parse_bytes
 

@@ -15,9 +15,8 @@ import torch
 
 from lowtide import compat
 from lowtide.memory.mover import Mover, Ticket
-from lowtide.optim.matrix_rules import Rule
-from lowtide.optim.parameter_state import ParameterState, new_state
-from lowtide.optim.update_types import Numerics
+from lowtide.optim.state import ParameterState, new_state
+from lowtide.optim.update_types import Numerics, Rule
 from lowtide.runtime.recording import Recorder
 from lowtide.runtime.timeline import Reason
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowtide.memory.capacity import host_capacity_bytes, pinned_capacity_bytes, resolve_budget
-from lowtide.memory.host_memory import HostMemory
+from lowtide.memory.capacity import HostMemory, host_capacity_bytes, pinned_capacity_bytes, resolve_budget
 from lowtide.memory.tier import Tier
 from lowtide.planning.plan import Budgets
 from lowtide.runtime.host_need import HostNeed

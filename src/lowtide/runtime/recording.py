@@ -11,8 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lowtide.memory.chunk import Chunk, StoredGroup
-from lowtide.memory.chunk_state import ChunkState
+from lowtide.memory.chunk import Chunk, ChunkState, StoredGroup
 from lowtide.memory.mover import Copied, Mover, Ticket
 from lowtide.runtime.phase_clock import PhaseClock
 from lowtide.runtime.session_stats import MovedRow

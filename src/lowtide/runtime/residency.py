@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from lowtide.memory.chunk import Chunk, StoredGroup
-from lowtide.memory.chunk_state import ChunkState
+from lowtide.memory.chunk import Chunk, ChunkState, StoredGroup
 from lowtide.memory.mover import Copied, Ticket
 from lowtide.memory.store import ChunkStore
 from lowtide.runtime.recording import Recorder
@@ -73,7 +72,7 @@ class Residency:
     def keep_write(self, unit: Unit, chunk: Chunk) -> None:
         """The user's code wrote to weights of the chunk on the device."""
         if chunk.state is ChunkState.RESIDENT:
-            chunk.is_touched = True
+            chunk.mark_touched()
         elif chunk.state in (ChunkState.IN_USE, ChunkState.WRITING_BACK) and chunk.host_work is None:
             self.write_back(unit, chunk)
 
@@ -113,7 +112,7 @@ class Residency:
         if unit.is_resident:
             self.store.refresh(unit.name)
             for chunk in unit.group.chunks:
-                chunk.is_touched = True
+                chunk.mark_touched()
         else:
             self.store.drop(unit.name)
             unit.look_at_host()

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lowtide.errors import SessionError
+from lowtide.planning.budget_plans import MomentSample
 from lowtide.planning.plan import Plan
-from lowtide.planning.warm_up import MomentSample
 from lowtide.runtime.management import Management
 from lowtide.runtime.session_stats import SessionStats
 from lowtide.runtime.timeline import Timeline

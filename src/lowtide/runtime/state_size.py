@@ -10,8 +10,8 @@ import torch
 
 from lowtide import compat
 from lowtide.errors import UnsupportedOptimizerError
-from lowtide.optim.parameter_state import state_bytes
 from lowtide.optim.rules import require_rule
+from lowtide.optim.state import state_bytes
 from lowtide.optim.update_types import Numerics
 from lowtide.runtime.chunk_proof import apart, prove, set_to_train
 

@@ -32,7 +32,7 @@ from torch import nn
 from lowtide import compat
 from lowtide.errors import GradientGoneError, ModelChangedError
 from lowtide.memory.chunk import Chunk, StoredGroup
-from lowtide.memory.layout_types import ParameterSpec
+from lowtide.memory.layout import ParameterSpec
 from lowtide.memory.mover import Ticket
 from lowtide.planning.plan import Site
 from lowtide.runtime.host_worker import Job

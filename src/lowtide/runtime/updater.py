@@ -96,7 +96,7 @@ class Updater:
         gradients: list[torch.Tensor | None] = []
         if unit.is_held(chunk):
             unit.is_awaited = True
-            chunk.is_touched = True
+            chunk.mark_touched()
         self._store.take_over(chunk)
         awaited = [waiting for bound in bounds for waiting in bound.pending]
         for bound in bounds:
@@ -113,7 +113,7 @@ class Updater:
         self.optimizer.claim_state(updates, settings)
         # Told before it is given: where that breaks off, it is known whether the update will be made.
         job = self._jobs[chunk.spec.name] = self._worker.new_job()
-        staging, chunk.staging = chunk.staging, None
+        staging = chunk.take_staging()
         # Deferred, `step()` has judged them all.
         verdict = judge_sent(bounds, self._gradient_watch) if staging is not None else None
         for bound in bounds:

@@ -209,7 +209,8 @@ def veil_all(parameters: Iterable[nn.Parameter], lease: Lease) -> None:
 def unveil_all(parameters: Iterable[nn.Parameter]) -> None:
     """`unveil`, for those that are veiled."""
     for parameter in parameters:
-        if type(parameter) is VeiledParameter:
+        kind: type[torch.Tensor] = type(parameter)
+        if kind is VeiledParameter:
             parameter.__class__ = nn.Parameter
             _LEASES.pop(id(parameter), None)
 

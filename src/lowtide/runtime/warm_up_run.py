@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from lowtide import compat
+from lowtide.planning.budget_plans import MomentSample
 from lowtide.planning.plan import Plan
-from lowtide.planning.warm_up import MomentSample
 from lowtide.runtime.observer import StepObserver
 from lowtide.runtime.window import Window
 

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from lowtide.errors import BadRecordError, did_you_mean
-from lowtide.memory.layout_types import ParameterSpec
+from lowtide.memory.layout import ParameterSpec
 
 NUM_NAMED = 3
 """How many names a message gives."""

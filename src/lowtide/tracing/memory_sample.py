@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from lowtide.errors import ConfigError
-from lowtide.memory.host_memory import HostMemory
+from lowtide.memory.capacity import HostMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from lowtide.errors import ConfigError, ObserveError
-from lowtide.memory.host_memory import HostMemory
+from lowtide.memory.capacity import HostMemory
 from lowtide.tracing.memory_sample import MemorySample, own_device, take_sample
 
 SCHEMA = "lowtide.memory_monitor/1"

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from lowtide.lab.footprint.kernels import KernelFootprint
-from lowtide.optim.adafactor import Adafactor
-from lowtide.optim.matrix_table import COLUMNS, FLOATS, WORKSPACE_BYTES, num_partials
-from lowtide.optim.precision import numerics_of
+from lowtide.optim.device.table import MATRIX_COLUMNS, MATRIX_FLOATS, WORKSPACE_BYTES, num_partials
+from lowtide.optim.optimizers import Adafactor
+from lowtide.optim.update_types import numerics_of
 from lowtide.runtime.chunk_optimizer import Update
 from lowtide.runtime.tracked_memory import TrackedMemory
 
@@ -45,7 +45,7 @@ def test_state_stays_and_sums_are_for_a_moment(memory: TrackedMemory) -> None:
     memory.reset_peak()
     step(kernels, parameters)
     sums = 2 + num_partials((64, 512)) + num_partials((128, 256))
-    tables = 2 * (8 * len(COLUMNS) + 4 * len(FLOATS))
+    tables = 2 * (8 * len(MATRIX_COLUMNS) + 4 * len(MATRIX_FLOATS))
     assert memory.peak_bytes - before - state == 4 * sums + tables
     assert memory.current_bytes - before == state
 
@@ -60,7 +60,7 @@ def test_matrices_share_a_workspace_as_far_as_it_goes(memory: TrackedMemory) -> 
     step(kernels, parameters)
     before = memory.reset_peak() and memory.current_bytes
     step(kernels, parameters)
-    tables = 2 * (8 * len(COLUMNS) + 4 * len(FLOATS))
+    tables = 2 * (8 * len(MATRIX_COLUMNS) + 4 * len(MATRIX_FLOATS))
     assert memory.peak_bytes - before == 2 * one + tables
 
 

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from lowtide.errors import BudgetError, PlanError
 from lowtide.lab.footprint.session import SessionFootprint
 from lowtide.memory.groups import find_groups
-from lowtide.memory.layout import lay_out
-from lowtide.memory.layout_types import Layout
-from lowtide.optim.precision import numerics_of
+from lowtide.memory.layout import Layout, lay_out
+from lowtide.optim.update_types import numerics_of
 from lowtide.planning.hand_plan import make_plan
 from lowtide.planning.plan import Plan
 from lowtide.runtime.manage import manage

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import flop_registry
 from lowtide import compat
 
 
-def recomputed_share(halves: compat.Halves) -> float:
+def recomputed_share(halves: compat.ForwardBackward) -> float:
     """Operations that the backward repeats, over all of the forward: 0 where nothing of weight is repeated, 1 for all.
 
     Those of products, convolutions and attention are counted, by torch's own formulas; others are bound by memory.

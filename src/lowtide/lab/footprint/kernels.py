@@ -7,13 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from lowtide.optim import device_table, matrix_table
-from lowtide.optim.matrix_rules import Adafactor
-from lowtide.optim.matrix_table import WORKSPACE_BYTES, num_partials
-from lowtide.optim.parameter_state import ParameterState, new_state
-from lowtide.optim.precision import rounding_for
+from lowtide.optim.device import table as device_table
+from lowtide.optim.device.table import WORKSPACE_BYTES, num_partials
 from lowtide.optim.rules import require_rule
-from lowtide.optim.update_types import Numerics, Rounding
+from lowtide.optim.state import ParameterState, new_state
+from lowtide.optim.update_types import Adafactor, Numerics, Rounding, rounding_for
 from lowtide.runtime.chunk_optimizer import ChunkOptimizer, Settings, Update
 from lowtide.runtime.kernel_optimizer import follow_writes
 
@@ -62,7 +60,7 @@ class KernelFootprint(ChunkOptimizer):
             num_sums = len(batch) + sum(num_partials(weight.shape) for weight in batch)
             sums = torch.empty(num_sums, dtype=torch.float32, device=batch[0].device)
             # A batch lets go of its own when the next one has taken its memory.
-            held = (sums, *_tables(batch, len(matrix_table.COLUMNS), len(matrix_table.FLOATS)))
+            held = (sums, *_tables(batch, len(device_table.MATRIX_COLUMNS), len(device_table.MATRIX_FLOATS)))
         del held, copies
 
 
@@ -73,7 +71,7 @@ def _tables(weights: Sequence[Tensor], num_columns: int, num_floats: int) -> tup
 
 
 def _batches(weights: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """As `matrix_table.batches_of` shares launches, as far as shapes and types tell: addresses may split them further."""
+    """As `device_table.batches_of` shares launches, as far as shapes and types tell: addresses may split them further."""
     by_kind: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
     for weight in weights:
         if weight.numel():

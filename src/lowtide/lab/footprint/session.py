@@ -20,13 +20,12 @@ from lowtide.lab.footprint.loss import FootprintLoss
 from lowtide.lab.footprint.mover import FootprintMover
 from lowtide.lab.footprint.residency import FootprintResidency
 from lowtide.lab.footprint.updates import FootprintGradients, FootprintUpdater, FootprintWatch
-from lowtide.memory.chunk import Chunk, StoredGroup
-from lowtide.memory.chunk_state import ChunkState
-from lowtide.memory.layout_types import Layout
+from lowtide.memory.chunk import Chunk, ChunkState, StoredGroup
+from lowtide.memory.layout import Layout
 from lowtide.memory.store import ChunkStore
 from lowtide.optim.update_types import Numerics
+from lowtide.planning.placement import window_bytes_needed
 from lowtide.planning.plan import GroupPlan, Plan, Schedule, Site, Weights
-from lowtide.planning.window_need import window_bytes_needed
 from lowtide.runtime.alone import SessionLock
 from lowtide.runtime.backward_pass import BackwardPass
 from lowtide.runtime.backward_task import is_away

@@ -1,0 +1,1 @@
+"""The update on a GPU: Triton kernels, and the tables that tell them of their pieces."""

@@ -1,0 +1,1 @@
+"""The update on the host: a C++ kernel, built at installation or first use."""

@@ -1,0 +1,208 @@
+"""The update in C++ on the host: one pass over the memory, on several cores, without Python's lock.
+
+Agrees with `reference.update` within fp32 rounding; its own results do not depend on the number of threads, on how
+parameters are cut into pieces, nor on the processor's instruction set.
+
+The threads run on one processor of each physical core that this process may use: two threads on one core share its load
+and store units, and an update does little else. One core is left to the thread that launches the device's work: where it
+waits for a turn, the device waits.
+
+Note [Tiny numbers]
+On x86 numbers below 1.2e-38, fp32's smallest normal one, count as zero. torch keeps them: a moment without gradients stays
+at 1e-45 for ever, and each operation on it takes a hundred times as long. An `eps` of 0 divides zero by zero sooner so.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lowtide.errors import ConfigError
+from lowtide.optim.host import library as host_library
+from lowtide.optim.host.pieces import PIECE_BYTES, pack
+from lowtide.optim.update_types import Moments, Piece, Rounding, is_left_out
+
+_ROOT = Path("/")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerCpus:
+    """Where the threads run, in the order in which they are made."""
+
+    num_threads: int
+    """How many threads are worth having."""
+    pinned: tuple[int, ...]
+    """The processor of each; empty where threads are better left to the system."""
+
+
+def update(
+    pieces: Sequence[Piece],
+    *,
+    rounding: Rounding,
+    moments: Moments,
+    gradient_factor: float = 1.0,
+    num_threads: int | None = None,
+    isa: str | None = None,
+) -> None:
+    """Take one step of each piece's rule, in place; all pieces or, where one is refused, none.
+
+    Other Python threads run meanwhile. Two updates at a time take turns. The threads are made at the first call, sleep
+    between calls, and end with the process; a process that forks afterwards makes its own.
+
+    Args:
+        pieces: Parameters or slices of them, in host memory. No two may overlap.
+        rounding: How results land in weights of 16 bits; an fp32 weight is not rounded.
+        moments: How state is stored.
+        gradient_factor: What gradients are multiplied by in fp32: one over the loss scale, times the clipping. Where it is a
+            NaN nothing is changed.
+        num_threads: None for one on each physical core but one.
+        isa: One of `available_isas()`, for tests; None for the best.
+
+    Raises:
+        BadPieceError: Tensors do not fit together.
+        HostKernelError: The library cannot be built or loaded.
+    """
+    library = host_library.load()
+    assert library.piece_bytes == PIECE_BYTES, "abi.h and pieces.py disagree"
+    cpus = _pinned_cpus(library, os.getpid())
+    wanted = cpus.num_threads if num_threads is None else num_threads
+    if wanted < 1:
+        raise ConfigError(f"num_threads is {wanted}; an update needs at least one", key="num_threads")
+    if isa is not None and isa not in library.isas:
+        raise ConfigError(
+            f"there is no instruction set {isa!r} here; choose one of {', '.join(library.isas)}", key="isa"
+        )
+    if not pieces or is_left_out(gradient_factor):
+        return
+    packed = pack(pieces, rounding=rounding, moments=moments, gradient_factor=float(gradient_factor))
+    library.update(packed, len(pieces), wanted, isa)
+    # As for any operation in place: a backward through the old values is caught.
+    torch.autograd.graph.increment_version([piece.weight for piece in pieces])
+
+
+def available_isas() -> tuple[str, ...]:
+    """The instruction sets of this processor that the kernel can use, the best last."""
+    return host_library.load().isas
+
+
+def default_num_threads() -> int:
+    """How many threads an update takes by default."""
+    return _cpus().num_threads
+
+
+def is_available() -> bool:
+    """Whether the kernel can be used; where not, warns once with the reason and what it costs."""
+    reason = host_library.why_missing()
+    if reason is not None:
+        _warn_once(reason)
+    return reason is None
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    warnings.warn(
+        "host updates run through torch's operators, about 10 to 30 times slower than the C++ kernel, which is not there: "
+        f"{reason}",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
+@functools.cache
+def _cpus() -> WorkerCpus:
+    return worker_cpus()
+
+
+@functools.cache
+def _pinned_cpus(library: host_library.HostLibrary, process: int) -> WorkerCpus:
+    """Pin the threads once for each process: after a fork they are others."""
+    cpus = _cpus()
+    library.pin_threads(cpus.pinned)
+    return cpus
+
+
+def worker_cpus(root: Path = _ROOT) -> WorkerCpus:
+    """What suits this process: its affinity mask, its control group's quota, and its share of the machine's ranks.
+
+    Args:
+        root: Where `proc` and `sys` are; another folder for tests.
+    """
+    allowed = available_cpus()
+    part, num_parts = _rank_on_this_machine()
+    return choose_cpus(one_of_each_core(allowed, root), cpu_quota=read_cpu_quota(root), part=part, num_parts=num_parts)
+
+
+def available_cpus() -> tuple[int, ...]:
+    """The processors that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
+def one_of_each_core(cpus: tuple[int, ...], root: Path = _ROOT) -> tuple[int, ...]:
+    """The first of the given processors of each physical core; all of them where the system does not tell."""
+    cores: dict[tuple[str, str] | int, int] = {}
+    for cpu in cpus:
+        folder = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
+        try:
+            siblings = (folder / "thread_siblings_list").read_text().strip()
+            core: tuple[str, str] | int = ("siblings", siblings)
+        except OSError:
+            core = cpu
+        cores.setdefault(core, cpu)
+    return tuple(cores.values())
+
+
+def read_cpu_quota(root: Path = _ROOT) -> float | None:
+    """How many processors' time the control group allows; None without a limit."""
+    try:
+        limit, period = (root / "sys/fs/cgroup/cpu.max").read_text().split()
+        return None if limit == "max" else int(limit) / int(period)
+    except (OSError, ValueError):
+        pass
+    try:
+        folder = root / "sys/fs/cgroup/cpu"
+        quota = int((folder / "cpu.cfs_quota_us").read_text())
+        return None if quota <= 0 else quota / int((folder / "cpu.cfs_period_us").read_text())
+    except (OSError, ValueError, ZeroDivisionError):
+        return None
+
+
+def choose_cpus(cores: tuple[int, ...], *, cpu_quota: float | None, part: int = 0, num_parts: int = 1) -> WorkerCpus:
+    """Share cores among the ranks of a machine, leave the first of each share to the launcher, and obey the quota.
+
+    Under a quota that is smaller than the share nothing is pinned: the other containers of the machine would choose the
+    same processors.
+
+    Example:
+        >>> choose_cpus((0, 1, 2, 3), cpu_quota=None)
+        WorkerCpus(num_threads=3, pinned=(1, 2, 3))
+        >>> choose_cpus((0, 1, 2, 3), cpu_quota=2.5)
+        WorkerCpus(num_threads=2, pinned=())
+    """
+    begin, end = part * len(cores) // num_parts, (part + 1) * len(cores) // num_parts
+    share = cores[begin:end]
+    if cpu_quota is not None and cpu_quota / num_parts < len(share):
+        return WorkerCpus(num_threads=max(1, math.ceil(cpu_quota / num_parts) - 1), pinned=())
+    if len(share) < 2:
+        # The launcher is on that core too, or more ranks than cores share the machine.
+        return WorkerCpus(num_threads=1, pinned=())
+    return WorkerCpus(num_threads=len(share) - 1, pinned=share[1:])
+
+
+def _rank_on_this_machine() -> tuple[int, int]:
+    """(this rank, number of ranks) as torchrun and its like tell every process; (0, 1) for a process by itself."""
+    try:
+        rank, num_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    except (KeyError, ValueError):
+        return 0, 1
+    # A launcher that gave each rank an affinity mask of its own has divided the machine already.
+    is_divided = len(available_cpus()) < (os.cpu_count() or 1)
+    return (rank, num_ranks) if 0 <= rank < num_ranks and not is_divided else (0, 1)
