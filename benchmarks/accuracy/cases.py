@@ -71,7 +71,7 @@ class Case:
     def apply_settings(self, model: nn.Module) -> None:
         """Put Lowtide's policy and head on a real model, for good. Other cases are plain torch and import none of it."""
         if self.chunked_loss:
-            from lowtide.activations.huggingface_head import chunked_head
+            from lowtide.activations.losses.huggingface import chunked_head
 
             chunked_head(model)
         if self.activations is not None:

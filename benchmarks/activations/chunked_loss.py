@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.suite import answer
-from lowtide.activations import chunked_function
-from lowtide.activations.chunked_kernel import find_kernel
-from lowtide.activations.chunked_loss import linear_cross_entropy
+from lowtide.activations.losses import chunks
+from lowtide.activations.losses.chunked_loss import linear_cross_entropy
+from lowtide.activations.losses.chunks import find_kernel
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -35,12 +35,12 @@ def unchunked(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 def by_operators(hidden: Tensor, weight: Tensor, target: Tensor, **settings: Any) -> Tensor:
     """Chunked, without the fused kernel."""
-    before = chunked_function.find_kernel
-    chunked_function.find_kernel = lambda hidden, dtype: None
+    before = chunks.find_kernel
+    chunks.find_kernel = lambda hidden, dtype: None
     try:
         return linear_cross_entropy(hidden, weight, target, **settings)
     finally:
-        chunked_function.find_kernel = before
+        chunks.find_kernel = before
 
 
 def ways(row: dict[str, Any], device: torch.device) -> dict[str, Loss]:

@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowtide.activations import apply, host_lookup
-from lowtide.activations.host_embedding import put_on_host
-from lowtide.activations.host_lookup import RowSums, find_repeats
+from lowtide.activations import apply, host_embedding
+from lowtide.activations.host_embedding import RowSums, find_repeats, put_on_host
 from lowtide.errors import ConfigError, ModelChangedError, UnknownNameError
 from tests.zoo import assert_same_tensors, zoo
 from tests.zoo import train as train_plainly
@@ -96,13 +95,13 @@ def test_same_bits_as_plain(settings: dict[str, Any], dtype: torch.dtype, num_id
 
 def test_rows_travel_once_where_ids_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[Tensor] = []
-    to_device = host_lookup.to_device
+    to_device = host_embedding.to_device
 
     def counted(tensor: Tensor, device: torch.device) -> Tensor:
         sent.append(tensor)
         return to_device(tensor, device)
 
-    monkeypatch.setattr(host_lookup, "to_device", counted)
+    monkeypatch.setattr(host_embedding, "to_device", counted)
     model = Reader()
     put_on_host(model, "table", device="cpu")
     ids = ids_of(0, 160)
@@ -357,14 +356,14 @@ def test_the_callers_gradient_is_dense() -> None:
 
 def test_hooks_after_the_accumulation_do_not_keep_rows_from_being_added(monkeypatch: pytest.MonkeyPatch) -> None:
     layouts: list[torch.layout] = []
-    table_gradient = host_lookup._table_gradient
+    table_gradient = host_embedding._table_gradient
 
     def noted(*args: Any) -> Tensor:
         found = table_gradient(*args)
         layouts.append(found.layout)
         return found
 
-    monkeypatch.setattr(host_lookup, "_table_gradient", noted)
+    monkeypatch.setattr(host_embedding, "_table_gradient", noted)
     model, plain = Reader(), PlainReader()
     put_on_host(model, "table", device="cpu")
     seen: list[Tensor] = []

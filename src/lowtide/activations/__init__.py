@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from lowtide.activations.apply import ActivationStats, Applied, apply
-from lowtide.activations.chunked_loss import ChunkedHead, linear_cross_entropy
-from lowtide.activations.chunked_settings import LossSettings
 from lowtide.activations.host_embedding import HostEmbedding, put_on_host
-from lowtide.activations.huggingface_head import chunked_head
-from lowtide.activations.policy import CompileBudget, Keep, Offload, Policies, Policy, Recompute, Selective, policy_of
-from lowtide.activations.resolve import resolve
-from lowtide.activations.tiled_cross_entropy import tiled_cross_entropy
-from lowtide.activations.tiled_layers import TiledEmbedding, TiledLinear
-from lowtide.activations.tiled_mlp import tile_sequence
-from lowtide.activations.tiled_model import tile, tile_groups, untile
+from lowtide.activations.losses.chunked_loss import ChunkedHead, linear_cross_entropy
+from lowtide.activations.losses.huggingface import chunked_head
+from lowtide.activations.losses.settings import LossSettings
+from lowtide.activations.policy import (
+    CompileBudget,
+    Keep,
+    Offload,
+    Policies,
+    Policy,
+    Recompute,
+    Selective,
+    policy_of,
+    resolve,
+)
+from lowtide.activations.tiling.cross_entropy import tiled_cross_entropy
+from lowtide.activations.tiling.layers import TiledEmbedding, TiledLinear, tile, tile_groups, untile
+from lowtide.activations.tiling.sequence import tile_sequence
 
 __all__ = [
     "ActivationStats",

@@ -1,27 +1,50 @@
-"""GroupCall: one forward call of a group that can be run again, and the checkpoint that does so in the backward.
+"""GroupCall: one forward call of a group that can be run again just so, and the checkpoint that does so in the backward.
+
+A second run has the arguments, training modes, buffers, random numbers and autocast of the first.
 
 Note [What a checkpoint is given]
 All tensors among the arguments, however nested, are arguments of the checkpoint. It saves them as autograd saves its
 own, before it goes inside: `saved_tensors_hooks` around the checkpoint see the group's inputs and nothing else. The first
 run gets the caller's own objects, so that a list or a dictionary that the group fills is the caller's. A later run gets new
 containers around the same leaves, and what it puts into them is nobody's.
+
+Note [Buffers move once]
+A forward may write to buffers (BatchNorm's statistics, spectral norm's vectors). When a group runs again, each buffer that
+moved in its first run is replaced by a copy of what it was before that run: the second run computes what the first did, and
+what it writes is nobody's.
+
+Note [Which buffers move]
+Most writes show in a buffer's version, but torch's batch norm moves its statistics without counting. These are known by
+their names, and taken to move in every run in training. For what else is written without counting, values are compared in the
+first run of a group that ends well, and in the first after parts of it went between training and evaluation. What has moved once
+is copied before every run. A buffer that is written to through `.data`, but not yet in that first run, is not seen.
+
+Note [Training modes]
+A group runs again as it ran first, in training or in evaluation: the loop may have called `eval()` before its backward.
+Without this a changed dropout or norm would save other tensors than in the forward, which torch's checkpoint notices by their
+number at best, or as many with other values, which nobody notices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.checkpoint import checkpoint
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from lowtide import compat
-from lowtide.activations.moving_buffers import Moved, MovingBuffers, as_before
-from lowtide.activations.training_modes import TrainingModes
+from lowtide.activations.saved import version_of
 
 Run = Callable[..., Any]
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 """Gives the contexts of the first run and of a later one."""
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+"""What norms move in training, torch's and those made after them."""
 
 
 class GroupCall:
@@ -76,3 +99,173 @@ def checkpointed(call: GroupCall, leaves: Sequence[Any], contexts: Contexts | No
     if contexts is None:
         return checkpoint(call, *leaves, use_reentrant=False)
     return checkpoint(call, *leaves, use_reentrant=False, context_fn=contexts)
+
+
+class MovingBuffers:
+    """Watches the buffers of a group; see Note [Which buffers move]."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parts = [part for part in module.modules() if compat.buffers_of(part)]
+        self._expected: dict[tuple[bool, ...], set[tuple[int, str]]] = {}
+
+    @contextmanager
+    def noted(self, moved: list[Moved]) -> Iterator[None]:
+        """While the group runs for the first time: what has moved is put into `moved` at the end."""
+        modes = tuple(part.training for part in self._parts)
+        is_new = modes not in self._expected
+        expected = {
+            (index, name)
+            for index, part in enumerate(self._parts)
+            for name in compat.buffers_of(part)
+            if part.training and name in STATISTICS
+        }
+        expected |= self._expected.get(modes, set())
+        before = [
+            (index, name, buffer, version_of(buffer), _copy(buffer) if is_new or (index, name) in expected else None)
+            for index, part in enumerate(self._parts)
+            for name, buffer in compat.buffers_of(part).items()
+            if buffer is not None
+        ]
+        yield
+        for index, name, buffer, version, value in before:
+            holder = compat.buffers_of(self._parts[index])
+            has_moved = holder.get(name) is not buffer or version_of(buffer) != version
+            if has_moved or (is_new and _differs(buffer, value)):
+                expected.add((index, name))
+            if (index, name) in expected:
+                moved.append(Moved(holder=holder, name=name, before=value))
+        # Only now: a run that broke off has not shown everything.
+        self._expected.setdefault(modes, set()).update(expected)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """A buffer that the first run of a call has moved."""
+
+    holder: dict[str, torch.Tensor | None]
+    name: str
+    before: torch.Tensor | None
+    """Its value before that run; None where nobody expected it to move."""
+
+
+@contextmanager
+def as_before(moved: list[Moved]) -> Iterator[None]:
+    """While the group runs again: its buffers are copies of what they were, and themselves afterwards."""
+    now = [(entry, entry.holder.get(entry.name)) for entry in moved]
+    for entry, buffer in now:
+        value = entry.before if entry.before is not None else buffer
+        entry.holder[entry.name] = None if value is None else _copy(value)
+    try:
+        yield
+    finally:
+        for entry, buffer in now:
+            entry.holder[entry.name] = buffer
+
+
+def _copy(buffer: torch.Tensor) -> torch.Tensor:
+    if type(buffer) is not torch.Tensor:
+        # A tensor of another kind may live by its mode, as the ghosts of a trace do.
+        with torch.no_grad():
+            return buffer.detach().clone()
+    # Without modes: a selective checkpoint counts the operators that it sees.
+    with torch.no_grad(), compat.without_modes():
+        return buffer.detach().clone()
+
+
+def _differs(buffer: torch.Tensor, value: torch.Tensor | None) -> bool:
+    has_values = type(buffer) is torch.Tensor and buffer.layout is torch.strided and buffer.device.type != "meta"
+    if value is None or not has_values:
+        return False
+    with compat.without_modes():
+        return not torch.equal(buffer, value)
+
+
+class TrainingModes:
+    """Which of a group's modules are in training, when it is made; see Note [Training modes]."""
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        self._parts = parts
+        self._modes = [part.training for part in parts]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Run in these modes; those of now come back afterwards."""
+        changed = [part for part, mode in zip(self._parts, self._modes, strict=True) if part.training is not mode]
+        for part in changed:
+            part.training = not part.training
+        try:
+            yield
+        finally:
+            for part in changed:
+                part.training = not part.training
+
+
+class RunContext:
+    """Random numbers and autocast, as they are when it is made: what a run depends on besides its inputs.
+
+    Args:
+        inputs: Of the run: on whose devices random numbers may be drawn.
+    """
+
+    def __init__(self, inputs: Sequence[object]) -> None:
+        tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+        self._device_type = next((tensor.device.type for tensor in tensors if tensor.device.type != "cpu"), "cpu")
+        self._host_state = torch.get_rng_state()
+        self._devices: list[int] = []
+        self._device_states: list[torch.Tensor] = []
+        if self._device_type == "cuda":
+            devices, self._device_states = get_device_states(*tensors)
+            self._devices = list(devices)
+        self._autocasts = [
+            Autocast(
+                device_type=kind,
+                is_enabled=torch.is_autocast_enabled(kind),
+                dtype=torch.get_autocast_dtype(kind),
+                uses_cache=torch.is_autocast_cache_enabled(),
+            )
+            for kind in dict.fromkeys((self._device_type, "cpu"))
+            if torch.amp.is_autocast_available(kind)
+        ]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Run in this context; that of now comes back afterwards."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=self._devices))
+            torch.set_rng_state(self._host_state)
+            if self._devices:
+                set_device_states(self._devices, self._device_states, device_type=self._device_type)
+            for autocast in self._autocasts:
+                stack.enter_context(autocast.again())
+            yield
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Autocast:
+    """Autocast's settings for one device type."""
+
+    device_type: str
+    is_enabled: bool
+    dtype: torch.dtype
+    uses_cache: bool
+
+    def again(self) -> torch.amp.autocast:
+        """A context with these settings."""
+        return torch.amp.autocast(
+            self.device_type, dtype=self.dtype, enabled=self.is_enabled, cache_enabled=self.uses_cache
+        )
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """Every tensor in nested lists, tuples, dictionaries and dataclasses, depth first."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from tensors_in(entry)
+    elif isinstance(value, dict):
+        for entry in value.values():
+            yield from tensors_in(entry)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))

@@ -1,29 +1,44 @@
-"""PolicyCall: takes the calls of one module, and runs each as the module's policy says."""
+"""PolicyCall: takes the calls of one module, and runs each as the module's policy says.
+
+Note [Compiled code around policies is refused]
+The compiler goes through the forwards of the modules that a compiled one calls, past what stands around their calls: the
+policies would be left out, and nobody told. What is compiled at the time of `apply` is found by looking. What is compiled
+later around modules with policies meets their calls, which are shown to the compiler for that. And a module with a policy that is
+compiled in place later, in the place of the policy's call, is found when the model is called; the model itself, where
+nobody would be called, when it is compiled.
+"""
 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide import compat
-from lowtide.activations.compile_check import call_inside, refuse_compiled_around
-from lowtide.activations.group_call import GroupCall, checkpointed
-from lowtide.activations.moving_buffers import MovingBuffers
-from lowtide.activations.offloading import Offloading
+from lowtide.activations.group_call import GroupCall, MovingBuffers, TrainingModes, checkpointed
 from lowtide.activations.policy import CompileBudget, Keep, Offload, Policy, Recompute, Selective
+from lowtide.activations.saved import Held, Saved
 from lowtide.activations.segments import Segments
 from lowtide.activations.selective import explain_fault, selective_contexts
-from lowtide.activations.training_modes import TrainingModes
+from lowtide.activations.stash import Stash
 from lowtide.errors import ActivationError
+from lowtide.memory.cuda_mover import CudaMover
+from lowtide.memory.emulated_mover import EmulatedMover
+from lowtide.memory.mover import Mover
 
 CompileGroup = Callable[[nn.Module, str, float], Callable[..., Any]]
 """From a module, its path and the share of what it may save to what takes its calls."""
+IsWeight = Callable[[torch.Tensor], bool]
+"""Whether a tensor is a weight, or shares memory with one: weights never travel as activations."""
+ADVICE = "compile the blocks before you apply policies: for block in model.layers: block.compile()"
 
 
 class Counts:
@@ -211,3 +226,139 @@ def compiled(module: nn.Module, path: str, share: float) -> Callable[..., Any]:
 def _compiler(share: float) -> compat.BudgetedCompiler:
     # One object for each share: code that was compiled for one must not serve another.
     return compat.BudgetedCompiler(share)
+
+
+class Offloading:
+    """The stash of a model, made when the first tensor goes: a model may still be moved before it runs.
+
+    Args:
+        mover: Makes the copies. None: one of its own for the device of the first inputs. On the CPU that is an emulated one,
+            of use for tests alone.
+        is_weight: More weights than the group's own parameters and buffers; None without any.
+        poison: See `Stash`.
+    """
+
+    def __init__(self, mover: Mover | None, is_weight: IsWeight | None, *, poison: bool) -> None:
+        self._mover, self._is_weight, self._poison = mover, is_weight, poison
+        self._lock = threading.Lock()
+        self.stash: Stash | None = None
+
+    def hooks(self, policy: Offload, module: nn.Module, leaves: Iterable[Any]) -> saved_tensors_hooks:
+        """A context for one call of a group: what is saved in it goes to the host, where the policy says so."""
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        stash = self._stash_for(tensors, module)
+        weights = {*module.parameters(), *module.buffers(), *(t for t in tensors if isinstance(t, nn.Parameter))}
+        storages = {compat.storage_key(weight) for weight in weights if compat.plain_storage(weight) is not None}
+        parcel = stash.open_parcel(policy.depth, module)
+        is_weight = self._is_weight or (lambda tensor: False)
+
+        def pack(tensor: torch.Tensor) -> Saved:
+            if (
+                not stash.accepts(tensor, policy.min_bytes)
+                or compat.storage_key(tensor) in storages
+                or is_weight(tensor)
+            ):
+                return Held(tensor)
+            return stash.put(parcel, tensor)
+
+        return saved_tensors_hooks(compat.uncompiled_hook(pack), compat.uncompiled_hook(_take))
+
+    def close(self) -> None:
+        """Free the stash's host memory."""
+        if self.stash is not None:
+            self.stash.close()
+
+    def _stash_for(self, tensors: list[torch.Tensor], module: nn.Module) -> Stash:
+        with self._lock:
+            if self.stash is None:
+                tensors = [*tensors, *module.parameters()]
+                device = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
+                own = (
+                    EmulatedMover()
+                    if device is None
+                    else CudaMover(device, max_kept_bytes=sys.maxsize, poison=self._poison)
+                )
+                self.stash = Stash(self._mover or own, poison=self._poison)
+            return self.stash
+
+
+def _take(saved: Saved) -> torch.Tensor:
+    return saved.take()
+
+
+class CompileCheck:
+    """Takes the calls of the whole model, for all policies on it; see Note [Compiled code around policies is refused]."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._watched: dict[str, nn.Module] = {}
+        self._is_active = True
+        self._refusal = partial(
+            ActivationError,
+            f"{type(model).__name__} has an activation policy as a whole, which code compiled in its place would leave out; "
+            "remove() the policy, call model.compile() first, and apply the policy after that",
+        )
+        self.inner = compat.replace_call(model, self._call)
+        """What the model's call is without it."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> CompileCheck:
+        """The one that stands around the model's calls, or a new one."""
+        owner = getattr(compat.call_of(model), "__self__", None)
+        return owner if isinstance(owner, CompileCheck) and owner._is_active else cls(model)
+
+    def watch(self, modules: dict[str, nn.Module]) -> None:
+        """From now on these have policies."""
+        self._watched |= modules
+        if "" in modules:
+            compat.guard_compile(self._model, self._refusal)
+
+    def forget(self, modules: dict[str, nn.Module]) -> None:
+        """And no longer. With the last of them the model gets its calls back, unless others have taken them since."""
+        for path in modules:
+            self._watched.pop(path, None)
+        if "" in modules:
+            compat.unguard_compile(self._model, self._refusal)
+        if not self._watched and self._is_active:
+            self._is_active = False
+            if compat.call_of(self._model) == self._call:
+                compat.replace_call(self._model, self.inner)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        for path, module in self._watched.items():
+            if path and compat.uncompiled(compat.call_of(module)) is not None:
+                raise ActivationError(
+                    f"{type(module).__name__} at {path} was compiled after it was given its activation policy, which the "
+                    f"compiled code leaves out; remove() the policies, and {ADVICE}"
+                )
+        run: Callable[..., Any] = self.inner or compat.plain_call(self._model)
+        return run(*args, **kwargs)
+
+
+def refuse_compiled_around(module: nn.Module, path: str) -> None:
+    """Raise where the call of a module with a policy is inside of compiled code."""
+    if compat.is_compiled_around():
+        raise ActivationError(
+            f"torch.compile around {type(module).__name__} at {path or 'the top'} would go past its activation policy; {ADVICE}"
+        )
+
+
+def refuse_compiled_holders(model: nn.Module, paths: Iterable[str]) -> None:
+    """Raise where a module is compiled that calls one of those at the paths."""
+    for path in paths:
+        parts = path.split(".") if path else []
+        for num_parts in range(len(parts)):
+            holder = model.get_submodule(".".join(parts[:num_parts]))
+            if compat.compiled_original(holder) is not None or compat.uncompiled(compat.call_of(holder)) is not None:
+                where = ".".join(parts[:num_parts]) or "the top"
+                raise ActivationError(
+                    f"{type(holder).__name__} at {where} is compiled, and holds {path}: its code would go past the activation "
+                    f"policy there; leave it as it is and {ADVICE}"
+                )
+
+
+def call_inside(module: nn.Module) -> Callable[..., Any] | None:
+    """What `module(...)` runs, a check around it left out."""
+    call = compat.call_of(module)
+    owner = getattr(call, "__self__", None)
+    return owner.inner if isinstance(owner, CompileCheck) else call

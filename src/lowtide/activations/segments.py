@@ -24,10 +24,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide import compat
-from lowtide.activations.group_call import GroupCall, Run, checkpointed
-from lowtide.activations.nested import tensors_in
+from lowtide.activations.group_call import GroupCall, Run, RunContext, checkpointed, tensors_in
 from lowtide.activations.saved import Held, Saved, version_of
-from lowtide.activations.surroundings import Surroundings
 from lowtide.errors import ActivationError
 
 
@@ -103,7 +101,7 @@ class Link:
         self._needs_gradient = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
         self._tensor_indexes = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self._inputs: dict[int, Saved] = {}
-        self._surroundings = Surroundings(leaves)
+        self._context = RunContext(leaves)
         self._marks: list[Mark] = []
         self._readers: list[weakref.ref[Remade]] = []
         self._previous = previous
@@ -145,7 +143,7 @@ class Link:
             tensor = self._inputs[index].peek().detach()
             leaves[index] = tensor.requires_grad_() if self._needs_gradient[index] else tensor
         self._on_again()
-        with self._surroundings.again(), torch.enable_grad(), saved_tensors_hooks(_drop, _refuse):
+        with self._context.again(), torch.enable_grad(), saved_tensors_hooks(_drop, _refuse):
             outputs = list(tensors_in(self._call.again(self._rerun, leaves)))
         for reader in self._readers:
             if (remade := reader()) is not None:

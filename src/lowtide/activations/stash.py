@@ -17,96 +17,33 @@ Note [Which tensors go once]
 Saved several times in one call of a group, with the same memory and version, a tensor goes once. Not across calls: writes
 through `.data` and by some kernels do not count as versions, and a later call, or another graph, would get the bytes of an
 earlier one. A write that does not count while the tensor is on its way is not seen at all, and the copy may have it.
+
+Note [What is kept]
+Locking costs half a second per GiB, and a step needs as many buffers as the one before: so what is given back is kept, and
+serves requests of down to half its size. But batches have other lengths each step, and buffers of every size that ever
+came would add up: where a request has to allocate, kept buffers go until no more is held than was ever in use at once.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
 
 import torch
 
 from lowtide import compat
-from lowtide.activations.host_buffers import HostBuffers
-from lowtide.activations.saved import changed, version_of
-from lowtide.activations.span import Geometry, Span, geometry_of, span_of
+from lowtide.activations.saved import Geometry, Span, changed, geometry_of, span_of, version_of
+from lowtide.errors import BudgetError
+from lowtide.memory.layout import POISON, aligned
 from lowtide.memory.mover import Copied, Mover, Ticket
 
+MAX_SLACK = 2
+"""A buffer of up to so many times the bytes asked for will do."""
 MAX_LEAVING = 2
 """Tensors of the largest size whose bytes may wait on the device for their copies to the host."""
-POISON = 0xFF
-
-
-class Body:
-    """What a stashed storage consists of. Apart from `Slot`, so that it can be cleared away after it."""
-
-    def __init__(self, span: Span, tensor: torch.Tensor, buffer: torch.Tensor, copied: Copied, parcel: int) -> None:
-        self.span, self.buffer, self.copied, self.parcel = span, buffer, copied, parcel
-        self.watched: torch.Tensor | None = tensor.detach()
-        """Still on the device, and not to be written to."""
-        self.version = version_of(tensor)
-        self.is_spoiled = False
-        self.target: torch.Tensor | None = None
-        self.fetched: Copied | None = None
-
-    def check(self) -> None:
-        """Note whether the tensor was written to while its copy may not have read it."""
-        self.is_spoiled |= self.watched is not None and version_of(self.watched) != self.version
-
-
-class Slot:
-    """One stashed storage, or part of one; lives as long as a graph holds a `Stashed` of it."""
-
-    def __init__(self, body: Body, storage: torch.UntypedStorage) -> None:
-        self.body = body
-        self.storage = weakref.ref(storage)
-        self.readers: weakref.WeakSet[Stashed] = weakref.WeakSet()
-        self._backward: int | None = None
-        self._done: weakref.WeakSet[Stashed] = weakref.WeakSet()
-
-    def is_read_up(self, backward: int | None) -> bool:
-        """Whether all who can read it have, in this backward."""
-        return self._backward == backward and len(self._done) >= len(self.readers)
-
-    def note_read(self, reader: Stashed, backward: int | None) -> None:
-        """One of them has."""
-        if self._backward != backward:
-            self._backward, self._done = backward, weakref.WeakSet()
-        self._done.add(reader)
-
-
-class Parcel:
-    """What one call of a group has put: it comes back together.
-
-    Args:
-        number: In the order of the calls.
-        depth: How many parcels before it are brought when it is asked for.
-        forward: Of the model, as far as can be told: only parcels of the same one are brought with it.
-    """
-
-    def __init__(self, number: int, depth: int, forward: int) -> None:
-        self.number, self.depth, self.forward = number, depth, forward
-        self.slots: list[weakref.ref[Slot]] = []
-        self.known: weakref.WeakValueDictionary[tuple[object, ...], Slot] = weakref.WeakValueDictionary()
-        self.asked_in: int | None = None
-
-
-class Stashed:
-    """In place of a tensor that went to the host."""
-
-    def __init__(self, stash: Stash, parcel: Parcel, slot: Slot, geometry: Geometry) -> None:
-        self._stash, self.parcel, self.slot, self.geometry = stash, parcel, slot, geometry
-        slot.readers.add(self)
-
-    def peek(self) -> torch.Tensor:
-        """Bring it back."""
-        return self._stash.bring(self)
-
-    def take(self) -> torch.Tensor:
-        """Bring it back."""
-        return self._stash.bring(self)
 
 
 class Stash:
@@ -292,6 +229,162 @@ class Stash:
             self._buffers.give_back(body.buffer)
         if self._is_closed:
             self._buffers.clear()
+
+
+class Stashed:
+    """In place of a tensor that went to the host."""
+
+    def __init__(self, stash: Stash, parcel: Parcel, slot: Slot, geometry: Geometry) -> None:
+        self._stash, self.parcel, self.slot, self.geometry = stash, parcel, slot, geometry
+        slot.readers.add(self)
+
+    def peek(self) -> torch.Tensor:
+        """Bring it back."""
+        return self._stash.bring(self)
+
+    def take(self) -> torch.Tensor:
+        """Bring it back."""
+        return self._stash.bring(self)
+
+
+class Slot:
+    """One stashed storage, or part of one; lives as long as a graph holds a `Stashed` of it."""
+
+    def __init__(self, body: Body, storage: torch.UntypedStorage) -> None:
+        self.body = body
+        self.storage = weakref.ref(storage)
+        self.readers: weakref.WeakSet[Stashed] = weakref.WeakSet()
+        self._backward: int | None = None
+        self._done: weakref.WeakSet[Stashed] = weakref.WeakSet()
+
+    def is_read_up(self, backward: int | None) -> bool:
+        """Whether all who can read it have, in this backward."""
+        return self._backward == backward and len(self._done) >= len(self.readers)
+
+    def note_read(self, reader: Stashed, backward: int | None) -> None:
+        """One of them has."""
+        if self._backward != backward:
+            self._backward, self._done = backward, weakref.WeakSet()
+        self._done.add(reader)
+
+
+class Body:
+    """What a stashed storage consists of. Apart from `Slot`, so that it can be cleared away after it."""
+
+    def __init__(self, span: Span, tensor: torch.Tensor, buffer: torch.Tensor, copied: Copied, parcel: int) -> None:
+        self.span, self.buffer, self.copied, self.parcel = span, buffer, copied, parcel
+        self.watched: torch.Tensor | None = tensor.detach()
+        """Still on the device, and not to be written to."""
+        self.version = version_of(tensor)
+        self.is_spoiled = False
+        self.target: torch.Tensor | None = None
+        self.fetched: Copied | None = None
+
+    def check(self) -> None:
+        """Note whether the tensor was written to while its copy may not have read it."""
+        self.is_spoiled |= self.watched is not None and version_of(self.watched) != self.version
+
+
+class Parcel:
+    """What one call of a group has put: it comes back together.
+
+    Args:
+        number: In the order of the calls.
+        depth: How many parcels before it are brought when it is asked for.
+        forward: Of the model, as far as can be told: only parcels of the same one are brought with it.
+    """
+
+    def __init__(self, number: int, depth: int, forward: int) -> None:
+        self.number, self.depth, self.forward = number, depth, forward
+        self.slots: list[weakref.ref[Slot]] = []
+        self.known: weakref.WeakValueDictionary[tuple[object, ...], Slot] = weakref.WeakValueDictionary()
+        self.asked_in: int | None = None
+
+
+class HostBuffers:
+    """Host memory that stashed tensors borrow, and that waits for the next step. Not for several threads: the stash has a lock.
+
+    See Note [What is kept].
+
+    Args:
+        mover: Makes the buffers, and the copies that may be under way in those that were given back.
+    """
+
+    def __init__(self, mover: Mover) -> None:
+        self._mover = mover
+        self._kept: list[torch.Tensor] = []
+        """By size, those of one size first in, first out."""
+        self._sizes: list[int] = []
+        self._lent: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
+        """By identity of the view that was handed out: the view, the whole buffer and the bytes asked for."""
+        self._needed_bytes = self._most_needed_bytes = 0
+        self.lent_bytes = 0
+        """In buffers that were taken and not given back."""
+
+    @property
+    def held_bytes(self) -> int:
+        """In kept buffers."""
+        return sum(self._sizes)
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """A buffer of so many bytes, with whatever is in it. Give this very tensor back."""
+        needed_bytes = aligned(max(1, num_bytes))
+        self._most_needed_bytes = max(self._most_needed_bytes, self._needed_bytes + needed_bytes)
+        index = bisect_left(self._sizes, needed_bytes)
+        if index < len(self._sizes) and self._sizes[index] <= MAX_SLACK * needed_bytes:
+            del self._sizes[index]
+            whole = self._kept.pop(index)
+        else:
+            whole = self._allocated(needed_bytes)
+        view = whole.narrow(0, 0, num_bytes)
+        self._lent[id(view)] = (view, whole, needed_bytes)
+        self._needed_bytes += needed_bytes
+        self.lent_bytes += whole.numel()
+        return view
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        """Keep what `take` gave for a later one; copies may still be under way in it."""
+        _, whole, needed_bytes = self._lent.pop(id(buffer))
+        self._needed_bytes -= needed_bytes
+        self.lent_bytes -= whole.numel()
+        index = bisect_right(self._sizes, whole.numel())
+        self._sizes.insert(index, whole.numel())
+        self._kept.insert(index, whole)
+
+    def clear(self) -> None:
+        """Free what is kept, once the copies are done."""
+        self._free(len(self._kept))
+
+    def close(self) -> None:
+        """Free what is lent as well: nobody is left who would give it back."""
+        for view, _, _ in list(self._lent.values()):
+            self.give_back(view)
+        self.clear()
+
+    def _allocated(self, needed_bytes: int) -> torch.Tensor:
+        surplus_bytes = self.held_bytes + self.lent_bytes + needed_bytes - self._most_needed_bytes
+        num_freed = 0
+        while surplus_bytes > 0 and num_freed < len(self._kept):
+            num_freed += 1
+            surplus_bytes -= self._sizes[-num_freed]
+        self._free(num_freed)
+        try:
+            return self._mover.host_buffer(needed_bytes)
+        except BudgetError:
+            if not self._kept:
+                raise
+            self.clear()
+            return self._mover.host_buffer(needed_bytes)
+
+    def _free(self, num_buffers: int) -> None:
+        """The largest: so the fewest go."""
+        if not num_buffers:
+            return
+        # What was given back unread may still be written to, and what was read ahead read from.
+        self._mover.drain()
+        for _ in range(num_buffers):
+            self._sizes.pop()
+            self._mover.free_host_buffer(self._kept.pop())
 
 
 def _is_too_much(leaving: Sequence[Body]) -> bool:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lowtide.activations.chunked_loss import linear_cross_entropy
+from lowtide.activations.losses.chunked_loss import linear_cross_entropy
 from lowtide.models.layer_stack import LayeredModel, LayerStack
 from lowtide.models.losses import IGNORED_LABEL
 from lowtide.models.output import ModelOutput

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lowtide.activations.nested import tensors_in
+from lowtide.activations.group_call import tensors_in
 from lowtide.errors import NonFiniteLossError
 
 

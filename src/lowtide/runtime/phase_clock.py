@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from lowtide import compat
-from lowtide.activations.nested import tensors_in
+from lowtide.activations.group_call import tensors_in
 from lowtide.memory.mover import Mover, Ticket
 from lowtide.runtime.session_stats import PhaseSeconds
 

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from lowtide import compat
-from lowtide.activations.nested import tensors_in
+from lowtide.activations.group_call import tensors_in
 from lowtide.errors import ModelChangedError, SessionError
 from lowtide.memory.mover import Ticket
 from lowtide.runtime.unit import Unit

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from lowtide.activations.apply import apply
-from lowtide.activations.huggingface_head import chunked_head
+from lowtide.activations.losses.huggingface import chunked_head
 from lowtide.activations.policy import Keep, Offload, Policy, Recompute
 from lowtide.activations.policy_call import CompileGroup
 from lowtide.memory.mover import Mover

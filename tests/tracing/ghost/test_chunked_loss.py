@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.activations.chunked_settings import choose_chunk_tokens
+from lowtide.activations.losses.settings import choose_chunk_tokens
 from lowtide.errors import UnsupportedHeadError
 from lowtide.tracing.ghost.chunked_loss import NOTE
 from lowtide.tracing.settings import StepSettings

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lowtide import compat
-from lowtide.activations.host_lookup import find_repeats
+from lowtide.activations.host_embedding import find_repeats
 from lowtide.errors import TraceError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lowtide.activations import chunked_function, chunked_products
+from lowtide.activations.losses import chunks
 from lowtide.tracing.ghost.device import NAME
 
 NOTE = "the chunked loss is taken to run its kernel for CUDA, which needs Triton"
@@ -13,7 +13,7 @@ NOTE = "the chunked loss is taken to run its kernel for CUDA, which needs Triton
 
 def accept_ghosts() -> None:
     """Let products of half precision into fp32 go the way of CUDA tensors in this process: without a temporary."""
-    plain = chunked_products.accumulate_product
+    plain = chunks.accumulate_product
 
     def accumulate_product(total: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
         if total.device.type != NAME or total.dtype == left.dtype:
@@ -21,5 +21,5 @@ def accept_ghosts() -> None:
         else:
             total.zero_()  # whatever is written: values are not known, and nothing else is allocated
 
-    # Where it is used, not where it comes from: there it is imported by name.
-    chunked_function.accumulate_product = accumulate_product  # type: ignore[attr-defined]
+    # Where it is used: in the same module.
+    chunks.accumulate_product = accumulate_product

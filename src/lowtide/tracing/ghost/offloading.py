@@ -7,14 +7,14 @@ import math
 import torch
 from torch import Tensor
 
-from lowtide.activations import span, stash
-from lowtide.activations.span import MAX_STORAGE_SHARE, Geometry, Span
+from lowtide.activations import saved, stash
+from lowtide.activations.saved import MAX_STORAGE_SHARE, Geometry, Span
 from lowtide.tracing.ghost.tensor import Ghost
 
 
 def accept_ghosts() -> None:
     """Make stashes take ghosts in this process: they take plain tensors only, whose storages they copy byte by byte."""
-    plain_span, plain_over = span.span_of, Geometry.over
+    plain_span, plain_over = saved.span_of, Geometry.over
 
     def span_of(tensor: Tensor) -> Span | None:
         return _span_of(tensor) if isinstance(tensor, Ghost) else plain_span(tensor)
@@ -32,7 +32,7 @@ def accept_ghosts() -> None:
 
 
 def _span_of(ghost: Ghost) -> Span | None:
-    """As `activations.span.span_of`, but for ghosts."""
+    """As `activations.saved.span_of`, but for ghosts."""
     size = tuple(1 if stride == 0 else count for count, stride in zip(ghost.size(), ghost.stride(), strict=True))
     num_bytes = ghost.untyped_storage().nbytes()
     part_bytes = math.prod(size) * ghost.element_size()
@@ -40,7 +40,7 @@ def _span_of(ghost: Ghost) -> Span | None:
         return None
     if num_bytes <= MAX_STORAGE_SHARE * part_bytes:
         return Span(num_bytes=num_bytes, part=None)
-    if span._overlaps(size, tuple(ghost.stride())):
+    if saved.overlaps(size, tuple(ghost.stride())):
         return None
     part = Geometry(dtype=ghost.dtype, size=size, stride=tuple(ghost.stride()), offset=int(ghost.storage_offset()))
     return Span(num_bytes=part_bytes, part=part)

@@ -16,9 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import compat
-from lowtide.activations.group_call import GroupCall, checkpointed
-from lowtide.activations.moving_buffers import MovingBuffers
-from lowtide.activations.training_modes import TrainingModes
+from lowtide.activations.group_call import GroupCall, MovingBuffers, TrainingModes, checkpointed
 from lowtide.errors import ConfigError, UnknownNameError
 
 Predicate = Callable[[str, nn.Module], bool]

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lowtide.activations.chunked_loss import linear_cross_entropy
-from lowtide.activations.chunked_settings import LARGEST_CHUNK_TOKENS, choose_chunk_tokens
+from lowtide.activations.losses.chunked_loss import linear_cross_entropy
+from lowtide.activations.losses.settings import LARGEST_CHUNK_TOKENS, choose_chunk_tokens
 from lowtide.units import MiB
-from tests.activations.test_chunked_loss import plain_loss
+from tests.activations.losses.test_chunked_loss import plain_loss
 from tests.zoo import bf16_safe
 
 

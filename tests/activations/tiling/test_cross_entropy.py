@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.activations.tiled_cross_entropy import tiled_cross_entropy
-from lowtide.activations.tiled_layers import TiledLinear
+from lowtide.activations.tiling.cross_entropy import tiled_cross_entropy
+from lowtide.activations.tiling.layers import TiledLinear
 from lowtide.errors import ConfigError, TargetRangeError
 from tests.zoo import assert_same_tensors, bf16_safe
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,11 +13,13 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lowtide.activations import chunked_function
-from lowtide.activations.chunked_arithmetic import loss_in_place
-from lowtide.activations.chunked_loss import ChunkedHead, linear_cross_entropy
-from lowtide.activations.chunked_settings import LossSettings
+from lowtide import compat
+from lowtide.activations.losses import chunks
+from lowtide.activations.losses.chunked_loss import ChunkedHead, linear_cross_entropy
+from lowtide.activations.losses.chunks import find_kernel, loss_in_place
+from lowtide.activations.losses.settings import LossSettings
 from lowtide.errors import ChunkedBackwardError, ConfigError, TargetRangeError
 from tests.zoo import bf16_safe
 
@@ -404,7 +407,7 @@ def test_a_kernel_is_given_contiguous_tensors(monkeypatch: pytest.MonkeyPatch, r
         safe = torch.as_strided(target, (len(target),), (1,)).clamp(min=0)
         losses.copy_(loss_in_place(logits, logits, safe, row_scale, settings))
 
-    monkeypatch.setattr(chunked_function, "find_kernel", lambda hidden, dtype: kernel)
+    monkeypatch.setattr(chunks, "find_kernel", lambda hidden, dtype: kernel)
     tensors = inputs(bias=True)
     expected = results(plain_loss, tensors, reduction=reduction)
     found = results(scattered_loss, tensors, reduction=reduction, chunk_tokens=8)
@@ -433,3 +436,33 @@ def test_settings_out_of_range(key: str, values: tuple[float, ...], advice: str)
     for value in values:
         with pytest.raises(ConfigError, match=f"{key} is {value}; {advice}"):
             linear_cross_entropy(**inputs(), **{key: value})  # type: ignore[arg-type]  # a setting by its name
+
+
+@pytest.fixture
+def without_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a process that has warned of nothing."""
+    monkeypatch.setattr(chunks, "has_triton", lambda: False)
+    chunks._warn_once.cache_clear()
+    yield
+    chunks._warn_once.cache_clear()
+
+
+WARNING = (
+    r"^the chunked loss runs through torch's operators, slower than the Triton kernel .*: the package 'triton' is not "
+    "installed; run: pip install triton$"
+)
+
+
+@pytest.mark.usefixtures("without_triton")
+def test_a_gpu_without_triton_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeTensorMode():
+        hidden = torch.empty(0, device="cuda")
+    # A warning that is not expected would be an error here: where nothing would be launched there is none.
+    assert find_kernel(hidden, torch.bfloat16) is chunks._predicted
+    monkeypatch.setattr(compat, "has_no_values", lambda tensor: False)
+    assert find_kernel(hidden, torch.float64) is None
+    assert find_kernel(torch.empty(0), torch.bfloat16) is None
+    with pytest.warns(RuntimeWarning, match=WARNING) as caught:
+        assert find_kernel(hidden, torch.bfloat16) is None
+    assert [warning.filename for warning in caught] == [__file__]
+    assert find_kernel(hidden, torch.float32) is None

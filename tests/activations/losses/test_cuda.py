@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowtide.activations import chunked_function
-from lowtide.activations.chunked_kernel import find_kernel
-from lowtide.activations.chunked_loss import linear_cross_entropy
+from lowtide.activations.losses import chunks
+from lowtide.activations.losses.chunked_loss import linear_cross_entropy
+from lowtide.activations.losses.chunks import find_kernel
 from lowtide.units import MiB
-from tests.activations.test_chunked_loss import (
+from tests.activations.losses.test_chunked_loss import (
     FORMS,
     assert_close,
     error_against_fp64,
@@ -42,7 +42,7 @@ def gpu_results(function: Any, tensors: dict[str, Tensor], **settings: Any) -> d
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The same by the kernel and by torch's operators."""
     if request.param == "operators":
-        monkeypatch.setattr(chunked_function, "find_kernel", lambda hidden, dtype: None)
+        monkeypatch.setattr(chunks, "find_kernel", lambda hidden, dtype: None)
     else:
         pytest.importorskip("triton")
         assert find_kernel(torch.empty(0, device="cuda"), torch.bfloat16) is not None

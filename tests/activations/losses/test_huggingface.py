@@ -16,17 +16,17 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.activations import apply
-from lowtide.activations.chunked_logits import DeferredLogits
-from lowtide.activations.chunked_settings import LossSettings
-from lowtide.activations.huggingface_head import ChunkedHeadWarning, chunked_head
+from lowtide.activations.losses.deferred_logits import DeferredLogits
+from lowtide.activations.losses.huggingface import ChunkedHeadWarning, chunked_head
+from lowtide.activations.losses.settings import LossSettings
 from lowtide.errors import LogitsNotMadeError, UnsupportedHeadError
 from lowtide.memory.groups import find_groups
 from lowtide.units import MiB
-from tests.activations.test_chunked_memory import LiveBytes
+from tests.activations.losses.test_memory import LiveBytes
 from tests.zoo import bf16_safe
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.filterwarnings("ignore::lowtide.activations.huggingface_head.ChunkedHeadWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::lowtide.activations.losses.huggingface.ChunkedHeadWarning")
 
 VOCAB = 99
 SMALL: dict[str, Any] = dict(

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide.activations.chunked_logits import DeferredLogits
-from lowtide.activations.chunked_loss import chunked_loss
-from lowtide.activations.chunked_settings import LossSettings
+from lowtide.activations.losses.chunked_loss import chunked_loss
+from lowtide.activations.losses.deferred_logits import DeferredLogits
+from lowtide.activations.losses.settings import LossSettings
 from lowtide.errors import LogitsNotMadeError, UnsupportedHeadError
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowtide.activations.span import MAX_SPREAD, geometry_of, span_of
+from lowtide.activations.saved import MAX_SPREAD, geometry_of, span_of
 
 LARGE = torch.arange(64 * 64 * 16, dtype=torch.float32)
 

@@ -14,9 +14,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.activations.tiled_layers import TiledEmbedding, TiledLinear
-from lowtide.activations.tiled_model import tile, tile_groups, untile
-from lowtide.activations.tiled_state import tile_ranges, tile_sizes, within_tile
+from lowtide.activations.tiling.layers import (
+    TiledEmbedding,
+    TiledLinear,
+    tile,
+    tile_groups,
+    tile_ranges,
+    tile_sizes,
+    untile,
+    within_tile,
+)
 from lowtide.errors import ConfigError, UnknownNameError
 from lowtide.memory.groups import find_groups
 from lowtide.units import MiB

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.activations import apply
-from lowtide.activations.tiled_mlp import tile_sequence
+from lowtide.activations.tiling.sequence import tile_sequence
 from lowtide.errors import ConfigError, UnknownNameError
 from tests.zoo import bf16_safe, zoo
 

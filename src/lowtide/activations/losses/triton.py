@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from lowtide.activations.chunked_settings import LossSettings
+from lowtide.activations.losses.settings import LossSettings
 
 BLOCK = 4096
 """Logits that a program has in registers at one time."""

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from lowtide.activations.chunked_loss import check_target
-from lowtide.activations.tiled_layers import TiledLinear
-from lowtide.activations.tiled_state import tile_ranges, within_tile
+from lowtide.activations.losses.chunked_loss import check_target
+from lowtide.activations.tiling.layers import TiledLinear, tile_ranges, within_tile
 from lowtide.errors import ConfigError
 
 Reduction = Literal["mean", "sum", "none"]
