@@ -11,9 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lowtide.hardware import find_hardware
 from lowtide.models import resolve_model
+from lowtide.tracing.allocator import AllocatorSettings
 from lowtide.tracing.observe import observe
+from lowtide.tracing.predict import Contents, Job
+from lowtide.tracing.sandbox import Sandbox
+from lowtide.tracing.settings import StepSettings
+from lowtide.tracing.step_trace import StepTrace
 from lowtide.tracing.trace import trace
+from lowtide.tracing.transport import pack
 
 WIDTH, HEADS, LENGTH = 32, 4, 24
 
@@ -130,3 +137,27 @@ def test_a_cards_recurrent_weights_lie_in_one_buffer_except_in_bf16(dtype: torch
         each for each in result.allocations if each.op == "aten._cudnn_rnn" and each.requested_bytes == sum(sizes)
     ]
     assert len(copies) == (0 if is_flat else 1)
+
+
+@pytest.mark.parametrize("activations", ["recompute", "recompute/3", "offload"])
+def test_the_first_trace_of_a_process_is_that_of_any_later_one(activations: str) -> None:
+    """What a backward runs again is numbered in its own thread, from 0 in a new process."""
+    source = resolve_model("gpt-tiny")
+    sandbox = Sandbox()
+
+    def run() -> StepTrace:
+        model, batch = source.build(torch.bfloat16), source.make_batch("2x64")
+        job = Job(
+            name="model",
+            payload=pack(Contents(model, batch, torch.optim.AdamW, None)),
+            settings=StepSettings(activations=activations),
+            hardware=find_hardware("h200"),
+            torch_version=torch.__version__.split("+")[0],
+            allocator=AllocatorSettings(),
+        )
+        return sandbox.run(job)
+
+    try:
+        assert run() == run()
+    finally:
+        sandbox.close()

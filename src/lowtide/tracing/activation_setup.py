@@ -9,7 +9,7 @@ from torch import nn
 
 from lowtide.activations.apply import apply
 from lowtide.activations.huggingface_head import chunked_head
-from lowtide.activations.policy import Keep, Offload, Policy, Recompute
+from lowtide.activations.policy import Keep
 from lowtide.activations.policy_call import CompileGroup
 from lowtide.memory.mover import Mover
 from lowtide.tracing.settings import StepSettings
@@ -41,13 +41,3 @@ def activations_applied(
         if policy is not None and policy != Keep():
             stack.callback(apply(model, policy, mover=mover, compile_group=compile_group).remove)
         yield
-
-
-def connects_blocks(settings: StepSettings) -> bool:
-    """Whether blocks have to do with each other: what one saves, another brings back or makes again."""
-    return settings.policy is not None and connects_calls(settings.policy)
-
-
-def connects_calls(policy: Policy) -> bool:
-    """The same of a policy."""
-    return isinstance(policy, Offload) or (isinstance(policy, Recompute) and policy.segment > 1)

@@ -1,4 +1,4 @@
-"""Which blocks of a model are alike: same classes, same tensors, same settings, in one `ModuleList` or `Sequential`.
+"""Which blocks of a model are alike: same classes, same tensors, same settings.
 
 Alike is decided before anything runs, and strictly: what cannot be compared (a foreign object that is not the very same
 one) makes two blocks different. The only difference allowed is a block's own number, as in `layer_idx`, and only where the
@@ -10,7 +10,6 @@ from __future__ import annotations
 import dis
 import functools
 import types
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +47,7 @@ def describe(block: nn.Module) -> Signature | None:
     numbers: list[tuple[type, str, int]] = []
     structure: list[Any] = []
     for path, module in block.named_modules():
-        if has_hooks(module):
+        if _has_hooks(module):
             return None
         for kind in ("_parameters", "_buffers"):
             for name, tensor in getattr(module, kind).items():
@@ -68,64 +67,14 @@ def describe(block: nn.Module) -> Signature | None:
     return Signature(tuple(structure), tuple(numbers))
 
 
-def has_hooks(module: nn.Module) -> bool:
+def _has_hooks(module: nn.Module) -> bool:
     """Whether anything but the module's own code runs when it is called."""
     return any(getattr(module, name) for name in _HOOKS)
-
-
-def are_alike(first: Signature, second: Signature, distance: int) -> bool:
-    """Whether two blocks, `distance` apart in their list, have one signature but for their own numbers."""
-    if first.structure != second.structure or len(first.numbers) != len(second.numbers):
-        return False
-    for (kind, name, left), (_, _, right) in zip(first.numbers, second.numbers, strict=True):
-        if left != right and (right - left != distance or _decides_by(kind, name)):
-            return False
-    return True
 
 
 def without_own_numbers(signature: Signature) -> tuple[Any, ...]:
     """What is left of a signature without the numbers that its block decides nothing by: equal for blocks that are alike."""
     return signature.structure, tuple(number for number in signature.numbers if _decides_by(number[0], number[1]))
-
-
-def own_numbers(first: nn.Module, second: nn.Module) -> set[tuple[type, str]]:
-    """The settings, by class and name, in which two blocks that are alike differ."""
-    left_signature, right_signature = describe(first), describe(second)
-    if left_signature is None or right_signature is None:
-        return set()
-    pairs = zip(left_signature.numbers, right_signature.numbers, strict=True)
-    return {(kind, name) for (kind, name, left), (_, _, right) in pairs if left != right}
-
-
-def equal_runs(model: nn.Module, shortest: int) -> Iterator[list[tuple[str, nn.Module]]]:
-    """Runs of at least `shortest` neighbours that are alike, with their paths; the outermost ones only."""
-
-    def visit(path: str, module: nn.Module) -> Iterator[list[tuple[str, nn.Module]]]:
-        children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
-        inside: set[int] = set()
-        if isinstance(module, nn.ModuleList | nn.Sequential) and len(children) >= shortest:
-            for run in _split(children):
-                if len(run) >= shortest and len({id(block) for _, block in run}) == len(run):
-                    inside.update(id(block) for _, block in run)
-                    yield run
-        for child_path, child in children:
-            if id(child) not in inside:
-                yield from visit(child_path, child)
-
-    yield from visit("", model)
-
-
-def _split(children: list[tuple[str, nn.Module]]) -> Iterator[list[tuple[str, nn.Module]]]:
-    run: list[tuple[str, nn.Module]] = []
-    first: Signature | None = None
-    for path, child in children:
-        signature = describe(child)
-        if first is None or signature is None or not are_alike(first, signature, len(run)):
-            if run:
-                yield run
-            run, first = [], signature
-        run.append((path, child))
-    yield run
 
 
 def _describe_tensor(tensor: Tensor) -> tuple[Any, ...]:
@@ -182,7 +131,7 @@ class _Words:
 
 
 @functools.cache
-def codes_of(kind: type) -> frozenset[types.CodeType]:
+def _codes_of(kind: type) -> frozenset[types.CodeType]:
     """The code of a class's own methods, decorated and nested ones included."""
     found: set[types.CodeType] = set()
 
@@ -207,7 +156,7 @@ def codes_of(kind: type) -> frozenset[types.CodeType]:
 @functools.cache
 def _decides_by(kind: type, name: str) -> bool:
     """Whether a method of the class does anything with `self.name` but looking itself up in a cache."""
-    return any(name in code.co_names and _branches(code, name) for code in codes_of(kind))
+    return any(name in code.co_names and _branches(code, name) for code in _codes_of(kind))
 
 
 def _holds_function(cell: types.CellType) -> bool:

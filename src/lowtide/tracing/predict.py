@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lowtide import compat, config
 from lowtide.errors import ConfigError
 from lowtide.hardware import Hardware
-from lowtide.tracing.activation_setup import activations_applied, connects_blocks
+from lowtide.tracing.activation_setup import activations_applied
 from lowtide.tracing.allocator import AllocatorSettings
 from lowtide.tracing.assemble import assemble
 from lowtide.tracing.compiled_groups import GhostCompiler
@@ -28,7 +28,6 @@ from lowtide.tracing.ghost.tensor import Ghost
 from lowtide.tracing.ghost.values import Known
 from lowtide.tracing.memory_log import exact, replay
 from lowtide.tracing.recorder import Recorder
-from lowtide.tracing.repeat import RepeatedBlocks
 from lowtide.tracing.roles import GradientWatch, ModulePaths, state_roles, weight_roles
 from lowtide.tracing.settings import StepSettings, UpdateSchedule
 from lowtide.tracing.step_trace import Category, StepTrace, Target
@@ -57,8 +56,6 @@ class Job:
     hardware: Hardware
     torch_version: str
     allocator: AllocatorSettings
-    repeat_blocks: bool = True
-    """Trace identical blocks once; the trace is the same either way."""
 
 
 @dataclass(slots=True)
@@ -81,19 +78,6 @@ def predict(
 
     `on_fatal` is told of errors that cannot be raised (see `GhostMode.on_fatal`).
     """
-    try:
-        return _predict(job, on_progress, on_fatal)
-    except _RunAgainError:
-        return _predict(replace(job, repeat_blocks=False), on_progress, on_fatal)
-
-
-class _RunAgainError(Exception):
-    """With identical blocks traced once, the step failed or turned out not to be a repetition."""
-
-
-def _predict(
-    job: Job, on_progress: Callable[[str], None], on_fatal: Callable[[BaseException], None] | None
-) -> StepTrace:
     machine = GhostMachine.get()
     recorder = Recorder()
     mode = machine.mode_for(recorder, job.hardware, job.torch_version)
@@ -111,7 +95,7 @@ def _predict(
             stack.enter_context(activations_applied(step.model, job.settings, mover=mover, compile_group=compiler))
             if surroundings is not None:
                 stack.enter_context(surroundings.around(step.model, DeviceMemory(recorder, machine.device, mode.fail)))
-            recorder, first_event, first_op = _run_steps(step, mode, job, surroundings, on_progress)
+            first_event, first_op = _run_steps(step, mode, job, surroundings, on_progress)
     recorder.is_closed = True
     on_progress("replaying the allocator")
     # The host's rounds nothing, and caches nothing.
@@ -145,31 +129,23 @@ def _run_steps(
     job: Job,
     surroundings: Surroundings | None,
     on_progress: Callable[[str], None],
-) -> tuple[Recorder, int, int]:
-    """The record of all steps, and where in it the events and the ops of the last begin."""
+) -> tuple[int, int]:
+    """Run all steps; returns where in the record the events and the ops of the last begin."""
     recorder, device_type = mode.recorder, mode.device.type
-    is_connected = connects_blocks(job.settings) or (surroundings is not None and surroundings.connects_blocks)
-    repeated = RepeatedBlocks(step.model, mode, is_on=job.repeat_blocks and not is_connected)
-    try:
-        with ModulePaths(step.model, recorder), GradientWatch(step.model, _mark_gradient), repeated:
-            recorder.is_detailed = False
-            on_progress("tracing the first step")
-            for _ in range(1 if surroundings is None else surroundings.num_warm_up_steps):
-                step(device_type, recorder.begin_phase)
-                _name_optimizer_state(step)
-                repeated.check()
-            if job.hardware.is_host:
-                _count_host_state(step, recorder)
-            recorder.is_detailed = True
-            first_event, first_op = len(recorder.log), len(recorder.op_names)
-            on_progress("tracing the steady step")
+    with ModulePaths(step.model, recorder), GradientWatch(step.model, _mark_gradient):
+        recorder.is_detailed = False
+        on_progress("tracing the first step")
+        for _ in range(1 if surroundings is None else surroundings.num_warm_up_steps):
             step(device_type, recorder.begin_phase)
             _name_optimizer_state(step)
-        return repeated.unroll(first_event, first_op)
-    except Exception as error:
-        if repeated.is_active:  # whatever went wrong may be the stand-ins' fault
-            raise _RunAgainError from error
-        raise
+        if job.hardware.is_host:
+            _count_host_state(step, recorder)
+        recorder.is_detailed = True
+        first_event, first_op = len(recorder.log), len(recorder.op_names)
+        on_progress("tracing the steady step")
+        step(device_type, recorder.begin_phase)
+        _name_optimizer_state(step)
+    return first_event, first_op
 
 
 def _prepare(job: Job, mode: GhostMode) -> tuple[TrainingStep, Surroundings | None]:

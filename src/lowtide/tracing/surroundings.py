@@ -48,10 +48,6 @@ class Surroundings(Protocol):
     def num_warm_up_steps(self) -> int:
         """After how many steps all further ones are alike."""
 
-    @property
-    def connects_blocks(self) -> bool:
-        """Whether what they do around one block depends on others, so that identical blocks are not traced once."""
-
     def placed(self, model: nn.Module) -> Collection[nn.Parameter]:
         """The parameters whose memory is theirs: the trace takes none for them."""
 

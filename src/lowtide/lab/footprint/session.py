@@ -41,7 +41,6 @@ from lowtide.runtime.residency import Residency
 from lowtide.runtime.unit import Bound, Unit
 from lowtide.runtime.updater import Updater
 from lowtide.runtime.window import Window
-from lowtide.tracing.activation_setup import connects_calls
 from lowtide.tracing.ghost.mover import GhostMover
 from lowtide.tracing.surroundings import DeviceMemory
 
@@ -74,11 +73,6 @@ class SessionFootprint:
             self._runner = KernelFootprint(optimizer, self._numerics)
         vars(optimizer)["step"] = self._step
         return optimizer
-
-    @property
-    def connects_blocks(self) -> bool:
-        """Whether weights, gradients or activations travel: then it matters what came before."""
-        return self._moves or any(map(connects_calls, self._policies().values()))
 
     @property
     def num_warm_up_steps(self) -> int:
