@@ -9,8 +9,8 @@ from lowtide.activations.policy import Offload
 from lowtide.memory.blocks import repeated_blocks
 from lowtide.planning.problem import Problem
 from lowtide.planning.reasons import Subject
-from lowtide.tracing.place import Place
-from lowtide.tracing.remarks import logits_shape
+from lowtide.tracing.explanation.explain import logits_shape
+from lowtide.tracing.explanation.instant import Place
 from lowtide.tracing.step_trace import Category, Phase, StepTrace
 from lowtide.units import format_bytes
 

@@ -11,11 +11,10 @@ from torch import nn
 
 from lowtide.hardware import Hardware
 from lowtide.tracing.allocator import AllocatorSettings
-from lowtide.tracing.predict import OptimizerFactory
+from lowtide.tracing.prediction.trace import trace
 from lowtide.tracing.settings import StepSettings
 from lowtide.tracing.step_trace import StepTrace
-from lowtide.tracing.trace import trace
-from lowtide.tracing.training_step import Loss
+from lowtide.tracing.training_step import Loss, OptimizerFactory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -15,10 +15,10 @@ from lowtide.planning.activation_techniques import ACTIVATION_TECHNIQUES
 from lowtide.planning.halves import batch_size, half_of
 from lowtide.planning.problem import Problem
 from lowtide.planning.reasons import Subject
-from lowtide.tracing.attention_rules import Backend
-from lowtide.tracing.attention_use import WRITTEN_OUT, attention_use, backend_of
-from lowtide.tracing.place import Place
-from lowtide.tracing.remarks import is_foreach_copy
+from lowtide.tracing.attention.rules import Backend
+from lowtide.tracing.attention.use import WRITTEN_OUT, attention_use, backend_of
+from lowtide.tracing.explanation.explain import is_foreach_copy
+from lowtide.tracing.explanation.instant import Place
 from lowtide.tracing.settings import Implementation, StepSettings, UpdateSchedule
 from lowtide.tracing.step_trace import Category, StepTrace
 

@@ -13,12 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lowtide.activations.apply import apply
+from lowtide.activations.huggingface_head import chunked_head
+from lowtide.activations.policy import Keep
+from lowtide.activations.policy_call import CompileGroup
 from lowtide.errors import BatchMismatchError, ConfigError, TraceError
 from lowtide.hardware.machine import software
+from lowtide.memory.mover import Mover
 from lowtide.tracing.settings import Implementation, StepSettings, UpdateSchedule
 from lowtide.tracing.step_trace import Phase
 
 Loss = Callable[[nn.Module, Any], Tensor]
+OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 
 _FULL = "float32"
 """What torch's autocast does not compute in: it switches itself off for it."""
@@ -244,3 +250,31 @@ def update_in_backward(optimizer: torch.optim.Optimizer) -> None:
 
             parameter.register_post_accumulate_grad_hook(update)
             optimizer.state[parameter] = single.state[parameter]
+
+
+@contextlib.contextmanager
+def activations_applied(
+    model: nn.Module,
+    settings: StepSettings,
+    *,
+    mover: Mover | None = None,
+    compile_group: CompileGroup | None = None,
+) -> Iterator[None]:
+    """Put what the settings say about activations on a model; afterwards it is as it came.
+
+    Args:
+        model: Real, or of ghosts.
+        settings: Of the step.
+        mover: Carries offloaded tensors; None takes the one of the model's device.
+        compile_group: Compiles a group under a budget; None takes torch's compiler.
+
+    Raises:
+        ConfigError: The model has no repeated blocks for a policy, or no head that can be chunked.
+    """
+    with contextlib.ExitStack() as stack:
+        if settings.chunked_loss:
+            stack.callback(chunked_head(model).remove)
+        policy = settings.policy
+        if policy is not None and policy != Keep():
+            stack.callback(apply(model, policy, mover=mover, compile_group=compile_group).remove)
+        yield

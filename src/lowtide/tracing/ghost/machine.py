@@ -13,14 +13,15 @@ from torch import Tensor
 
 from lowtide import compat
 from lowtide.hardware import Hardware
-from lowtide.tracing.attention_choices import AttentionChoices
-from lowtide.tracing.ghost import autocast, chunked_loss, contents, device, matching, offloading, recurrent
-from lowtide.tracing.ghost.attention import Attention
+from lowtide.tracing.attention.kernels import Attention
+from lowtide.tracing.attention.use import AttentionChoices
+from lowtide.tracing.ghost import autocast, recurrent
+from lowtide.tracing.ghost.accepting import accept_ghosts
 from lowtide.tracing.ghost.costs import CudaCosts, HostCosts
+from lowtide.tracing.ghost.device import register_device
 from lowtide.tracing.ghost.mode import GhostMode
 from lowtide.tracing.ghost.shapes import HOST_SHAPES, SHAPES
-from lowtide.tracing.ghost.tensor import Ghost
-from lowtide.tracing.ghost.values import Known
+from lowtide.tracing.ghost.tensor import Ghost, Known
 from lowtide.tracing.recorder import Recorder
 
 aten = torch.ops.aten
@@ -32,7 +33,7 @@ class GhostMachine:
     _instance: GhostMachine | None = None
 
     def __init__(self) -> None:
-        self.device = device.register()
+        self.device = register_device()
         self._casts = autocast.WeightCasts()
         self._attention: Attention | None = None
         self._mode: GhostMode | None = None
@@ -52,9 +53,7 @@ class GhostMachine:
         self._libraries.append(library)
         compat.allow_foreach_on(Ghost)
         compat.treat_cuda_as(self.device.type, self._casts.clear)
-        matching.accept_ghosts(self._note)
-        chunked_loss.accept_ghosts()
-        offloading.accept_ghosts()
+        accept_ghosts(self._note)
 
     @classmethod
     def get(cls) -> GhostMachine:
@@ -127,7 +126,7 @@ class GhostMachine:
 
     def _copy_from(self, source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
         if isinstance(target, Ghost):
-            contents.written(target, source.value() if isinstance(source, Ghost) else Known(source.detach().clone()))
+            target.write(source.value() if isinstance(source, Ghost) else Known(source.detach().clone()))
         return target
 
     def _number(self, tensor: Tensor) -> Any:

@@ -15,15 +15,10 @@ from torch import Tensor
 
 from lowtide import compat
 from lowtide.errors import BatchMismatchError, LowtideError, MissingKernelError
-from lowtide.tracing.ghost.arguments import META, collect_ghosts, to_meta
-from lowtide.tracing.ghost.gradient_sums import GradientSums
-from lowtide.tracing.ghost.making import Maker
-from lowtide.tracing.ghost.operators import FREE, Course, Operator, describe
-from lowtide.tracing.ghost.reading import Reader, has_mask_index
-from lowtide.tracing.ghost.shapes import SHAPES
-from lowtide.tracing.ghost.tensor import Ghost
-from lowtide.tracing.ghost.value_shapes import VALUE_SHAPES
-from lowtide.tracing.ghost.values import Known
+from lowtide.tracing.ghost.making import GradientSums, Maker, Reader, has_mask_index
+from lowtide.tracing.ghost.operators import FREE, META, Course, Operator, collect_ghosts, describe, to_meta
+from lowtide.tracing.ghost.shapes import SHAPES, VALUE_SHAPES
+from lowtide.tracing.ghost.tensor import Ghost, Known
 from lowtide.tracing.recorder import Life, Recorder
 from lowtide.tracing.step_trace import Category, Phase
 
