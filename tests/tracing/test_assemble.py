@@ -6,7 +6,7 @@ import random
 
 from lowtide.tracing.allocator import AllocatorSettings
 from lowtide.tracing.assemble import MAX_REPEATS, assemble, exact, replay
-from lowtide.tracing.recorder import Life, Recorder
+from lowtide.tracing.recorder import Life, StorageRecorder
 from lowtide.tracing.step_trace import Category, Phase, StepTrace, Target
 from lowtide.units import MiB
 
@@ -17,7 +17,7 @@ class Run:
     """A recorder driven by hand: one operator an allocation."""
 
     def __init__(self) -> None:
-        self.recorder = Recorder()
+        self.recorder = StorageRecorder()
         self.first_event = self.first_op = 0
 
     def make(self, nbytes: int, category: Category | None = None, op: str = "aten.op") -> Life:
@@ -30,8 +30,8 @@ class Run:
         for life in lives:
             self.recorder.free(life)
 
-    def phase(self, phase: Phase | None) -> None:
-        self.recorder.phase = phase
+    def phase(self, phase: Phase) -> None:
+        self.recorder.begin_phase(phase)
 
     def begin_step(self) -> None:
         self.first_event, self.first_op = len(self.recorder.log), len(self.recorder.op_names)
@@ -162,9 +162,9 @@ def test_names_are_passed_on() -> None:
     assert result.settings == {"accumulate": 1}
 
 
-def recorded() -> Recorder:
+def recorded() -> StorageRecorder:
     """700 bytes, then 3 MiB, then the first is freed."""
-    recorder = Recorder()
+    recorder = StorageRecorder()
     small = recorder.allocate(700, (700,), "uint8")
     recorder.allocate(3 * MiB, (3 * MiB,), "uint8")
     recorder.free(small)
@@ -185,7 +185,7 @@ def test_replayed_bytes_are_the_caching_allocators() -> None:
 
 
 def test_each_stream_has_a_pool_of_its_own() -> None:
-    recorder = Recorder()
+    recorder = StorageRecorder()
     recorder.free(recorder.allocate(12 * MiB, (12 * MiB,), "uint8", stream=1))
     recorder.allocate(12 * MiB, (12 * MiB,), "uint8")
     recorder.allocate(12 * MiB, (12 * MiB,), "uint8", stream=1)
@@ -194,9 +194,9 @@ def test_each_stream_has_a_pool_of_its_own() -> None:
     assert memory.reserved == [12 * MiB, 12 * MiB, 24 * MiB, 24 * MiB]  # the last one is where the first was
 
 
-def steps(seed: int, count: int) -> tuple[Recorder, int]:
+def steps(seed: int, count: int) -> tuple[StorageRecorder, int]:
     """The same step several times, each keeping some blocks until the next has made its own; and where the second begins."""
-    recorder, kept, first = Recorder(), [], 0
+    recorder, kept, first = StorageRecorder(), [], 0
     for number in range(count):
         rng = random.Random(seed)
         first = len(recorder.log) if number == 1 else first
@@ -228,7 +228,7 @@ def test_a_step_is_repeated_until_it_reserves_nothing_more() -> None:
 
 
 def test_a_step_that_leaves_other_than_it_found_is_not_repeated() -> None:
-    recorder = Recorder()
+    recorder = StorageRecorder()
     recorder.allocate(MiB, (1,), "uint8")
     recorder.allocate(12 * MiB, (1,), "uint8")  # a leak
     memory = replay(recorder, AllocatorSettings(), 1)

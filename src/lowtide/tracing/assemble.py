@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lowtide.tracing.allocator import AllocatorSettings, CachingAllocator
-from lowtide.tracing.recorder import Life, Recorder
+from lowtide.tracing.recorder import Life, StorageRecorder
 from lowtide.tracing.step_trace import Allocation, Category, Event, Op, Phase, StepTrace, Target
 
 
@@ -28,7 +28,7 @@ MAX_REPEATS = 4
 """How often a step is repeated before its record, at most, for what the allocator reserves to settle."""
 
 
-def replay(recorder: Recorder, settings: AllocatorSettings, first_event: int | None = None) -> MemoryLog:
+def replay(recorder: StorageRecorder, settings: AllocatorSettings, first_event: int | None = None) -> MemoryLog:
     """What the caching allocator would have done.
 
     The steps before the recorded one leave free blocks that need not suit it: reserved memory may still grow in the third step and
@@ -69,7 +69,7 @@ def replay(recorder: Recorder, settings: AllocatorSettings, first_event: int | N
     return result
 
 
-def _heirs(recorder: Recorder, first: int) -> dict[int, int] | None:
+def _heirs(recorder: StorageRecorder, first: int) -> dict[int, int] | None:
     """For each block that the step leaves behind, the one of the same size that it found and freed, in order.
 
     None where they do not come out even: the step does not repeat itself.
@@ -95,11 +95,11 @@ def _heirs(recorder: Recorder, first: int) -> dict[int, int] | None:
     return heirs if len(heirs) == len(freed) else None
 
 
-def _kind(recorder: Recorder, number: int) -> tuple[int, int]:
+def _kind(recorder: StorageRecorder, number: int) -> tuple[int, int]:
     return recorder.lives[number].requested_bytes, recorder.lives[number].stream
 
 
-def exact(recorder: Recorder) -> MemoryLog:
+def exact(recorder: StorageRecorder) -> MemoryLog:
     """Each storage's own bytes; reserved is what is allocated."""
     result = MemoryLog()
     total = 0
@@ -114,7 +114,7 @@ def exact(recorder: Recorder) -> MemoryLog:
 
 
 def assemble(
-    recorder: Recorder,
+    recorder: StorageRecorder,
     memory: MemoryLog,
     *,
     origin: str,

@@ -79,7 +79,7 @@ class TrainingStep:
         autocast = self.settings.autocast
         is_on = autocast is not None and autocast != _FULL
         with torch.autocast(device_type, dtype=getattr(torch, str(autocast))) if is_on else contextlib.nullcontext():
-            # The loss phase begins at the latest when the outermost module returns (see Recorder.begin_phase).
+            # The loss phase begins at the latest when the outermost module returns (see StorageRecorder.begin_phase).
             hook = self.model.register_forward_hook(lambda *_: on_phase(Phase.LOSS))
             try:
                 loss: Any = (self.loss or _own_loss)(self.model, self.batch)

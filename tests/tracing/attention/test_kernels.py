@@ -204,7 +204,7 @@ class TestOnGhosts:
             query = lab.ghost(2, 4, 16, 8, dtype=torch.bfloat16, needs_grad=True)
             bias = lab.ghost(1, 4, 16, 16, dtype=torch.bfloat16, needs_grad=True)
             out = F.scaled_dot_product_attention(query, query, query, attn_mask=bias).sum()
-            lab.recorder.phase = lab.phase.BACKWARD
+            lab.recorder.begin_phase(lab.phase.BACKWARD)
             out.backward()
             return tuple(bias.grad.shape), [str(b) for b in lab.machine.attention.chosen]
 

@@ -28,14 +28,13 @@ class Lab:
     def __init__(self, hardware: str = "h200", torch_version: str = "2.11.0") -> None:
         from lowtide.hardware import find_hardware
         from lowtide.tracing.ghost.machine import GhostMachine
-        from lowtide.tracing.recorder import Recorder
+        from lowtide.tracing.recorder import StorageRecorder
         from lowtide.tracing.step_trace import Phase
 
         self.machine = GhostMachine.get()
-        self.recorder = Recorder()
-        self.recorder.root = "Root"
+        self.recorder = StorageRecorder(root="Root")
         self.mode = self.machine.mode_for(self.recorder, find_hardware(hardware), torch_version)
-        self.recorder.phase = Phase.FORWARD
+        self.recorder.begin_phase(Phase.FORWARD)
         self.phase = Phase
         self.base = 0
 

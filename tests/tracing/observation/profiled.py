@@ -10,8 +10,8 @@ from lowtide import compat
 from lowtide.tracing.assemble import assemble
 from lowtide.tracing.observation.cuda_record import Block, StepRecord
 from lowtide.tracing.observation.on_cuda import named_tensors
-from lowtide.tracing.observation.profile import Marks, read_timeline
-from lowtide.tracing.recorder import GradientWatch, ModulePaths, Recorder
+from lowtide.tracing.observation.profile import Marks, read_profile
+from lowtide.tracing.recorder import GradientWatch, ModulePaths, StorageRecorder
 from lowtide.tracing.step_trace import StepTrace, Target
 from lowtide.tracing.training_step import TrainingStep
 
@@ -21,9 +21,8 @@ CPU = torch.device("cpu")
 def profile_step(step: TrainingStep, *, warm_up: int = 2) -> tuple[StepTrace, int]:
     """The steady step as the code for CUDA reads it, here on the host, and the highest sum of raw memory events."""
     marks = Marks()
-    root = type(step.model).__name__
-    recorder = Recorder()
-    recorder.root, recorder.updater = root, type(step.optimizer).__name__ if step.optimizer else ""
+    recorder = StorageRecorder()
+    recorder.name_after(step.model, step.optimizer)
     with ModulePaths(step.model, marks), GradientWatch(step.model, marks.mark_gradient):
         for _ in range(warm_up):
             step("cpu", marks.begin_phase)
@@ -36,14 +35,14 @@ def profile_step(step: TrainingStep, *, warm_up: int = 2) -> tuple[StepTrace, in
                 shape=tuple(tensor.shape),
                 dtype=str(tensor.dtype).removeprefix("torch."),
             )
-            for address, (tensor, role) in named_tensors(step, root).items()
+            for address, (tensor, role) in named_tensors(step, recorder.root).items()
         ]
         record = StepRecord(recorder, blocks, 0)
         marks.is_on = True
         with compat.MemoryProfile() as profile:
             step("cpu", marks.begin_phase)
         marks.is_on = False
-    record.walk(read_timeline(profile.roots, CPU), None)
+    record.walk(read_profile(profile.roots, CPU), None)
     record.finish({})
     trace = assemble(
         recorder,
@@ -51,7 +50,7 @@ def profile_step(step: TrainingStep, *, warm_up: int = 2) -> tuple[StepTrace, in
         origin="observed",
         first_event=record.first_event,
         first_op=0,
-        model=root,
+        model=recorder.root,
         settings={},
         num_parameters=sum(parameter.numel() for parameter in step.model.parameters()),
         target=Target(card="cpu", torch_version="2.13.0", context_bytes=0, capacity_bytes=0),

@@ -9,8 +9,8 @@ from torch import nn
 
 from lowtide.tracing.observation.cuda_record import Block, Request, StepRecord
 from lowtide.tracing.observation.on_cuda import complete_changes, named_tensors, out_of_memory, requests_in, used_blocks
-from lowtide.tracing.observation.profile import Change, Marks, Running, Timeline
-from lowtide.tracing.recorder import Recorder, Role
+from lowtide.tracing.observation.profile import Change, Marks, ProfiledStep, Running
+from lowtide.tracing.recorder import Role, StorageRecorder
 from lowtide.tracing.settings import StepSettings
 from lowtide.tracing.step_trace import Category, Phase
 from lowtide.tracing.training_step import TrainingStep
@@ -119,8 +119,7 @@ def running(time_ns: int, name: str, number: int) -> Running:
 
 
 def test_blocks_requests_and_reserved_bytes_come_from_the_allocator() -> None:
-    recorder = Recorder()
-    recorder.root = "Net"
+    recorder = StorageRecorder(root="Net")
     role = Role(Category.WEIGHTS, "Net", "parameter weight")
     weight = Block(address=16, bytes=1024, requested_bytes=1000, role=role, shape=(250,), dtype="float32")
     record = StepRecord(recorder, [weight], start_reserved_bytes=2 * MiB)
@@ -132,7 +131,7 @@ def test_blocks_requests_and_reserved_bytes_come_from_the_allocator() -> None:
     changes = [change(11, 32, 512, 2 * MiB), change(12, 64, 20 * MiB, 22 * MiB), change(13, 32, -512, 22 * MiB)]
     changes.append(Change(20, 1, 999, -512, 22 * MiB, None, ""))
     requests = [Request(address=32, bytes=100, source="net.py:1"), Request(address=77, bytes=5, source="other.py:2")]
-    record.walk(Timeline(running=[op], changes=changes), requests)
+    record.walk(ProfiledStep(running=[op], changes=changes), requests)
     record.finish({64: Role(Category.OPTIMIZER, "Net", "state momentum")})
     assert record.memory.allocated == [1024, 1536, 1536 + 20 * MiB, 1024 + 20 * MiB]
     assert record.memory.reserved == [2 * MiB, 2 * MiB, 22 * MiB, 22 * MiB]

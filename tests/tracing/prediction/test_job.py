@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.errors import TraceError
-from lowtide.tracing.prediction.job import MAX_FLOAT_ELEMENTS, MAX_VALUE_ELEMENTS, TensorCard, pack, unpack
+from lowtide.tracing.prediction.job import MAX_FLOAT_ELEMENTS, MAX_VALUE_ELEMENTS, TensorDescription, pack, unpack
 
 CONTEXT: contextvars.ContextVar[int] = contextvars.ContextVar("CONTEXT", default=0)
 
@@ -22,10 +22,10 @@ class Arrivals:
     """Makes meta tensors of cards, and remembers the cards."""
 
     def __init__(self) -> None:
-        self.cards: list[TensorCard] = []
+        self.cards: list[TensorDescription] = []
         self.values: list[Tensor | None] = []
 
-    def __call__(self, card: TensorCard, values: Tensor | None) -> Tensor:
+    def __call__(self, card: TensorDescription, values: Tensor | None) -> Tensor:
         self.cards.append(card)
         self.values.append(values)
         tensor = torch.empty_strided(card.shape, card.stride, dtype=card.dtype, device="meta")

@@ -6,6 +6,7 @@ kernels that only CUDA or only the host has change with the target. Only the tra
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from lowtide.tracing.ghost.device import register_device
 from lowtide.tracing.ghost.mode import GhostMode
 from lowtide.tracing.ghost.shapes import HOST_SHAPES, SHAPES
 from lowtide.tracing.ghost.tensor import Ghost, Known
-from lowtide.tracing.recorder import Recorder
+from lowtide.tracing.recorder import StorageRecorder
 
 aten = torch.ops.aten
 
@@ -62,16 +63,23 @@ class GhostMachine:
             cls._instance = cls()
         return cls._instance
 
-    def mode_for(self, recorder: Recorder, hardware: Hardware, torch_version: str) -> GhostMode:
-        """The dispatch mode of a trace on a card under a torch version."""
+    def mode_for(
+        self,
+        recorder: StorageRecorder,
+        hardware: Hardware,
+        torch_version: str,
+        on_fatal: Callable[[BaseException], None] | None = None,
+    ) -> GhostMode:
+        """The dispatch mode of a trace on a device under a torch version; `on_fatal` as for the mode."""
         major, minor = (int(part) for part in torch_version.split("+")[0].split(".")[:2])
         choices = AttentionChoices(hardware.compute_capability, (major, minor))
         self._attention = Attention(choices, lambda: recorder.module)
-        self._casts.torch_version = (major, minor)
-        self._casts.has_cast = False
+        self._casts.begin_trace((major, minor))
         self._register_for(is_host=hardware.is_host)
         costs = (HostCosts if hardware.is_host else CudaCosts)(hardware, torch_version)
-        mode = self._mode = GhostMode(recorder, self.device, costs, HOST_SHAPES if hardware.is_host else SHAPES)
+        mode = self._mode = GhostMode(
+            recorder, self.device, costs, HOST_SHAPES if hardware.is_host else SHAPES, on_fatal
+        )
         mode.learn_owner_count()
         return mode
 

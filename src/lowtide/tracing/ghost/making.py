@@ -18,14 +18,14 @@ from lowtide import compat
 from lowtide.errors import ValueReadError
 from lowtide.tracing.ghost.operators import HOST, META, Operator, describe, to_known, to_meta
 from lowtide.tracing.ghost.tensor import Ghost, Known, balanced_choice
-from lowtide.tracing.recorder import Life, Recorder
+from lowtide.tracing.recorder import Life, StorageRecorder
 from lowtide.tracing.step_trace import Phase
 
 
 class Maker:
     """Of the ghosts of one trace; a storage has one life, however many ghosts look at it."""
 
-    def __init__(self, recorder: Recorder, device: torch.device) -> None:
+    def __init__(self, recorder: StorageRecorder, device: torch.device) -> None:
         self.recorder = recorder
         self.device = device
         self._lives: dict[int, Life] = {}
@@ -108,7 +108,7 @@ class GradientSums:
 
     def __init__(self, maker: Maker) -> None:
         self._maker = maker
-        self.sole_owner_count: int | None = None
+        self._sole_owner_count: int | None = None
         """References to a gradient that only the engine holds; None: the next sum shows it."""
 
     def is_one(self, func: Any) -> bool:
@@ -119,15 +119,20 @@ class GradientSums:
             and self._maker.recorder.is_called_from_engine()
         )
 
+    def learn_from(self, probe: GradientSums) -> None:
+        """Take over what a sum without other owners has shown."""
+        assert probe._sole_owner_count is not None, "autograd no longer sums gradients through add.Tensor"
+        self._sole_owner_count = probe._sole_owner_count
+
     def in_place(self, args: Any) -> Ghost | None:
         """The first term, which now holds the sum; None where somebody else has a reference to it."""
         old = args[0]
         if not isinstance(old, Ghost) or compat.num_storage_owners(old.inner) > 1:
             return None
         owners = compat.reference_count(old) + sys.getrefcount(old)  # in C++, and of its Python object: a user's hook
-        if self.sole_owner_count is None:
-            self.sole_owner_count = owners
-        if owners > self.sole_owner_count:
+        if self._sole_owner_count is None:
+            self._sole_owner_count = owners
+        if owners > self._sole_owner_count:
             return None
         self._maker.written(old, describe(aten.add_.Tensor), None)
         return old
@@ -287,8 +292,7 @@ class Reader:
         found = assumed(op, args, result, lambda text: self._notes.setdefault(text))
         if found is not None:
             ghost, known = found
-            ghost.known = known
-            ghost.known_version = ghost.life.version
+            ghost.know(known)
 
 
 def has_mask_index(op: Operator, args: Any) -> bool:

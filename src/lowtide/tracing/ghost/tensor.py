@@ -140,32 +140,36 @@ class Ghost(Tensor):
         """A new storage: where its first tensor has known values and fills it, its content is known."""
         life = self.life
         if life.version == 0 and life.content is None and self.known is not None and self._is_whole():
-            life.content, life.content_version = (self.known, self.dtype), 0
+            life.fill((self.known, self.dtype))
 
     def write(self, known: Known | None) -> None:
         """The tensor was written to, with these values; None where they are not known."""
-        life = self.life
-        content = life.content if life.content_version == life.version else None
-        life.version += 1
-        self.known, self.known_version = known, life.version
-        life.content = None
-        if known is None:
-            return
-        if self._is_whole():
-            life.content = (known, self.dtype)
-        elif content is not None and content[1] is self.dtype:
-            patched = Known(func=_patch, args=(content[0], known, self.size(), self.stride(), self.storage_offset()))
-            life.content = (patched, self.dtype)
-        life.content_version = life.version
+        before, after = self.life.known_content, None
+        if known is not None and self._is_whole():
+            after = (known, self.dtype)
+        elif known is not None and before is not None and before[1] is self.dtype:
+            patched = Known(func=_patch, args=(before[0], known, self.size(), self.stride(), self.storage_offset()))
+            after = (patched, self.dtype)
+        self.life.write(after)
+        self.know(known)
+
+    def know(self, known: Known | None) -> None:
+        """These are the values now; None where they are not known."""
+        self.known, self.known_version = known, self.life.version
+
+    def move_to(self, memory: Tensor, offset: int, life: Life) -> None:
+        """Look at other memory: at `offset` of a meta tensor whose storage has this life."""
+        self.inner.set_(memory.untyped_storage(), offset, self.shape, self.stride())
+        self.life = life
 
     def _seen_through(self) -> Known | None:
         """The values of a tensor whose storage has been written to through another one; None where they are not known."""
-        life = self.life
-        if life.content is None or life.content_version != life.version or life.content[1] is not self.dtype:
+        content = self.life.known_content
+        if content is None or content[1] is not self.dtype:
             return None
         if self.inner.untyped_storage().nbytes() > MAX_ELEMENTS:
             return None
-        return Known(func=_look, args=(life.content[0], self.size(), self.stride(), self.storage_offset()))
+        return Known(func=_look, args=(content[0], self.size(), self.stride(), self.storage_offset()))
 
     def _is_whole(self) -> bool:
         inner = self.inner

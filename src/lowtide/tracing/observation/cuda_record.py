@@ -1,4 +1,4 @@
-"""Turn the timeline of a real step into a recorder's log: phases, modules, lifetimes and roles by address.
+"""Turn the profile of a real step into a recorder's log: phases, modules, lifetimes and roles by address.
 
 An address names a block from its allocation to its free, so walking everything in order of time tells which block each
 operator read, and which of them is a weight, a gradient or optimizer state.
@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lowtide.tracing.assemble import MemoryLog
-from lowtide.tracing.observation.profile import Change, Mark, Running, Timeline, Touch
-from lowtide.tracing.recorder import Life, Recorder, Role
+from lowtide.tracing.observation.profile import Change, Mark, ProfiledStep, Running, Touch
+from lowtide.tracing.recorder import Life, Role, StorageRecorder
 from lowtide.tracing.step_trace import Category, Phase
 
 
@@ -37,9 +37,9 @@ class Request:
 
 
 class StepRecord:
-    """Walks a timeline once and fills a recorder with it."""
+    """Walks a profile once and fills a recorder with it."""
 
-    def __init__(self, recorder: Recorder, blocks: list[Block], start_reserved_bytes: int) -> None:
+    def __init__(self, recorder: StorageRecorder, blocks: list[Block], start_reserved_bytes: int) -> None:
         self.recorder = recorder
         self.memory = MemoryLog()
         self.num_unknown_frees = 0
@@ -49,34 +49,33 @@ class StepRecord:
         self._forward_places: dict[int, tuple[str, Running]] = {}
         self._recompute_places: dict[tuple[int, int], tuple[str, Running]] = {}
         self._last_places: dict[int, tuple[str, Running | None]] = {}
-        self._last_op = -1
         self._allocated = 0
         for block in blocks:
             life = self._begin(block.requested_bytes, block.bytes, block.address, start_reserved_bytes)
-            life.category, life.module, life.op = block.role.category, block.role.module, block.role.op
-            life.shape, life.dtype = block.shape, block.dtype
+            life.take_role(block.role)
+            life.describe(block.shape, block.dtype)
         self.first_event = len(recorder.log)
 
-    def walk(self, timeline: Timeline, requests: list[Request] | None) -> None:
+    def walk(self, profile: ProfiledStep, requests: list[Request] | None) -> None:
         """Take in all that happened.
 
         Args:
-            timeline: What the profiler saw.
+            profile: What the profiler saw.
             requests: The same allocations in the same order from the allocator's history; None where it has no such.
         """
-        phases = phase_starts(timeline.marks)
+        phases = phase_starts(profile.marks)
         waiting = iter(requests or ())
         items: list[Mark | Running | Touch | Change] = [
-            *timeline.marks,
-            *timeline.running,
-            *timeline.touches,
-            *timeline.changes,
+            *profile.marks,
+            *profile.running,
+            *profile.touches,
+            *profile.changes,
         ]
         items.sort(key=lambda item: item.time_ns)
         next_phase = 0
         for item in items:
             while next_phase < len(phases) and phases[next_phase][0] <= item.time_ns:
-                self.recorder.phase = phases[next_phase][1]
+                self.recorder.begin_phase(phases[next_phase][1])
                 next_phase += 1
             match item:
                 case Mark():
@@ -95,10 +94,10 @@ class StepRecord:
         for address, life in self._alive.items():
             role = roles.get(address)
             if role is not None and life.category is None:
-                life.category, life.module, life.op = role.category, role.module, role.op
+                life.take_role(role)
         for life in self.recorder.lives:
             if not life.dtype:  # no operator ever read it
-                life.shape, life.dtype = (life.requested_bytes,), "uint8"
+                life.describe((life.requested_bytes,), "uint8")
 
     # -- what happened -----------------------------------------------------------------------------------------------
 
@@ -109,11 +108,11 @@ class StepRecord:
         elif mark.kind == "leave" and stack:
             stack.pop()
         elif mark.kind == "gradient" and (life := self._alive.get(int(mark.text))) is not None:
-            life.category = Category.GRADIENTS
+            life.classify(Category.GRADIENTS)
 
     def _run(self, running: Running) -> None:
         module, maker = self._place(running)
-        running.module, running.source = module, maker.source if maker is not None else ""
+        running.attribute_to(module, maker.source if maker is not None else "")
         phase = self.recorder.phase
         if running.sequence >= 0:
             # The last operator to start under a number is the one that makes the node.
@@ -122,14 +121,8 @@ class StepRecord:
             elif self._stacks.get(running.thread):
                 self._recompute_places[running.thread, running.sequence] = (module, running)
         if running.is_listed:
-            recorder = self.recorder
-            assert running.number == len(recorder.op_names), "operators come in order of time"
-            recorder.op_names.append(running.name)
-            recorder.op_modules.append(module)
-            recorder.op_sources.append(running.source)
-            recorder.op_phases.append(phase)
-            recorder.op_seconds.append(0.0)
-            self._last_op = running.number
+            number = self.recorder.add_op(running.name, module, running.source)
+            assert running.number == number, "operators come in order of time"
 
     def _place(self, running: Running) -> tuple[str, Running | None]:
         """The module an operator belongs to, and the operator of the forward that it is the backward of."""
@@ -157,7 +150,7 @@ class StepRecord:
             if life is None:
                 continue
             if not life.dtype:
-                life.shape, life.dtype = shape, dtype
+                life.describe(shape, dtype)
             self.recorder.use(life, touch.op.number)
 
     def _allocate(self, change: Change, request: Request | None) -> None:
@@ -165,35 +158,25 @@ class StepRecord:
         requested = request.bytes if request is not None and is_same else change.bytes
         life = self._begin(requested, change.bytes, change.address, change.reserved_bytes)
         op = change.op
-        life.op = op.name if op is not None else change.inside
         stack = self._stacks.get(change.thread)
-        life.module = op.module if op is not None else stack[-1] if stack else self.recorder.root
-        life.in_recompute = self.recorder.phase is Phase.BACKWARD and bool(stack)
-        if request is not None and is_same and request.source and op is not None and not op.source:
-            op.source = request.source
-            if op.is_listed:
-                self.recorder.op_sources[op.number] = request.source
-        life.source = op.source if op is not None else request.source if request is not None and is_same else ""
+        if self.recorder.phase is Phase.BACKWARD and stack:
+            life.mark_recomputed()
+        source = request.source if request is not None and is_same else ""
+        if op is None:
+            life.rename(stack[-1] if stack else self.recorder.root, change.inside, source)
+        else:
+            if source and not op.source:
+                op.attribute_to(op.module, source)
+                if op.is_listed:
+                    self.recorder.locate_op(op.number, source)
+            life.rename(op.module, op.name, op.source)
         self._makers[life.number] = op
 
     def _begin(self, requested: int, size: int, address: int, reserved: int) -> Life:
-        recorder = self.recorder
-        life = Life(
-            number=len(recorder.lives),
-            requested_bytes=requested,
-            shape=(),
-            dtype="",
-            module="",
-            op="",
-            source="",
-            phase=recorder.phase,
-            born_event=len(recorder.log),
-            born_op=self._last_op,
-        )
-        recorder.lives.append(life)
+        life = self.recorder.allocate(requested, (), "")
         self.memory.block_bytes[life.number] = size
         self._alive[address] = life
-        self._log(life.number, size, reserved)
+        self._count(size, reserved)
         return life
 
     def _free(self, change: Change) -> None:
@@ -201,17 +184,14 @@ class StepRecord:
         if life is None:
             self.num_unknown_frees += 1
             return
-        life.died_event = len(self.recorder.log)
+        self.recorder.free(life)
         maker = self._makers.pop(life.number, None)
         if life.category is None and maker is not None and maker is change.op:
-            life.category = Category.WORKSPACE  # never left the operator that made it: the kernel's own scratch
-        self._log(~life.number, -self.memory.block_bytes[life.number], change.reserved_bytes)
+            life.classify(Category.WORKSPACE)  # never left the operator that made it: the kernel's own scratch
+        self._count(-self.memory.block_bytes[life.number], change.reserved_bytes)
 
-    def _log(self, entry: int, change: int, reserved: int) -> None:
+    def _count(self, change: int, reserved: int) -> None:
         self._allocated += change
-        self.recorder.log.append(entry)
-        self.recorder.log_ops.append(self._last_op)
-        self.recorder.log_phases.append(self.recorder.phase)
         self.memory.allocated.append(self._allocated)
         self.memory.reserved.append(reserved)
 

@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,8 +23,17 @@ from lowtide.hardware import cublas_workspace_bytes, known_hardware, parse_cubla
 from lowtide.hardware.profile import LT_WORKSPACE_BYTES
 from lowtide.tracing.assemble import assemble
 from lowtide.tracing.observation.cuda_record import Block, Request, StepRecord
-from lowtide.tracing.observation.profile import Change, Marks, read_timeline
-from lowtide.tracing.recorder import GradientWatch, ModulePaths, Recorder, Role, state_roles, weight_roles
+from lowtide.tracing.observation.profile import Change, Marks, read_profile
+from lowtide.tracing.recorder import (
+    BATCH,
+    GradientWatch,
+    ModulePaths,
+    Role,
+    StorageRecorder,
+    state_roles,
+    users_line,
+    weight_roles,
+)
 from lowtide.tracing.step_trace import Category, StepTrace, Target
 from lowtide.tracing.training_step import TrainingStep, about_step
 from lowtide.units import format_bytes
@@ -34,8 +42,6 @@ MAX_ENTRIES = 10_000_000
 """Of the allocator's history: more than any step makes."""
 NUM_LAST_EVENTS = 5
 """How many allocations an out-of-memory error tells of."""
-_SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
-_STEP_FILE = str(Path(__file__).parents[1] / "training_step.py")
 
 Named = dict[int, tuple[Tensor, Role]]
 """Tensors with a role, by the address of their storage."""
@@ -68,9 +74,8 @@ def observe_on_cuda(
 
 
 def _record(step: TrainingStep, marks: Marks, device: torch.device, *, name: str, notes: list[str]) -> StepTrace:
-    recorder = Recorder()
-    recorder.root = type(step.model).__name__
-    recorder.updater = type(step.optimizer).__name__ if step.optimizer is not None else ""
+    recorder = StorageRecorder()
+    recorder.name_after(step.model, step.optimizer)
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     blocks = used_blocks(
@@ -87,9 +92,9 @@ def _record(step: TrainingStep, marks: Marks, device: torch.device, *, name: str
         marks.is_on = False
     peaks = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     history = compat.allocator_history(device)
-    timeline = read_timeline(profile.roots, device)
-    timeline.changes = complete_changes(timeline.changes, history, blocks, start_reserved_bytes)
-    record.walk(timeline, requests_in(history))
+    seen = read_profile(profile.roots, device)
+    changes = complete_changes(seen.changes, history, blocks, start_reserved_bytes)
+    record.walk(replace(seen, changes=changes), requests_in(history))
     record.finish({address: role for address, (_, role) in named_tensors(step, recorder.root).items()})
     trace = assemble(
         recorder,
@@ -135,7 +140,7 @@ def named_tensors(step: TrainingStep, root: str) -> Named:
 
     def add_batch(value: Any) -> None:
         if isinstance(value, Tensor):
-            add(value, Role(Category.ACTIVATIONS, "(batch)", "batch"))
+            add(value, BATCH)
         elif isinstance(value, Mapping):
             add_batch(tuple(value.values()))
         elif isinstance(value, list | tuple):
@@ -202,13 +207,7 @@ def requests_in(entries: Iterable[Mapping[str, Any]]) -> list[Request]:
 
 
 def _source(frames: Iterable[Mapping[str, Any]]) -> str:
-    """The innermost line of the user's code; what called the step is not part of it."""
-    for frame in frames:
-        if frame["filename"] == _STEP_FILE:
-            return ""
-        if not frame["filename"].startswith(_SKIPPED):
-            return f"{Path(frame['filename']).name}:{frame['line']}"
-    return ""
+    return users_line((frame["filename"], frame["line"]) for frame in frames)
 
 
 @contextmanager

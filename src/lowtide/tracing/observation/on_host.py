@@ -6,7 +6,6 @@ Bytes are the storages' own: the host's allocator is not modelled, so what is re
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -18,7 +17,16 @@ from torch import Tensor
 from lowtide import compat, config
 from lowtide.errors import ObserveError
 from lowtide.tracing.assemble import assemble, exact
-from lowtide.tracing.recorder import GradientWatch, Life, ModulePaths, Recorder, Role, state_roles, weight_roles
+from lowtide.tracing.recorder import (
+    BATCH,
+    GradientWatch,
+    Life,
+    ModulePaths,
+    Role,
+    StorageRecorder,
+    state_roles,
+    weight_roles,
+)
 from lowtide.tracing.step_trace import Category, Phase, StepTrace, Target
 from lowtide.tracing.training_step import TrainingStep, about_step
 from lowtide.units import format_bytes
@@ -32,7 +40,7 @@ _PLUMBING = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent / "
 class HostMode(compat.WatchingMode):
     """Runs every operator as it is, and tells the recorder what it made, read and wrote. Holds no tensor."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: StorageRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self.recorder = recorder
         self._lives: dict[int, Life] = {}
@@ -63,19 +71,18 @@ class HostMode(compat.WatchingMode):
         """Give a tensor's storage its role, and a life that began before the step if it has none."""
         life = self._see(tensor)
         if life is not None and life.category is not Category.GRADIENTS:
-            life.category, life.module, life.op = role.category, role.module, role.op
-            life.shape = tuple(tensor.shape)
+            life.take_role(role)
+            life.describe(tuple(tensor.shape), life.dtype)
 
     def mark_gradient(self, gradient: Tensor) -> None:
         """A gradient is complete."""
         life = self._see(gradient)
         if life is not None:
-            life.category = Category.GRADIENTS
+            life.classify(Category.GRADIENTS)
 
     def close(self) -> None:
-        """Drop every weak reference: their callbacks hold the recorder."""
-        for life in self.recorder.lives:
-            life.reference = None
+        """Let go of every storage."""
+        self.recorder.close()
         self._lives.clear()
 
     # -- storages ----------------------------------------------------------------------------------------------------
@@ -87,7 +94,8 @@ class HostMode(compat.WatchingMode):
             return
         if is_input and not is_known:
             # No operator under the mode made it: a constant of the model's code, or what another thread brought.
-            life.category, life.op, life.source = Category.TEMPORARIES, "(made elsewhere)", ""
+            life.classify(Category.TEMPORARIES)
+            life.rename(life.module, "(made elsewhere)", "")
         self.recorder.use(life, op)
 
     def _find(self, tensor: Tensor) -> Life | None:
@@ -104,8 +112,7 @@ class HostMode(compat.WatchingMode):
         if life is not None and life.died_event is None:
             if life.requested_bytes == storage.nbytes():
                 return life
-            life.reference = None
-            self.recorder.free(life)
+            self.recorder.end(life)
         dtype = str(tensor.dtype).removeprefix("torch.")
         life = self.recorder.allocate(storage.nbytes(), tuple(tensor.shape), dtype, storage=storage)
         self._lives[id(storage)] = life
@@ -135,8 +142,7 @@ class HostMode(compat.WatchingMode):
         storage = compat.plain_storage(result)
         if storage is None or storage.nbytes() != life.requested_bytes:
             return
-        free = self.recorder.free
-        life.reference = weakref.ref(storage, lambda _: free(life))
+        self.recorder.follow(life, storage)
         self._lives[id(storage)] = life
 
     def learn_owner_count(self) -> None:
@@ -144,11 +150,11 @@ class HostMode(compat.WatchingMode):
 
         In this graph the sum's first term has no other owner.
         """
-        recorder, self.recorder = self.recorder, Recorder()
+        recorder, self.recorder = self.recorder, StorageRecorder()
         with self:
             leaf = torch.ones(2, requires_grad=True)
             total = (leaf.sin() * leaf.cos()).sum()
-            self.recorder.phase = Phase.BACKWARD
+            self.recorder.begin_phase(Phase.BACKWARD)
             torch.autograd.backward(total)
         del leaf, total
         self.close()
@@ -160,9 +166,8 @@ def observe_on_host(
     step: TrainingStep, *, name: str, steps: int, notes: list[str], on_progress: Callable[[str], None]
 ) -> StepTrace:
     """Run the step `steps` times on the host, the last time on record."""
-    recorder = Recorder()
-    recorder.root = type(step.model).__name__
-    recorder.updater = type(step.optimizer).__name__ if step.optimizer is not None else ""
+    recorder = StorageRecorder()
+    recorder.name_after(step.model, step.optimizer)
     mode = HostMode(recorder)
     mode.learn_owner_count()
     first_event = first_op = 0
@@ -170,9 +175,8 @@ def observe_on_host(
         _place_all(mode, step)
         with mode, ModulePaths(step.model, recorder), GradientWatch(step.model, mode.mark_gradient):
             for number in range(1, steps + 1):
-                recorder.is_detailed = number == steps
                 on_progress(f"running step {number} of {steps}")
-                first_event, first_op = len(recorder.log), len(recorder.op_names)
+                first_event, first_op = recorder.begin_step(is_detailed=number == steps)
                 _run(step, recorder)
                 for tensor, role in state_roles(step.model, step.optimizer):
                     mode.place(tensor, role)
@@ -204,10 +208,10 @@ def _place_all(mode: HostMode, step: TrainingStep) -> None:
     batch: list[Tensor] = []
     _collect(step.batch, batch)
     for tensor in batch:
-        mode.place(tensor, Role(Category.ACTIVATIONS, "(batch)", "batch"))
+        mode.place(tensor, BATCH)
 
 
-def _run(step: TrainingStep, recorder: Recorder) -> None:
+def _run(step: TrainingStep, recorder: StorageRecorder) -> None:
     try:
         step("cpu", recorder.begin_phase)
     except RuntimeError as error:
@@ -216,7 +220,7 @@ def _run(step: TrainingStep, recorder: Recorder) -> None:
         raise ObserveError(_out_of_memory(recorder, error)) from error
 
 
-def _out_of_memory(recorder: Recorder, error: RuntimeError) -> str:
+def _out_of_memory(recorder: StorageRecorder, error: RuntimeError) -> str:
     asked = next((int(word) for word in str(error).split() if word.isdigit()), None)
     size = "more memory" if asked is None else format_bytes(asked)
     memory = exact(recorder)

@@ -91,6 +91,10 @@ class Running:
     module: str = ""
     source: str = ""
 
+    def attribute_to(self, module: str, source: str) -> None:
+        """It belongs to this module and this line of code."""
+        self.module, self.source = module, source
+
 
 @dataclass(slots=True)
 class Touch:
@@ -118,7 +122,7 @@ class Change:
 
 
 @dataclass(slots=True)
-class Timeline:
+class ProfiledStep:
     """Everything that happened, each list in order of time."""
 
     marks: list[Mark] = field(default_factory=list)
@@ -138,28 +142,28 @@ class _Context:
     is_update: bool = False
 
 
-def read_timeline(roots: Iterable[Any], device: torch.device) -> Timeline:
+def read_profile(roots: Iterable[Any], device: torch.device) -> ProfiledStep:
     """Flatten the event trees of a `compat.MemoryProfile`, keeping the changes of one device's memory."""
-    timeline = Timeline()
+    profile = ProfiledStep()
     # On a stack of our own, because a deep model nests deeper than Python recurses.
     stack = [(root, _Context()) for root in roots]
     while stack:
         event, context = stack.pop()
-        inner = _read(event, context, device, timeline)
+        inner = _read(event, context, device, profile)
         stack.extend((child, inner) for child in event.children)
-    for part in (timeline.marks, timeline.running, timeline.touches, timeline.changes):
+    for part in (profile.marks, profile.running, profile.touches, profile.changes):
         part.sort(key=lambda item: item.time_ns)
-    listed = (running for running in timeline.running if running.is_listed)
+    listed = (running for running in profile.running if running.is_listed)
     for number, running in enumerate(listed):
         running.number = number
-    return timeline
+    return profile
 
 
-def _read(event: Any, context: _Context, device: torch.device, timeline: Timeline) -> _Context:
+def _read(event: Any, context: _Context, device: torch.device, profile: ProfiledStep) -> _Context:
     kind, details = event.tag.name, event.typed[1]
     if kind == "Allocation":
         if details.device == device:
-            timeline.changes.append(
+            profile.changes.append(
                 Change(
                     time_ns=event.start_time_ns,
                     thread=event.start_tid,
@@ -176,7 +180,7 @@ def _read(event: Any, context: _Context, device: torch.device, timeline: Timelin
     name: str = event.name
     if name.startswith(_MARK):
         word, _, text = name.removeprefix(_MARK).partition(" ")
-        timeline.marks.append(Mark(event.start_time_ns, event.start_tid, word, text))
+        profile.marks.append(Mark(event.start_time_ns, event.start_tid, word, text))
         return context
     if name.startswith(_ENGINE):
         inside = name.removeprefix(_ENGINE).rpartition("::")[2]
@@ -185,14 +189,14 @@ def _read(event: Any, context: _Context, device: torch.device, timeline: Timelin
     if name.startswith("Optimizer.step#"):
         return _Context(inside=name, node=context.node, is_nested=context.is_nested, is_update=True)
     if context.op is not None:
-        timeline.touches.append(Touch(event.start_time_ns, context.op, list(_tensors(details.inputs))))
+        profile.touches.append(Touch(event.start_time_ns, context.op, list(_tensors(details.inputs))))
         return context
     if name.startswith(_NOT_OPERATORS):
         return context
-    return _read_operator(event, context, timeline)
+    return _read_operator(event, context, profile)
 
 
-def _read_operator(event: Any, context: _Context, timeline: Timeline) -> _Context:
+def _read_operator(event: Any, context: _Context, profile: ProfiledStep) -> _Context:
     details = event.typed[1]
     is_operator = "::" in event.name
     is_composite = any(child.tag.name == "TorchOp" and child.typed[1].sequence_number >= 0 for child in event.children)
@@ -206,9 +210,9 @@ def _read_operator(event: Any, context: _Context, timeline: Timeline) -> _Contex
         is_nested=context.is_nested,
         is_update=context.is_update,
     )
-    timeline.running.append(running)
+    profile.running.append(running)
     if running.is_listed:
-        timeline.touches.append(Touch(event.start_time_ns, running, list(_tensors(details.inputs))))
+        profile.touches.append(Touch(event.start_time_ns, running, list(_tensors(details.inputs))))
     return _Context(
         op=running if running.is_listed else None,
         inside=running.name,

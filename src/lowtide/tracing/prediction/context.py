@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import nn
 
 from lowtide.memory.mover import Mover
-from lowtide.tracing.recorder import Life, Recorder
+from lowtide.tracing.recorder import Life, StorageRecorder
 from lowtide.tracing.step_trace import Category
 
 COPY_STREAM = 1
@@ -25,7 +25,7 @@ class DeviceMemory:
         tell: Is told of an error before it is raised: in autograd's thread it would be lost.
     """
 
-    def __init__(self, recorder: Recorder, mover: Mover, tell: Callable[[BaseException], None]) -> None:
+    def __init__(self, recorder: StorageRecorder, mover: Mover, tell: Callable[[BaseException], None]) -> None:
         self._recorder = recorder
         self.mover = mover
         self.device = mover.device
@@ -34,7 +34,7 @@ class DeviceMemory:
     def take(self, num_bytes: int, name: str) -> Life:
         """A buffer for weights, from the pool of the copies' stream."""
         life = self._recorder.allocate(num_bytes, (num_bytes,), "uint8", category=Category.WEIGHTS, stream=COPY_STREAM)
-        life.module, life.op = name, "chunk"
+        life.rename(name, "chunk")
         return life
 
     def give_back(self, life: Life) -> None:

@@ -63,7 +63,7 @@ MAX_BATCH_ELEMENTS = 2**24
 
 
 @dataclass(frozen=True, slots=True)
-class TensorCard:
+class TensorDescription:
     """A tensor as a description."""
 
     key: int
@@ -79,7 +79,7 @@ class TensorCard:
 
 
 class _Packer(cloudpickle.CloudPickler):  # type: ignore[misc]
-    """Replaces tensors by cards, and remembers which ones carry hooks."""
+    """Replaces tensors by descriptions, and remembers which ones carry hooks."""
 
     def __init__(self, file: io.BytesIO, batch: Any = None) -> None:
         super().__init__(file)
@@ -103,7 +103,7 @@ class _Packer(cloudpickle.CloudPickler):  # type: ignore[misc]
             return compat.rebuild_parametrized, (type(obj).__mro__[1], names), dict(vars(obj))
         return super().reducer_override(obj)
 
-    def persistent_id(self, obj: Any) -> TensorCard | None:
+    def persistent_id(self, obj: Any) -> TensorDescription | None:
         if not isinstance(obj, Tensor):
             return None
         self.tensors[id(obj)] = obj  # kept alive, so that the id stays its own
@@ -150,7 +150,7 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
             yield from _tensors_in(getattr(value, field.name))
 
 
-def _describe(tensor: Tensor, max_float_elements: int) -> TensorCard:
+def _describe(tensor: Tensor, max_float_elements: int) -> TensorDescription:
     storage = tensor.untyped_storage()
     values = None
     if tensor.device.type != "meta":
@@ -160,7 +160,7 @@ def _describe(tensor: Tensor, max_float_elements: int) -> TensorCard:
             # A clone: a slice would be saved with the whole storage it is a part of.
             torch.save(tensor.detach().cpu().clone(memory_format=torch.contiguous_format), buffer)
             values = buffer.getvalue()
-    return TensorCard(
+    return TensorDescription(
         key=id(tensor),
         storage_key=storage._cdata,
         storage_bytes=storage.nbytes(),
@@ -199,21 +199,23 @@ def pack(payload: Any, batch: Any = None) -> bytes:
 
 
 class _Unpacker(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, make: Callable[[TensorCard, Tensor | None], Tensor]) -> None:
+    def __init__(self, file: io.BytesIO, make: Callable[[TensorDescription, Tensor | None], Tensor]) -> None:
         super().__init__(file)
         self._make = make
         self._made: dict[int, Tensor] = {}
 
-    def persistent_load(self, card: TensorCard) -> Tensor:
-        tensor = self._made.get(card.key)
+    def persistent_load(self, description: TensorDescription) -> Tensor:
+        tensor = self._made.get(description.key)
         if tensor is None:
-            values = None if card.values is None else torch.load(io.BytesIO(card.values), weights_only=True)
-            tensor = self._made[card.key] = self._make(card, values)
+            values = (
+                None if description.values is None else torch.load(io.BytesIO(description.values), weights_only=True)
+            )
+            tensor = self._made[description.key] = self._make(description, values)
         return tensor
 
 
-def unpack(data: bytes, make: Callable[[TensorCard, Tensor | None], Tensor]) -> Any:
-    """The payload again; `make` turns cards into tensors."""
+def unpack(data: bytes, make: Callable[[TensorDescription, Tensor | None], Tensor]) -> Any:
+    """The payload again; `make` turns descriptions into tensors."""
     file = io.BytesIO(data)
     unpacker = _Unpacker(file, make)
     payload = unpacker.load()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
 
 import torch
@@ -20,8 +19,8 @@ from lowtide.tracing.ghost.machine import GhostMachine
 from lowtide.tracing.ghost.mode import GhostMode
 from lowtide.tracing.ghost.tensor import Ghost, Known
 from lowtide.tracing.prediction.context import DeviceMemory, StepContext
-from lowtide.tracing.prediction.job import Contents, Job, TensorCard, unpack
-from lowtide.tracing.recorder import GradientWatch, ModulePaths, Recorder, state_roles, weight_roles
+from lowtide.tracing.prediction.job import Contents, Job, TensorDescription, unpack
+from lowtide.tracing.recorder import BATCH, GradientWatch, ModulePaths, StorageRecorder, state_roles, weight_roles
 from lowtide.tracing.settings import UpdateSchedule
 from lowtide.tracing.step_trace import Category, StepTrace, Target
 from lowtide.tracing.training_step import (
@@ -42,17 +41,15 @@ def predict(
 ) -> StepTrace:
     """Run the step on ghosts until it repeats itself, the last time on record, and assemble the trace.
 
-    `on_fatal` is told of errors that cannot be raised (see `GhostMode.on_fatal`).
+    `on_fatal` is told of errors that cannot be raised (see `GhostMode.fail`).
     """
     machine = GhostMachine.get()
-    recorder = Recorder()
-    mode = machine.mode_for(recorder, job.hardware, job.torch_version)
-    mode.on_fatal = on_fatal
+    recorder = StorageRecorder()
+    mode = machine.mode_for(recorder, job.hardware, job.torch_version, on_fatal)
     with mode, LiteralDevices(machine.device), cuda_functions(job.hardware):
         on_progress("placing the model")
         step, context = _prepare(job, mode)
-        recorder.root = type(step.model).__name__
-        recorder.updater = type(step.optimizer).__name__ if step.optimizer is not None else ""
+        recorder.name_after(step.model, step.optimizer)
         _name_weights(step.model, recorder)
 
         compiler = GhostCompiler(mode, machine.card_attention, job.torch_version)
@@ -62,7 +59,7 @@ def predict(
             if context is not None:
                 stack.enter_context(context.around(step.model, DeviceMemory(recorder, mover, mode.fail)))
             first_event, first_op = _run_steps(step, mode, job, context, on_progress)
-    recorder.is_closed = True
+    recorder.close()
     on_progress("replaying the allocator")
     # The host's rounds nothing, and caches nothing.
     memory = exact(recorder) if job.hardware.is_host else replay(recorder, job.allocator, first_event)
@@ -99,15 +96,14 @@ def _run_steps(
     """Run all steps; returns where in the record the events and the ops of the last begin."""
     recorder, device_type = mode.recorder, mode.device.type
     with ModulePaths(step.model, recorder), GradientWatch(step.model, _mark_gradient):
-        recorder.is_detailed = False
+        recorder.begin_step(is_detailed=False)
         on_progress("tracing the first step")
         for _ in range(1 if context is None else context.num_warm_up_steps):
             step(device_type, recorder.begin_phase)
             _name_optimizer_state(step)
         if job.hardware.is_host:
             _count_host_state(step, recorder)
-        recorder.is_detailed = True
-        first_event, first_op = len(recorder.log), len(recorder.op_names)
+        first_event, first_op = recorder.begin_step(is_detailed=True)
         on_progress("tracing the steady step")
         step(device_type, recorder.begin_phase)
         _name_optimizer_state(step)
@@ -116,14 +112,14 @@ def _run_steps(
 
 def _prepare(job: Job, mode: GhostMode) -> tuple[TrainingStep, StepContext | None]:
     dtype = None if job.settings.precision is None else getattr(torch, job.settings.precision)
-    contents: Contents = unpack(job.payload, functools.partial(_make_ghost, mode, dtype))
+    contents: Contents = unpack(job.payload, _Arrivals(mode, dtype))
     model = contents.model
     compat.restore_registrations(model)
     placed = [] if contents.context is None else contents.context.placed(model)
     elsewhere = {parameter.life.number for parameter in placed if isinstance(parameter, Ghost)}
     for module, tensors in _placement_order(model):
         for tensor in tensors:
-            tensor.life.category = Category.WEIGHTS
+            tensor.life.classify(Category.WEIGHTS)
             if tensor.life.number not in elsewhere:
                 mode.recorder.log_birth(tensor.life)
         if isinstance(module, nn.RNNBase) and not job.hardware.is_host:
@@ -132,11 +128,10 @@ def _prepare(job: Job, mode: GhostMode) -> tuple[TrainingStep, StepContext | Non
         for state, role in state_roles(model, contents.optimizer):  # of one that has stepped already
             if isinstance(state, Ghost) and not state.life.is_logged:
                 mode.recorder.log_birth(state.life)
-                state.life.category, state.life.module, state.life.op = role.category, role.module, role.op
+                state.life.take_role(role)
     for life in list(mode.recorder.lives):  # the batch and whatever else came along, after the model
-        if not life.is_logged and life.number not in elsewhere:
-            life.op, life.module = "batch", "(batch)"
-            life.category = Category.ACTIVATIONS
+        if not life.is_logged and life.died_event is None and life.number not in elsewhere:
+            life.take_role(BATCH)
             mode.recorder.log_birth(life)
     optimizer = contents.optimizer
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
@@ -156,32 +151,38 @@ def _prepare(job: Job, mode: GhostMode) -> tuple[TrainingStep, StepContext | Non
     return TrainingStep(model, contents.batch, optimizer, contents.loss, job.settings), contents.context
 
 
-def _make_ghost(mode: GhostMode, dtype: torch.dtype | None, card: TensorCard, values: Tensor | None) -> Tensor:
-    storage = _storages(mode).get(card.storage_key)
-    is_converted = dtype is not None and card.dtype.is_floating_point
-    target = dtype if is_converted and dtype is not None else card.dtype
-    if storage is None:
-        size = card.storage_bytes // card.dtype.itemsize * target.itemsize if is_converted else card.storage_bytes
-        storage = torch.empty(size, dtype=torch.uint8, device="meta")
-        _storages(mode)[card.storage_key] = storage
-    inner = torch.empty(0, dtype=target, device="meta").set_(
-        storage.untyped_storage(), card.offset, card.shape, card.stride
-    )
-    known = None if values is None else Known(values.to(target))
-    ghost = mode.place(inner, known=known, is_logged=False)
-    if ghost.life.shape != card.shape and len(card.shape) > len(ghost.life.shape):
-        ghost.life.shape = card.shape
-    ghost.life.shape, ghost.life.dtype = card.shape, str(target).removeprefix("torch.")
-    if card.is_parameter:
-        ghost._is_param = True
-    if card.requires_grad:
-        ghost.requires_grad_()
-    return ghost
+class _Arrivals:
+    """Makes ghosts of the tensors that a job describes; those that shared a storage share one again.
 
+    Args:
+        mode: Of the trace.
+        dtype: Floating point tensors are converted to; None leaves them as they are.
+    """
 
-def _storages(mode: GhostMode) -> dict[int, Tensor]:
-    storages: dict[int, Tensor] = mode.__dict__.setdefault("_arrived_storages", {})
-    return storages
+    def __init__(self, mode: GhostMode, dtype: torch.dtype | None) -> None:
+        self._mode = mode
+        self._dtype = dtype
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def __call__(self, description: TensorDescription, values: Tensor | None) -> Tensor:
+        is_converted = self._dtype is not None and description.dtype.is_floating_point
+        dtype = self._dtype if is_converted and self._dtype is not None else description.dtype
+        storage = self._storages.get(description.storage_key)
+        if storage is None:
+            num_bytes = description.storage_bytes // description.dtype.itemsize * dtype.itemsize
+            storage = torch.UntypedStorage(num_bytes if is_converted else description.storage_bytes, device="meta")
+            self._storages[description.storage_key] = storage
+        inner = torch.empty(0, dtype=dtype, device="meta").set_(
+            storage, description.offset, description.shape, description.stride
+        )
+        known = None if values is None else Known(values.to(dtype))
+        ghost = self._mode.place(inner, known=known, is_logged=False)
+        ghost.life.describe(description.shape, str(dtype).removeprefix("torch."))
+        if description.is_parameter:
+            ghost._is_param = True
+        if description.requires_grad:
+            ghost.requires_grad_()
+        return ghost
 
 
 def _placement_order(model: nn.Module) -> list[tuple[nn.Module, list[Ghost]]]:
@@ -208,35 +209,34 @@ def _lay_flat(weights: list[Ghost], mode: GhostMode) -> None:
         return
     flat = torch.empty(sum(weight.numel() for weight in weights), dtype=weights[0].dtype, device="meta")
     life, offset = mode.place(flat).life, 0
-    life.category = Category.WEIGHTS
+    life.classify(Category.WEIGHTS)
     for weight in weights:
         mode.recorder.free(weight.life)
-        weight.inner.set_(flat.untyped_storage(), offset, weight.shape, weight.stride())
-        weight.life = life
+        weight.move_to(flat, offset, life)
         offset += weight.numel()
 
 
-def _name_weights(model: nn.Module, recorder: Recorder) -> None:
+def _name_weights(model: nn.Module, recorder: StorageRecorder) -> None:
     for tensor, role in weight_roles(model, recorder.root):
         if isinstance(tensor, Ghost):
-            tensor.life.module, tensor.life.op = role.module, role.op
+            tensor.life.rename(role.module, role.op)
 
 
 def _name_optimizer_state(step: TrainingStep) -> None:
     for tensor, role in state_roles(step.model, step.optimizer):
         if isinstance(tensor, Ghost) and tensor.life.category is None:
-            tensor.life.category, tensor.life.module, tensor.life.op = role.category, role.module, role.op
+            tensor.life.take_role(role)
 
 
-def _count_host_state(step: TrainingStep, recorder: Recorder) -> None:
+def _count_host_state(step: TrainingStep, recorder: StorageRecorder) -> None:
     """Counters of steps are host tensors wherever the weights are: here they share the memory that is predicted."""
     for tensor, role in state_roles(step.model, step.optimizer):
         if not isinstance(tensor, Ghost) and tensor.device.type == "cpu":
             dtype = str(tensor.dtype).removeprefix("torch.")
             life = recorder.allocate(tensor.numel() * tensor.element_size(), tuple(tensor.shape), dtype)
-            life.category, life.module, life.op = role.category, role.module, role.op
+            life.take_role(role)
 
 
 def _mark_gradient(gradient: Tensor) -> None:
     if isinstance(gradient, Ghost):
-        gradient.life.category = Category.GRADIENTS
+        gradient.life.classify(Category.GRADIENTS)
