@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lowtide.tracing import recorder as recording
-from lowtide.tracing.recorder import GradientWatch, ModulePaths, Role, StorageRecorder, state_roles, weight_roles
+from lowtide.tracing.recorder import Role, StorageRecorder, state_roles, weight_roles
 from lowtide.tracing.step_trace import Category, Phase
 
 
@@ -190,19 +190,6 @@ def test_what_dies_after_the_run_is_not_recorded(recorder: StorageRecorder) -> N
     assert len(recorder.log) == 1
 
 
-class Heard:
-    """A listener that writes down what it hears."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def enter_module(self, path: str) -> None:
-        self.said.append(f"enter {path!r}")
-
-    def leave_module(self, *, has_weights: bool) -> None:
-        self.said.append(f"leave {has_weights}")
-
-
 def test_weights_have_the_path_of_their_module() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False), nn.Linear(2, 2, bias=False))
     model[2].weight = model[0].weight
@@ -227,41 +214,6 @@ def test_state_has_the_path_of_its_parameter() -> None:
     [(tensor, role)] = state_roles(model, optimizer)
     assert tensor.shape == (2, 2)
     assert role == Role(Category.OPTIMIZER, "0", "state momentum_buffer")
-
-
-def test_gradients_are_seen_before_the_users_hooks_free_them() -> None:
-    layer = nn.Linear(2, 2, bias=False)
-
-    def drop(parameter: Tensor) -> None:
-        parameter.grad = None
-
-    layer.weight.register_post_accumulate_grad_hook(drop)
-    seen: list[tuple[int, ...]] = []
-    with GradientWatch(layer, lambda gradient: seen.append(tuple(gradient.shape))):
-        layer(torch.ones(1, 2)).sum().backward()
-    assert seen == [(2, 2)]
-    layer(torch.ones(1, 2)).sum().backward()
-    assert seen == [(2, 2)]  # the watch has ended
-    assert layer.weight.grad is None  # the user's hook has not
-
-
-def test_modules_are_heard_in_order_and_only_inside() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    heard = Heard()
-    with ModulePaths(model, heard):
-        model(torch.ones(1, 2))
-        nn.ReLU()(torch.ones(1))  # not of the model
-    model(torch.ones(1, 2))
-    assert heard.said == [
-        "enter ''",
-        "enter '0'",
-        "leave True",
-        "enter '1'",
-        "leave False",
-        "leave True",
-        "enter 'ReLU'",
-        "leave False",
-    ]
 
 
 def test_only_its_own_file_writes_to_a_life() -> None:

@@ -17,6 +17,8 @@ from lowtide.errors import ConfigError, TraceError
 from lowtide.tracing.settings import Implementation, StepSettings
 from lowtide.tracing.step_trace import Category, Phase, StepTrace
 from lowtide.tracing.training_step import (
+    GradientWatch,
+    ModulePaths,
     TrainingStep,
     about_step,
     activations_applied,
@@ -426,3 +428,51 @@ def test_blocks_with_buffers(word: str) -> None:
         assert peak(word) == peak("keep")  # each tensor is below its 1 MiB
     else:
         assert peak(word) < peak("keep")
+
+
+class Heard:
+    """A listener that writes down what it hears."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def enter_module(self, path: str) -> None:
+        self.said.append(f"enter {path!r}")
+
+    def leave_module(self, *, has_weights: bool) -> None:
+        self.said.append(f"leave {has_weights}")
+
+
+def test_gradients_are_seen_before_the_users_hooks_free_them() -> None:
+    layer = nn.Linear(2, 2, bias=False)
+
+    def drop(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    layer.weight.register_post_accumulate_grad_hook(drop)
+    seen: list[tuple[int, ...]] = []
+    with GradientWatch(layer, lambda gradient: seen.append(tuple(gradient.shape))):
+        layer(torch.ones(1, 2)).sum().backward()
+    assert seen == [(2, 2)]
+    layer(torch.ones(1, 2)).sum().backward()
+    assert seen == [(2, 2)]  # the watch has ended
+    assert layer.weight.grad is None  # the user's hook has not
+
+
+def test_modules_are_heard_in_order_and_only_inside() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    heard = Heard()
+    with ModulePaths(model, heard):
+        model(torch.ones(1, 2))
+        nn.ReLU()(torch.ones(1))  # not of the model
+    model(torch.ones(1, 2))
+    assert heard.said == [
+        "enter ''",
+        "enter '0'",
+        "leave True",
+        "enter '1'",
+        "leave False",
+        "leave True",
+        "enter 'ReLU'",
+        "leave False",
+    ]

@@ -39,7 +39,7 @@ def replay(recorder: StorageRecorder, settings: AllocatorSettings, first_event: 
     handles: dict[int, int] = {}
     result = MemoryLog()
     first = len(recorder.log) if first_event is None else first_event
-    heirs = _heirs(recorder, first)
+    successors = _successors(recorder, first)
 
     def play(entries: list[int], *, is_kept: bool) -> None:
         for entry in entries:
@@ -56,11 +56,11 @@ def replay(recorder: StorageRecorder, settings: AllocatorSettings, first_event: 
 
     play(recorder.log[:first], is_kept=True)
     step = recorder.log[first:]
-    for _ in range(MAX_REPEATS if heirs is not None else 0):
+    for _ in range(MAX_REPEATS if successors is not None else 0):
         before = allocator.reserved_bytes
         play(step, is_kept=False)
-        for heir, number in (heirs or {}).items():
-            handles[number] = handles.pop(heir)
+        for successor, number in (successors or {}).items():
+            handles[number] = handles.pop(successor)
         if allocator.reserved_bytes == before:
             break
     if first:
@@ -69,7 +69,7 @@ def replay(recorder: StorageRecorder, settings: AllocatorSettings, first_event: 
     return result
 
 
-def _heirs(recorder: StorageRecorder, first: int) -> dict[int, int] | None:
+def _successors(recorder: StorageRecorder, first: int) -> dict[int, int] | None:
     """For each block that the step leaves behind, the one of the same size that it found and freed, in order.
 
     None where they do not come out even: the step does not repeat itself.
@@ -86,13 +86,13 @@ def _heirs(recorder: StorageRecorder, first: int) -> dict[int, int] | None:
     found: dict[tuple[int, int], list[int]] = {}
     for number in sorted(freed, reverse=True):
         found.setdefault(_kind(recorder, number), []).append(number)
-    heirs = {}
+    successors = {}
     for number in born:
         candidates = found.get(_kind(recorder, number))
         if not candidates:
             return None
-        heirs[number] = candidates.pop()
-    return heirs if len(heirs) == len(freed) else None
+        successors[number] = candidates.pop()
+    return successors if len(successors) == len(freed) else None
 
 
 def _kind(recorder: StorageRecorder, number: int) -> tuple[int, int]:

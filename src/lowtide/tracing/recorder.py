@@ -11,15 +11,14 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as module_hooks
 
 from lowtide import compat
 from lowtide.tracing.step_trace import Category, Phase
@@ -62,72 +61,6 @@ def state_roles(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> It
         for name, value in state.items() if isinstance(state, dict) else ():
             if isinstance(value, Tensor):
                 yield value, Role(Category.OPTIMIZER, module, f"state {name}")
-
-
-class GradientWatch:
-    """A context in which `on_gradient` is told of each parameter's gradient as soon as it is complete.
-
-    Before the user's own hooks, which may free it. The hooks go when the context ends; they hold nothing of the model.
-    """
-
-    def __init__(self, model: nn.Module, on_gradient: Callable[[Tensor], None]) -> None:
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._on_gradient = on_gradient
-        self._handles: list[Any] = []
-
-    def __enter__(self) -> None:
-        on_gradient = self._on_gradient
-
-        def tell(parameter: Tensor) -> None:
-            if parameter.grad is not None:
-                on_gradient(parameter.grad)
-
-        self._handles = [compat.register_first_gradient_hook(parameter, tell) for parameter in self._parameters]
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._parameters.clear()
-
-
-class ModuleListener(Protocol):
-    """Is told which module's forward runs, in the thread that runs it."""
-
-    def enter_module(self, path: str) -> None:
-        """A forward begins."""
-        ...
-
-    def leave_module(self, *, has_weights: bool) -> None:
-        """The innermost one ends."""
-        ...
-
-
-class ModulePaths:
-    """A context that tells a listener of every module's forward, recomputations included. Holds no module."""
-
-    def __init__(self, model: nn.Module, listener: ModuleListener) -> None:
-        self._paths = {id(module): path for path, module in model.named_modules()}
-        self._weighty = {id(module) for module in model.modules() if next(module.parameters(), None) is not None}
-        self._listener = listener
-        self._handles: list[Any] = []
-
-    def __enter__(self) -> None:
-        self._handles = [
-            module_hooks.register_module_forward_pre_hook(self._enter),
-            module_hooks.register_module_forward_hook(self._leave, always_call=True),
-        ]
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        self._listener.enter_module(self._paths.get(id(module), type(module).__name__))
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._listener.leave_module(has_weights=id(module) in self._weighty)
 
 
 _OWN = str(Path(__file__).parent)
@@ -344,8 +277,9 @@ class StorageRecorder:
         return place
 
     def _place_of_node(self, node: int) -> tuple[str, str]:
-        """Of the operator that made the node which runs. What a backward runs again has nodes that only a backward inside of
-        it runs.
+        """The module and the line of the operator that made the node which runs.
+
+        What a backward runs again has nodes that only a backward inside of it runs.
         """
         backward = compat.backward_number()
         if self._outer_backward is None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lowtide.tracing.attention.rules import Backend, Call, choose, why_not
+from lowtide.tracing.attention.rules import AttentionCall, Backend, choose, why_not
 from tests.tracing.ghost.ghost_process import GhostProcess, Lab
 
 ALL = frozenset(Backend)
@@ -27,10 +27,10 @@ def call(
     dropout: float = 0.0,
     is_causal: bool = False,
     enable_gqa: bool = False,
-) -> Call:
+) -> AttentionCall:
     batch, heads, length, size = query
     key = (batch, key_heads or heads, key_length or length, size)
-    return Call(
+    return AttentionCall(
         dtype=dtype,
         query=query,
         key=key,
@@ -109,7 +109,7 @@ SQUARE = (4, 16, 512, 64)
         (call(BF16, (4, 16, 512, 64), key_length=1), HOPPER, (2, 11), "flash"),
     ],
 )
-def test_the_rules(facts: Call, capability: tuple[int, int], version: tuple[int, int], backend: str) -> None:
+def test_the_rules(facts: AttentionCall, capability: tuple[int, int], version: tuple[int, int], backend: str) -> None:
     assert choose(facts, capability, version, ALL) == backend
 
 
@@ -133,7 +133,7 @@ def test_only_enabled_backends_are_chosen() -> None:
         (Backend.MATH, call(torch.float64, SQUARE), None),
     ],
 )
-def test_the_reason_is_told(backend: Backend, facts: Call, reason: str | None) -> None:
+def test_the_reason_is_told(backend: Backend, facts: AttentionCall, reason: str | None) -> None:
     told = why_not(backend, facts, HOPPER)
     assert told is None if reason is None else told is not None and reason in told
 

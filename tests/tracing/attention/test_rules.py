@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from lowtide.tracing.attention.rules import HOST, Backend, Call, call_of, choose, describe, refusals, ways_out
+from lowtide.tracing.attention.rules import HOST, AttentionCall, Backend, call_of, choose, describe, refusals, ways_out
 
 HOPPER, TURING = (9, 0), (7, 5)
 BF16, F32 = torch.bfloat16, torch.float32
@@ -23,7 +23,7 @@ def call(
     dropout: float = 0.0,
     gqa: bool = False,
     dims: int = 4,
-) -> Call:
+) -> AttentionCall:
     query = torch.empty(2, heads, 128, size, dtype=dtype, device="meta")
     key = torch.empty(2, key_heads or heads, 128, size, dtype=dtype, device="meta")
     if dims == 3:
@@ -69,7 +69,7 @@ def call(
         (call(torch.float64, key_heads=4, dims=3), HOPPER, ()),
     ],
 )
-def test_ways_out_of_math(facts: Call, capability: tuple[int, int], ways: tuple[str, ...]) -> None:
+def test_ways_out_of_math(facts: AttentionCall, capability: tuple[int, int], ways: tuple[str, ...]) -> None:
     assert choose(facts, capability, (2, 11), frozenset(Backend)) is Backend.MATH
     assert ways_out(facts, capability, (2, 11)) == ways
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowtide.tracing.compiled.program import Moment, Program, Step, Work, find_peak, moments, with_reuse
+from lowtide.tracing.compiled.program import Effect, Program, Step, Work, effects, find_peak, with_reuse
 
 
 def is_alive(program: Program, buffer: str, index: int, kept: frozenset[str]) -> bool:
@@ -98,9 +98,9 @@ def test_the_step_of_the_peak_is_named() -> None:
     assert find_peak(empty).num_bytes == 7
 
 
-def planned(*steps: Step, sizes: dict[str, int], outputs: set[str]) -> list[Moment]:
+def planned(*steps: Step, sizes: dict[str, int], outputs: set[str]) -> list[Effect]:
     program = Program(inputs=("x",), steps=steps, outputs=frozenset(outputs), sizes={"x": 1, **sizes})
-    return with_reuse(program, moments(program, kept=["x"]))
+    return with_reuse(program, effects(program, kept=["x"]))
 
 
 def product(name: str, *reads: str) -> Step:
@@ -111,7 +111,7 @@ def test_the_next_step_takes_over_what_has_just_ended() -> None:
     found = planned(
         product("a", "x"), product("b", "a"), product("c", "b"), sizes={"a": 8, "b": 4, "c": 8}, outputs={"c"}
     )
-    assert [moment.ends for moment in found] == [(), (), ("b",)]
+    assert [effect.ends for effect in found] == [(), (), ("b",)]
     assert found[2].replaces == {"c": "a"}
     assert found[2].begins == ()
 
@@ -155,6 +155,6 @@ def test_inputs_are_given_back() -> None:
         outputs=frozenset({"b"}),
         sizes=dict.fromkeys("xab", 4),
     )
-    found = with_reuse(program, moments(program))
+    found = with_reuse(program, effects(program))
     assert found[0].ends == ("x",)
     assert found[1].replaces == {}

@@ -11,9 +11,9 @@ from lowtide.tracing.assemble import assemble
 from lowtide.tracing.observation.cuda_record import Block, StepRecord
 from lowtide.tracing.observation.on_cuda import named_tensors
 from lowtide.tracing.observation.profile import Marks, read_profile
-from lowtide.tracing.recorder import GradientWatch, ModulePaths, StorageRecorder
+from lowtide.tracing.recorder import StorageRecorder
 from lowtide.tracing.step_trace import StepTrace, Target
-from lowtide.tracing.training_step import TrainingStep
+from lowtide.tracing.training_step import GradientWatch, ModulePaths, TrainingStep
 
 CPU = torch.device("cpu")
 

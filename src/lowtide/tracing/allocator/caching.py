@@ -1,4 +1,4 @@
-"""CachingAllocator: torch's CUDA caching allocator, replayed block by block without a card.
+"""CachingAllocator: torch's CUDA caching allocator, replayed block by block without a device.
 
 Note [The rules]
 A request is rounded up to 512 bytes. Up to 1 MiB it belongs to the small pool, else to the large one; each stream has
@@ -6,7 +6,7 @@ its own pools. The smallest free block that fits is taken, the lowest address am
 it is split: in the small pool when 512 bytes or more remain, in the large pool only when more than 1 MiB remains, so a
 large block can cost up to 1 MiB more than was asked for. When nothing fits, a segment comes from the driver: 2 MiB for
 a small request, 20 MiB below 10 MiB, otherwise the request rounded up to 2 MiB. A freed block merges with free
-neighbours in its segment and stays in its pool; segments are kept. Only when the card is full are segments without a
+neighbours in its segment and stays in its pool; segments are kept. Only when the device is full are segments without a
 block in use given back, and the request tried again. Requests of no bytes never reach the allocator. A block taken on
 a stream serves that stream only; `record_stream`, graph capture and private pools are not modelled.
 """
@@ -22,7 +22,7 @@ from lowtide.units import format_bytes
 
 
 class AllocatorFullError(TraceError):
-    """The step does not fit on the card, even with all cached memory given back. Use less, or a larger card."""
+    """The step does not fit on the device, even with all cached memory given back. Use less, or a larger device."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class CachingAllocator:
         self.peak_allocated_bytes = 0
         self.peak_requested_bytes = 0
         self.num_retries = 0
-        """How often the card was full and cached memory had to be given back first."""
+        """How often the device was full and cached memory had to be given back first."""
         self._driver = DriverMemory(self.settings.capacity_bytes, address_policy)
         self._expandable = (
             ExpandableSegments(self.settings, self._driver) if self.settings.expandable_segments else None
@@ -224,7 +224,7 @@ class CachingAllocator:
         return pool.is_small or self._expandable is not None or max_split is None or size < max_split
 
     def _take_fresh(self, pool: Pool, size: int, requested_bytes: int) -> Block:
-        """A block from the driver; when the card is full, cached memory is given back first, as little as will do."""
+        """A block from the driver; when the device is full, cached memory is given back first, as little as will do."""
         if self.settings.garbage_collection_threshold is not None and self.settings.allowed_bytes is not None:
             self._collect_garbage(self.settings.garbage_collection_threshold, self.settings.allowed_bytes)
         block = self._reserve(pool, size)
@@ -245,7 +245,7 @@ class CachingAllocator:
         return block
 
     def _reserve(self, pool: Pool, size: int) -> Block | None:
-        """A block from the driver, outside any pool; None when the card is full."""
+        """A block from the driver, outside any pool; None when the device is full."""
         segment_bytes = self.settings.segment_bytes(size)
         allowed = self.settings.allowed_bytes
         if allowed is not None and self._driver.taken_bytes + segment_bytes > allowed:

@@ -31,10 +31,10 @@ NUM_DIVISION_INTERVALS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorSettings:
-    """How the allocator is set up. The default is torch's default on a card without end."""
+    """How the allocator is set up. The default is torch's default on a device without end."""
 
     capacity_bytes: int | None = None
-    """What the driver can give this process: the card less the CUDA context and other processes. None: no end."""
+    """What the driver can give this process: the device less the CUDA context and other processes. None: no end."""
     allowed_bytes: int | None = None
     """What `torch.cuda.set_per_process_memory_fraction` allows, in bytes. None: no such limit."""
     expandable_segments: bool = False
@@ -134,7 +134,7 @@ def parse_allocator_conf(
     Args:
         conf: For example `expandable_segments:True,max_split_size_mb:128`.
         capacity_bytes: Becomes the setting of that name.
-        total_bytes: Memory of the card, for `per_process_memory_fraction`; default: `capacity_bytes`.
+        total_bytes: Memory of the device, for `per_process_memory_fraction`; default: `capacity_bytes`.
 
     Example:
         >>> parse_allocator_conf("expandable_segments:True,max_split_size_mb:128").max_split_bytes

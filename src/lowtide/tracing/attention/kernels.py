@@ -125,8 +125,8 @@ def _math(
     return out
 
 
-class CardAttention(TorchFunctionMode):
-    """Attention takes the backend it would take on a card, whose kernels save other tensors than the host's."""
+class TargetAttention(TorchFunctionMode):
+    """Attention takes the backend it would take on a device, whose kernels save other tensors than the host's."""
 
     def __init__(self, attention: Attention) -> None:
         super().__init__()

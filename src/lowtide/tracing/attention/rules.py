@@ -1,7 +1,7 @@
 """Which backend torch picks for a call of scaled dot product attention, and what would make it pick another.
 
-The choice follows the filters in torch's `sdp_utils.cpp` for CUDA cards and `sdp_utils_cpp.cpp` for the host. It decides between a
-peak with and without the matrix of each query's score with each key. Used on ghosts, and to say why a real run took the slow way.
+The choice follows the filters in torch's `sdp_utils.cpp` for CUDA and `sdp_utils_cpp.cpp` for the host. It decides between a peak
+with and without the matrix of each query's score with each key. Used on ghosts, and to say why a real run took the slow way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HOST = (0, 0)
 
 
 class Backend(enum.StrEnum):
-    """Who computes the attention."""
+    """Implementations of attention in torch."""
 
     CUDNN = "cudnn"
     FLASH = "flash"
@@ -27,7 +27,7 @@ class Backend(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class AttentionCall:
     """The facts of one attention call that the choice depends on."""
 
     dtype: torch.dtype
@@ -36,7 +36,7 @@ class Call:
     key: tuple[int, ...]
     value: tuple[int, ...]
     last_strides: tuple[int, ...]
-    """Of query, key, value and mask."""
+    """Strides of the last dimension of query, key, value and mask."""
     mask: tuple[int, ...] | None
     mask_needs_grad: bool
     dropout: float
@@ -46,7 +46,7 @@ class Call:
 
 
 def choose(
-    call: Call, capability: tuple[int, int], torch_version: tuple[int, int], enabled: frozenset[Backend]
+    call: AttentionCall, capability: tuple[int, int], torch_version: tuple[int, int], enabled: frozenset[Backend]
 ) -> Backend:
     """The first backend in torch's order of preference that takes the call."""
     prefers_cudnn = capability[0] in (9, 10) and torch_version >= (2, 10)
@@ -58,7 +58,7 @@ def choose(
     return Backend.MATH
 
 
-def why_not(backend: Backend, call: Call, capability: tuple[int, int]) -> str | None:
+def why_not(backend: Backend, call: AttentionCall, capability: tuple[int, int]) -> str | None:
     """The reason a backend refuses a call, None where it takes it."""
     if backend is Backend.MATH:
         return None
@@ -115,7 +115,7 @@ def why_not(backend: Backend, call: Call, capability: tuple[int, int]) -> str | 
     return None
 
 
-def _why_not_on_host(backend: Backend, call: Call) -> str | None:
+def _why_not_on_host(backend: Backend, call: AttentionCall) -> str | None:
     """The host has one fused kernel, in all floating types."""
     if backend is not Backend.FLASH:
         return "the host does not have it"
@@ -158,9 +158,9 @@ def call_of(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Call:
+) -> AttentionCall:
     """The facts of a call, from the arguments of `scaled_dot_product_attention`."""
-    return Call(
+    return AttentionCall(
         dtype=query.dtype,
         query=tuple(query.shape),
         key=tuple(key.shape),
@@ -175,14 +175,14 @@ def call_of(
     )
 
 
-def refusals(call: Call, capability: tuple[int, int], backend: Backend) -> str:
+def refusals(call: AttentionCall, capability: tuple[int, int], backend: Backend) -> str:
     """Why each backend that is better than the one taken refuses the call; "" where none refuses."""
     better = [Backend.FLASH] if capability == HOST else list(Backend)
     better = better[: better.index(backend)] if backend in better else better
     return "; ".join(f"{b} does not take it: {why}" for b in better if (why := why_not(b, call, capability)))
 
 
-def describe(call: Call) -> str:
+def describe(call: AttentionCall) -> str:
     """The call in a few words: `query [4, 16, 1024, 64] float32, 4 key heads, a mask [4, 1, 1024, 1024], dropout 0.1`."""
     words = [f"query {list(call.query)} {str(call.dtype).removeprefix('torch.')}"]
     if len(call.query) == len(call.key) == 4 and call.key[1] != call.query[1]:
@@ -194,7 +194,7 @@ def describe(call: Call) -> str:
     return ", ".join(words)
 
 
-def ways_out(call: Call, capability: tuple[int, int], torch_version: tuple[int, int]) -> tuple[str, ...]:
+def ways_out(call: AttentionCall, capability: tuple[int, int], torch_version: tuple[int, int]) -> tuple[str, ...]:
     """What to change, one thing at a time, so that a fused backend takes a call that falls back to math.
 
     Each is tried against the rules, so none is advice that does not help; several are not combined.
@@ -207,7 +207,7 @@ def ways_out(call: Call, capability: tuple[int, int], torch_version: tuple[int, 
     return tuple(found)
 
 
-def _changes(call: Call, capability: tuple[int, int]) -> Iterator[tuple[str, Call]]:
+def _changes(call: AttentionCall, capability: tuple[int, int]) -> Iterator[tuple[str, AttentionCall]]:
     yield "with all backends allowed", call
     half = torch.bfloat16 if capability[0] >= 8 else torch.float16
     if call.dtype is not half:

@@ -12,8 +12,8 @@ from torch.overrides import TorchFunctionMode
 from lowtide import compat
 from lowtide.tracing.attention.rules import (
     HOST,
+    AttentionCall,
     Backend,
-    Call,
     call_of,
     choose,
     describe,
@@ -21,8 +21,8 @@ from lowtide.tracing.attention.rules import (
     refusals,
     ways_out,
 )
-from lowtide.tracing.recorder import ModulePaths
 from lowtide.tracing.step_trace import Phase, StepTrace
+from lowtide.tracing.training_step import ModulePaths
 
 WRITTEN_OUT = "written out"
 """Stands for a backend where the model computes scores and softmax itself, instead of calling torch's attention."""
@@ -36,7 +36,7 @@ _OPERATORS = {
 }
 _RUNS_ON = "attention runs on the {} backend"
 FALLS_BACK = "falls back to the math backend"
-"""In each note on a call for which nobody asked for math."""
+"""In each note on a call that runs on math unasked."""
 MAX_FALLBACKS = 3
 """Calls told of one by one: layers of a model call alike."""
 
@@ -91,7 +91,7 @@ def attention_use(trace: StepTrace) -> tuple[AttentionUse, ...]:
 
 
 def fallbacks(trace: StepTrace) -> tuple[str, ...]:
-    """The notes on calls that fell back to math though nobody asked for it: which call, and what to change."""
+    """The notes on calls that fell back to math unasked: which call, and what to change."""
     return tuple(note for note in trace.notes if FALLS_BACK in note)
 
 
@@ -112,7 +112,7 @@ def _reason(trace: StepTrace, backend: str) -> str:
 
 
 class AttentionChoices:
-    """Chooses as torch would on a card, or on the host, and remembers why."""
+    """Chooses as torch would on a device, or on the host, and remembers why."""
 
     def __init__(self, capability: tuple[int, int], torch_version: tuple[int, int]) -> None:
         self._capability = capability
@@ -126,7 +126,7 @@ class AttentionChoices:
         """Whether the host is to run the calls."""
         return self._capability == HOST
 
-    def choose(self, call: Call, module: str) -> Backend:
+    def choose(self, call: AttentionCall, module: str) -> Backend:
         """The backend of a call made in a module."""
         enabled = enabled_backends()
         backend = choose(call, self._capability, self._version, enabled)
@@ -149,7 +149,7 @@ class AttentionChoices:
         of_math = [backend_note(backend, reason) for backend, reason in self.chosen.items() if backend is Backend.MATH]
         return [*of_math, *self._fallbacks.values()]
 
-    def _remember(self, call: Call, module: str) -> None:
+    def _remember(self, call: AttentionCall, module: str) -> None:
         words = describe(call)
         if words in self._fallbacks or len(self._fallbacks) == MAX_FALLBACKS:
             return
@@ -187,7 +187,7 @@ class AttentionWatch:
         """The innermost module's forward ends."""
         self._modules.pop()
 
-    def see(self, call: Call) -> None:
+    def see(self, call: AttentionCall) -> None:
         """Attention is called."""
         if torch.is_autocast_enabled("cuda"):
             call = replace(call, dtype=torch.get_autocast_dtype("cuda"))  # it casts below the place we look at
@@ -214,7 +214,7 @@ class _Calls(TorchFunctionMode):
 
 
 def attention_watch(model: nn.Module, device: torch.device) -> AttentionWatch | None:
-    """The watch for a model on its card; None where it cannot help.
+    """The watch for a model on its device; None where it cannot help.
 
     The host has backends of its own, and a compiled module would be compiled once for the watch and again without it.
     """

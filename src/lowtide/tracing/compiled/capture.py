@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lowtide import compat
 from lowtide.errors import TraceError
-from lowtide.tracing.attention.kernels import Attention, CardAttention
+from lowtide.tracing.attention.kernels import Attention, TargetAttention
 from lowtide.tracing.attention.rules import enabled_backends
 from lowtide.tracing.compiled.partition import Partition, read_partition
 from lowtide.tracing.compiled.program import Program
@@ -45,7 +45,7 @@ class Captured:
     others: tuple[Any, ...]
     """What the group returns, flat; `TENSOR` in the place of each tensor."""
     structure: Any
-    """Of what it returns."""
+    """The nesting of what it returns, for `compat.unflatten`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Captures:
     def _capture(self, call: GroupCall, share: float) -> Captured:
         _refuse_objects(call)
         returned = _Returned()
-        with compat.without_modes(), CardAttention(self._attention), _explained(call):
+        with compat.without_modes(), TargetAttention(self._attention), _explained(call):
             weights = [_form(weight) for weight in call.weights.values()]
             joint = compat.trace_joint_graph(_as_function(call, returned), weights, [_form(t) for t in call.inputs])
             partition = read_partition(compat.partition(joint, share))
@@ -232,7 +232,7 @@ class Signature:
 
 
 def signature_of(block: nn.Module) -> Signature | None:
-    """The signature of a block; None for one that has hooks, whose effects nobody can foresee."""
+    """The signature of a block; None for one that has hooks, whose effects cannot be foreseen."""
     paths = {id(module): path for path, module in block.named_modules()}
     tensors: dict[int, str] = {}
     numbers: list[tuple[type, str, int]] = []
@@ -249,7 +249,7 @@ def signature_of(block: nn.Module) -> Signature | None:
                     return None
                 place = tensors.setdefault(id(tensor), f"{path}.{name}")
                 structure.append((path, kind, name, place, _describe_tensor(tensor)))
-    words = _Words(paths, tensors, numbers)
+    words = _SettingsWords(paths, tensors, numbers)
     for path, module in block.named_modules():
         settings = vars(module)
         names = settings.keys() - _STANDARD
@@ -287,7 +287,7 @@ def _is_own(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("lowtide.tracing.")
 
 
-class _Words:
+class _SettingsWords:
     """Describes attribute values, relative to one block."""
 
     def __init__(self, paths: dict[int, str], tensors: dict[int, str], numbers: list[tuple[type, str, int]]) -> None:

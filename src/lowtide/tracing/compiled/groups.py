@@ -17,7 +17,7 @@ from lowtide.errors import TraceError
 from lowtide.tracing.attention.kernels import Attention
 from lowtide.tracing.compiled.capture import TENSOR, Captured, Captures, GroupCall
 from lowtide.tracing.compiled.partition import Returned
-from lowtide.tracing.compiled.program import Moment, Program, Step, moments, unread_inputs, with_reuse
+from lowtide.tracing.compiled.program import Effect, Program, Step, effects, unread_inputs, with_reuse
 from lowtide.tracing.ghost.mode import GhostMode
 from lowtide.tracing.ghost.operators import Operator, describe
 from lowtide.tracing.ghost.tensor import Ghost
@@ -181,31 +181,31 @@ def play(
         given: Its inputs. Those that are not kept are let go after their last read: the caller must hold none of them.
         forms: Of each buffer.
         mode: Of the trace.
-        kept: As for `lifetimes.moments`.
-        donated: As for `lifetimes.moments`.
+        kept: As for `effects`.
+        donated: As for `effects`.
     """
     for buffer in unread_inputs(program, kept):
         given.pop(buffer, None)  # of the backward's inputs, only those that it reads are given
-    for moment in with_reuse(program, moments(program, kept=kept, donated=donated)):
-        _run(moment, given, forms, mode)
+    for effect in with_reuse(program, effects(program, kept=kept, donated=donated)):
+        _run(effect, given, forms, mode)
     return {buffer: given[buffer] for buffer in program.outputs}
 
 
-def _run(moment: Moment, alive: dict[str, Ghost], forms: Mapping[str, Tensor], mode: GhostMode) -> None:
-    step = moment.step
+def _run(effect: Effect, alive: dict[str, Ghost], forms: Mapping[str, Tensor], mode: GhostMode) -> None:
+    step = effect.step
     number = mode.recorder.begin_op(_name(step))
     for buffer in step.reads:
         mode.recorder.use(alive[buffer].life, number)
-    for buffer, old in moment.replaces.items():
+    for buffer, old in effect.replaces.items():
         alive[buffer] = alive.pop(old)
-    for buffer in moment.begins:
+    for buffer in effect.begins:
         # A result that is no tensor, or an empty one, takes no memory, but is read by its name like the others.
         form = forms.get(buffer)
         alive[buffer] = mode.place(torch.empty(0, device="meta") if form is None else new_storage(form))
     for buffer in step.writes:
         mode.recorder.use(alive[buffer].life, number)
     _charge(step, [forms[buffer] for buffer in (*step.reads, *step.writes) if buffer in forms], mode)
-    for buffer in moment.ends:
+    for buffer in effect.ends:
         del alive[buffer]
 
 

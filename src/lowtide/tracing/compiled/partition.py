@@ -15,17 +15,17 @@ from torch.fx.node import map_arg
 from lowtide import compat
 from lowtide.tracing.compiled.program import KernelCall, Program, Step, Work
 
-Place = str | tuple[str, ...]
+Buffers = str | tuple[str, ...]
 """The buffer of a node's result, or those of its several results."""
 
 LOWERED_POINTWISE = ("aten.slice_scatter", "aten.select_scatter", "aten.constant_pad_nd")
 """Not in the partitioner's list, and still pointwise code in inductor."""
 
 MAX_FUSED_PARTS = 8
-"""Of a concatenation that pointwise code reads."""
+"""Parts of a concatenation that pointwise code reads, at most."""
 
 STRAIGHT_VIEWS = ("aten.view", "aten.unsqueeze", "aten.squeeze", "aten.alias")
-"""Views that leave every element in its place."""
+"""Views that leave every element where it is."""
 
 BIASED = {
     "aten._scaled_dot_product_efficient_attention": 3,
@@ -62,31 +62,31 @@ class Partition:
     saved: frozenset[str]
     """What the forward makes and the backward reads."""
     donated: frozenset[str]
-    """What of it nobody else has got: the backward may write over it. Logits are also returned."""
+    """The part of it that the caller does not get: the backward may write over it. Logits are also returned."""
     returned: tuple[Returned | None, ...]
     """What the caller of the forward gets; None for what is no tensor."""
     gradients: tuple[Returned | None, ...]
-    """Of each weight and input in turn; None where there is none."""
+    """The gradient of each weight and input in turn; None where there is none."""
     held: frozenset[str]
     """Inputs of the forward that the backward reads again."""
     forms: Mapping[str, Tensor]
-    """Of each buffer, on the meta device."""
+    """The form of each buffer, on the meta device."""
 
     @property
     def saved_bytes(self) -> int:
-        """Of what is saved; the forward's inputs are not counted, they live anyway."""
+        """Bytes of what is saved; the forward's inputs are not counted, they live anyway."""
         return sum(self.forward.sizes[buffer] for buffer in self.saved)
 
 
-def read_partition(halves: compat.Halves) -> Partition:
+def read_partition(graphs: compat.Halves) -> Partition:
     """The programs of a partition."""
     forward = _Reader("", {})
-    returned = forward.read(halves.forward)
-    num_outputs = halves.num_outputs
+    returned = forward.read(graphs.forward)
+    num_outputs = graphs.num_outputs
     # What is saved of a view is the buffer behind it: of a transposed weight, the weight.
-    saved = {result.name: result.place for result in returned[num_outputs:]}
+    saved = {result.name: result.buffers for result in returned[num_outputs:]}
     backward = _Reader("backward ", saved)
-    gradients = backward.read(halves.backward)
+    gradients = backward.read(graphs.backward)
     sizes = {**forward.sizes, **backward.sizes}
     kept = tuple(dict.fromkeys(forward.inputs))
     made = frozenset(_flat(saved.values())) - frozenset(kept)
@@ -94,19 +94,19 @@ def read_partition(halves: compat.Halves) -> Partition:
         forward=Program(
             inputs=kept,
             steps=tuple(forward.steps),
-            outputs=frozenset(_flat(result.place for result in returned)),
+            outputs=frozenset(_flat(result.buffers for result in returned)),
             sizes=sizes,
         ),
         backward=Program(
             inputs=tuple(dict.fromkeys((*kept, *backward.inputs))),
             steps=tuple(backward.steps),
-            outputs=frozenset(_flat(result.place for result in gradients)),
+            outputs=frozenset(_flat(result.buffers for result in gradients)),
             sizes=sizes,
         ),
         kept=kept,
         tangents=tuple(buffer for buffer in backward.inputs if buffer in backward.sizes),
         saved=made,
-        donated=made - frozenset(_flat(result.place for result in returned[:num_outputs])),
+        donated=made - frozenset(_flat(result.buffers for result in returned[:num_outputs])),
         returned=tuple(result.as_returned() for result in returned[:num_outputs]),
         gradients=tuple(result.as_returned() for result in gradients),
         held=frozenset(_flat(saved.values())) & frozenset(kept),
@@ -119,26 +119,26 @@ class _Result:
     """One of the values that a graph returns."""
 
     name: str
-    place: Place
+    buffers: Buffers
     value: object
 
     def as_returned(self) -> Returned | None:
-        if not isinstance(self.value, Tensor) or not isinstance(self.place, str):
+        if not isinstance(self.value, Tensor) or not isinstance(self.buffers, str):
             return None
-        return Returned(self.place, _form(self.value))
+        return Returned(self.buffers, _form(self.value))
 
 
 class _Reader:
     """Goes through one graph."""
 
-    def __init__(self, prefix: str, known: Mapping[str, Place]) -> None:
+    def __init__(self, prefix: str, known: Mapping[str, Buffers]) -> None:
         # What is computed again in the backward has its name from the forward, and is another buffer.
         self._prefix = prefix
         self._known = known
-        self._places: dict[fx.Node, Place] = {}
+        self._buffers: dict[fx.Node, Buffers] = {}
         self._turned: set[fx.Node] = set()
         self._returned: set[fx.Node] = set()
-        self._formulas: set[Place] = set()
+        self._formulas: set[Buffers] = set()
         self._fusible = compat.fusible_operators()
         self.inputs: list[str] = []
         self.steps: list[Step] = []
@@ -152,24 +152,24 @@ class _Reader:
             match node.op:
                 case "placeholder":
                     known = self._known.get(node.name)
-                    self._places[node] = self._begin(node) if known is None else known
-                    self.inputs += _flat([self._places[node]])
+                    self._buffers[node] = self._begin(node) if known is None else known
+                    self.inputs += _flat([self._buffers[node]])
                 case "call_function":
-                    self._places[node] = self._call(node)
+                    self._buffers[node] = self._call(node)
                 case "get_attr":
                     # A constant that the trace came upon: it lives with the graph, and is no part of the step.
-                    self._places[node] = ()
+                    self._buffers[node] = ()
         # The gradient of an input that needs none is returned as None.
         return [
-            _Result(node.name, self._places[node], node.meta.get("val"))
+            _Result(node.name, self._buffers[node], node.meta.get("val"))
             if isinstance(node, fx.Node)
             else _Result("", (), None)
             for node in _returned(graph)
         ]
 
-    def _call(self, node: fx.Node) -> Place:
+    def _call(self, node: fx.Node) -> Buffers:
         copied = self._copied_bias(node)
-        arguments = [copied.get(argument, self._places[argument]) for argument in node.all_input_nodes]
+        arguments = [copied.get(argument, self._buffers[argument]) for argument in node.all_input_nodes]
         if node.target is getitem:
             index = node.args[1]
             assert isinstance(index, int), "results are numbered"
@@ -182,14 +182,14 @@ class _Reader:
                 self._turned.add(node)
             return arguments[0]
         written_over = compat.writes_argument(node.target) and arguments
-        place = arguments[0] if written_over else self._begin(node)
+        buffers = arguments[0] if written_over else self._begin(node)
         reads = tuple(dict.fromkeys(_flat(arguments)))
-        writes = () if written_over else _flat([place])
-        turned = frozenset(_flat(self._places[of] for of in node.all_input_nodes if of in self._turned))
+        writes = () if written_over else _flat([buffers])
+        turned = frozenset(_flat(self._buffers[of] for of in node.all_input_nodes if of in self._turned))
         if reads or writes:
             work = self._work(node)
             if work is Work.POINTWISE and node not in self._returned:
-                self._formulas.add(place)
+                self._formulas.add(buffers)
             self.steps.append(
                 Step(
                     self._prefix + node.name,
@@ -204,9 +204,9 @@ class _Reader:
                     call=_kernel_call(node) if work is Work.KERNEL else None,
                 )
             )
-        return place
+        return buffers
 
-    def _copied_bias(self, node: fx.Node) -> dict[fx.Node, Place]:
+    def _copied_bias(self, node: fx.Node) -> dict[fx.Node, Buffers]:
         """Where attention finds its bias, if inductor makes a copy for it.
 
         The kernel wants rows that are aligned in memory. Of a bias that is no buffer yet, only a formula, inductor does not ask how
@@ -217,7 +217,7 @@ class _Reader:
         """
         bias = node.args[BIASED[_packet(node)]] if _packet(node) in BIASED else None
         # What is an input, a constant, the result of a kernel or an output is a buffer.
-        if not isinstance(bias, fx.Node) or self._places[bias] not in self._formulas:
+        if not isinstance(bias, fx.Node) or self._buffers[bias] not in self._formulas:
             return {}
         value, name = bias.meta["val"], f"{self._prefix}{node.name} bias"
         sizes = _bias_sizes(value, is_written_out=_packet(node).endswith("_backward"))
@@ -226,14 +226,14 @@ class _Reader:
         num_elements = math.prod(sizes)
         self.sizes[name] = num_elements * value.itemsize
         self.forms[name] = torch.empty(sizes, dtype=value.dtype, device="meta")
-        reads = _flat([self._places[bias]])
+        reads = _flat([self._buffers[bias]])
         turned = frozenset(reads if bias in self._turned else ())
         self.steps.append(
             Step(name, reads, (name,), Work.POINTWISE, turned, extent=num_elements, operator="aten.clone")
         )
         return {bias: name}
 
-    def _begin(self, node: fx.Node) -> Place:
+    def _begin(self, node: fx.Node) -> Buffers:
         """New buffers for a node's results."""
         name, value = self._prefix + node.name, node.meta.get("val")
         if isinstance(value, Tensor):
@@ -255,7 +255,7 @@ class _Reader:
         return Work.REDUCTION if _num_elements(node) < _num_read(node) else Work.POINTWISE
 
     def _is_fused_cat(self, node: fx.Node) -> bool:
-        """Whether parts are put together inside of whoever reads them, as inductor does for few parts and pointwise readers."""
+        """Whether parts are put together inside of their readers, as inductor does for few parts and pointwise readers."""
         parts = node.args[0] if node.args else ()
         if _packet(node) != "aten.cat" or not isinstance(parts, tuple | list) or len(parts) > MAX_FUSED_PARTS:
             return False
@@ -273,7 +273,7 @@ def _returned(graph: fx.Graph) -> tuple[Any, ...]:
 
 
 def _viewed(node: fx.Node) -> fx.Node:
-    """Whose buffer a node is a view of."""
+    """The node whose buffer a node is a view of."""
     while compat.is_view(node.target) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
@@ -284,12 +284,12 @@ def _packet(node: fx.Node) -> str:
     return str(getattr(node.target, "overloadpacket", ""))
 
 
-def _flat(places: Iterable[Place]) -> tuple[str, ...]:
-    return tuple(name for place in places for name in ((place,) if isinstance(place, str) else place))
+def _flat(results: Iterable[Buffers]) -> tuple[str, ...]:
+    return tuple(name for buffers in results for name in ((buffers,) if isinstance(buffers, str) else buffers))
 
 
 def _bias_sizes(value: Tensor, *, is_written_out: bool) -> list[int]:
-    """Of the copy that attention gets of a bias; nothing where it reads what the bias was cut from."""
+    """Sizes of the copy that attention gets of a bias; empty where it reads what the bias was cut from."""
     *leading, rows, columns = value.shape
     aligned = -(-columns // BIAS_ALIGNMENT) * BIAS_ALIGNMENT
     if is_written_out:

@@ -19,7 +19,7 @@ class Work(enum.Enum):
     KERNEL = "kernel"
     """By a kernel of its own, which reads and writes memory: products, attention, convolutions, scatters."""
     POINTWISE = "pointwise"
-    """Each element by itself: a compiler can compute it inside of whoever reads it."""
+    """Each element by itself: a compiler can compute it inside of its readers."""
     REDUCTION = "reduction"
     """Fewer elements than it reads: what it reads may be computed on the way, its result is written."""
 
@@ -46,7 +46,7 @@ class Step:
     """Buffers that begin here; none for a step that writes over an argument."""
     work: Work
     turned: frozenset[str] = frozenset()
-    """Of what it reads, what it sees through a view that cuts or turns it: element by element it cannot be written over."""
+    """What it reads through a view that cuts or turns it: element by element it cannot be written over."""
     is_heavy: bool = False
     """Whether an element takes a processor long: exponentials and logarithms."""
     extent: int = 0
@@ -73,8 +73,8 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
-    """What one step does to memory: results begin, then the step runs, then what nobody reads any more ends."""
+class Effect:
+    """What one step does to memory: results begin, then the step runs, then what is not read any more ends."""
 
     step: Step
     begins: tuple[str, ...]
@@ -91,14 +91,14 @@ def unread_inputs(program: Program, kept: Collection[str]) -> tuple[str, ...]:
     return tuple(buffer for buffer in program.inputs if buffer not in read | program.outputs | set(kept))
 
 
-def moments(
+def effects(
     program: Program, *, kept: Collection[str] = (), donated: Collection[str] | None = None
-) -> Iterator[Moment]:
+) -> Iterator[Effect]:
     """The life of a program's buffers, step by step.
 
     Args:
         program: What runs.
-        kept: Inputs that live throughout, whoever reads them last: weights, the batch.
+        kept: Inputs that live throughout, also after their last reader: weights, the batch.
         donated: Where given, a pointwise step writes over a buffer that it is the last to read, if both have the same number
             of bytes and the step does not see it turned, as inductor does: over one that the program has made, or over one
             of these inputs.
@@ -112,7 +112,7 @@ def moments(
         replaces = {} if donated is None else _replaced(program, step, reusable)
         unread = [buffer for buffer in step.writes if buffer not in last_reads and buffer not in lasting]
         over = set(replaces.values())
-        yield Moment(
+        yield Effect(
             step=step,
             begins=tuple(buffer for buffer in step.writes if buffer not in replaces),
             replaces=replaces,
@@ -141,15 +141,15 @@ class Peak:
 
 
 def find_peak(program: Program, *, kept: Collection[str] = (), donated: Collection[str] | None = None) -> Peak:
-    """The peak of a program over all its steps; `kept` and `donated` as for `lifetimes.moments`."""
+    """The peak of a program over all its steps; `kept` and `donated` as for `effects`."""
     alive = sum(program.sizes[buffer] for buffer in program.inputs)
     peak = Peak(alive, "start")
     alive -= sum(program.sizes[buffer] for buffer in unread_inputs(program, kept))
-    for moment in moments(program, kept=kept, donated=donated):
-        alive += sum(program.sizes[buffer] for buffer in moment.begins)
+    for effect in effects(program, kept=kept, donated=donated):
+        alive += sum(program.sizes[buffer] for buffer in effect.begins)
         if alive > peak.num_bytes:
-            peak = Peak(alive, moment.step.name)
-        alive -= sum(program.sizes[buffer] for buffer in moment.ends)
+            peak = Peak(alive, effect.step.name)
+        alive -= sum(program.sizes[buffer] for buffer in effect.ends)
     return peak
 
 
@@ -157,15 +157,15 @@ WRITTEN_INTO = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
 """Kernels that write into a buffer they are given; others bring their results along."""
 
 
-def with_reuse(program: Program, moments: Iterable[Moment]) -> list[Moment]:
-    """The moments of a program where results take the place of dead buffers."""
-    planned = list(moments)
+def with_reuse(program: Program, effects: Iterable[Effect]) -> list[Effect]:
+    """The effects of a program where results take the place of dead buffers."""
+    planned = list(effects)
     live = _live_bytes(program.sizes, planned)
     peak = max(live, default=0)
     dead: defaultdict[int, list[tuple[int, str]]] = defaultdict(list)
-    for index, moment in enumerate(planned):
-        replaces = dict(moment.replaces)
-        for buffer in moment.begins if _takes_buffers(moment.step) else ():
+    for index, effect in enumerate(planned):
+        replaces = dict(effect.replaces)
+        for buffer in effect.begins if _takes_buffers(effect.step) else ():
             size = program.sizes[buffer]
             if not dead[size]:
                 continue
@@ -178,9 +178,9 @@ def with_reuse(program: Program, moments: Iterable[Moment]) -> list[Moment]:
             earlier = planned[ended]
             planned[ended] = replace(earlier, ends=tuple(name for name in earlier.ends if name != old))
             replaces[buffer] = old
-        begins = tuple(buffer for buffer in moment.begins if buffer not in replaces)
+        begins = tuple(buffer for buffer in effect.begins if buffer not in replaces)
         planned[index] = replace(planned[index], begins=begins, replaces=replaces)
-        for buffer in moment.ends:
+        for buffer in effect.ends:
             if buffer not in program.inputs and program.sizes[buffer]:
                 dead[program.sizes[buffer]].append((index, buffer))
     return planned
@@ -190,11 +190,11 @@ def _takes_buffers(step: Step) -> bool:
     return step.work is not Work.KERNEL or step.operator in WRITTEN_INTO
 
 
-def _live_bytes(sizes: Mapping[str, int], moments: Iterable[Moment]) -> list[int]:
+def _live_bytes(sizes: Mapping[str, int], effects: Iterable[Effect]) -> list[int]:
     """What is alive while each step runs, beyond what was there before the first."""
     alive, found = 0, []
-    for moment in moments:
-        alive += sum(sizes[buffer] for buffer in moment.begins)
+    for effect in effects:
+        alive += sum(sizes[buffer] for buffer in effect.begins)
         found.append(alive)
-        alive -= sum(sizes[buffer] for buffer in moment.ends)
+        alive -= sum(sizes[buffer] for buffer in effect.ends)
     return found

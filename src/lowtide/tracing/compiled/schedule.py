@@ -44,7 +44,7 @@ from lowtide.tracing.compiled.program import Program, Step, Work, find_peak
 
 
 def schedule(program: Program, *, freeable: Collection[str] = ()) -> Program:
-    """The program as code compiled for a card would run it.
+    """The program as code compiled for a device would run it.
 
     Args:
         program: As it was traced.
@@ -64,7 +64,7 @@ def fuse(program: Program, *, on_host: bool = False) -> Program:
 
     Args:
         program: As it was traced.
-        on_host: It is compiled for a processor, not for a card.
+        on_host: It is compiled for a processor, not for a device.
     """
     num_readers = Counter(buffer for step in program.steps for buffer in step.reads)
     read_by_kernels = {buffer for step in program.steps if step.work is Work.KERNEL for buffer in step.reads}
@@ -260,7 +260,7 @@ class _Graph:
         self.made = set(makers)
 
     def counts(self, step: Step) -> list[str]:
-        """Of what a step reads, what can end."""
+        """What a step reads that can end."""
         return [buffer for buffer in step.reads if buffer in self.made or buffer in self.freeable]
 
     def written(self, step: Step) -> int:
@@ -268,7 +268,7 @@ class _Graph:
         return sum(self.sizes[buffer] for buffer in step.writes)
 
     def least_peak_first(self) -> list[int]:
-        """Greedy: of the steps that stay below the peak so far, the one that leaves the least; else the one of least peak."""
+        """Greedy: the step that leaves the least of those that stay below the peak so far; else the one of least peak."""
         waiting = [len(before) for before in self.before]
         readers: dict[str, int] = {}
         for step in self.steps:
@@ -307,7 +307,7 @@ class _Graph:
         return order
 
     def breadth_first(self) -> list[int]:
-        """Of the steps that can run, the one whose makers have run the earliest."""
+        """First the steps whose makers have run the earliest."""
         waiting = [len(before) for before in self.before]
         ran: dict[int, int] = {}
         ready: list[tuple[list[int], int]] = [([], index) for index, count in enumerate(waiting) if not count]

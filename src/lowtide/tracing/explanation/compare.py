@@ -45,7 +45,7 @@ class PeakPlace:
     phase: Phase | None
     """None when the step never exceeds its start."""
     module: str
-    """Of the last sizeable tensor that was allocated up to the peak."""
+    """The module of the last sizeable tensor that was allocated up to the peak."""
     op: str
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ class Comparison:
     predicted_place: PeakPlace
     observed_place: PeakPlace
     cautions: tuple[str, ...]
-    """Why the two may not be of the same step: other settings, another card, another model."""
+    """Why the two may not be of the same step: other settings, another device, another model."""
 
     @property
     def differences(self) -> tuple[Difference, ...]:

@@ -35,7 +35,7 @@ from lowtide.units import format_bytes, format_seconds
 
 NUM_ROWS = 12
 _CAUSE_SHARE = 0.10
-"""Of the peak: what the headline names takes at least this much."""
+"""Share of the peak that what the headline names takes at least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +191,7 @@ def _idleness(explanation: Explanation) -> str:
 
 
 NOTABLE_SHARE = 0.05
-"""Of the peak: less is not worth a sentence."""
+"""Share of the peak; less is not worth a sentence."""
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
 
@@ -202,7 +202,7 @@ class Copies:
     count: int
     bytes: int
     shape: tuple[int, ...]
-    """Of the largest."""
+    """Shape of the largest."""
     dtypes: tuple[str, ...]
 
     @property

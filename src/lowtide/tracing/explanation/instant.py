@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from lowtide.tracing.step_trace import Allocation, Category, Phase, StepTrace
 
 _DECISIVE_SHARE = 1e-3
-"""Of the peak: an allocation below it is not what a person would call the cause of the peak."""
+"""Share of the peak; an allocation below it is not what a person would call the cause of the peak."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instant:
-    """One moment of the step, in names."""
+    """One instant of the step, in names."""
 
     phase: Phase | None
     """None before the step."""

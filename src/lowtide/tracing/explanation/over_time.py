@@ -58,7 +58,7 @@ def durations(trace: StepTrace, clock: Clock) -> Seconds:
 
 
 LARGE_SHARE = 1e-4
-"""Of the peak: a smaller tensor is not worth a decision of its own."""
+"""Share of the peak; a smaller tensor is not worth a decision of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class IdleGroup:
     dtype: str
     count: int
     bytes: int
-    """Of all of them together."""
+    """Bytes of all of them together."""
     idle_s: float
     """Seconds one of them lies idle between its uses, on average; what outlives the step waits for the next one too."""
     idle_share: float
@@ -92,7 +92,7 @@ class PassCounts:
     twice: int
     more: int
     forward_and_backward: int
-    """Of those used twice: in a forward and in the backward after it."""
+    """Those used twice, in a forward and in the backward after it."""
     twice_bytes: int
     total_bytes: int
 

@@ -68,7 +68,7 @@ class WeightCasts:
 
     def __init__(self) -> None:
         self.torch_version = (2, 13)
-        """Of the target."""
+        """The version to predict for."""
         self.has_cast = False
         """Whether anything was cast in the current trace, up or down: else autocast changes nothing in it."""
         self._casts: dict[int, tuple[Tensor, Tensor]] = {}

@@ -32,11 +32,11 @@ MATRIX_PRODUCTS = frozenset(
     }
 )
 EFFICIENCY = 0.7
-"""Share of the card's best rates that ordinary kernels reach; only the shape of the time axis depends on it."""
+"""Share of the device's best rates that ordinary kernels reach; only the shape of the time axis depends on it."""
 
 
 class CudaCosts:
-    """The costs of one target card under one torch version."""
+    """The costs of one target device under one torch version."""
 
     def __init__(self, hardware: Hardware, torch_version: str) -> None:
         self._hardware = hardware

@@ -29,7 +29,7 @@ NAME = "ghost"
 
 
 class GhostModule:
-    """What torch expects to find as `torch.ghost`: one card, no random state worth keeping."""
+    """What torch expects to find as `torch.ghost`: one device, no random state worth keeping."""
 
     def is_initialized(self) -> bool:
         return True
@@ -84,7 +84,7 @@ def register_device() -> torch.device:
 
 @contextlib.contextmanager
 def cuda_functions(hardware: Hardware) -> Iterator[None]:
-    """While active, `torch.cuda` speaks for the card."""
+    """While active, `torch.cuda` speaks for the device."""
     replaced = [
         *((torch.cuda, name, answer) for name, answer in _answers(hardware).items()),
         *((torch.cuda.nvtx, name, _nothing) for name in ("range_push", "range_pop", "mark")),
@@ -112,7 +112,7 @@ def _answers(hardware: Hardware) -> dict[str, Callable[..., Any]]:
         total_memory=hardware.memory_bytes,
         multi_processor_count=hardware.num_sms,
     )
-    # A model that logs its memory must not fail; what it logs is nobody's business here.
+    # A model that logs its memory must not fail; what it logs does not matter here.
     logged = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
     without_effect = (
         "set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "manual_seed", "manual_seed_all",
@@ -145,9 +145,9 @@ class LiteralDevices(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.cuda:
-            return self._to_card(*args, **kwargs)
+            return self._to_device(*args, **kwargs)
         if func is Tensor.pin_memory:
-            return args[0]  # there is no card to pin it for
+            return args[0]  # there is no device to pin it for
         if func is Tensor.to:
             args = tuple(self._translated(arg) for arg in args)
         if kwargs.get("device") is not None:
@@ -160,5 +160,5 @@ class LiteralDevices(TorchFunctionMode):
         )
         return self._device if is_cuda else value
 
-    def _to_card(self, tensor: Tensor, device: Any = None, non_blocking: bool = False, **options: Any) -> Tensor:
+    def _to_device(self, tensor: Tensor, device: Any = None, non_blocking: bool = False, **options: Any) -> Tensor:
         return tensor.to(self._device, non_blocking=non_blocking, **options)

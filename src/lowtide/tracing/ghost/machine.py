@@ -1,4 +1,4 @@
-"""GhostMachine: a process in which torch believes in a CUDA card of a given kind.
+"""GhostMachine: a process in which torch believes in a CUDA device of a given kind.
 
 Installs, once per process: the ghost device, its choice of attention, and the optimizers' defaults for CUDA. Autocast rules and
 kernels that only CUDA or only the host has change with the target. Only the tracing subprocess becomes one.
@@ -96,7 +96,7 @@ class GhostMachine:
         if is_host:
             library.impl("dropout", _dropout_on_host, "AutogradPrivateUse1")
         else:
-            library.impl("group_norm", _group_norm_on_card, "AutogradPrivateUse1")
+            library.impl("group_norm", _group_norm_on_cuda, "AutogradPrivateUse1")
         if not is_host and compat.find_overload("_fused_rms_norm") is not None:
             library.impl("_fused_rms_norm", _never_called, "PrivateUse1")
         self._is_host = is_host
@@ -113,7 +113,7 @@ class GhostMachine:
         return self._casts.has_cast
 
     @property
-    def card_attention(self) -> Attention:
+    def target_attention(self) -> Attention:
         """The attention of the current trace."""
         assert self._attention is not None, "no trace has begun"
         return self._attention
@@ -158,7 +158,7 @@ def _dropout_on_host(tensor: Tensor, p: float, train: bool) -> Tensor:
     return tensor * torch.empty_like(tensor).bernoulli_(1 - p).div_(1 - p)
 
 
-def _group_norm_on_card(
+def _group_norm_on_cuda(
     tensor: Tensor,
     num_groups: int,
     weight: Tensor | None = None,

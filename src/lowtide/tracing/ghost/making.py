@@ -23,7 +23,7 @@ from lowtide.tracing.step_trace import Phase
 
 
 class Maker:
-    """Of the ghosts of one trace; a storage has one life, however many ghosts look at it."""
+    """Makes the ghosts of one trace; a storage has one life, however many ghosts look at it."""
 
     def __init__(self, recorder: StorageRecorder, device: torch.device) -> None:
         self.recorder = recorder
@@ -104,7 +104,7 @@ aten = torch.ops.aten
 
 
 class GradientSums:
-    """Of one trace. Under a dispatch mode autograd never adds in place, so that a sum would take memory that it does not."""
+    """Makes the sums of one trace in place: under a dispatch mode autograd never does, so they would take memory they do not."""
 
     def __init__(self, maker: Maker) -> None:
         self._maker = maker
@@ -125,7 +125,7 @@ class GradientSums:
         self._sole_owner_count = probe._sole_owner_count
 
     def in_place(self, args: Any) -> Ghost | None:
-        """The first term, which now holds the sum; None where somebody else has a reference to it."""
+        """The first term, which now holds the sum; None where something else has a reference to it."""
         old = args[0]
         if not isinstance(old, Ghost) or compat.num_storage_owners(old.inner) > 1:
             return None
@@ -191,8 +191,8 @@ def _choice(op: Operator, args: Any, result: Any, note: Note) -> tuple[Any, Know
 INDEX_PUTS = ("aten.index_put", "aten.index_put_", "aten._index_put_impl_")
 
 
-class Reader:
-    """Of one trace.
+class ValueReader:
+    """Finds the values of one trace's tensors.
 
     Args:
         maker: Makes the ghosts of what was read.

@@ -1,4 +1,4 @@
-"""GhostMode: runs a training step on ghosts and tells the recorder what a CUDA card would have allocated.
+"""GhostMode: runs a training step on ghosts and tells the recorder what a CUDA device would have allocated.
 
 Every operator below autograd passes through here: shapes come from torch's own meta functions, values from the host where
 they are known, extra memory of the CUDA libraries from `costs`.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowtide import compat
 from lowtide.errors import BatchMismatchError, LowtideError, MissingKernelError
-from lowtide.tracing.ghost.making import GradientSums, Maker, Reader, has_mask_index
+from lowtide.tracing.ghost.making import GradientSums, Maker, ValueReader, has_mask_index
 from lowtide.tracing.ghost.operators import FREE, META, Course, Operator, collect_ghosts, describe, to_meta
 from lowtide.tracing.ghost.shapes import SHAPES, VALUE_SHAPES
 from lowtide.tracing.ghost.tensor import Ghost, Known
@@ -30,7 +30,7 @@ SAME_TYPES = frozenset({"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "at
 
 
 class Costs(Protocol):
-    """What the card's libraries allocate around an operator."""
+    """What the device's libraries allocate around an operator."""
 
     def lasting(self, op: Operator, args: tuple[Any, ...]) -> Iterable[tuple[str, int]]:
         """Workspaces this call takes for good: (owner, bytes)."""
@@ -49,7 +49,7 @@ class Costs(Protocol):
         ...
 
     def seconds(self, op: Operator, args: tuple[Any, ...], out: Any) -> float:
-        """Estimated time on the card."""
+        """Estimated time on the device."""
         ...
 
 
@@ -81,7 +81,7 @@ class GhostMode(compat.TorchDispatchMode):
         """Assumptions made on the way, each once, in order."""
         self._on_fatal = on_fatal
         self._maker = Maker(recorder, device)
-        self._reader = Reader(self._maker, self.notes)
+        self._reader = ValueReader(self._maker, self.notes)
         self._sums = GradientSums(self._maker)
 
     def place(self, inner: Tensor, *, known: Known | None = None, is_logged: bool = True) -> Ghost:
@@ -204,7 +204,7 @@ class GhostMode(compat.TorchDispatchMode):
         return ghost
 
     def charge(self, op: Operator, args: Any, out: Any) -> None:
-        """What the card's libraries need besides the outputs of an operator that runs."""
+        """What the device's libraries need besides the outputs of an operator that runs."""
         self._charge_lasting(op, args)
         # The rules see the meta tensors: they may ask for views and layouts without being recorded.
         args, out = to_meta(args), to_meta(out)
@@ -251,7 +251,7 @@ class GhostMode(compat.TorchDispatchMode):
         """An operator on real host tensors: run it, unless it would make a large one (an offload buffer)."""
         makers = ("aten.empty", "aten.empty_strided", "aten.zeros")
         if kwargs.get("pin_memory"):
-            kwargs = {**kwargs, "pin_memory": False}  # there is no card to pin it for
+            kwargs = {**kwargs, "pin_memory": False}  # there is no device to pin it for
         is_meta = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta"
         if self.recorder.phase is not None and not is_meta and describe(func).name in makers:
             inner = func(*args, **{**{k: v for k, v in kwargs.items() if k != "pin_memory"}, "device": META})

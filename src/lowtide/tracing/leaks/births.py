@@ -3,7 +3,7 @@
 Births come from a dispatch mode, which sees each operator with the line and the module that called it, and from a look
 through the collector's objects after each step, which finds what no operator made here (`from_numpy`, another thread).
 Deaths come from weak references to the storages: torch keeps one Python object per storage for as long as the storage
-lives, even when only C++ holds it, so its `id` is a key and its weak reference is a bell.
+lives, even when only C++ holds it, so its `id` is a key and its weak reference tells of its death.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from lowtide.compat import WatchingMode, autograd_references, is_autograd_holder, plain_storage
 
 # Frames of these files are not where a person would look for a tensor's birth.
-_NOBODYS_FILES = (str(Path(torch.__file__).parent) + os.sep, "<frozen ", "<eval_with_key>")
+_SKIPPED_FILES = (str(Path(torch.__file__).parent) + os.sep, "<frozen ", "<eval_with_key>")
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class BirthSite:
     """The place of a birth: storages of one site are counted together."""
 
     op: str
@@ -56,7 +56,7 @@ class Born:
     """One living storage that was born while the log watched."""
 
     ref: StorageRef
-    site: Site
+    site: BirthSite
     step: int
     bytes: int
     """As of the last `end_step`, because a storage may be resized."""
@@ -66,7 +66,7 @@ class Born:
 class Collected:
     """One storage that outlived its step and was freed by the garbage collector, so by nothing else."""
 
-    site: Site
+    site: BirthSite
     step: int
     bytes: int
 
@@ -98,7 +98,7 @@ class BirthLog:
         # What exists already is not born later, even where a step touches it for the first time (a dataset in memory).
         for holder in _with_graphs(living_tensors()):
             if (storage := storage_of(holder)) is not None and id(storage) not in self._older:
-                self._older[id(storage)] = self._bell_for(storage)
+                self._older[id(storage)] = self._follow(storage)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -130,8 +130,8 @@ class BirthLog:
         if storage is None or id(storage) in self.alive or id(storage) in self._older:
             return
         module = self._module_stack[-1] if self._module_stack else ""
-        site = Site(op, module, _calling_line() if op else "", str(tensor.device))
-        self.alive[id(storage)] = Born(self._bell_for(storage), site, self._step, storage.nbytes())
+        site = BirthSite(op, module, _calling_line() if op else "", str(tensor.device))
+        self.alive[id(storage)] = Born(self._follow(storage), site, self._step, storage.nbytes())
 
     def _end_step(self) -> None:
         self._module_stack.clear()
@@ -142,7 +142,7 @@ class BirthLog:
                 born.bytes = storage.nbytes()
         self._in_step = False
 
-    def _bell_for(self, storage: torch.UntypedStorage) -> StorageRef:
+    def _follow(self, storage: torch.UntypedStorage) -> StorageRef:
         return weakref.ref(storage, partial(self._forget, id(storage)))
 
     def _forget(self, key: int, ref: StorageRef) -> None:
@@ -211,7 +211,7 @@ def storage_of(holder: object) -> torch.UntypedStorage | None:
 
 def living_tensors() -> list[torch.Tensor]:
     """Every tensor with a Python object, garbage in cycles included."""
-    # By type: `isinstance` on a stranger may run its code (a lazy proxy's `__class__`).
+    # By type: `isinstance` on a foreign object may run its code (a lazy proxy's `__class__`).
     kinds, waiting = {torch.Tensor}, [torch.Tensor]
     while waiting:
         new = set(type.__subclasses__(waiting.pop())) - kinds
@@ -249,7 +249,7 @@ def _calling_line() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(_NOBODYS_FILES) and file != __file__:
+        if not file.startswith(_SKIPPED_FILES) and file != __file__:
             return f"{Path(file).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

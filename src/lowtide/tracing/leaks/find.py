@@ -5,7 +5,7 @@ Note [What counts as a leak]
     output all are. What they have in common is that the number of *different steps* they still hold memory of stops
     growing. So storages are counted by the line of their birth, and after each step its depth is noted: how many of the
     measured steps it still holds something of. A line leaks when its depth reaches a new height in each third of the
-    measured steps. Sizes do not matter for that, so that batches of varying length mislead nobody.
+    measured steps. Sizes do not matter for that, so that batches of varying length do not mislead.
     What grows for longer than the window lasts (a deque of 100 under 12 steps) does look like a leak, and what grows
     more rarely than once in a third of the window is missed: more `steps` settle both.
 """
@@ -23,7 +23,7 @@ from torch.autograd.graph import Node
 
 from lowtide.compat import autograd_references
 from lowtide.errors import ConfigError, ObserveError
-from lowtide.tracing.leaks.births import BirthLog, Born, Site, living_tensors, storage_of
+from lowtide.tracing.leaks.births import BirthLog, BirthSite, Born, living_tensors, storage_of
 from lowtide.tracing.leaks.holders import Anchor, ObjectPath, find_anchor, shortest_paths, starting_points
 from lowtide.tracing.leaks.names import describe
 from lowtide.tracing.leaks.report import (
@@ -169,7 +169,7 @@ def _survivors(step: Callable[[], object], log: BirthLog, depths: Depths) -> lis
     return survivors
 
 
-def _chains(step: Callable[[], object], suspects: dict[int, Born]) -> tuple[dict[int, Chain], dict[Site, Chain]]:
+def _chains(step: Callable[[], object], suspects: dict[int, Born]) -> tuple[dict[int, Chain], dict[BirthSite, Chain]]:
     """The holders of each suspect, and those of the unreachable by the site of their birth."""
     # The step itself last: where a variable of the caller's holds it too, that has a name.
     paths = shortest_paths([*starting_points(), [step]], suspects.keys()) if suspects else {}
@@ -194,7 +194,7 @@ def _collector_paused() -> Iterator[None]:
 _NATIVE: Chain = (Holder(kind=UNSEEN, where="which Python cannot see into"),)
 
 
-def chains_of_unreachable(unreached: dict[int, Born]) -> dict[Site, Chain]:
+def chains_of_unreachable(unreached: dict[int, Born]) -> dict[BirthSite, Chain]:
     """The holders of storages that no search from a starting point has reached, by the site of their birth."""
     # One for each site, of the youngest: a search backwards is slow, and what comes from one site shares its fate.
     samples = {born.site: key for key, born in sorted(unreached.items(), key=lambda entry: entry[1].step)}
@@ -202,7 +202,7 @@ def chains_of_unreachable(unreached: dict[int, Born]) -> dict[Site, Chain]:
     owners = [tensor for tensor in living_tensors() if _may_own(tensor, unreached)]
     outer = _not_saved_by_others(owners)
     paths = shortest_paths([outer, owners], set(samples.values()))
-    chains: dict[Site, Chain] = dict.fromkeys(samples, _NATIVE)
+    chains: dict[BirthSite, Chain] = dict.fromkeys(samples, _NATIVE)
     anchors: dict[int, Anchor] = {}
     for site, key in samples.items():
         if key in paths:
@@ -258,7 +258,7 @@ class Survivor:
     """One leaked storage, as plain data."""
 
     kind: LeakKind
-    site: Site
+    site: BirthSite
     step: int
     """The measured step of its birth, from 1."""
     bytes: int
@@ -290,7 +290,7 @@ def _generic(name: str) -> str:
 
 
 def _down_to_graph(holders: Sequence[Holder]) -> Chain:
-    """Without what a graph holds inside: whoever holds the graph is the one to change."""
+    """Without what a graph holds inside: the holder of the graph is the one to change."""
     for index, holder in enumerate(holders):
         if holder.kind == GRAPH:
             return tuple(holders[: index + 1])
@@ -342,7 +342,7 @@ def _common_chain(members: Sequence[Survivor]) -> Chain:
 
 
 def _births(members: Sequence[Survivor]) -> tuple[Birth, ...]:
-    by_site: dict[Site, list[Survivor]] = defaultdict(list)
+    by_site: dict[BirthSite, list[Survivor]] = defaultdict(list)
     for member in members:
         by_site[member.site].append(member)
     births = [

@@ -1,4 +1,4 @@
-"""Who holds a storage: the shortest chain of references to it from a place that a person can find.
+"""Holders of a storage: the shortest chain of references to it from a place that a person can find.
 
 A breadth-first walk over everything alive, from the variables of running functions and the modules on. References come
 from the garbage collector's view of each object, plus those that only C++ knows: from a tensor to its graph, from there
@@ -81,7 +81,7 @@ def frame_variables(frame: types.FrameType) -> list[tuple[str, object]]:
     variables: Mapping[str, object] = frame.f_locals
     found = list(variables.items())
     # Up to Python 3.12 a function's `f_locals` is a snapshot that its frame keeps: it would hold the values for as long
-    # as the function runs, after the function has let go of them. Emptied, unless somebody else (a `locals()`) has it:
+    # as the function runs, after the function has let go of them. Emptied, unless something else (a `locals()`) has it:
     # the frame, this variable and the argument of getrefcount are three.
     is_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED
     if is_function and isinstance(variables, dict) and sys.getrefcount(variables) <= 3:

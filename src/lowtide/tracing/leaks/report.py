@@ -19,7 +19,7 @@ ANY_PLACE = "[...]"
 
 
 class LeakKind(enum.StrEnum):
-    """Whether somebody holds the memory, or only the garbage collector can free it."""
+    """Whether the memory is held, or only waits for the garbage collector."""
 
     HELD = "held"
     """Reachable: it stays until its holder lets go of it."""

@@ -191,7 +191,7 @@ class MemoryMonitor:
                 self._take("tick", self._phase)
                 spent_s = time.perf_counter() - begun_s
                 pause_s = max(self._interval_s or 0.0, spent_s / MAX_OVERHEAD)
-        except BaseException as error:  # nobody else would ever see it
+        except BaseException as error:  # it would be lost otherwise
             self._error = error
 
     def _raise_thread_error(self) -> None:
@@ -246,7 +246,7 @@ class MemorySample:
     device_reserved_bytes: int | None
     """Held by the caching allocator."""
     device_used_bytes: int | None
-    """On the whole card: contexts, libraries and other processes included."""
+    """On the whole device: contexts, libraries and other processes included."""
 
 
 def own_device(device: torch.device | str | int | None = None) -> torch.device | None:

@@ -47,8 +47,8 @@ def observe(
     and gradients that existed before are used up. Observe a copy, or before training begins. Hooks, checkpointing and
     flags that the settings ask for are taken off again, and gradients are cleared.
 
-    On a CUDA card the record is the allocator's own: its peaks are `torch.cuda.max_memory_allocated()` and
-    `max_memory_reserved()` of that step. On the host it counts the bytes of the tensors, which is not what a card
+    On a CUDA device the record is the allocator's own: its peaks are `torch.cuda.max_memory_allocated()` and
+    `max_memory_reserved()` of that step. On the host it counts the bytes of the tensors, which is not what a device
     would use.
 
     Args:

@@ -1,4 +1,4 @@
-"""Observe a step on a CUDA card: what its allocator really did, with names from the profiler and from addresses.
+"""Observe a step on a CUDA device: what its allocator really did, with names from the profiler and from addresses.
 
 Three records of the same step are joined. The profiler gives each block's true size and the operator that asked for it
 (`profile_events`); the allocator's snapshot gives what was in use before; the allocator's history gives the size that
@@ -24,22 +24,13 @@ from lowtide.hardware.profile import LT_WORKSPACE_BYTES
 from lowtide.tracing.assemble import assemble
 from lowtide.tracing.observation.cuda_record import Block, Request, StepRecord
 from lowtide.tracing.observation.profile import Change, Marks, read_profile
-from lowtide.tracing.recorder import (
-    BATCH,
-    GradientWatch,
-    ModulePaths,
-    Role,
-    StorageRecorder,
-    state_roles,
-    users_line,
-    weight_roles,
-)
+from lowtide.tracing.recorder import BATCH, Role, StorageRecorder, state_roles, users_line, weight_roles
 from lowtide.tracing.step_trace import Category, StepTrace, Target
-from lowtide.tracing.training_step import TrainingStep, about_step
+from lowtide.tracing.training_step import GradientWatch, ModulePaths, TrainingStep, about_step
 from lowtide.units import format_bytes
 
 MAX_ENTRIES = 10_000_000
-"""Of the allocator's history: more than any step makes."""
+"""Length of the allocator's history: more than any step makes."""
 NUM_LAST_EVENTS = 5
 """How many allocations an out-of-memory error tells of."""
 
@@ -50,7 +41,7 @@ Named = dict[int, tuple[Tensor, Role]]
 def observe_on_cuda(
     step: TrainingStep, *, name: str, steps: int, notes: list[str], on_progress: Callable[[str], None]
 ) -> StepTrace:
-    """Run the step `steps` times on the card the model is on, the last time on record.
+    """Run the step `steps` times on the device the model is on, the last time on record.
 
     A recording of the allocator's history that was running ends with this one: torch keeps one for the process.
     """
@@ -230,7 +221,7 @@ def _memory_errors(marks: Marks, device: torch.device) -> Iterator[None]:
 
 
 def out_of_memory(marks: Marks, entries: list[dict[str, Any]], allocated: int, capacity: int) -> str:
-    """Where the card was full, what was asked of it, and what it was given last."""
+    """Where the device was full, what was asked of it, and what it was given last."""
     asked = next((entry for entry in reversed(entries) if entry["action"] == "oom"), None)
     size = "more memory" if asked is None else format_bytes(asked["size"])
     source = "" if asked is None else _source(asked.get("frames", ()))
@@ -247,7 +238,7 @@ def out_of_memory(marks: Marks, entries: list[dict[str, Any]], allocated: int, c
 def _target(device: torch.device) -> Target:
     label = torch.cuda.get_device_name(device)
     free, capacity = torch.cuda.mem_get_info(device)
-    known = {card.name for card in known_hardware()}
+    known = {hardware.name for hardware in known_hardware()}
     short = label.split()[-1].lower()  # "NVIDIA H200" is the h200; one that is not known keeps its whole name
     return Target(
         card=short if short in known else label,

@@ -17,18 +17,9 @@ from torch import Tensor
 from lowtide import compat, config
 from lowtide.errors import ObserveError
 from lowtide.tracing.assemble import assemble, exact
-from lowtide.tracing.recorder import (
-    BATCH,
-    GradientWatch,
-    Life,
-    ModulePaths,
-    Role,
-    StorageRecorder,
-    state_roles,
-    weight_roles,
-)
+from lowtide.tracing.recorder import BATCH, Life, Role, StorageRecorder, state_roles, weight_roles
 from lowtide.tracing.step_trace import Category, Phase, StepTrace, Target
-from lowtide.tracing.training_step import TrainingStep, about_step
+from lowtide.tracing.training_step import GradientWatch, ModulePaths, TrainingStep, about_step
 from lowtide.units import format_bytes
 
 NUM_LAST_EVENTS = 5

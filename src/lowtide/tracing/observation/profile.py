@@ -114,7 +114,7 @@ class Change:
     thread: int
     address: int
     bytes: int
-    """Of the block; negative for a free."""
+    """Size of the block; negative for a free."""
     reserved_bytes: int
     op: Running | None
     inside: str

@@ -20,10 +20,12 @@ from lowtide.tracing.ghost.mode import GhostMode
 from lowtide.tracing.ghost.tensor import Ghost, Known
 from lowtide.tracing.prediction.context import DeviceMemory, StepContext
 from lowtide.tracing.prediction.job import Contents, Job, TensorDescription, unpack
-from lowtide.tracing.recorder import BATCH, GradientWatch, ModulePaths, StorageRecorder, state_roles, weight_roles
+from lowtide.tracing.recorder import BATCH, StorageRecorder, state_roles, weight_roles
 from lowtide.tracing.settings import UpdateSchedule
 from lowtide.tracing.step_trace import Category, StepTrace, Target
 from lowtide.tracing.training_step import (
+    GradientWatch,
+    ModulePaths,
     TrainingStep,
     about_step,
     activations_applied,
@@ -52,7 +54,7 @@ def predict(
         recorder.name_after(step.model, step.optimizer)
         _name_weights(step.model, recorder)
 
-        compiler = GhostCompiler(mode, machine.card_attention, job.torch_version)
+        compiler = GhostCompiler(mode, machine.target_attention, job.torch_version)
         mover = GhostMover(machine.device)
         with contextlib.ExitStack() as stack:
             stack.enter_context(activations_applied(step.model, job.settings, mover=mover, compile_group=compiler))

@@ -106,7 +106,7 @@ class Sandbox:
         self._process = None
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the subprocess)
         self._owner = os.getpid()
-        # No CUDA in there, even where there is a card: a prediction must not depend on it, nor take memory on it.
+        # No CUDA in there, even where there is a device: a prediction must not depend on it, nor take memory on it.
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": _python_path()}
         self._process = subprocess.Popen(
             [sys.executable, "-c", "from lowtide.tracing.prediction.sandbox import main; main()"],

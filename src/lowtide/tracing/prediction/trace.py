@@ -1,4 +1,4 @@
-"""`lowtide.trace`: the memory of a training step, before it runs and without the card it is for."""
+"""`lowtide.trace`: the memory of a training step, before it runs and without the device it is for."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def trace(
         loss: `lambda model, batch: ...`, where the batch alone does not say.
         autocast: `bfloat16` or `float16`, as text or as torch's own, if forward and loss run under `torch.autocast`.
         settings: Everything else about the step.
-        hardware: The card to predict for.
+        hardware: The kind of device to predict for.
         torch_version: The version it will run under; the installed one by default.
         allocator: The allocator's settings, as in `PYTORCH_ALLOC_CONF`.
         name: Shown in reports; the model's class by default.
@@ -70,12 +70,12 @@ def trace(
     settings = settings or StepSettings()
     if autocast is not None:
         settings = replace(settings, autocast=str(autocast))
-    card = find_hardware(hardware) if isinstance(hardware, str) else hardware
+    target = find_hardware(hardware) if isinstance(hardware, str) else hardware
     job = Job(
         name=name or type(model).__name__,
         payload=pack(Contents(model, batch, optimizer, loss, context), batch),
         settings=settings,
-        hardware=card,
+        hardware=target,
         torch_version=_checked_version(torch_version or torch.__version__),
         allocator=allocator or AllocatorSettings(),
     )
@@ -158,13 +158,13 @@ def _checked_version(version: str) -> str:
 
 
 def _check_size(result: StepTrace) -> None:
-    """A step may need several cards or the host; a single tensor larger than any card cannot run anywhere."""
-    largest_card = max(known_hardware(), key=lambda card: card.memory_bytes)
+    """A step may need several devices or the host; a single tensor larger than any device cannot run anywhere."""
+    largest_known = max(known_hardware(), key=lambda known: known.memory_bytes)
     largest = max(result.allocations, key=lambda allocation: allocation.bytes, default=None)
-    if largest is not None and largest.bytes > largest_card.memory_bytes:
+    if largest is not None and largest.bytes > largest_known.memory_bytes:
         raise TooLargeError(
             f"{largest.op} in {largest.module!r} needs one tensor of {format_bytes(largest.bytes)} ({list(largest.shape)} "
-            f"{largest.dtype}); the largest card known, {largest_card.name}, has {format_bytes(largest_card.memory_bytes)}. "
+            f"{largest.dtype}); the largest card known, {largest_known.name}, has {format_bytes(largest_known.memory_bytes)}. "
             "Use a smaller batch or a shorter sequence.",
             module=largest.module,
             op=largest.op,
