@@ -16,7 +16,7 @@ ROOT = "(package root)"
 # but the command line.
 LAYERS = (
     ("errors", "units", "plain_text", "config", "compat"),
-    ("hardware", "partition"),
+    ("hardware",),
     ("memory",),
     ("activations",),
     ("tracing",),

@@ -9,14 +9,14 @@ from lowtide.planning.plan import Plan
 from lowtide.runtime.empty_weights import empty_weights
 from lowtide.runtime.manage import manage
 from lowtide.runtime.session import Session
-from lowtide.tracing.compare import compare
-from lowtide.tracing.explain import explain
-from lowtide.tracing.leaks import find_leaks
-from lowtide.tracing.monitor import MemoryMonitor
-from lowtide.tracing.observe import observe
+from lowtide.tracing.explanation.compare import compare
+from lowtide.tracing.explanation.explain import explain
+from lowtide.tracing.leaks.find import find_leaks
+from lowtide.tracing.observation.monitor import MemoryMonitor
+from lowtide.tracing.observation.observe import observe
+from lowtide.tracing.prediction.trace import trace
 from lowtide.tracing.settings import StepSettings
 from lowtide.tracing.step_trace import StepTrace
-from lowtide.tracing.trace import trace
 
 __all__ = [
     "MemoryMonitor",

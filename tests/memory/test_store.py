@@ -4,7 +4,8 @@ import pytest
 
 from lowtide.errors import BudgetError
 from lowtide.memory.chunk import Chunk, ChunkState
-from lowtide.memory.emulated_mover import POISON, EmulatedMover
+from lowtide.memory.emulated_mover import EmulatedMover
+from lowtide.memory.layout import POISON
 from tests.memory.belady import simulate
 from tests.memory.stores import Counter, LateWork, SmallStore
 

@@ -6,7 +6,7 @@ import pytest
 
 from lowtide.planning.what_if import WhatIfRow
 from lowtide.report.facts import Fit, circumstances, differences, fit_of, saving
-from lowtide.tracing.compare import Difference
+from lowtide.tracing.explanation.compare import Difference
 from lowtide.tracing.step_trace import Category, Phase
 from lowtide.units import GiB, MiB
 from tests.tracing.samples import TARGET, observed_like, tiny_trace, transformer_trace

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import threading
+from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
-from lowtide.tracing.recorder import Recorder
+from lowtide.tracing import recorder as recording
+from lowtide.tracing.recorder import Role, StorageRecorder, state_roles, weight_roles
 from lowtide.tracing.step_trace import Category, Phase
 
 
 @pytest.fixture
-def recorder() -> Recorder:
-    recorder = Recorder()
-    recorder.root, recorder.updater, recorder.phase = "Net", "AdamW", Phase.FORWARD
+def recorder() -> StorageRecorder:
+    recorder = StorageRecorder(root="Net", updater="AdamW")
+    recorder.begin_phase(Phase.FORWARD)
     return recorder
 
 
-def test_a_storage_tells_of_its_own_death(recorder: Recorder) -> None:
+def test_a_storage_tells_of_its_own_death(recorder: StorageRecorder) -> None:
     recorder.begin_op("aten.empty")
     tensor = torch.empty(10)
     life = recorder.allocate(40, (10,), "float32", storage=tensor.untyped_storage())
@@ -31,14 +35,14 @@ def test_a_storage_tells_of_its_own_death(recorder: Recorder) -> None:
     assert recorder.log == [life.number, ~life.number]
 
 
-def test_the_recorder_holds_no_tensor(recorder: Recorder) -> None:
+def test_the_recorder_holds_no_tensor(recorder: StorageRecorder) -> None:
     recorder.begin_op("aten.empty")
     tensor = torch.empty(10)
     recorder.allocate(40, (10,), "float32", storage=tensor.untyped_storage())
     assert not [holder for holder in gc.get_referrers(tensor) if holder is recorder.__dict__]
 
 
-def test_a_life_dies_once(recorder: Recorder) -> None:
+def test_a_life_dies_once(recorder: StorageRecorder) -> None:
     recorder.begin_op("aten.mm")
     life = recorder.allocate(512, (512,), "uint8", category=Category.WORKSPACE)
     recorder.free(life)
@@ -47,7 +51,9 @@ def test_a_life_dies_once(recorder: Recorder) -> None:
 
 
 @pytest.mark.parametrize("options", [{"on_device": False}, {"is_logged": False}])
-def test_what_is_not_on_the_device_or_not_logged_makes_no_event(recorder: Recorder, options: dict[str, bool]) -> None:
+def test_what_is_not_on_the_device_or_not_logged_makes_no_event(
+    recorder: StorageRecorder, options: dict[str, bool]
+) -> None:
     recorder.begin_op("aten.empty")
     life = recorder.allocate(100, (100,), "uint8", **options)
     recorder.free(life)
@@ -55,13 +61,13 @@ def test_what_is_not_on_the_device_or_not_logged_makes_no_event(recorder: Record
     assert life.died_event == 0
 
 
-def test_an_empty_storage_makes_no_event(recorder: Recorder) -> None:
+def test_an_empty_storage_makes_no_event(recorder: StorageRecorder) -> None:
     recorder.begin_op("aten.empty")
     recorder.free(recorder.allocate(0, (0,), "float32"))
     assert recorder.log == []
 
 
-def test_a_birth_logged_later_counts_from_then(recorder: Recorder) -> None:
+def test_a_birth_logged_later_counts_from_then(recorder: StorageRecorder) -> None:
     recorder.begin_op("unpack")
     early = recorder.allocate(8, (8,), "uint8", is_logged=False)
     recorder.allocate(16, (16,), "uint8")
@@ -71,7 +77,7 @@ def test_a_birth_logged_later_counts_from_then(recorder: Recorder) -> None:
     assert early.born_event == 1
 
 
-def test_operators_carry_module_line_and_phase(recorder: Recorder) -> None:
+def test_operators_carry_module_line_and_phase(recorder: StorageRecorder) -> None:
     recorder.enter_module("layers.0")
     recorder.enter_module("layers.0.mlp")
     first = recorder.begin_op("aten.mm")
@@ -84,22 +90,22 @@ def test_operators_carry_module_line_and_phase(recorder: Recorder) -> None:
     assert recorder.op_phases == [Phase.FORWARD] * 3
 
 
-def test_the_outermost_module_goes_by_the_roots_name(recorder: Recorder) -> None:
+def test_the_outermost_module_goes_by_the_roots_name(recorder: StorageRecorder) -> None:
     recorder.enter_module("")
     assert recorder.op_modules[recorder.begin_op("aten.mm")] == "Net"
 
 
-def test_an_update_belongs_to_the_optimizer(recorder: Recorder) -> None:
+def test_an_update_belongs_to_the_optimizer(recorder: StorageRecorder) -> None:
     recorder.begin_phase(Phase.UPDATE)
     assert recorder.op_modules[recorder.begin_op("aten._foreach_mul_")] == "AdamW"
 
 
-def test_without_detail_no_lines_are_looked_up(recorder: Recorder) -> None:
-    recorder.is_detailed = False
+def test_without_detail_no_lines_are_looked_up(recorder: StorageRecorder) -> None:
+    recorder.begin_step(is_detailed=False)
     assert recorder.op_sources[recorder.begin_op("aten.mm")] == ""
 
 
-def test_each_thread_has_modules_of_its_own(recorder: Recorder) -> None:
+def test_each_thread_has_modules_of_its_own(recorder: StorageRecorder) -> None:
     recorder.enter_module("main")
     found: list[str] = []
 
@@ -115,7 +121,7 @@ def test_each_thread_has_modules_of_its_own(recorder: Recorder) -> None:
     assert recorder.op_modules[recorder.begin_op("aten.mm")] == "main"
 
 
-def test_a_backward_goes_by_the_names_of_its_forward(recorder: Recorder) -> None:
+def test_a_backward_goes_by_the_names_of_its_forward(recorder: StorageRecorder) -> None:
     """The node that an operator makes has the operator's place; the backward runs under that node."""
     x = torch.randn(3, requires_grad=True)
     seen: list[str] = []
@@ -140,7 +146,7 @@ def test_a_backward_goes_by_the_names_of_its_forward(recorder: Recorder) -> None
     assert seen == ["b", "a"]
 
 
-def test_the_loss_begins_after_the_last_module_with_weights(recorder: Recorder) -> None:
+def test_the_loss_begins_after_the_last_module_with_weights(recorder: StorageRecorder) -> None:
     recorder.enter_module("")
     recorder.enter_module("head")
     recorder.begin_op("aten.mm")
@@ -155,7 +161,7 @@ def test_the_loss_begins_after_the_last_module_with_weights(recorder: Recorder) 
     assert (logits.phase, scores.phase) == (Phase.FORWARD, Phase.LOSS)
 
 
-def test_what_is_born_while_a_module_runs_in_the_backward_is_recomputed(recorder: Recorder) -> None:
+def test_what_is_born_while_a_module_runs_in_the_backward_is_recomputed(recorder: StorageRecorder) -> None:
     recorder.begin_phase(Phase.BACKWARD)
     recorder.begin_op("aten.mm_backward")
     plain = recorder.allocate(4, (1,), "float32")
@@ -165,7 +171,7 @@ def test_what_is_born_while_a_module_runs_in_the_backward_is_recomputed(recorder
     assert (plain.in_recompute, again.in_recompute) == (False, True)
 
 
-def test_uses_are_listed_once_an_operator(recorder: Recorder) -> None:
+def test_uses_are_listed_once_an_operator(recorder: StorageRecorder) -> None:
     recorder.begin_op("aten.mm")
     life = recorder.allocate(4, (1,), "float32")
     for op in (0, 0, 3, 3, 5):
@@ -173,12 +179,50 @@ def test_uses_are_listed_once_an_operator(recorder: Recorder) -> None:
     assert life.uses == [0, 3, 5]
 
 
-def test_what_dies_after_the_run_is_not_recorded(recorder: Recorder) -> None:
+def test_what_dies_after_the_run_is_not_recorded(recorder: StorageRecorder) -> None:
     """The garbage collector may find a cycle at any time, also while the trace is put together."""
     recorder.begin_op("aten.empty")
     tensor = torch.empty(10)
     life = recorder.allocate(40, (10,), "float32", storage=tensor.untyped_storage())
-    recorder.is_closed = True
+    recorder.close()
     del tensor
     assert life.died_event is None
     assert len(recorder.log) == 1
+
+
+def test_weights_have_the_path_of_their_module() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False), nn.Linear(2, 2, bias=False))
+    model[2].weight = model[0].weight
+    roles = [(role.module, role.op) for _, role in weight_roles(model, "Net")]
+    assert roles == [
+        ("0", "parameter weight"),
+        ("0", "parameter bias"),
+        ("1", "buffer running_mean"),
+        ("1", "buffer running_var"),
+        ("1", "buffer num_batches_tracked"),
+        ("2", "parameter weight"),
+    ]
+    assert next(weight_roles(nn.Linear(1, 1), "Net"))[1] == Role(Category.WEIGHTS, "Net", "parameter weight")
+
+
+def test_state_has_the_path_of_its_parameter() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    assert list(state_roles(model, optimizer)) == list(state_roles(model, None)) == []
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    [(tensor, role)] = state_roles(model, optimizer)
+    assert tensor.shape == (2, 2)
+    assert role == Role(Category.OPTIMIZER, "0", "state momentum_buffer")
+
+
+def test_only_its_own_file_writes_to_a_life() -> None:
+    folder = Path(recording.__file__).parent
+    writes = []
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                owner = ast.unparse(node.value)
+                if path.name != "recorder.py" and (owner == "life" or owner.endswith(".life")):
+                    writes.append(f"{path.relative_to(folder)}:{node.lineno} {ast.unparse(node)}")
+    assert writes == []

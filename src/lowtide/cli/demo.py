@@ -28,7 +28,7 @@ from lowtide.runtime.manage import manage
 from lowtide.runtime.session_stats import SessionStats
 from lowtide.runtime.timeline import Timeline
 from lowtide.runtime.tracked_memory import TrackedMemory
-from lowtide.tracing.explain import explain
+from lowtide.tracing.explanation.explain import explain
 from lowtide.units import format_bytes, format_seconds, parse_bytes
 
 LARGE = TraceRequest(model="llama-8b", batch="1x2048", gpu="rtx-4090")

@@ -14,9 +14,9 @@ from lowtide.cli.summary import summarise
 from lowtide.planning.what_if import WhatIf, what_if
 from lowtide.report.html import Section
 from lowtide.report.tables import alive_table, category_table, headline, notes, what_if_table
-from lowtide.tracing.attention_use import is_on_attention
-from lowtide.tracing.explain import explain
-from lowtide.tracing.sandbox import shared_sandbox
+from lowtide.tracing.attention.use import is_on_attention
+from lowtide.tracing.explanation.explain import explain
+from lowtide.tracing.prediction.sandbox import shared_sandbox
 
 
 def run_explain(request: TraceRequest, *, as_json: bool, reports: list[Path]) -> None:

@@ -15,7 +15,7 @@ from lowtide.hardware import find_hardware, known_hardware
 from lowtide.models import ModelSource, built_in_names, resolve_model
 from lowtide.optim.optimizers import Adafactor
 from lowtide.planning.techniques import Problem
-from lowtide.tracing.sandbox import shared_sandbox
+from lowtide.tracing.prediction.sandbox import shared_sandbox
 from lowtide.tracing.settings import StepSettings
 from lowtide.tracing.step_trace import StepTrace
 from lowtide.units import parse_dtype

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowtide.tracing.attention_use import attention_use
+from lowtide.tracing.attention.use import attention_use
 from lowtide.tracing.step_trace import StepTrace
 
 

@@ -25,9 +25,9 @@ from lowtide.planning.budget_plans import StaticPartition, WarmUp, partition
 from lowtide.planning.plan import Plan, Site
 from lowtide.runtime.state_size import state_bytes_per_parameter_byte
 from lowtide.tracing.allocator import AllocatorFullError, AllocatorSettings
+from lowtide.tracing.prediction.trace import trace
 from lowtide.tracing.settings import StepSettings
 from lowtide.tracing.step_trace import StepTrace
-from lowtide.tracing.trace import trace
 from lowtide.units import parse_bytes
 
 AFTER_A_STEP = "a warm-up's plan is made from the first step of the run, and is not known before"
@@ -88,7 +88,7 @@ def trace_recipe(
         optimizer=session.optimizer,
         settings=settings,
         hardware=hardware,
-        surroundings=session,
+        context=session,
         on_progress=say,
     )
     try:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lowtide.tracing.place import Place, place_of, where
+from lowtide.tracing.explanation.instant import Place, place_of, where
 from lowtide.tracing.step_trace import Allocation, Bytes, Category, StepTrace
 from lowtide.units import format_bytes
 

@@ -19,15 +19,14 @@ from lowtide.hardware import Hardware
 from lowtide.memory.groups import repeated_blocks
 from lowtide.planning.reasons import Subject
 from lowtide.tracing.allocator import AllocatorSettings
-from lowtide.tracing.attention_rules import Backend
-from lowtide.tracing.attention_use import WRITTEN_OUT, attention_use, backend_of
-from lowtide.tracing.place import Place
-from lowtide.tracing.predict import OptimizerFactory
-from lowtide.tracing.remarks import is_foreach_copy, logits_shape
+from lowtide.tracing.attention.rules import Backend
+from lowtide.tracing.attention.use import WRITTEN_OUT, attention_use, backend_of
+from lowtide.tracing.explanation.explain import is_foreach_copy, logits_shape
+from lowtide.tracing.explanation.instant import Place
+from lowtide.tracing.prediction.trace import trace
 from lowtide.tracing.settings import Implementation, StepSettings, UpdateSchedule
 from lowtide.tracing.step_trace import Category, Phase, StepTrace
-from lowtide.tracing.trace import trace
-from lowtide.tracing.training_step import Loss
+from lowtide.tracing.training_step import Loss, OptimizerFactory
 from lowtide.units import format_bytes
 
 _FEWEST_FOR_SEGMENTS = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowtide.planning.what_if import WhatIfRow
-from lowtide.tracing.compare import Difference, compare
+from lowtide.tracing.explanation.compare import Difference, compare
 from lowtide.tracing.step_trace import StepTrace
 from lowtide.units import format_bytes
 

@@ -14,9 +14,8 @@ from lowtide.report.facts import circumstances, differences, fit_of, saving
 from lowtide.report.markup import Cell, Markup
 from lowtide.report.palette import STACK_ORDER
 from lowtide.report.phase_runs import phase_runs, run_peak
-from lowtide.tracing.alive import AliveGroup, group_alive, largest_alive
-from lowtide.tracing.attention_use import attention_use, fallbacks
-from lowtide.tracing.instant import instant_of
+from lowtide.tracing.attention.use import attention_use, fallbacks
+from lowtide.tracing.explanation.instant import AliveGroup, group_alive, instant_of, largest_alive
 from lowtide.tracing.step_trace import Allocation, StepTrace
 from lowtide.units import format_bytes, format_count
 

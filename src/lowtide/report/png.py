@@ -23,7 +23,7 @@ from lowtide.errors import ConfigError
 from lowtide.report.palette import COLOURS, INK, LINE, PEAK_COLOUR, QUIET, STACK_ORDER
 from lowtide.report.phase_runs import Axis, aligned_positions, phase_axis, phase_runs
 from lowtide.report.sampling import kept_positions
-from lowtide.tracing.instant import instant_of
+from lowtide.tracing.explanation.instant import instant_of
 from lowtide.tracing.step_trace import StepTrace
 from lowtide.units import GiB, KiB, MiB, TiB, format_bytes
 

@@ -19,10 +19,9 @@ from lowtide.planning.what_if import WhatIfRow
 from lowtide.report.facts import circumstances, differences, fit_of, saving
 from lowtide.report.palette import COLOURS, PEAK_COLOUR, STACK_ORDER
 from lowtide.report.terminal_table import titled_table
-from lowtide.tracing.alive import AliveGroup, group_alive, largest_alive
-from lowtide.tracing.attention_use import attention_use, fallbacks, is_on_attention
-from lowtide.tracing.compare import Difference
-from lowtide.tracing.instant import instant_of
+from lowtide.tracing.attention.use import attention_use, fallbacks, is_on_attention
+from lowtide.tracing.explanation.compare import Difference
+from lowtide.tracing.explanation.instant import AliveGroup, group_alive, instant_of, largest_alive
 from lowtide.tracing.step_trace import Allocation, Category, StepTrace
 from lowtide.units import format_bytes, format_count
 

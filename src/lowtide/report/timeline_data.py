@@ -15,7 +15,7 @@ import numpy.typing as npt
 from lowtide.report.palette import STACK_ORDER
 from lowtide.report.phase_runs import aligned_positions, phase_axis, phase_runs
 from lowtide.report.sampling import MAX_POINTS, kept_positions
-from lowtide.tracing.instant import instant_of
+from lowtide.tracing.explanation.instant import instant_of
 from lowtide.tracing.step_trace import StepTrace
 
 K = TypeVar("K", bound=Hashable)

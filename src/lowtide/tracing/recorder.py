@@ -1,7 +1,9 @@
 """Recorder: who allocated what, when, for which module, and when it was freed.
 
 The mode that watches operators (ghost or real) tells the recorder of every operator and every new storage; the storages
-tell of their own death through a weak reference. The recorder never holds a tensor.
+tell of their own death through a weak reference. The recorder never holds a tensor. Roles say which tensors are weights,
+optimizer state and gradients, and under which module's name: the prediction and the observation of a real step must call
+the same bytes by the same name, or no comparison of the two would mean anything.
 """
 
 from __future__ import annotations
@@ -9,15 +11,57 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from lowtide import compat
 from lowtide.tracing.step_trace import Category, Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What a tensor is for."""
+
+    category: Category
+    module: str
+    op: str
+    """Stands where an operator's name would: `parameter weight`, `state exp_avg`."""
+
+
+BATCH = Role(Category.ACTIVATIONS, "(batch)", "batch")
+
+
+def weight_roles(model: nn.Module, root: str) -> Iterator[tuple[Tensor, Role]]:
+    """Every parameter and buffer; a tied one once for each name, so that the last name stands.
+
+    Args:
+        model: The model.
+        root: Stands for the outermost module, whose own path is empty.
+    """
+    for path, module in model.named_modules():
+        for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    yield tensor, Role(Category.WEIGHTS, path or root, f"{kind} {name}")
+
+
+def state_roles(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[Tensor, Role]]:
+    """Every tensor that the optimizer keeps for a parameter, under the name of the parameter's module."""
+    if optimizer is None:
+        return
+    paths = {id(parameter): name.rpartition(".")[0] or name for name, parameter in model.named_parameters()}
+    for parameter, state in optimizer.state.items():
+        module = paths.get(id(parameter), type(optimizer).__name__)
+        for name, value in state.items() if isinstance(state, dict) else ():
+            if isinstance(value, Tensor):
+                yield value, Role(Category.OPTIMIZER, module, f"state {name}")
+
 
 _OWN = str(Path(__file__).parent)
 _STEP = str(Path(__file__).with_name("training_step.py"))
@@ -62,11 +106,52 @@ class Life:
     uses: list[int] = field(default_factory=list)
     reference: weakref.ref[torch.UntypedStorage] | None = None
 
+    def take_role(self, role: Role) -> None:
+        """It is a weight, optimizer state, a gradient or the batch, and goes by that name."""
+        self.category = role.category
+        self.rename(role.module, role.op)
 
-class Recorder:
-    """The growing record of a traced run."""
+    def rename(self, module: str, op: str, source: str | None = None) -> None:
+        """Change who made it; None leaves the line of code as it is."""
+        self.module, self.op = module, op
+        self.source = self.source if source is None else source
 
-    def __init__(self) -> None:
+    def classify(self, category: Category) -> None:
+        """Say what it is for."""
+        self.category = category
+
+    def describe(self, shape: tuple[int, ...], dtype: str) -> None:
+        """Give it the form of a tensor in it."""
+        self.shape, self.dtype = shape, dtype
+
+    def mark_recomputed(self) -> None:
+        """A forward made it that runs again in the backward."""
+        self.in_recompute = True
+
+    @property
+    def known_content(self) -> Any:
+        """The content, unless it has been written over; None where it is not known."""
+        return self.content if self.content_version == self.version else None
+
+    def write(self, content: Any) -> None:
+        """It is written to; the content is what it holds now, None where that is not known."""
+        self.version += 1
+        self.fill(content)
+
+    def fill(self, content: Any) -> None:
+        """Its content becomes known."""
+        self.content, self.content_version = content, self.version
+
+
+class StorageRecorder:
+    """The growing record of a run: operators, and storages from birth to death.
+
+    Args:
+        root: Stands for the outermost module, whose own path is empty.
+        updater: Name of the optimizer: the "module" of what an update allocates.
+    """
+
+    def __init__(self, root: str = "", updater: str = "") -> None:
         self.phase: Phase | None = None
         """None while the model and the batch are being placed."""
         self.lives: list[Life] = []
@@ -79,20 +164,35 @@ class Recorder:
         self.op_sources: list[str] = []
         self.op_phases: list[Phase | None] = []
         self.op_seconds: list[float] = []
-        self.root = ""
-        """Stands for the outermost module, whose own path is empty."""
-        self.updater = ""
-        """Name of the optimizer: the "module" of what an update allocates."""
-        self.is_detailed = True
-        """Whether to find source lines; off in the warm-up step, which nobody sees."""
-        self.is_closed = False
-        """Whether the run is over: what the garbage collector finds later belongs to no step."""
+        self.root = root
+        self.updater = updater
+        self._is_detailed = True
+        self._is_closed = False
         self._forward_stacks: dict[int, list[str]] = {}
         self._loss_start: tuple[int, int] | None = None
         self._forward_nodes: dict[int, tuple[str, str]] = {}
         self._rerun_nodes: dict[tuple[int, int], tuple[str, str]] = {}
         """By the thread too: a device's backward has its own thread, and each thread numbers its nodes from 0."""
         self._outer_backward: int | None = None
+
+    def name_after(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """The outermost module and the update go by the names of these classes."""
+        self.root = type(model).__name__
+        self.updater = type(optimizer).__name__ if optimizer is not None else ""
+
+    def begin_step(self, *, is_detailed: bool) -> tuple[int, int]:
+        """A step begins; returns the numbers of its first event and its first op.
+
+        Details are the lines of code, which take time to find: a warm-up step, which is not shown, goes without.
+        """
+        self._is_detailed = is_detailed
+        return len(self.log), len(self.op_names)
+
+    def close(self) -> None:
+        """The run is over: what the garbage collector finds later belongs to no step."""
+        self._is_closed = True
+        for life in self.lives:
+            life.reference = None  # its callback holds the recorder
 
     # -- modules -----------------------------------------------------------------------------------------------------
 
@@ -138,7 +238,10 @@ class Recorder:
 
     def begin_op(self, name: str) -> int:
         """An operator runs; returns its number."""
-        module, source = self._place()
+        return self.add_op(name, *self._place())
+
+    def add_op(self, name: str, module: str, source: str) -> int:
+        """An operator runs that belongs to a module and a line; returns its number."""
         self.op_names.append(name)
         self.op_modules.append(module)
         self.op_sources.append(source)
@@ -146,16 +249,24 @@ class Recorder:
         self.op_seconds.append(0.0)
         return len(self.op_names) - 1
 
+    def locate_op(self, op: int, source: str) -> None:
+        """The line of an operator is known only now."""
+        self.op_sources[op] = source
+
+    def time_op(self, seconds: float) -> None:
+        """How long the running operator takes."""
+        self.op_seconds[-1] = seconds
+
     def _place(self) -> tuple[str, str]:
         """The module and the source line the running operator belongs to."""
         stack = self._stack
         if self.phase is Phase.UPDATE:
-            return self.updater, self.line() if self.is_detailed else ""
+            return self.updater, self.line() if self._is_detailed else ""
         if self.phase is Phase.BACKWARD and not stack:
             node = compat.current_node_number()
             if node is not None:
                 return self._place_of_node(node)
-        place = (stack[-1] if stack else self.root), self.line() if self.is_detailed else ""
+        place = (stack[-1] if stack else self.root), self.line() if self._is_detailed else ""
         # The node of this operator was numbered just before the operator was dispatched.
         # An operator without a node of its own finds its predecessor's number there: the first one to claim it is right.
         number = compat.next_node_number() - 1
@@ -166,8 +277,9 @@ class Recorder:
         return place
 
     def _place_of_node(self, node: int) -> tuple[str, str]:
-        """Of the operator that made the node which runs. What a backward runs again has nodes that only a backward inside of
-        it runs.
+        """The module and the line of the operator that made the node which runs.
+
+        What a backward runs again has nodes that only a backward inside of it runs.
         """
         backward = compat.backward_number()
         if self._outer_backward is None:
@@ -188,15 +300,7 @@ class Recorder:
 
     def line(self) -> str:
         """`file.py:line` of the innermost frame that is neither torch's nor the tracer's; "" where there is none."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            name = frame.f_code.co_filename
-            if name == _STEP:
-                break  # what called the step is not part of it
-            if not name.startswith(_SKIPPED):
-                return f"{name.rsplit('/', 1)[-1]}:{frame.f_lineno}"
-            frame = frame.f_back
-        return ""
+        return users_line(_running_lines(sys._getframe(1)))
 
     # -- storages ----------------------------------------------------------------------------------------------------
 
@@ -238,15 +342,24 @@ class Recorder:
             self._append(life.number)
         life.is_logged = is_logged
         if storage is not None:
-            life.reference = weakref.ref(storage, lambda _, life=life: self.free(life))  # type: ignore[misc]
+            self.follow(life, storage)
         return life
+
+    def follow(self, life: Life, storage: torch.UntypedStorage) -> None:
+        """The life ends when this storage does, and no longer with the one it began with."""
+        life.reference = weakref.ref(storage, lambda _: self.free(life))
 
     def free(self, life: Life) -> None:
         """A storage dies."""
-        if life.died_event is None and not self.is_closed:
+        if life.died_event is None and not self._is_closed:
             life.died_event = len(self.log)
             if life.on_device and life.requested_bytes and life.is_logged:
                 self._append(~life.number)
+
+    def end(self, life: Life) -> None:
+        """A life ends though its storage lives on, with other memory."""
+        life.reference = None
+        self.free(life)
 
     def log_birth(self, life: Life) -> None:
         """The allocation of a storage that was made without one."""
@@ -263,3 +376,23 @@ class Recorder:
         """An operator reads or writes a storage."""
         if not life.uses or life.uses[-1] != op:
             life.uses.append(op)
+
+
+def users_line(frames: Iterable[tuple[str, int]]) -> str:
+    """`file.py:line` of the innermost frame that is neither torch's nor the tracer's; "" where there is none.
+
+    Args:
+        frames: File and line of each, the innermost first.
+    """
+    for file, line in frames:
+        if file == _STEP:
+            break  # what called the step is not part of it
+        if not file.startswith(_SKIPPED):
+            return f"{file.rsplit('/', 1)[-1]}:{line}"
+    return ""
+
+
+def _running_lines(frame: FrameType | None) -> Iterator[tuple[str, int]]:
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back

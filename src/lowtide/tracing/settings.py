@@ -52,7 +52,7 @@ class StepSettings:
     """Compute the loss of a Hugging Face language model in chunks of tokens, so that its logits never exist at once."""
     update: UpdateSchedule = UpdateSchedule.DEFERRED
     implementation: Implementation | None = None
-    """Of the optimizer; None: what the optimizer was built with, or torch's default on CUDA."""
+    """Implementation of the optimizer; None: what it was built with, or torch's default on CUDA."""
     attention: str | None = None
     """`cudnn`, `flash`, `efficient` or `math`: allow this backend only (and math where it refuses)."""
     max_grad_norm: float | None = None

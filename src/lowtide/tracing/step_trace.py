@@ -63,7 +63,7 @@ class Op:
     """`file.py:line` of the innermost frame outside torch; "" when there is none."""
     phase: Phase
     seconds: float
-    """Roofline estimate on the target card (predicted), or 0.0 where nothing was timed."""
+    """Roofline estimate on the target device (predicted), or 0.0 where nothing was timed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ class Target:
     context_bytes: int
     """CUDA context and loaded kernels: outside the allocator, reported beside the peak. 0 where unknown."""
     capacity_bytes: int
-    """Memory of the card. 0 where unknown."""
+    """Memory of the device. 0 where unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -1,4 +1,4 @@
-"""The training step itself, in plain torch: what is traced, and what is observed."""
+"""The training step itself, in plain torch: what is traced and what is observed, and listeners that follow it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,21 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules import module as module_hooks
 
+from lowtide import compat
+from lowtide.activations.apply import apply
+from lowtide.activations.losses.huggingface import chunked_head
+from lowtide.activations.policy import Keep
+from lowtide.activations.policy_call import CompileGroup
 from lowtide.errors import BatchMismatchError, ConfigError, TraceError
 from lowtide.hardware.machine import software
+from lowtide.memory.mover import Mover
 from lowtide.tracing.settings import Implementation, StepSettings, UpdateSchedule
 from lowtide.tracing.step_trace import Phase
 
 Loss = Callable[[nn.Module, Any], Tensor]
+OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 
 _FULL = "float32"
 """What torch's autocast does not compute in: it switches itself off for it."""
@@ -36,6 +44,72 @@ class PhaseListener(Protocol):
     def __call__(self, phase: Phase) -> None:
         """This phase begins now."""
         ...
+
+
+class GradientWatch:
+    """A context in which `on_gradient` is told of each parameter's gradient as soon as it is complete.
+
+    Before the user's own hooks, which may free it. The hooks go when the context ends; they hold nothing of the model.
+    """
+
+    def __init__(self, model: nn.Module, on_gradient: Callable[[Tensor], None]) -> None:
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._on_gradient = on_gradient
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> None:
+        on_gradient = self._on_gradient
+
+        def tell(parameter: Tensor) -> None:
+            if parameter.grad is not None:
+                on_gradient(parameter.grad)
+
+        self._handles = [compat.register_first_gradient_hook(parameter, tell) for parameter in self._parameters]
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._parameters.clear()
+
+
+class ModuleListener(Protocol):
+    """Is told which module's forward runs, in the thread that runs it."""
+
+    def enter_module(self, path: str) -> None:
+        """A forward begins."""
+        ...
+
+    def leave_module(self, *, has_weights: bool) -> None:
+        """The innermost one ends."""
+        ...
+
+
+class ModulePaths:
+    """A context that tells a listener of every module's forward, recomputations included. Holds no module."""
+
+    def __init__(self, model: nn.Module, listener: ModuleListener) -> None:
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._weighty = {id(module) for module in model.modules() if next(module.parameters(), None) is not None}
+        self._listener = listener
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._handles = [
+            module_hooks.register_module_forward_pre_hook(self._enter),
+            module_hooks.register_module_forward_hook(self._leave, always_call=True),
+        ]
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._listener.enter_module(self._paths.get(id(module), type(module).__name__))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._listener.leave_module(has_weights=id(module) in self._weighty)
 
 
 @dataclass(slots=True)
@@ -73,7 +147,7 @@ class TrainingStep:
         autocast = self.settings.autocast
         is_on = autocast is not None and autocast != _FULL
         with torch.autocast(device_type, dtype=getattr(torch, str(autocast))) if is_on else contextlib.nullcontext():
-            # The loss phase begins at the latest when the outermost module returns (see Recorder.begin_phase).
+            # The loss phase begins at the latest when the outermost module returns (see StorageRecorder.begin_phase).
             hook = self.model.register_forward_hook(lambda *_: on_phase(Phase.LOSS))
             try:
                 loss: Any = (self.loss or _own_loss)(self.model, self.batch)
@@ -217,7 +291,7 @@ def choose_implementation(optimizer: torch.optim.Optimizer, implementation: Impl
 
 
 def choose_as_on_host(optimizer: torch.optim.Optimizer) -> None:
-    """Where nothing is said, torch takes its foreach implementation on cards alone."""
+    """Where nothing is said, torch takes its foreach implementation on devices alone."""
     for group in optimizer.param_groups:
         if group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = False
@@ -244,3 +318,31 @@ def update_in_backward(optimizer: torch.optim.Optimizer) -> None:
 
             parameter.register_post_accumulate_grad_hook(update)
             optimizer.state[parameter] = single.state[parameter]
+
+
+@contextlib.contextmanager
+def activations_applied(
+    model: nn.Module,
+    settings: StepSettings,
+    *,
+    mover: Mover | None = None,
+    compile_group: CompileGroup | None = None,
+) -> Iterator[None]:
+    """Put what the settings say about activations on a model; afterwards it is as it came.
+
+    Args:
+        model: Real, or of ghosts.
+        settings: Of the step.
+        mover: Carries offloaded tensors; None takes the one of the model's device.
+        compile_group: Compiles a group under a budget; None takes torch's compiler.
+
+    Raises:
+        ConfigError: The model has no repeated blocks for a policy, or no head that can be chunked.
+    """
+    with contextlib.ExitStack() as stack:
+        if settings.chunked_loss:
+            stack.callback(chunked_head(model).remove)
+        policy = settings.policy
+        if policy is not None and policy != Keep():
+            stack.callback(apply(model, policy, mover=mover, compile_group=compile_group).remove)
+        yield

@@ -20,9 +20,9 @@ from lowtide.lab.progress import Progress
 from lowtide.lab.recipe import CompileRecipe, Recipe
 from lowtide.models import resolve_model
 from lowtide.models.output import ModelOutput
-from lowtide.partition.program import Program
-from lowtide.partition.reading import read_partition
-from lowtide.partition.scheduling import schedule
+from lowtide.tracing.compiled.partition import read_partition
+from lowtide.tracing.compiled.program import Program
+from lowtide.tracing.compiled.schedule import schedule
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),

@@ -24,8 +24,8 @@ from lowtide.optim.update_types import numerics_of
 from lowtide.planning.hand_plan import make_plan
 from lowtide.planning.plan import Plan
 from lowtide.runtime.manage import manage
+from lowtide.tracing.prediction.trace import trace
 from lowtide.tracing.step_trace import Category, StepTrace
-from lowtide.tracing.trace import trace
 
 WIDTH = 128
 MATRIX_BYTES = 2 * WIDTH * WIDTH * 4
@@ -88,7 +88,7 @@ def predicted_bytes(
     numerics = None if precision is None else numerics_of(precision, "fp32")[1]
     session = SessionFootprint(plan, layout, make_optimizer=make, numerics=numerics)
     model, inputs = (Reader(), batch) if isinstance(batch, Tensor) else (Stack(), torch.zeros(batch, WIDTH))
-    found = trace(model, inputs, optimizer=session.optimizer, loss=run, surroundings=session)
+    found = trace(model, inputs, optimizer=session.optimizer, loss=run, context=session)
     return asked_for(found)
 
 

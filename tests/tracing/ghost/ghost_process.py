@@ -17,7 +17,7 @@ import cloudpickle
 import torch
 from torch import Tensor
 
-from lowtide.tracing import worker
+from lowtide.tracing.prediction.sandbox import portable, receive, send
 
 REPO = Path(__file__).resolve().parents[3]
 
@@ -28,14 +28,13 @@ class Lab:
     def __init__(self, hardware: str = "h200", torch_version: str = "2.11.0") -> None:
         from lowtide.hardware import find_hardware
         from lowtide.tracing.ghost.machine import GhostMachine
-        from lowtide.tracing.recorder import Recorder
+        from lowtide.tracing.recorder import StorageRecorder
         from lowtide.tracing.step_trace import Phase
 
         self.machine = GhostMachine.get()
-        self.recorder = Recorder()
-        self.recorder.root = "Root"
+        self.recorder = StorageRecorder(root="Root")
         self.mode = self.machine.mode_for(self.recorder, find_hardware(hardware), torch_version)
-        self.recorder.phase = Phase.FORWARD
+        self.recorder.begin_phase(Phase.FORWARD)
         self.phase = Phase
         self.base = 0
 
@@ -46,7 +45,7 @@ class Lab:
 
     def known(self, values: Tensor) -> Any:
         """A tensor on the card whose values came along with the batch."""
-        from lowtide.tracing.ghost.values import Known
+        from lowtide.tracing.ghost.tensor import Known
 
         return self.mode.place(values.to("meta"), known=Known(values))
 
@@ -99,8 +98,8 @@ class GhostProcess:
             )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        worker.send(self._process.stdin, cloudpickle.dumps((function, hardware, torch_version)))
-        is_error, content = worker.receive(self._process.stdout)
+        send(self._process.stdin, cloudpickle.dumps((function, hardware, torch_version)))
+        is_error, content = receive(self._process.stdout)
         if is_error:
             raise content
         return content
@@ -120,16 +119,16 @@ def main() -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            function, hardware, version = pickle.loads(worker.receive(sys.stdin.buffer))
+            function, hardware, version = pickle.loads(receive(sys.stdin.buffer))
         except EOFError:
             os._exit(0)  # autograd's device thread does not survive an ordinary interpreter shutdown
         try:
             lab = Lab(hardware, version)
             with lab.mode:
                 result = function(lab)
-            worker.send(answers, (False, result))
+            send(answers, (False, result))
         except BaseException as error:
-            worker.send(answers, (True, worker._portable(error)))
+            send(answers, (True, portable(error)))
 
 
 if __name__ == "__main__":

@@ -147,7 +147,7 @@ class TestWeightCasts:
             x, weight = lab.ghost(4, 16), lab.ghost(32, 16, needs_grad=True)
             with torch.autocast("cuda", dtype=torch.bfloat16):
                 loss = F.linear(x, weight).sum()
-            lab.recorder.phase = lab.phase.BACKWARD
+            lab.recorder.begin_phase(lab.phase.BACKWARD)
             loss.backward()
             return weight.grad.dtype
 
@@ -188,7 +188,7 @@ def test_a_recurrent_layer_casts_its_weights_into_one_buffer(ghosts: GhostProces
         with torch.autocast("cuda", dtype=torch.bfloat16):
             out = layer(x)[0]
         births = lab.outputs
-        lab.recorder.phase = lab.phase.BACKWARD
+        lab.recorder.begin_phase(lab.phase.BACKWARD)
         out.float().sum().backward()
         return births, out.dtype, {weight.grad.dtype for weight in layer.parameters()}  # type: ignore[union-attr]
 
@@ -207,7 +207,7 @@ def test_a_recurrent_layers_gradients_are_cast_from_the_last_weight_to_the_first
         layer = torch.nn.GRU(8, 16, device="ghost")
         with torch.autocast("cuda", dtype=torch.bfloat16):
             out = layer(lab.ghost(5, 3, 8))[0]
-        lab.recorder.phase = lab.phase.BACKWARD
+        lab.recorder.begin_phase(lab.phase.BACKWARD)
         lab.mark()
         out.float().sum().backward()
         return lab.births

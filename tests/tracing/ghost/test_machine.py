@@ -64,7 +64,7 @@ def test_optimizers_take_their_foreach_form_as_on_cuda(ghosts: GhostProcess, kin
         parameter = lab.ghost(4, 4, needs_grad=True)
         optimizer = kind([parameter])  # type: ignore[call-arg]
         parameter.grad = lab.ghost(4, 4)
-        lab.recorder.phase = lab.phase.UPDATE
+        lab.recorder.begin_phase(lab.phase.UPDATE)
         optimizer.step()
         return any(name.startswith("aten._foreach") for name in lab.calls)
 
@@ -77,7 +77,7 @@ def test_a_checkpoint_runs_its_forward_again(ghosts: GhostProcess) -> None:
         start = lab.live_bytes
         out = checkpoint(lambda y: y.exp().exp().exp(), x, use_reentrant=False)
         held = lab.live_bytes - start
-        lab.recorder.phase = lab.phase.BACKWARD
+        lab.recorder.begin_phase(lab.phase.BACKWARD)
         out.sum().backward()
         return held, sum(name == "aten.exp" for name in lab.calls)
 

@@ -135,7 +135,7 @@ class TestOperators:
         def step(lab: Lab) -> list[tuple[str, int]]:
             x = lab.ghost(64, needs_grad=True)
             y = F.silu(x).sum()
-            lab.recorder.phase = lab.phase.BACKWARD
+            lab.recorder.begin_phase(lab.phase.BACKWARD)
             lab.mark()
             y.backward()
             return lab.births
@@ -327,7 +327,7 @@ class TestValues:
 
     def test_a_number_read_by_the_optimizer_is_noted_not_refused(self, ghosts: GhostProcess) -> None:
         def step(lab: Lab) -> tuple[float, list[str]]:
-            lab.recorder.phase = lab.phase.UPDATE
+            lab.recorder.begin_phase(lab.phase.UPDATE)
             return lab.ghost(4).norm().item(), list(lab.mode.notes)
 
         value, notes = ghosts(step)
@@ -399,7 +399,7 @@ class TestGradientSums:
         def step(lab: Lab) -> tuple[int, int]:
             x = lab.ghost(4, 4, needs_grad=True)
             total = graph(x).sum()
-            lab.recorder.phase = lab.phase.BACKWARD
+            lab.recorder.begin_phase(lab.phase.BACKWARD)
             lab.mark()
             first = len(lab.calls)
             total.backward()

@@ -26,7 +26,7 @@ def run(lab: Lab, dropout: float) -> tuple[int, list[str]]:
     before = lab.live_bytes
     out = checkpoint(block, x, use_reentrant=False, context_fn=functools.partial(selective_contexts(None)))
     kept = lab.live_bytes - before - 4
-    lab.recorder.phase = lab.phase.BACKWARD
+    lab.recorder.begin_phase(lab.phase.BACKWARD)
     lab.mark()
     out.backward()
     again = [op for op, _ in lab.outputs if op in ("aten.mm", "aten.gelu", "aten.relu") or "dot_product" in op]

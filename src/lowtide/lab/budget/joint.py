@@ -14,9 +14,8 @@ from lowtide.errors import ConfigError, TraceError
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.training import Batch, make_batches
 from lowtide.models import resolve_model
-from lowtide.tracing.attention_choices import AttentionChoices
-from lowtide.tracing.card_attention import CardAttention
-from lowtide.tracing.ghost.attention import Attention
+from lowtide.tracing.attention.kernels import Attention, TargetAttention
+from lowtide.tracing.attention.use import AttentionChoices
 
 HOPPER = (9, 0)
 """Compute capability that is taken where no card is there to ask."""
@@ -41,7 +40,7 @@ def trace_recipe(recipe: Recipe) -> tuple[compat.JointGraph, tuple[str, ...]]:
         return trace_model(model, batch, name=recipe.model), ("attention as on the host",)
     major, minor = torch.__version__.split(".")[:2]
     choices = AttentionChoices(_capability(), (int(major), int(minor)))
-    with CardAttention(Attention(choices, lambda: "")):
+    with TargetAttention(Attention(choices, lambda: "")):
         joint = trace_model(model, batch, name=recipe.model)
     return joint, tuple(choices.notes())
 

@@ -16,10 +16,9 @@ from lowtide.lab.budget.points import BudgetPoint, not_monotone
 from lowtide.lab.progress import OnProgress, Progress
 from lowtide.lab.recipe import Recipe
 from lowtide.models import resolve_model
-from lowtide.partition.fusion import fuse
-from lowtide.partition.liveness import find_peak
-from lowtide.partition.reading import Partition, read_partition
-from lowtide.partition.scheduling import schedule
+from lowtide.tracing.compiled.partition import Partition, read_partition
+from lowtide.tracing.compiled.program import find_peak
+from lowtide.tracing.compiled.schedule import fuse, schedule
 
 COUNTED = (
     "bytes are those of live tensors: the allocator's rounding, the libraries' workspaces and the optimizer's update are not "

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from lowtide.memory.mover import Copied, Ticket
+from lowtide.tracing.prediction.context import DeviceMemory
 from lowtide.tracing.recorder import Life
-from lowtide.tracing.surroundings import DeviceMemory
 
 
 class Point:

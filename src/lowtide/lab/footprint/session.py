@@ -40,15 +40,13 @@ from lowtide.runtime.residency import Residency
 from lowtide.runtime.unit import Bound, Unit
 from lowtide.runtime.updater import Updater
 from lowtide.runtime.window import Window
-from lowtide.tracing.activation_setup import connects_calls
-from lowtide.tracing.ghost.mover import GhostMover
-from lowtide.tracing.surroundings import DeviceMemory
+from lowtide.tracing.prediction.context import DeviceMemory
 
 MakeOptimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 
 
 class SessionFootprint:
-    """The surroundings of a trace under a plan, and its optimizer.
+    """The context of a traced step under a plan, and its optimizer.
 
     Args:
         plan: Of the model.
@@ -73,11 +71,6 @@ class SessionFootprint:
             self._runner = KernelFootprint(optimizer, self._numerics)
         vars(optimizer)["step"] = self._step
         return optimizer
-
-    @property
-    def connects_blocks(self) -> bool:
-        """Whether weights, gradients or activations travel: then it matters what came before."""
-        return self._moves or any(map(connects_calls, self._policies().values()))
 
     @property
     def num_warm_up_steps(self) -> int:
@@ -118,8 +111,9 @@ class SessionFootprint:
 
     def _apply(self, model: nn.Module, policies: dict[str, Policy], memory: DeviceMemory) -> Applied:
         storages = {compat.storage_key(parameter) for parameter in self.placed(model)}
-        mover = GhostMover(memory.device)
-        return apply(model, policies, mover=mover, is_weight=lambda tensor: compat.storage_key(tensor) in storages)
+        return apply(
+            model, policies, mover=memory.mover, is_weight=lambda tensor: compat.storage_key(tensor) in storages
+        )
 
     def _bind(self, model: nn.Module, memory: DeviceMemory) -> None:
         assert self._runner is not None, "the optimizer is made first"

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from lowtide.tracing.allocator.caching import CachingAllocator
-from lowtide.tracing.allocator.conf import parse_allocator_conf
+from lowtide.tracing.allocator.blocks import BlockInfo, SegmentInfo
+from lowtide.tracing.allocator.caching import AllocatorFullError, CachingAllocator
 from lowtide.tracing.allocator.driver import AddressPolicy
-from lowtide.tracing.allocator.full_error import AllocatorFullError
-from lowtide.tracing.allocator.settings import AllocatorSettings
-from lowtide.tracing.allocator.snapshot import BlockInfo, SegmentInfo
+from lowtide.tracing.allocator.settings import AllocatorSettings, parse_allocator_conf
 
 __all__ = [
     "AddressPolicy",

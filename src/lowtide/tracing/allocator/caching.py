@@ -1,4 +1,4 @@
-"""CachingAllocator: torch's CUDA caching allocator, replayed block by block without a card.
+"""CachingAllocator: torch's CUDA caching allocator, replayed block by block without a device.
 
 Note [The rules]
 A request is rounded up to 512 bytes. Up to 1 MiB it belongs to the small pool, else to the large one; each stream has
@@ -6,7 +6,7 @@ its own pools. The smallest free block that fits is taken, the lowest address am
 it is split: in the small pool when 512 bytes or more remain, in the large pool only when more than 1 MiB remains, so a
 large block can cost up to 1 MiB more than was asked for. When nothing fits, a segment comes from the driver: 2 MiB for
 a small request, 20 MiB below 10 MiB, otherwise the request rounded up to 2 MiB. A freed block merges with free
-neighbours in its segment and stays in its pool; segments are kept. Only when the card is full are segments without a
+neighbours in its segment and stays in its pool; segments are kept. Only when the device is full are segments without a
 block in use given back, and the request tried again. Requests of no bytes never reach the allocator. A block taken on
 a stream serves that stream only; `record_stream`, graph capture and private pools are not modelled.
 """
@@ -14,12 +14,40 @@ a stream serves that stream only; `record_stream`, graph capture and private poo
 from __future__ import annotations
 
 from lowtide.errors import ConfigError, TraceError
-from lowtide.tracing.allocator.blocks import Block, Pool
+from lowtide.tracing.allocator.blocks import Block, Pool, SegmentInfo, describe_segments
 from lowtide.tracing.allocator.driver import AddressPolicy, DriverMemory
 from lowtide.tracing.allocator.expandable import ExpandableSegments
-from lowtide.tracing.allocator.full_error import AllocatorFullError
 from lowtide.tracing.allocator.settings import BLOCK_BYTES, SMALL_REQUEST_BYTES, AllocatorSettings
-from lowtide.tracing.allocator.snapshot import SegmentInfo, describe_segments
+from lowtide.units import format_bytes
+
+
+class AllocatorFullError(TraceError):
+    """The step does not fit on the device, even with all cached memory given back. Use less, or a larger device."""
+
+    def __init__(
+        self,
+        settings: AllocatorSettings,
+        *,
+        requested_bytes: int,
+        segment_bytes: int,
+        allocated_bytes: int,
+        reserved_bytes: int,
+    ) -> None:
+        limits = (settings.capacity_bytes, settings.allowed_bytes)
+        limit = format_bytes(min(limit for limit in limits if limit is not None))
+        request, more, in_use = map(format_bytes, (requested_bytes, segment_bytes, allocated_bytes))
+        pieces = format_bytes(reserved_bytes - allocated_bytes)
+        super().__init__(
+            f"a request of {request} needs {more} more from a card of {limit}, of which {in_use} are in use and"
+            f" {pieces} are free in pieces that cannot be given back; make the batch smaller, use a technique that"
+            " saves memory, or choose a larger card"
+        )
+        self.requested_bytes = requested_bytes
+        """The request that failed."""
+        self.allocated_bytes = allocated_bytes
+        """In use at that moment."""
+        self.reserved_bytes = reserved_bytes
+        """Held by the allocator at that moment: in use, or in pieces of segments that are in use."""
 
 
 class CachingAllocator:
@@ -48,7 +76,7 @@ class CachingAllocator:
         self.peak_allocated_bytes = 0
         self.peak_requested_bytes = 0
         self.num_retries = 0
-        """How often the card was full and cached memory had to be given back first."""
+        """How often the device was full and cached memory had to be given back first."""
         self._driver = DriverMemory(self.settings.capacity_bytes, address_policy)
         self._expandable = (
             ExpandableSegments(self.settings, self._driver) if self.settings.expandable_segments else None
@@ -196,7 +224,7 @@ class CachingAllocator:
         return pool.is_small or self._expandable is not None or max_split is None or size < max_split
 
     def _take_fresh(self, pool: Pool, size: int, requested_bytes: int) -> Block:
-        """A block from the driver; when the card is full, cached memory is given back first, as little as will do."""
+        """A block from the driver; when the device is full, cached memory is given back first, as little as will do."""
         if self.settings.garbage_collection_threshold is not None and self.settings.allowed_bytes is not None:
             self._collect_garbage(self.settings.garbage_collection_threshold, self.settings.allowed_bytes)
         block = self._reserve(pool, size)
@@ -217,7 +245,7 @@ class CachingAllocator:
         return block
 
     def _reserve(self, pool: Pool, size: int) -> Block | None:
-        """A block from the driver, outside any pool; None when the card is full."""
+        """A block from the driver, outside any pool; None when the device is full."""
         segment_bytes = self.settings.segment_bytes(size)
         allowed = self.settings.allowed_bytes
         if allowed is not None and self._driver.taken_bytes + segment_bytes > allowed:

@@ -1,4 +1,4 @@
-"""The card behind the allocator: how much memory there is, and at which addresses segments lie.
+"""The device behind the allocator: how much memory there is, and at which addresses segments lie.
 
 Note [Addresses]
 Among free blocks of exactly one size the allocator takes the one at the lowest address, so the order of segments in
@@ -62,7 +62,7 @@ class _Chunk:
 
 
 class DriverMemory:
-    """Memory of one card: counts what is taken, refuses what does not fit, and hands out addresses.
+    """Memory of one device: counts what is taken, refuses what does not fit, and hands out addresses.
 
     Fragmentation of physical memory is not modelled: the driver maps pages, so what is free can be had in one piece.
     """

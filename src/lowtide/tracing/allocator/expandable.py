@@ -1,4 +1,4 @@
-"""Expandable segments: address space for more than the card, into which memory is mapped page by page as it is needed.
+"""Expandable segments: address space for more than the device, into which memory is mapped page by page as it is needed.
 
 One segment per pool and stream grows instead of many being made, so what is free lies together and serves any later
 request. Reserved memory counts mapped pages: 2 MiB each in the small pool, `large_segment_bytes` (20 MiB) each in the
@@ -13,7 +13,7 @@ from lowtide.tracing.allocator.settings import SMALL_SEGMENT_BYTES, AllocatorSet
 from lowtide.units import TiB
 
 _ENDLESS_BYTES = 4 * TiB
-"""Stands for the memory of a card whose capacity is not given."""
+"""Stands for the memory of a device whose capacity is not given."""
 
 
 class ExpandableSegments:
@@ -23,14 +23,14 @@ class ExpandableSegments:
         self._driver = driver
         self._large_page_bytes = settings.large_segment_bytes
         memory_bytes = settings.capacity_bytes or _ENDLESS_BYTES
-        # An eighth more than the card, so that pages unmapped in the middle can come back at the end.
+        # An eighth more than the device, so that pages unmapped in the middle can come back at the end.
         self._address_bytes = memory_bytes + memory_bytes // 8
         self._top = 0
 
     def grow(self, pool: Pool, size: int) -> Block | None:
-        """A free block of at least `size` bytes, outside its pool, made by mapping pages; None when the card is full.
+        """A free block of at least `size` bytes, outside its pool, made by mapping pages; None when the device is full.
 
-        Pages mapped before the card turned out to be full stay mapped, as free blocks.
+        Pages mapped before the device turned out to be full stay mapped, as free blocks.
         """
         candidate = self._lowest_room(pool, size)
         if not candidate.is_mapped and not self._map(candidate, min(candidate.size, size)):

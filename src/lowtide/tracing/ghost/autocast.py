@@ -68,10 +68,15 @@ class WeightCasts:
 
     def __init__(self) -> None:
         self.torch_version = (2, 13)
-        """Of the target."""
+        """The version to predict for."""
         self.has_cast = False
         """Whether anything was cast in the current trace, up or down: else autocast changes nothing in it."""
         self._casts: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def begin_trace(self, torch_version: tuple[int, int]) -> None:
+        """A trace begins, for a version of torch."""
+        self.torch_version = torch_version
+        self.has_cast = False
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """The tensor in `dtype`; a trainable fp32 leaf is cast once per context."""

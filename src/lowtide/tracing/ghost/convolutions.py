@@ -62,7 +62,7 @@ def forward_course(args: Any, out: Tensor) -> Course:
     """Memory of `aten.convolution`, in order: copies, the output, the workspace."""
     inputs, weight = args[0], args[1]
     form = layout(inputs, weight)
-    call = Call(inputs, weight, out, tuple(args[3]), args[8], form is not torch.contiguous_format)
+    call = ConvolutionCall(inputs, weight, out, tuple(args[3]), args[8], form is not torch.contiguous_format)
     return [*_copies(form, inputs, weight), out, _aligned(forward_bytes(call))]
 
 
@@ -70,7 +70,7 @@ def backward_course(args: Any, out: Any) -> Course:
     """Memory of `aten.convolution_backward`, in order: copies, then each gradient with its workspace."""
     gradient, inputs, weight = args[0], args[1], args[2]
     form = layout(inputs, weight)
-    call = Call(inputs, weight, gradient, tuple(args[4]), args[9], form is not torch.contiguous_format)
+    call = ConvolutionCall(inputs, weight, gradient, tuple(args[4]), args[9], form is not torch.contiguous_format)
     course: Course = [*_copies(form, gradient, weight, *([inputs] if args[10][1] else []))]
     for result, rule in ((out[0], input_gradient_bytes), (out[1], weight_gradient_bytes)):
         if result is not None:
@@ -87,7 +87,7 @@ def layout(inputs: Tensor, weight: Tensor) -> torch.memory_format:
     return torch.contiguous_format
 
 
-class Call(NamedTuple):
+class ConvolutionCall(NamedTuple):
     """What a workspace depends on."""
 
     inputs: Tensor
@@ -159,7 +159,7 @@ class Call(NamedTuple):
         return self.weight.numel() * 4
 
 
-def forward_bytes(call: Call) -> int:
+def forward_bytes(call: ConvolutionCall) -> int:
     """Workspace of the forward."""
     if call.is_depthwise:
         return 0
@@ -177,7 +177,7 @@ def forward_bytes(call: Call) -> int:
     return call.grouped_bytes
 
 
-def input_gradient_bytes(call: Call) -> int:
+def input_gradient_bytes(call: ConvolutionCall) -> int:
     """Workspace for the input's gradient."""
     if call.is_depthwise:
         return 0
@@ -190,7 +190,7 @@ def input_gradient_bytes(call: Call) -> int:
     return call.grouped_bytes if max(call.stride) == 1 else call.rearranged_bytes
 
 
-def weight_gradient_bytes(call: Call) -> int:
+def weight_gradient_bytes(call: ConvolutionCall) -> int:
     """Workspace for the weight's gradient."""
     is_single = call.weight.dtype is torch.float32
     if call.is_depthwise:
@@ -213,7 +213,7 @@ def weight_gradient_bytes(call: Call) -> int:
     return parts_bytes if parts_bytes <= MAX_PARTS_SHARE * call.moved_bytes else call.moved_bytes
 
 
-def _split_bytes(call: Call) -> int:
+def _split_bytes(call: ConvolutionCall) -> int:
     if call.reads_image:
         positions = call.output.numel() // max(call.output.size(1), 1)
         part_bytes = _padded_bytes(call.weight) // call.weight.element_size() * 4
@@ -236,11 +236,11 @@ def _split_bytes(call: Call) -> int:
     return splits * call.part_bytes
 
 
-def _is_narrow(call: Call) -> bool:
+def _is_narrow(call: ConvolutionCall) -> bool:
     return call.weight.dtype is torch.float32 and min(call.weight.shape[:2]) <= NARROW_OUTPUT and call.output.dim() > 3
 
 
-def _depthwise_bytes(call: Call) -> int:
+def _depthwise_bytes(call: ConvolutionCall) -> int:
     inputs, kernel = call.inputs, call.weight.size(-1)
     if call.weight.dtype is not torch.float32:
         return DEPTHWISE_PARTS * inputs.size(0) * call.part_bytes
@@ -270,7 +270,7 @@ def _has_channels_last(tensor: Tensor) -> bool:
     return True
 
 
-def _has_odd_rows(call: Call) -> bool:
+def _has_odd_rows(call: ConvolutionCall) -> bool:
     positions = math.prod(call.inputs.shape[2:])
     row = positions * call.inputs.element_size()
     if call.inputs.dtype is not torch.float32 and positions < SHORT_ROW and call.inputs.dim() == 4:

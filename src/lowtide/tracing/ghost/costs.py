@@ -6,15 +6,16 @@ rearranges its operands. Figures behind the rules: `benchmarks/accuracy/calibrat
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from lowtide.hardware import Hardware
-from lowtide.tracing.ghost import convolutions, recurrent, reductions
-from lowtide.tracing.ghost.arithmetic import num_flops
+from lowtide.tracing.ghost import convolutions, recurrent
 from lowtide.tracing.ghost.operators import Course, Operator
 
 MATRIX_PRODUCTS = frozenset(
@@ -31,11 +32,11 @@ MATRIX_PRODUCTS = frozenset(
     }
 )
 EFFICIENCY = 0.7
-"""Share of the card's best rates that ordinary kernels reach; only the shape of the time axis depends on it."""
+"""Share of the device's best rates that ordinary kernels reach; only the shape of the time axis depends on it."""
 
 
 class CudaCosts:
-    """The costs of one target card under one torch version."""
+    """The costs of one target device under one torch version."""
 
     def __init__(self, hardware: Hardware, torch_version: str) -> None:
         self._hardware = hardware
@@ -143,7 +144,7 @@ def _staging(tensor: Tensor, dims: Any, num_sms: int) -> list[int]:
     if tensor.dim() == 0 or tensor.numel() == 0:
         return []
     accumulator = max(tensor.element_size(), 4) if tensor.is_floating_point() else 8
-    return list(reductions.staging_bytes(reductions.describe(tensor, dims, accumulator), num_sms))
+    return list(staging_bytes(describe_reduction(tensor, dims, accumulator), num_sms))
 
 
 def _softmax_backward(args: Any, out: Any, num_sms: int) -> list[int]:
@@ -280,4 +281,147 @@ _COURSES: dict[str, Callable[[Any, Any], Course]] = {
     "aten.convolution_backward": convolutions.backward_course,
     "aten._cudnn_rnn": recurrent.forward_course,
     "aten._cudnn_rnn_backward": recurrent.backward_course,
+}
+
+
+MAX_THREADS = 512
+WARP = 32
+MIN_VALUES_PER_THREAD = 16
+MAX_VALUES_PER_THREAD = 256
+THREADS_PER_SM = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """A reduction as the kernel sees it, dimensions merged."""
+
+    num_outputs: int
+    inputs_per_output: int
+    reduces_fastest: bool
+    """Whether the dimension of the smallest stride is reduced."""
+    vector: int
+    """Outputs computed by one thread side by side."""
+    accumulator_bytes: int
+
+
+def describe_reduction(tensor: Tensor, dims: Sequence[int], accumulator_bytes: int) -> Reduction:
+    """The reduction of a tensor over some dimensions (all of them when none is given)."""
+    reduced = {d % tensor.dim() for d in dims} if dims else set(range(tensor.dim()))
+    sizes = tensor.shape
+    inputs = outputs = 1
+    for d, size in enumerate(sizes):
+        if d in reduced:
+            inputs *= size
+        else:
+            outputs *= size
+    reduced_strides = [tensor.stride(d) for d in reduced if sizes[d] > 1]
+    kept = [(tensor.stride(d), sizes[d]) for d in range(tensor.dim()) if d not in reduced and sizes[d] > 1]
+    reduces_fastest = not kept or (bool(reduced_strides) and min(reduced_strides) < min(kept)[0])
+    vector = 1
+    if not reduces_fastest and kept and min(kept)[0] == 1:
+        others = [*reduced_strides, *(stride for stride, _ in kept if stride != 1)]
+        for candidate in (4, 2):
+            if min(kept)[1] % candidate == 0 and all(stride % candidate == 0 for stride in others):
+                vector = candidate
+                break
+    return Reduction(
+        num_outputs=outputs,
+        inputs_per_output=inputs,
+        reduces_fastest=reduces_fastest,
+        vector=vector,
+        accumulator_bytes=accumulator_bytes,
+    )
+
+
+def staging_bytes(reduction: Reduction, num_sms: int) -> tuple[int, int]:
+    """Bytes of the staging buffer and of its semaphores; zeros where one block finishes each output alone."""
+    outputs, inputs = reduction.num_outputs, reduction.inputs_per_output
+    if outputs == 0 or inputs == 0:
+        return 0, 0
+    threads = MAX_THREADS // reduction.vector
+    width_of, height_of = (inputs, outputs) if reduction.reduces_fastest else (outputs // reduction.vector, inputs)
+    width_limit = threads if width_of >= threads else _last_power(width_of)
+    height_limit = threads if height_of >= threads else _last_power(height_of)
+    width = min(width_limit, WARP)
+    height = min(height_limit, threads // width)
+    width = min(width_limit, threads // height)
+    step_input, step_output = (width, 1) if reduction.reduces_fastest else (1, width)
+    values = -(-inputs // step_input)
+    splits_warps = values >= min(height * 16, MAX_VALUES_PER_THREAD)
+    if splits_warps:
+        step_input *= height
+        values = -(-inputs // step_input)
+    else:
+        step_output *= height
+    grid = -(-(outputs // reduction.vector) // step_output)
+    target = num_sms * (THREADS_PER_SM // (width * height))
+    if not (splits_warps and values >= MAX_VALUES_PER_THREAD and grid <= target):
+        return 0, 0
+    blocks = max(min(-(-target // grid), -(-values // MIN_VALUES_PER_THREAD)), -(-values // MAX_VALUES_PER_THREAD))
+    if blocks <= 1:
+        return 0, 0
+    staging = reduction.accumulator_bytes * outputs * blocks
+    if not reduction.reduces_fastest:
+        staging *= width * reduction.vector
+    return staging, 4 * grid
+
+
+def _last_power(number: int) -> int:
+    return 1 << max(number.bit_length() - 1, 0)
+
+
+BACKWARD_ATTENTION = 2.5
+"""Products in the backward of fused attention (five) over those in its forward (two)."""
+
+
+def num_flops(name: str, args: tuple[Any, ...], out: Any) -> float:
+    """Operations of one call; 0 for operators that are bound by memory traffic anyway."""
+    formula = _FORMULAS.get(name)
+    return 0.0 if formula is None else float(formula(args, out))
+
+
+def _product(left: int) -> Callable[[tuple[Any, ...], Any], Any]:
+    def formula(args: tuple[Any, ...], out: Any) -> Any:
+        return 2.0 * math.prod(out.shape) * args[left].shape[-1]
+
+    return formula
+
+
+def _grouped_product(args: tuple[Any, ...], out: Any) -> Any:
+    if args[0].dim() == 2 and args[1].dim() == 2:  # the weights' gradients: each row is used by one group only
+        return 2.0 * math.prod(out.shape[1:]) * args[0].shape[-1]
+    return 2.0 * math.prod(out.shape) * args[0].shape[-1]
+
+
+def _attention(scale: float, first: int) -> Callable[[tuple[Any, ...], Any], Any]:
+    def formula(args: tuple[Any, ...], out: Any) -> Any:
+        query, key = args[first], args[first + 1]
+        batch, heads, length, size = query.shape
+        return scale * 4.0 * batch * heads * length * key.shape[2] * size
+
+    return formula
+
+
+def _convolution(args: tuple[Any, ...], out: Any) -> Any:
+    return 2.0 * math.prod(out.shape) * math.prod(args[1].shape[1:])
+
+
+def _convolution_backward(args: tuple[Any, ...], out: Any) -> Any:
+    return 4.0 * math.prod(args[0].shape) * math.prod(args[2].shape[1:])
+
+
+_FORMULAS: dict[str, Callable[[tuple[Any, ...], Any], Any]] = {
+    "aten.mm": _product(0),
+    "aten.bmm": _product(0),
+    "aten.addmm": _product(1),
+    "aten.baddbmm": _product(1),
+    "aten._addmm_activation": _product(1),
+    "aten._grouped_mm": _grouped_product,
+    "aten.convolution": _convolution,
+    "aten.convolution_backward": _convolution_backward,
+    **{f"aten._scaled_dot_product_{kind}_attention": _attention(1.0, 0) for kind in ("cudnn", "flash", "efficient")},
+    **{
+        f"aten._scaled_dot_product_{kind}_attention_backward": _attention(BACKWARD_ATTENTION, 1)
+        for kind in ("cudnn", "flash", "efficient")
+    },
 }

@@ -1,23 +1,35 @@
-"""The ghost device: torch's spare backend slot, registered as a card that has no memory and runs nothing.
+"""The ghost device, and `torch.cuda` as it would answer on a machine with one device of the target kind.
 
-A spare backend, not `meta` or `cpu`, because C++ code asks tensors for their kind of device: dropout takes its fused form,
-the optimizers their foreach form, autograd its device thread only for what looks like an accelerator. Registration is
-global and final for the process, so only the tracing subprocess does it.
+The ghost device is torch's spare backend slot, registered as an accelerator that has no memory and runs nothing. A spare
+backend, not `meta` or `cpu`, because C++ code asks tensors for their kind of device: dropout takes its fused form, the
+optimizers their foreach form, autograd its device thread only for what looks like an accelerator. Registration is global and
+final for the process, so only the tracing subprocess does it.
+
+Models name the CUDA device in so many words (`device="cuda"`, `x.cuda()`), ask whether there is one and which, wait for it, or
+empty its cache. In the tracing subprocess there is no CUDA, by intention, and torch refuses such calls before any dispatch mode
+sees them: they are translated one level above. The questions get the target's answers, the rest does nothing. What changes the
+memory of a step (side streams, graphs) is not pretended.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from lowtide import compat
+from lowtide.hardware import Hardware
 
 NAME = "ghost"
 
 
 class GhostModule:
-    """What torch expects to find as `torch.ghost`: one card, no random state worth keeping."""
+    """What torch expects to find as `torch.ghost`: one device, no random state worth keeping."""
 
     def is_initialized(self) -> bool:
         return True
@@ -62,9 +74,91 @@ class GhostModule:
         return torch.device(NAME, 0)
 
 
-def register() -> torch.device:
+def register_device() -> torch.device:
     """Make the ghost device known to torch, once, and return it."""
     module = getattr(torch, NAME, None)
     if module is None:
         compat.register_python_backend(NAME, GhostModule())
     return torch.device(NAME, 0)
+
+
+@contextlib.contextmanager
+def cuda_functions(hardware: Hardware) -> Iterator[None]:
+    """While active, `torch.cuda` speaks for the device."""
+    replaced = [
+        *((torch.cuda, name, answer) for name, answer in _answers(hardware).items()),
+        *((torch.cuda.nvtx, name, _nothing) for name in ("range_push", "range_pop", "mark")),
+    ]
+    originals = [(place, name, getattr(place, name)) for place, name, _ in replaced]
+    for place, name, answer in replaced:
+        setattr(place, name, answer)
+    try:
+        yield
+    finally:
+        for place, name, original in originals:
+            setattr(place, name, original)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _answers(hardware: Hardware) -> dict[str, Callable[..., Any]]:
+    major, minor = hardware.compute_capability
+    properties = SimpleNamespace(
+        name=hardware.label,
+        major=major,
+        minor=minor,
+        total_memory=hardware.memory_bytes,
+        multi_processor_count=hardware.num_sms,
+    )
+    # A model that logs its memory must not fail; what it logs does not matter here.
+    logged = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+    without_effect = (
+        "set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "manual_seed", "manual_seed_all",
+        "set_rng_state",
+    )  # fmt: skip
+    return {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "is_bf16_supported": lambda including_emulation=True: major >= 8 or including_emulation,
+        "is_current_stream_capturing": lambda: False,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "get_device_capability": lambda device=None: (major, minor),
+        "get_device_name": lambda device=None: hardware.label,
+        "get_device_properties": lambda device=None: properties,
+        "mem_get_info": lambda device=None: (hardware.memory_bytes, hardware.memory_bytes),
+        "get_rng_state": lambda device="cuda": torch.empty(0, dtype=torch.uint8),  # there is no randomness to replay
+        **{name: lambda device=None: 0 for name in logged},
+        **dict.fromkeys(without_effect, _nothing),
+    }
+
+
+class LiteralDevices(TorchFunctionMode):
+    """While active, `cuda` in an argument of torch's functions means `device`."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.cuda:
+            return self._to_device(*args, **kwargs)
+        if func is Tensor.pin_memory:
+            return args[0]  # there is no device to pin it for
+        if func is Tensor.to:
+            args = tuple(self._translated(arg) for arg in args)
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": self._translated(kwargs["device"])}
+        return func(*args, **kwargs)
+
+    def _translated(self, value: Any) -> Any:
+        is_cuda = (isinstance(value, torch.device) and value.type == "cuda") or (
+            isinstance(value, str) and value.partition(":")[0] == "cuda"
+        )
+        return self._device if is_cuda else value
+
+    def _to_device(self, tensor: Tensor, device: Any = None, non_blocking: bool = False, **options: Any) -> Tensor:
+        return tensor.to(self._device, non_blocking=non_blocking, **options)

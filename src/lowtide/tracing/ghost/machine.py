@@ -1,4 +1,4 @@
-"""GhostMachine: a process in which torch believes in a CUDA card of a given kind.
+"""GhostMachine: a process in which torch believes in a CUDA device of a given kind.
 
 Installs, once per process: the ghost device, its choice of attention, and the optimizers' defaults for CUDA. Autocast rules and
 kernels that only CUDA or only the host has change with the target. Only the tracing subprocess becomes one.
@@ -6,6 +6,7 @@ kernels that only CUDA or only the host has change with the target. Only the tra
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,15 +14,16 @@ from torch import Tensor
 
 from lowtide import compat
 from lowtide.hardware import Hardware
-from lowtide.tracing.attention_choices import AttentionChoices
-from lowtide.tracing.ghost import autocast, chunked_loss, contents, device, matching, offloading, recurrent
-from lowtide.tracing.ghost.attention import Attention
+from lowtide.tracing.attention.kernels import Attention
+from lowtide.tracing.attention.use import AttentionChoices
+from lowtide.tracing.ghost import autocast, recurrent
+from lowtide.tracing.ghost.accepting import accept_ghosts
 from lowtide.tracing.ghost.costs import CudaCosts, HostCosts
+from lowtide.tracing.ghost.device import register_device
 from lowtide.tracing.ghost.mode import GhostMode
 from lowtide.tracing.ghost.shapes import HOST_SHAPES, SHAPES
-from lowtide.tracing.ghost.tensor import Ghost
-from lowtide.tracing.ghost.values import Known
-from lowtide.tracing.recorder import Recorder
+from lowtide.tracing.ghost.tensor import Ghost, Known
+from lowtide.tracing.recorder import StorageRecorder
 
 aten = torch.ops.aten
 
@@ -32,7 +34,7 @@ class GhostMachine:
     _instance: GhostMachine | None = None
 
     def __init__(self) -> None:
-        self.device = device.register()
+        self.device = register_device()
         self._casts = autocast.WeightCasts()
         self._attention: Attention | None = None
         self._mode: GhostMode | None = None
@@ -52,9 +54,7 @@ class GhostMachine:
         self._libraries.append(library)
         compat.allow_foreach_on(Ghost)
         compat.treat_cuda_as(self.device.type, self._casts.clear)
-        matching.accept_ghosts(self._note)
-        chunked_loss.accept_ghosts()
-        offloading.accept_ghosts()
+        accept_ghosts(self._note)
 
     @classmethod
     def get(cls) -> GhostMachine:
@@ -63,16 +63,23 @@ class GhostMachine:
             cls._instance = cls()
         return cls._instance
 
-    def mode_for(self, recorder: Recorder, hardware: Hardware, torch_version: str) -> GhostMode:
-        """The dispatch mode of a trace on a card under a torch version."""
+    def mode_for(
+        self,
+        recorder: StorageRecorder,
+        hardware: Hardware,
+        torch_version: str,
+        on_fatal: Callable[[BaseException], None] | None = None,
+    ) -> GhostMode:
+        """The dispatch mode of a trace on a device under a torch version; `on_fatal` as for the mode."""
         major, minor = (int(part) for part in torch_version.split("+")[0].split(".")[:2])
         choices = AttentionChoices(hardware.compute_capability, (major, minor))
         self._attention = Attention(choices, lambda: recorder.module)
-        self._casts.torch_version = (major, minor)
-        self._casts.has_cast = False
+        self._casts.begin_trace((major, minor))
         self._register_for(is_host=hardware.is_host)
         costs = (HostCosts if hardware.is_host else CudaCosts)(hardware, torch_version)
-        mode = self._mode = GhostMode(recorder, self.device, costs, HOST_SHAPES if hardware.is_host else SHAPES)
+        mode = self._mode = GhostMode(
+            recorder, self.device, costs, HOST_SHAPES if hardware.is_host else SHAPES, on_fatal
+        )
         mode.learn_owner_count()
         return mode
 
@@ -89,7 +96,7 @@ class GhostMachine:
         if is_host:
             library.impl("dropout", _dropout_on_host, "AutogradPrivateUse1")
         else:
-            library.impl("group_norm", _group_norm_on_card, "AutogradPrivateUse1")
+            library.impl("group_norm", _group_norm_on_cuda, "AutogradPrivateUse1")
         if not is_host and compat.find_overload("_fused_rms_norm") is not None:
             library.impl("_fused_rms_norm", _never_called, "PrivateUse1")
         self._is_host = is_host
@@ -106,7 +113,7 @@ class GhostMachine:
         return self._casts.has_cast
 
     @property
-    def card_attention(self) -> Attention:
+    def target_attention(self) -> Attention:
         """The attention of the current trace."""
         assert self._attention is not None, "no trace has begun"
         return self._attention
@@ -127,7 +134,7 @@ class GhostMachine:
 
     def _copy_from(self, source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
         if isinstance(target, Ghost):
-            contents.written(target, source.value() if isinstance(source, Ghost) else Known(source.detach().clone()))
+            target.write(source.value() if isinstance(source, Ghost) else Known(source.detach().clone()))
         return target
 
     def _number(self, tensor: Tensor) -> Any:
@@ -151,7 +158,7 @@ def _dropout_on_host(tensor: Tensor, p: float, train: bool) -> Tensor:
     return tensor * torch.empty_like(tensor).bernoulli_(1 - p).div_(1 - p)
 
 
-def _group_norm_on_card(
+def _group_norm_on_cuda(
     tensor: Tensor,
     num_groups: int,
     weight: Tensor | None = None,

@@ -1,4 +1,4 @@
-"""GhostMode: runs a training step on ghosts and tells the recorder what a CUDA card would have allocated.
+"""GhostMode: runs a training step on ghosts and tells the recorder what a CUDA device would have allocated.
 
 Every operator below autograd passes through here: shapes come from torch's own meta functions, values from the host where
 they are known, extra memory of the CUDA libraries from `costs`.
@@ -15,16 +15,11 @@ from torch import Tensor
 
 from lowtide import compat
 from lowtide.errors import BatchMismatchError, LowtideError, MissingKernelError
-from lowtide.tracing.ghost.arguments import META, collect_ghosts, to_meta
-from lowtide.tracing.ghost.gradient_sums import GradientSums
-from lowtide.tracing.ghost.making import Maker
-from lowtide.tracing.ghost.operators import FREE, Course, Operator, describe
-from lowtide.tracing.ghost.reading import Reader, has_mask_index
-from lowtide.tracing.ghost.shapes import SHAPES
-from lowtide.tracing.ghost.tensor import Ghost
-from lowtide.tracing.ghost.value_shapes import VALUE_SHAPES
-from lowtide.tracing.ghost.values import Known
-from lowtide.tracing.recorder import Life, Recorder
+from lowtide.tracing.ghost.making import GradientSums, Maker, ValueReader, has_mask_index
+from lowtide.tracing.ghost.operators import FREE, META, Course, Operator, collect_ghosts, describe, to_meta
+from lowtide.tracing.ghost.shapes import SHAPES, VALUE_SHAPES
+from lowtide.tracing.ghost.tensor import Ghost, Known
+from lowtide.tracing.recorder import Life, StorageRecorder
 from lowtide.tracing.step_trace import Category, Phase
 
 HOST_GHOST_BYTES = 2**20
@@ -35,7 +30,7 @@ SAME_TYPES = frozenset({"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "at
 
 
 class Costs(Protocol):
-    """What the card's libraries allocate around an operator."""
+    """What the device's libraries allocate around an operator."""
 
     def lasting(self, op: Operator, args: tuple[Any, ...]) -> Iterable[tuple[str, int]]:
         """Workspaces this call takes for good: (owner, bytes)."""
@@ -54,19 +49,28 @@ class Costs(Protocol):
         ...
 
     def seconds(self, op: Operator, args: tuple[Any, ...], out: Any) -> float:
-        """Estimated time on the card."""
+        """Estimated time on the device."""
         ...
 
 
 class GhostMode(compat.TorchDispatchMode):
-    """The dispatch mode of one trace."""
+    """The dispatch mode of one trace.
+
+    Args:
+        recorder: Is told of everything.
+        device: The ghost device.
+        costs: Of the target.
+        shapes: Functions in place of torch's own shape functions, by operator.
+        on_fatal: Is told of an error in autograd's own thread: raised there it would abort the process (see `fail`).
+    """
 
     def __init__(
         self,
-        recorder: Recorder,
+        recorder: StorageRecorder,
         device: torch.device,
         costs: Costs,
         shapes: Mapping[Any, Callable[..., Any]] = SHAPES,
+        on_fatal: Callable[[BaseException], None] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recorder = recorder
@@ -75,10 +79,9 @@ class GhostMode(compat.TorchDispatchMode):
         self._shapes = shapes
         self.notes: dict[str, None] = {}
         """Assumptions made on the way, each once, in order."""
-        self.on_fatal: Callable[[BaseException], None] | None = None
-        """Is told of an error in autograd's own thread: raised there it would abort the process (see `fail`)."""
+        self._on_fatal = on_fatal
         self._maker = Maker(recorder, device)
-        self._reader = Reader(self._maker, self.notes)
+        self._reader = ValueReader(self._maker, self.notes)
         self._sums = GradientSums(self._maker)
 
     def place(self, inner: Tensor, *, known: Known | None = None, is_logged: bool = True) -> Ghost:
@@ -100,8 +103,8 @@ class GhostMode(compat.TorchDispatchMode):
         Torch restores the current device while an exception passes through autograd's thread, through a Python guard that
         must not fail and does, since the exception is still set: the process is aborted without a word of the cause.
         """
-        if self.on_fatal is not None and threading.current_thread() is not threading.main_thread():
-            self.on_fatal(error)
+        if self._on_fatal is not None and threading.current_thread() is not threading.main_thread():
+            self._on_fatal(error)
 
     def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         ghosts: list[Ghost] = []
@@ -179,7 +182,7 @@ class GhostMode(compat.TorchDispatchMode):
         if on_device and self.costs.has_course(op):
             self._charge_lasting(op, args)
             self._follow(self.costs.course(op, to_meta(args), out), makes_outputs=True)
-            self.recorder.op_seconds[-1] = self.costs.seconds(op, to_meta(args), out)
+            self.recorder.time_op(self.costs.seconds(op, to_meta(args), out))
             return self._maker.wrap(op, args, kwargs, out, values, on_device)
         result = self._maker.wrap(op, args, kwargs, out, values, on_device)
         is_view = len(self.recorder.lives) == num_lives and not op.writes and not op.written_names
@@ -197,24 +200,23 @@ class GhostMode(compat.TorchDispatchMode):
         func(ghost.inner, *args[1:], **kwargs)
         with compat.without_dispatch():
             func(*args, **kwargs)
-        ghost.known = None if values is None else values(None)
-        ghost.known_version = ghost.life.version
+        ghost.know(None if values is None else values(None))
         return ghost
 
     def charge(self, op: Operator, args: Any, out: Any) -> None:
-        """What the card's libraries need besides the outputs of an operator that runs."""
+        """What the device's libraries need besides the outputs of an operator that runs."""
         self._charge_lasting(op, args)
         # The rules see the meta tensors: they may ask for views and layouts without being recorded.
         args, out = to_meta(args), to_meta(out)
         has_course = self.costs.has_course(op)
         for each in [self.costs.course(op, args, out)] if has_course else self.costs.passing(op, args, out):
             self._follow(each, makes_outputs=False)
-        self.recorder.op_seconds[-1] = self.costs.seconds(op, args, out)
+        self.recorder.time_op(self.costs.seconds(op, args, out))
 
     def _charge_lasting(self, op: Operator, args: Any) -> None:
         for owner, nbytes in self.costs.lasting(op, args):
             life = self.recorder.allocate(nbytes, (nbytes,), "uint8", category=Category.WORKSPACE)
-            life.module, life.op = owner, "workspace"
+            life.rename(owner, "workspace")
 
     def _follow(self, course: Iterable[int | Tensor], *, makes_outputs: bool) -> None:
         """Take and free memory along a course."""
@@ -235,14 +237,13 @@ class GhostMode(compat.TorchDispatchMode):
 
         The number depends on torch's version, so it is measured: in this graph the sum's first term has no other owner.
         """
-        probe = GhostMode(Recorder(), self.device, self.costs)
+        probe = GhostMode(StorageRecorder(), self.device, self.costs)
         with probe:
             leaf = probe.place(torch.empty(2, device=META)).requires_grad_()
             total = (leaf.sin() * leaf.cos()).sum()
-            probe.recorder.phase = Phase.BACKWARD
+            probe.recorder.begin_phase(Phase.BACKWARD)
             total.backward()
-        self._sums.sole_owner_count = probe._sums.sole_owner_count
-        assert self._sums.sole_owner_count is not None, "autograd no longer sums gradients through add.Tensor"
+        self._sums.learn_from(probe._sums)
 
     # -- host tensors ------------------------------------------------------------------------------------------------
 
@@ -250,7 +251,7 @@ class GhostMode(compat.TorchDispatchMode):
         """An operator on real host tensors: run it, unless it would make a large one (an offload buffer)."""
         makers = ("aten.empty", "aten.empty_strided", "aten.zeros")
         if kwargs.get("pin_memory"):
-            kwargs = {**kwargs, "pin_memory": False}  # there is no card to pin it for
+            kwargs = {**kwargs, "pin_memory": False}  # there is no device to pin it for
         is_meta = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta"
         if self.recorder.phase is not None and not is_meta and describe(func).name in makers:
             inner = func(*args, **{**{k: v for k, v in kwargs.items() if k != "pin_memory"}, "device": META})

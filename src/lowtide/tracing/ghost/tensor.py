@@ -2,21 +2,90 @@
 
 A wrapper around a meta tensor. Torch sees a tensor on the ghost device (or on the host, for what an offloading step keeps
 there); the meta tensor inside says which ghosts share a storage and lets torch's own shape functions do the arithmetic.
+
+Values are known where they follow from the batch and from constants alone. Models look at token ids, masks and positions (is
+the mask all ones? which rows are hit?), so the trace takes the branch the real step takes. They are recipes, computed on the
+host, and only when they are read. Models build masks and positions piece by piece (`mask[:, 0] = 1`), and look at the whole
+afterwards: the values of a whole storage are kept too, so that a write through one view is seen through all the others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lowtide import compat
-from lowtide.tracing.ghost import contents
 
 if TYPE_CHECKING:
-    from lowtide.tracing.ghost.values import Known
     from lowtide.tracing.recorder import Life
+
+MAX_ELEMENTS = 2**27
+"""Above this a value is not computed: a quarter of a GiB of booleans takes a second on the host, more is not worth it."""
+
+
+class Known:
+    """The value of one tensor as a recipe: an operator and its arguments, evaluated at most once."""
+
+    __slots__ = ("_args", "_func", "_kwargs", "_output", "_tensor")
+
+    def __init__(
+        self,
+        tensor: Tensor | None = None,
+        *,
+        func: Callable[..., Any] | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        output: int | None = None,
+    ) -> None:
+        self._tensor = tensor
+        self._func = func
+        self._args = args
+        self._kwargs = kwargs or {}
+        self._output = output
+
+    def get(self) -> Tensor:
+        """The value on the host."""
+        if self._tensor is None:
+            assert self._func is not None
+            args = _resolve(self._args)
+            kwargs = {key: _resolve(value) for key, value in self._kwargs.items()}
+            result = self._func(*args, **kwargs)
+            self._tensor = result if self._output is None else result[self._output]
+            self._func, self._args, self._kwargs = None, (), {}
+        assert self._tensor is not None
+        return self._tensor
+
+
+def _resolve(value: Any) -> Any:
+    if isinstance(value, Known):
+        return value.get()
+    if isinstance(value, list | tuple):
+        return type(value)(_resolve(item) for item in value)
+    return value
+
+
+def balanced_choice(rows: torch.Size, choices: int, count: int) -> Callable[[], Tensor]:
+    """Indices as a router in balance would pick them: every choice equally often, `count` different ones a row."""
+
+    def make() -> Tensor:
+        total = rows.numel()
+        flat = torch.arange(total * count).view(total, count) % choices
+        return flat.view(*rows, count)
+
+    return make
+
+
+def _look(content: Tensor, size: list[int], stride: list[int], offset: int) -> Tensor:
+    return content.reshape(-1).as_strided(size, stride, offset)
+
+
+def _patch(content: Tensor, values: Tensor, size: list[int], stride: list[int], offset: int) -> Tensor:
+    flat = content.reshape(-1).clone()
+    flat.as_strided(size, stride, offset).copy_(values)
+    return flat
 
 
 class Ghost(Tensor):
@@ -65,7 +134,50 @@ class Ghost(Tensor):
 
     def value(self) -> Known | None:
         """How to compute the values, or None where they are not known (any more)."""
-        return self.known if self.known_version == self.life.version else contents.seen_through(self)
+        return self.known if self.known_version == self.life.version else self._seen_through()
+
+    def begin_content(self) -> None:
+        """A new storage: where its first tensor has known values and fills it, its content is known."""
+        life = self.life
+        if life.version == 0 and life.content is None and self.known is not None and self._is_whole():
+            life.fill((self.known, self.dtype))
+
+    def write(self, known: Known | None) -> None:
+        """The tensor was written to, with these values; None where they are not known."""
+        before, after = self.life.known_content, None
+        if known is not None and self._is_whole():
+            after = (known, self.dtype)
+        elif known is not None and before is not None and before[1] is self.dtype:
+            patched = Known(func=_patch, args=(before[0], known, self.size(), self.stride(), self.storage_offset()))
+            after = (patched, self.dtype)
+        self.life.write(after)
+        self.know(known)
+
+    def know(self, known: Known | None) -> None:
+        """These are the values now; None where they are not known."""
+        self.known, self.known_version = known, self.life.version
+
+    def move_to(self, memory: Tensor, offset: int, life: Life) -> None:
+        """Look at other memory: at `offset` of a meta tensor whose storage has this life."""
+        self.inner.set_(memory.untyped_storage(), offset, self.shape, self.stride())
+        self.life = life
+
+    def _seen_through(self) -> Known | None:
+        """The values of a tensor whose storage has been written to through another one; None where they are not known."""
+        content = self.life.known_content
+        if content is None or content[1] is not self.dtype:
+            return None
+        if self.inner.untyped_storage().nbytes() > MAX_ELEMENTS:
+            return None
+        return Known(func=_look, args=(content[0], self.size(), self.stride(), self.storage_offset()))
+
+    def _is_whole(self) -> bool:
+        inner = self.inner
+        return (
+            inner.is_contiguous()
+            and inner.storage_offset() == 0
+            and inner.untyped_storage().nbytes() == inner.numel() * inner.element_size()
+        )
 
     def tolist(self) -> Any:
         """The values as lists; torch refuses this for every subclass, known values or not."""

@@ -1,0 +1,389 @@
+"""What the compiler would make of a group's call: its graphs, parted under a budget, from the forms of its tensors alone.
+
+The group's code is traced as one graph of forward and backward on tensors without values, and torch's own partitioner cuts
+it, as inside of `torch.compile`. One capture serves all groups that are alike and are called alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide import compat
+from lowtide.errors import TraceError
+from lowtide.tracing.attention.kernels import Attention, TargetAttention
+from lowtide.tracing.attention.rules import enabled_backends
+from lowtide.tracing.compiled.partition import Partition, read_partition
+from lowtide.tracing.compiled.program import Program
+from lowtide.tracing.compiled.schedule import schedule
+from lowtide.tracing.ghost.tensor import Ghost
+
+_PLAIN = (Tensor, bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+
+TENSOR = object()
+"""Stands for a tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """A group's call, compiled in thought."""
+
+    partition: Partition
+    forward: Program
+    """As compiled code would run it."""
+    backward: Program
+    needs_gradient: tuple[bool, ...]
+    """For each tensor that the group returns."""
+    others: tuple[Any, ...]
+    """What the group returns, flat; `TENSOR` in the place of each tensor."""
+    structure: Any
+    """The nesting of what it returns, for `compat.unflatten`."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCall:
+    """A call of a group, taken apart."""
+
+    module: nn.Module
+    path: str
+    weights: dict[str, Tensor]
+    """Parameters and buffers, by their names in the module."""
+    leaves: list[Any]
+    """Its arguments, flat."""
+    structure: Any
+
+    @classmethod
+    def of(cls, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GroupCall:
+        """A call with these arguments."""
+        leaves, structure = compat.flatten((args, kwargs))
+        weights = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        return cls(module, path, weights, leaves, structure)
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The tensors among its arguments."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+
+class Captures:
+    """The captures of one trace."""
+
+    def __init__(self, attention: Attention) -> None:
+        self._attention = attention
+        self._made: list[tuple[tuple[Any, ...], Captured]] = []
+
+    def of(self, call: GroupCall, share: float) -> Captured:
+        """The capture of a call, made the first time.
+
+        Raises:
+            TraceError: The group cannot be traced as one graph, or its call goes beyond what is modelled.
+        """
+        key = (share, *_circumstances(call))
+        # A list, because what a signature is made of can be compared, and not always hashed.
+        for known, captured in self._made:
+            if known == key:
+                return captured
+        made = self._capture(call, share)
+        self._made.append((key, made))
+        return made
+
+    def _capture(self, call: GroupCall, share: float) -> Captured:
+        _refuse_objects(call)
+        returned = _Returned()
+        with compat.without_modes(), TargetAttention(self._attention), _explained(call):
+            weights = [_form(weight) for weight in call.weights.values()]
+            joint = compat.trace_joint_graph(_as_function(call, returned), weights, [_form(t) for t in call.inputs])
+            partition = read_partition(compat.partition(joint, share))
+        _check(call, partition, returned)
+        return Captured(
+            partition=partition,
+            forward=schedule(partition.forward),
+            backward=schedule(partition.backward, freeable=partition.saved),
+            needs_gradient=tuple(returned.needs_gradient),
+            others=tuple(TENSOR if isinstance(leaf, Tensor) else leaf for leaf in returned.leaves),
+            structure=returned.structure,
+        )
+
+
+class _Returned:
+    """What the group returned when it was traced."""
+
+    def __init__(self) -> None:
+        self.leaves: list[Any] = []
+        self.structure: Any = None
+        self.needs_gradient: list[bool] = []
+
+
+class _Plain(nn.Module):
+    """A module called in its own way, past whatever has taken its calls: that is who asks."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return compat.plain_call(self.module)(*args, **kwargs)
+
+
+def _as_function(call: GroupCall, returned: _Returned) -> Any:
+    plain = _Plain(call.module)
+
+    def forward(*tensors: Tensor) -> tuple[Tensor, ...]:
+        named = {f"module.{name}": tensor for name, tensor in zip(call.weights, tensors, strict=False)}
+        inputs = iter(tensors[len(call.weights) :])
+        leaves = [next(inputs) if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
+        args, kwargs = compat.unflatten(leaves, call.structure)
+        out = torch.func.functional_call(plain, named, args, kwargs)
+        returned.leaves, returned.structure = compat.flatten(out)
+        found = [leaf for leaf in returned.leaves if isinstance(leaf, Tensor)]
+        returned.needs_gradient = [tensor.requires_grad for tensor in found]
+        return tuple(found)
+
+    return forward
+
+
+def _form(tensor: Tensor) -> Tensor:
+    inner = tensor.inner if isinstance(tensor, Ghost) else tensor
+    form = torch.empty_strided(inner.size(), inner.stride(), dtype=inner.dtype, device="meta")
+    return form.requires_grad_(tensor.requires_grad)
+
+
+def _circumstances(call: GroupCall) -> tuple[Any, ...]:
+    """All that a capture can depend on, as a comparable value."""
+    signature = signature_of(call.module)
+    group = ("module", id(call.module)) if signature is None else without_own_numbers(signature)
+    arguments = tuple(_describe(leaf) for leaf in call.leaves)
+    return group, arguments, call.structure, frozenset(enabled_backends())
+
+
+def _describe(leaf: Any) -> tuple[Any, ...]:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad
+    return type(leaf), leaf
+
+
+def _refuse_objects(call: GroupCall) -> None:
+    """Refuse a call with objects that the group could write to: tensors of the capture must not stay behind in them."""
+    for leaf in call.leaves:
+        if not isinstance(leaf, _PLAIN):
+            advice = "; switch caches off (use_cache=False)" if "Cache" in type(leaf).__name__ else ""
+            raise _refusal(call, f"it is given a {type(leaf).__name__}, which it may write to{advice}")
+
+
+def _check(call: GroupCall, partition: Partition, returned: _Returned) -> None:
+    """Refuse what the graphs do not say all about."""
+    num_given = len(call.weights) + len(call.inputs)
+    if len(partition.kept) != num_given or len(partition.gradients) != num_given:
+        raise _refusal(
+            call, f"its graph has {len(partition.kept)} inputs for {num_given} tensors, random state among them"
+        )
+    if len(partition.returned) != len(returned.needs_gradient):
+        raise _refusal(call, "it writes to its arguments, which the compiler returns to its caller")
+    for result in partition.returned:
+        if result is None or result.buffer in partition.kept:
+            raise _refusal(call, "it returns one of its arguments, or a view of it")
+
+
+@contextlib.contextmanager
+def _explained(call: GroupCall) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # torch's tracer and the group's own code may raise anything
+        text = str(error).strip().splitlines()
+        raise _refusal(call, f"{type(error).__name__}: {text[0] if text else ''}") from error
+
+
+def _refusal(call: GroupCall, reason: str) -> TraceError:
+    return TraceError(
+        f"{type(call.module).__name__} at {call.path or 'the top'} has a compile budget, and cannot be captured as one graph of "
+        f"forward and backward ({reason}); its memory is known only once it is compiled: use lowtide.observe on a machine with "
+        "a GPU, or another policy",
+        module=call.path,
+    )
+
+
+_STANDARD = frozenset(vars(nn.Module())) | {"_hf_hook", "_is_hf_initialized", "_compiled_call_impl"}
+"""The last holds an activation policy, the same for all blocks of a trace; a user's compiled code does not travel."""
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PLAIN_SETTINGS = (bool, float, complex, str, bytes, type(None), type, torch.dtype, torch.device, torch.memory_format)
+_CACHE_STORES = frozenset({"layers", "is_updated", "key_cache", "value_cache"})
+"""Attributes of caches of keys and values that a layer looks itself up in."""
+_CACHE_METHODS = frozenset({"update", "get", "get_seq_length"})
+"""Methods of those that take a layer's number."""
+_SILENT = ("CACHE", "NOP", "EXTENDED_ARG", "PRECALL", "RESUME")
+_LOADS = ("LOAD_", "KW_NAMES", "BUILD_", "PUSH_NULL", "DICT_", "LIST_")
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """A block's description: equal for blocks that behave alike, up to `numbers`."""
+
+    structure: tuple[Any, ...]
+    numbers: tuple[tuple[type, str, int], ...]
+    """Integer settings with the class and the attribute they are found in."""
+
+
+def signature_of(block: nn.Module) -> Signature | None:
+    """The signature of a block; None for one that has hooks, whose effects cannot be foreseen."""
+    paths = {id(module): path for path, module in block.named_modules()}
+    tensors: dict[int, str] = {}
+    numbers: list[tuple[type, str, int]] = []
+    structure: list[Any] = []
+    for path, module in block.named_modules():
+        if _has_hooks(module):
+            return None
+        for kind in ("_parameters", "_buffers"):
+            for name, tensor in getattr(module, kind).items():
+                if tensor is None:
+                    structure.append((path, kind, name))
+                    continue
+                if any(not _is_own(hook) for hook in compat.tensor_hooks(tensor)):
+                    return None
+                place = tensors.setdefault(id(tensor), f"{path}.{name}")
+                structure.append((path, kind, name, place, _describe_tensor(tensor)))
+    words = _SettingsWords(paths, tensors, numbers)
+    for path, module in block.named_modules():
+        settings = vars(module)
+        names = settings.keys() - _STANDARD
+        described = tuple((name, words.describe(settings[name], type(module), name)) for name in sorted(names))
+        structure.append((path, type(module), module.training, tuple(module._modules), described))
+    return Signature(tuple(structure), tuple(numbers))
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether anything but the module's own code runs when it is called."""
+    return any(getattr(module, name) for name in _HOOKS)
+
+
+def without_own_numbers(signature: Signature) -> tuple[Any, ...]:
+    """What is left of a signature without the numbers that its block decides nothing by: equal for blocks that are alike."""
+    return signature.structure, tuple(number for number in signature.numbers if _decides_by(number[0], number[1]))
+
+
+def _describe_tensor(tensor: Tensor) -> tuple[Any, ...]:
+    known = tensor.value() if isinstance(tensor, Ghost) else None
+    values = None if known is None else known.get()
+    return (
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.dtype,
+        tensor.device,
+        tensor.requires_grad,
+        type(tensor),
+        None if values is None else values.contiguous().flatten().view(torch.uint8).numpy().tobytes(),
+    )
+
+
+def _is_own(hook: Any) -> bool:
+    """The tracer's own hooks, which mark gradients and update in the backward, do the same to every parameter."""
+    return str(getattr(hook, "__module__", "")).startswith("lowtide.tracing.")
+
+
+class _SettingsWords:
+    """Describes attribute values, relative to one block."""
+
+    def __init__(self, paths: dict[int, str], tensors: dict[int, str], numbers: list[tuple[type, str, int]]) -> None:
+        self._paths = paths
+        self._tensors = tensors
+        self._numbers = numbers
+
+    def describe(self, value: Any, kind: type, name: str) -> Any:
+        if isinstance(value, _PLAIN_SETTINGS):
+            return type(value), value
+        if type(value) is int:
+            self._numbers.append((kind, name, value))
+            return int
+        if isinstance(value, Tensor):
+            return "tensor", self._tensors.get(id(value), id(value))
+        if isinstance(value, nn.Module):
+            return "module", self._paths.get(id(value), id(value))
+        if type(value) in (tuple, list, torch.Size):
+            return type(value), tuple(self.describe(item, kind, name) for item in value)
+        if type(value) is dict:
+            return dict, tuple((key, self.describe(item, kind, name)) for key, item in value.items())
+        if isinstance(value, types.MethodType):
+            return "method", value.__func__, self.describe(value.__self__, kind, name)
+        if isinstance(value, functools.partial):
+            bound = (value.func, list(value.args), dict(value.keywords))
+            return "partial", *(self.describe(part, kind, name) for part in bound)
+        if isinstance(value, types.FunctionType):
+            cells = [cell.cell_contents for cell in value.__closure__ or ()]
+            parts = (cells, list(value.__defaults__ or ()), dict(value.__kwdefaults__ or {}))
+            return "function", value.__code__, *(self.describe(part, kind, name) for part in parts)
+        return "object", id(value)
+
+
+@functools.cache
+def _codes_of(kind: type) -> frozenset[types.CodeType]:
+    """The code of a class's own methods, decorated and nested ones included."""
+    found: set[types.CodeType] = set()
+
+    def visit(function: types.FunctionType) -> None:
+        stack = [function.__code__]
+        while stack:
+            code = stack.pop()
+            found.add(code)
+            stack += [const for const in code.co_consts if isinstance(const, types.CodeType)]
+        for cell in function.__closure__ or ():  # a decorator keeps the function itself in one
+            if _holds_function(cell) and cell.cell_contents.__code__ not in found:
+                visit(cell.cell_contents)
+
+    for base in kind.__mro__:
+        if base not in (nn.Module, object):
+            for name, function in vars(base).items():
+                if isinstance(function, types.FunctionType) and name not in ("__init__", "extra_repr"):
+                    visit(function)
+    return frozenset(found)
+
+
+@functools.cache
+def _decides_by(kind: type, name: str) -> bool:
+    """Whether a method of the class does anything with `self.name` but looking itself up in a cache."""
+    return any(name in code.co_names and _branches(code, name) for code in _codes_of(kind))
+
+
+def _holds_function(cell: types.CellType) -> bool:
+    try:
+        return isinstance(cell.cell_contents, types.FunctionType)
+    except ValueError:  # an empty cell
+        return False
+
+
+def _branches(code: types.CodeType, name: str) -> bool:
+    instructions = [i for i in dis.get_instructions(code) if i.opname not in _SILENT]
+    for position, instruction in enumerate(instructions):
+        if instruction.argval != name or instruction.opname in ("LOAD_CONST", "KW_NAMES"):
+            continue
+        if not instruction.opname.startswith("LOAD_ATTR") or position + 1 == len(instructions):
+            return True
+        following = instructions[position + 1]
+        if following.opname in ("BINARY_SUBSCR", "STORE_SUBSCR") or following.argrepr == "[]":
+            # What is looked into was loaded just before `self` was.
+            if position < 2 or instructions[position - 2].argval not in _CACHE_STORES:
+                return True
+        elif not _is_argument(instructions, position):
+            return True
+    return False
+
+
+def _is_argument(instructions: list[dis.Instruction], position: int) -> bool:
+    """Whether what is loaded at a position goes into the call of one of a cache's methods."""
+    for later in instructions[position + 1 :]:
+        if later.opname.startswith("CALL"):
+            break
+        if not later.opname.startswith(_LOADS):
+            return False
+    for earlier in reversed(instructions[: position - 1]):
+        if earlier.opname == "LOAD_METHOD" or (earlier.opname == "LOAD_ATTR" and earlier.argval in _CACHE_METHODS):
+            return earlier.argval in _CACHE_METHODS
+        if not earlier.opname.startswith(_LOADS):
+            return False
+    return False

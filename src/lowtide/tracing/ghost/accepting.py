@@ -1,0 +1,177 @@
+"""Code outside of torch that has to accept ghosts: scipy's matching, the chunked loss, and what offloads activations."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import scipy.optimize
+import torch
+from torch import Tensor
+
+from lowtide.activations import saved, stash
+from lowtide.activations.losses import chunks
+from lowtide.activations.saved import MAX_STORAGE_SHARE, Geometry, Span
+from lowtide.memory.mover import Copied, Ticket
+from lowtide.tracing.ghost.device import NAME
+from lowtide.tracing.ghost.tensor import Ghost
+
+MATCHING_NOTE = (
+    "the loss matches predictions with targets by costs that depend on weights: "
+    "some matching of the right size was taken"
+)
+
+
+def accept_ghosts(note: Callable[[str], None]) -> None:
+    """Make scipy's matching, the chunked loss and stashes take ghosts in this process; `note` hears of what is assumed."""
+    _accept_in_matching(note)
+    _accept_in_chunked_loss()
+    _accept_in_stashes()
+
+
+def _accept_in_matching(note: Callable[[str], None]) -> None:
+    """`scipy.optimize.linear_sum_assignment`, the Hungarian matching in the loss of detection models, wants numbers.
+
+    How many pairs it returns follows from the shape of the costs alone, and so do all shapes that come after it. On ghosts,
+    whose costs depend on weights, the pairs are the first rows with the first columns.
+    """
+    original = scipy.optimize.linear_sum_assignment
+
+    @functools.wraps(original)
+    def linear_sum_assignment(cost_matrix: Any, maximize: bool = False) -> Any:
+        if not isinstance(cost_matrix, Ghost) or cost_matrix.value() is not None:
+            return original(cost_matrix, maximize)
+        note(MATCHING_NOTE)
+        pairs = min(cost_matrix.shape)
+        return np.arange(pairs), np.arange(pairs)
+
+    scipy.optimize.linear_sum_assignment = linear_sum_assignment
+
+
+CHUNKED_LOSS_NOTE = "the chunked loss is taken to run its kernel for CUDA, which needs Triton"
+"""For a trace with a chunked loss."""
+
+
+def _accept_in_chunked_loss() -> None:
+    """Let products of half precision into fp32 go the way of CUDA tensors in this process: without a temporary."""
+    plain = chunks.accumulate_product
+
+    def accumulate_product(total: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
+        if total.device.type != NAME or total.dtype == left.dtype:
+            plain(total, left, right, is_first=is_first)
+        else:
+            total.zero_()  # whatever is written: values are not known, and nothing else is allocated
+
+    chunks.accumulate_product = accumulate_product
+
+
+def _accept_in_stashes() -> None:
+    """Make stashes take ghosts in this process: they take plain tensors only, whose storages they copy byte by byte."""
+    plain_span, plain_over = saved.span_of, Geometry.over
+
+    def span_of(tensor: Tensor) -> Span | None:
+        return _span_of(tensor) if isinstance(tensor, Ghost) else plain_span(tensor)
+
+    def over(geometry: Geometry, memory: Tensor) -> Tensor:
+        if not isinstance(memory, Ghost):
+            return plain_over(geometry, memory)
+        inner = torch.empty(0, dtype=geometry.dtype, device="meta").set_(
+            memory.untyped_storage(), geometry.offset, geometry.size, geometry.stride
+        )
+        return Ghost(inner, memory.device, memory.life)
+
+    stash.span_of = span_of  # type: ignore[attr-defined]  # imported there by name
+    Geometry.over = over  # type: ignore[method-assign, assignment]  # its first argument has another name
+
+
+def _span_of(ghost: Ghost) -> Span | None:
+    """As `activations.saved.span_of`, but for ghosts."""
+    size = tuple(1 if stride == 0 else count for count, stride in zip(ghost.size(), ghost.stride(), strict=True))
+    num_bytes = ghost.untyped_storage().nbytes()
+    part_bytes = math.prod(size) * ghost.element_size()
+    if not num_bytes or not part_bytes:
+        return None
+    if num_bytes <= MAX_STORAGE_SHARE * part_bytes:
+        return Span(num_bytes=num_bytes, part=None)
+    if saved.overlaps(size, tuple(ghost.stride())):
+        return None
+    part = Geometry(dtype=ghost.dtype, size=size, stride=tuple(ghost.stride()), offset=int(ghost.storage_offset()))
+    return Span(num_bytes=part_bytes, part=part)
+
+
+class _Point:
+    """Ghosts have no clock: what is asked for has happened."""
+
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+    def time_s(self) -> float:
+        return 0.0
+
+
+class GhostMover:
+    """See `memory.mover`. Copies happen at once. It holds nothing: a stash holds what it sends by itself.
+
+    Args:
+        device: The ghost device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @property
+    def device(self) -> torch.device:
+        """The ghost device."""
+        return self._device
+
+    def device_buffer(self, num_bytes: int) -> torch.Tensor:
+        """Memory of the ghost device."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        """A ghost on the host; a small one is real."""
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def free_host_buffer(self, buffer: torch.Tensor) -> None:
+        """Nothing is locked."""
+
+    def grow(self, buffer: torch.Tensor) -> None:
+        """Not for ghosts."""
+        raise AssertionError("a ghost's storage cannot be taken away and given back")
+
+    def shrink(self, buffer: torch.Tensor, after: Sequence[Ticket]) -> None:
+        """Not for ghosts."""
+        raise AssertionError("a ghost's storage cannot be taken away and given back")
+
+    def to_device(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Ticket] = ()) -> Copied:
+        """Copy at once."""
+        return _copy(target, source)
+
+    def to_host(
+        self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Ticket] = (), *, keep: bool = True
+    ) -> Copied:
+        """Copy at once."""
+        assert not keep, "ghosts are sent by stashes alone, which hold them"
+        return _copy(target, source)
+
+    def now(self) -> _Point:
+        """A point that has been reached."""
+        return _Point()
+
+    def compute_after(self, ticket: Ticket) -> None:
+        """There is nothing to wait for."""
+
+    def drain(self) -> None:
+        """No copy is under way."""
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> Copied:
+    with torch.no_grad():
+        target.copy_(source)
+    return Copied(_Point(), _Point())

@@ -1,0 +1,198 @@
+"""`lowtide.observe`: the memory of a training step, from running it."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide import compat
+from lowtide.errors import ConfigError, ObserveError
+from lowtide.tracing.attention.use import attention_watch
+from lowtide.tracing.observation.on_cuda import observe_on_cuda
+from lowtide.tracing.observation.on_host import observe_on_host
+from lowtide.tracing.settings import StepSettings, UpdateSchedule
+from lowtide.tracing.step_trace import StepTrace
+from lowtide.tracing.training_step import (
+    Loss,
+    OptimizerFactory,
+    TrainingStep,
+    activations_applied,
+    autocast_note,
+    choose_implementation,
+    update_in_backward,
+)
+
+
+def observe(
+    model: nn.Module,
+    batch: Any,
+    *,
+    optimizer: torch.optim.Optimizer | OptimizerFactory | None = None,
+    loss: Loss | None = None,
+    autocast: str | torch.dtype | None = None,
+    settings: StepSettings | None = None,
+    steps: int = 3,
+    name: str | None = None,
+    on_progress: Callable[[str], None] | None = None,
+) -> StepTrace:
+    """Run a training step for real and record what it allocates, when, and for which module.
+
+    **The model is trained**: its weights, its buffers and the optimizer's state change by `steps` steps on this batch,
+    and gradients that existed before are used up. Observe a copy, or before training begins. Hooks, checkpointing and
+    flags that the settings ask for are taken off again, and gradients are cleared.
+
+    On a CUDA device the record is the allocator's own: its peaks are `torch.cuda.max_memory_allocated()` and
+    `max_memory_reserved()` of that step. On the host it counts the bytes of the tensors, which is not what a device
+    would use.
+
+    Args:
+        model: On one device, in the precision and the mode (`train()`) it is trained in.
+        batch: A mapping, for which `model(**batch).loss` is the loss; anything else together with `loss`. Moved to the
+            model's device where it is elsewhere.
+        optimizer: The optimizer, or a function from parameters to one; None runs forward and backward alone.
+        loss: `lambda model, batch: ...`, where the batch alone does not say.
+        autocast: `bfloat16` or `float16`, as text or as torch's own, if forward and loss run under `torch.autocast`.
+        settings: Everything else about the step. `precision` must be the one the model has.
+        steps: How many to run; the last one is recorded. The first is never like the others: it makes the optimizer's
+            state and, on CUDA, the workspaces.
+        name: Shown in reports; the model's class by default.
+        on_progress: Is told what is being done.
+
+    Raises:
+        ObserveError: The model is on the meta device or on several, or memory ran out.
+
+    Example:
+        >>> import torch
+        >>> model, batch = torch.nn.Linear(100, 10), torch.ones(5, 100)
+        >>> result = observe(model, batch, loss=lambda model, x: model(x).sum(), optimizer=torch.optim.AdamW)
+        >>> result.origin, result.at_peak["weights"]  # 1010 parameters of 4 bytes
+        ('observed', 4040)
+    """
+    settings = settings or StepSettings()
+    if autocast is not None:
+        settings = replace(settings, autocast=str(autocast))
+    if steps < 2:
+        raise ConfigError(f"steps must be at least 2, one to warm up and one to record, got {steps}", key="steps")
+    check_precision(model, settings)
+    device = device_of(model)
+    batch, moved = move_batch(batch, device)
+    notes = [f"the batch was moved from {', '.join(sorted(map(str, moved)))} to {device}"] if moved else []
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
+    watch = attention_watch(model, device)
+    step = TrainingStep(model, batch, optimizer, loss, settings, around_first=watch)
+    if (idle := autocast_note(step, has_cast=True)) is not None:
+        notes.append(idle)
+        warnings.warn(idle, stacklevel=2)
+    run = observe_on_host if device.type == "cpu" else observe_on_cuda
+    with applied(model, optimizer, settings):
+        trace = run(
+            step,
+            name=name or type(model).__name__,
+            steps=steps,
+            notes=notes,
+            on_progress=on_progress or (lambda _: None),
+        )
+    return trace if watch is None else watch.explained(trace)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The one device that a model is on.
+
+    Raises:
+        ObserveError: It is on several, on the meta device, or on one that cannot be observed.
+    """
+    found: dict[torch.device, str] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        found.setdefault(tensor.device, name)
+    kind = type(model).__name__
+    if torch.device("meta") in found:
+        raise ObserveError(
+            f"{found[torch.device('meta')]!r} of {kind} is on the meta device, which has shapes and no memory: there "
+            "is nothing to run. Use lowtide.trace to predict the step, or load weights into model.to_empty(device=...)."
+        )
+    if len(found) > 1:
+        places = ", ".join(f"{device} (such as {name!r})" for device, name in found.items())
+        raise ObserveError(
+            f"{kind} is on {len(found)} devices: {places}. A step is observed on one: move it with model.to(...)."
+        )
+    device = next(iter(found), torch.device("cpu"))
+    if device.type not in ("cpu", "cuda"):
+        raise ObserveError(
+            f"{kind} is on {device}; only steps on cpu and cuda can be observed. Move it with model.to(...)."
+        )
+    return device
+
+
+def move_batch(batch: Any, device: torch.device) -> tuple[Any, set[torch.device]]:
+    """The batch with its tensors on the device, and where those that had to move came from."""
+    moved: set[torch.device] = set()
+
+    def move(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if value.device == device:
+                return value
+            if value.device.type == "meta":
+                raise ObserveError(
+                    f"the batch has a tensor of shape {list(value.shape)} on the meta device, which has no values to "
+                    "run on. Make the batch on the host or on the model's device."
+                )
+            moved.add(value.device)
+            return value.to(device)
+        if isinstance(value, Mapping):
+            return {key: move(item) for key, item in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(move(item) for item in value)
+        return value
+
+    on_device = move(batch)
+    return (on_device if moved else batch), moved
+
+
+def check_precision(model: nn.Module, settings: StepSettings) -> None:
+    """An observed model is not converted behind its owner's back.
+
+    Raises:
+        ConfigError: The settings ask for a precision that the model does not have.
+    """
+    if settings.precision is None:
+        return
+    wanted = getattr(torch, settings.precision)
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype != wanted:
+            raise ConfigError(
+                f"precision is {settings.precision}, but {name!r} is {str(parameter.dtype).removeprefix('torch.')}: "
+                f"observe runs the model as it is. Convert it first with model.to(torch.{settings.precision}).",
+                key="precision",
+            )
+
+
+@contextlib.contextmanager
+def applied(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: StepSettings) -> Iterator[None]:
+    """Put the settings on a real model and its optimizer; afterwards both are as they came, and no gradient is left."""
+    flags = [{key: group.get(key) for key in ("foreach", "fused") if key in group} for group in _groups(optimizer)]
+    hooks = [(parameter, set(compat.post_accumulate_hooks(parameter))) for parameter in model.parameters()]
+    try:
+        if optimizer is not None and settings.implementation is not None:
+            choose_implementation(optimizer, settings.implementation)
+        if optimizer is not None and settings.update is UpdateSchedule.IN_BACKWARD:
+            update_in_backward(optimizer)
+        with activations_applied(model, settings):
+            yield
+    finally:
+        for group, old in zip(_groups(optimizer), flags, strict=True):
+            group.update(old.items())
+        for parameter, known in hooks:
+            for number in set(compat.post_accumulate_hooks(parameter)) - known:
+                del compat.post_accumulate_hooks(parameter)[number]
+        model.zero_grad(set_to_none=True)
+
+
+def _groups(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
+    return [] if optimizer is None else optimizer.param_groups

@@ -1,0 +1,3 @@
+"""Prediction: a training step on tensors without memory, in a process of its own."""
+
+from __future__ import annotations
