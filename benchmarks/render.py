@@ -112,7 +112,7 @@ def accuracy_summary(results: Path, folder: str = "accuracy") -> str:
 
 
 def fresh(results: Path, name: str = "fresh") -> str:
-    """Steps in fresh processes: the prediction made before the measurement, and that of the rules mended after it."""
+    """Steps in fresh processes: the prediction made before the measurement, and that of the rules fixed after it."""
     measured = newest(results / f"{name}_measured", "lowtide.fresh/1")
     sides = {side: f"{side}_life" for side in _SIDES}
     rows = [
@@ -148,7 +148,7 @@ _ATTENTION = frozenset(
 
 
 def fresh_summary(results: Path) -> str:
-    """Both lists of fresh processes, each blind and after the mends, and the attention models among them."""
+    """Both lists of fresh processes, each blind and after the fixes, and the attention models among them."""
     errors: dict[tuple[str, str, str], list[float]] = {}
     records = []
     for name, words in (("fresh", "first list"), ("fresh2", "second list")):
@@ -167,7 +167,7 @@ def fresh_summary(results: Path) -> str:
                         errors.setdefault((group, kind, side), []).append(error)
     cells = []
     for group in ("first list", "second list", "both lists", "attention models of both"):
-        for kind, blind in zip(_FRESH, ("blind", "after the mends, not blind"), strict=True):
+        for kind, blind in zip(_FRESH, ("blind", "after the fixes, not blind"), strict=True):
             figures = [np.percentile(errors[group, kind, side], [50, 95, 100]) for side in _SIDES]
             shares = [f"{100 * float(share):.2f}%" for figure in figures for share in figure]
             cells.append([group, blind, str(len(errors[group, kind, "reserved"])), *shares])

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from benchmarks import chart, render
+from benchmarks.optim.tables import readme
 from benchmarks.records import WIDTH
 from benchmarks.session.suites import SUITES
 from benchmarks.session.tables import streaming
@@ -371,6 +372,39 @@ def test_peak_memory_table(tmp_path: Path) -> None:
     file.write_text(json.dumps(record | {"date": "2026-01-01", "rows": rows}), encoding="utf-8")
     with pytest.raises(BadRecordError, match="'control' needs numbers in published_gib and predicted_bytes"):
         render.peak_memory(tmp_path)
+
+
+def optimizer_row(name: str, *, step_s: float, gib: float, host_gib: float, **more: object) -> dict[str, object]:
+    figures = {"median_s": step_s, "max_allocated_bytes": GiB, "max_reserved_bytes": round(gib * GiB)}
+    return {"name": name, "host_rss_bytes": round(host_gib * GiB), **figures, **more}
+
+
+def test_own_rows_and_peers_are_each_beside_the_plain_row_of_their_own_run(tmp_path: Path) -> None:
+    plain, own = "plain torch, forward and backward", "streamed, on the host in backward, exact"
+    peer = "torchao CPUOffloadOptimizer, all bf16"
+    head = {"hardware": "H200", "torch": "2.11", "date": "2026-01-01"}
+    runs = {
+        "optimizer": [
+            optimizer_row(plain, step_s=1.0, gib=2, host_gib=1, parameters=GiB),
+            optimizer_row(own, step_s=1.5, gib=3, host_gib=13, parameters=GiB),
+        ],
+        "optimizer_peers": [
+            optimizer_row(plain, step_s=2.0, gib=2, host_gib=2, peer="none"),
+            optimizer_row(peer, step_s=5.0, gib=4, host_gib=12, peer="torchao"),
+        ],
+    }
+    for (folder, rows), schema in zip(runs.items(), ("session", "optimizer"), strict=True):
+        record = {"schema": f"lowtide.{schema}_benchmark/1", **head, "commit": schema, "rows": rows}
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"{folder}_a.json").write_text(json.dumps(record), encoding="utf-8")
+    header, _, first, second, blank, *said = readme(tmp_path).split("\n")
+    assert header.startswith("| AdamW on one H200 | ms a step |")
+    assert first == "| **Lowtide**, in backward, fp32 masters | 1500 | 1.50 | 3.0 | 12.0 |"
+    assert second == "| torchao, `CPUOffloadOptimizer`, all bf16 | 5000 | 2.50 | 4.0 | 10.0 |"
+    runs_named = (
+        "2 runs at 2 commits, each with its own baseline: `optimizer_a`: Lowtide; `optimizer_peers_a`: torchao."
+    )
+    assert (blank, " ".join(said)) == ("", f"<sub>{runs_named}</sub>")
 
 
 def write_streaming(folder: Path, date: str, names: Iterable[str], *, plain_s: float, other_s: float) -> None:

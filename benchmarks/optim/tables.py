@@ -50,10 +50,12 @@ _README = {
 
 def readme(results: Path) -> str:
     """Five rows for the README: everything on the host, here and by the peers."""
-    lines = []
+    lines, commits, hardware = [], [], []
     used: dict[str, list[str]] = {}
     for row, record, times, host_bytes in own_and_peers(results, list(_README)):
         words = _README[str(row["name"])]
+        commits.append(record.text("commit"))
+        hardware.append(record.text("hardware").removeprefix("NVIDIA "))
         used.setdefault(f"`{record.path.stem}`", []).append(words.partition(",")[0].strip("*"))
         lines.append(
             [
@@ -64,10 +66,14 @@ def readme(results: Path) -> str:
                 f"{host_bytes:.1f}",
             ]
         )
-    header = ["AdamW on one H200", "ms a step", "× forward and backward", "reserved GiB"]
+    header = [
+        f"AdamW on one {' or '.join(dict.fromkeys(hardware))}",
+        "ms a step",
+        "× forward and backward",
+        "reserved GiB",
+    ]
     said = "; ".join(f"{record}: {', '.join(dict.fromkeys(names))}" for record, names in used.items())
-    # One record is one run of one commit; its rows are compared with its own forward and backward.
-    remark = f"{len(used)} runs at {len(used)} commits, each with its own baseline: {said}."
+    remark = f"{len(used)} runs at {len(set(commits))} commits, each with its own baseline: {said}."
     return table([*header, "host bytes a parameter"], lines, num_text=1) + f"\n\n{footnote(remark)}"
 
 
@@ -149,14 +155,15 @@ def shares(results: Path) -> str:
     names = list(dict.fromkeys(str(row["name"]) for suite in suites for row in SUITES[suite]))
     lines = []
     for name, row, record in _measured(found, names):
+        words = name.replace("of the card", "of the device")
         if "failed" in row:
-            lines.append([name, row["batch"], str(row["failed"]), "-", "-", "-"])
+            lines.append([words, row["batch"], str(row["failed"]), "-", "-", "-"])
             continue
         plain = f"{row['model']}, forward and backward"
         base = row_of_the_run(record, plain) or found[plain][0]
         lines.append(
             [
-                name,
+                words,
                 row["batch"],
                 f"{1000 * float(row['median_s']):.0f}",
                 f"{float(row['median_s']) / float(base['median_s']):.2f}",
