@@ -15,7 +15,7 @@ help:
 	@echo 'make exhaustive  exceptions at every line of a session, some hours'
 	@echo 'make check    format, lint, types, tests and documentation examples, as CI does'
 	@echo 'make format   rewrite the sources in the one style'
-	@echo 'make docs     fill the tables in README.md and docs/ from the records in benchmarks/results'
+	@echo 'make docs     fill the tables and draw the chart of README.md and docs/ from benchmarks/results'
 	@echo 'make clean    remove .venv and everything built'
 
 setup: $(STAMP)

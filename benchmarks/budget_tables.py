@@ -6,7 +6,7 @@ import datetime as dt
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.records import gib, newest, percent, table
+from benchmarks.records import footnote, gib, newest, percent, sources, table
 from lowtide import config
 from lowtide.errors import BadRecordError
 from lowtide.lab.budget import BudgetPoint, BudgetSweep, pareto, read_sweep
@@ -49,10 +49,9 @@ def sweep(results: Path, dtype: str = "float32") -> str:
         ]
         for point in found.points
     ]
-    file = Path(*paths[-1].parts[-4:])
-    provenance = (
-        f"From `{file}`: {found.model}, {found.batch}, {found.dtype}, torch {found.torch}; the graph was traced once, in "
-        f"{found.trace_seconds:.1f} s, on one core without a GPU. No other budget beats those in bold in both peak and computation."
+    provenance = footnote(
+        f"Records. {found.model}, {found.batch}, {found.dtype}, torch {found.torch}, one core without a GPU, traced once in "
+        f"{found.trace_seconds:.1f} s: `budget_sweep/{paths[-1].stem}`."
     )
     rises = "\n".join(f"- {remark}" for remark in found.remarks if remark.startswith("not monotone"))
     return f"{table(header, rows, num_text=1)}\n\n{provenance}\n\n{rises}".rstrip()
@@ -108,4 +107,4 @@ def check(results: Path) -> str:
             ]
         )
     header = ["model", "budget", "saved bytes", "static", "peak MiB", "static", "error"]
-    return f"{table(header, rows, num_text=1)}\n\n{record.provenance}"
+    return f"{table(header, rows, num_text=1)}\n\n{sources([record])}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lab_predict import SCHEMA
-from benchmarks.records import newest, percent, table
+from benchmarks.records import footnote, newest, percent, sources, table
 from lowtide.errors import BadRecordError
 from lowtide.lab.configurations import seed_of
 from lowtide.lab.record import MemoryFigures, Outcome, RunRecord, SpeedFigures, read_record
@@ -108,7 +108,7 @@ def moments(results: Path) -> str:
     provenance = _provenance([(record, record.memory) for record in rows if record.memory], "lab_moments")
     samples = _unique(_evaluation_samples(record) for record in rows)
     said = f"Perplexity after so many steps, on {samples} validation samples."
-    return table(["recipe", "seed", *map(str, steps)], lines, num_text=1) + f"\n\n{said} {provenance}"
+    return table(["recipe", "seed", *map(str, steps)], lines, num_text=1) + f"\n\n{said}\n\n{provenance}"
 
 
 def batches(results: Path) -> str:
@@ -192,7 +192,7 @@ def predicted(results: Path) -> str:
     record = newest(results / "lab_predicted", SCHEMA)
     rows: list[dict[str, Any]] = record.rows("rows", ("name", "setting", "peak_bytes", "peak_phase"))
     lines = [[row["name"], f"`{row['setting']}`", row["peak_phase"], f"{row['peak_bytes'] / GiB:.3f}"] for row in rows]
-    return table(["recipe", "--set", "in", "predicted GiB"], lines, num_text=3) + f"\n\n{record.provenance}"
+    return table(["recipe", "--set", "in", "predicted GiB"], lines, num_text=3) + f"\n\n{sources([record])}"
 
 
 def _measured(results: Path, folder: str) -> list[Measured]:
@@ -280,8 +280,8 @@ def _provenance(rows: list[Measured], folder: str = "lab") -> str:
         raise BadRecordError(f"no record in benchmarks/results/{folder} has a place in this table; run the lab before")
     around = [record.surroundings for record, _ in rows]
     days = sorted(each.date[:10] for each in around)
-    return (
-        f"From `benchmarks/results/{folder}`: {_unique(each.device for each in around)}, torch "
+    return footnote(
+        f"Records in `{folder}`. {_unique(each.device for each in around)}, torch "
         f"{_unique(each.torch for each in around)}, commit {_unique(each.commit[:12] for each in around)}, "
         f"{days[0] if days[0] == days[-1] else f'{days[0]} to {days[-1]}'}."
     )

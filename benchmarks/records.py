@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import Any
 from lowtide.errors import BadRecordError
 from lowtide.hardware.machine import this_machine
 from lowtide.units import GiB
+
+WIDTH = 100
+"""Columns of the text in Markdown files."""
 
 
 def machine() -> dict[str, object]:
@@ -41,14 +45,9 @@ class Record:
         return rows
 
     @property
-    def provenance(self) -> str:
-        """The sentence below a table that says where its numbers are from."""
-        # Counted from the end, so that the sentence is the same wherever the checkout lies.
-        file = Path(*self.path.parts[-4:])
-        return (
-            f"From `{file}`: {self.text('hardware')}, torch {self.text('torch')}, commit {self.text('commit')[:12]}, "
-            f"{self.text('date')}."
-        )
+    def name(self) -> str:
+        """Its folder and file below `benchmarks/results`: `accuracy/2026-11-18T0256_h200_dc9351e`."""
+        return f"{self.path.parent.name}/{self.path.stem}"
 
 
 def newest(folder: Path, schema: str) -> Record:
@@ -91,9 +90,20 @@ def row_of_the_run(record: Record, beginning: str) -> dict[str, Any] | None:
     return None
 
 
-def sources(records: Iterable[Record]) -> str:
-    """The sentences below a table that say where its numbers are from."""
-    return " ".join(dict.fromkeys(record.provenance for record in records))
+def sources(records: Iterable[Record], remark: str = "") -> str:
+    """The footnote below a table: the names of its records, by what they were measured with, and a remark."""
+    names: dict[str, list[str]] = {}
+    for record in records:
+        known = names.setdefault(f"{record.text('hardware')}, torch {record.text('torch')}", [])
+        if record.name not in known:
+            known.append(record.name)
+    said = "; ".join(f"{machine}: {', '.join(f'`{name}`' for name in own)}" for machine, own in names.items())
+    return footnote(f"Records. {said}. {remark}")
+
+
+def footnote(text: str) -> str:
+    """Small print below a table, in lines of the documentation's width."""
+    return textwrap.fill(f"<sub>{text.strip()}</sub>", width=WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def read(path: Path, schema: str) -> Record:

@@ -1,6 +1,6 @@
 """Fills the tables in README.md and docs/ from the records in benchmarks/results, or checks that they are up to date.
 
-    python -m benchmarks.render            # rewrite the tables
+    python -m benchmarks.render            # rewrite the tables, and draw the README's chart
     python -m benchmarks.render --check    # exit with 1 and name the files when one is out of date
 
 A table stands between `<!-- rendered: NAME -->` and `<!-- end -->`, and NAME is a key of `RENDERERS`. Text is only ever
@@ -18,11 +18,12 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks import chart
 from benchmarks.activations.tables import chunked_loss, embedding, policies
 from benchmarks.budget_tables import check, sweep
 from benchmarks.inductor.tables import generated
 from benchmarks.lab_tables import batches, compiled, curve, memory, moments, other_budgets, phases, predicted, quality
-from benchmarks.optim.tables import beside_peers, classes, host_kernel, refused_classes, scale, shares, steps
+from benchmarks.optim.tables import beside_peers, classes, host_kernel, readme, refused_classes, scale, shares, steps
 from benchmarks.records import Record, gib, newest, percent, sources, table
 from benchmarks.session.tables import budgets, start_up, streaming
 from lowtide.errors import BadRecordError, UnknownNameError
@@ -86,7 +87,7 @@ def accuracy(results: Path, folder: str = "accuracy") -> str:
         ]
         for case in cases
     ]
-    return table(header, rows, num_text=6) + f"\n\n{record.provenance}"
+    return table(header, rows, num_text=6) + f"\n\n{sources([record])}"
 
 
 def accuracy_summary(results: Path, folder: str = "accuracy") -> str:
@@ -106,12 +107,12 @@ def accuracy_summary(results: Path, folder: str = "accuracy") -> str:
         rows.append([f"peak {side}", name, str(len(errors)), *shares])
     header = ["error of", "worst case", "cases", "median", "95th percentile", "worst"]
     failed = sum(any(_pair(case, side) is None for side in _SIDES) for case in cases)
-    remark = f" {failed} of {len(cases)} cases did not run to their end and are not counted." if failed else ""
-    return table(header, rows, num_text=2) + f"\n\n{record.provenance}{remark}"
+    remark = f"{failed} of {len(cases)} cases did not run to their end and are not counted." if failed else ""
+    return table(header, rows, num_text=2) + f"\n\n{sources([record], remark)}"
 
 
 def fresh(results: Path, name: str = "fresh") -> str:
-    """Steps in fresh processes: the prediction made before the measurement, and that of the rules mended after it."""
+    """Steps in fresh processes: the prediction made before the measurement, and that of the rules fixed after it."""
     measured = newest(results / f"{name}_measured", "lowtide.fresh/1")
     sides = {side: f"{side}_life" for side in _SIDES}
     rows = [
@@ -147,7 +148,7 @@ _ATTENTION = frozenset(
 
 
 def fresh_summary(results: Path) -> str:
-    """Both lists of fresh processes, each blind and after the mends, and the attention models among them."""
+    """Both lists of fresh processes, each blind and after the fixes, and the attention models among them."""
     errors: dict[tuple[str, str, str], list[float]] = {}
     records = []
     for name, words in (("fresh", "first list"), ("fresh2", "second list")):
@@ -166,7 +167,7 @@ def fresh_summary(results: Path) -> str:
                         errors.setdefault((group, kind, side), []).append(error)
     cells = []
     for group in ("first list", "second list", "both lists", "attention models of both"):
-        for kind, blind in zip(_FRESH, ("blind", "after the mends, not blind"), strict=True):
+        for kind, blind in zip(_FRESH, ("blind", "after the fixes, not blind"), strict=True):
             figures = [np.percentile(errors[group, kind, side], [50, 95, 100]) for side in _SIDES]
             shares = [f"{100 * float(share):.2f}%" for figure in figures for share in figure]
             cells.append([group, blind, str(len(errors[group, kind, "reserved"])), *shares])
@@ -193,7 +194,7 @@ def peak_memory(results: Path) -> str:
         error = percent(predicted / GiB / published - 1)
         rows.append([str(row["name"]), str(row["peak_phase"]), f"{published:.3f}", gib(predicted), error])
     header = ["configuration", "peak in", "published GiB", "predicted GiB", "error"]
-    return table(header, rows, num_text=2) + f"\n\n{record.provenance}"
+    return table(header, rows, num_text=2) + f"\n\n{sources([record])}"
 
 
 RENDERERS: dict[str, Renderer] = {
@@ -224,6 +225,7 @@ RENDERERS: dict[str, Renderer] = {
     "optimizer-classes": classes,
     "optimizer-classes-refused": refused_classes,
     "optimizer-long": functools.partial(steps, suite="optimizer_long"),
+    "optimizer-readme": readme,
     "optimizer-scale": scale,
     "optimizer-shares": shares,
     "optimizer-short": functools.partial(steps, suite="optimizer_short"),
@@ -273,15 +275,28 @@ def documents(repo: Path) -> list[Path]:
     return [path for path in [repo / "README.md", *sorted((repo / "docs").rglob("*.md"))] if path.exists()]
 
 
+CHART = "docs/step_time.svg"
+"""Drawn where a document shows it."""
+
+
 def stale(repo: Path, results: Path) -> dict[Path, str]:
-    """The documents that are out of date, with the text they should have."""
+    """The documents, and the chart, that are out of date, with the text they should have."""
     texts = {path: path.read_text(encoding="utf-8") for path in documents(repo)}
-    return {path: new for path, text in texts.items() if (new := fill(text, results)) != text}
+    changed = {path: new for path, text in texts.items() if (new := fill(text, results)) != text}
+    if any(CHART in text for text in texts.values()):
+        path = repo / CHART
+        drawn = path.read_text(encoding="utf-8") if path.exists() else ""
+        # By what it shows: another matplotlib draws other bytes of the same figures.
+        if chart.description(drawn) != chart.describe(results):
+            changed[path] = chart.draw(results)
+    return changed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Render, or with --check only compare; the exit code."""
-    parser = argparse.ArgumentParser(description="Fill the tables in the documentation from the benchmark records.")
+    parser = argparse.ArgumentParser(
+        description="Fill the documentation's tables and draw its chart from the benchmark records."
+    )
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 when a table is out of date")
     check = parser.parse_args(arguments).check
     changed = stale(REPO, RESULTS)

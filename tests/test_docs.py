@@ -1,43 +1,65 @@
-"""The documentation cannot rot: its Python runs, its tables are what the records say, its links lead somewhere."""
+"""The documentation cannot rot: its examples run, its tables and its chart are what the records say, its links lead somewhere.
+
+Its form is tested too: the width of its text, how a page opens, the size of the README.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import render
+from benchmarks import chart, render
+from benchmarks.optim.tables import readme
+from benchmarks.records import WIDTH
 from benchmarks.session.suites import SUITES
 from benchmarks.session.tables import streaming
 from lowtide.errors import BadRecordError, UnknownNameError
 from lowtide.units import GiB
 
 REPO = Path(__file__).resolve().parent.parent
+README = REPO / "README.md"
 DOCUMENTS = render.documents(REPO)
-by_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(REPO)))
+PAGES = [*DOCUMENTS, REPO / "CONTRIBUTING.md"]
+
+
+def named(path: Path) -> str:
+    """A page as its test is called."""
+    return str(path.relative_to(REPO))
+
+
+by_document = pytest.mark.parametrize("path", DOCUMENTS, ids=named)
+by_page = pytest.mark.parametrize("path", PAGES, ids=named)
+
+
+def blocks(text: str, language: str) -> Iterator[tuple[int, str, str]]:
+    """(line, source, the text before it) of each fenced block in a language."""
+    lines = text.split("\n")
+    start: int | None = None
+    fence, before = "", ""
+    for number, line in enumerate(lines):
+        opening = re.match(r"(`{3,}|~{3,})\s*(\w*)", line)
+        if not fence and opening:
+            fence, start = opening[1], number + 1 if opening[2] == language else None
+            before = next((text for text in reversed(lines[:number]) if text.strip()), "").strip()
+        elif fence and line.strip() == fence:
+            if start is not None:
+                yield start + 1, "\n".join(lines[start:number]), before
+            fence = ""
 
 
 def python_blocks(text: str) -> Iterator[tuple[int, str]]:
     """(line, source) of each ```python block that no `<!-- not run: reason -->` stands right before."""
-    lines = text.split("\n")
-    start: int | None = None
-    fence, skipped = "", False
-    for number, line in enumerate(lines):
-        opening = re.match(r"(`{3,}|~{3,})\s*(\w*)", line)
-        if not fence and opening:
-            fence, start = opening[1], number + 1 if opening[2] == "python" else None
-            before = next((text for text in reversed(lines[:number]) if text.strip()), "")
-            skipped = re.fullmatch(r"<!-- not run: .*\S.* -->", before.strip()) is not None
-        elif fence and line.strip() == fence:
-            if start is not None and not skipped:
-                yield start + 1, "\n".join(lines[start:number])
-            fence = ""
+    for line, source, before in blocks(text, "python"):
+        if not re.fullmatch(r"<!-- not run: .*\S.* -->", before):
+            yield line, source
 
 
 def as_script(text: str) -> str:
@@ -48,11 +70,18 @@ def as_script(text: str) -> str:
     return "\n".join(script)
 
 
-@by_document
+def commands(text: str) -> str:
+    """One script of the ```bash blocks that `<!-- run -->` stands right before."""
+    return "\n".join(source for _, source, before in blocks(text, "bash") if before == "<!-- run -->")
+
+
+def having(script_of: Callable[[str], str]) -> list[Path]:
+    return [path for path in DOCUMENTS if script_of(path.read_text(encoding="utf-8")).strip()]
+
+
+@pytest.mark.parametrize("path", having(as_script), ids=named)
 def test_examples_run(path: Path, tmp_path: Path) -> None:
     script = as_script(path.read_text(encoding="utf-8"))
-    if not script.strip():
-        pytest.skip("no Python to run")
     file = tmp_path / f"{path.stem}.py"
     file.write_text(script, encoding="utf-8")
     # A process of its own, in an empty folder: what a reader who copies the blocks into a file gets.
@@ -60,6 +89,43 @@ def test_examples_run(path: Path, tmp_path: Path) -> None:
         [sys.executable, file], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, f"{path.name}: {done.stderr[-3000:]}"
+
+
+@pytest.mark.parametrize("path", having(commands), ids=named)
+def test_commands_run(path: Path, tmp_path: Path) -> None:
+    script = commands(path.read_text(encoding="utf-8"))
+    around = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-euc", script], cwd=tmp_path, env=around, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, f"{path.name}: {done.stdout[-1500:]}{done.stderr[-1500:]}"
+
+
+BEFORE_THE_DIFF = """
+import torch
+from lowtide.models.gpt import GPT, GPTConfig
+
+torch.backends.mkldnn.enabled = False  # bf16 products on any processor
+config = GPTConfig(vocab_size=64, context_length=16, num_layers=2, hidden_size=32, num_heads=2)
+model = GPT(config).to(torch.bfloat16)
+optimizer = torch.optim.AdamW(model.parameters())
+device = "cuda" if torch.cuda.is_available() else "cpu"
+ids = torch.randint(64, (2, 16), device=device)
+loader = [{"input_ids": ids, "labels": ids}] * 3
+before = [parameter.clone() for parameter in model.parameters()]
+"""
+AFTER_THE_DIFF = """
+assert all((new != old.to(new.device)).any() for new, old in zip(model.parameters(), before))
+"""
+
+
+def test_the_loop_with_the_readmes_diff_applied_trains(tmp_path: Path) -> None:
+    ((_, diff, _),) = blocks(README.read_text(encoding="utf-8"), "diff")
+    applied = [line[1:] for line in diff.split("\n") if not line.startswith("-")]
+    file = tmp_path / "loop.py"
+    file.write_text(BEFORE_THE_DIFF + "\n".join(applied) + AFTER_THE_DIFF, encoding="utf-8")
+    done = subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @by_document
@@ -76,7 +142,79 @@ def test_links_to_files_lead_somewhere(path: Path) -> None:
     assert [target for target in files if not (path.parent / target).exists()] == []
 
 
-# The machinery above, against documents whose answer is known
+def test_the_chart_is_what_the_records_say() -> None:
+    assert render.CHART in README.read_text(encoding="utf-8")
+    drawn = (REPO / render.CHART).read_text(encoding="utf-8")
+    assert chart.description(drawn) == chart.describe(render.RESULTS), "run python -m benchmarks.render"
+
+
+def test_the_chart_is_drawn_from_records_alone() -> None:
+    assert chart.draw(render.RESULTS) == chart.draw(render.RESULTS)
+
+
+# Their form
+
+
+def prose(text: str) -> str:
+    """The text, with nothing left of fenced blocks, rendered tables, comments and rows of tables but their lines."""
+    empty = lambda match: "\n" * match[0].count("\n")  # noqa: E731 - so short
+    text = re.sub(r"^(`{3,}|~{3,}).*?^\1", empty, text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"<!-- rendered: .*?<!-- end -->", empty, text, flags=re.DOTALL)
+    return re.sub(r"^(?:\||<!--).*$", "", text, flags=re.MULTILINE)
+
+
+@by_page
+def test_text_wraps_at_one_width(path: Path) -> None:
+    lines = prose(path.read_text(encoding="utf-8")).split("\n")
+    # A link, or code without a place to break, may be longer than a line.
+    broken = [re.sub(r"!?\[[^\]]*\]\([^)]*\)|`[^`]*`", "", line) for line in lines]
+    long = [n for n, line in enumerate(lines, start=1) if len(line) > WIDTH and " " in broken[n - 1].strip(" -.,;:()")]
+    assert long == [], f"lines of {named(path)} with more than {WIDTH} columns"
+
+
+@by_page
+def test_a_page_opens_with_its_purpose_in_one_sentence(path: Path) -> None:
+    title, blank, *rest = path.read_text(encoding="utf-8").split("\n")
+    assert title.startswith("# ")
+    assert blank == ""
+    opening = " ".join(rest[: rest.index("")])
+    assert re.match(r"[A-Z][a-z]", opening)
+    assert opening.endswith(".")
+    num_sentences = 2 if path == README else 1
+    assert len(re.findall(r"[.!?](?= |$)", opening)) == num_sentences, opening
+
+
+@by_page
+def test_sentences_begin_with_their_subject(path: Path) -> None:
+    text = " ".join(prose(path.read_text(encoding="utf-8")).split())
+    assert re.findall(r"(?:^|[.!?:|] |\*\* )Of \w+ \w+", text) == []
+
+
+def test_the_readme_is_one_screen_and_a_little() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert len(text.split()) <= 900
+    first_screen = text.partition("\n## ")[0]
+    assert first_screen.count("\n") < 60
+    for part in ("step_time.svg", "pip install", "```diff", "lowtide.trace(", "DeepSpeed", "**Runs on**"):
+        assert part in first_screen
+
+
+def test_every_page_is_on_the_index() -> None:
+    index = (REPO / "docs" / "index.md").read_text(encoding="utf-8")
+    pages = {path.relative_to(REPO / "docs").as_posix() for path in DOCUMENTS if path != README}
+    assert {page for page in pages - {"index.md"} if f"]({page})" not in index} == set()
+
+
+@by_document
+def test_links_to_headings_lead_somewhere(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", prose(text)):
+        page = (path.parent / target) if target else path
+        headings = re.findall(r"^#+ (.*)$", prose(page.read_text(encoding="utf-8")), flags=re.MULTILINE)
+        assert anchor in {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+# The functions above, against documents whose answer is known
 
 FENCE = "```"
 SAMPLE = f"""# Title
@@ -145,9 +283,9 @@ def test_accuracy_table(tmp_path: Path) -> None:
     assert lines[2] == "| a | gpt | bf16 | none | adamw | backward | 2.000 | 2.020 | +1.00% | 4.000 | 4.200 | +5.00% |"
     phase = "backward (measured: update)"
     assert lines[3] == f"| b | gpt | bf16 | none | adamw | {phase} | 4.000 | 3.900 | -2.50% | 8.000 | 8.000 | +0.00% |"
-    provenance = "/accuracy/2026-01-02_h200.json`: H200, torch 2.13.0, commit 0123456789ab, 2026-01-02."
+    provenance = "<sub>Records. H200, torch 2.13.0: `accuracy/2026-01-02_h200`.</sub>"
     assert lines[4] == ""
-    assert lines[5].endswith(provenance)
+    assert lines[5] == provenance
     assert len(lines) == 6
 
 
@@ -166,13 +304,18 @@ def test_failed_cases_are_shown_and_not_counted(tmp_path: Path) -> None:
     assert "| oom | gpt | bf16 | none | adamw | backward | - | - | failed | 1.000 |" in render.accuracy(tmp_path)
     summary = render.accuracy_summary(tmp_path)
     assert "| peak allocated | ok | 1 |" in summary
-    assert summary.endswith("1 of 2 cases did not run to their end and are not counted.")
+    assert " ".join(summary.split()).endswith("1 of 2 cases did not run to their end and are not counted.</sub>")
 
 
 def write_fresh(results: Path, folder: str, schema: str, rows: list[dict[str, object]]) -> None:
     head = {"schema": schema, "commit": folder, "hardware": "H200", "torch": "2.11", "date": "2026-01-01"}
     (results / folder).mkdir()
     (results / folder / "a.json").write_text(json.dumps({**head, "rows": rows}), encoding="utf-8")
+
+
+def records_named(lines: list[str]) -> int:
+    """How many records the footnote below a table names."""
+    return len(re.findall(r"`\w+/\w+`", " ".join(lines[lines.index("") :])))
 
 
 def test_fresh_table_sets_both_predictions_beside_the_measurement(tmp_path: Path) -> None:
@@ -184,7 +327,7 @@ def test_fresh_table_sets_both_predictions_beside_the_measurement(tmp_path: Path
     lines = render.fresh(tmp_path).split("\n")
     assert lines[2] == "| a | 1.000 | +10.00% | -1.00% | 2.000 | +10.00% | -1.00% |"
     assert lines[4] == "| **95th percentile** |  | 10.00% | 1.00% |  | 10.00% | 1.00% |"
-    assert lines[-1].count("From `") == 3
+    assert records_named(lines) == 3
 
     (tmp_path / "fresh_repredicted" / "a.json").unlink()
     (tmp_path / "fresh_repredicted").rmdir()
@@ -213,7 +356,7 @@ def test_fresh_summary_tells_the_lists_and_attention_models_apart(tmp_path: Path
     ]
     assert lines[6].startswith("| both lists | blind | 2 |")
     assert lines[8].startswith("| attention models of both | blind | 1 |")
-    assert lines[-1].count("From `") == 6
+    assert records_named(lines) == 6
 
 
 def test_peak_memory_table(tmp_path: Path) -> None:
@@ -224,11 +367,44 @@ def test_peak_memory_table(tmp_path: Path) -> None:
     file.write_text(json.dumps(record | {"date": "2026-01-01", "rows": rows}), encoding="utf-8")
     text = render.peak_memory(tmp_path)
     assert "| control | loss | 21.165 | 21.200 | +0.17% |" in text
-    assert ": none, torch 2.8, commit abc, 2026-01-01." in text
+    assert "<sub>Records. none, torch 2.8: `peak_memory/x`.</sub>" in text
     rows[0]["published_gib"] = "much"
     file.write_text(json.dumps(record | {"date": "2026-01-01", "rows": rows}), encoding="utf-8")
     with pytest.raises(BadRecordError, match="'control' needs numbers in published_gib and predicted_bytes"):
         render.peak_memory(tmp_path)
+
+
+def optimizer_row(name: str, *, step_s: float, gib: float, host_gib: float, **more: object) -> dict[str, object]:
+    figures = {"median_s": step_s, "max_allocated_bytes": GiB, "max_reserved_bytes": round(gib * GiB)}
+    return {"name": name, "host_rss_bytes": round(host_gib * GiB), **figures, **more}
+
+
+def test_own_rows_and_peers_are_each_beside_the_plain_row_of_their_own_run(tmp_path: Path) -> None:
+    plain, own = "plain torch, forward and backward", "streamed, on the host in backward, exact"
+    peer = "torchao CPUOffloadOptimizer, all bf16"
+    head = {"hardware": "H200", "torch": "2.11", "date": "2026-01-01"}
+    runs = {
+        "optimizer": [
+            optimizer_row(plain, step_s=1.0, gib=2, host_gib=1, parameters=GiB),
+            optimizer_row(own, step_s=1.5, gib=3, host_gib=13, parameters=GiB),
+        ],
+        "optimizer_peers": [
+            optimizer_row(plain, step_s=2.0, gib=2, host_gib=2, peer="none"),
+            optimizer_row(peer, step_s=5.0, gib=4, host_gib=12, peer="torchao"),
+        ],
+    }
+    for (folder, rows), schema in zip(runs.items(), ("session", "optimizer"), strict=True):
+        record = {"schema": f"lowtide.{schema}_benchmark/1", **head, "commit": schema, "rows": rows}
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"{folder}_a.json").write_text(json.dumps(record), encoding="utf-8")
+    header, _, first, second, blank, *said = readme(tmp_path).split("\n")
+    assert header.startswith("| AdamW on one H200 | ms a step |")
+    assert first == "| **Lowtide**, in backward, fp32 masters | 1500 | 1.50 | 3.0 | 12.0 |"
+    assert second == "| torchao, `CPUOffloadOptimizer`, all bf16 | 5000 | 2.50 | 4.0 | 10.0 |"
+    runs_named = (
+        "2 runs at 2 commits, each with its own baseline: `optimizer_a`: Lowtide; `optimizer_peers_a`: torchao."
+    )
+    assert (blank, " ".join(said)) == ("", f"<sub>{runs_named}</sub>")
 
 
 def write_streaming(folder: Path, date: str, names: Iterable[str], *, plain_s: float, other_s: float) -> None:

@@ -49,8 +49,8 @@ def policies(results: Path, suite: str = "policies") -> str:
         "reserved GiB",
         "predicted",
     ]
-    remark = f" Not measured yet: {', '.join(missing)}." if missing else ""
-    return table(header, lines, num_text=1) + f"\n\n{sources(used)}{remark}"
+    remark = f"Not measured yet: {', '.join(missing)}." if missing else ""
+    return table(header, lines, num_text=1) + f"\n\n{sources(used, remark)}"
 
 
 def chunked_loss(results: Path) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.inductor.record import CodeRecord, budget_of, read_all
 from benchmarks.lab_tables import newest_peak
-from benchmarks.records import table
+from benchmarks.records import footnote, table
 from lowtide.errors import BadRecordError
 from lowtide.lab.recipe_file import find_recipe, read_recipe
 from lowtide.units import GiB, MiB
@@ -35,9 +35,7 @@ def generated(results: Path) -> str:
     versions, commits = (
         ", ".join(sorted(values)) for values in ({r.torch for r in around}, {r.commit for r in around})
     )
-    provenance = (
-        f"From `benchmarks/results/inductor_code`: generated without a card, torch {versions}, commit {commits}."
-    )
+    provenance = footnote(f"Records in `inductor_code`. Generated without a GPU, torch {versions}, commit {commits}.")
     lines = [_cells(by_version[OLDER], by_version[NEWER], results) for by_version in rows]
     return table(header, lines, num_text=1) + f"\n\n{provenance}"
 

@@ -1,6 +1,6 @@
 """Every optimizer class of torch and of the packages around it under management: the same bits as plain torch, or refused.
 
-python -m benchmarks.optim.classes --commit 0123abc    # one record; the table in docs/optimizers.md is made from it
+python -m benchmarks.optim.classes --commit 0123abc    # one record; the table in docs/supported_optimizers.md is made from it
 
 The tests run the same survey and compare it with the record.
 """

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.optim.classes import IDENTICAL, NOT_RUN, PLANS, SCHEMA
 from benchmarks.optim.run import SUITES as PEERS
-from benchmarks.records import Record, newest, newest_rows, row_of_the_run, sources, table
+from benchmarks.records import Record, footnote, newest, newest_rows, row_of_the_run, sources, table
 from benchmarks.session.suites import SUITES
 from lowtide.units import GiB
 
@@ -33,14 +33,70 @@ def steps(results: Path, suite: str = "optimizer") -> str:
 
 def beside_peers(results: Path) -> str:
     """The main rows and the peers, each beside the plain row of its own run."""
+    found = _own_and_peers(results)
+    others = [str(row["name"]) for row in PEERS["peers"] if row["peer"] != "none"]
+    return _steps(found, [_BASE, *_SUMMARY, *others])
+
+
+_README = {
+    "streamed, on the host in backward, exact": "**Lowtide**, in backward, fp32 masters",
+    "streamed, on the host deferred, exact, clipped": "**Lowtide**, deferred, clipped, fp32 masters",
+    "DeepSpeed ZeRO-3, all on the host, clipped": "DeepSpeed ZeRO-3, clipped, fp32 masters",
+    "FSDP2, CPUOffloadPolicy, fp32 master": "FSDP2, `CPUOffloadPolicy`, fp32 masters",
+    "torchao CPUOffloadOptimizer, all bf16": "torchao, `CPUOffloadOptimizer`, all bf16",
+}
+"""The rows of the README's table, in the words that it has for them."""
+
+
+def readme(results: Path) -> str:
+    """Five rows for the README: everything on the host, here and by the peers."""
+    lines, commits, hardware = [], [], []
+    used: dict[str, list[str]] = {}
+    for row, record, times, host_bytes in own_and_peers(results, list(_README)):
+        words = _README[str(row["name"])]
+        commits.append(record.text("commit"))
+        hardware.append(record.text("hardware").removeprefix("NVIDIA "))
+        used.setdefault(f"`{record.path.stem}`", []).append(words.partition(",")[0].strip("*"))
+        lines.append(
+            [
+                words,
+                f"{1000 * float(row['median_s']):.0f}",
+                f"{times:.2f}",
+                f"{row['max_reserved_bytes'] / GiB:.1f}",
+                f"{host_bytes:.1f}",
+            ]
+        )
+    header = [
+        f"AdamW on one {' or '.join(dict.fromkeys(hardware))}",
+        "ms a step",
+        "× forward and backward",
+        "reserved GiB",
+    ]
+    said = "; ".join(f"{record}: {', '.join(dict.fromkeys(names))}" for record, names in used.items())
+    remark = f"{len(used)} runs at {len(set(commits))} commits, each with its own baseline: {said}."
+    return table([*header, "host bytes a parameter"], lines, num_text=1) + f"\n\n{footnote(remark)}"
+
+
+def own_and_peers(results: Path, names: Sequence[str]) -> Iterator[tuple[Row, Record, float, float]]:
+    """Rows of the optimizer's suite and of the peers', with their record.
+
+    Each has its time in forwards and backwards of its own run, and its bytes on the host a parameter.
+    """
+    found = _own_and_peers(results)
+    for _, row, record in _measured(found, names):
+        base = row_of_the_run(record, _BASE) or found[_BASE][0]
+        beyond = max(0, int(row["host_rss_bytes"]) - int(base["host_rss_bytes"]))
+        yield row, record, float(row["median_s"]) / float(base["median_s"]), beyond / row["parameters"]
+
+
+def _own_and_peers(results: Path) -> Found:
     found: Found = newest_rows(results / "optimizer", "lowtide.session_benchmark/1")
     peers: Found = newest_rows(results / "optimizer_peers", "lowtide.optimizer_benchmark/1")
     parameters = found[_BASE][0]["parameters"]
     for name, (row, record) in peers.items():
         if row["peer"] != "none":
             found[name] = {"parameters": parameters, **row}, record
-    others = [str(row["name"]) for row in PEERS["peers"] if row["peer"] != "none"]
-    return _steps(found, [_BASE, *_SUMMARY, *others])
+    return found
 
 
 def _steps(found: Found, names: Sequence[str]) -> str:
@@ -99,14 +155,15 @@ def shares(results: Path) -> str:
     names = list(dict.fromkeys(str(row["name"]) for suite in suites for row in SUITES[suite]))
     lines = []
     for name, row, record in _measured(found, names):
+        words = name.replace("of the card", "of the device")
         if "failed" in row:
-            lines.append([name, row["batch"], str(row["failed"]), "-", "-", "-"])
+            lines.append([words, row["batch"], str(row["failed"]), "-", "-", "-"])
             continue
         plain = f"{row['model']}, forward and backward"
         base = row_of_the_run(record, plain) or found[plain][0]
         lines.append(
             [
-                name,
+                words,
                 row["batch"],
                 f"{1000 * float(row['median_s']):.0f}",
                 f"{float(row['median_s']) / float(base['median_s']):.2f}",
@@ -146,8 +203,8 @@ def _measured(found: Found, names: Iterable[str]) -> Iterator[tuple[str, Row, Re
 def _origin(found: Found, names: Sequence[str]) -> str:
     """Where the rows are from, and which are not there."""
     missing = [name for name in names if name not in found]
-    remark = f" Not measured yet: {', '.join(missing)}." if missing else ""
-    return sources(record for _, _, record in _measured(found, names)) + remark
+    remark = f"Not measured yet: {', '.join(missing)}." if missing else ""
+    return sources((record for _, _, record in _measured(found, names)), remark)
 
 
 def classes(results: Path) -> str:
@@ -164,7 +221,7 @@ def classes(results: Path) -> str:
         cells = (", ".join(_class_name(row) for row in part) or "-" for part in (both, deferred))
         lines.append([f"{package} {version}", *cells, str(len(own))])
     header = ["package", "deferred and in backward", "deferred only", "classes"]
-    return table(header, lines, num_text=3) + f"\n\n{record.provenance}"
+    return table(header, lines, num_text=3) + f"\n\n{sources([record])}"
 
 
 def refused_classes(results: Path) -> str:
@@ -173,7 +230,7 @@ def refused_classes(results: Path) -> str:
     rows = [row for row in record.rows("rows", ("name", *PLANS)) if row["deferred"] != IDENTICAL]
     order = sorted(rows, key=lambda row: row["deferred"] == NOT_RUN)
     lines = [[f"`{row['name']}`", str(row["deferred"]), str(row["reason"]).replace("|", "\\|")] for row in order]
-    return table(["class", "", "reason"], lines, num_text=3) + f"\n\n{record.provenance}"
+    return table(["class", "", "reason"], lines, num_text=3) + f"\n\n{sources([record])}"
 
 
 def _class_name(row: Row) -> str:

@@ -84,7 +84,7 @@ def start_up(results: Path) -> str:
         if "failed" not in row
     ]
     header = ["Llama", "importing, s", "building on meta, s", "reading and managing, s", "together, s"]
-    return table(header, lines, num_text=1) + f"\n\n{record.provenance}"
+    return table(header, lines, num_text=1) + f"\n\n{sources([record])}"
 
 
 def _start_up_seconds(row: dict[str, Any]) -> tuple[float, float, float]:

@@ -1,6 +1,6 @@
 """Every optimizer class of torch and of the packages around it: as in plain torch to the bit, or refused in one sentence.
 
-The table in docs/optimizers.md is made from the record that is compared with here.
+The table in docs/supported_optimizers.md is made from the record that is compared with here.
 """
 
 from __future__ import annotations

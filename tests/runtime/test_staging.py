@@ -93,7 +93,7 @@ def played(record: Path, percent: int, room_bytes: int) -> tuple[float, float]:
 
 
 SHARES = (30, 40, 50, 60)
-TEXT = " ".join((Path(__file__).parents[2] / "docs/optimizer.md").read_text(encoding="utf-8").split())
+TEXT = " ".join((Path(__file__).parents[2] / "docs/speed.md").read_text(encoding="utf-8").split())
 
 
 def listed(seconds: Iterable[float]) -> str:
@@ -102,7 +102,7 @@ def listed(seconds: Iterable[float]) -> str:
 
 
 def test_a_step_that_is_played_through_is_the_one_that_was_measured() -> None:
-    """And what docs/optimizer.md says of more room."""
+    """And what docs/speed.md says of more room."""
     with_little, measured = zip(*(played(WITH_LITTLE, percent, ENOUGH_BYTES) for percent in SHARES), strict=True)
     assert with_little == pytest.approx(measured, rel=0.06)
     with_all = [played(WITH_LITTLE, percent, 32 * GiB)[0] for percent in SHARES]
@@ -122,7 +122,7 @@ def test_the_room_that_is_taken_makes_the_steps_that_were_measured_with_it() -> 
     assert f"{min(rooms) / GiB:.1f} to {max(rooms) / GiB:.0f} GiB in these rows" in TEXT
     assert f"{listed(measured for _, measured in steps)} s were measured" in TEXT
     with_little = [played(WITH_MORE, percent, ENOUGH_BYTES)[0] for percent in SHARES]
-    assert f"2 GiB the play has {listed(with_little)} s" in TEXT
+    assert f"2 GiB the simulation has {listed(with_little)} s" in TEXT
     assert f"the room that was taken {listed(as_played for as_played, _ in steps)}" in TEXT
     for percent, (as_played, measured) in zip(SHARES, steps, strict=True):
         # Beyond 40% the steps were faster than the play has them, and nobody knows why.
