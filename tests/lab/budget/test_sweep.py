@@ -19,7 +19,7 @@ from lowtide.lab.budget.sweep import make_point, peak_bytes
 from lowtide.lab.progress import Progress
 from lowtide.lab.recipe import CompileRecipe, Recipe
 from lowtide.models import resolve_model
-from lowtide.models.output import ModelOutput
+from lowtide.models.layers import ModelOutput
 from lowtide.partition.program import Program
 from lowtide.partition.reading import read_partition
 from lowtide.partition.scheduling import schedule

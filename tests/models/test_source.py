@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lowtide.errors import ValueReadError
-from lowtide.models.meta_build import build_on_meta, finish
+from lowtide.models.source import build_on_meta, finish
 
 
 class StochasticDepth(nn.Module):
