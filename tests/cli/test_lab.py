@@ -23,8 +23,8 @@ from lowtide.cli.lab_tables import prediction_table
 from lowtide.cli.main import app
 from lowtide.errors import ConfigError
 from lowtide.hardware import find_hardware
+from lowtide.lab.progress import named_surroundings
 from lowtide.lab.record import Outcome, PredictedFigures, RunRecord, read_record, write_record
-from lowtide.lab.surroundings import named_surroundings
 from lowtide.units import GiB
 from tests.lab.pretend_runs import DOTTED
 

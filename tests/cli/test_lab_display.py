@@ -11,11 +11,10 @@ from rich.console import Console
 from lowtide.cli import lab_display
 from lowtide.cli.lab_display import BarDisplay, LineDisplay, display_of
 from lowtide.cli.lab_tables import run_table
-from lowtide.lab.progress import Progress
+from lowtide.lab.progress import Progress, named_surroundings
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.record import MemoryFigures, Outcome, RunRecord
 from lowtide.lab.runner import EndedRun, Run
-from lowtide.lab.surroundings import named_surroundings
 from lowtide.units import GiB
 
 RUN = Run(name="peak_memory/control", recipe=Recipe(model="gpt-tiny", steps=100))

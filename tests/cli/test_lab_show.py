@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from lowtide.cli.main import app
 from lowtide.lab.prediction import predict_recipe
+from lowtide.lab.progress import shown_bytes
 from lowtide.lab.recipe_file import find_recipe, read_recipe
-from lowtide.lab.so_far import shown_bytes
 
 
 def show(*words: str) -> Any:

@@ -13,9 +13,9 @@ from lowtide.cli.lab_sweep import parse_budgets
 from lowtide.cli.main import app
 from lowtide.errors import ConfigError
 from lowtide.lab.budget import read_sweep, write_sweep
-from lowtide.lab.collect import collect
+from lowtide.lab.progress import named_surroundings
 from lowtide.lab.record import Outcome, RunRecord, write_record
-from lowtide.lab.surroundings import named_surroundings
+from lowtide.lab.records import collect
 
 SMALL = ("lab", "sweep", "peak_memory_tiny/compile", "--budgets", "1,0.5", "--set", "batch=2x32")
 

@@ -14,7 +14,6 @@ import pytest
 from benchmarks.lab_tables import batches, compiled, curve, memory, moments, newest_peak, other_budgets, quality
 from benchmarks.render import RESULTS
 from lowtide.errors import BadRecordError
-from lowtide.lab.configurations import seed_of
 from lowtide.lab.recipe_file import find_recipe, read_recipe, recipe_names
 from lowtide.lab.record import (
     MemoryFigures,
@@ -25,6 +24,7 @@ from lowtide.lab.record import (
     read_record,
     write_record,
 )
+from lowtide.lab.records import seed_of
 from lowtide.units import GiB, KiB
 from tests.lab.report.samples import SURROUNDINGS, record
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lowtide import compat
-from lowtide.lab.budget.flops import recomputed_share
+from lowtide.lab.budget.points import recomputed_share
 from lowtide.partition.fusion import fuse
 from lowtide.partition.program import Work
 from lowtide.partition.reading import Partition, read_partition

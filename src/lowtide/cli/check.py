@@ -10,8 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lowtide.cli.console import OUT, progress
-from lowtide.lab.check import run_check
-from lowtide.lab.check_report import CheckReport
+from lowtide.lab.check import CheckReport, run_check
 from lowtide.lab.recipe_file import find_recipe, read_recipe
 from lowtide.runtime.session_stats import TierRow
 from lowtide.units import format_bytes

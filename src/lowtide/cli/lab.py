@@ -21,10 +21,9 @@ from lowtide.errors import ConfigError
 from lowtide.hardware import find_hardware
 from lowtide.lab.budget import sweep_data
 from lowtide.lab.catalogue import choose_recipes, known_recipes, matching_recipes
-from lowtide.lab.collect import collect
-from lowtide.lab.configurations import newest_records
 from lowtide.lab.recipe_file import read_recipe
 from lowtide.lab.record import Outcome
+from lowtide.lab.records import collect, newest_records
 from lowtide.lab.runner import EXPERIMENT, EndedRun, Run, run_all
 
 lab_app = typer.Typer(

@@ -13,9 +13,9 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.text import Text
 
 from lowtide.lab.progress import Progress as RunProgress
+from lowtide.lab.progress import describe, figures, shown_bytes
 from lowtide.lab.record import Outcome
 from lowtide.lab.runner import EndedRun, Run
-from lowtide.lab.so_far import describe, figures, shown_bytes
 
 LINES_A_RUN = 10
 """Lines for the steps of one run, where there is no bar."""

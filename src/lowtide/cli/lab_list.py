@@ -8,9 +8,9 @@ from pathlib import Path
 from rich.text import Text
 
 from lowtide.errors import ConfigError
-from lowtide.lab.configurations import folder_of
-from lowtide.lab.differences import recipe_differences
+from lowtide.lab.catalogue import recipe_differences
 from lowtide.lab.recipe_file import read_recipe
+from lowtide.lab.records import folder_of
 from lowtide.plain_text import Plain
 
 Rows = Sequence[dict[str, Plain]]

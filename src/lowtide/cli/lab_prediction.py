@@ -11,10 +11,10 @@ from lowtide.cli.console import progress
 from lowtide.errors import LowtideError, PlanError
 from lowtide.hardware import find_hardware
 from lowtide.lab.prediction import UnpredictedError, predict_recipe
+from lowtide.lab.progress import shown_bytes
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.recipe_file import read_recipe
 from lowtide.lab.record import PredictedFigures
-from lowtide.lab.so_far import shown_bytes
 from lowtide.plain_text import Plain
 from lowtide.units import parse_bytes
 

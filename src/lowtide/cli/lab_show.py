@@ -12,11 +12,9 @@ from lowtide import config
 from lowtide.cli.console import friendly_errors, progress
 from lowtide.cli.lab_prediction import Prediction, predict_for
 from lowtide.errors import ConfigError
-from lowtide.lab.catalogue import choose_recipes, known_recipes
-from lowtide.lab.differences import recipe_differences
+from lowtide.lab.catalogue import annotated_yaml, choose_recipes, known_recipes, recipe_differences
+from lowtide.lab.progress import shown_bytes
 from lowtide.lab.recipe_file import resolve_recipe
-from lowtide.lab.shown_recipe import annotated_yaml
-from lowtide.lab.so_far import shown_bytes
 
 
 def show_command(

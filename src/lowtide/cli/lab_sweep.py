@@ -13,9 +13,9 @@ from rich.table import Table
 from lowtide.cli.console import ERR, OUT, friendly_errors, progress, require_writable
 from lowtide.errors import ConfigError
 from lowtide.lab.budget import BudgetSweep, not_monotone, run_sweep, sweep_data, write_sweep
-from lowtide.lab.collect import SWEEPS
+from lowtide.lab.progress import shown_bytes
 from lowtide.lab.recipe_file import find_recipe, read_recipe
-from lowtide.lab.so_far import shown_bytes
+from lowtide.lab.records import SWEEPS
 
 BUDGETS = "0,0.05,0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9,1"
 

@@ -13,9 +13,9 @@ from rich.text import Text
 from lowtide.cli.lab_display import STYLES
 from lowtide.cli.lab_prediction import Prediction
 from lowtide.hardware import Hardware
+from lowtide.lab.progress import shown_bytes
 from lowtide.lab.record import RunRecord
 from lowtide.lab.runner import EndedRun
-from lowtide.lab.so_far import shown_bytes
 from lowtide.plain_text import Plain
 from lowtide.report.terminal_table import titled_table
 from lowtide.units import format_bytes

@@ -14,7 +14,7 @@ from benchmarks.budget_check import measure
 from lowtide import compat
 from lowtide.errors import BadRecordError, ConfigError, TraceError
 from lowtide.lab.budget import BudgetSweep, read_sweep, run_sweep, write_sweep
-from lowtide.lab.budget.joint import trace_model, trace_recipe
+from lowtide.lab.budget.points import trace_model, trace_recipe
 from lowtide.lab.budget.sweep import make_point, peak_bytes
 from lowtide.lab.progress import Progress
 from lowtide.lab.recipe import CompileRecipe, Recipe

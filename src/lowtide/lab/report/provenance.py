@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from lowtide.lab.configurations import by_configuration
 from lowtide.lab.record import RunRecord, Surroundings
+from lowtide.lab.records import by_configuration
 from lowtide.lab.report.comparison import Comparison
 from lowtide.units import format_bytes
 

@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 
 from lowtide import config
 from lowtide.errors import ConfigError
-from lowtide.lab.configurations import by_configuration, flat_settings, folder_of, generations, seed_of
 from lowtide.lab.recipe import PublishedFigures
 from lowtide.lab.record import MemoryFigures, Outcome, PredictedFigures, RunRecord
+from lowtide.lab.records import by_configuration, flat_settings, folder_of, generations, seed_of, settings_apart
 from lowtide.lab.report.error_words import error_words
-from lowtide.lab.report.namesakes import settings_apart
 from lowtide.lab.report.spread import Spread, perplexity, spread_of
 from lowtide.plain_text import Plain
 

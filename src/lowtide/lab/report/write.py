@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lowtide.errors import ConfigError
-from lowtide.lab.configurations import newest_records
 from lowtide.lab.record import RunRecord
+from lowtide.lab.records import newest_records
 from lowtide.lab.report.comparison import Comparison, make_comparisons
 from lowtide.lab.report.html import render_html
 from lowtide.lab.report.markdown import render_markdown
