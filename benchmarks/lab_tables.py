@@ -15,7 +15,7 @@ from lowtide.errors import BadRecordError
 from lowtide.lab.record import MemoryFigures, Outcome, RunRecord, SpeedFigures, read_record
 from lowtide.lab.records import seed_of
 from lowtide.lab.report.rows import make_rows
-from lowtide.lab.report.spread import Spread, perplexity
+from lowtide.lab.report.rows import Spread, perplexity
 from lowtide.lab.report.tables import speed_text
 from lowtide.units import GiB, MiB
 

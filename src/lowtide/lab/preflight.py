@@ -16,13 +16,12 @@ import torch
 from torch import nn
 
 from lowtide.errors import ConfigError, HardwareError, LowtideError, PlanError
-from lowtide.lab.check import find_device
 from lowtide.lab.corpus import load_corpus
 from lowtide.lab.corpus.texts import find_files, read_stories
 from lowtide.lab.inputs import check_inputs, check_vocabulary
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.recipe_parts import HubDataset, PlanRecipe, RandomInputs, Stories, TextFiles, plan_of
-from lowtide.lab.training import compiled_modules, optimizer_over
+from lowtide.lab.training import compiled_modules, find_device, optimizer_over
 from lowtide.memory.groups import find_groups
 from lowtide.memory.layout import lay_out
 from lowtide.models import ModelSource, resolve_model
