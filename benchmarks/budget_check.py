@@ -21,10 +21,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.records import machine
 from lowtide import compat
-from lowtide.lab.budget.joint import trace_recipe
+from lowtide.lab.budget.points import trace_recipe
 from lowtide.lab.budget.sweep import make_point
-from lowtide.lab.materialise import materialise
 from lowtide.lab.recipe import Recipe
+from lowtide.lab.training import materialise
 from lowtide.models import resolve_model
 
 SCHEMA = "lowtide.budget_check/1"

@@ -22,10 +22,10 @@ import torch
 
 from benchmarks.records import machine
 from lowtide import compat
-from lowtide.lab.data_recipe import RandomInputs
 from lowtide.lab.experiment import run_experiment
 from lowtide.lab.progress import Progress
 from lowtide.lab.recipe_file import find_recipe, read_recipe
+from lowtide.lab.recipe_parts import RandomInputs
 from lowtide.units import GiB, MiB
 
 SCHEMA = "lowtide.compiled_peak/1"

@@ -12,10 +12,9 @@ from typing import Any
 from benchmarks.lab_predict import SCHEMA
 from benchmarks.records import footnote, newest, percent, sources, table
 from lowtide.errors import BadRecordError
-from lowtide.lab.configurations import seed_of
 from lowtide.lab.record import MemoryFigures, Outcome, RunRecord, SpeedFigures, read_record
-from lowtide.lab.report.rows import make_rows
-from lowtide.lab.report.spread import Spread, perplexity
+from lowtide.lab.records import seed_of
+from lowtide.lab.report.rows import Spread, make_rows, perplexity
 from lowtide.lab.report.tables import speed_text
 from lowtide.units import GiB, MiB
 

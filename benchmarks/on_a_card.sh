@@ -56,6 +56,9 @@ suite() { # NAME MODULE SUITE WORDS...
   within "$name" "$PYTHON" -m "benchmarks.$module" "$@" --out "$out/$name" --commit "$commit"
 }
 
+# What the lab's recipes train on; seconds.
+within stories "$PYTHON" -m benchmarks.stories
+
 memory=(--shared --set steps=3 --set evaluation=null --set data.kind=random-inputs)
 published=peak_memory
 

@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.records import machine
 from lowtide.models.deep_one import AttentionKind, Block, DeepOneConfig, initial_slopes
-from lowtide.models.table import BUILT_INS
+from lowtide.models.registry import BUILT_INS
 
 SCHEMA = "lowtide.repeats/1"
 BATCH = 4

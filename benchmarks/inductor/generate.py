@@ -17,8 +17,8 @@ from torch import fx
 from benchmarks.inductor import older_torch  # before Lowtide, whose rules name classes that an older torch lacks
 from benchmarks.inductor.stand_in_card import stand_in_card
 from lowtide import compat
-from lowtide.compat import compiler
-from lowtide.lab.budget.joint import trace_recipe
+from lowtide.compat import compiler as partitioning
+from lowtide.lab.budget.points import trace_recipe
 from lowtide.lab.recipe import Recipe
 
 CARD = torch.device("cuda", 0)
@@ -37,7 +37,7 @@ def generate_backward(recipe: Recipe, budget: float) -> str:
     with mock.patch.object(compat, "trace_joint_graph", trace):
         joint, _ = trace_recipe(recipe)
     with config.patch(activation_memory_budget=budget):
-        _, backward = min_cut_rematerialization_partition(compiler._copy(joint.module), **joint.arguments)
+        _, backward = min_cut_rematerialization_partition(partitioning._copy(joint.module), **joint.arguments)
     with stand_in_card():
         return _code(_on_card(backward))
 

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lowtide.errors import BadRecordError
-from lowtide.lab.json_file import read_json, write_json
 from lowtide.lab.recipe import Recipe
+from lowtide.lab.record import read_json, write_json
 
 SCHEMA = "lowtide.inductor_code/1"
 

@@ -21,9 +21,9 @@ from benchmarks.inductor.record import CodeRecord, budget_of, write
 from benchmarks.inductor.replay import peak_bytes, read_events
 from benchmarks.inductor.reuse import kept_for_reuse
 from lowtide.errors import LowtideError
-from lowtide.lab.data_recipe import RandomInputs
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.recipe_file import find_recipe, read_recipe
+from lowtide.lab.recipe_parts import RandomInputs
 from lowtide.units import GiB
 
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from lowtide.cli import demo
 from lowtide.cli.main import app
-from lowtide.cli.request import TraceRequest
+from lowtide.cli.trace import TraceRequest
 from lowtide.hardware.machine import find_commit
 from lowtide.tracing.trace_json import load_trace
 
@@ -173,7 +173,7 @@ class TestErrors:
                 "cli.demo.run_demo",
                 "cli.lab.collect",
                 "cli.lab.run_all",
-                "cli.lab_sweep.run_sweep",
+                "cli.lab_results.run_sweep",
             ),
         ):
             monkeypatch.setattr(f"lowtide.{begun}", work)

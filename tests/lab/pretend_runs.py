@@ -18,11 +18,10 @@ import torch
 
 from lowtide import config
 from lowtide.errors import BudgetError, EmulatedOutOfMemoryError, SessionError
-from lowtide.lab.check import find_device
-from lowtide.lab.progress import OnProgress, Progress
+from lowtide.lab.progress import OnProgress, Progress, named_surroundings
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.record import MemoryFigures, Outcome, RunRecord, SpeedFigures
-from lowtide.lab.surroundings import named_surroundings
+from lowtide.lab.training import find_device
 from lowtide.units import GiB
 
 DOTTED = "tests.lab.pretend_runs:run_pretended"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,18 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lowtide.errors import ConfigError, HardwareError, LowtideError
 from lowtide.lab import check
-from lowtide.lab.check import find_device, run_check
-from lowtide.lab.data_recipe import Stories
-from lowtide.lab.masters import optimizer_over_masters
-from lowtide.lab.optimizer_recipe import OptimizerRecipe
-from lowtide.lab.plan_recipe import PlanRecipe, plan_of
+from lowtide.lab.check import CheckReport, TensorDifference, compare_tensors, run_check
 from lowtide.lab.recipe import CompileRecipe, Recipe
 from lowtide.lab.recipe_file import FOLDER, read_recipe
+from lowtide.lab.recipe_parts import OptimizerRecipe, PlanRecipe, Stories, plan_of
+from lowtide.lab.training import find_device, optimizer_over_masters
 from lowtide.planning.budget_plans import StaticPartition, WarmUp
 from lowtide.planning.plan import Schedule, Site, Weights
+from lowtide.runtime.session_stats import CacheRow, PhaseSeconds, SessionStats
 from lowtide.units import parse_bytes
 
 RECIPES = sorted((FOLDER / "check").glob("*.yaml"))
@@ -218,3 +221,106 @@ def test_masters_keep_what_their_weights_cannot_hold() -> None:
         assert model.weight.grad is None
     # Each step alone is less than half a unit in the last place of 1; eight of them are two units.
     assert torch.equal(model.weight, torch.full_like(model.weight, 0.992))
+
+
+STATS = SessionStats(
+    num_steps=2, moved=(), exposed_copy_s=0.0, seconds=PhaseSeconds(), chunks=(), cache=CacheRow(), tiers=()
+)
+
+
+def report(
+    plain: tuple[float, ...] = (2.0, 1.0),
+    managed: tuple[float, ...] = (2.0, 1.0),
+    *,
+    weights: tuple[TensorDifference, ...] = (),
+    tolerance: float = 0.0,
+) -> CheckReport:
+    return CheckReport(
+        recipe=Recipe(model="gpt-tiny", tolerance=tolerance),
+        device="cpu",
+        plain_losses=plain,
+        managed_losses=managed,
+        differing_weights=weights,
+        stats=STATS,
+    )
+
+
+def test_identical_runs_pass() -> None:
+    found = report()
+    assert found.is_identical
+    assert found.passed
+    assert found.first_difference is None
+    assert (found.max_loss_difference, found.max_weight_difference) == (0.0, 0.0)
+
+
+def test_a_difference_in_a_loss() -> None:
+    found = report(managed=(2.0, 1.25))
+    assert not found.passed
+    assert found.first_differing_step == 1
+    assert found.first_difference == "the loss of step 2: 1.0 against 1.25"
+    assert found.max_loss_difference == 0.25
+    assert report(managed=(2.0, 1.25), tolerance=0.25).passed
+    assert not report(managed=(2.0, 1.25), tolerance=0.2).passed
+
+
+def test_a_difference_in_a_weight() -> None:
+    weights = (TensorDifference(name="a", max_difference=1e-3), TensorDifference(name="b", max_difference=1e-2))
+    found = report(weights=weights)
+    assert not found.passed
+    assert found.first_difference == "'a' after the last step, by 0.001"
+    assert found.max_weight_difference == 1e-2
+    assert report(weights=weights, tolerance=1e-2).passed
+    assert not report(weights=weights, tolerance=5e-3).passed
+
+
+def test_other_bits_of_the_same_value_fail_a_check_for_identity() -> None:
+    zeros = (TensorDifference(name="a", max_difference=0.0),)
+    assert not report(weights=zeros).passed
+    assert report(weights=zeros, tolerance=1e-30).passed
+
+
+def test_a_loss_that_is_not_a_number_never_passes() -> None:
+    found = report(managed=(2.0, math.nan), tolerance=1e9)
+    assert not found.passed
+    assert found.max_loss_difference == math.inf
+    record = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert record["managed_losses"] == [2.0, "nan"]
+    assert record["max_loss_difference"] == "inf"
+
+
+def test_the_record_is_whole() -> None:
+    weights = (TensorDifference(name="a", max_difference=0.5),)
+    record = json.loads(json.dumps(report(weights=weights, tolerance=0.5).to_dict(), allow_nan=False))
+    assert record["schema"] == "lowtide.check/1"
+    assert (record["passed"], record["identical"], record["tolerance"]) == (True, False, 0.5)
+    assert record["differing_weights"] == [{"name": "a", "max_difference": 0.5}]
+    assert record["plain_losses"] == record["managed_losses"] == [2.0, 1.0]
+    assert record["recipe"]["model"] == "gpt-tiny"
+    assert SessionStats.from_dict(record["stats"]) == STATS
+
+
+def test_bits_are_compared_not_values() -> None:
+    zero, nan = torch.zeros(2), torch.tensor([math.nan, 1.0])
+    assert compare_tensors({"a": nan, "n": torch.tensor(3)}, {"a": nan.clone(), "n": torch.tensor(3)}) == ()
+    assert compare_tensors({"a": zero}, {"a": -zero}) == (TensorDifference(name="a", max_difference=0.0),)
+    assert compare_tensors({"a": nan}, {"a": torch.tensor([math.nan, 3.0])})[0].max_difference == 2.0
+    assert compare_tensors({"a": nan}, {"a": torch.tensor([0.0, 1.0])})[0].max_difference == math.inf
+    infinite = torch.tensor([math.inf])
+    assert compare_tensors({"a": infinite}, {"a": torch.tensor([1.0])})[0].max_difference == math.inf
+
+
+@pytest.mark.parametrize("other", [{"b": torch.zeros(2)}, {"a": torch.zeros(3)}, {"a": torch.zeros(2).double()}, {}])
+def test_other_names_shapes_and_dtypes_differ_without_bound(other: dict[str, torch.Tensor]) -> None:
+    found = compare_tensors({"a": torch.zeros(2)}, other)
+    assert found[0] == TensorDifference(name="a", max_difference=math.inf)
+
+
+@given(st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=8), st.integers(0, 7), st.floats(-1, 1, width=32))
+def test_the_largest_difference_is_found(values: list[float], index: int, change: float) -> None:
+    first = torch.tensor(values)
+    second = first.clone()
+    second[index % len(values)] += change
+    expected = (first.double() - second.double()).abs().max().item()
+    found = compare_tensors({"a": first}, {"a": second})
+    assert [tensor.max_difference for tensor in found] == ([expected] if expected or found else [])
+    assert bool(found) or torch.equal(first, second)

@@ -15,12 +15,10 @@ from torch import nn
 from lowtide import config
 from lowtide.errors import ConfigError
 from lowtide.lab import experiment
-from lowtide.lab.data_recipe import EvaluationRecipe, Stories, TextFiles
 from lowtide.lab.experiment import first_weights, run_experiment, thinned
-from lowtide.lab.optimizer_recipe import OptimizerRecipe, RiseFromZero
-from lowtide.lab.plan_recipe import PlanRecipe
 from lowtide.lab.progress import Progress
 from lowtide.lab.recipe import CompileRecipe, Recipe
+from lowtide.lab.recipe_parts import EvaluationRecipe, OptimizerRecipe, PlanRecipe, RiseFromZero, Stories, TextFiles
 from lowtide.lab.record import Outcome, RunRecord
 from lowtide.models import ModelSource, resolve_model
 from lowtide.planning.budget_plans import StaticPartition, WarmUp

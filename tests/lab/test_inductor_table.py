@@ -14,9 +14,8 @@ from benchmarks.inductor.record import CodeRecord, budget_of
 from benchmarks.inductor.tables import generated
 from benchmarks.render import RESULTS
 from lowtide.errors import BadRecordError
-from lowtide.lab.json_file import write_json
 from lowtide.lab.recipe_file import find_recipe, read_recipe
-from lowtide.lab.record import write_record
+from lowtide.lab.record import write_json, write_record
 from lowtide.units import GiB, KiB
 from tests.lab.report.samples import record as run_record
 

@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 
 from lowtide import config
-from lowtide.lab.data_recipe import RandomInputs
-from lowtide.lab.optimizer_recipe import OptimizerRecipe
-from lowtide.lab.plan_recipe import PlanRecipe
 from lowtide.lab.prediction import UnpredictedError, predict_recipe
 from lowtide.lab.recipe import CompileRecipe, Recipe
+from lowtide.lab.recipe_parts import OptimizerRecipe, PlanRecipe, RandomInputs
 from lowtide.lab.record import EVALUATION, RunRecord, read_record
 from lowtide.models import resolve_model
 from lowtide.planning.budget_plans import StaticPartition, WarmUp

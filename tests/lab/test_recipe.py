@@ -9,12 +9,10 @@ import torch
 
 from lowtide.config import from_plain, to_plain, write_config
 from lowtide.errors import ConfigError
-from lowtide.lab.configurations import flat_settings
-from lowtide.lab.data_recipe import EvaluationRecipe
-from lowtide.lab.optimizer_recipe import OPTIMIZERS, Constant, LinearWarmup, OptimizerRecipe
-from lowtide.lab.plan_recipe import PlanRecipe
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.recipe_file import FOLDER, read_recipe
+from lowtide.lab.recipe_parts import OPTIMIZERS, Constant, EvaluationRecipe, LinearWarmup, OptimizerRecipe, PlanRecipe
+from lowtide.lab.records import flat_settings
 from lowtide.planning.budget_plans import MonitorMode, StaticPartition, WarmUp
 from lowtide.planning.plan import Schedule, Site, Weights
 

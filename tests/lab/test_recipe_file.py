@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from lowtide.errors import ConfigError, UnknownNameError
-from lowtide.lab.data_recipe import HubDataset, TextFiles
-from lowtide.lab.optimizer_recipe import Constant, LinearWarmup
 from lowtide.lab.recipe_file import FOLDER, find_recipe, read_recipe, recipe_names, resolve_recipe
+from lowtide.lab.recipe_parts import Constant, HubDataset, LinearWarmup, TextFiles
 from lowtide.planning.budget_plans import StaticPartition
 
 

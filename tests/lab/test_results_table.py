@@ -14,7 +14,6 @@ import pytest
 from benchmarks.lab_tables import batches, compiled, curve, memory, moments, newest_peak, other_budgets, quality
 from benchmarks.render import RESULTS
 from lowtide.errors import BadRecordError
-from lowtide.lab.configurations import seed_of
 from lowtide.lab.recipe_file import find_recipe, read_recipe, recipe_names
 from lowtide.lab.record import (
     MemoryFigures,
@@ -25,6 +24,7 @@ from lowtide.lab.record import (
     read_record,
     write_record,
 )
+from lowtide.lab.records import seed_of
 from lowtide.units import GiB, KiB
 from tests.lab.report.samples import SURROUNDINGS, record
 
@@ -122,7 +122,9 @@ def test_what_the_pages_say_of_predictions_is_in_the_records() -> None:
     }
     right = list(of_table.values()).count(0)
     assert f"{right} of the {len(of_table)} right to the byte" in unwrapped("lab.md")
-    said = f"{len(of_all)} predictions that can be compared with a run; {len(of_all) - len(wrong)} are right to the byte"
+    said = (
+        f"{len(of_all)} predictions that can be compared with a run; {len(of_all) - len(wrong)} are right to the byte"
+    )
     assert said in unwrapped("peak_memory.md")
 
 

@@ -16,12 +16,12 @@ import psutil
 import pytest
 
 from lowtide.errors import ConfigError
-from lowtide.lab import runner, worker_process
-from lowtide.lab.collect import collect
-from lowtide.lab.data_recipe import EvaluationRecipe, Stories
+from lowtide.lab import runner
 from lowtide.lab.progress import Progress
 from lowtide.lab.recipe import Recipe
+from lowtide.lab.recipe_parts import EvaluationRecipe, Stories
 from lowtide.lab.record import Outcome, RunRecord, read_record
+from lowtide.lab.records import collect
 from lowtide.lab.runner import EndedRun, Run, run_all
 from lowtide.units import GiB
 from tests.lab.pretend_runs import DOTTED, EVALUATION_LOSS, LOSSES
@@ -168,7 +168,7 @@ def test_a_limit_kills_the_run_and_its_children_and_the_rest_goes_on(
             passed_s += 700.0
 
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s, sleep=time.sleep)
-    monkeypatch.setattr(worker_process, "time", clock)
+    monkeypatch.setattr(runner, "time", clock)
     runs = run_list("hangs", "finishes")
     first, second = run_all(runs, tmp_path, on_progress=leap, limit_s=600.0, experiment=DOTTED)
     assert first.record.outcome is Outcome.KILLED
@@ -317,7 +317,7 @@ def test_two_runners_of_one_second_have_a_name_each(tmp_path: Path) -> None:
 def test_a_worker_that_does_not_end_after_its_record_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listener: Listener
 ) -> None:
-    monkeypatch.setattr(worker_process, "CLOSING_LIMIT_S", 0.0)
+    monkeypatch.setattr(runner, "CLOSING_LIMIT_S", 0.0)
     (tmp_path / "stubborn_run.py").write_text(
         "import threading, time\n"
         "from tests.lab.pretend_runs import run_pretended\n"

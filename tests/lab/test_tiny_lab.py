@@ -10,11 +10,11 @@ import torch
 from typer.testing import CliRunner
 
 from lowtide.cli.main import app
-from lowtide.lab.collect import collect
-from lowtide.lab.data_recipe import EvaluationRecipe, Stories
 from lowtide.lab.experiment import run_experiment
 from lowtide.lab.recipe_file import find_recipe, read_recipe, recipe_names
+from lowtide.lab.recipe_parts import EvaluationRecipe, Stories
 from lowtide.lab.record import Outcome, RunRecord
+from lowtide.lab.records import collect
 from lowtide.models import resolve_model
 
 NAMES = [name for name in recipe_names() if name.startswith("peak_memory_tiny/")]

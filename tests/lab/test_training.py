@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
-from lowtide.lab.optimizer_recipe import LinearWarmup, OptimizerRecipe
+from lowtide.errors import ConfigError
 from lowtide.lab.recipe import Recipe
-from lowtide.lab.training import linear_warmup, make_batches, make_model, make_optimizer, make_scheduler, train
+from lowtide.lab.recipe_parts import LinearWarmup, OptimizerRecipe
+from lowtide.lab.training import (
+    first_model,
+    linear_warmup,
+    make_batches,
+    make_model,
+    make_optimizer,
+    make_scheduler,
+    materialise,
+    train,
+)
 from lowtide.models import resolve_model
 
 RECIPE = Recipe(
@@ -115,3 +128,158 @@ def test_clipping_reaches_the_update() -> None:
 def test_losses_fall() -> None:
     _, losses, _ = run(replace(RECIPE, steps=10))
     assert losses[-1] < 0.9 * losses[0]
+
+
+def drawn(spec: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(7)
+    return materialise(resolve_model(spec).build(dtype), name=spec, dtype=dtype)
+
+
+def same(first: nn.Module, second: nn.Module) -> bool:
+    pairs = zip(first.state_dict().items(), second.state_dict().items(), strict=True)
+    return all(name == other and torch.equal(a, b) for (name, a), (other, b) in pairs)
+
+
+@pytest.mark.parametrize("spec", ["gpt-tiny", "llama-tiny", "deep-one-tiny"])
+def test_built_in_models(spec: str) -> None:
+    model = drawn(spec)
+    assert same(model, drawn(spec))
+    source = resolve_model(spec)
+    loss = model(**source.make_batch("2x16")).loss
+    # An untrained model knows nothing: its loss is that of a guess among 256 bytes.
+    assert loss.item() == pytest.approx(torch.tensor(256.0).log().item(), rel=0.1)
+    assert {parameter.dtype for parameter in drawn(spec, torch.bfloat16).parameters()} == {torch.bfloat16}
+
+
+def test_a_tied_weight_stays_one() -> None:
+    model = drawn("gpt-tiny")
+    assert model.get_parameter("head.weight") is model.get_parameter("token_embedding.weight")
+
+
+def hugging_face_config(folder: Path) -> str:
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32,
+        "tie_word_embeddings": True,
+    }
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return f"hf:{folder}"
+
+
+def test_hugging_face_models_are_as_their_constructor_makes_them(tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    spec = hugging_face_config(tmp_path)
+    model = drawn(spec)
+    assert isinstance(model, LlamaForCausalLM)
+    torch.manual_seed(7)
+    built = LlamaForCausalLM(model.config)
+    assert same(model, built)
+    # Buffers that are in no state dict, such as the rotary frequencies, must be real too.
+    for (name, buffer), (_, other) in zip(model.named_buffers(), built.named_buffers(), strict=True):
+        assert torch.equal(buffer, other), name
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert {parameter.dtype for parameter in drawn(spec, torch.bfloat16).parameters()} == {torch.bfloat16}
+    assert torch.get_default_dtype() == torch.float32
+
+
+class Scale(nn.Module):
+    """Holds a parameter that nobody can draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+
+class Tied(nn.Module):
+    """Two layers of one weight, without a reset of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.second = nn.Linear(4, 4, bias=False)
+        self.second.weight = self.first.weight
+
+
+def test_other_models_are_drawn_module_by_module() -> None:
+    with torch.device("meta"):
+        model = Tied()
+    torch.manual_seed(7)
+    made = materialise(model, name="tied", dtype=torch.float32)
+    assert made.first.weight is made.second.weight
+    assert made.first.weight.abs().max() <= 0.5  # uniform within 1/sqrt(4)
+    assert made.first.weight.std() > 0
+    assert torch.equal(made.norm.running_var, torch.ones(4))
+
+
+def test_a_module_that_cannot_be_drawn_is_named() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), Scale())
+    with pytest.raises(ConfigError, match="my-model cannot be given first weights: Scale at 1 holds tensors"):
+        materialise(model, name="my-model", dtype=torch.float32)
+
+
+def test_a_real_model_is_left_alone() -> None:
+    model = nn.Linear(3, 3)
+    weight = model.weight.detach().clone()
+    assert materialise(model, name="linear", dtype=torch.float32) is model
+    assert torch.equal(model.weight, weight)
+
+
+class Own(nn.Module):
+    """Draws its weights otherwise than its modules would, and holds what nobody else can make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(8, 4)
+        self.scale = nn.Parameter(torch.full((4,), 0.5))
+        self.register_buffer("positions", torch.arange(4.0))
+        nn.init.normal_(self.tokens.weight, std=1e-3)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return (self.tokens(input_ids) * self.scale + self.positions).sum() + labels.sum()
+
+
+def own() -> nn.Module:
+    return Own()
+
+
+def own_on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(4, 4))
+
+
+def own_pair() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    return own_on_meta(), {"input": torch.zeros(2, 4)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_factory_has_its_own_weights(dtype: torch.dtype) -> None:
+    source = resolve_model(f"{__name__}:own")
+    assert source.build(dtype).tokens.weight.device.type == "meta"  # predictions still need no memory
+    torch.manual_seed(7)
+    model = first_model(source, dtype)
+    torch.manual_seed(7)
+    assert same(model, Own().to(dtype))
+    assert 0 < model.tokens.weight.abs().max() < 0.01
+    assert model.training
+
+
+def test_a_factory_that_builds_on_meta_leaves_its_weights_to_its_modules() -> None:
+    model = first_model(resolve_model(f"{__name__}:own_pair"), torch.float32)
+    weight = model[0].weight
+    assert weight.device.type == "cpu"
+    assert weight.std() > 0
+
+
+def test_built_in_models_are_drawn_as_before() -> None:
+    torch.manual_seed(7)
+    assert same(first_model(resolve_model("gpt-tiny"), torch.float32), drawn("gpt-tiny"))

@@ -6,7 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide.errors import BatchMismatchError, TooLargeError
-from lowtide.models.batches import ImageBatch, TokenBatch, parse_sizes
+from lowtide.models.batches import (
+    ImageBatch,
+    PairBatch,
+    SequenceLabelBatch,
+    SpanBatch,
+    TokenBatch,
+    TokenLabelBatch,
+    parse_sizes,
+)
 
 TOKENS = TokenBatch(vocab_size=50, default_batch=8, default_length=16, max_length=32)
 IMAGES = ImageBatch(num_classes=10, default_batch=4, num_channels=3, height=20, width=30)
@@ -77,3 +85,47 @@ def test_a_batch_too_large_for_any_card_is_not_allocated() -> None:
     with pytest.raises(TooLargeError, match="1000000x32000000 takes .* before the model runs") as caught:
         TokenBatch(vocab_size=50, default_batch=8, default_length=16)("1000000x32000000")
     assert caught.value.needed_bytes == 8 * 32 * 10**12
+
+
+TEXT_TOKENS = TokenBatch(vocab_size=50, default_batch=8, default_length=16, max_length=32)
+
+
+def test_pairs() -> None:
+    form = PairBatch(tokens=TEXT_TOKENS)
+    assert {name: t.shape for name, t in form("4x12x5").items()} == {"input_ids": (4, 12), "labels": (4, 5)}
+    assert form("4x12")["labels"].shape == (4, 12)
+    assert form("4")["labels"].shape == (4, 16)
+    assert not torch.equal(form("4x12")["labels"], form("4x12")["input_ids"])
+    with pytest.raises(BatchMismatchError, match="4 sizes, and this model takes two sequences"):
+        form("4x12x5x6")
+    with pytest.raises(BatchMismatchError, match="33 tokens"):
+        form("4x12x33")
+
+
+def test_one_label_a_sequence() -> None:
+    labels = SequenceLabelBatch(tokens=TEXT_TOKENS, num_labels=3)("64x5")["labels"]
+    assert labels.shape == (64,)
+    assert set(labels.tolist()) == {0, 1, 2}
+    assert SequenceLabelBatch(tokens=TEXT_TOKENS, num_labels=1)("4x5")["labels"].dtype == torch.float32
+
+
+def test_one_label_a_token() -> None:
+    batch = TokenLabelBatch(tokens=TEXT_TOKENS, num_labels=3)("4x5")
+    assert batch["labels"].shape == batch["input_ids"].shape == (4, 5)
+    assert batch["labels"].max() < 3
+
+
+def test_spans_lie_inside_the_sequence() -> None:
+    batch = SpanBatch(tokens=TEXT_TOKENS)("64x5")
+    assert (batch["start_positions"] <= batch["end_positions"]).all()
+    assert batch["end_positions"].max() < 5
+
+
+def test_defaults_are_those_of_the_tokens() -> None:
+    forms = [
+        PairBatch(tokens=TEXT_TOKENS),
+        SequenceLabelBatch(tokens=TEXT_TOKENS, num_labels=2),
+        TokenLabelBatch(tokens=TEXT_TOKENS, num_labels=2),
+        SpanBatch(tokens=TEXT_TOKENS),
+    ]
+    assert {form.default for form in forms} == {"8x16"}

@@ -21,8 +21,8 @@ from lowtide.models.deep_one import (
     RMSNorm,
     copied_logits_loss,
 )
-from lowtide.models.losses import IGNORED_LABEL
-from lowtide.models.table import BUILT_INS
+from lowtide.models.layers import IGNORED_LABEL
+from lowtide.models.registry import BUILT_INS
 from tests.models.live_bytes import saved_bytes
 from tests.models.training import gradients, train_losses
 

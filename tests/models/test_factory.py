@@ -15,7 +15,7 @@ MODULE = """
 import torch
 from torch import nn
 
-from lowtide.models.output import ModelOutput
+from lowtide.models.layers import ModelOutput
 
 DEPTH = 3
 

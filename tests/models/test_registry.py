@@ -6,6 +6,7 @@ import torch
 
 from lowtide.errors import BatchMismatchError, ConfigError, UnknownNameError
 from lowtide.models import built_in_names, resolve_model
+from lowtide.models.registry import BUILT_INS, build_from_config
 
 
 @pytest.mark.parametrize("name", built_in_names())
@@ -67,3 +68,35 @@ def test_batches_that_do_not_fit() -> None:
     with pytest.raises(BatchMismatchError, match="write BATCHxCHANNELSxHEIGHTxWIDTH such as 64x3x224x224"):
         resolve_model("resnet-50").make_batch("64x224")
     assert resolve_model("llama-70b").make_batch("1x9000")["input_ids"].max() < 128256
+
+
+# From the published checkpoints; the 20B, which is none, by hand: 48 layers of 4 attention and 3 MLP matrices and 2
+# norms, two tables and a norm.
+PARAMETERS = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama-1b": 1_235_814_400,
+    "llama-3b": 3_212_749_824,
+    "llama-8b": 8_030_261_248,
+    "llama-13b": 13_015_864_320,
+    "llama-20b": 48 * (2 * 6144**2 + 2 * 6144 * 1024 + 3 * 6144 * 16384 + 2 * 6144) + 2 * 128256 * 6144 + 6144,
+    "llama-70b": 70_553_706_496,
+    "deep-one-1.6b": 1_631_455_744,
+    "deep-one-1.6b-fused-norm": 1_631_455_744,
+    "resnet-50": 25_557_032,
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameter_counts(name: str) -> None:
+    with torch.device("meta"):
+        model = build_from_config(BUILT_INS[name].config)
+    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
+
+
+def test_only_the_tiny_ones_are_uncounted() -> None:
+    assert {name for name in BUILT_INS if name not in PARAMETERS} == {"gpt-tiny", "llama-tiny", "deep-one-tiny"}
+    for name in ("gpt-tiny", "llama-tiny", "deep-one-tiny"):
+        assert sum(p.numel() for p in build_from_config(BUILT_INS[name].config).parameters()) < 10**6

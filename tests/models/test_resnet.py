@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from lowtide.models.registry import BUILT_INS
 from lowtide.models.resnet import ResNet, ResNetConfig
-from lowtide.models.table import BUILT_INS
 from tests.models.training import train_losses
 
 TINY = ResNetConfig(blocks=(1, 2, 1, 1), width=8, num_classes=5)

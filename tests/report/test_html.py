@@ -9,12 +9,12 @@ import pytest
 from lowtide.errors import ConfigError
 from lowtide.planning.what_if import WhatIfRow
 from lowtide.report.html import Section, render_html, render_page
-from lowtide.report.page_parts import prose
+from lowtide.report.page import prose
 from lowtide.tracing.step_trace import Category, Phase, StepTrace
 from lowtide.units import GiB, MiB
 from tests.tracing.samples import TraceBuilder, observed_like, tiny_trace, transformer_trace
 
-VOID = {"meta", "link"}
+VOID = {"meta", "link", "wbr"}
 
 
 class Outline(HTMLParser):

@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 
-from lowtide.report.html import Section, render_page
-from lowtide.report.session_page import render_session_page
-from lowtide.report.session_section import SessionSection
+from lowtide.report.html import Section, SessionSection, render_page, render_session_page
 from lowtide.runtime.session_stats import CacheRow, PhaseSeconds, SessionStats
 from lowtide.runtime.timeline import Lane, Timeline
 from lowtide.units import GiB, format_bytes

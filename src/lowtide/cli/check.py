@@ -6,14 +6,12 @@ import json
 from collections.abc import Iterator
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from lowtide.cli.console import OUT, progress
-from lowtide.lab.check import run_check
-from lowtide.lab.check_report import CheckReport
+from lowtide.lab.check import CheckReport, run_check
 from lowtide.lab.recipe_file import find_recipe, read_recipe
-from lowtide.runtime.session_stats import TierRow
+from lowtide.report.table import Cell, Table, Tone, Value, make_table, number, words
 from lowtide.units import format_bytes
 
 MAX_ROWS = 24
@@ -38,18 +36,19 @@ def run_check_command(name: str, overrides: list[str], *, as_json: bool) -> None
 def loss_table(report: CheckReport) -> Table:
     """Both losses of each step and whether they are the same; of a long run its two ends and the first difference."""
     where = "emulated device" if report.stats.is_emulated else report.device
-    table = Table(title=f"{report.recipe.model}, {report.recipe.dtype}, {where}", title_justify="left")
-    for heading in ("step", "plain loss", "managed loss", "equal"):
-        table.add_column(heading, justify="right" if heading != "equal" else "left")
-    for step in shown_steps(len(report.plain_losses), report.first_differing_step):
-        if step is None:
-            table.add_row("…", "…", "…", "…", style="dim")
-            continue
-        plain, managed = report.plain_losses[step], report.managed_losses[step]
-        equal = Text("yes", style="green") if plain == managed else Text(f"by {abs(plain - managed):.3g}", style="red")
-        # Nine digits tell any two fp32 numbers apart.
-        table.add_row(str(step + 1), f"{plain:.9g}", f"{managed:.9g}", equal)
-    return table
+    rows = [
+        [Value("…", tone=Tone.QUIET)] * 4 if step is None else _losses(report, step)
+        for step in shown_steps(len(report.plain_losses), report.first_differing_step)
+    ]
+    columns = (*map(number, ("step", "plain loss", "managed loss")), words("equal"))
+    return make_table(f"{report.recipe.model}, {report.recipe.dtype}, {where}", columns, rows)
+
+
+def _losses(report: CheckReport, step: int) -> list[Value]:
+    plain, managed = report.plain_losses[step], report.managed_losses[step]
+    equal = Value("yes", tone=Tone.GOOD) if plain == managed else Value(f"by {abs(plain - managed):.3g}", tone=Tone.BAD)
+    # Nine digits tell any two fp32 numbers apart.
+    return [Value(str(step + 1)), Value(f"{plain:.9g}"), Value(f"{managed:.9g}"), equal]
 
 
 def shown_steps(num_steps: int, first_differing: int | None, limit: int = MAX_ROWS) -> Iterator[int | None]:
@@ -68,19 +67,18 @@ def shown_steps(num_steps: int, first_differing: int | None, limit: int = MAX_RO
 
 def tier_table(report: CheckReport) -> Table:
     """The managed run's peak in each tier, beside its budget."""
-    table = Table(title="The managed run's memory", title_justify="left")
-    for heading in ("tier", "peak", "budget", "kept"):
-        table.add_column(heading, justify="right" if heading in ("peak", "budget") else "left")
-    for tier in report.stats.tiers:
-        budget = "none" if tier.budget_bytes is None else format_bytes(tier.budget_bytes)
-        table.add_row(tier.tier, format_bytes(tier.peak_bytes), budget, _kept(tier))
-    return table
-
-
-def _kept(tier: TierRow) -> Text:
-    if tier.is_within_budget is None:
-        return Text("")
-    return Text("yes", style="green") if tier.is_within_budget else Text("NO", style="bold red")
+    kept = {True: Value("yes", tone=Tone.GOOD), False: Value("NO", tone=Tone.BAD), None: Value("")}
+    rows: list[list[Cell | str]] = [
+        [
+            tier.tier,
+            format_bytes(tier.peak_bytes),
+            "none" if tier.budget_bytes is None else format_bytes(tier.budget_bytes),
+            kept[tier.is_within_budget],
+        ]
+        for tier in report.stats.tiers
+    ]
+    columns = (words("tier"), number("peak"), number("budget"), words("kept"))
+    return make_table("The managed run's memory", columns, rows)
 
 
 def verdict(report: CheckReport) -> Text:

@@ -128,7 +128,7 @@ def write_reports(paths: list[Path], section: Section, title: str) -> None:
         elif name.endswith((".json", ".json.gz")):
             save_trace(section.trace, path)
         else:
-            from lowtide.report.png import save_png  # matplotlib takes a second to import
+            from lowtide.report.figures import save_png  # matplotlib takes a second to import
 
             save_png(section.trace, path, section.observed)
         ERR.print(f"wrote {path}")

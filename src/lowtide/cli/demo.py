@@ -14,16 +14,15 @@ from pathlib import Path
 
 import torch
 from rich.rule import Rule
-from rich.table import Table
 
 from lowtide.cli.console import ERR, OUT, progress
-from lowtide.cli.request import TraceRequest
+from lowtide.cli.trace import TraceRequest
 from lowtide.models.gpt import GPT, GPTConfig
 from lowtide.planning.hand_plan import make_plan
-from lowtide.report.html import Section, render_page
-from lowtide.report.session_section import SessionSection
-from lowtide.report.stats_tables import stats_tables
-from lowtide.report.tables import category_table, headline
+from lowtide.report.html import Section, SessionSection, render_page
+from lowtide.report.table import Table, make_table, number, words
+from lowtide.report.terminal import headline, session_report
+from lowtide.report.trace_tables import category_table
 from lowtide.runtime.manage import manage
 from lowtide.runtime.session_stats import SessionStats
 from lowtide.runtime.timeline import Timeline
@@ -82,7 +81,7 @@ def run_demo(report: Path) -> None:
     with progress("managed") as on_progress:
         managed, stats, timeline = _train_managed(training, on_progress)
     verdict = _verdict(training, plain, managed)
-    OUT.print(_side_by_side(plain, managed), verdict, "", stats_tables(stats))
+    OUT.print(_side_by_side(plain, managed), verdict, "", session_report(stats))
     session = SessionSection(stats=stats, timeline=timeline, name="A small GPT, managed", notes=(verdict,))
     report.parent.mkdir(parents=True, exist_ok=True)
     page = render_page([Section(trace=large, explanation=story), session], title="Lowtide demo")
@@ -148,18 +147,18 @@ def _loop(model: GPT, optimizer: torch.optim.Optimizer, training: Training, on_p
 
 
 def _side_by_side(plain: Run, managed: Run) -> Table:
-    table = Table(title="The same loop, the same seed")
-    for column in ("", "first loss", "last loss", "device peak", "time a step"):
-        table.add_column(column, justify="left" if not column else "right")
-    for name, run in (("plain PyTorch", plain), ("Lowtide", managed)):
-        table.add_row(
+    rows = [
+        [
             name,
             f"{run.losses[0]:.6f}",
             f"{run.losses[-1]:.6f}",
             format_bytes(run.peak_bytes),
             format_seconds(run.seconds / len(run.losses)),
-        )
-    return table
+        ]
+        for name, run in (("plain PyTorch", plain), ("Lowtide", managed))
+    ]
+    columns = (words(""), *map(number, ("first loss", "last loss", "device peak", "time a step")))
+    return make_table("The same loop, the same seed", columns, rows)
 
 
 def _verdict(training: Training, plain: Run, managed: Run) -> str:

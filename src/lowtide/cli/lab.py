@@ -11,20 +11,16 @@ from typing import Annotated
 import typer
 
 from lowtide.cli.console import ERR, OUT, friendly_errors, progress, require_writable
-from lowtide.cli.lab_display import display_of
-from lowtide.cli.lab_list import recipe_lines, recipe_row
-from lowtide.cli.lab_prediction import predict_all
-from lowtide.cli.lab_show import show_command
-from lowtide.cli.lab_sweep import sweep_command, sweep_table
-from lowtide.cli.lab_tables import prediction_table, run_row, run_table
+from lowtide.cli.lab_recipes import predict_all, prediction_table, recipe_lines, recipe_row, show_command
+from lowtide.cli.lab_results import sweep_command, sweep_table
+from lowtide.cli.lab_runs import display_of, records_words, run_row, run_table
 from lowtide.errors import ConfigError
 from lowtide.hardware import find_hardware
 from lowtide.lab.budget import sweep_data
 from lowtide.lab.catalogue import choose_recipes, known_recipes, matching_recipes
-from lowtide.lab.collect import collect
-from lowtide.lab.configurations import newest_records
 from lowtide.lab.recipe_file import read_recipe
 from lowtide.lab.record import Outcome
+from lowtide.lab.records import collect, newest_records
 from lowtide.lab.runner import EXPERIMENT, EndedRun, Run, run_all
 
 lab_app = typer.Typer(
@@ -116,7 +112,7 @@ def run_command(
             if json_:
                 print(json.dumps({"schema": "lowtide.lab_runs/1", "runs": [run_row(e) for e in results]}, indent=2))
             elif results:
-                OUT.print(run_table(results, out))
+                OUT.print(run_table(results), records_words(out), sep="\n", highlight=False)
         if any(ended.record.outcome is not Outcome.FINISHED for ended in results):
             raise typer.Exit(1)
 
@@ -143,7 +139,7 @@ def report_command(
             found = collect(folders or [FOLDER], say)
             say(f"{len(found.records)} records")
             # It draws, and what draws takes a second to import.
-            from lowtide.cli.lab_summary import summary_of
+            from lowtide.cli.lab_results import summary_of
             from lowtide.lab.report import write_report
 
             sweeps = [sweep_data(sweep) for sweep in found.sweeps]

@@ -12,12 +12,10 @@ import typer
 from lowtide.cli.check import run_check_command
 from lowtide.cli.console import OUT, friendly_errors, progress, require_reports, require_writable, write_reports
 from lowtide.cli.demo import run_demo
-from lowtide.cli.explain import run_explain
 from lowtide.cli.lab import lab_app
-from lowtide.cli.request import make_request, settable
-from lowtide.cli.summary import summarise
+from lowtide.cli.trace import make_request, run_explain, settable, summarise
 from lowtide.report.html import Section
-from lowtide.report.tables import trace_report
+from lowtide.report.terminal import trace_report
 
 app = typer.Typer(
     name="lowtide",

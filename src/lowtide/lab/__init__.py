@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from lowtide.lab.check import run_check
-from lowtide.lab.check_report import CheckReport
+from lowtide.lab.check import CheckReport, run_check
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.recipe_file import read_recipe
 

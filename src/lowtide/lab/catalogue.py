@@ -1,13 +1,30 @@
-"""The recipes that can be named: those of the package and of other folders, chosen by name, pattern or path."""
+"""The recipes that can be named: chosen by name, pattern or path, compared with what they extend, and shown as YAML."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import fnmatch
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from lowtide import config, plain_text
 from lowtide.errors import ConfigError, LowtideError
-from lowtide.lab.recipe_file import FOLDER, SUFFIXES, find_recipe, recipe_names, unknown_recipe
+from lowtide.lab.recipe import Recipe
+from lowtide.lab.recipe_file import (
+    FOLDER,
+    SUFFIXES,
+    Tree,
+    extended_files,
+    find_recipe,
+    merge,
+    plain_of,
+    read_tree,
+    recipe_names,
+    unknown_recipe,
+)
+from lowtide.plain_text import Plain
 
 
 def known_recipes(more: Sequence[Path] = ()) -> dict[str, Path]:
@@ -102,3 +119,129 @@ def _is_pattern(word: str) -> bool:
 
 def _last(name: str) -> str:
     return name.rpartition("/")[2]
+
+
+NOT_COMPARED = frozenset({"model", "about", "published", "tolerance"})
+"""Said elsewhere, or no part of a run."""
+
+
+def recipe_differences(path: Path, recipe: Recipe) -> tuple[str, ...]:
+    """Settings such as `dtype=bfloat16` and `plan.schedule=in_backward`, in the order of the recipe's fields.
+
+    Against the files at the end of all that this one extends, so that a variant of a variant shows both changes; against
+    the defaults where it extends none, or such as are no recipe by themselves.
+    """
+    base = Recipe(model=recipe.model)
+    roots = list(_roots(path))
+    if roots != [path]:
+        tree: Tree = {}
+        for root in roots:
+            tree = merge(tree, read_tree(root))
+        with contextlib.suppress(ConfigError):  # such as shared settings without a model
+            base = config.from_plain(Recipe, plain_of(tree))
+    return tuple(_unlike(recipe, base, config.to_plain(recipe), ""))
+
+
+def _roots(path: Path) -> Iterator[Path]:
+    """The files at the ends of the chains of `extends`. The file was read before, so there are ends."""
+    others = extended_files(path)
+    if not others:
+        yield path
+    for other in others:
+        yield from _roots(other)
+
+
+def _unlike(value: object, base: object, plain: Plain, path: str) -> Iterator[str]:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        assert isinstance(plain, dict)
+        is_new = type(base) is not type(value)
+        # A part that there was not at all: its first setting says what it is, also where that is the default.
+        named = dataclasses.fields(value)[0].name if base is None and "kind" not in plain else None
+        bases = _defaults(type(value)) if is_new else {name: getattr(base, name) for name in plain if name != "kind"}
+        inner = [
+            difference
+            for field in dataclasses.fields(value)
+            if path or field.name not in NOT_COMPARED
+            for difference in _unlike(
+                getattr(value, field.name),
+                dataclasses.MISSING if field.name == named else bases.get(field.name, dataclasses.MISSING),
+                plain[field.name],
+                f"{path}.{field.name}" if path else field.name,
+            )
+        ]
+        if is_new and "kind" in plain:
+            yield f"{path}={plain['kind']}"
+        elif is_new and not inner:
+            yield path
+        yield from inner
+    elif isinstance(value, dict) and isinstance(base, dict):
+        assert isinstance(plain, dict)
+        for key in dict.fromkeys([*value, *base]):
+            yield from _unlike(value.get(key), base.get(key), plain.get(key), f"{path}.{key}")
+    elif value != base:
+        yield f"{path}={_shown(plain)}"
+
+
+def _defaults(kind: type) -> dict[str, object]:
+    """What the fields of a class are where they are left out; those that cannot be are not in it."""
+    made = {
+        field.name: field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+        for field in dataclasses.fields(kind)
+    }
+    return {name: default for name, default in made.items() if default is not dataclasses.MISSING}
+
+
+def _shown(plain: Plain) -> str:
+    # As `--set` takes it.
+    return plain if isinstance(plain, str) else json.dumps(plain)
+
+
+def annotated_yaml(plain: Mapping[str, Plain], sources: Mapping[str, str]) -> str:
+    """YAML of the settings, with a comment for each that has a source; without the comments it says the same.
+
+    Args:
+        plain: A recipe as plain data.
+        sources: By dotted key.
+
+    Example:
+        >>> print(annotated_yaml({"steps": 3, "plan": {"update": "host"}}, {"steps": "mine.yaml"}), end="")
+        steps: 3  # mine.yaml
+        plan:
+          update: host
+    """
+    return "".join(f"{line}\n" for line in _lines(plain, sources, "", ""))
+
+
+def source_name(source: str) -> str:
+    """A file as people call it: a recipe of the package by its name, one below the current folder from there."""
+    path = Path(source)
+    for folder in (FOLDER, Path.cwd()):
+        if path.is_absolute() and path.is_relative_to(folder):
+            return path.relative_to(folder).as_posix()
+    return source
+
+
+def _lines(plain: Mapping[str, Plain], sources: Mapping[str, str], prefix: str, indent: str) -> Iterator[str]:
+    for key, value in plain.items():
+        dotted = f"{prefix}{key}"
+        comment = f"  # {source_name(sources[dotted])}" if dotted in sources else ""
+        if isinstance(value, dict) and value:
+            yield f"{indent}{_key_text(key)}:{comment}"
+            yield from _lines(value, sources, f"{dotted}.", f"{indent}  ")
+        else:
+            yield f"{indent}{_key_text(key)}: {_value_text(value)}{comment}"
+
+
+def _key_text(key: str) -> str:
+    return _in_one_line(key, plain_text.render({key: None}, "yaml").removesuffix(": null\n"))
+
+
+def _value_text(value: Plain) -> str:
+    if isinstance(value, list):
+        return json.dumps(value, ensure_ascii=False)
+    return _in_one_line(value, plain_text.render({"_": value}, "yaml").removeprefix("_: ").removesuffix("\n"))
+
+
+def _in_one_line(value: Plain, text: str) -> str:
+    # A comment can only stand behind one line. Long words take several; JSON does not, and is YAML too.
+    return json.dumps(value, ensure_ascii=False) if "\n" in text else text

@@ -13,20 +13,22 @@ from lowtide import config
 from lowtide.activations.policy import Offload, policy_of
 from lowtide.errors import LowtideError
 from lowtide.hardware import find_hardware
-from lowtide.lab.arithmetic import arithmetic
-from lowtide.lab.check import find_device
-from lowtide.lab.compiling import compile_model
 from lowtide.lab.inputs import Inputs, check_vocabulary, make_inputs
-from lowtide.lab.materialise import first_model
-from lowtide.lab.meter import Meter, metered
-from lowtide.lab.plan_recipe import session_plan
+from lowtide.lab.meter import Meter, Watch, metered, watched, watched_modules
 from lowtide.lab.prediction import UnpredictedError, predict
-from lowtide.lab.progress import OnProgress, Progress
+from lowtide.lab.progress import OnProgress, Progress, find_surroundings
 from lowtide.lab.recipe import Recipe
+from lowtide.lab.recipe_parts import session_plan
 from lowtide.lab.record import EVALUATION, Outcome, PredictedFigures, RunRecord, SpeedFigures, Surroundings
-from lowtide.lab.surroundings import find_surroundings
-from lowtide.lab.training import Batch, make_optimizer, make_scheduler
-from lowtide.lab.watching import Watch, watched, watched_modules
+from lowtide.lab.training import (
+    Batch,
+    arithmetic,
+    compile_model,
+    find_device,
+    first_model,
+    make_optimizer,
+    make_scheduler,
+)
 from lowtide.models import ModelSource, resolve_model
 from lowtide.plain_text import Plain
 from lowtide.runtime.manage import manage

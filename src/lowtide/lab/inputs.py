@@ -9,8 +9,8 @@ from torch import nn
 
 from lowtide.errors import ConfigError
 from lowtide.lab.corpus import TextBatches, load_corpus
-from lowtide.lab.data_recipe import LEAST_VOCABULARY, RandomInputs, Stories, TextFiles
 from lowtide.lab.recipe import Recipe
+from lowtide.lab.recipe_parts import LEAST_VOCABULARY, RandomInputs, Stories, TextFiles
 from lowtide.lab.training import Batch, make_batches
 from lowtide.models import ModelSource
 

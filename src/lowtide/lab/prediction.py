@@ -13,8 +13,8 @@ from lowtide.errors import LowtideError
 from lowtide.hardware import Hardware, find_hardware, parse_cublas_workspace_config
 from lowtide.lab.footprint.session import MakeOptimizer, SessionFootprint
 from lowtide.lab.inputs import check_inputs
-from lowtide.lab.plan_recipe import PlanRecipe, plan_of
 from lowtide.lab.recipe import Recipe
+from lowtide.lab.recipe_parts import PlanRecipe, plan_of
 from lowtide.lab.record import PredictedFigures
 from lowtide.lab.training import Batch, optimizer_over
 from lowtide.memory.groups import find_groups, find_named_groups

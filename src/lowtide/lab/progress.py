@@ -1,9 +1,26 @@
-"""Progress: what a run tells while it goes on."""
+"""What a run tells while it goes on: progress, its sum so far, and the messages between the runner and the worker of one run.
+
+A request goes through a file, and messages as lines through a pipe that is the worker's own, so that nothing a model
+prints can stand between the lines.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import datetime as dt
+import json
+import math
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from lowtide.hardware.machine import find_commit, lowtide_version, this_machine
+from lowtide.lab.recipe import Recipe
+from lowtide.lab.record import Surroundings
+from lowtide.lab.training import find_device
+from lowtide.units import GiB, MiB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,3 +43,156 @@ class Progress:
 
 
 OnProgress = Callable[[Progress], None]
+
+
+class SoFar:
+    """Collects progress."""
+
+    def __init__(self) -> None:
+        self.last: Progress | None = None
+        self._losses: list[float] = []
+        self._evaluations: list[tuple[int, float]] = []
+
+    def add(self, progress: Progress) -> None:
+        """One more word from the run."""
+        self.last = progress
+        # A loss counts once, and only where none before it is missing: its place says of which step it is.
+        if progress.loss is not None and progress.step == len(self._losses) + 1:
+            self._losses.append(progress.loss)
+        if progress.evaluation_loss is not None:
+            self._evaluations.append((progress.step, progress.evaluation_loss))
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """Of the first steps, up to one that was not told or is not finite, which no record can hold."""
+        return finite_part(self._losses)
+
+    @property
+    def evaluations(self) -> tuple[tuple[int, float], ...]:
+        """(step, loss) of each that was told, up to one that is not finite."""
+        return finite_evaluations(self._evaluations)
+
+    @property
+    def words(self) -> str:
+        """The last progress, in words."""
+        return "nothing was heard of it" if self.last is None else f"last heard: {describe(self.last)}"
+
+
+def describe(progress: Progress) -> str:
+    """In words: `training, step 3 of 100, loss 5.1234, peak 3.975 GiB, 6.1 samples/s`."""
+    parts = [progress.words]
+    if progress.steps:
+        parts.append(f"step {progress.step} of {progress.steps}")
+    return ", ".join([*parts, *figures(progress)])
+
+
+def figures(progress: Progress) -> list[str]:
+    """The numbers that are known, each in words."""
+    parts = []
+    if progress.loss is not None:
+        parts.append(f"loss {progress.loss:.4f}")
+    if progress.peak_bytes is not None:
+        parts.append(f"peak {shown_bytes(progress.peak_bytes)}")
+    if progress.samples_per_s is not None:
+        parts.append(f"{progress.samples_per_s:.4g} samples/s")
+    if progress.evaluation_loss is not None:
+        parts.append(f"evaluation loss {progress.evaluation_loss:.4f}")
+    return parts
+
+
+def shown_bytes(num_bytes: int) -> str:
+    """With the digits that such tables are published with.
+
+    Example:
+        >>> shown_bytes(22_725_752_832), shown_bytes(23_000_000)
+        ('21.165 GiB', '21.935 MiB')
+    """
+    return f"{num_bytes / GiB:.3f} GiB" if num_bytes >= GiB // 10 else f"{num_bytes / MiB:.3f} MiB"
+
+
+def finite_part(losses: list[float] | tuple[float, ...]) -> tuple[float, ...]:
+    """The losses before the first that is not finite."""
+    end = next((step for step, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
+    return tuple(losses[:end])
+
+
+def finite_evaluations(evaluations: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """The same of losses with their steps."""
+    return tuple(evaluations[: len(finite_part([loss for _, loss in evaluations]))])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One run, as the worker is asked for it."""
+
+    name: str
+    """The recipe's."""
+    recipe: Recipe
+    record: Path
+    """Where the record goes; whole, or not at all."""
+    tensorboard: Path
+    """The run's own folder."""
+    experiment: str
+    """What runs it, as `package.module:function`; called as `lowtide.lab.experiment.run_experiment` is."""
+    import_paths: tuple[str, ...]
+    """`sys.path` of the asker, for models of its own."""
+    progress_fd: int
+    """The pipe's end for writing."""
+    is_alone: bool = True
+    """Whether the asker knows of no other work on the device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """The record is written; what is left is to end the process."""
+
+
+Message = Surroundings | Progress | Done
+_KINDS: dict[str, type[Surroundings] | type[Progress] | type[Done]] = {
+    "surroundings": Surroundings,
+    "progress": Progress,
+    "done": Done,
+}
+
+
+def encode(message: Message) -> bytes:
+    """One line. Numbers that are not finite stay what they are, as Python's JSON allows."""
+    kind = next(name for name, known in _KINDS.items() if isinstance(message, known))
+    return json.dumps({"kind": kind, **asdict(message)}).encode() + b"\n"
+
+
+def decode(line: bytes) -> Message | None:
+    """The message of a line; None for anything else, such as the half line of a process that died in it."""
+    try:
+        plain = json.loads(line)
+        return _KINDS[plain.pop("kind")](**plain)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def find_surroundings(device: str | None) -> Surroundings:
+    """Those of a run that begins now on a recipe's device. On CUDA its name is asked, which begins to use it.
+
+    Raises:
+        ConfigError: It is no device that a run can have.
+        HardwareError: It is not here.
+    """
+    found = find_device(device)
+    return named_surroundings(torch.cuda.get_device_name(found) if found.type == "cuda" else "cpu, emulated")
+
+
+def named_surroundings(device: str) -> Surroundings:
+    """Those of a run that begins now on a device of that name; no device is touched."""
+    machine = this_machine()
+    return Surroundings(
+        date=dt.datetime.now(dt.UTC).astimezone().isoformat(timespec="seconds"),
+        commit=find_commit(),
+        device=device,
+        torch=torch.__version__,
+        lowtide=lowtide_version(),
+        python=platform.python_version(),
+        platform=platform.platform(),
+        processor=machine.processor,
+        memory_bytes=machine.memory_bytes,
+        driver=machine.driver,
+    )

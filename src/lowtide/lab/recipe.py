@@ -18,10 +18,19 @@ from typing import Literal
 import torch
 
 from lowtide.errors import ConfigError
-from lowtide.lab.bounds import at_least
-from lowtide.lab.data_recipe import EvaluationRecipe, HubDataset, RandomInputs, Stories, TextFiles
-from lowtide.lab.optimizer_recipe import Constant, LinearWarmup, OptimizerRecipe, RiseFromZero
-from lowtide.lab.plan_recipe import PlanRecipe
+from lowtide.lab.recipe_parts import (
+    Constant,
+    EvaluationRecipe,
+    HubDataset,
+    LinearWarmup,
+    OptimizerRecipe,
+    PlanRecipe,
+    RandomInputs,
+    RiseFromZero,
+    Stories,
+    TextFiles,
+    at_least,
+)
 from lowtide.optim.update_types import numerics_of
 from lowtide.planning.budget_plans import StaticPartition, WarmUp
 from lowtide.planning.plan import Schedule, Site

@@ -1,24 +1,50 @@
-"""A recipe as torch objects, and the plain PyTorch loop over them.
+"""A recipe as torch objects, with its first weights, and the plain PyTorch loop over them.
 
 The loop knows nothing of plans: the plain and the managed run of a check go through it unchanged.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from lowtide.errors import ConfigError, TraceError
-from lowtide.lab.materialise import first_model
-from lowtide.lab.optimizer_recipe import OPTIMIZERS, Constant, LinearWarmup, OptimizerRecipe, RiseFromZero
-from lowtide.lab.recipe import Recipe
+from lowtide import compat
+from lowtide.errors import ConfigError, HardwareError, TraceError
+from lowtide.lab.recipe import CompileRecipe, Recipe
+from lowtide.lab.recipe_parts import OPTIMIZERS, Constant, LinearWarmup, OptimizerRecipe, RiseFromZero
+from lowtide.memory.groups import find_groups
 from lowtide.models import ModelSource
 
 Batch = dict[str, Tensor]
+
+
+def find_device(name: str | None) -> torch.device:
+    """The device of that name; without a name, the GPU where there is one.
+
+    Raises:
+        ConfigError: The name is none of torch's, or not one that a session runs on.
+        HardwareError: There is no such device here.
+    """
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"{name!r} is no device; use cpu, cuda or cuda:0", key="device") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"a session runs on cpu or cuda, not on {name!r}", key="device")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise HardwareError(
+            f"there is no device {name!r}: torch sees {torch.cuda.device_count()} CUDA devices; set device=cpu to check "
+            "on an emulated one"
+        )
+    return device
 
 
 def make_model(recipe: Recipe, source: ModelSource) -> nn.Module:
@@ -132,3 +158,166 @@ def train(
         losses.append(math.fsum(parts) / len(parts))
         on_step(step, losses[-1])
     return tuple(losses)
+
+
+def first_model(source: ModelSource, dtype: torch.dtype) -> nn.Module:
+    """The model on the host with its first weights: as its own code makes it where there is such, else as below.
+
+    A factory may draw its weights otherwise than its modules would by themselves, or load them: nothing but the factory
+    knows. One that puts its model on the meta device itself leaves them to `materialise`.
+
+    Raises:
+        ConfigError: As for `materialise`.
+    """
+    if source.build_on_host is None:
+        return materialise(source.build(dtype), name=source.name, dtype=dtype)
+    model = source.build_on_host(dtype)
+    if any(tensor.device.type == "meta" for tensor in itertools.chain(model.parameters(), model.buffers())):
+        return materialise(model, name=source.name, dtype=dtype)
+    return model.cpu()
+
+
+def materialise(model: nn.Module, *, name: str, dtype: torch.dtype) -> nn.Module:
+    """The model on the host, its weights drawn from torch's generator: the same seed gives the same weights.
+
+    A model with a `reset_parameters` of its own is asked to draw all its weights and buffers; a Hugging Face model is
+    built again from its config; of any other model each module that holds parameters or buffers is asked. The weights are
+    drawn in `dtype`, as a constructor under that default dtype would.
+
+    Args:
+        model: On the meta device; the one to use afterwards is returned.
+        name: What the user calls it, for the error.
+        dtype: Of the weights that a config builds.
+
+    Raises:
+        ConfigError: A module holds tensors and has no `reset_parameters`, so that nobody knows its first values.
+    """
+    if all(tensor.device.type != "meta" for tensor in itertools.chain(model.parameters(), model.buffers())):
+        return model
+    if _is_hugging_face(model):
+        return _build_again(model, dtype)
+    ties = list(_ties(model))
+    model.to_empty(device="cpu")
+    for first, other in ties:
+        # `to_empty` makes two tensors of a tied one.
+        _put(model, other, model.get_parameter(first))
+    for path, module in _owners(model):
+        reset = getattr(module, "reset_parameters", None)
+        if reset is None:
+            raise ConfigError(
+                f"{name} cannot be given first weights: {type(module).__name__} at {path or 'its root'} holds tensors and "
+                "has no reset_parameters(); add one there or to the whole model",
+                key="model",
+            )
+        with torch.no_grad():
+            reset()
+    return model
+
+
+def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that must draw values: the model alone if it can, else each that holds tensors directly."""
+    if hasattr(model, "reset_parameters"):
+        yield "", model
+        return
+    for path, module in model.named_modules():
+        tensors = itertools.chain(module.parameters(recurse=False), module.buffers(recurse=False))
+        if next(tensors, None) is not None:
+            yield path, module
+
+
+def _ties(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """(first name, other name) of each parameter that has several."""
+    first_names: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first_names.setdefault(parameter, name) != name:
+            yield first_names[parameter], name
+
+
+def _put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    path, _, key = name.rpartition(".")
+    setattr(model.get_submodule(path), key, parameter)
+
+
+def _is_hugging_face(model: nn.Module) -> bool:
+    return any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__)
+
+
+def _build_again(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    # Not `to_empty`: rotary frequencies and their like are buffers that only a constructor fills.
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("cpu"):
+            again: nn.Module = type(model)(model.config)
+    finally:
+        torch.set_default_dtype(before)
+    return again.train(model.training)
+
+
+def optimizer_over_masters(recipe: OptimizerRecipe, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer, for the same loop as a plain one: its step takes the model's gradients, and writes the model's weights."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    masters = [parameter.detach().float().requires_grad_() for parameter in trained]
+    optimizer = optimizer_over(recipe, masters)
+
+    def take_gradients(*_: Any) -> None:
+        for parameter, master in zip(trained, masters, strict=True):
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+            # The loop clears the gradients of the optimizer's own tensors, which these are not.
+            parameter.grad = None
+
+    def write_weights(*_: Any) -> None:
+        with torch.no_grad():
+            for parameter, master in zip(trained, masters, strict=True):
+                parameter.copy_(master)
+
+    optimizer.register_step_pre_hook(take_gradients)
+    optimizer.register_step_post_hook(write_weights)
+    return optimizer
+
+
+def compile_model(model: nn.Module, recipe: CompileRecipe) -> None:
+    """Have the model's calls compiled, at the first of them.
+
+    Raises:
+        ConfigError: The model has no repeated blocks, and only those were to be compiled.
+    """
+    backend: str | compat.BudgetedCompiler = recipe.backend
+    if recipe.activation_budget is not None:
+        backend = compat.BudgetedCompiler(recipe.activation_budget, recipe.backend)
+    for module in compiled_modules(model, recipe.scope):
+        module.compile(backend=backend, dynamic=False)
+
+
+def compiled_modules(model: nn.Module, scope: Literal["model", "blocks"]) -> list[nn.Module]:
+    """What is compiled by itself.
+
+    Raises:
+        ConfigError: The model has no repeated blocks, and only those are asked for.
+    """
+    if scope == "model":
+        return [model]
+    blocks = [model.get_submodule(group.name) for group in find_groups(model) if group.is_block]
+    if not blocks:
+        raise ConfigError(
+            "compile.scope is 'blocks', and the model has no repeated blocks; compile the whole of it: scope: model",
+            key="compile.scope",
+        )
+    return blocks
+
+
+@contextlib.contextmanager
+def arithmetic(recipe: Recipe, device: torch.device) -> Iterator[None]:
+    """The recipe's precision of fp32 products, and kernels that any processor has; taken back afterwards."""
+    precision = torch.get_float32_matmul_precision()
+    # None leaves the other flags as they are; setting them too, as `mkldnn.flags` does, warns where there is no Intel card.
+    was_enabled = bool(torch.backends.mkldnn.set_flags(None, None, None, None)[0])
+    torch.set_float32_matmul_precision(recipe.matmul_precision)
+    if device.type == "cpu" and recipe.torch_dtype != torch.float32:
+        # oneDNN's half precision kernels use instructions that some processors lack, and the process dies on those.
+        torch.backends.mkldnn.set_flags(False, None, None, None)
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.set_flags(was_enabled, None, None, None)
+        torch.set_float32_matmul_precision(precision)

@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowtide.activations.losses.chunked_loss import linear_cross_entropy
-from lowtide.models.layer_stack import LayeredModel, LayerStack
-from lowtide.models.losses import IGNORED_LABEL
-from lowtide.models.output import ModelOutput
+from lowtide.models.layers import IGNORED_LABEL, LayeredModel, LayerStack, ModelOutput
 
 
 class NormKind(enum.StrEnum):

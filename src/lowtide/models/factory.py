@@ -17,9 +17,7 @@ from torch import Tensor, nn
 
 from lowtide.errors import BatchMismatchError, ConfigError, UnknownNameError
 from lowtide.models.batches import Batch, BatchForm, ImageBatch, TokenBatch, parse_sizes, random_floats
-from lowtide.models.meta_build import build_on_meta, finish
-from lowtide.models.recompute import enable_recompute
-from lowtide.models.source import ModelSource
+from lowtide.models.source import ModelSource, build_on_meta, enable_recompute, finish
 
 DEFAULT_BATCH = 8
 DEFAULT_LENGTH = 512

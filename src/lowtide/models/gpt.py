@@ -8,9 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowtide.models.layer_stack import LayeredModel, LayerStack
-from lowtide.models.losses import next_token_loss
-from lowtide.models.output import ModelOutput
+from lowtide.models.layers import LayeredModel, LayerStack, ModelOutput, next_token_loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,10 +14,16 @@ import torch
 from torch import nn
 
 from lowtide.errors import BadRecordError, ConfigError, MissingExtraError, UnknownNameError
-from lowtide.models.batches import BatchForm, ImageBatch, TokenBatch
-from lowtide.models.meta_build import build_on_meta, finish
-from lowtide.models.source import ModelSource
-from lowtide.models.text_batches import PairBatch, SequenceLabelBatch, SpanBatch, TokenLabelBatch
+from lowtide.models.batches import (
+    BatchForm,
+    ImageBatch,
+    PairBatch,
+    SequenceLabelBatch,
+    SpanBatch,
+    TokenBatch,
+    TokenLabelBatch,
+)
+from lowtide.models.source import ModelSource, build_on_meta, finish
 
 PREFIX = "hf:"
 DEFAULT_BATCH = 8

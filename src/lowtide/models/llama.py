@@ -8,10 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowtide.models.layer_stack import LayeredModel, LayerStack
-from lowtide.models.losses import next_token_loss
-from lowtide.models.output import ModelOutput
-from lowtide.models.rope import rope_tables, rotate
+from lowtide.models.layers import LayeredModel, LayerStack, ModelOutput, next_token_loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,3 +153,26 @@ class Llama(LayeredModel):
         )
         logits = self.head(self.final_norm(self.layers(x, cos, sin)))
         return ModelOutput(loss=None if labels is None else next_token_loss(logits, labels), logits=logits)
+
+
+def rope_tables(length: int, head_size: int, *, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of each position's angles, `[length, head_size]` each, in fp32.
+
+    Made anew in every forward instead of kept as buffers: they are small, and a model that was built on the meta device
+    then needs nothing restored. Angles need fp32: bf16 cannot tell neighbouring positions apart beyond 256.
+    """
+    exponents = torch.arange(0, head_size, 2, dtype=torch.float32, device=device) / head_size
+    frequencies = 1.0 / theta**exponents
+    angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequencies)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (i, i + head_size / 2) of `x`, `[batch, heads, length, head_size]`, by its position's angle.
+
+    The tables take the dtype of `x`, else fp32 tables would promote bf16 queries and keys and double their bytes.
+    """
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return x * cos.to(x.dtype) + turned * sin.to(x.dtype)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowtide.models.output import ModelOutput
+from lowtide.models.layers import ModelOutput
 
 EXPANSION = 4
 """Channels that a bottleneck puts out, per channel inside."""

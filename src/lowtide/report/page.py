@@ -1,4 +1,4 @@
-"""The sheet that every report is written on: `page.html` with the style, the data and the scripts put into it.
+"""The frame of every page: `page.html` with the style, the data and the scripts put into it, and what all pages have.
 
 A content security policy in its head forbids every request, so that a report of a private model can be opened anywhere.
 """
@@ -6,12 +6,13 @@ A content security policy in its head forbids every request, so that a report of
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
 from string import Template
 
 from lowtide.report.palette import COLOURS, DARK_COLOURS, PEAK_COLOUR, STACK_ORDER
+from lowtide.report.table import Value, value_html
 
 
 def fill_page(
@@ -41,6 +42,36 @@ def fill_page(
 def read_part(name: str, package: str = "lowtide.report") -> str:
     """A style sheet or script that lies beside the modules of a package."""
     return files(package).joinpath(name).read_text(encoding="utf-8")
+
+
+def figures(items: Iterable[tuple[str, Value, Value]]) -> str:
+    """The large numbers at the top of a section: name, value and a detail below it."""
+    cards = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{value_html(value)}<small>{value_html(detail)}</small></dd></div>"
+        for name, value, detail in items
+    )
+    return f'<dl class="figures">{cards}</dl>'
+
+
+def notes(lines: Sequence[str]) -> str:
+    """What the reader must know about how the numbers were made; "" without lines."""
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    return f'<aside class="notes"><h3>Notes</h3><ul>{items}</ul></aside>' if lines else ""
+
+
+def prose(text: str) -> str:
+    """Plain text as paragraphs; blank lines separate them."""
+    paragraphs = [part.strip() for part in text.split("\n\n") if part.strip()]
+    return "".join(f"<p>{escape(paragraph)}</p>" for paragraph in paragraphs)
+
+
+def contents(links: Iterable[tuple[str, str, str]]) -> str:
+    """Links to the sections: the id of each, its name, and what it is."""
+    items = "".join(
+        f'<li><a href="#{target}">{escape(name)}</a>{f" {escape(kind)}" if kind else ""}</li>'
+        for target, name, kind in links
+    )
+    return f'<nav aria-label="Sections"><ul>{items}</ul></nav>'
 
 
 def _colours() -> str:

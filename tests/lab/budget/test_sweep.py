@@ -14,12 +14,12 @@ from benchmarks.budget_check import measure
 from lowtide import compat
 from lowtide.errors import BadRecordError, ConfigError, TraceError
 from lowtide.lab.budget import BudgetSweep, read_sweep, run_sweep, write_sweep
-from lowtide.lab.budget.joint import trace_model, trace_recipe
+from lowtide.lab.budget.points import trace_model, trace_recipe
 from lowtide.lab.budget.sweep import make_point, peak_bytes
 from lowtide.lab.progress import Progress
 from lowtide.lab.recipe import CompileRecipe, Recipe
 from lowtide.models import resolve_model
-from lowtide.models.output import ModelOutput
+from lowtide.models.layers import ModelOutput
 from lowtide.tracing.compiled.partition import read_partition
 from lowtide.tracing.compiled.program import Program
 from lowtide.tracing.compiled.schedule import schedule

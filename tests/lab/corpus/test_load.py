@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from benchmarks.stories.__main__ import write_stories
+from benchmarks.stories.generator import Part, make_stories
 from lowtide.errors import ConfigError, MissingExtraError
-from lowtide.lab.corpus import Corpus, load, load_corpus
-from lowtide.lab.corpus.stories import Part, make_stories
-from lowtide.lab.data_recipe import HubDataset, Stories, TextFiles
+from lowtide.lab.corpus import Corpus, load, load_corpus, stories_folder
+from lowtide.lab.corpus.load import Stored, cache_folder, read_stored, write_stored
+from lowtide.lab.corpus.texts import read_stories
+from lowtide.lab.corpus.tokens import Samples, pack
+from lowtide.lab.recipe_file import find_recipe, read_recipe, recipe_names
+from lowtide.lab.recipe_parts import HubDataset, Stories, TextFiles
 
 STORIES = Stories(num_stories=60, num_validation=7, vocab_size=600)
 TALES = [f"Tale {number}: the fox and the hen met the fox again." for number in range(40)]
+
+
+@pytest.fixture(autouse=True)
+def no_stories_of_the_user(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("user")))
 
 
 @pytest.fixture
@@ -53,12 +65,46 @@ def test_stories(tmp_path: Path) -> None:
     assert (corpus.vocab_size, corpus.name) == (600, "60 stories of seed 0")
     assert all(ids[0] == 0 for ids in corpus.train)
     assert corpus.train.ids.dtype == np.uint16
-    assert said[0] == "writing training stories, 0 of 60"
+    assert said[0] == "reading stories of seed 0"
     assert "training a tokenizer of 600 tokens on 60 samples" in said
+
+
+def test_stories_that_were_written_come_before_those_of_the_package(tmp_path: Path) -> None:
+    write_stories(stories_folder(), seed=3, training=30, validation=2)
+    corpus = load_corpus(Stories(seed=3, num_stories=20, num_validation=2, vocab_size=300), cache=tmp_path)
+    assert decoded(corpus, "train") == list(make_stories(3, 20))
+    # A file with fewer than the package has does not hide the package's.
+    write_stories(stories_folder(), seed=0, training=3, validation=0)
+    assert decoded(load_corpus(STORIES, cache=tmp_path), "train") == list(make_stories(0, 60))
+
+
+@pytest.mark.parametrize(
+    ("data", "command"),
+    [
+        (Stories(), "`python -m benchmarks.stories`"),
+        (
+            Stories(seed=7, num_stories=10, num_validation=600),
+            "`python -m benchmarks.stories --seed 7 --validation 600`",
+        ),
+        (Stories(num_stories=30_000), "`python -m benchmarks.stories --training 30000`"),
+    ],
+)
+def test_missing_stories_say_the_command_that_writes_them(data: Stories, command: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"run {command} in a checkout of Lowtide")):
+        load_corpus(data, cache=tmp_path)
+
+
+def test_the_package_has_the_stories_of_the_tiny_recipes() -> None:
+    for name in recipe_names():
+        if name.startswith("peak_memory_tiny/") and isinstance(data := read_recipe(find_recipe(name)).data, Stories):
+            texts = read_stories(data)
+            assert texts.train == list(make_stories(0, 400))
+            assert texts.validation == list(make_stories(0, 12, part=Part.VALIDATION))
 
 
 def test_the_lengths_of_stories(tmp_path: Path) -> None:
     """As long as those of the table that the lab regenerates: 150 to 300 tokens of a vocabulary of 8,000."""
+    write_stories(stories_folder(), seed=0, training=3000, validation=0)
     corpus = load_corpus(Stories(num_stories=3000, num_validation=0), cache=tmp_path)
     lengths = corpus.train.lengths
     assert 190 < lengths.mean() < 235
@@ -79,7 +125,7 @@ def test_the_cache_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert len(list(tmp_path.iterdir())) == 1
 
 
-@pytest.mark.parametrize("change", [{"seed": 1}, {"num_stories": 61}, {"num_validation": 8}, {"vocab_size": 601}])
+@pytest.mark.parametrize("change", [{"num_stories": 61}, {"num_validation": 8}, {"vocab_size": 601}])
 def test_another_recipe_is_another_corpus(change: dict[str, int], tmp_path: Path) -> None:
     load_corpus(STORIES, cache=tmp_path)
     settings = {"num_stories": 60, "num_validation": 7, "vocab_size": 600} | change
@@ -87,12 +133,10 @@ def test_another_recipe_is_another_corpus(change: dict[str, int], tmp_path: Path
     assert len(list(tmp_path.iterdir())) == 2
 
 
-@pytest.mark.parametrize("name", ["stories.fingerprint", "library_version"])
-def test_another_generator_or_library_is_another_corpus(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", ["fingerprint", "library_version"])
+def test_another_text_or_library_is_another_corpus(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load_corpus(STORIES, cache=tmp_path)
-    monkeypatch.setattr(f"lowtide.lab.corpus.load.{name}", lambda: "another")
+    monkeypatch.setattr(f"lowtide.lab.corpus.load.{name}", lambda *_: "another")
     load_corpus(STORIES, cache=tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -135,7 +179,7 @@ def test_too_few_stories_for_the_vocabulary(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"gives \d+ tokens, and vocab_size is 8000: set vocab_size to \d+, or give more text"
     ):
-        load_corpus(Stories(num_stories=2), cache=tmp_path)
+        load_corpus(Stories(num_stories=2, num_validation=0), cache=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -215,3 +259,99 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(MissingExtraError, match=r"lowtide\[lab\]"):
         load_corpus(STORIES, cache=tmp_path)
+
+
+STORED = Stored(
+    train=pack([[0, 5, 6], [0, 7]], vocab_size=300),
+    validation=pack([], vocab_size=300),
+    tokenizer_json='{"é": 1}',
+)
+
+
+def same_stored(first: Stored | None, second: Stored) -> bool:
+    assert first is not None
+    return first.tokenizer_json == second.tokenizer_json and all(
+        np.array_equal(one.ids, other.ids)
+        and np.array_equal(one.offsets, other.offsets)
+        and one.ids.dtype == other.ids.dtype
+        for one, other in ((first.train, second.train), (first.validation, second.validation))
+    )
+
+
+def test_written_and_read(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "folder" / "corpus.npz"
+    assert read_stored(path) is None
+    write_stored(path, STORED)
+    assert same_stored(read_stored(path), STORED)
+    assert [file.name for file in path.parent.iterdir()] == ["corpus.npz"]
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.1, 0.5, 0.9, 0.999])
+def test_cut_short(kept: float, tmp_path: Path) -> None:
+    path = tmp_path / "corpus.npz"
+    write_stored(path, STORED)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(kept * len(whole))])
+    assert read_stored(path) is None
+
+
+def test_any_bit_of_the_arrays_that_flips(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.npz"
+    write_stored(path, STORED)
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 7):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x40]) + whole[place + 1 :])
+        read = read_stored(path)
+        # Some bytes of the container, such as a file's date, mean nothing.
+        assert read is None or same_stored(read, STORED), place
+
+
+@pytest.mark.parametrize("content", [b"", b"not a zip file", b"PK\x03\x04", b"\x80\x04N."])
+def test_something_else(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "corpus.npz"
+    path.write_bytes(content)
+    assert read_stored(path) is None
+
+
+def test_arrays_that_do_not_fit_together(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.npz"
+    offsets = np.array([0, 3, 9])
+    write_stored(
+        path,
+        Stored(train=Samples(ids=STORED.train.ids, offsets=offsets), validation=STORED.validation, tokenizer_json=""),
+    )
+    assert read_stored(path) is None
+    np.savez(path, train_ids=STORED.train.ids)
+    assert read_stored(path) is None
+
+
+def test_several_write_at_once_and_readers_find_it_whole(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.npz"
+    write_stored(path, STORED)
+    with ThreadPoolExecutor(8) as pool:
+        writing = [pool.submit(write_stored, path, STORED) for _ in range(40)]
+        reading = [pool.submit(read_stored, path) for _ in range(40)]
+        assert all(same_stored(future.result(), STORED) for future in reading)
+        assert all(future.result() is None for future in writing)
+    assert [file.name for file in tmp_path.iterdir()] == ["corpus.npz"]
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "savez", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_stored(tmp_path / "corpus.npz", STORED)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "lowtide"
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for ignored in ("", "relative/folder"):
+        monkeypatch.setenv("XDG_CACHE_HOME", ignored)
+        assert cache_folder() == tmp_path / "home" / ".cache" / "lowtide"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder() == tmp_path / "home" / ".cache" / "lowtide"

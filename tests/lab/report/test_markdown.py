@@ -5,8 +5,9 @@ import re
 from lowtide.lab.record import Outcome
 from lowtide.lab.report.comparison import make_comparisons
 from lowtide.lab.report.html import render_html
-from lowtide.lab.report.markdown import escape, render_markdown
+from lowtide.lab.report.markdown import render_markdown
 from lowtide.lab.report.sweep import read_sweep
+from lowtide.report.table import escape_markdown as escape
 from lowtide.units import GiB
 from tests.lab.report.samples import budget_sweep, experiment, record
 

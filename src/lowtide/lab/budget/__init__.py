@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from lowtide.lab.budget.points import BudgetPoint, Rise, not_monotone, pareto
-from lowtide.lab.budget.sweep import BudgetSweep, run_sweep
-from lowtide.lab.budget.sweep_file import read_sweep, sweep_data, write_sweep
+from lowtide.lab.budget.sweep import BudgetSweep, read_sweep, run_sweep, sweep_data, write_sweep
 
 __all__ = [
     "BudgetPoint",

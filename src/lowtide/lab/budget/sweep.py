@@ -5,17 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from lowtide import compat
-from lowtide.errors import ConfigError
-from lowtide.lab.budget.flops import recomputed_share
-from lowtide.lab.budget.joint import trace_recipe
-from lowtide.lab.budget.points import BudgetPoint, not_monotone
+from lowtide import compat, config
+from lowtide.errors import BadRecordError, ConfigError
+from lowtide.lab.budget.points import BudgetPoint, not_monotone, recomputed_share, trace_recipe
 from lowtide.lab.progress import OnProgress, Progress
 from lowtide.lab.recipe import Recipe
+from lowtide.lab.record import read_json, write_json
 from lowtide.models import resolve_model
+from lowtide.plain_text import Plain
 from lowtide.tracing.compiled.partition import Partition, read_partition
 from lowtide.tracing.compiled.program import find_peak
 from lowtide.tracing.compiled.schedule import fuse, schedule
@@ -129,3 +130,32 @@ def _checked(budgets: Sequence[float]) -> list[float]:
                 key="budgets",
             )
     return sorted(set(budgets))
+
+
+SCHEMA = "lowtide.budget_sweep/1"
+
+
+def sweep_data(sweep: BudgetSweep) -> dict[str, Plain]:
+    """What a file of it holds."""
+    return {"schema": SCHEMA, **config.to_plain(sweep)}
+
+
+def write_sweep(sweep: BudgetSweep, path: Path) -> None:
+    """Write a sweep, whole or not at all."""
+    write_json(path, sweep_data(sweep))
+
+
+def read_sweep(path: Path) -> BudgetSweep:
+    """The sweep of a file.
+
+    Raises:
+        BadRecordError: It cannot be read, is no JSON, is of another kind, or lacks something; the path is in the message.
+    """
+    plain = read_json(path, SCHEMA)
+    try:
+        sweep = config.from_plain(BudgetSweep, plain)
+    except ConfigError as error:
+        raise BadRecordError(f"{path}: {error}") from error
+    if not sweep.points:
+        raise BadRecordError(f"{path}: the sweep has no points")
+    return sweep

@@ -1,11 +1,10 @@
-"""What models read in the lab: stories from the built-in generator, text files or data sets, as token ids."""
+"""What models read in the lab: stories, text files or data sets, as token ids."""
 
 from __future__ import annotations
 
-from lowtide.lab.corpus.batches import TextBatches
 from lowtide.lab.corpus.load import Corpus, load_corpus
-from lowtide.lab.corpus.samples import Samples
-from lowtide.lab.corpus.tokenizer import BOS_ID, EOS_ID, PAD_ID, UNKNOWN_ID, TextTokenizer
+from lowtide.lab.corpus.texts import stories_folder, story_file
+from lowtide.lab.corpus.tokens import BOS_ID, EOS_ID, PAD_ID, UNKNOWN_ID, Samples, TextBatches, TextTokenizer
 
 __all__ = [
     "BOS_ID",
@@ -17,4 +16,6 @@ __all__ = [
     "TextBatches",
     "TextTokenizer",
     "load_corpus",
+    "stories_folder",
+    "story_file",
 ]

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import tempfile
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from lowtide import config
-from lowtide.errors import ConfigError
-from lowtide.lab.corpus import cache as files
-from lowtide.lab.corpus import hub, stories, text_files
-from lowtide.lab.corpus.samples import Samples, pack
-from lowtide.lab.corpus.tokenizer import TextTokenizer, library_version, read_tokenizer, train_tokenizer
-from lowtide.lab.data_recipe import HubDataset, Stories, TextFiles
+from lowtide.lab.corpus.texts import TextRecipe, cache_folder, fingerprint, read_texts
+from lowtide.lab.corpus.tokens import Samples, TextTokenizer, library_version, pack, read_tokenizer, train_tokenizer
+from lowtide.lab.recipe_parts import HubDataset, Stories, TextFiles
 
 SCHEMA = "lowtide.corpus/1"
 TELL_EVERY = 2000
 """Samples between two words of progress."""
 
-TextRecipe = Stories | TextFiles | HubDataset
 OnProgress = Callable[[str], None]
 
 
@@ -40,16 +41,10 @@ class Corpus:
         return self.tokenizer.vocab_size
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Texts:
-    train: Sequence[str]
-    validation: Sequence[str]
-
-
 def load_corpus(data: TextRecipe, *, cache: Path | None = None, on_progress: OnProgress | None = None) -> Corpus:
     """The corpus of a recipe, from the cache where it is there.
 
-    The cache goes by the recipe, the generator's sources or the files' contents, and the version of `tokenizers`. A data
+    The cache goes by the recipe, the contents of the files, and the version of `tokenizers`. A data
     set of the hub is taken to stay as it is. A file of the cache that is damaged is made again; a folder that cannot be
     written is told, and costs only time.
 
@@ -63,23 +58,23 @@ def load_corpus(data: TextRecipe, *, cache: Path | None = None, on_progress: OnP
         MissingExtraError: `tokenizers`, or for a data set of the hub `datasets`, is not installed.
     """
     say = on_progress or (lambda _: None)
-    path = (files.cache_folder() if cache is None else cache) / f"corpus-{_key(data)}.npz"
-    stored = files.read_stored(path)
+    path = (cache_folder() if cache is None else cache) / f"corpus-{_key(data)}.npz"
+    stored = read_stored(path)
     tokenizer = None if stored is None else _read_tokenizer(stored)
     if stored is None or tokenizer is None:
         tokenizer, stored = _make(data, say)
         try:
-            files.write_stored(path, stored)
+            write_stored(path, stored)
         except OSError as error:
             say(f"the corpus is not cached: cannot write {path}: {error.strerror}")
     return Corpus(name=_name(data), train=stored.train, validation=stored.validation, tokenizer=tokenizer)
 
 
-def _make(data: TextRecipe, say: OnProgress) -> tuple[TextTokenizer, files.Stored]:
-    texts = _read_texts(data, say)
+def _make(data: TextRecipe, say: OnProgress) -> tuple[TextTokenizer, Stored]:
+    texts = read_texts(data, say)
     say(f"training a tokenizer of {data.vocab_size} tokens on {len(texts.train)} samples")
     tokenizer = train_tokenizer(texts.train, vocab_size=data.vocab_size)
-    return tokenizer, files.Stored(
+    return tokenizer, Stored(
         train=_tokenize(tokenizer, texts.train, "training", say),
         validation=_tokenize(tokenizer, texts.validation, "validation", say),
         tokenizer_json=tokenizer.to_json(),
@@ -97,51 +92,7 @@ def _tokenize(tokenizer: TextTokenizer, texts: Sequence[str], part: str, say: On
     return pack(told(), vocab_size=tokenizer.vocab_size)
 
 
-def _read_texts(data: TextRecipe, say: OnProgress) -> _Texts:
-    match data:
-        case Stories():
-            return _Texts(
-                train=_make_stories(data, data.num_stories, stories.Part.TRAINING, say),
-                validation=_make_stories(data, data.num_validation, stories.Part.VALIDATION, say),
-            )
-        case TextFiles():
-            say(f"reading {data.path}")
-            return _split(data, text_files.read_samples(data.path))
-        case HubDataset():
-            say(f"loading the data set {data.name}")
-            texts = _Texts(
-                train=hub.read_split(data, data.train_split), validation=hub.read_split(data, data.validation_split)
-            )
-            if not texts.train:
-                raise ConfigError(
-                    f"the split {data.train_split!r} of {data.name!r} is empty; choose another", key="data.train_split"
-                )
-            return texts
-
-
-def _make_stories(data: Stories, count: int, part: stories.Part, say: OnProgress) -> list[str]:
-    made: list[str] = []
-    for story in stories.make_stories(data.seed, count, part=part):
-        if len(made) % TELL_EVERY == 0:
-            say(f"writing {part.name.lower()} stories, {len(made)} of {count}")
-        made.append(story)
-    return made
-
-
-def _split(data: TextFiles, samples: list[str]) -> _Texts:
-    # At least one, where any are asked for; rounding down would give a small file none.
-    num_validation = max(1, int(len(samples) * data.validation_share)) if data.validation_share else 0
-    num_train = len(samples) - num_validation
-    if num_train < 1:
-        raise ConfigError(
-            f"{data.path} holds {len(samples)} sample, and validation_share is {data.validation_share}, so that none is "
-            "left to train on: part the text into more samples with blank lines, or set validation_share to 0",
-            key="data.validation_share",
-        )
-    return _Texts(train=samples[:num_train], validation=samples[num_train:])
-
-
-def _read_tokenizer(stored: files.Stored) -> TextTokenizer | None:
+def _read_tokenizer(stored: Stored) -> TextTokenizer | None:
     try:
         return read_tokenizer(stored.tokenizer_json)
     except ValueError:
@@ -149,30 +100,10 @@ def _read_tokenizer(stored: files.Stored) -> TextTokenizer | None:
 
 
 def _key(data: TextRecipe) -> str:
-    recipe = config.to_plain(data)
-    match data:
-        case Stories():
-            source = stories.fingerprint()
-        case TextFiles():
-            # What the files hold, not where they are.
-            recipe = {key: value for key, value in recipe.items() if key != "path"}
-            source = _digest(text_files.find_files(data.path))
-        case HubDataset():
-            source = ""
-    parts = [SCHEMA, library_version(), type(data).__name__, recipe, source]
+    # What the files hold, not where they are.
+    recipe = {key: value for key, value in config.to_plain(data).items() if key != "path"}
+    parts = [SCHEMA, library_version(), type(data).__name__, recipe, fingerprint(data)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
-
-
-def _digest(paths: Sequence[Path]) -> str:
-    # A hash of hashes: the same text cut into files elsewhere is other samples.
-    parts = []
-    for path in paths:
-        try:
-            with path.open("rb") as file:
-                parts.append(hashlib.file_digest(file, "sha256").hexdigest())
-        except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror}", key=text_files.KEY) from error
-    return " ".join(parts)
 
 
 def _name(data: TextRecipe) -> str:
@@ -183,3 +114,57 @@ def _name(data: TextRecipe) -> str:
             return str(data.path)
         case HubDataset():
             return data.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """What a file of the cache holds."""
+
+    train: Samples
+    validation: Samples
+    tokenizer_json: str
+
+
+def read_stored(path: Path) -> Stored | None:
+    """The contents of a file; None where it is missing, or damaged in any way."""
+    try:
+        # A zip file has a checksum for each array. Opened here: what is no zip file, numpy would leave open.
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            stored = Stored(
+                train=Samples(ids=arrays["train_ids"], offsets=arrays["train_offsets"]),
+                validation=Samples(ids=arrays["validation_ids"], offsets=arrays["validation_offsets"]),
+                tokenizer_json=arrays["tokenizer"].tobytes().decode("utf-8"),
+            )
+    except (OSError, ValueError, KeyError, EOFError, TypeError, NotImplementedError, zipfile.BadZipFile):
+        return None
+    return stored if _is_whole(stored.train) and _is_whole(stored.validation) else None
+
+
+def write_stored(path: Path, stored: Stored) -> None:
+    """Write a file under another name and rename it: whoever reads it finds it whole, or not at all.
+
+    Raises:
+        OSError: The folder cannot be written, or the disk is full.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A name of its own for each process: two of them may write the same corpus at once, and the last one wins.
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}-", suffix=".part")
+    unfinished = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            np.savez(
+                file,
+                train_ids=stored.train.ids,
+                train_offsets=stored.train.offsets,
+                validation_ids=stored.validation.ids,
+                validation_offsets=stored.validation.offsets,
+                tokenizer=np.frombuffer(stored.tokenizer_json.encode("utf-8"), dtype=np.uint8),
+            )
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _is_whole(samples: Samples) -> bool:
+    offsets = samples.offsets
+    return bool(len(offsets) and offsets[0] == 0 and offsets[-1] == len(samples.ids) and (np.diff(offsets) >= 0).all())

@@ -1,15 +1,120 @@
-"""Comparison: the rows of one experiment on one device, and the row that the others are measured against."""
+"""Comparison: the rows of one experiment on one device, the row that the others are measured against, those that no other
+beats, and what somebody else published for the same configurations.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from lowtide.lab.recipe import PublishedFigures
 from lowtide.lab.record import RunRecord
-from lowtide.lab.report.pareto import pareto_front
-from lowtide.lab.report.rows import Row, make_rows
-from lowtide.lab.report.spread import Spread
-from lowtide.lab.report.titles import group_words
+from lowtide.lab.report.rows import Row, Spread, make_rows
+from lowtide.report.table import ByteUnit, byte_unit
+from lowtide.units import GiB
+
+
+def pareto_front(points: Sequence[tuple[float, float]]) -> tuple[int, ...]:
+    """Indices of the points of which no other has less of the first and more of the second, by rising first value.
+
+    A point is beaten by another that is no worse in either and better in one; equal points are on the front together.
+
+    Args:
+        points: Memory, where less is better, and speed, where more is.
+
+    Example:
+        >>> pareto_front([(8.0, 2.0), (4.0, 1.0), (9.0, 1.5)])
+        (1, 0)
+    """
+    order = sorted(range(len(points)), key=lambda index: (points[index][0], -points[index][1]))
+    front: list[int] = []
+    for index in order:
+        # In this order nothing that comes later beats what is kept, so that the last one kept is the fastest so far.
+        if not front or points[index][1] > points[front[-1]][1] or points[index] == points[front[-1]]:
+            front.append(index)
+    return tuple(front)
+
+
+_TIMED_STEPS = 90
+"""From the end of step 10 to that of step 100."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """One quantity, ours and published; None where either side does not have it."""
+
+    ours: float | None
+    published: float | None
+
+    @property
+    def difference(self) -> float | None:
+        """Ours over the published one, less 1."""
+        if self.ours is None or not self.published or self.ours != self.ours:
+            return None
+        return self.ours / self.published - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BesidePublished:
+    """All quantities of a row. Ours of a run that did not finish are left out: they are no results."""
+
+    source: str
+    peak_bytes: Beside
+    samples_per_s: Beside
+    """Over all steps with their compilation, and over the evaluation where theirs is of a run that had one."""
+    steps_10_to_100_s: Beside
+    perplexity: Beside
+
+
+def beside_published(row: Row) -> BesidePublished | None:
+    """The row against its published figures; None where it has none."""
+    published = row.published
+    if published is None:
+        return None
+    return BesidePublished(
+        source=published.source,
+        peak_bytes=Beside(
+            ours=row.peak_bytes if row.is_finished else None,
+            published=None if published.peak_gib is None else published.peak_gib * GiB,
+        ),
+        samples_per_s=Beside(
+            ours=speed.mean if (speed := _speed_like(published, row)) else None, published=published.samples_per_s
+        ),
+        steps_10_to_100_s=Beside(
+            ours=row.steps_10_to_100_s.mean if row.steps_10_to_100_s else None, published=published.steps_10_to_100_s
+        ),
+        perplexity=Beside(
+            ours=row.perplexity.mean if row.perplexity and not _is_shorter(row, published) else None,
+            published=published.perplexity,
+        ),
+    )
+
+
+def _speed_like(published: PublishedFigures, row: Row) -> Spread | None:
+    """Our samples/s of the kind of theirs; None for a run that is shorter than theirs, or has no evaluation as theirs has.
+
+    Whoever publishes a perplexity evaluated, and that is in the time that their samples are divided by.
+    """
+    if _is_shorter(row, published):
+        return None
+    if published.perplexity is None:
+        return row.samples_per_s
+    return row.samples_per_s_with_evaluation
+
+
+def _is_shorter(row: Row, published: PublishedFigures) -> bool:
+    """Whether theirs has steps that ours has not: whoever publishes a time of steps 10 to 100 made these steps."""
+    return published.steps_10_to_100_s is not None and (row.steps or 0) < 100
+
+
+def published_speed(row: Row, *, is_warm: bool) -> float | None:
+    """Published samples/s of the kind that ours is: after warm-up it follows from the time of steps 10 to 100."""
+    published = row.published
+    if published is None or not is_warm:
+        return published.samples_per_s if published else None
+    if not published.steps_10_to_100_s or row.samples_per_step is None:
+        return None
+    return _TIMED_STEPS * row.samples_per_step / published.steps_10_to_100_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,3 +225,25 @@ def _control(rows: Sequence[Row]) -> tuple[Row | None, str]:
     else:
         why = f"{lost.label} did not finish: {lost.outcome}"
     return usable[0], f"Reductions are against {usable[0].label}, the row with the largest peak, because {why}."
+
+
+def unit_for(rows: Iterable[Row]) -> ByteUnit:
+    """The largest unit of which the largest peak has at least one."""
+    return byte_unit(max((row.peak_bytes or 0 for row in rows), default=0))
+
+
+MOST_NAMES = 3
+"""In a title; of more the rest is counted."""
+
+
+def group_words(rows: Sequence[Row]) -> str:
+    """The rows of one folder: its name, or where there is none those of the recipes."""
+    return rows[0].folder or listed(list(dict.fromkeys(row.name for row in rows)), "recipe")
+
+
+def listed(names: Sequence[str], noun: str) -> str:
+    """The first names, and how many others there are."""
+    if len(names) <= MOST_NAMES:
+        return ", ".join(names)
+    shown = names[: MOST_NAMES - 1]
+    return f"{', '.join(shown)} and {len(names) - len(shown)} other {noun}s"

@@ -1,28 +1,30 @@
-"""The report as one self-contained HTML page: no network, no library, works offline and on a phone."""
+"""The report as one self-contained HTML page: no network, no library, works offline and on a phone.
+
+The page's script draws the charts; the tables hold all numbers without it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
 
 from lowtide.lab.record import RunRecord
-from lowtide.lab.report import html_parts as parts
-from lowtide.lab.report.byte_unit import unit_for
-from lowtide.lab.report.comparison import Comparison
-from lowtide.lab.report.fastest import fastest_words
-from lowtide.lab.report.provenance import provenance, remarks
-from lowtide.lab.report.scatter import Scatter, scatter_of
-from lowtide.lab.report.scatter_svg import scatter_svg
+from lowtide.lab.report import charts, tables
+from lowtide.lab.report.comparison import Comparison, unit_for
+from lowtide.lab.report.rows import Row, alike_endings
+from lowtide.lab.report.sentences import fastest_words, provenance, remarks
 from lowtide.lab.report.sweep import Sweep
-from lowtide.lab.report.tables import moments_table, published_table, result_table
-from lowtide.lab.report.timeline import timeline_of
-from lowtide.lab.report.timeline_svg import timeline_grid
+from lowtide.lab.report.tables import number, outcome_words, speed_text
 from lowtide.plain_text import Plain
-from lowtide.report import markup
+from lowtide.report import page
+from lowtide.report.charts import Mark, Scatter
 from lowtide.report.page import fill_page, read_part
+from lowtide.report.table import Table, Tone, Value, make_table, to_html, words
 from lowtide.units import format_count
 
 _PACKAGE = "lowtide.lab.report"
+_NO_SCRIPT = "<noscript><p>The chart is drawn by a script; the tables below hold its numbers.</p></noscript>"
 
 
 def render_html(
@@ -35,124 +37,246 @@ def render_html(
     num_older: int = 0,
 ) -> str:
     """The page as text to be written to a `.html` file."""
-    scatters = [scatter_of(comparison) for comparison in comparisons]
-    body = [
-        _comparison(comparison, scatter, index)
-        for index, (comparison, scatter) in enumerate(zip(comparisons, scatters, strict=True))
-    ]
+    body = [_comparison(comparison, index) for index, comparison in enumerate(comparisons)]
     if sweeps:
-        body.append(parts.sweep_section(sweeps))
+        body.append(_sweep_section(sweeps))
     body.append(_origin(records, skipped, num_older))
     return fill_page(
         title=title,
         contents=_contents(comparisons, has_sweeps=bool(sweeps)),
         body="".join(body),
         styles=[read_part("lab.css", _PACKAGE)],
-        data=[
-            [] if scatter is None else _details(comparison, scatter)
-            for comparison, scatter in zip(comparisons, scatters, strict=True)
-        ],
-        scripts=[read_part("lab.js", _PACKAGE)],
+        data={
+            "comparisons": [_chart_data(comparison) for comparison in comparisons],
+            "sweeps": [charts.sweep_lines(sweep) for sweep in sweeps],
+        },
+        scripts=[read_part("units.js"), read_part("charts.js"), read_part("lab.js", _PACKAGE)],
     )
 
 
-def _comparison(comparison: Comparison, scatter: Scatter | None, index: int) -> str:
+def _contents(comparisons: Sequence[Comparison], *, has_sweeps: bool) -> str:
+    links = [(f"lab-{index}", comparison.title, "") for index, comparison in enumerate(comparisons)]
+    links += [("budget-sweep", "Memory budget sweep", "")] if has_sweeps else []
+    return page.contents([*links, ("origin", "Where the figures come from", "")])
+
+
+def _comparison(comparison: Comparison, index: int) -> str:
     rows = comparison.rows
     badge = ' <em class="emulated">emulated device</em>' if comparison.is_emulated else ""
     sizes = dict.fromkeys(format_count(row.parameters) for row in rows if row.parameters is not None)
-    meta = " · ".join(
-        [
-            *(f"{size} parameters" for size in sizes),
-            f"{len(rows)} {'configuration' if len(rows) == 1 else 'configurations'}",
-        ]
-    )
+    configurations = f"{len(rows)} {'configuration' if len(rows) == 1 else 'configurations'}"
+    meta = " · ".join([*(f"{size} parameters" for size in sizes), configurations])
+    sentences = (fastest_words(comparison), comparison.control_words)
     pieces = [
         f'<section class="trace lab" id="lab-{index}" aria-labelledby="name-{index}">',
         f'<header><h2 id="name-{index}">{escape(comparison.title)}{badge}</h2><p>{escape(meta)}</p></header>',
-        parts.headline(comparison),
+        _headline(comparison),
+        _scatter_figure(comparison, index),
+        to_html(tables.outcomes_below(tables.result_table(comparison))),
+        *(f'<p class="hint">{escape(sentence)}</p>' for sentence in sentences if sentence),
+        _optional(tables.published_table(comparison)),
+        _sources(rows),
+        _optional(tables.moments_table(comparison)),
+        _breakdown(comparison),
+        _steps(comparison, index),
+        _phases(comparison),
+        _unfinished(rows),
+        page.notes(remarks(comparison)),
     ]
-    if scatter is None:
-        pieces.append("<p>No finished row has both a peak and a speed, so that there is no chart of them.</p>")
-    else:
-        pieces.append(_scatter_figure(scatter, index))
-    pieces.append(parts.table_html(result_table(comparison), comparison))
-    pieces += [
-        f'<p class="hint">{escape(words)}</p>'
-        for words in (fastest_words(comparison), comparison.control_words)
-        if words
-    ]
-    if (published := published_table(comparison)) is not None:
-        pieces.append(parts.table_html(published, comparison))
-        sources = dict.fromkeys(row.published.source for row in published.rows if row.published)
-        pieces.append(f'<p class="hint">Published: {escape("; ".join(sources))}.</p>')
-    if (moments := moments_table(comparison)) is not None:
-        pieces.append(parts.table_html(moments, comparison))
-    pieces += [parts.breakdown(comparison), _timelines(comparison, index), parts.phase_table(comparison)]
-    pieces += [parts.unfinished(comparison), markup.notes(remarks(comparison))]
     return "".join([*pieces, "</section>"])
 
 
-def _scatter_figure(scatter: Scatter, index: int) -> str:
+def _optional(table: Table | None) -> str:
+    return "" if table is None else to_html(table)
+
+
+def _headline(comparison: Comparison) -> str:
+    """The handful of numbers at the top of a comparison."""
+    unit, finished = unit_for(comparison.rows), [row for row in comparison.rows if row.is_finished]
+    items: list[tuple[str, Value, Value]] = []
+    peaks = [(row.peak_bytes, row) for row in finished if row.peak_bytes is not None]
+    if peaks:
+        peak, row = min(peaks, key=lambda pair: pair[0])
+        saved = comparison.reduction(row)
+        against = f", {saved:.1%} less than {comparison.control.label}" if saved and comparison.control else ""
+        items.append(("Smallest peak", Value(f"{unit.text(peak)} {unit.name}"), Value(f"{row.label}{against}")))
+    speeds = [(speed.mean, row) for row in finished if (speed := comparison.speed(row)) is not None]
+    if speeds:
+        fastest, row = max(speeds, key=lambda pair: pair[0])
+        timed = f", of {len(speeds)} with a {comparison.speed_name}" if comparison.speedless else ""
+        items.append(("Fastest", Value(f"{speed_text(fastest)} samples/s"), Value(f"{row.label}{timed}")))
+    errors = [(abs(row.prediction_error), row) for row in finished if row.prediction_error is not None]
+    if errors:
+        error, row = max(errors, key=lambda pair: pair[0])
+        of_all = Value(f"{row.label}, of {len(errors)} predicted")
+        items.append(("Largest error of a prediction", Value(f"{error:.2%}"), of_all))
+    detail = Value("every one of them")
+    if unfinished := [row for row in comparison.rows if not row.is_finished]:
+        detail = Value(", ".join(f"{row.label} {outcome_words(row)}" for row in unfinished), tone=Tone.BAD)
+    items.append(("Finished", Value(f"{len(finished)} of {len(comparison.rows)}"), detail))
+    return page.figures(items)
+
+
+def _scatter_figure(comparison: Comparison, index: int) -> str:
+    found = charts.scatter_of(comparison)
+    if found is None:
+        return "<p>No finished row has both a peak and a speed, so that there is no chart of them.</p>"
+    scatter, _ = found
+    kinds = {mark.kind for mark in scatter.marks}
     keys = ["<li><i class='key on-front'></i>on the front: no other is as small and as fast</li>"]
-    if any(not mark.is_on_front for mark in scatter.marks):
+    if "ours" in kinds:
         keys.append("<li><i class='key ours'></i>another is as small and as fast</li>")
-    if scatter.published:
+    if "published" in kinds:
         keys.append("<li><i class='key published'></i>published</li>")
     notes = "".join(f'<p class="hint">{escape(note)}</p>' for note in scatter.notes)
     return (
         f'<figure class="scatter" data-scatter="{index}" aria-label="Memory against speed"><h3>Memory against speed</h3>'
-        f'<ul class="legend">{"".join(keys)}</ul><div class="chart">{scatter_svg(scatter)}'
+        f'<ul class="legend">{"".join(keys)}</ul><div class="chart">{_NO_SCRIPT}'
         f'<div class="readout" hidden></div></div><p class="hint">Low and far right is good.</p>{notes}</figure>'
     )
 
 
-def _details(comparison: Comparison, scatter: Scatter) -> list[Plain]:
+def _chart_data(comparison: Comparison) -> dict[str, Plain]:
+    found = charts.scatter_of(comparison)
+    steps: list[Plain] = [curve.plain() for curve in charts.step_curves(comparison)]
+    if found is None:
+        return {"scatter": None, "details": [], "steps": steps}
+    return {"scatter": found[0].plain(), "details": _details(comparison, *found), "steps": steps}
+
+
+def _details(comparison: Comparison, scatter: Scatter, rows: Sequence[Row]) -> list[Plain]:
     """What the readout says of each mark, in the order of their numbers."""
-    table = result_table(comparison)
-    said: dict[int, list[Plain]] = {}
-    for index, row in enumerate(table.rows):
-        said[id(row)] = [
-            [column.head, value.text]
-            for column in table.columns
-            if column.head != "outcome" and (value := column.values[index]) is not None
-        ]
-    ours: list[Plain] = [[mark.row.label, said[id(mark.row)]] for mark in scatter.marks]
-    theirs: list[Plain] = [
-        [f"{mark.row.label}, published", parts.published_facts(mark, scatter)] for mark in scatter.published
+    table = tables.outcomes_below(tables.result_table(comparison))
+    heads = [column.head for column in table.columns[1:]]
+    said: dict[int, list[Plain]] = {
+        id(row): [[head, cell.text] for head, cell in zip(heads, cells[1:], strict=True) if isinstance(cell, Value)]
+        for row, cells in zip(comparison.rows, table.rows, strict=True)
+    }
+    return [
+        [f"{mark.name}, published", _published_facts(mark, row, scatter)]
+        if mark.kind == "published"
+        else [mark.name, said[id(row)]]
+        for mark, row in zip(scatter.marks, rows, strict=True)
     ]
-    return [*ours, *theirs]
 
 
-def _timelines(comparison: Comparison, index: int) -> str:
-    timelines = [timeline for row in comparison.rows if (timeline := timeline_of(row)) is not None]
-    if not timelines:
+def _published_facts(mark: Mark, row: Row, scatter: Scatter) -> list[Plain]:
+    published = row.published
+    assert published is not None, "only rows with published figures have such a mark"
+    facts: list[Plain] = [[scatter.y_name, f"{mark.y:,.3f}"]]
+    if published.samples_per_s is not None:
+        facts.append(["samples/s", speed_text(published.samples_per_s)])
+    if published.steps_10_to_100_s is not None:
+        facts.append(["steps 10 to 100, s", f"{published.steps_10_to_100_s:,.1f}"])
+    if published.perplexity is not None:
+        facts.append(["perplexity", number(published.perplexity)])
+    return facts
+
+
+def _sources(rows: Sequence[Row]) -> str:
+    sources = dict.fromkeys(row.published.source for row in rows if row.published)
+    return f'<p class="hint">Published: {escape("; ".join(sources))}.</p>' if sources else ""
+
+
+def _breakdown(comparison: Comparison) -> str:
+    """What each peak is made of, as bars of one scale and as numbers; "" where nothing is known."""
+    table = tables.breakdown_table(comparison)
+    if table is None:
         return ""
-    unit = unit_for(comparison.rows)
+    rows = [row for row in comparison.rows if row.breakdown]
+    shown = [
+        name
+        for name in tables.categories_of(rows)
+        if any(row.breakdown and row.breakdown.by_category.get(name) for row in rows)
+    ]
+    keys = "".join(f'<li><i class="swatch {tables.category_kind(name)}"></i>{escape(name)}</li>' for name in shown)
+    drawn = to_html(replace(table, kind=f"{table.kind} breakdown"))
+    return f'<h3>{escape(table.caption)}</h3><ul class="legend">{keys}</ul>{drawn}'
+
+
+def _steps(comparison: Comparison, index: int) -> str:
+    curves = charts.step_curves(comparison)
+    if not curves:
+        return ""
     predicted = ""
-    if any(timeline.predicted_bytes is not None for timeline in timelines):
+    if any(curve.predicted is not None for curve in curves):
         predicted = '<li><i class="key predicted"></i>predicted peak</li>'
+    figures = "".join(
+        f'<figure class="multiple"><figcaption><b>{escape(curve.name)}</b> '
+        f'<span class="quiet">{escape(curve.words)}</span></figcaption></figure>'
+        for curve in curves
+    )
     return (
-        f'<div class="timelines"><h3>Memory through one step, {unit.name}</h3><div class="tools">'
-        f'<ul class="legend"><li><i class="key held"></i>held on the device</li>{predicted}</ul>'
+        f'<div class="timelines" data-steps="{index}"><h3>Memory through one step, {unit_for(comparison.rows).name}</h3>'
+        f'<div class="tools"><ul class="legend"><li><i class="key held"></i>held on the device</li>{predicted}</ul>'
         f'<label><input type="checkbox" class="same" id="same-{index}"> the same scale for all</label></div>'
-        f"{timeline_grid(timelines, unit)}</div>"
+        f'<div class="multiples">{figures}</div></div>'
+    )
+
+
+def _phases(comparison: Comparison) -> str:
+    table = tables.phase_table(comparison)
+    return "" if table is None else f"<details><summary>{escape(table.caption)}</summary>{to_html(table)}</details>"
+
+
+def _unfinished(rows: Sequence[Row]) -> str:
+    """Runs that did not come to their end, with all that they said; "" where every one did."""
+    items = "".join(
+        f"<li><b>{escape(row.label)}</b>, {seeds}: {escape(ending.outcome)}"
+        + (f"<pre>{escape(ending.message.strip())}</pre>" if ending.message.strip() else "")
+        + "</li>"
+        for row in rows
+        for seeds, ending in alike_endings(row)
+    )
+    return f'<aside class="notes unfinished"><h3>Runs that did not finish</h3><ul>{items}</ul></aside>' if items else ""
+
+
+def _sweep_section(sweeps: Sequence[Sweep]) -> str:
+    """All sweeps, each with its curve, its table and where it is not monotone."""
+    return "".join(
+        [
+            '<section class="trace lab" id="budget-sweep" aria-labelledby="name-sweep">',
+            '<header><h2 id="name-sweep">Memory budget sweep</h2></header>',
+            f'<p class="where">{_BUDGET_WORDS}</p>',
+            *(_sweep(sweep, index) for index, sweep in enumerate(sweeps)),
+            "</section>",
+        ]
+    )
+
+
+_BUDGET_WORDS = (
+    "torch.compile keeps this share of what it would save for the backward, and recomputes the rest. A smaller budget should "
+    "never have a larger peak."
+)
+_KINDS = {"static": "read off the graphs", "real": "measured in a run"}
+
+
+def _sweep(sweep: Sweep, index: int) -> str:
+    reversals = "".join(f"<li>{escape(reversal.words)}</li>" for reversal in sweep.reversals)
+    verdict = (
+        f'<div class="reversals"><p><b class="bad">Not monotone.</b></p><ul>{reversals}</ul></div>'
+        if reversals
+        else '<p class="reversals"><b class="good">Monotone:</b> no smaller budget has a larger peak.</p>'
+    )
+    legend = "".join(f'<li><i class="key {what}"></i>{what}</li>' for what in ("peak", "saved"))
+    legend += "".join(f'<li><i class="key {kind}"></i>{_KINDS[kind]}</li>' for kind in sweep.curves)
+    if reversals:
+        legend += '<li><i class="key reversal"></i>beaten by a larger budget</li>'
+    return (
+        f'<figure class="sweep" data-sweep="{index}" aria-label="{escape(sweep.title)}"><h3>{escape(sweep.title)}</h3>'
+        f'<ul class="legend">{legend}</ul><div class="chart">{_NO_SCRIPT}</div></figure>'
+        f"{verdict}{to_html(tables.sweep_table(sweep))}"
     )
 
 
 def _origin(records: Sequence[RunRecord], skipped: Sequence[str], num_older: int) -> str:
-    pairs: list[list[markup.Cell]] = [[name, value] for name, value in provenance(records, num_older)]
+    made_with = make_table(
+        "Made with", (words("what"), words("value")), provenance(records, num_older), kind="narrow origin"
+    )
     pieces = ['<section class="trace lab" id="origin" aria-labelledby="name-origin">']
     pieces.append('<header><h2 id="name-origin">Where the figures come from</h2></header>')
-    pieces.append(markup.table("Made with", ["what", "value"], pairs, kind="narrow origin"))
+    pieces.append(to_html(made_with))
     if skipped:
         items = "".join(f"<li>{escape(line)}</li>" for line in skipped)
         pieces.append(f'<aside class="notes skipped"><h3>Skipped files</h3><ul>{items}</ul></aside>')
     return "".join([*pieces, "</section>"])
-
-
-def _contents(comparisons: Sequence[Comparison], *, has_sweeps: bool) -> str:
-    links = [(f"lab-{index}", comparison.title) for index, comparison in enumerate(comparisons)]
-    links += [("budget-sweep", "Memory budget sweep")] if has_sweeps else []
-    links.append(("origin", "Where the figures come from"))
-    items = "".join(f'<li><a href="#{target}">{escape(name)}</a></li>' for target, name in links)
-    return f'<nav aria-label="Sections"><ul>{items}</ul></nav>'

@@ -1,5 +1,4 @@
-"use strict";
-// Tables that sort by their heads, and the readout beside a mark of the chart.
+// Tables that sort by their heads, the readout beside a mark, and the charts of all comparisons.
 
 const PAGE_DATA = JSON.parse(document.getElementById("data").textContent);
 
@@ -44,8 +43,13 @@ class Readout {
     this.details = details;
     this.chart = figure.querySelector(".chart");
     this.box = figure.querySelector(".readout");
-    for (const mark of figure.querySelectorAll(".mark")) {
-      const [name, facts] = details[Number(mark.dataset.mark)];
+    this.listen();
+  }
+
+  // To the marks that are drawn now.
+  listen() {
+    for (const mark of this.figure.querySelectorAll(".mark")) {
+      const [name, facts] = this.details[Number(mark.dataset.mark)];
       mark.setAttribute("aria-label", `${name}: ${facts.map((fact) => fact.join(" ")).join("; ")}`);
       for (const event of ["pointerenter", "focus"]) mark.addEventListener(event, () => this.show(mark, name, facts));
       mark.addEventListener("pointerleave", () => { if (document.activeElement !== mark) this.hide(); });
@@ -76,7 +80,33 @@ class Readout {
   hide() { this.box.hidden = true; }
 }
 
-document.querySelectorAll(".sortable table").forEach(makeSortable);
-for (const figure of document.querySelectorAll("figure[data-scatter]")) {
-  figure.readout = new Readout(figure, PAGE_DATA[Number(figure.dataset.scatter)]);
+function drawSteps(part, steps) {
+  const figures = part.querySelectorAll(".multiple"), same = part.querySelector(".same").checked;
+  const top = Math.max(...steps.map((step) => step.top));
+  figures.forEach((figure, index) => drawStep(figure, steps[index], same ? top : steps[index].top));
 }
+
+function drawCharts() {
+  for (const figure of document.querySelectorAll("figure[data-scatter]")) {
+    const { scatter, details } = PAGE_DATA.comparisons[Number(figure.dataset.scatter)];
+    drawScatter(figure.querySelector(".chart"), scatter);
+    if (figure.readout) figure.readout.listen(); else figure.readout = new Readout(figure, details);
+  }
+  for (const figure of document.querySelectorAll("figure[data-sweep]")) {
+    drawLines(figure.querySelector(".chart"), PAGE_DATA.sweeps[Number(figure.dataset.sweep)]);
+  }
+}
+
+document.querySelectorAll(".sortable table").forEach(makeSortable);
+for (const part of document.querySelectorAll("[data-steps]")) {
+  const { steps } = PAGE_DATA.comparisons[Number(part.dataset.steps)];
+  drawSteps(part, steps);
+  part.querySelector(".same").addEventListener("change", () => drawSteps(part, steps));
+}
+drawCharts();
+let drawnWidth = document.documentElement.clientWidth;
+window.addEventListener("resize", () => {
+  if (document.documentElement.clientWidth === drawnWidth) return;  // a phone hides its bars while it scrolls
+  drawnWidth = document.documentElement.clientWidth;
+  drawCharts();
+});

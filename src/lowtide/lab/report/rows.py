@@ -2,18 +2,100 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lowtide import config
+from lowtide import config, errors
 from lowtide.errors import ConfigError
-from lowtide.lab.configurations import by_configuration, flat_settings, folder_of, generations, seed_of
 from lowtide.lab.recipe import PublishedFigures
 from lowtide.lab.record import MemoryFigures, Outcome, PredictedFigures, RunRecord
-from lowtide.lab.report.error_words import error_words
-from lowtide.lab.report.namesakes import settings_apart
-from lowtide.lab.report.spread import Spread, perplexity, spread_of
+from lowtide.lab.records import by_configuration, flat_settings, folder_of, generations, seed_of, settings_apart
 from lowtide.plain_text import Plain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Mean and range of some values; their standard deviation where there are at least two."""
+
+    mean: float
+    least: float
+    largest: float
+    deviation: float | None
+    """Of the sample, divided by one less than the number of values; None for a single one, or one that is not finite."""
+    count: int
+
+
+def spread_of(values: Iterable[float | None]) -> Spread | None:
+    """Of the values that are there; None without any.
+
+    Example:
+        >>> spread_of([1.0, None, 3.0])
+        Spread(mean=2.0, least=1.0, largest=3.0, deviation=1.4142135623730951, count=2)
+    """
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    is_finite = all(map(math.isfinite, known))
+    return Spread(
+        mean=statistics.fmean(known),
+        least=min(known),
+        largest=max(known),
+        deviation=statistics.stdev(known) if len(known) > 1 and is_finite else None,
+        count=len(known),
+    )
+
+
+def perplexity(loss: float) -> float:
+    """Of a mean loss in nats; infinite where it is beyond any float."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+_PLAIN = frozenset(
+    kind.__name__
+    for kind in (
+        errors.ConfigError,
+        errors.UnknownNameError,
+        errors.PlanError,
+        errors.BadRecordError,
+        errors.MissingExtraError,
+        errors.HardwareError,
+        errors.UnsupportedOptimizerError,
+        errors.UnsupportedHeadError,
+        errors.BatchMismatchError,
+    )
+)
+"""Errors about what was asked for, whose words say what to change: a traceback adds nothing for whoever reads a report."""
+_ENDS = ("last heard: ", "nothing was heard of it", '  File "')
+"""How the lines begin that follow an error's own words in a record."""
+
+
+def error_words(message: str) -> str:
+    r"""A record's message as it is; of a plain user error its own words alone, on one line.
+
+    Example:
+        >>> error_words('PlanError: too small\nlast heard: training\n  File "a.py", line 3, in run')
+        'PlanError: too small'
+        >>> error_words('KeyError: 3\nlast heard: training\n  File "a.py", line 3, in run').count("\n")
+        2
+    """
+    return error_line(message) if message.partition(":")[0] in _PLAIN else message
+
+
+def error_line(message: str) -> str:
+    r"""A record's message without the traceback, on one line, whatever the error.
+
+    Example:
+        >>> error_line('KeyError: 3\nlast heard: training\n  File "a.py", line 3, in run')
+        'KeyError: 3'
+    """
+    lines = message.splitlines()
+    end = next((number for number, line in enumerate(lines) if number and line.startswith(_ENDS)), len(lines))
+    return " ".join(" ".join(lines[:end]).split())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

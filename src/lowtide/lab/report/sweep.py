@@ -8,7 +8,7 @@ from typing import Literal
 
 from lowtide import config
 from lowtide.errors import BadRecordError, ConfigError
-from lowtide.lab.report.byte_unit import byte_unit
+from lowtide.report.table import byte_unit
 from lowtide.units import format_bytes
 
 SCHEMA = "lowtide.budget_sweep/1"

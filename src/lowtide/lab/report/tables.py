@@ -1,4 +1,4 @@
-"""The tables of the report as plain data, rendered as markdown and as HTML alike.
+"""The tables of the report, one row a configuration.
 
 A column appears where at least one row has something to say in it, and brings its line of the legend with it.
 """
@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
-from lowtide.lab.report.byte_unit import ByteUnit, unit_for
-from lowtide.lab.report.comparison import Comparison
-from lowtide.lab.report.error_words import error_line
-from lowtide.lab.report.published import Beside, BesidePublished, beside_published
-from lowtide.lab.report.rows import Row
-from lowtide.lab.report.spread import Spread
+from lowtide.lab.report.comparison import Beside, BesidePublished, Comparison, beside_published, unit_for
+from lowtide.lab.report.rows import Row, Spread, error_line
+from lowtide.lab.report.sweep import Sweep
 from lowtide.report.palette import STACK_ORDER
+from lowtide.report.table import Bar, ByteUnit, Column, Table, Tone, Value, byte_unit, make_table, words
+from lowtide.report.table import number as number_column
 
 _BESIDE = {
     "samples/s": "as published: over all steps, with their compilation and the evaluation; left out where a run has fewer steps "
@@ -23,36 +22,6 @@ _BESIDE = {
     "perplexity": "left out where a run has fewer steps than the published one",
 }
 """Legends of what stands beside published figures."""
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """What a cell says, and what it is sorted by."""
-
-    text: str
-    order: float | str
-    detail: str = ""
-    """What is said smaller: a range, a reason."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
-    """One column: its head, what it means, and its cells."""
-
-    head: str
-    legend: str = ""
-    is_number: bool = True
-    values: tuple[Value | None, ...]
-    """Of each row; None where it has nothing to say."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """Columns over the same rows, the name of the configuration before them."""
-
-    caption: str
-    rows: tuple[Row, ...]
-    columns: tuple[Column, ...]
 
 
 def result_table(comparison: Comparison) -> Table:
@@ -84,7 +53,7 @@ def result_table(comparison: Comparison) -> Table:
         _column(
             f"training, {unit.name}",
             rows,
-            lambda row: _size(row.training_peak_bytes, unit) if any(map(_evaluation_is_higher, rows)) else None,
+            lambda row: unit.value(row.training_peak_bytes) if any(map(_evaluation_is_higher, rows)) else None,
             "the peak without the evaluation, which somewhere is higher than training",
         ),
         _column(
@@ -127,7 +96,7 @@ def result_table(comparison: Comparison) -> Table:
         _column(
             f"predicted, {unit.name}",
             rows,
-            lambda row: None if row.predicted is None else _size(row.predicted.peak_bytes, unit),
+            lambda row: None if row.predicted is None else unit.value(row.predicted.peak_bytes),
             "the peak that the trace said before the run",
         ),
         _column(
@@ -139,14 +108,14 @@ def result_table(comparison: Comparison) -> Table:
         _column(
             f"reserved, {unit.name}",
             rows,
-            lambda row: _size(row.reserved_bytes, unit),
+            lambda row: unit.value(row.reserved_bytes),
             "most that the allocator took from the card",
         ),
         _column(
-            f"host, {unit.name}", rows, lambda row: _size(row.host_bytes, unit), "largest resident size of the process"
+            f"host, {unit.name}", rows, lambda row: unit.value(row.host_bytes), "largest resident size of the process"
         ),
     ]
-    return Table(caption="Results", rows=rows, columns=_said(columns))
+    return _table("Results", comparison, rows, _said(columns))
 
 
 def moments_table(comparison: Comparison) -> Table | None:
@@ -159,7 +128,7 @@ def moments_table(comparison: Comparison) -> Table | None:
         return _column(f"after {step}", rows, lambda row: _perplexity(row.perplexities.get(step)))
 
     columns = map(column, sorted({step for row in rows for step in row.perplexities}))
-    return Table(caption="Perplexity after so many steps", rows=rows, columns=tuple(columns))
+    return _table("Perplexity after so many steps", comparison, rows, columns)
 
 
 def breakdown_table(comparison: Comparison) -> Table | None:
@@ -168,19 +137,15 @@ def breakdown_table(comparison: Comparison) -> Table | None:
     if not rows:
         return None
     unit = unit_for(comparison.rows)
-    known = [category.value for category in STACK_ORDER]
-    others = dict.fromkeys(
-        name for row in rows if row.breakdown for name in row.breakdown.by_category if name not in known
-    )
     columns = [
         _column(f"{category}, {unit.name}", rows, lambda row, category=category: _category(row, category, unit))  # type: ignore[misc]
-        for category in (*known, *others)
+        for category in categories_of(rows)
     ]
     columns.append(
         _column(
             f"sum, {unit.name}",
             rows,
-            lambda row: _size(sum(row.breakdown.by_category.values()), unit) if row.breakdown else None,
+            lambda row: unit.value(sum(row.breakdown.by_category.values())) if row.breakdown else None,
             "of all categories; less than the peak where another step, or the evaluation, had more",
         )
     )
@@ -195,7 +160,8 @@ def breakdown_table(comparison: Comparison) -> Table | None:
             is_number=False,
         )
     )
-    return Table(caption="What the peak is made of", rows=rows, columns=_said(columns))
+    bars = Column(head="", values=_bars(rows))
+    return _table("What the peak is made of", comparison, rows, [bars, *_said(columns)])
 
 
 def published_table(comparison: Comparison) -> Table | None:
@@ -227,7 +193,65 @@ def published_table(comparison: Comparison) -> Table | None:
         theirs = tuple(_said_by(pair.published if pair else None, say) for pair in pairs)
         differences = tuple(_signed(pair.difference if pair else None, digits=digits) for pair in pairs)
         columns += _said([Column(head="published", values=theirs), Column(head="differs", values=differences)])
-    return Table(caption="Beside the published figures", rows=rows, columns=tuple(columns))
+    return _table("Beside the published figures", comparison, rows, columns)
+
+
+def phase_table(comparison: Comparison) -> Table | None:
+    """The peak of each phase of each row; None where nothing is known."""
+    rows = tuple(row for row in comparison.rows if row.by_phase)
+    if not rows:
+        return None
+    unit = unit_for(rows)
+    columns = [
+        Column(head=f"{phase}, {unit.name}", values=tuple(unit.value(row.by_phase.get(phase)) for row in rows))
+        for phase in dict.fromkeys(phase for row in rows for phase in row.by_phase)
+    ]
+    return _table("Highest in each phase", comparison, rows, columns)
+
+
+def sweep_table(sweep: Sweep) -> Table:
+    """The points of a sweep; a peak that a larger budget beats stands out."""
+    unit = byte_unit(max(point.peak_bytes for point in sweep.points))
+    beaten = {id(reversal.point) for reversal in sweep.reversals}
+    rows = [
+        [
+            f"{point.budget:g}",
+            Value(unit.text(point.peak_bytes), point.peak_bytes, tone=Tone.BAD if id(point) in beaten else Tone.PLAIN),
+            unit.value(point.saved_bytes),
+            f"{point.recomputed_flops_share:.1%}",
+            point.kind,
+        ]
+        for point in sweep.points
+    ]
+    heads = ("budget", f"peak, {unit.name}", f"saved, {unit.name}", "recomputed")
+    columns = (*map(number_column, heads), words("kind"))
+    return make_table(f"Budgets of {sweep.title}", columns, rows, kind="sortable narrow")
+
+
+def categories_of(rows: Sequence[Row]) -> list[str]:
+    """Those of a trace in the order of its stack, then what else the breakdowns name."""
+    known = [category.value for category in STACK_ORDER]
+    return list(dict.fromkeys([*known, *(name for row in rows if row.breakdown for name in row.breakdown.by_category)]))
+
+
+def category_kind(category: str) -> str:
+    """The class of the page's style sheet: a word that is no category must not become one."""
+    return category if category in {known.value for known in STACK_ORDER} else "plain"
+
+
+def outcomes_below(table: Table) -> Table:
+    """The table with its outcomes below the names, where they have room: a page has no other for them."""
+    outcome = next((column for column in table.columns if column.head == "outcome"), None)
+    if outcome is None:
+        return table
+    names = [
+        replace(name, tone=Tone.BAD, detail=f"{end.text}: {shortened(end.detail, 70)}" if end.detail else end.text)
+        if isinstance(name, Value) and isinstance(end, Value) and end.text != "finished"
+        else name
+        for name, end in zip(table.columns[0].values, outcome.values, strict=True)
+    ]
+    rest = [column for column in table.columns[1:] if column is not outcome]
+    return replace(table, columns=(replace(table.columns[0], values=tuple(names)), *rest))
 
 
 def number(value: float) -> str:
@@ -261,6 +285,28 @@ def shortened(message: str, limit: int = 120) -> str:
     """The first words of an error on one line: the whole of it stands below the table."""
     line = " ".join(message.split())
     return line if len(line) <= limit else f"{line[: limit - 2].rsplit(' ', 1)[0]} …"
+
+
+def _table(caption: str, comparison: Comparison, rows: Sequence[Row], columns: Iterable[Column]) -> Table:
+    """The names of the configurations, those on the front marked, before the columns."""
+    on_front = {id(row) for row in comparison.front}
+    names = tuple(
+        Value(row.label, row.label, tone=Tone.STRONG, badge="front")
+        if id(row) in on_front
+        else Value(row.label, row.label)
+        for row in rows
+    )
+    name = Column(head="configuration", is_number=False, wraps=True, values=names)
+    return Table(caption=caption, columns=(name, *columns), kind="sortable")
+
+
+def _bars(rows: Sequence[Row]) -> tuple[Bar, ...]:
+    """All of one scale."""
+    sizes = [row.breakdown.by_category if row.breakdown else {} for row in rows]
+    largest = max(max(sum(each.values()) for each in sizes), 1)
+    return tuple(
+        Bar(tuple((category_kind(name), each.get(name, 0) / largest) for name in categories_of(rows))) for each in sizes
+    )
 
 
 def _column(
@@ -299,10 +345,6 @@ def _steps_differ(rows: Sequence[Row]) -> bool:
 
 def _phase(row: Row) -> Value | None:
     return None if row.peak_phase is None else Value(row.peak_phase, row.peak_phase)
-
-
-def _size(num_bytes: int | None, unit: ByteUnit) -> Value | None:
-    return None if num_bytes is None else Value(unit.text(num_bytes), num_bytes)
 
 
 def _category(row: Row, category: str, unit: ByteUnit) -> Value | None:

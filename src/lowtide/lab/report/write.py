@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lowtide.errors import ConfigError
-from lowtide.lab.configurations import newest_records
 from lowtide.lab.record import RunRecord
+from lowtide.lab.records import newest_records
+from lowtide.lab.report.charts import panel_of
 from lowtide.lab.report.comparison import Comparison, make_comparisons
 from lowtide.lab.report.html import render_html
 from lowtide.lab.report.markdown import render_markdown
+from lowtide.lab.report.sentences import report_title
 from lowtide.lab.report.sweep import read_sweep
-from lowtide.lab.report.titles import report_title
 
 
 def write_report(
@@ -49,7 +50,7 @@ def write_report(
     if not records and png is not None:
         raise ConfigError("a picture shows runs, and there is no record of one; leave png out, or run some", key="png")
     if png is not None:
-        from lowtide.report.png import figure_path  # matplotlib takes a second to import
+        from lowtide.report.figures import figure_path  # matplotlib takes a second to import
 
         figure_path(png)  # before anything is written: a wrong name is found at once
     comparisons = make_comparisons(records, with_older=with_older)
@@ -66,9 +67,9 @@ def write_report(
             render_markdown(comparisons, counted, title=title, skipped=skipped, sweeps=read, num_older=num_older),
         )
     if png is not None:
-        from lowtide.lab.report.png import save_report_png
+        from lowtide.report.figures import save_panels
 
-        save_report_png(comparisons, png, title=title)
+        save_panels([panel_of(comparison) for comparison in comparisons], png, title=title)
     return comparisons
 
 

@@ -1,0 +1,197 @@
+"""What `lowtide trace` and `lowtide explain` are asked, and what they say: a request as data, every field of which can be
+set with `--set`, headline figures for scripts, and the explanation with what each technique would save.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.markup import escape
+from rich.padding import Padding
+from torch import Tensor, nn
+
+from lowtide import config
+from lowtide.cli.console import OUT, progress, write_reports
+from lowtide.errors import BatchMismatchError, ConfigError, TooLargeError, UnknownNameError
+from lowtide.hardware import find_hardware, known_hardware
+from lowtide.models import ModelSource, built_in_names, resolve_model
+from lowtide.optim.optimizers import Adafactor
+from lowtide.planning.techniques import Problem
+from lowtide.planning.what_if import WhatIf, what_if
+from lowtide.report.html import Section
+from lowtide.report.terminal import headline, notes, what_if_report
+from lowtide.report.trace_tables import alive_table, category_table
+from lowtide.tracing.attention.use import attention_use, is_on_attention
+from lowtide.tracing.explanation.explain import explain
+from lowtide.tracing.prediction.sandbox import shared_sandbox
+from lowtide.tracing.settings import StepSettings
+from lowtide.tracing.step_trace import StepTrace
+from lowtide.units import parse_dtype
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+    "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
+    "adafactor": torch.optim.Adafactor,
+    "rmsprop": torch.optim.RMSprop,
+    "adagrad": torch.optim.Adagrad,
+    "deep-one-adafactor": Adafactor,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceRequest:
+    """One step of one model on one card."""
+
+    model: str
+    """A built-in name, `hf:FOLDER_OR_CONFIG` or `package.module:factory`."""
+    batch: str | None = None
+    """`8x2048` (sequences x tokens) or `64x3x224x224` (images); the model's default where it is left out."""
+    gpu: str = "h200"
+    """The card to predict for."""
+    torch: str | None = None
+    """The torch version to predict for; the installed one where it is left out."""
+    dtype: str | None = None
+    """Type of the weights, and of everything computed from them without autocast: bfloat16, float16 or float32, or bf16 and so on.
+    Left out: a factory's model as the factory makes it, all others in bfloat16."""
+    optimizer: str = "adamw"
+    """adamw, adam, sgd, sgd-momentum, adafactor, rmsprop, adagrad, deep-one-adafactor, or none for forward and backward alone."""
+    step: StepSettings = field(default_factory=StepSettings)
+    """How the step is run."""
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZERS and self.optimizer != "none":
+            raise UnknownNameError("optimizer", self.optimizer, [*OPTIMIZERS, "none"])
+        if self.dtype is not None:
+            # Frozen, so set past the guard.
+            object.__setattr__(self, "dtype", parse_dtype(self.dtype, key="dtype"))
+
+    def problem(self) -> Problem:
+        """The step to trace: the model is built on the meta device, whatever its size."""
+        source = resolve_model(self.model)
+        is_as_made = self.dtype is None and source.family == "factory"
+        model = source.build(None if is_as_made else getattr(torch, self.dtype or "bfloat16"))
+        return Problem(
+            model=model,
+            batch=self._make_batch(source, model),
+            optimizer=OPTIMIZERS.get(self.optimizer),
+            settings=self.step,
+            hardware=find_hardware(self.gpu),
+            torch_version=self.torch,
+            name=source.name,
+        )
+
+    def run(self, on_progress: Callable[[str], None]) -> StepTrace:
+        """Trace it."""
+        shared_sandbox().warm()
+        on_progress(f"building {self.model}")
+        return self.problem().trace(on_progress)
+
+    def _make_batch(self, source: ModelSource, model: nn.Module) -> dict[str, Tensor]:
+        """The batch, floating point inputs in the model's type."""
+        try:
+            batch = source.make_batch(self.batch or source.default_batch)
+        except (BatchMismatchError, TooLargeError) as error:
+            # An error of the step to whoever calls the library; here it was typed.
+            raise ConfigError(f"--batch: {error}", key="batch") from error
+        dtype = next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), torch.float32)
+        return {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()}
+
+
+def settable() -> str:
+    """What `--set` takes, for the help text."""
+    own = [f.name for f in fields(TraceRequest) if f.name not in ("model", "step", "batch", "gpu")]
+    keys = [*own, *(f"step.{f.name}" for f in fields(StepSettings))]
+    lines = [
+        f"**--set** takes {', '.join(f'`{key}`' for key in keys)}.",
+        f"Models: {', '.join(built_in_names())}.",
+        f"Cards: {', '.join(card.name for card in known_hardware())}.",
+        f"Optimizers: {', '.join(OPTIMIZERS)}, none.",
+    ]
+    return "\n\n".join(lines)
+
+
+def make_request(model: str, batch: str | None, gpu: str, overrides: list[str]) -> TraceRequest:
+    """The request of a command line: its flags, then its `--set` overrides on the same fields."""
+    return config.override(TraceRequest(model=model, batch=batch, gpu=gpu), overrides)
+
+
+def summarise(trace: StepTrace) -> dict[str, Any]:
+    """The figures of a trace; the whole trace goes to a file with `--report FILE.json`."""
+    event = trace.events[trace.peak_event] if trace.peak_event >= 0 else None
+    op = trace.ops[event.op] if event is not None else None
+    return {
+        "schema": "lowtide.summary/1",
+        "model": trace.model,
+        "origin": trace.origin,
+        "card": trace.target.card,
+        "torch": trace.target.torch_version,
+        "settings": trace.settings,
+        "batch": trace.about.get("batch"),
+        "optimizer": trace.about.get("optimizer"),
+        "dtype": trace.about.get("dtype"),
+        "made_with": {key: trace.about[key] for key in ("torch", "lowtide", "python", "commit") if key in trace.about},
+        "num_parameters": trace.num_parameters,
+        "peak_bytes": trace.peak_bytes,
+        "peak_reserved_bytes": trace.peak_reserved_bytes,
+        "context_bytes": trace.target.context_bytes,
+        "capacity_bytes": trace.target.capacity_bytes,
+        "peak_phase": str(trace.peak_phase),
+        "peak_module": op.module if op else "",
+        "peak_op": op.name if op else "",
+        "peak_source": op.source if op else "",
+        "at_peak": {str(category): nbytes for category, nbytes in trace.at_peak.items()},
+        "phase_peaks": {str(phase): nbytes for phase, nbytes in trace.phase_peaks().items()},
+        "attention": [
+            {"backend": use.backend, "num_calls": use.num_calls, "reason": use.reason} for use in attention_use(trace)
+        ],
+        "notes": list(trace.notes),
+    }
+
+
+def run_explain(request: TraceRequest, *, as_json: bool, reports: list[Path]) -> None:
+    """Trace, explain, trace again with each technique, and show all of it."""
+    shared_sandbox().warm()
+    with progress("tracing") as on_progress:
+        problem = request.problem()
+        base = problem.trace(on_progress)
+    explanation = explain(base)
+    with progress("what if") as on_progress:
+        answer = what_if(
+            problem, base, on_progress=lambda step: on_progress(f"{step.technique} ({step.number} of {step.total})")
+        )
+    if as_json:
+        print(json.dumps({**summarise(base), "explanation": list(explanation.sentences), **_plain(answer)}, indent=2))
+    else:
+        OUT.print(headline(base), category_table(base), alive_table(base, limit=10))
+        if told := [note for note in base.notes if not is_on_attention(note)]:
+            OUT.print(notes(told))
+        for sentence in explanation.sentences:
+            OUT.print(Padding(escape(sentence), (0, 0, 1, 0)), highlight=False)
+        OUT.print(what_if_report(answer.rows))
+        for skipped in answer.skipped:
+            OUT.print(f"[dim]not tried: {escape(skipped.technique)}: {escape(skipped.reason)}[/]", highlight=False)
+    section = Section(trace=base, explanation=explanation.text, what_if=answer.rows)
+    write_reports(reports, section, title=f"{base.model} on {base.target.card}")
+
+
+def _plain(answer: WhatIf) -> dict[str, object]:
+    return {
+        "what_if": [
+            {
+                "technique": row.technique,
+                "before_bytes": row.before_bytes,
+                "after_bytes": row.after_bytes,
+                "saved_bytes": row.saved_bytes,
+                "reason": row.reason,
+            }
+            for row in answer.rows
+        ],
+        "not_tried": [{"technique": skipped.technique, "reason": skipped.reason} for skipped in answer.skipped],
+    }

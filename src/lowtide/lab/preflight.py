@@ -1,0 +1,199 @@
+"""What can be known of a recipe before it is run: mistakes, which end the command, and what this machine lacks.
+
+A mistake would end the run anywhere, and is no result. What only this machine lacks, and what a budget does not hold, are
+results, with records. A model's own factory runs in the process of its run alone, so that its mistakes show there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from lowtide.errors import ConfigError, HardwareError, LowtideError, PlanError
+from lowtide.lab.corpus import load_corpus
+from lowtide.lab.corpus.texts import find_files, read_stories
+from lowtide.lab.inputs import check_inputs, check_vocabulary
+from lowtide.lab.recipe import Recipe
+from lowtide.lab.recipe_parts import HubDataset, PlanRecipe, RandomInputs, Stories, TextFiles, plan_of
+from lowtide.lab.training import compiled_modules, find_device, optimizer_over
+from lowtide.memory.groups import find_groups
+from lowtide.memory.layout import lay_out
+from lowtide.models import ModelSource, resolve_model
+from lowtide.optim.rules import require_rule
+from lowtide.planning.group_names import activations_by_group
+from lowtide.runtime.own_plan import device_size
+from lowtide.units import MiB
+
+SMALL_TEXT_BYTES = 4 * MiB
+"""Up to this a text is tokenized before the run: it may give fewer tokens than the recipe's vocabulary has."""
+
+Check = tuple[str, Callable[[], object]]
+"""The key that is to blame, and what raises where it is."""
+
+
+def refuse_mistakes(name: str, recipe: Recipe) -> None:
+    """Build the model on meta and try what the run will ask of it. No device is touched, and no long text is read.
+
+    Args:
+        name: The recipe's, for the message.
+        recipe: What is to be run.
+
+    Raises:
+        ConfigError: The recipe cannot run anywhere; the message names the recipe and the key.
+    """
+    for key, check in _checks(recipe):
+        try:
+            check()
+        except Exception as error:  # torch and transformers have errors of their own for settings that do not fit
+            said = str(error) if isinstance(error, LowtideError) else f"{type(error).__name__}: {error}"
+            blamed = _blamed(error, key)
+            named = said if said.startswith((blamed, repr(blamed))) else f"{blamed}: {said}"
+            raise ConfigError(f"the recipe {name!r} cannot run: {named}", key=blamed) from error
+
+
+def _blamed(error: Exception, key: str) -> str:
+    """The error's own key where it is a recipe's; others are of a part that does not know where it stands."""
+    own = error.key if isinstance(error, ConfigError) else None
+    is_whole = own is not None and own.partition(".")[0] in {field.name for field in dataclasses.fields(Recipe)}
+    return own if own is not None and is_whole else key
+
+
+def _checks(recipe: Recipe) -> Iterator[Check]:
+    if isinstance(recipe.data, TextFiles):
+        data = recipe.data
+        yield "data.path", lambda: find_files(data.path)
+    yield "optimizer.settings", lambda: _optimizer(recipe)
+    if recipe.precision is not None:
+        yield "precision", lambda: _check_kernels(recipe)
+    is_factory = ":" in recipe.model and not recipe.model.startswith("hf:")
+    if not is_factory:
+        yield "model", lambda: resolve_model(recipe.model)
+    if recipe.model_settings:
+        yield "model_settings", lambda: resolve_model(recipe.model, settings=recipe.model_settings)
+    if is_factory:
+        yield from _stories_check(recipe)
+        return
+    source = resolve_model(recipe.model, settings=recipe.model_settings)
+    yield "model_settings" if recipe.model_settings else "model", lambda: source.build(recipe.torch_dtype)
+    yield from _model_checks(recipe, source, source.build(recipe.torch_dtype))
+
+
+def _model_checks(recipe: Recipe, source: ModelSource, model: nn.Module) -> Iterator[Check]:
+    yield "data.vocab_size", lambda: check_vocabulary(recipe, source)
+    yield "batch", lambda: check_inputs(recipe, source)
+    if isinstance(recipe.data, TextFiles):
+        data = recipe.data
+        yield "data", lambda: _check_small_text(data)
+    yield from _stories_check(recipe)
+    if isinstance(recipe.plan, PlanRecipe):
+        by_hand = recipe.plan
+        yield "plan", lambda: _check_plan(by_hand, model)
+    elif recipe.plan is not None:
+        made_later = recipe.plan
+        yield "plan.activations", lambda: activations_by_group(lay_out(find_groups(model)), made_later.activations)
+        device = find_device(recipe.device)
+        if device.type != "cuda":
+            yield "plan.device_memory", lambda: device_size(made_later.device_memory, device)
+    if recipe.compile is not None:
+        scope = recipe.compile.scope
+        yield "compile.scope", lambda: compiled_modules(model, scope)
+
+
+def _stories_check(recipe: Recipe) -> Iterator[Check]:
+    if isinstance(recipe.data, Stories):
+        data = recipe.data
+        yield "data", lambda: read_stories(data)
+
+
+def _check_small_text(data: TextFiles) -> None:
+    # A larger text has any usual vocabulary, and takes long to read. What is made here is cached, and the run finds it.
+    if sum(file.stat().st_size for file in find_files(data.path)) <= SMALL_TEXT_BYTES:
+        load_corpus(data)
+
+
+def _optimizer(recipe: Recipe) -> torch.optim.Optimizer:
+    # On the host, not on meta: torch refuses fused optimizers there. A matrix and a vector, for either param group.
+    return optimizer_over(recipe.optimizer, [torch.zeros(2, 2, requires_grad=True), torch.zeros(2, requires_grad=True)])
+
+
+def _check_kernels(recipe: Recipe) -> None:
+    optimizer = _optimizer(recipe)
+    for group in optimizer.param_groups:
+        require_rule(optimizer, group)
+
+
+def _check_plan(plan: PlanRecipe, model: nn.Module) -> None:
+    try:
+        plan_of(plan, model)
+    except PlanError as error:
+        if error.needed_bytes is None:
+            raise
+
+
+CPP_COMPILERS = ("g++", "clang++", "c++")
+C_COMPILERS = ("gcc", "clang", "cc")
+
+
+def unmet_requirements(recipe: Recipe) -> tuple[str, ...]:
+    """One sentence for each; empty where the recipe can run here.
+
+    Raises:
+        ConfigError: The recipe's device is none that a run can have anywhere.
+    """
+    return (*_lacking_device(recipe), *_lacking_data(recipe), *_lacking_packages(recipe), *_lacking_compiler(recipe))
+
+
+def _lacking_device(recipe: Recipe) -> Iterator[str]:
+    try:
+        find_device(recipe.device)
+    except HardwareError:
+        yield (
+            f"it needs the device {recipe.device!r}, and torch sees {torch.cuda.device_count()} CUDA devices; run it where "
+            "there is one, or set device=cpu, where a device is emulated"
+        )
+
+
+def _lacking_data(recipe: Recipe) -> Iterator[str]:
+    data = recipe.data
+    if isinstance(data, HubDataset) and not _has_package("datasets"):
+        yield f"it reads {data.name!r} through the package 'datasets'; run: pip install datasets"
+    if not isinstance(data, RandomInputs) and not _has_package("tokenizers"):
+        yield "it trains a tokenizer with the package 'tokenizers'; run: pip install tokenizers"
+
+
+def _lacking_packages(recipe: Recipe) -> Iterator[str]:
+    if recipe.model.startswith("hf:") and not _has_package("transformers"):
+        yield f"it builds {recipe.model!r} with the package 'transformers'; run: pip install \"lowtide[transformers]\""
+
+
+def _lacking_compiler(recipe: Recipe) -> Iterator[str]:
+    if recipe.compile is None or recipe.compile.backend != "inductor":
+        return  # other backends run torch's own operators, and build nothing
+    try:
+        on_cuda = find_device(recipe.device).type == "cuda"
+    except HardwareError:
+        return  # said already, and where it will run nobody knows
+    if on_cuda and not _has_package("triton"):
+        yield "it compiles for CUDA with the package 'triton'; run: pip install triton"
+    # Triton builds a small C library for each kernel's launch; on the host inductor writes C++.
+    variable, names = ("CC", C_COMPILERS) if on_cuda else ("CXX", CPP_COMPILERS)
+    if not _has_program(variable, names):
+        yield (
+            f"torch.compile needs a {'C' if on_cuda else 'C++'} compiler: none of {', '.join(names)} is on the path, and "
+            f"{variable} names none; install one, or set compile=null"
+        )
+
+
+def _has_package(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _has_program(variable: str, names: tuple[str, ...]) -> bool:
+    named = os.environ.get(variable, "").split()[:1]
+    return any(shutil.which(name) is not None for name in named or names)

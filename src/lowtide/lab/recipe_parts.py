@@ -1,0 +1,256 @@
+"""The parts of a recipe: what the model reads, how weights are updated, and how a session spreads the model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from types import MappingProxyType
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from lowtide.activations.policy import check_policies
+from lowtide.errors import ConfigError, UnknownNameError, did_you_mean
+from lowtide.memory.groups import find_named_groups
+from lowtide.memory.layout import lay_out
+from lowtide.optim import Adafactor, Lion
+from lowtide.planning.budget_plans import StaticPartition, WarmUp
+from lowtide.planning.hand_plan import make_plan, names_in
+from lowtide.planning.plan import Plan, Schedule, Site, Weights, require_sizes
+from lowtide.units import parse_bytes
+
+
+def at_least(key: str, value: float, least: int) -> None:
+    """Refuse a setting below its least value.
+
+    Raises:
+        ConfigError: It is below.
+    """
+    if value < least:
+        raise ConfigError(f"{key} is {value}; give {least} or more", key=key)
+
+
+LEAST_VOCABULARY = 260
+"""256 bytes, and the four tokens for beginning, padding, end and unknown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomInputs:
+    """Random inputs of the model's own form, each batch different: for memory and speed, not for learning."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stories:
+    """Short stories, the same for the same seed everywhere: files that `python -m benchmarks.stories` writes.
+
+    The first 400 of seed 0, and 12 to evaluate on, come with the package.
+    """
+
+    seed: int = 0
+    num_stories: int = 20_000
+    """Of the training part; the tokenizer is trained on them."""
+    num_validation: int = 500
+    vocab_size: int = 8000
+    """Of the tokenizer."""
+
+    def __post_init__(self) -> None:
+        at_least("seed", self.seed, 0)
+        at_least("num_stories", self.num_stories, 1)
+        at_least("num_validation", self.num_validation, 0)
+        at_least("vocab_size", self.vocab_size, LEAST_VOCABULARY)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextFiles:
+    """A text file, or all .txt files of a folder in the order of their names; blank lines part the samples."""
+
+    path: Path
+    validation_share: float = 0.05
+    """Of the samples, from the end."""
+    vocab_size: int = 8000
+
+    def __post_init__(self) -> None:
+        at_least("vocab_size", self.vocab_size, LEAST_VOCABULARY)
+        if not 0.0 <= self.validation_share < 1.0:
+            raise ConfigError(
+                f"validation_share is {self.validation_share}; give a number from 0 up to, not including, 1",
+                key="validation_share",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubDataset:
+    """A data set of the Hugging Face hub, or one in its local cache; needs the package `datasets`."""
+
+    name: str
+    column: str = "text"
+    train_split: str = "train"
+    validation_split: str = "validation"
+    vocab_size: int = 8000
+
+    def __post_init__(self) -> None:
+        at_least("vocab_size", self.vocab_size, LEAST_VOCABULARY)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationRecipe:
+    """The loss on the validation samples after the last step, and after others that are named."""
+
+    samples: int = 500
+    """From the beginning of the validation part; stories must be as many, of a text with fewer all are taken, with a remark."""
+    batch: int | None = None
+    """Samples at a time; None: as many as a training batch has, so that the evaluation does not set the peak."""
+    after: tuple[int, ...] = ()
+    """Steps, counted from 1, after which the model is evaluated as well; the training goes on as if it had not been."""
+
+    def __post_init__(self) -> None:
+        at_least("samples", self.samples, 1)
+        at_least("batch", 1 if self.batch is None else self.batch, 1)
+        if any(step <= before for before, step in pairwise((0, *self.after))):
+            raise ConfigError(
+                f"after is {list(self.after)}; give numbers of steps from 1 on, each larger than the one before",
+                key="after",
+            )
+
+
+# The classes of torch.optim have constructors of different signatures: what they take is checked against each.
+OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = MappingProxyType(
+    {
+        "adamw": torch.optim.AdamW,
+        "adam": torch.optim.Adam,
+        "sgd": torch.optim.SGD,
+        "adafactor": torch.optim.Adafactor,
+        "rmsprop": torch.optim.RMSprop,
+        "adagrad": torch.optim.Adagrad,
+        "adadelta": torch.optim.Adadelta,
+        "adamax": torch.optim.Adamax,
+        "nadam": torch.optim.NAdam,
+        "radam": torch.optim.RAdam,
+        "lion": Lion,
+        "deep-one-adafactor": Adafactor,
+    }
+)
+"""The optimizers a recipe may name: those of torch that update each parameter by itself and need no closure, and our own."""
+
+OptimizerSetting = bool | int | float | tuple[float, ...] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerRecipe:
+    """An optimizer by name, with its arguments."""
+
+    name: str = "adamw"
+    settings: dict[str, OptimizerSetting] = field(default_factory=dict)
+    """Arguments by name, such as lr, betas, weight_decay, momentum, foreach, fused; torch's defaults where left out."""
+    decay_matrices_only: bool = False
+    """Two param groups: parameters of at most one dimension (biases, norms) get a weight decay of 0."""
+
+    def __post_init__(self) -> None:
+        if self.name not in OPTIMIZERS:
+            raise UnknownNameError("optimizer", self.name, OPTIMIZERS)
+        known = [name for name in inspect.signature(OPTIMIZERS[self.name]).parameters if name != "params"]
+        for key in self.settings:
+            if key not in known:
+                raise ConfigError(f"{self.name} takes no setting {key!r}; {did_you_mean(key, known)}", key=key)
+        if self.decay_matrices_only and not self.settings.get("weight_decay"):
+            raise ConfigError(
+                "decay_matrices_only leaves parameters out of the weight decay, and no weight_decay above 0 is set; "
+                "set settings.weight_decay, or leave decay_matrices_only out",
+                key="decay_matrices_only",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constant:
+    """The learning rate stays as the optimizer has it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearWarmup:
+    """The learning rate rises in equal steps to the optimizer's, then falls in equal steps towards 0."""
+
+    warmup_steps: int
+    """Steps of the rise; the first step has 1/warmup_steps of the learning rate."""
+
+    def __post_init__(self) -> None:
+        at_least("warmup_steps", self.warmup_steps, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RiseFromZero:
+    """The learning rate rises from 0, which the first step has, towards the optimizer's; a run may end before it is there."""
+
+    rise_steps: int
+    """The step numbered so, from 0, is the first with the whole learning rate."""
+
+    def __post_init__(self) -> None:
+        at_least("rise_steps", self.rise_steps, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRecipe:
+    """How the managed run spreads the model; `lowtide.planning.hand_plan.make_plan` turns it into a plan."""
+
+    DEFAULT_KIND: ClassVar[str] = "by-hand"
+    weights: Weights | dict[str, Weights] = Weights.STREAMED
+    """Of all groups, or by group name, pattern ("blocks.*") or module path, with "*" for the others: resident or streamed;
+    `host` for an embedding by name."""
+    update: Site | float | dict[str, Site | float] = Site.HOST
+    """Where chunks are updated: host, device, or the share (0 to 1) that the host updates; likewise by group name."""
+    schedule: Schedule = Schedule.DEFERRED
+    activations: str | dict[str, str] | None = None
+    """What becomes of what blocks save for their backward: `keep`, `selective`, `recompute`, `recompute/4`, `offload`,
+    `offload/all`, `compile-budget/0.5`; by group name too."""
+    prefetch_depth: int = 1
+    """Groups ahead of the running one that are copied to the device."""
+    device_memory: str | int | None = None
+    """Budget of the device, such as `14GiB`; None: what it has."""
+    chunk_memory: str | int | None = None
+    """Largest chunk: what is updated, and what gradients wait for in backward, at a time; None: found by search."""
+    host_memory: str | int | None = None
+    """Budget of the host for weights, gradients, optimizer state and staging; None: what it has."""
+    window_memory: str | int | None = None
+    """Device bytes for streamed groups; None: what the largest group and its prefetched successors need."""
+    cached_buffers: int | None = None
+    """The allocation cache: released buffers kept per size class, 0 for none; None: as `make_plan` has it."""
+    defragment_every: int | None = None
+    """Steps between two defragmentations of the host arena; None or 0: only when a request fails for fragmentation."""
+
+    def __post_init__(self) -> None:
+        for key in ("prefetch_depth", "cached_buffers", "defragment_every"):
+            if (count := getattr(self, key)) is not None:
+                at_least(key, count, 0)
+        for update in self.update.values() if isinstance(self.update, dict) else (self.update,):
+            if isinstance(update, float) and not 0.0 <= update <= 1.0:
+                raise ConfigError(f"an update share of {update} is not between 0 and 1", key="update")
+        check_policies(self.activations)
+        require_sizes(self, "device_memory", "host_memory", "window_memory", "chunk_memory")
+
+
+def plan_of(recipe: PlanRecipe, model: nn.Module) -> Plan:
+    """The plan by hand for a model."""
+    counts = {key: getattr(recipe, key) for key in ("cached_buffers", "defragment_every")}
+    return make_plan(
+        lay_out(
+            find_named_groups(model, names_in(recipe.weights, recipe.update, recipe.activations)),
+            chunk_bytes=None if recipe.chunk_memory is None else parse_bytes(recipe.chunk_memory),
+        ),
+        weights=recipe.weights,
+        update=recipe.update,
+        schedule=recipe.schedule,
+        activations=recipe.activations,
+        prefetch_depth=recipe.prefetch_depth,
+        device_memory=recipe.device_memory,
+        host_memory=recipe.host_memory,
+        window_memory=recipe.window_memory,
+        **{key: count for key, count in counts.items() if count is not None},
+    )
+
+
+def session_plan(recipe: PlanRecipe | StaticPartition | WarmUp, model: nn.Module) -> Plan | StaticPartition | WarmUp:
+    """What `manage` is given: a plan by hand; the other two make theirs when the session begins."""
+    return plan_of(recipe, model) if isinstance(recipe, PlanRecipe) else recipe
