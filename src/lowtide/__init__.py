@@ -6,8 +6,8 @@ from lowtide import errors
 from lowtide.planning.budget_plans import StaticPartition, WarmUp
 from lowtide.planning.hand_plan import make_plan
 from lowtide.planning.plan import Plan
-from lowtide.runtime.empty_weights import empty_weights
 from lowtide.runtime.manage import manage
+from lowtide.runtime.parameters.weight_file import empty_weights
 from lowtide.runtime.session import Session
 from lowtide.tracing.explanation.compare import compare
 from lowtide.tracing.explanation.explain import explain

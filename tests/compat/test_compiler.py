@@ -10,7 +10,7 @@ import torch._dynamo.convert_frame
 from torch import Tensor, fx
 
 from lowtide import compat
-from lowtide.runtime.host_worker import HostWorker
+from lowtide.runtime.updates.worker import HostWorker
 
 LOCK = torch._dynamo.convert_frame.compile_lock
 

@@ -23,7 +23,7 @@ from lowtide.lab.recipe_parts import OptimizerRecipe, PlanRecipe, Stories, plan_
 from lowtide.lab.training import find_device, optimizer_over_masters
 from lowtide.planning.budget_plans import StaticPartition, WarmUp
 from lowtide.planning.plan import Schedule, Site, Weights
-from lowtide.runtime.session_stats import CacheRow, PhaseSeconds, SessionStats
+from lowtide.runtime.statistics.session_stats import CacheRow, PhaseSeconds, SessionStats
 from lowtide.units import parse_bytes
 
 RECIPES = sorted((FOLDER / "check").glob("*.yaml"))

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.errors import StepLostError
-from lowtide.runtime.emulated_device import living_trackers
+from lowtide.runtime.emulation.device import living_trackers
 from tests.runtime.twins import PLACES, SmallNet, adamw, flat_state, make_batch, make_net, off_the_books, usual_peak
 
 ROOT = Path(lowtide.__file__).parent

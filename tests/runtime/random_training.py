@@ -19,8 +19,8 @@ from lowtide.memory.groups import find_groups
 from lowtide.memory.layout import Layout, lay_out
 from lowtide.planning.placement import largest_window
 from lowtide.runtime import manage as manage_module
-from lowtide.runtime.host_worker import HostWorker, Job
 from lowtide.runtime.session import Session
+from lowtide.runtime.updates.worker import HostWorker, Job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.planning.plan import Plan, Site, Weights
-from lowtide.runtime.session_stats import TierRow
+from lowtide.runtime.statistics.session_stats import TierRow
 
 KB = 1024
 WIDTH = 32

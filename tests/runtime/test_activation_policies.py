@@ -15,9 +15,9 @@ from lowtide.errors import BudgetError, ConfigError, UnknownNameError
 from lowtide.memory.groups import find_groups
 from lowtide.memory.layout import lay_out
 from lowtide.planning.plan import plan_from_json, plan_to_json
-from lowtide.runtime.finishing import Finisher
-from lowtide.runtime.timeline import Reason
-from lowtide.runtime.unit import Unit
+from lowtide.runtime.parameters.group import Unit
+from lowtide.runtime.statistics.timeline import Reason
+from lowtide.runtime.updates.updater import Finisher
 from tests.zoo import ZOO, assert_same, train, zoo
 
 POLICIES: dict[str, Policy] = {

@@ -12,8 +12,8 @@ from torch import nn
 import lowtide
 from lowtide.errors import BudgetError, EmulatedOutOfMemoryError, LowtideError, PlanError
 from lowtide.memory.capacity import host_capacity_bytes, pinned_capacity_bytes
-from lowtide.runtime.host_worker import HostWorker, Job
 from lowtide.runtime.session import Session
+from lowtide.runtime.updates.worker import HostWorker, Job
 from tests.runtime.twins import (
     PLACES,
     SmallNet,

@@ -13,8 +13,8 @@ import lowtide
 from lowtide.errors import UnsupportedOptimizerError
 from lowtide.memory.groups import find_groups
 from lowtide.memory.layout import lay_out
-from lowtide.runtime.chunk_optimizer import ChunkOptimizer, Update, takes_fused_step
 from lowtide.runtime.manage import _warn_of_slow_updates
+from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer, Update, takes_fused_step
 
 F32, BF16 = torch.float32, torch.bfloat16
 Make = Callable[..., torch.optim.Optimizer]

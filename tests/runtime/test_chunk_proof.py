@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.errors import UnsupportedOptimizerError
-from lowtide.runtime.chunk_proof import prove
-from lowtide.runtime.state_size import state_bytes_per_parameter_byte
+from lowtide.runtime.updates.host_need import state_bytes_per_parameter_byte
+from lowtide.runtime.updates.proof import prove
 from tests.runtime.side_by_side import Tower, in_turn, manage, seeded, side_by_side, steps
 
 HOST = [torch.device("cpu")]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lowtide.runtime.collector import ObjectsAside
+from lowtide.runtime.session import ObjectsAside
 
 
 @pytest.fixture(autouse=True)

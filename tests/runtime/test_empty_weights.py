@@ -143,7 +143,7 @@ def test_a_folder_of_save_pretrained(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", [0, -1])
 def test_two_values_for_one_parameter(where: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the first row or in the last, which is read later."""
-    monkeypatch.setattr("lowtide.runtime.weight_file._COMPARED_ELEMENTS", 5 * WIDTH)
+    monkeypatch.setattr("lowtide.runtime.parameters.weight_file._COMPARED_ELEMENTS", 5 * WIDTH)
     weight = Tied().table.weight.detach()
     other = weight.clone()
     other[where, 0] += 1

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lowtide import compat
-from lowtide.runtime.emulated_device import EmulatedDevice
-from lowtide.runtime.tracked_memory import TrackedMemory
+from lowtide.runtime.emulation.device import EmulatedDevice
+from lowtide.runtime.emulation.memory import TrackedMemory
 
 FLOAT_BYTES = 4
 

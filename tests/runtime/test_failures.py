@@ -21,7 +21,7 @@ from lowtide.errors import (
     StaleBackwardError,
     StepLostError,
 )
-from lowtide.runtime import gradients
+from lowtide.runtime.parameters import gradients
 from tests.runtime.twins import (
     PLACES,
     STREAMED,

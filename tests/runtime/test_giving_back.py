@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowtide.runtime.giving_back import bring_state_to_parameters
+from lowtide.runtime.hand_over import bring_state_to_parameters
 
 
 @pytest.mark.parametrize(

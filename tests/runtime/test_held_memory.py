@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.errors import StaleBackwardError
 from lowtide.planning.budget_plans import WarmUp
-from lowtide.runtime.host_worker import HostWorker, Job
+from lowtide.runtime.updates.worker import HostWorker, Job
 from tests.runtime.side_by_side import (
     Tower,
     adamw,

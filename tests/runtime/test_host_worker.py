@@ -12,7 +12,7 @@ import weakref
 import pytest
 import torch
 
-from lowtide.runtime.host_worker import HostWorker
+from lowtide.runtime.updates.worker import HostWorker
 
 
 class Gate:
@@ -217,7 +217,7 @@ def test_a_forgotten_worker_ends_its_thread() -> None:
 def test_a_process_that_ends_finishes_its_work() -> None:
     text = (
         "import time\n"
-        "from lowtide.runtime.host_worker import HostWorker\n"
+        "from lowtide.runtime.updates.worker import HostWorker\n"
         "worker = HostWorker()\n"
         "for number in range(3):\n"
         "    worker.submit(lambda number=number: (time.sleep(0.1), print(number, flush=True)))\n"

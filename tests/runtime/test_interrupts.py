@@ -18,8 +18,8 @@ import torch
 
 import lowtide
 from lowtide.errors import SessionError, StepLostError
-from lowtide.runtime.host_worker import HostWorker
-from lowtide.runtime.interrupts import HELD, HeldInterrupts
+from lowtide.runtime.passes.lock import HELD, HeldInterrupts
+from lowtide.runtime.updates.worker import HostWorker
 from tests.runtime.injection import CASES
 from tests.runtime.twins import TrippedError, Twins, make_batch, twins
 

@@ -12,7 +12,7 @@ import lowtide
 from lowtide.memory.groups import find_groups
 from lowtide.memory.layout import lay_out
 from lowtide.optim.device import kernel as device_kernel
-from lowtide.runtime import kernel_optimizer
+from lowtide.runtime.updates import kernel_optimizer
 from tests.optim.device.counted_launches import Launches, counted_launches
 from tests.runtime.stack import KB, NUM_BLOCKS, Stack, steps
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.errors import OptimizerStateError
-from lowtide.runtime.host_worker import HostWorker
+from lowtide.runtime.updates.worker import HostWorker
 from tests.runtime.side_by_side import Tower, adamw, in_turn, manage, seeded, steps
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lowtide.errors import UnsupportedOptimizerError
-from lowtide.runtime.chunk_optimizer import ChunkOptimizer, Settings, Update
+from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer, Settings, Update
 from tests.runtime.side_by_side import (
     WIDTH,
     Block,

@@ -14,10 +14,10 @@ from lowtide.memory.arena import ArenaCounts
 from lowtide.memory.groups import find_groups
 from lowtide.memory.layout import lay_out
 from lowtide.planning.budget_plans import MonitorMode
-from lowtide.runtime import machinery as machinery_module
-from lowtide.runtime.host_pool import HostPool
-from lowtide.runtime.session_stats import SessionStats
-from lowtide.runtime.timeline import Lane, Reason
+from lowtide.runtime import plan_run as machinery_module
+from lowtide.runtime.host_memory import HostPool
+from lowtide.runtime.statistics.session_stats import SessionStats
+from lowtide.runtime.statistics.timeline import Lane, Reason
 from tests.runtime.stack import (
     BLOCK_BYTES,
     KB,

@@ -13,7 +13,7 @@ from torch import nn
 
 import lowtide
 from lowtide.errors import EmulatedOutOfMemoryError
-from lowtide.runtime.host_worker import HostWorker
+from lowtide.runtime.updates.worker import HostWorker
 
 SMALL, LARGE = "128KiB", "64MiB"
 """For the model below: too little for a batch of 256, and more than enough."""

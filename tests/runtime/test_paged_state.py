@@ -7,8 +7,8 @@ import torch
 from lowtide.memory.emulated_mover import EmulatedMover
 from lowtide.optim.state import ParameterState
 from lowtide.optim.update_types import Adam, Moments, Numerics, Rounding
-from lowtide.runtime.paged_state import Pages
-from lowtide.runtime.recording import Recorder
+from lowtide.runtime.statistics.recording import Recorder
+from lowtide.runtime.updates.paged_state import Pages
 
 NUMERICS = Numerics(rounding=Rounding.EXACT, moments=Moments.INT8)
 

@@ -15,8 +15,8 @@ from torch import nn
 import lowtide
 from lowtide import compat
 from lowtide.memory.emulated_mover import EmulatedMover
-from lowtide.runtime.phase_clock import PhaseClock
-from lowtide.runtime.session_stats import PhaseSeconds
+from lowtide.runtime.statistics.phase_clock import PhaseClock
+from lowtide.runtime.statistics.session_stats import PhaseSeconds
 
 NAP_S = 0.02
 
@@ -182,7 +182,7 @@ def test_the_phases_of_a_session_are_its_wall_time(settings: dict[str, Any]) -> 
 def test_updates_of_the_worker_are_counted_over_all_steps_and_beside_the_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from lowtide.runtime.chunk_optimizer import ChunkOptimizer
+    from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer
 
     run = ChunkOptimizer.run
 

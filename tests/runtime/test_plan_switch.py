@@ -7,9 +7,8 @@ import torch
 
 import lowtide
 from lowtide.errors import PlanError
-from lowtide.runtime.machinery import Machinery
-from lowtide.runtime.own_plan import WarmUpPlans
-from lowtide.runtime.plan_switch import switch_plan
+from lowtide.runtime.plan_run import Machinery, switch_plan
+from lowtide.runtime.warm_up import WarmUpPlans
 from tests.runtime.twins import PLACES, Twins, flat_state, make_net, take_step
 from tests.zoo import assert_same_tensors
 
@@ -45,7 +44,7 @@ class TestWhereTheSuccessorIsRefused:
         def refuse(*_: object, **__: object) -> Machinery:
             raise RuntimeError("no")
 
-        monkeypatch.setattr("lowtide.runtime.plan_switch.Machinery", refuse)
+        monkeypatch.setattr("lowtide.runtime.plan_run.Machinery", refuse)
         with pytest.raises(RuntimeError, match="no"):
             switch(both, "resident-device")
         return both

@@ -19,13 +19,13 @@ from lowtide.errors import LowtideError
 from lowtide.memory.chunk import Chunk, ChunkState
 from lowtide.memory.emulated_mover import EmulatedMover
 from lowtide.memory.store import ChunkStore
-from lowtide.runtime import machinery
-from lowtide.runtime import updater as updater_module
-from lowtide.runtime.gradients import GradientMover
-from lowtide.runtime.host_worker import BEFORE_UPDATES, Awaited, HostWorker, Job
-from lowtide.runtime.residency import Residency
-from lowtide.runtime.unit import Unit
-from lowtide.runtime.updater import Updater
+from lowtide.runtime import plan_run as machinery
+from lowtide.runtime.parameters.gradients import GradientMover
+from lowtide.runtime.parameters.group import Unit
+from lowtide.runtime.parameters.residency import Residency
+from lowtide.runtime.updates import updater as updater_module
+from lowtide.runtime.updates.updater import Updater
+from lowtide.runtime.updates.worker import BEFORE_UPDATES, Awaited, HostWorker, Job
 from tests.runtime.twins import PLACES, Twins, adamw, make_batch, make_net, take_step
 
 Outcome = tuple[list[float], list[torch.Tensor], dict[str, torch.Tensor]]

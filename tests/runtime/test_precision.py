@@ -13,7 +13,7 @@ from torch import nn
 
 import lowtide
 from lowtide.errors import ConfigError, OptimizerStateError, UnknownNameError, UnsupportedOptimizerError
-from lowtide.runtime.timeline import Reason
+from lowtide.runtime.statistics.timeline import Reason
 from tests.runtime.kernel_loops import (
     PLACES,
     adamw,

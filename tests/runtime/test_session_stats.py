@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide.errors import BadRecordError, ConfigError
-from lowtide.runtime.session_stats import (
+from lowtide.runtime.statistics.session_stats import (
     SCHEMA,
     CacheRow,
     ChunkRow,
@@ -18,7 +18,7 @@ from lowtide.runtime.session_stats import (
     SessionStats,
     TierRow,
 )
-from lowtide.runtime.timeline import Lane, Reason
+from lowtide.runtime.statistics.timeline import Lane, Reason
 from tests.runtime.session_samples import CHUNK_BYTES, Streaming, stats_of
 
 STATS = stats_of(Streaming().timeline(is_emulated=True))

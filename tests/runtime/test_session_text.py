@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.runtime.session_stats import CacheRow, PhaseSeconds, SessionStats
+from lowtide.runtime.statistics.session_stats import CacheRow, PhaseSeconds, SessionStats
 from tests.runtime.session_samples import Streaming, stats_of
 
 

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from lowtide.errors import PlanError
 from lowtide.memory.capacity import HostMemory
 from lowtide.planning.plan import Budgets
-from lowtide.runtime.host_need import HostNeed
-from lowtide.runtime.plan_tiers import charged_tiers
-from lowtide.runtime.staging import ENOUGH_BYTES, SHARE_OF_REST, granted, staging_for
+from lowtide.runtime.host_memory import charged_tiers
+from lowtide.runtime.updates.host_need import ENOUGH_BYTES, SHARE_OF_REST, HostNeed, granted, staging_for
 from lowtide.units import GiB
 
 ROUNDING = 4096 + 512

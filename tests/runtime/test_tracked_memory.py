@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lowtide import compat
 from lowtide.errors import BudgetError, EmulatedOutOfMemoryError, OwnershipError
-from lowtide.runtime.tracked_memory import TrackedMemory
+from lowtide.runtime.emulation.memory import TrackedMemory
 from tests.zoo import bf16_safe
 
 FLOAT_BYTES = 4

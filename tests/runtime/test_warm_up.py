@@ -14,9 +14,9 @@ from lowtide import WarmUp
 from lowtide.errors import ConfigError, PlanError, SessionError
 from lowtide.planning.budget_plans import MonitorMode
 from lowtide.planning.plan import Schedule
-from lowtide.runtime.observer import ObservedStore, StepObserver
-from lowtide.runtime.tracked_memory import TrackedMemory
-from lowtide.runtime.warm_up_run import WarmUpRun
+from lowtide.runtime.emulation.memory import TrackedMemory
+from lowtide.runtime.statistics.observer import ObservedStore, StepObserver
+from lowtide.runtime.warm_up import WarmUpRun
 from tests.runtime.stack import (
     BLOCK_BYTES,
     KB,

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.runtime.emulated_device import EmulatedDevice, Mark, set_mark
+from lowtide.runtime.emulation.device import EmulatedDevice, Mark, set_mark
 from lowtide.runtime.session import Session
 from tests.zoo import assert_same_tensors
 

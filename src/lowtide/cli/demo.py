@@ -23,10 +23,10 @@ from lowtide.report.html import Section, SessionSection, render_page
 from lowtide.report.table import Table, make_table, number, words
 from lowtide.report.terminal import headline, session_report
 from lowtide.report.trace_tables import category_table
+from lowtide.runtime.emulation.memory import TrackedMemory
 from lowtide.runtime.manage import manage
-from lowtide.runtime.session_stats import SessionStats
-from lowtide.runtime.timeline import Timeline
-from lowtide.runtime.tracked_memory import TrackedMemory
+from lowtide.runtime.statistics.session_stats import SessionStats
+from lowtide.runtime.statistics.timeline import Timeline
 from lowtide.tracing.explanation.explain import explain
 from lowtide.units import format_bytes, format_seconds, parse_bytes
 

@@ -28,7 +28,7 @@ from lowtide.lab.training import (
 from lowtide.models import ModelSource, resolve_model
 from lowtide.plain_text import Plain
 from lowtide.runtime.manage import manage
-from lowtide.runtime.session_stats import SessionStats
+from lowtide.runtime.statistics.session_stats import SessionStats
 
 SCHEMA = "lowtide.check/1"
 

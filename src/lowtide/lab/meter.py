@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from lowtide import compat
 from lowtide.lab.record import MemoryFigures
 from lowtide.memory.groups import find_groups
+from lowtide.runtime.emulation.memory import TrackedMemory
 from lowtide.runtime.session import Session
-from lowtide.runtime.tracked_memory import TrackedMemory
 
 TakePeak = Callable[[], int]
 """The most since the last call, in bytes of tensors; a new peak begins."""

@@ -23,7 +23,7 @@ from lowtide.models import resolve_model
 from lowtide.optim.update_types import Numerics, numerics_of
 from lowtide.planning.budget_plans import StaticPartition, WarmUp, partition
 from lowtide.planning.plan import Plan, Site
-from lowtide.runtime.state_size import state_bytes_per_parameter_byte
+from lowtide.runtime.updates.host_need import state_bytes_per_parameter_byte
 from lowtide.tracing.allocator import AllocatorFullError, AllocatorSettings
 from lowtide.tracing.prediction.trace import trace
 from lowtide.tracing.settings import StepSettings

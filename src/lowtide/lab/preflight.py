@@ -27,7 +27,7 @@ from lowtide.memory.layout import lay_out
 from lowtide.models import ModelSource, resolve_model
 from lowtide.optim.rules import require_rule
 from lowtide.planning.group_names import activations_by_group
-from lowtide.runtime.own_plan import device_size
+from lowtide.runtime.warm_up import device_size
 from lowtide.units import MiB
 
 SMALL_TEXT_BYTES = 4 * MiB

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from lowtide.plain_text import Plain
-from lowtide.runtime.timeline import Lane, LaneSpan, ResidencySpan, Timeline
+from lowtide.runtime.statistics.timeline import Lane, LaneSpan, ResidencySpan, Timeline
 
 MAX_SPANS = 20_000
 """How many spans a page holds, about 700 kB; whole steps are left out from the front until the rest fits."""

@@ -19,8 +19,8 @@ from lowtide.report.session_tables import cache_line, overlap_line, per_step
 from lowtide.report.table import Tone, Value, size, to_html
 from lowtide.report.timeline import MAX_POINTS, timeline_data
 from lowtide.report.trace_tables import circumstances, fit_of
-from lowtide.runtime.session_stats import SessionStats
-from lowtide.runtime.timeline import Lane, Timeline
+from lowtide.runtime.statistics.session_stats import SessionStats
+from lowtide.runtime.statistics.timeline import Lane, Timeline
 from lowtide.tracing.attention.use import attention_use, fallbacks
 from lowtide.tracing.explanation.instant import instant_of
 from lowtide.tracing.step_trace import StepTrace

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lowtide.plain_text import Plain
-from lowtide.runtime.timeline import Lane, LaneSpan, ResidencySpan, Timeline
+from lowtide.runtime.statistics.timeline import Lane, LaneSpan, ResidencySpan, Timeline
 
 _SESSION, _CHUNKS = 1, 2
 _STEPS_TRACK = 1

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowtide.report.table import Cell, Table, Tone, Value, bar, make_table, number, size, words
-from lowtide.runtime.session_stats import CacheRow, ChunkRow, SessionStats
-from lowtide.runtime.timeline import Timeline
+from lowtide.runtime.statistics.session_stats import CacheRow, ChunkRow, SessionStats
+from lowtide.runtime.statistics.timeline import Timeline
 from lowtide.units import format_bytes, format_seconds
 
 _NUMBER = re.compile(r"\d+")

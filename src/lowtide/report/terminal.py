@@ -20,7 +20,7 @@ from lowtide.report.palette import PEAK_COLOUR
 from lowtide.report.session_tables import cache_line
 from lowtide.report.table import STYLES, Tone
 from lowtide.report.trace_tables import circumstances, fit_of
-from lowtide.runtime.session_stats import SessionStats
+from lowtide.runtime.statistics.session_stats import SessionStats
 from lowtide.tracing.attention.use import attention_use, fallbacks, is_on_attention
 from lowtide.tracing.explanation.instant import instant_of
 from lowtide.tracing.step_trace import Category, StepTrace

@@ -1,30 +1,75 @@
-"""Parts that are made from others: the engine over its units, and the optimizer that steps through the session."""
+"""Assembly: the parts of a session are made from what it is about, in order."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection
+from dataclasses import dataclass
 
 import torch
+from torch import nn
 
+from lowtide.memory.layout import Layout
+from lowtide.memory.mover import Mover
 from lowtide.memory.store import Books, ChunkStore
+from lowtide.optim.update_types import Numerics
 from lowtide.planning.placement import window_bytes_needed
 from lowtide.planning.plan import Plan, Schedule, Site, Weights
-from lowtide.runtime.basis import Basis
-from lowtide.runtime.chunk_optimizer import ChunkOptimizer
-from lowtide.runtime.chunk_proof import Proof, prove
-from lowtide.runtime.engine import Engine
-from lowtide.runtime.finishing import Finisher
-from lowtide.runtime.gradients import GradientMover
-from lowtide.runtime.host_pool import HostPool
-from lowtide.runtime.host_worker import HostWorker
-from lowtide.runtime.kernel_optimizer import KernelOptimizer
-from lowtide.runtime.managed_optimizer import ManagedOptimizer
-from lowtide.runtime.observer import ObservedStore, StepObserver
-from lowtide.runtime.paged_state import Pages
-from lowtide.runtime.recording import Recorder, is_resident
-from lowtide.runtime.residency import Residency
-from lowtide.runtime.unit import Unit, chunks_in
-from lowtide.runtime.updater import Updater
+from lowtide.runtime.emulation.memory import TrackedMemory
+from lowtide.runtime.host_memory import HostPool
+from lowtide.runtime.parameters.gradients import GradientMover
+from lowtide.runtime.parameters.group import Unit, chunks_in
+from lowtide.runtime.parameters.residency import Residency
+from lowtide.runtime.passes.engine import Engine
+from lowtide.runtime.statistics.observer import ObservedStore, StepObserver
+from lowtide.runtime.statistics.recording import Recorder, is_resident
+from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer
+from lowtide.runtime.updates.kernel_optimizer import KernelOptimizer
+from lowtide.runtime.updates.managed_optimizer import ManagedOptimizer
+from lowtide.runtime.updates.paged_state import Pages
+from lowtide.runtime.updates.proof import Proof, prove
+from lowtide.runtime.updates.updater import Finisher, Updater
+from lowtide.runtime.updates.worker import HostWorker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Basis:
+    """Stays the same when the session goes on under another plan."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    """None where the model is run and not trained."""
+    layout: Layout
+    """Of the model."""
+    mover: Mover
+    """Of the device; an emulated one comes with `tracked`."""
+    tracked: TrackedMemory | None
+    """The emulated device's books; None on a real one."""
+    max_grad_norm: float | None
+    """Clip the gradients to this norm before each step; None leaves them."""
+    numerics: Numerics | None
+    """Of updates through our own kernels; None for the optimizer's own."""
+    poison: bool
+    """Fill memory that holds nothing with NaN."""
+
+    @property
+    def is_on_cuda(self) -> bool:
+        """Whether the device is a real one."""
+        return self.mover.device.type == "cuda"
+
+    def on_host(self) -> contextlib.AbstractContextManager[None]:
+        """What is made in it is the host's: an emulated device would count it as its own."""
+        return contextlib.nullcontext() if self.tracked is None else self.tracked.on_host()
+
+    def mark_host_memory(self, memory: torch.Tensor) -> None:
+        """The memory is the host's, whoever made it."""
+        if self.tracked is not None:
+            self.tracked.exclude(memory)
+
+    def mark_device_buffer(self, buffer: torch.Tensor) -> None:
+        """The memory is the device's, and on the books already."""
+        if self.tracked is not None:
+            self.tracked.exclude_charged(buffer)
 
 
 def make_engine(

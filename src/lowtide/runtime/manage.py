@@ -27,20 +27,18 @@ from lowtide.planning.budget_plans import StaticPartition, WarmUp
 from lowtide.planning.check_plan import check_plan
 from lowtide.planning.placement import is_trained
 from lowtide.planning.plan import Plan, Schedule, Site
-from lowtide.runtime.basis import Basis
-from lowtide.runtime.binding import copy_values
-from lowtide.runtime.collector import ObjectsAside
-from lowtide.runtime.machinery import Machinery
-from lowtide.runtime.management import Management, refuse_managed
-from lowtide.runtime.observer import CudaGauge, StepObserver, TrackedGauge
-from lowtide.runtime.own_plan import WarmUpPlans, partition_plan
+from lowtide.runtime.assembly import Basis
+from lowtide.runtime.emulation.memory import TrackedMemory
 from lowtide.runtime.parallel import refuse_parallel
-from lowtide.runtime.session import Session
-from lowtide.runtime.sparse_gradients import refuse_sparse_tables
-from lowtide.runtime.state_size import state_bytes_per_parameter_byte
-from lowtide.runtime.tracked_memory import TrackedMemory
-from lowtide.runtime.weight_file import WeightFile
-from lowtide.runtime.wrapped_optimizer import unwrapped
+from lowtide.runtime.parameters.binding import copy_values
+from lowtide.runtime.parameters.gradients import refuse_sparse_tables
+from lowtide.runtime.parameters.weight_file import WeightFile
+from lowtide.runtime.plan_run import Machinery
+from lowtide.runtime.session import Management, ObjectsAside, Session, refuse_managed
+from lowtide.runtime.statistics.observer import CudaGauge, StepObserver, TrackedGauge
+from lowtide.runtime.updates.chunk_optimizer import unwrapped
+from lowtide.runtime.updates.host_need import state_bytes_per_parameter_byte
+from lowtide.runtime.warm_up import WarmUpPlans, partition_plan
 from lowtide.units import format_bytes
 
 _FAST_WORDS = {torch.bfloat16: "bf16 exact", torch.float16: "fp16 exact"}

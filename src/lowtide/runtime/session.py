@@ -1,22 +1,311 @@
-"""Session: a model under management, with its optimizer."""
+"""Session: a model under management, with its optimizer, and what the model keeps of it.
+
+A full collection walks through every object of the process: with torch and a model library loaded that is 0.2 to 0.3
+seconds, in which nothing is launched and the device runs dry. What a session records makes one due every dozen steps.
+So what exists when a session starts is set aside; collections then look at what is made since, in milliseconds.
+
+The user holds the `Session`; the model keeps the management alive for as long as its calls go through it. So it is known
+whether anybody can still close the session, or an exception has left it behind.
+"""
 
 from __future__ import annotations
 
+import gc
+import sys
+import threading
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide.errors import SessionError
 from lowtide.planning.budget_plans import MomentSample
+from lowtide.planning.check_plan import check_plan
 from lowtide.planning.plan import Plan
-from lowtide.runtime.management import Management
-from lowtide.runtime.session_stats import SessionStats
-from lowtide.runtime.timeline import Timeline
+from lowtide.runtime.parallel import refuse_wrapping
+from lowtide.runtime.passes.lock import HELD
+from lowtide.runtime.plan_run import switch_plan
+from lowtide.runtime.statistics.observer import StepObserver
+from lowtide.runtime.statistics.session_stats import SessionStats
+from lowtide.runtime.statistics.timeline import Timeline
+from lowtide.runtime.warm_up import WarmUpRun
 
 if TYPE_CHECKING:
-    from lowtide.runtime.machinery import Machinery
+    from lowtide.runtime.plan_run import Machinery
+
+
+_FEW = 10_000
+"""Python 3.12 starts with some hundreds set aside; a user who does it has torch loaded, a hundred thousand and more."""
+_LOCK = threading.RLock()
+"""Taken again by a finaliser, where a collection inside finds a forgotten session."""
+_NUM_SESSIONS = 0
+_IS_OURS = False
+
+
+class ObjectsAside:
+    """Collects once, and keeps what is left out of later collections until `bring_back`, or until this is forgotten."""
+
+    def __init__(self) -> None:
+        _set_aside()
+        self._bring_back = weakref.finalize(self, _bring_back)
+        self._bring_back.atexit = False
+
+    def bring_back(self) -> None:
+        """The session has ended; after the last one everything is collected as before. May be repeated."""
+        self._bring_back()
+
+
+def _set_aside() -> None:
+    global _NUM_SESSIONS, _IS_OURS
+    with _LOCK:
+        if _NUM_SESSIONS == 0:
+            # Where the user has set objects aside already, they stay so.
+            _IS_OURS = gc.get_freeze_count() < _FEW
+        elif _IS_OURS:
+            # What was forgotten since the session before can go.
+            gc.unfreeze()
+        _NUM_SESSIONS += 1
+    # Without the lock: a collection may find a forgotten session, which comes here to end.
+    gc.collect()
+    gc.freeze()
+
+
+def _bring_back() -> None:
+    global _NUM_SESSIONS
+    with _LOCK:
+        _NUM_SESSIONS -= 1
+        if _NUM_SESSIONS == 0 and _IS_OURS:
+            gc.unfreeze()
+
+
+_MANAGED: weakref.WeakValueDictionary[int, Management] = weakref.WeakValueDictionary()
+"""By the `id` of the model, of each of its parameters, and of the optimizer, all of which a management keeps alive."""
+
+
+class Management:
+    """One model under management, from `manage` to `close`. Its machinery is another after a change of plan.
+
+    Args:
+        machinery: Carries out the plan.
+        observer: With `plan_after`, watches the first step, which decides the plan of the others.
+        plan_after: Makes that plan.
+        aside: Told when the session ends.
+    """
+
+    def __init__(
+        self,
+        machinery: Machinery,
+        observer: StepObserver | None = None,
+        plan_after: Callable[[tuple[MomentSample, ...]], Plan] | None = None,
+        aside: ObjectsAside | None = None,
+    ) -> None:
+        self.machinery: Machinery | None = machinery
+        """None after the end."""
+        # Lives as long as the model goes through it, though nobody holds the session.
+        machinery.management = self
+        self.model: nn.Module = machinery.basis.model
+        self.optimizer: torch.optim.Optimizer | None = machinery.basis.optimizer
+        self._aside = aside
+        self._session: weakref.ref[object] | None = None
+        self._was_lost = False
+        """Whether the session was let go of after the model had been called: one that was never held is meant to be so."""
+        self._warm_up: WarmUpRun | None = None
+        # A model without a window has nothing that a plan could place.
+        if observer is not None and plan_after is not None and machinery.calls.root_window is not None:
+            assert self.optimizer is not None
+            self._warm_up = WarmUpRun(
+                machinery.calls.root_window,
+                self.optimizer,
+                observer,
+                plan_after=lambda samples: self._checked(plan_after(samples)),
+                is_quiet=machinery.may_hand_over,
+                switch=self.switch,
+            )
+        # Also of a session that is forgotten with its model.
+        self._unhook = weakref.finalize(self, _remove_all, _process_hooks(weakref.ref(self)))
+        self._unhook.atexit = False
+        for managed in _what_is_managed(self.model, self.optimizer):
+            _MANAGED[id(managed)] = self
+
+    # -- asked by the session ------------------------------------------------------------------------------------------
+
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether the first step has not decided the plan yet."""
+        return self.machinery is not None and self._warm_up is not None and not self._warm_up.is_over
+
+    @property
+    def samples(self) -> tuple[MomentSample, ...]:
+        """What was observed in that step."""
+        return () if self._warm_up is None else self._warm_up.samples
+
+    def be_held_by(self, session: object) -> None:
+        """The session is what the user holds."""
+        management = weakref.ref(self)
+
+        def gone(_: object) -> None:
+            living = management()
+            if living is not None and living.machinery is not None:
+                living._was_lost = living.machinery.was_called
+
+        self._session = weakref.ref(session, gone)
+
+    def opened(self) -> Machinery:
+        """The machinery.
+
+        Raises:
+            SessionError: The session is closed.
+        """
+        if self.machinery is None:
+            raise SessionError(
+                "this session is closed, and the model and the optimizer are plain again; read stats() and timeline() "
+                "before close(), or inside the with block. To train on under a plan, call lowtide.manage again"
+            )
+        return self.machinery
+
+    def switch(self, plan: Plan) -> None:
+        """Go on under another plan; refused, the session goes on as it is."""
+        self._checked(plan)
+        with HELD:
+            # Without machinery where the switch fails: the model is plain then.
+            machinery, self.machinery = self.opened(), None
+            self.machinery = switch_plan(machinery, plan)
+            self.machinery.management = self
+
+    def close(self, raised: BaseException | None = None) -> None:
+        """Give the plain model and optimizer back. May be repeated, also where an exception broke it off.
+
+        Args:
+            raised: The exception that ends the session, if one does.
+        """
+        machinery = self.machinery
+        # In a forked child it is the parent's, whose `with` block may end here as well.
+        if machinery is None or not machinery.process.is_this:
+            return
+        try:
+            with HELD:
+                self._unhook()
+                if self._warm_up is not None:
+                    self._warm_up.remove()
+                machinery.close(raised)
+        finally:
+            HELD.rest()
+            if machinery.is_closed:
+                if self._aside is not None:
+                    self._aside.bring_back()
+                self.machinery = None
+
+    # -- asked by the next session -------------------------------------------------------------------------------------
+
+    def was_left(self) -> bool:
+        """Whether an exception has left the session: its last call raised, or those that held it are gone."""
+        if self.machinery is None:
+            return False
+        if self._session is None or self._session() is None:
+            is_lost = self._was_lost
+        else:
+            is_lost = self.machinery.was_called and _is_in_tracebacks_only(self._session)
+        return is_lost or self.machinery.has_raised()
+
+    def close_left(self) -> None:
+        """Close a session that was left; a warning says which weights moved, where some did and others did not."""
+        mixed = None if self.machinery is None else self.machinery.tell_why_mixed()
+        self.close()
+        if mixed is not None:
+            warnings.warn(f"the model's session before this one is closed: {mixed}", stacklevel=4)
+
+    def _checked(self, plan: Plan) -> Plan:
+        check_plan(plan, self.opened().basis.layout)
+        return plan
+
+
+def refuse_managed(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Refuse a model or an optimizer that a session has. One that an exception has left is closed instead.
+
+    Raises:
+        SessionError: The session is alive: somebody holds it, and its last call went well.
+    """
+    for managed in _what_is_managed(model, optimizer):
+        management = _MANAGED.get(id(managed))
+        if management is None or management.machinery is None:
+            continue
+        management.machinery.process.require()
+        if management.was_left():
+            management.close_left()
+            continue
+        if managed is optimizer:
+            what = "this optimizer is under management already, with another model; make one for each model, or"
+        elif managed is model:
+            what = "this model is under management already;"
+        else:
+            what = "a part of this model is under management already, as a model of its own or of a larger one;"
+        raise SessionError(f"{what} close that session first")
+
+
+def _what_is_managed(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[object]:
+    return [model, *model.parameters(), *([] if optimizer is None else [optimizer])]
+
+
+def _is_in_tracebacks_only(held: weakref.ref[object]) -> bool:
+    """Whether nobody has the session but frames that have ended and an exception's traceback keeps.
+
+    The session comes as a weak reference and goes to no Python function: how many owners an argument has on its way
+    depends on who runs Python's frames (torch's compiler does, once it was used in the process).
+    """
+    session, probe = held(), object()
+    # The collector does not see frames that are running.
+    ended = [owner for owner in gc.get_referrers(session) if isinstance(owner, types.FrameType)]
+    # Up to Python 3.12 looking into a frame leaves a dictionary with it, which owns the session too; a debugger, say, may
+    # have looked before.
+    insides = [frame.f_locals for frame in ended]
+    owners = {id(owner) for owner in gc.get_referrers(session)}
+    num_known = 0
+    for inside in insides:
+        num_names = sum([value is session for value in inside.values()])
+        num_known += (2 if id(inside) in owners else 1) * num_names
+    # The probe has the one owner that the session has here.
+    return sys.getrefcount(session) - sys.getrefcount(probe) <= num_known
+
+
+# -- what the process tells a session ----------------------------------------------------------------------------------
+
+
+def _process_hooks(management: weakref.ref[Management]) -> list[Any]:
+    """Hooks on all modules and all optimizers: what others do with managed parameters is noticed."""
+
+    def module_registered(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        del name
+        machinery = _machinery_of(management)
+        if machinery is not None and submodule is not None:
+            refuse_wrapping(module, submodule, machinery.managed_ids)
+
+    def optimizer_steps(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        del args, kwargs
+        machinery = _machinery_of(management)
+        if machinery is not None and optimizer is not machinery.basis.optimizer:
+            machinery.refuse_dropped(optimizer)
+
+    return [
+        register_module_module_registration_hook(module_registered),
+        register_optimizer_step_pre_hook(optimizer_steps),
+    ]
+
+
+def _machinery_of(management: weakref.ref[Management]) -> Machinery | None:
+    living = management()
+    return None if living is None else living.machinery
+
+
+def _remove_all(hooks: Iterable[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 class Session:

@@ -12,8 +12,8 @@ from lowtide.lab.footprint.kernels import KernelFootprint
 from lowtide.optim.device.table import MATRIX_COLUMNS, MATRIX_FLOATS, WORKSPACE_BYTES, num_partials
 from lowtide.optim.optimizers import Adafactor
 from lowtide.optim.update_types import numerics_of
-from lowtide.runtime.chunk_optimizer import Update
-from lowtide.runtime.tracked_memory import TrackedMemory
+from lowtide.runtime.emulation.memory import TrackedMemory
+from lowtide.runtime.updates.chunk_optimizer import Update
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from lowtide.optim.device.table import WORKSPACE_BYTES, num_partials
 from lowtide.optim.rules import require_rule
 from lowtide.optim.state import ParameterState, new_state
 from lowtide.optim.update_types import Adafactor, Numerics, Rounding, rounding_for
-from lowtide.runtime.chunk_optimizer import ChunkOptimizer, Settings, Update
-from lowtide.runtime.kernel_optimizer import follow_writes
+from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer, Settings, Update
+from lowtide.runtime.updates.kernel_optimizer import follow_writes
 
 
 class KernelFootprint(ChunkOptimizer):

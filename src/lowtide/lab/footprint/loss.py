@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from lowtide.runtime.loss_watch import LossWatch
+from lowtide.runtime.updates.finite import LossWatch
 
 
 class FootprintLoss:
-    """What `runtime.loss_watch.LossWatch` is in a session.
+    """What `LossWatch` is in a session.
 
     Args:
         is_immediate: As there; the verdict is gone at once then.

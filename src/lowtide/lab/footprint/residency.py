@@ -8,11 +8,11 @@ from lowtide.errors import BudgetError
 from lowtide.memory.chunk import Chunk, StoredGroup
 from lowtide.memory.mover import Copied, Ticket
 from lowtide.memory.store import ChunkStore
-from lowtide.runtime.unit import Unit
+from lowtide.runtime.parameters.group import Unit
 
 
 class FootprintResidency:
-    """What `runtime.residency.Residency` is in a session. Also the store's listener, and its books.
+    """What `Residency` is in a session. Also the store's listener, and its books.
 
     `store` is set right after both are made: each of the two needs the other. `tell` is told of errors before they are raised.
     """

@@ -26,20 +26,19 @@ from lowtide.memory.store import ChunkStore
 from lowtide.optim.update_types import Numerics
 from lowtide.planning.placement import window_bytes_needed
 from lowtide.planning.plan import GroupPlan, Plan, Schedule, Site, Weights
-from lowtide.runtime.alone import SessionLock
-from lowtide.runtime.backward_pass import BackwardPass
-from lowtide.runtime.backward_task import is_away
-from lowtide.runtime.chunk_optimizer import ChunkOptimizer
-from lowtide.runtime.finishing import Finisher
-from lowtide.runtime.forward_pass import ForwardPass
-from lowtide.runtime.gradients import GradientMover
-from lowtide.runtime.host_worker import HostWorker
-from lowtide.runtime.loss_watch import LossWatch
-from lowtide.runtime.recording import Recorder
-from lowtide.runtime.residency import Residency
-from lowtide.runtime.unit import Bound, Unit
-from lowtide.runtime.updater import Updater
-from lowtide.runtime.window import Window
+from lowtide.runtime.parameters.gradients import GradientMover
+from lowtide.runtime.parameters.group import Bound, Unit
+from lowtide.runtime.parameters.residency import Residency
+from lowtide.runtime.passes.backward import BackwardPass
+from lowtide.runtime.passes.backward_task import is_away
+from lowtide.runtime.passes.forward import ForwardPass
+from lowtide.runtime.passes.lock import SessionLock
+from lowtide.runtime.passes.window import Window
+from lowtide.runtime.statistics.recording import Recorder
+from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer
+from lowtide.runtime.updates.finite import LossWatch
+from lowtide.runtime.updates.updater import Finisher, Updater
+from lowtide.runtime.updates.worker import HostWorker
 from lowtide.tracing.prediction.context import DeviceMemory
 
 MakeOptimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
@@ -184,7 +183,7 @@ class SessionFootprint:
         return Unit(StoredGroup(group, chunks), bounds, is_resident=is_resident, is_on_host=is_on_host)
 
     def _windows(self, model: nn.Module) -> list[Window]:
-        """As `runtime.model_calls` makes them."""
+        """As `ModelCalls` makes them."""
         by_path: dict[str, list[Unit]] = {}
         for unit in self._residency.units.values():
             if unit.is_on_host or (unit.is_resident and not any(map(is_away, unit.bounds))):

@@ -11,15 +11,15 @@ from lowtide.lab.footprint.mover import FootprintMover, Point
 from lowtide.memory.chunk import Chunk
 from lowtide.memory.store import ChunkStore
 from lowtide.planning.plan import Schedule
-from lowtide.runtime.chunk_optimizer import ChunkOptimizer, Settings, Update
-from lowtide.runtime.gradient_watch import GradientWatch, Verdict
-from lowtide.runtime.gradients import norm_of
-from lowtide.runtime.unit import Bound, Unit
-from lowtide.runtime.updater import judge_here, judge_sent
+from lowtide.runtime.parameters.gradients import norm_of
+from lowtide.runtime.parameters.group import Bound, Unit
+from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer, Settings, Update
+from lowtide.runtime.updates.finite import GradientWatch, Verdict
+from lowtide.runtime.updates.updater import judge_here, judge_sent
 
 
 class FootprintGradients:
-    """What `runtime.gradients.GradientMover` is in a session: gradients leave for the host."""
+    """What `GradientMover` is in a session: gradients leave for the host."""
 
     def __init__(self, mover: FootprintMover) -> None:
         self._mover = mover
@@ -60,7 +60,7 @@ class _LatePoint(Point):
 
 
 class FootprintUpdater:
-    """What `runtime.updater.Updater` is in a session."""
+    """What `Updater` is in a session."""
 
     def __init__(self, optimizer: ChunkOptimizer, store: ChunkStore, watch: FootprintWatch, schedule: Schedule) -> None:
         self.optimizer = optimizer

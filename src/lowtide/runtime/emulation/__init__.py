@@ -1,0 +1,1 @@
+"""An emulated device: host memory that is counted and limited as a device's would be."""

@@ -1,0 +1,131 @@
+"""Hand-over: what a session gives back at its end, or leaves to its next plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from lowtide.memory.store import Books
+from lowtide.runtime.parameters.group import Bound, Unit
+from lowtide.runtime.passes.engine import Engine
+from lowtide.runtime.statistics.recording import Recorder, is_resident
+from lowtide.runtime.updates.managed_optimizer import ManagedOptimizer
+from lowtide.runtime.updates.worker import HostWorker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Legacy:
+    """What one plan leaves to the next, so that it is one session all along.
+
+    The weights, gradients and optimizer state are with the user's own objects.
+    """
+
+    original: dict[int, torch.device]
+    """Where each parameter was before the session, by `id`."""
+    moved_along: list[tuple[nn.Module, str, torch.device]]
+    """What went to the device whole, and where it was before."""
+    recorder: Recorder
+    """Goes on counting steps and copies."""
+    clock_origin_s: float
+    managed: ManagedOptimizer | None
+    """Stays installed: a scheduler may have wrapped it by now."""
+    num_fetches: dict[str, int]
+    """By chunk."""
+    peak_bytes: int
+    """Of the device so far."""
+
+
+def forget_device_memory(units: Iterable[Unit], books: Books) -> None:
+    """Let go of the weights on the device, whose parameters look elsewhere by now."""
+    for unit in units:
+        for chunk in unit.group.chunks:
+            if is_resident(chunk):
+                books.credit(chunk.spec.nbytes, chunk.spec.name)
+            chunk.forget_device()
+        for bound in unit.bounds:
+            bound.device_view = chunk.device
+
+
+def place_gradient(bound: Bound, *, is_copied: bool) -> None:
+    """Bring a gradient that was there before the plan to where the plan wants it.
+
+    Args:
+        bound: Bound by the plan.
+        is_copied: To the device in any case: what stood for the host's memory on an emulated device does no longer.
+    """
+    parameter = bound.parameter
+    gradient = parameter.grad
+    if gradient is None:
+        return
+    data = parameter.data
+    is_for_host = bound.twin is not None
+    home = bound.host_view if is_for_host else data
+    assert home is not None
+    if gradient.device == home.device and (is_for_host or not is_copied):
+        return
+    parameter.grad = None
+    # A parameter on the device may have a gradient on the host, but not be given one.
+    parameter.data = home
+    parameter.grad = gradient.detach().to(home.device, copy=True)
+    parameter.data = data
+
+
+def settle_for_good(engine: Engine, worker: HostWorker) -> Exception | None:
+    """Settle what can be settled, and end the worker; the first error, for when everything has been given back."""
+    errors: list[Exception] = []
+
+    def attempt(settle: Callable[[], None]) -> bool:
+        try:
+            settle()
+        except Exception as error:
+            errors.append(error)
+            return False
+        return True
+
+    attempt(engine.check_broken)
+    worker.close()
+    # In any case: whatever was left half made, wherever that was.
+    attempt(engine.put_in_order)
+    engine.mover.drain()
+    for unit in engine.units.values():
+        # A failed update is forgotten once it has been reported: what follows it gets its turn.
+        for _ in range(len(unit.group.chunks) + 1):
+            if attempt(partial(engine.settle_unit, unit)):
+                break
+        for bound in unit.bounds:
+            while not attempt(bound.settle_gradient):
+                pass
+    attempt(worker.check)
+    attempt(partial(engine.gradient_watch.check, waits=True))
+    engine.mover.drain()
+    first = errors[0] if errors else None
+    errors.clear()  # the errors' own frames see this list: a cycle would keep what they hold
+    return first
+
+
+def return_rest(moved: Iterable[tuple[nn.Module, str, torch.device]]) -> None:
+    """Buffers and unmanaged parameters go back to where they were."""
+    for module, name, device in moved:
+        buffer, parameter = module._buffers.get(name), module._parameters.get(name)
+        if buffer is not None:
+            module._buffers[name] = buffer.to(device)
+        elif parameter is not None:
+            parameter.data = parameter.data.to(device)
+
+
+def bring_state_to_parameters(optimizer: torch.optim.Optimizer | None) -> None:
+    """State lies beside its parameter, as a plain optimizer expects it. Step counts lie where torch keeps them."""
+    if optimizer is None:
+        return
+    for group in optimizer.param_groups:
+        # Kernels that read the count read it on the device; else it is a number on the host.
+        stays = () if group.get("capturable") or group.get("fused") else ("step",)
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and key not in stays and value.device != parameter.device:
+                    state[key] = value.to(parameter.device)

@@ -1,0 +1,204 @@
+"""Bind a model's parameters to chunks: make the chunks' memory, take the values over, and give them back at the end."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from lowtide import compat
+from lowtide.memory.chunk import Chunk, ChunkState, StoredGroup, view_of
+from lowtide.memory.layout import ChunkSpec, GroupSpec, Layout, ParameterSpec
+from lowtide.memory.mover import Mover
+from lowtide.memory.store import Books
+from lowtide.planning.plan import GroupPlan, Plan, Schedule, Site, Weights
+from lowtide.runtime.host_memory import HostPool
+from lowtide.runtime.parameters.group import Bound, Unit
+from lowtide.runtime.parameters.pending import unveil
+from lowtide.runtime.parameters.tensors import own_storage
+
+Fill = Callable[[ParameterSpec, nn.Parameter, torch.Tensor], None]
+"""Writes a parameter's values into a view: from the parameter itself, or from a file."""
+
+
+def copy_values(spec: ParameterSpec, parameter: nn.Parameter, home: torch.Tensor) -> None:
+    """Fill from the parameter itself."""
+    del spec
+    home.copy_(parameter.data)
+
+
+class Binder:
+    """Makes the units of one session, group by group, so that no second copy of the whole model ever exists."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        plan: Plan,
+        mover: Mover,
+        pool: HostPool,
+        books: Books,
+        *,
+        has_optimizer: bool,
+        on_device_buffer: Callable[[torch.Tensor], None],
+        on_host_memory: Callable[[torch.Tensor], None],
+    ) -> None:
+        self._plan = plan
+        self._layout = layout
+        self._mover = mover
+        self._pool = pool
+        self._books = books
+        self._has_optimizer = has_optimizer
+        self._on_device_buffer = on_device_buffer
+        self._on_host_memory = on_host_memory
+        self.bounds: list[Bound] = []
+        """What was bound so far, in the middle of a group as well."""
+        self._parameters = dict(model.named_parameters())
+        self._owners: dict[int, list[tuple[nn.Module, str]]] = {}
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    self._owners.setdefault(id(parameter), []).append((module, name))
+
+    def bind(self, spec: GroupSpec, plan: GroupPlan, fill: Fill) -> Unit:
+        """Make one group's chunks, and point its parameters to them."""
+        if plan.weights is Weights.HOST:
+            return self._bind_table(spec, fill)
+        is_resident = plan.weights is Weights.RESIDENT
+        chunks: list[Chunk] = []
+        bounds: list[Bound] = []
+        for chunk_spec, site in zip(self._layout.chunks_of(spec.name), plan.sites, strict=True):
+            chunk, bound = self._bind_chunk(chunk_spec, site, fill, is_resident=is_resident)
+            chunks.append(chunk)
+            bounds += bound
+        return Unit(StoredGroup(spec, chunks), bounds, is_resident=is_resident)
+
+    def _bind_table(self, spec: GroupSpec, fill: Fill) -> Unit:
+        """A table that never leaves the host: memory of its own, not locked, because only looked-up rows are copied."""
+        (chunk_spec,) = self._layout.chunks_of(spec.name)
+        (span,) = chunk_spec.spans
+        host = torch.empty(chunk_spec.nbytes, dtype=torch.uint8, device="cpu")
+        self._on_host_memory(host)
+        chunk = Chunk(chunk_spec, host, self._mover.device_buffer(0))
+        parameter = self._parameters[span.parameter.name]
+        view = own_storage(view_of(host, span.offset_bytes, span.parameter))
+        with torch.no_grad():
+            fill(span.parameter, parameter, view)
+        _give_data(parameter, view)
+        bound = Bound(parameter, span.parameter, chunk, Site.HOST, host_view=view, device_view=view)
+        bound.owners = self._owners[id(parameter)]
+        if self._has_optimizer and span.parameter.requires_grad:
+            bound.update_through(parameter.detach())
+        self.bounds.append(bound)
+        return Unit(StoredGroup(spec, [chunk]), [bound], is_resident=False, is_on_host=True)
+
+    def _bind_chunk(self, spec: ChunkSpec, site: Site, fill: Fill, *, is_resident: bool) -> tuple[Chunk, list[Bound]]:
+        is_updated = self._has_optimizer and site is Site.HOST and spec.spans[0].parameter.requires_grad
+        host = self._pool.allocate(f"weights {spec.name}", spec.nbytes) if is_updated or not is_resident else None
+        self._books.charge(spec.nbytes, spec.name)
+        device = self._mover.device_buffer(spec.nbytes)
+        self._on_device_buffer(device)
+        homes = (
+            self._pool.allocate(f"gradients {spec.name}", spec.nbytes)
+            if is_updated and self._plan.schedule is Schedule.DEFERRED
+            else None
+        )
+        chunk = Chunk(spec, host, device)
+        bounds: list[Bound] = []
+        for span in spec.spans:
+            parameter = self._parameters[span.parameter.name]
+            host_view = None if host is None else own_storage(view_of(host, span.offset_bytes, span.parameter))
+            device_view = view_of(device, span.offset_bytes, span.parameter)
+            if is_resident:
+                device_view = own_storage(device_view)
+            assert isinstance(parameter, nn.Parameter)
+            with torch.no_grad():
+                fill(span.parameter, parameter, device_view if host_view is None else host_view)
+                if is_resident and host_view is not None:
+                    device_view.copy_(host_view)
+            home = device_view if is_resident else host_view
+            assert home is not None
+            _give_data(parameter, home)
+            bound = Bound(parameter, span.parameter, chunk, site, host_view=host_view, device_view=device_view)
+            bound.owners = self._owners[id(parameter)]
+            if is_updated:
+                assert host_view is not None
+                bound.update_through(host_view if is_resident else parameter.detach())
+            if homes is not None:
+                bound.gradient_home = view_of(homes, span.offset_bytes, span.parameter)
+            bounds.append(bound)
+            self.bounds.append(bound)
+        if is_resident:
+            chunk.become(ChunkState.RESIDENT)
+        else:
+            self._mover.shrink(device, [])
+            self._books.credit(spec.nbytes, spec.name)
+        return chunk, bounds
+
+
+def _give_data(parameter: nn.Parameter, home: torch.Tensor) -> None:
+    if parameter.is_meta:
+        # The object stays the user's; a meta tensor cannot be given real data.
+        torch.utils.swap_tensors(parameter, nn.Parameter(home, requires_grad=parameter.requires_grad))
+    else:
+        parameter.data = home
+
+
+def move_part(units: dict[str, Unit], key: str, flat: torch.Tensor) -> None:
+    """The arena moved a chunk's weights or gradients on the host: point everything to the new place."""
+    kind, _, name = key.partition(" ")
+    for unit in units.values():
+        for bound in unit.bounds:
+            chunk = bound.chunk
+            if chunk.spec.name != name:
+                continue
+            offset = next(span.offset_bytes for span in chunk.spec.spans if span.parameter.name == bound.spec.name)
+            view = view_of(flat, offset, bound.spec)
+            if kind == "gradients":
+                _move_gradient(bound, view)
+                continue
+            chunk.move_host(flat)
+            view = bound.host_view = own_storage(view)
+            if not unit.is_resident and not unit.looks_at_device:
+                bound.parameter.data = view
+                bound.rest_at(view)
+            if bound.twin is not None and (unit.is_resident or not unit.looks_at_device):
+                bound.update_through(view if unit.is_resident else bound.parameter.detach())
+
+
+def _move_gradient(bound: Bound, view: torch.Tensor) -> None:
+    old = bound.gradient_home
+    bound.gradient_home = view
+    if bound.gradient is not None and old is not None:
+        is_home = bound.gradient.data_ptr() == old.data_ptr()
+        if is_home:
+            bound.gradient.data = own_storage(view)
+            bound.lent = weakref.ref(bound.gradient.untyped_storage())
+
+
+def is_gradient_held(bound: Bound) -> bool:
+    """Whether somebody else looks at the gradient's memory on the host: an older gradient, a view."""
+    lent = None if bound.lent is None else bound.lent()
+    if lent is None:
+        return False
+    if bound.gradient is None:
+        return True
+    with compat.without_torch_function():
+        return bound.gradient.untyped_storage() is not lent or compat.num_storage_owners(bound.gradient) > 1
+
+
+def release(bounds: Iterable[Bound], original: dict[int, torch.device]) -> None:
+    """Give parameters memory of their own again, on the device where they came from."""
+    for bound in bounds:
+        parameter = bound.parameter
+        unveil(parameter)
+        if bound.gradient is not None:
+            unveil(bound.gradient)
+        device = original.get(id(parameter), parameter.device)
+        gradient = parameter.grad
+        parameter.grad = None
+        parameter.data = parameter.data.to(device, copy=True)
+        if gradient is not None:
+            parameter.grad = gradient.detach().to(device, copy=True)

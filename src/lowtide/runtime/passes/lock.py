@@ -1,0 +1,289 @@
+"""The session's lock: one thread of one process at a time, and an interrupt waits until nothing is half done.
+
+Note [When an interrupt arrives]
+Python calls the handler of a signal between two bytecodes of the main thread, and the handler raises there. So what must
+not be left half-way is a section, `with HELD:`, in which a handler of our own remembers the signal; the outermost section
+sends it again at its end, to the handler that was there before. To exchange handlers is a call of the operating system,
+and a step has hundreds of sections: the first one of a forward, a backward or a `step()` puts our handler in, and `rest`
+takes it out at the end. Between sections, and where an exception kept `rest` from being called, it passes all on at once.
+
+In other threads, such as autograd's for a CUDA device, handlers never run, and sections do nothing. A second interrupt
+while one is held is delivered at once: who waits for a section that does not end gets out. It is an exception like any
+other then; see Note [After an exception] in `passes.backward`.
+
+Note [Threads]
+Any thread may use a session, one after the other: an evaluation in another thread while the loop rests is fine. A call
+that comes while another thread is in a forward, a backward or a step is refused: windows open and close in order, and a
+device budget is for one call. Autograd's own threads belong to the backward that they run.
+
+Note [Forked processes]
+A child has the session's objects but not its worker's thread: to wait for an update there would never end, and a lock
+that another thread held stays locked. So whatever goes through the session is refused in a child. A data loader's
+workers do not touch it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from types import FrameType
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from lowtide import compat
+from lowtide.errors import ModelChangedError, SessionError, TwoThreadsError
+
+# What these wrap: both turn numbers into enumerations at each call, which takes longer than all the rest.
+_get_handler: Callable[[int], Any] = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
+_set_handler: Callable[[int, Any], Any] = getattr(signal.signal, "__wrapped__", signal.signal)
+_SIGINT = int(signal.SIGINT)
+
+
+class HeldInterrupts:
+    """The context of sections; there is one, `HELD`, as there is one main thread. Sections may be nested."""
+
+    def __init__(self) -> None:
+        self._handler = self._on_signal  # one object: it is asked for by identity
+        self._before: Any = None
+        self._is_installed = False
+        self._depth = 0
+        self._has_come = False
+        self._owner: FrameType | None = None
+        """Where the outermost section is."""
+        self._main = threading.main_thread().ident
+        os.register_at_fork(after_in_child=self._follow_fork)
+
+    def __enter__(self) -> None:
+        if threading.get_ident() != self._main:
+            return
+        if not self._depth:
+            if not self._is_installed:
+                self._install()
+            self._owner = sys._getframe(1)
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        if threading.get_ident() != self._main:
+            return
+        self._depth -= 1
+        if self._depth <= 0:
+            self._depth, self._owner = 0, None
+            if self._has_come:
+                self._deliver()
+
+    def rest(self) -> None:
+        """Put the handler back that was there; in the last section of a forward, a backward or a step, or after it."""
+        if threading.get_ident() == self._main and self._is_installed:
+            self._is_installed = False
+            # Else somebody has set another one meanwhile.
+            if _get_handler(_SIGINT) is self._handler:
+                _set_handler(_SIGINT, self._before)
+
+    def _install(self) -> None:
+        before = _get_handler(_SIGINT)
+        if before is not None and before is not self._handler:  # else it was set in C, and cannot be put back
+            self._before = before
+            _set_handler(_SIGINT, self._handler)
+        self._is_installed = True
+
+    def _deliver(self) -> None:
+        self._has_come = self._is_installed = False
+        if _get_handler(_SIGINT) is self._handler:
+            _set_handler(_SIGINT, self._before)
+        signal.raise_signal(signal.SIGINT)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        while frame is not None and frame is not self._owner:
+            frame = frame.f_back
+        if self._depth and frame is not None and not self._has_come:
+            self._has_come = True
+            return
+        if frame is None:
+            # An exception has left the outermost section without its end.
+            self._depth, self._owner = 0, None
+        self._deliver()
+
+    def _follow_fork(self) -> None:
+        self._main, self._depth, self._has_come, self._owner = threading.get_ident(), 0, False, None
+
+
+HELD = HeldInterrupts()
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Process:
+    """The process in which it was made."""
+
+    _num_forks = 0
+    """How often this process or one before it was forked; costs nothing to ask, unlike its number."""
+
+    def __init__(self) -> None:
+        self._number = Process._num_forks
+
+    @property
+    def is_this(self) -> bool:
+        """Whether it is the running one, and not one that it was forked from."""
+        return self._number == Process._num_forks
+
+    def require(self) -> None:
+        """Refuse a forked one.
+
+        Raises:
+            SessionError: It says what to do.
+        """
+        if self._number != Process._num_forks:
+            raise SessionError(
+                f"process {os.getpid()} was forked from the one that manages this model, and has neither the thread that "
+                "updates its weights nor its device. Start it with 'spawn' (torch.multiprocessing.get_context('spawn')), or "
+                "fork before lowtide.manage, and let each process build and manage a model of its own. The session in the "
+                "other process goes on"
+            )
+
+    @classmethod
+    def count_fork(cls) -> None:
+        """This is a child."""
+        cls._num_forks += 1
+
+
+os.register_at_fork(after_in_child=Process.count_fork)
+
+
+class SessionLock:
+    """The lock of one session: held for moments, and taken by one thread for the length of a call."""
+
+    def __init__(self) -> None:
+        self.process = Process()
+        self._lock = threading.RLock()
+        self._call: tuple[int, str] | None = None
+        """The thread that is in a forward or a step, and the words for it."""
+        self.is_broken = False
+        """Whether an exception came out of what holds the lock, and nothing has been put in order since."""
+        self.is_backward_broken = False
+        """Whether that was in a backward."""
+
+    def broke_off(self, *, is_in_backward: bool = False) -> None:
+        """An exception comes out of what holds the lock."""
+        self.is_broken = True
+        if is_in_backward or compat.backward_number() is not None:
+            self.is_backward_broken = True
+
+    def put_in_order(self) -> None:
+        """Everything is where it belongs."""
+        self.is_broken = self.is_backward_broken = False
+
+    def momentary(self) -> threading.RLock:
+        """The lock itself, for a `with` block that is over soon. Refused in a forked process, where it may be held for ever."""
+        if not self.process.is_this:
+            self.process.require()
+        return self._lock
+
+    def begin_call(self, what: str) -> None:
+        """This thread begins a forward or a step.
+
+        Raises:
+            SessionError: Another thread is in one, or in a backward.
+        """
+        with self.momentary():
+            self.refuse_beside(what)
+            self._call = (threading.get_ident(), what)
+
+    def end_call(self) -> None:
+        """It is over."""
+        self._call = None
+
+    @contextmanager
+    def call(self, what: str) -> Iterator[None]:
+        """A call of this thread from beginning to end; it may lie inside of another."""
+        before = self._call
+        self.begin_call(what)
+        try:
+            yield
+        finally:
+            self._call = before
+
+    def is_in_call(self) -> bool:
+        """Whether this thread is in a call."""
+        return self._call is not None and self._call[0] == threading.get_ident()
+
+    def is_taken_elsewhere(self) -> bool:
+        """Whether another thread is in a call, and not gone."""
+        call = self._call
+        return call is not None and call[0] != threading.get_ident() and call[0] in _other_frames()
+
+    def refuse_beside(self, what: str) -> None:
+        """Refuse what this thread begins while another is in a call.
+
+        Raises:
+            SessionError: It names both.
+        """
+        if self.is_taken_elsewhere():
+            assert self._call is not None
+            raise two_threads(what, self._call[0], self._call[1])
+
+
+def other_threads_in_backward() -> set[int]:
+    """Those, without this one, that have called `backward` and wait for it."""
+    return {number for number, frame in _other_frames().items() if _is_in_engine(frame)}
+
+
+def _is_in_engine(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name == compat.ENGINE_FUNCTION:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _other_frames() -> dict[int, FrameType]:
+    frames = sys._current_frames()
+    # Its own frame would hold itself, and all that the frames below it hold, until the collector comes.
+    frames.pop(threading.get_ident(), None)
+    return frames
+
+
+def two_threads(what: str, other: int, doing: str) -> TwoThreadsError:
+    """For what this thread began while another does something."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return TwoThreadsError(
+        f"thread {threading.current_thread().name!r} began {what} of a managed model while thread "
+        f"{names.get(other, str(other))!r} is in {doing} of it; a session is used by one thread at a time. Put a lock around "
+        "the calls of both, wait for the other thread, or give this one a model of its own"
+    )
+
+
+class Locked(Protocol):
+    """Has a lock, which it may share with others.
+
+    Autograd runs nodes on the host in the loop's thread, beside those on the device in its own: where a loss has a part
+    on the host, both reach hooks at once.
+    """
+
+    _lock: SessionLock
+
+
+L = TypeVar("L", bound=Locked)
+
+
+def alone(method: Callable[Concatenate[L, P], R]) -> Callable[Concatenate[L, P], R]:
+    """The method holds the object's lock while it runs; an interrupt waits for its end, and an exception is noted."""
+
+    @wraps(method)
+    def locked(self: L, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        lock = self._lock
+        with HELD, lock.momentary():
+            try:
+                return method(self, *args, **kwargs)
+            except (ModelChangedError, TwoThreadsError):
+                raise  # refused before anything was changed
+            except BaseException:
+                lock.broke_off()
+                raise
+
+    return locked

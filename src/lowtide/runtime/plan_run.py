@@ -1,0 +1,416 @@
+"""The parts of a session under one plan, put together and taken apart."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+
+import torch
+from torch import nn
+
+from lowtide import compat
+from lowtide.errors import BudgetError, GradientGoneError
+from lowtide.memory.store import Books
+from lowtide.memory.tier import DeviceLimit
+from lowtide.planning.check_plan import check_plan
+from lowtide.planning.placement import by_first_use
+from lowtide.planning.plan import Plan
+from lowtide.runtime.assembly import Basis, make_engine, make_optimizer, needs_managed_step, prove_optimizer
+from lowtide.runtime.hand_over import (
+    Legacy,
+    bring_state_to_parameters,
+    forget_device_memory,
+    place_gradient,
+    return_rest,
+    settle_for_good,
+)
+from lowtide.runtime.host_memory import HostPool, Tiers, charged_tiers
+from lowtide.runtime.parameters.binding import Binder, Fill, copy_values, is_gradient_held, move_part, release
+from lowtide.runtime.parameters.group import Unit, chunks_in
+from lowtide.runtime.passes.engine import Engine
+from lowtide.runtime.passes.lock import Process
+from lowtide.runtime.passes.model_calls import ModelCalls
+from lowtide.runtime.statistics.observer import StepObserver
+from lowtide.runtime.statistics.recording import Recorder
+from lowtide.runtime.statistics.reporting import DevicePeak, Reporter
+from lowtide.runtime.updates.host_need import HostNeed, host_need
+from lowtide.runtime.updates.kernel_optimizer import KernelOptimizer
+from lowtide.runtime.updates.managed_optimizer import ManagedOptimizer
+from lowtide.runtime.updates.proof import Proof
+from lowtide.runtime.updates.worker import HostWorker
+
+
+class Machinery:
+    """Everything that a session owns. Built in one go, taken apart by `close`, or by `hand_over` for another plan.
+
+    Args:
+        basis: What the session is about.
+        fill: Where each parameter's values come from.
+        observer: Watches the device's memory at each opening and closing of a window.
+        legacy: Of the machinery before, where the session goes on under another plan; its tracker is stopped.
+    """
+
+    def __init__(
+        self,
+        basis: Basis,
+        plan: Plan,
+        *,
+        fill: Fill,
+        observer: StepObserver | None = None,
+        legacy: Legacy | None = None,
+    ) -> None:
+        self.basis = basis
+        self.plan = plan
+        self.management: object = None
+        """Kept alive for as long as the model goes through this."""
+        self.limit: DeviceLimit | None = None
+        """What the allocator may reserve; set when the model has left the device, if it was there."""
+        self.is_closed = False
+        """Whether `close` has given everything back."""
+        self._legacy = legacy
+        self._counting: list[torch.utils.hooks.RemovableHandle] = []
+        self._clock_origin_s = time.perf_counter() if legacy is None else legacy.clock_origin_s
+        self._original = (
+            {id(parameter): parameter.device for parameter in basis.model.parameters() if not parameter.is_meta}
+            if legacy is None
+            else legacy.original
+        )
+        self._proof = Proof() if basis.optimizer is None else prove_optimizer(basis.optimizer, basis, plan)
+        named = dict(basis.model.named_parameters())
+        need = host_need(basis.layout, plan, basis.optimizer, basis.numerics, named)
+        self._recorder = Recorder(basis.mover) if legacy is None else legacy.recorder
+        self._worker = HostWorker()
+        self._units: dict[str, Unit] = {}
+        self.moved_along: list[tuple[nn.Module, str, torch.device]] = [] if legacy is None else legacy.moved_along
+        """Buffers and unmanaged parameters, and where they were before: `close` takes them back."""
+        self._tiers, self._pool = self._take_host(need)
+        self._books: Books = basis.tracked if basis.tracked is not None else self._tiers.device
+        self._managed: ManagedOptimizer | None = None
+        with contextlib.ExitStack() as undo:
+            # Where anything below is refused, the model is as it was.
+            undo.callback(self._worker.close)
+            undo.callback(self._pool.close)
+            if legacy is None:
+                undo.callback(bring_state_to_parameters, basis.optimizer)
+            self._bind(fill, undo)
+            self._engine = self._make_engine(observer)
+            undo.callback(self._engine.stop)
+            self.calls = ModelCalls(basis, plan, self._engine)
+            undo.callback(self._release_optimizer)
+            self._managed = self._make_optimizer()
+            undo.callback(self.calls.remove)
+            self.calls.enter(self._tiers)
+            self.peak = DevicePeak(
+                basis,
+                None if legacy is None else legacy.peak_bytes,
+                None if observer is None else observer.gauge,
+            )
+            self.reporter = self._make_reporter()
+            undo.pop_all()
+
+    # -- asked by the session ------------------------------------------------------------------------------------------
+
+    @property
+    def last_grad_norm(self) -> torch.Tensor | None:
+        """The norm before clipping."""
+        return None if self._managed is None else self._managed.last_norm
+
+    def keep(self) -> None:
+        """The session has begun: what was kept to undo `manage` can go."""
+        if self._managed is not None and isinstance(self._managed.runner, KernelOptimizer):
+            self._managed.runner.kept.keep()
+
+    def settle(self) -> None:
+        """Wait until every update is made and every copy is done."""
+        for unit in self._units.values():
+            self._engine.settle_unit(unit)
+            for bound in unit.bounds:
+                bound.settle_gradient()
+        self._worker.check()
+        self._engine.gradient_watch.check(waits=True)
+        self.basis.mover.drain()
+
+    def is_quiet(self) -> bool:
+        """Whether the last step went well and nothing of it is left."""
+        if self._engine.lost is not None or not self._engine.is_idle():
+            return False
+        self.settle()
+        return self._engine.is_quiet()
+
+    def may_hand_over(self) -> bool:
+        """Whether it is quiet, and nobody holds memory of weights, which would show the old ones under another plan."""
+        return self.is_quiet() and not any(unit.is_held() for unit in self._units.values())
+
+    def managed_ids(self) -> set[int]:
+        """The `id` of each of the model's modules, and of the parameters that it had when it was managed."""
+        return {*self._original, *map(id, self.basis.model.modules())}
+
+    def refuse_dropped(self, other: torch.optim.Optimizer) -> None:
+        """Refuse a step of an optimizer that is not the session's, where the last backward dropped its gradients."""
+        dropped = self._engine.backward.dropped
+        parameters = [parameter for group in other.param_groups for parameter in group["params"]] if dropped else []
+        with compat.without_torch_function():
+            # One that has a gradient got it in another way.
+            lost = [dropped[id(each)] for each in parameters if id(each) in dropped and each.grad is None]
+        if lost:
+            raise GradientGoneError(
+                f"this {type(other).__name__} holds {len(lost)} parameters (the first is {lost[0]}) of a managed model whose "
+                "own optimizer does not hold them: the schedule 'in_backward' has dropped their gradients, and the step would "
+                "leave them as they are. Use the schedule 'deferred', or give them to the session's optimizer as a group of "
+                "its own. Nothing of them was updated"
+            )
+
+    @property
+    def was_called(self) -> bool:
+        """Whether the model has been called."""
+        return self._engine.forward.was_called
+
+    @property
+    def process(self) -> Process:
+        """The one that manages the model."""
+        return self._engine.process
+
+    def has_raised(self) -> bool:
+        """Whether the last call of the model, backward or step raised, and none has gone well since."""
+        return self._engine.has_raised()
+
+    def tell_why_mixed(self) -> str | None:
+        """Which weights a backward has moved that broke off; None where all weights are those of one step. Told once."""
+        self._engine.check_broken()
+        self._engine.backward.is_untold = False
+        return self._engine.backward.why_mixed()
+
+    # -- taking apart --------------------------------------------------------------------------------------------------
+
+    def close(self, raised: BaseException | None = None) -> None:
+        """Take everything apart; model and optimizer are plain afterwards, whatever condition the session was in.
+
+        May be repeated where an exception broke it off: each part can be given back twice.
+
+        Args:
+            raised: The exception that ends the session, if one does.
+        """
+        error = settle_for_good(self._engine, self._worker)
+        if self.limit is not None:
+            # Before weights go back to a device that they came from.
+            self.limit.lift()
+        self.calls.remove()
+        self._engine.stop()
+        try:
+            self._release_optimizer()
+        except Exception:
+            try:
+                self._release_optimizer()  # goes on where it broke off
+            except Exception as failed:
+                # What cannot be given back must not keep the rest.
+                error = error or failed
+        if self.basis.tracked is not None:
+            # Before the parameters get memory of their own: that is no longer the session's.
+            self.basis.tracked.stop()
+        for unit in self._units.values():
+            unit.forget_backward()
+            unit.look_at_host()
+            release(unit.bounds, self._original)
+        return_rest(self.moved_along)
+        bring_state_to_parameters(self.basis.optimizer)
+        self._pool.close()
+        self.is_closed = True
+        if error is None:
+            self._engine.tell_lost_step(raised)
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # the traceback holds this frame, which would hold the model until the collector comes
+
+    def hand_over(self) -> Legacy:
+        """Take everything apart but the wrapped optimizer, for another plan; `may_hand_over` must hold.
+
+        Parameters and their gradients are on the host afterwards, buffers and what is not managed stay where they are.
+        """
+        self._worker.close()
+        self.calls.remove()
+        self._engine.stop()
+        self._stop_counting()  # the next machinery does
+        peak_bytes = self.reporter.device_peak_bytes()
+        host = torch.device("cpu")
+        with self.basis.on_host():
+            for unit in self._units.values():
+                release(unit.bounds, dict.fromkeys(map(id, (bound.parameter for bound in unit.bounds)), host))
+        if self.basis.tracked is not None:
+            # What the next machinery makes is counted by itself.
+            self.basis.tracked.stop()
+        forget_device_memory(self._units.values(), self._books)
+        self._pool.close()
+        return Legacy(
+            original=self._original,
+            moved_along=self.moved_along,
+            recorder=self._recorder,
+            clock_origin_s=self._clock_origin_s,
+            managed=self._managed,
+            num_fetches={chunk.spec.name: chunk.num_fetches for chunk in chunks_in(self._units.values())},
+            peak_bytes=peak_bytes,
+        )
+
+    def _release_optimizer(self) -> None:
+        if self._managed is not None:
+            self._managed.remove()
+        self._stop_counting()
+
+    def _stop_counting(self) -> None:
+        for handle in self._counting:
+            handle.remove()
+
+    # -- putting together ----------------------------------------------------------------------------------------------
+
+    def _take_host(self, need: HostNeed) -> tuple[Tiers, HostPool]:
+        tiers = charged_tiers(self.plan.budgets, need)
+        try:
+            return tiers, self._make_pool(tiers)
+        except (BudgetError, RuntimeError):
+            if tiers.need == need:
+                raise
+        # The driver or the machine gives less than the books: what is of use and not needed must not end the plan.
+        tiers = charged_tiers(self.plan.budgets, need.without_room())
+        return tiers, self._make_pool(tiers)
+
+    def _make_pool(self, tiers: Tiers) -> HostPool:
+        # An emulated device's host memory must not be born on the device.
+        with self.basis.on_host():
+            pool = HostPool(
+                self.basis.mover,
+                self._worker,
+                tiers.need.total_bytes,
+                (tiers.host, tiers.pinned),
+                cached_buffers=self.plan.cached_buffers,
+                defragment_every=self.plan.defragment_every,
+                on_move=lambda key, flat: move_part(self._units, key, flat),
+                may_move=self._may_move,
+                poison=self.basis.poison,
+            )
+        self.basis.mark_host_memory(pool.buffer)
+        return pool
+
+    def _bind(self, fill: Fill, undo: contextlib.ExitStack) -> None:
+        """Make the units, in the order of the plan; gradients that are there already go where it wants them."""
+        layout = self.basis.layout
+        binder = Binder(
+            self.basis.model,
+            layout,
+            self.plan,
+            self.basis.mover,
+            self._pool,
+            self._books,
+            has_optimizer=self.basis.optimizer is not None,
+            on_device_buffer=self.basis.mark_device_buffer,
+            on_host_memory=self.basis.mark_host_memory,
+        )
+        undo.callback(release, binder.bounds, self._original)
+        groups = {group.name: group for group in layout.groups}
+        for group in self.plan.groups:
+            self._units[group.name] = binder.bind(groups[group.name], group, fill)
+        for place, name in enumerate(by_first_use(layout)):
+            self._units[name].place = place
+        for bound in binder.bounds:
+            place_gradient(bound, is_copied=self._legacy is not None)
+
+    def _make_engine(self, observer: StepObserver | None) -> Engine:
+        engine = make_engine(
+            self.basis,
+            self.plan,
+            self._units.values(),
+            self._pool,
+            self._worker,
+            self._recorder,
+            books=self._books,
+            observer=observer,
+        )
+        if self.basis.tracked is not None:
+            # Weak: the tracker's budget ends with the session, and must not keep it.
+            part_of_step = weakref.WeakMethod(engine.part_of_step)
+            self.basis.tracked.count_steps(lambda: None if (asked := part_of_step()) is None else asked())
+        if self._legacy is not None:
+            for chunk in chunks_in(self._units.values()):
+                chunk.count_on_from(self._legacy.num_fetches[chunk.spec.name])
+        return engine
+
+    def _make_optimizer(self) -> ManagedOptimizer | None:
+        optimizer = self.basis.optimizer
+        if optimizer is None:
+            self._engine.backward.watch_gradients()  # hooks of the user's may update the weights
+            return None
+        installed = None if self._legacy is None else self._legacy.managed
+        if installed is None and not needs_managed_step(self.basis, self.plan):
+            # Nothing to manage: torch's own step runs. State that was loaded before may lie elsewhere.
+            bring_state_to_parameters(optimizer)
+            before, after = lambda *_: self._recorder.phases.enter("update"), lambda *_: self._after_plain_step()
+            self._counting.append(optimizer.register_step_pre_hook(before))
+            self._counting.append(optimizer.register_step_post_hook(after))
+            return None
+        return make_optimizer(
+            optimizer,
+            self.basis,
+            self.plan,
+            self._engine,
+            self._pool,
+            proof=self._proof,
+            clock_origin_s=self._clock_origin_s,
+            installed=installed,
+        )
+
+    def _make_reporter(self) -> Reporter:
+        return Reporter(
+            basis=self.basis,
+            plan=self.plan,
+            units=self._units,
+            recorder=self._recorder,
+            pool=self._pool,
+            store=self._engine.residency.store,
+            tiers=self._tiers,
+            need=self._tiers.need,
+            peak=self.peak,
+            applied=self.calls.applied,
+        )
+
+    def _after_plain_step(self) -> None:
+        self._recorder.phases.leave("update")
+        self._recorder.count_update()
+
+    def _may_move(self) -> bool:
+        """Whether nothing points into the host's memory but what `move_part` knows. Waits for updates, if that helps."""
+        if not self._units or not self.is_quiet():
+            return False
+        for unit in self._units.values():
+            unit.adopt_foreign_data()
+        return not any(
+            (not unit.is_resident and unit.is_held()) or any(map(is_gradient_held, unit.bounds))
+            for unit in self._units.values()
+        )
+
+
+def switch_plan(machinery: Machinery, plan: Plan) -> Machinery:
+    """Take the machinery apart and put the session together anew for the plan; the machinery must be quiet.
+
+    Weights, gradients and optimizer state are carried over exactly, the optimizer stays wrapped, and steps, copies
+    and fetches are counted on. The host holds the weights a second time while this runs. A plan that is for another model
+    leaves the machinery as it is; where the new one cannot be made, the model and the optimizer are plain.
+    """
+    basis = machinery.basis
+    check_plan(plan, basis.layout)
+    legacy = machinery.hand_over()
+    try:
+        successor = Machinery(basis, plan, fill=copy_values, legacy=legacy)
+    except BaseException:
+        if legacy.managed is not None:
+            legacy.managed.remove()
+        return_rest(legacy.moved_along)
+        bring_state_to_parameters(basis.optimizer)
+        raise
+    successor.limit = machinery.limit
+    if basis.tracked is not None:
+        basis.tracked.start()
+    elif basis.is_on_cuda:
+        # What filled the new buffers must be done before a copy on another stream takes their place.
+        torch.cuda.synchronize(basis.mover.device)
+    return successor

@@ -1,0 +1,1 @@
+"""What a session did: copies, phases, peaks, as plain data."""

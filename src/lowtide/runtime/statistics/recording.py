@@ -1,0 +1,246 @@
+"""Recorder: what the session did, as tickets while it runs and as plain data when somebody asks.
+
+Reading the time of a CUDA event waits for it, so nothing is read while training goes on: sums are kept as counts, and
+spans as pairs of tickets of the last steps.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from lowtide.memory.chunk import Chunk, ChunkState, StoredGroup
+from lowtide.memory.mover import Copied, Mover, Ticket
+from lowtide.runtime.statistics.phase_clock import PhaseClock
+from lowtide.runtime.statistics.session_stats import MovedRow
+from lowtide.runtime.statistics.timeline import WAIT_PREFIX, Lane, LaneSpan, Reason, ResidencySpan, Timeline
+
+KEPT_STEPS = 3
+"""Steps whose spans are kept: enough to see a whole cycle, little enough to forget."""
+
+_REASONS = {"weights": Reason.FETCH_WEIGHTS, "write back": Reason.WRITE_BACK, "upload": Reason.UPLOAD}
+_LANES = {
+    Reason.FETCH_WEIGHTS: Lane.TO_DEVICE,
+    Reason.UPLOAD: Lane.TO_DEVICE,
+    Reason.WRITE_BACK: Lane.TO_HOST,
+    Reason.GRADIENTS: Lane.TO_HOST,
+    Reason.OFFLOAD: Lane.TO_HOST,
+    Reason.BRING_BACK: Lane.TO_DEVICE,
+    Reason.PAGE_IN: Lane.TO_DEVICE,
+    Reason.PAGE_OUT: Lane.TO_HOST,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    step: int
+    lane: Lane
+    name: str
+    phase: str
+    started: Ticket
+    ended: tuple[Ticket, ...]
+    num_bytes: int = 0
+    reason: Reason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Presence:
+    step: int
+    chunk: Chunk
+    started: Ticket
+    ended: Ticket
+
+
+class Recorder:
+    """Gathers what happens. Host jobs report from their own thread."""
+
+    def __init__(self, mover: Mover) -> None:
+        self.phases = PhaseClock(mover)
+        """Where the time of the loop goes. Spans cannot tell: modules lie inside others, and lanes run side by side."""
+        self.step = 0
+        """Counts forwards of the whole model: what the spans are numbered by."""
+        self.num_updates = 0
+        """Counts calls of `optimizer.step`."""
+        self.phase = "forward"
+        """What spans belong to."""
+        self._spans: deque[_Span] = deque()
+        self._host_spans: deque[LaneSpan] = deque()
+        self._presences: deque[_Presence] = deque()
+        self._present: dict[str, tuple[Chunk, Ticket]] = {}
+        self._moved: dict[Reason, list[int]] = {}
+        self._waited_s = 0.0
+        self._host_update_s = 0.0
+        self._step_at_update = -1
+        self._lock = threading.Lock()
+
+    # -- told by the store ---------------------------------------------------------------------------------------------
+
+    def on_copy(self, chunk: Chunk, copied: Copied, reason: str) -> None:
+        """A copy of a chunk's weights."""
+        self._copy(chunk.spec.name, copied, _REASONS[reason], chunk.spec.nbytes)
+
+    def on_gradient(self, chunk: Chunk, copied: Copied, num_bytes: int) -> None:
+        """A copy of a gradient to the host."""
+        self._copy(chunk.spec.name, copied, Reason.GRADIENTS, num_bytes)
+
+    def on_activation(self, copied: Copied, reason: Reason, num_bytes: int) -> None:
+        """A copy of what a forward saved."""
+        self._copy("activations", copied, reason, num_bytes)
+
+    def on_state(self, copied: Copied, reason: Reason, num_bytes: int) -> None:
+        """A copy of optimizer state."""
+        self._copy("state", copied, reason, num_bytes)
+
+    def on_present(self, chunk: Chunk, at: Ticket) -> None:
+        """The chunk has bytes on the device from here."""
+        self._present[chunk.spec.name] = (chunk, at)
+
+    def on_absent(self, chunk: Chunk, at: Ticket) -> None:
+        """The chunk has none from here."""
+        known = self._present.pop(chunk.spec.name, None)
+        if known is not None:
+            self._presences.append(_Presence(self.step, chunk, known[1], at))
+
+    def on_wait(self, group: StoredGroup, reached: Ticket, copied: Sequence[Copied]) -> None:
+        """The computation reached this point and goes on when the copies are done."""
+        ended = tuple(copy.ended for copy in copied)
+        self._spans.append(_Span(self.step, Lane.COMPUTE, f"{WAIT_PREFIX}{group.name}", self.phase, reached, ended))
+
+    # -- told by the session -------------------------------------------------------------------------------------------
+
+    def on_compute(self, group: str, phase: str, started: Ticket, ended: Ticket) -> None:
+        """The computation worked on a group."""
+        self._spans.append(_Span(self.step, Lane.COMPUTE, group, phase, started, (ended,)))
+        if phase == "update":
+            self.phases.insert(phase, started, ended)
+
+    def on_host_update(self, chunk: str, step: int, start_s: float, end_s: float, num_bytes: int) -> None:
+        """The host updated a chunk."""
+        with self._lock:
+            self._host_update_s += max(0.0, end_s - start_s)
+            self._host_spans.append(
+                LaneSpan(
+                    step=step,
+                    lane=Lane.HOST_UPDATE,
+                    name=chunk,
+                    phase="update",
+                    start_s=start_s,
+                    end_s=max(start_s, end_s),
+                    num_bytes=num_bytes,
+                )
+            )
+
+    def count_update(self) -> None:
+        """The optimizer has taken a step."""
+        self.num_updates += 1
+        if self._step_at_update == self.step:
+            # The model itself is never called, only parts of it: nobody else would begin a step.
+            self.begin_step()
+        self._step_at_update = self.step
+
+    def begin_step(self) -> None:
+        """A new step; what is older than the kept ones is forgotten."""
+        self.step += 1
+        oldest = self.step - KEPT_STEPS
+        while self._spans and self._spans[0].step < oldest:
+            span = self._spans.popleft()
+            if span.lane is Lane.COMPUTE and span.name.startswith(WAIT_PREFIX):
+                # Steps ago: its events have long passed, and reading them waits for nothing.
+                self._waited_s += _lane_span(span).duration_s
+        while self._presences and self._presences[0].step < oldest:
+            self._presences.popleft()
+        with self._lock:
+            while self._host_spans and self._host_spans[0].step < oldest:
+                self._host_spans.popleft()
+
+    # -- asked ---------------------------------------------------------------------------------------------------------
+
+    def moved(self) -> tuple[MovedRow, ...]:
+        """Bytes and copies since the start."""
+        return tuple(
+            MovedRow(direction=_LANES[reason].value, reason=reason, num_bytes=total, num_copies=count)
+            for reason, (total, count) in self._moved.items()
+        )
+
+    def timeline(self, now: Ticket, *, is_emulated: bool, resident: Sequence[Chunk]) -> Timeline:
+        """The spans of the last steps. Waits for what they stand for."""
+        now_s = now.time_s()
+        spans = [_lane_span(span) for span in self._spans]
+        with self._lock:
+            spans += self._host_spans
+        stays = [(item.chunk, item.started.time_s(), item.ended.time_s()) for item in self._presences]
+        stays += [(chunk, at.time_s(), now_s) for chunk, at in self._present.values()]
+        uses: dict[str, list[tuple[float, float]]] = {}
+        for span in sorted(spans, key=lambda span: span.start_s):
+            if span.lane is Lane.COMPUTE and span.waits_for is None:
+                uses.setdefault(span.name, []).append((span.start_s, span.end_s))
+        residency = [
+            _residency(chunk, from_s, to_s, state)
+            for chunk, start_s, end_s in stays
+            for from_s, to_s, state in _split(start_s, max(start_s, end_s), uses.get(chunk.spec.group, ()))
+        ]
+        started_s = min((span.start_s for span in spans), default=0.0)
+        residency += [_residency(chunk, started_s, max(now_s, started_s), "resident") for chunk in resident]
+        return Timeline(spans=tuple(spans), residency=tuple(residency), is_emulated=is_emulated)
+
+    def exposed_copy_s(self, timeline: Timeline) -> float:
+        """Time of all steps in which compute stood still: that of the forgotten spans, and of the timeline's."""
+        return self._waited_s + timeline.exposed_copy_s()
+
+    def host_update_s(self) -> float:
+        """Time of all steps in which the worker updated chunks on the host."""
+        with self._lock:
+            return self._host_update_s
+
+    def _copy(self, name: str, copied: Copied, reason: Reason, num_bytes: int) -> None:
+        total = self._moved.setdefault(reason, [0, 0])
+        total[0] += num_bytes
+        total[1] += 1
+        lane = _LANES[reason]
+        self._spans.append(_Span(self.step, lane, name, self.phase, copied.started, (copied.ended,), num_bytes, reason))
+
+
+def _lane_span(span: _Span) -> LaneSpan:
+    start_s = span.started.time_s()
+    return LaneSpan(
+        step=span.step,
+        lane=span.lane,
+        name=span.name,
+        phase=span.phase,
+        start_s=start_s,
+        end_s=max(start_s, *(ticket.time_s() for ticket in span.ended)),
+        num_bytes=span.num_bytes,
+        reason=span.reason,
+    )
+
+
+def _split(start_s: float, end_s: float, uses: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float, str]]:
+    """A stay on the device, cut where its group was in use; the uses are in the order of their start."""
+    for use_start_s, use_end_s in uses:
+        begin_s, finish_s = max(start_s, use_start_s), min(end_s, use_end_s)
+        if finish_s <= begin_s:
+            continue
+        if begin_s > start_s:
+            yield start_s, begin_s, "fetched"
+        yield begin_s, finish_s, "in use"
+        start_s = finish_s
+    if end_s > start_s:
+        yield start_s, end_s, "fetched"
+
+
+def _residency(chunk: Chunk, start_s: float, end_s: float, state: str) -> ResidencySpan:
+    return ResidencySpan(
+        chunk=chunk.spec.name,
+        group=chunk.spec.group,
+        start_s=start_s,
+        end_s=max(start_s, end_s),
+        num_bytes=chunk.spec.nbytes,
+        state=state,
+    )
+
+
+def is_resident(chunk: Chunk) -> bool:
+    """Whether the chunk stays on the device."""
+    return chunk.state is ChunkState.RESIDENT

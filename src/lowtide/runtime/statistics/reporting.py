@@ -1,0 +1,180 @@
+"""Reporter: what a session did so far, as plain data, when somebody asks. It reads the other parts and changes none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lowtide.activations.apply import Applied
+from lowtide.memory.chunk import Chunk
+from lowtide.memory.store import ChunkStore
+from lowtide.memory.tier import Tier
+from lowtide.planning.plan import Plan
+from lowtide.runtime.assembly import Basis
+from lowtide.runtime.host_memory import HostPool, Tiers
+from lowtide.runtime.parameters.group import Unit, chunks_in
+from lowtide.runtime.statistics.observer import Gauge
+from lowtide.runtime.statistics.recording import Recorder, is_resident
+from lowtide.runtime.statistics.session_stats import CacheRow, ChunkRow, SessionStats, TierRow
+from lowtide.runtime.statistics.timeline import Timeline
+from lowtide.runtime.updates.host_need import HostNeed
+
+
+class DevicePeak:
+    """Remembers what a reset makes the device forget.
+
+    Args:
+        basis: Knows the device.
+        before_bytes: The most under the plans before; None under the first.
+        gauge: Of an observer, which resets the device's record too.
+    """
+
+    def __init__(self, basis: Basis, before_bytes: int | None, gauge: Gauge | None) -> None:
+        self._basis = basis
+        self._before_bytes = before_bytes
+        self._gauge = gauge
+        self._taken_bytes = 0
+        """What the statistics would show, had `take` not begun a new peak."""
+
+    def take(self) -> int:
+        """The most in use since this was last called, or since the start; a new peak begins."""
+        if self._basis.tracked is not None:
+            peak_bytes = shown_bytes = self._basis.tracked.reset_peak()
+        else:
+            device = self._basis.mover.device
+            peak_bytes, shown_bytes = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+            torch.cuda.reset_peak_memory_stats(device)
+        self._taken_bytes = max(self._taken_bytes, shown_bytes)
+        return peak_bytes
+
+    def highest_bytes(self) -> int | None:
+        """The most of the whole session, on CUDA as reserved by the allocator; None where only chunks are known."""
+        if self._basis.tracked is not None:
+            peaks = [self._basis.tracked.peak_bytes, self._taken_bytes]
+        elif self._basis.is_on_cuda:
+            peaks = [torch.cuda.max_memory_reserved(self._basis.mover.device), self._taken_bytes]
+        else:
+            peaks = []
+        if self._before_bytes is not None:
+            peaks.append(self._before_bytes)
+        if self._gauge is not None:
+            peaks.append(self._gauge.highest_bytes)
+        return max(peaks, default=None)
+
+
+def tier_rows(
+    store: ChunkStore,
+    chunks: Sequence[Chunk],
+    *,
+    device_peak_bytes: int | None,
+    device_budget_bytes: int | None,
+    host: Tier,
+    pinned: Tier,
+    host_predicted_bytes: int,
+) -> tuple[TierRow, ...]:
+    """One for the device as a whole, its chunks, the host, and what is locked of it.
+
+    `device_peak_bytes` is of everything on the device; None where only chunks are known.
+    """
+    resident_bytes = sum(chunk.spec.nbytes for chunk in chunks if is_resident(chunk))
+    streamed_bytes = sum(chunk.spec.nbytes for chunk in chunks) - resident_bytes
+    chunk_peak_bytes = resident_bytes + store.peak_bytes
+    return (
+        TierRow(
+            tier="device",
+            peak_bytes=chunk_peak_bytes if device_peak_bytes is None else device_peak_bytes,
+            budget_bytes=device_budget_bytes,
+        ),
+        TierRow(
+            tier="device chunks",
+            peak_bytes=chunk_peak_bytes,
+            predicted_bytes=resident_bytes + min(store.window_bytes, streamed_bytes),
+        ),
+        TierRow(
+            tier="host",
+            peak_bytes=host.peak_bytes,
+            budget_bytes=host.budget_bytes,
+            predicted_bytes=host_predicted_bytes,
+        ),
+        TierRow(tier="pinned", peak_bytes=pinned.peak_bytes, budget_bytes=pinned.budget_bytes),
+    )
+
+
+def chunk_rows(plan: Plan, units: Mapping[str, Unit], timeline: Timeline) -> tuple[ChunkRow, ...]:
+    """One row a chunk, in the order of the plan."""
+    length_s = max(timeline.end_s - timeline.start_s, 1e-12)
+    present: dict[str, float] = {}
+    for span in timeline.residency:
+        present[span.chunk] = present.get(span.chunk, 0.0) + span.duration_s
+    return tuple(
+        ChunkRow(
+            name=chunk.spec.name,
+            group=group.name,
+            num_bytes=chunk.spec.nbytes,
+            weights=group.weights.value,
+            site=site.value,
+            num_fetches=chunk.num_fetches,
+            resident_share=min(1.0, present.get(chunk.spec.name, 0.0) / length_s),
+        )
+        for group in plan.groups
+        for chunk, site in zip(units[group.name].group.chunks, group.sites, strict=True)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Reporter:
+    """Over the parts that know what happened."""
+
+    basis: Basis
+    plan: Plan
+    units: Mapping[str, Unit]
+    recorder: Recorder
+    pool: HostPool
+    store: ChunkStore
+    tiers: Tiers
+    need: HostNeed
+    peak: DevicePeak
+    applied: Applied | None
+    """Activation policies; None where all keep what they save."""
+
+    def timeline(self) -> Timeline:
+        """What the lanes did in the last steps. Waits for the work that is under way."""
+        self.basis.mover.drain()
+        resident = [chunk for chunk in chunks_in(self.units.values()) if is_resident(chunk)]
+        return self.recorder.timeline(
+            self.basis.mover.now(), is_emulated=self.basis.tracked is not None, resident=resident
+        )
+
+    def stats(self) -> SessionStats:
+        """What happened so far. Waits for the work that is under way."""
+        timeline = self.timeline()
+        cache, _ = self.pool.counts()
+        return SessionStats(
+            num_steps=self.recorder.num_updates or self.recorder.step,
+            moved=self.recorder.moved(),
+            exposed_copy_s=self.recorder.exposed_copy_s(timeline),
+            seconds=self.recorder.phases.seconds(),
+            host_update_s=self.recorder.host_update_s(),
+            chunks=chunk_rows(self.plan, self.units, timeline),
+            cache=CacheRow(hits=cache.num_hits, misses=cache.num_misses, held_bytes=cache.held_bytes),
+            tiers=self._tiers(),
+            is_emulated=self.basis.tracked is not None,
+            activations=None if self.applied is None else self.applied.stats(),
+        )
+
+    def device_peak_bytes(self) -> int:
+        """The most that the device held so far, as the statistics show it."""
+        return next(row.peak_bytes for row in self._tiers() if row.tier == "device")
+
+    def _tiers(self) -> tuple[TierRow, ...]:
+        return tier_rows(
+            self.store,
+            chunks_in(self.units.values()),
+            device_peak_bytes=self.peak.highest_bytes(),
+            device_budget_bytes=self.plan.budgets.device_bytes,
+            host=self.tiers.host,
+            pinned=self.tiers.pinned,
+            host_predicted_bytes=self.need.everything_bytes,
+        )

@@ -1,0 +1,1 @@
+"""Updates: the user's optimizer by chunks, on the device and on the host."""

@@ -1,0 +1,475 @@
+"""ManagedOptimizer: makes the user's own optimizer object step through the session.
+
+The object stays the user's: schedulers, scalers and param groups go on working, because they hold this very object.
+Only its `step`, its `zero_grad` and what a copy of it takes along are replaced, as attributes of the instance, and put back
+by `close`.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from lowtide import compat
+from lowtide.errors import NonFiniteGradientError, UnsupportedOptimizerError
+from lowtide.planning.plan import Schedule, Site
+from lowtide.runtime.parameters.gradients import norm_of
+from lowtide.runtime.parameters.group import Bound, Unit
+from lowtide.runtime.parameters.pending import unveil
+from lowtide.runtime.passes.backward_task import is_away
+from lowtide.runtime.passes.engine import Engine
+from lowtide.runtime.passes.lock import HELD
+from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer, Settings
+from lowtide.runtime.updates.clipping import clip_by_norm, clip_factor, refuse_non_finite
+from lowtide.runtime.updates.finite import refuse_non_finite_gradients
+from lowtide.runtime.updates.kernel_optimizer import KernelOptimizer
+from lowtide.runtime.updates.state import AbsentState, LiveState, check_loaded_settings, check_loaded_state
+from lowtide.runtime.updates.updater import LOOSE, Finisher
+
+
+class ManagedOptimizer:
+    """Steps an optimizer by chunks.
+
+    Args:
+        optimizer: The user's.
+        engine: Knows the units and their condition.
+        finisher: Runs the updates.
+        max_grad_norm: Clip the gradients to this norm before each step; None leaves them.
+        num_closure_calls: How often the optimizer's own step calls a closure that it is given.
+        after_step: Called at the end of each step.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        engine: Engine,
+        finisher: Finisher,
+        *,
+        max_grad_norm: float | None,
+        num_closure_calls: int = 1,
+        after_step: Callable[[], None] | None = None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._num_closure_calls = num_closure_calls
+        self.serve(engine, finisher, after_step)
+        self._max_grad_norm = max_grad_norm
+        self.last_norm: torch.Tensor | None = None
+        """The norm before clipping, of the last step with `max_grad_norm`."""
+        self._replaced: dict[str, object] = {}
+        self._installed: dict[str, object] = {}
+        self._is_installed = False
+        self._handles: list[Any] = []
+        self._plain_state: Any = None
+        """The dictionary that was `optimizer.state` before, and will be again."""
+
+    @property
+    def runner(self) -> ChunkOptimizer:
+        """Runs the updates of chunks."""
+        return self._updater.optimizer
+
+    def serve(self, engine: Engine, finisher: Finisher, after_step: Callable[[], None] | None) -> None:
+        """Step through these from now on: the session goes on under another plan."""
+        self._engine = engine
+        self._finisher = finisher
+        self._updater = finisher.updater
+        self._after_step = after_step
+
+    def install(self) -> None:
+        """Take over `step` and `zero_grad`, and be asked before state is read or after it is loaded.
+
+        Where the optimizer does not allow a part of that, it is left as it was.
+        """
+        self._is_installed = True
+        try:
+            self._take_over()
+        except BaseException:
+            self.remove()
+            raise
+
+    def _take_over(self) -> None:
+        session = self
+
+        # Both go on working when the session is closed: a scheduler may have put its wrapper around them by then.
+        def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            if session._is_installed:
+                return session._step(closure)
+            return type(optimizer).step(optimizer, closure) if closure is not None else type(optimizer).step(optimizer)
+
+        def zero_grad(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+            if session._is_installed:
+                session._zero_grad(set_to_none)
+            else:
+                type(optimizer).zero_grad(optimizer, set_to_none)
+
+        def getstate(optimizer: torch.optim.Optimizer) -> Any:
+            return session._whole_state() if session._is_installed else type(optimizer).__getstate__(optimizer)
+
+        compat.copy_scheduler_mark(self._optimizer.step, step)
+        for name, function in (("step", step), ("zero_grad", zero_grad), ("__getstate__", getstate)):
+            if name in vars(self._optimizer):
+                self._replaced[name] = vars(self._optimizer)[name]
+            # Bound methods: schedulers wrap `step.__func__`.
+            self._installed[name] = types.MethodType(function, self._optimizer)
+            setattr(self._optimizer, name, self._installed[name])
+        self._guard_state()
+        # One by one: what is registered when one is refused is taken back.
+        add, optimizer = self._handles.append, self._optimizer
+        add(optimizer.register_state_dict_pre_hook(lambda _: self.settle()))
+        add(optimizer.register_state_dict_post_hook(lambda _, state: self._fill(state)))
+        add(optimizer.register_load_state_dict_pre_hook(lambda _, state: self._accept(state)))
+        add(optimizer.register_load_state_dict_post_hook(lambda _: self._after_load()))
+
+    def remove(self) -> None:
+        """Give the optimizer back as it was. May be repeated."""
+        self._updater.optimizer.forget_empty_state()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._is_installed = False
+        for name in list(self._installed):
+            # Where somebody wrapped it since, the wrapper reaches the plain method through it.
+            if vars(self._optimizer).get(name) is self._installed[name]:
+                if name in self._replaced:
+                    setattr(self._optimizer, name, self._replaced[name])
+                else:
+                    delattr(self._optimizer, name)
+            del self._installed[name]
+        self._replaced.clear()
+        self._give_state_back()
+        if isinstance(self.runner, KernelOptimizer):
+            self.runner.kept.hand_back()
+
+    def _guard_state(self) -> None:
+        """What is read in `optimizer.state` from now on is true; torch may just have replaced the dictionary."""
+        self._plain_state = self._optimizer.state
+        self._optimizer.state = (
+            AbsentState() if isinstance(self.runner, KernelOptimizer) else LiveState(self.settle, self._plain_state)
+        )
+
+    def _give_state_back(self) -> None:
+        guarded = self._optimizer.state
+        if isinstance(guarded, LiveState | AbsentState):
+            entries = dict(dict.items(guarded))
+            self._plain_state.clear()
+            self._plain_state.update(entries)
+            self._optimizer.state = self._plain_state
+        self._plain_state = None
+
+    def settle(self) -> None:
+        """Wait until every update has been made."""
+        for unit in self._engine.units.values():
+            self._engine.settle_unit(unit)
+        self._engine.worker.check()
+        self._engine.gradient_watch.check(waits=True)
+        self._updater.optimizer.forget_empty_state()
+
+    def _whole_state(self) -> Any:
+        """For `pickle` and `deepcopy`, which look into torch's own dictionary: the session's states are not there."""
+        self.settle()
+        plain: Any = type(self._optimizer).__getstate__(self._optimizer)
+        if isinstance(self.runner, KernelOptimizer):
+            return {**plain, "state": defaultdict(dict, self.runner.kept.in_torchs_form())}
+        return self._without_session(plain) if isinstance(plain, dict) else plain
+
+    def _without_session(self, plain: dict[str, Any]) -> dict[str, Any]:
+        """Of a class whose copies take all attributes along: one with this session's `step` would step this optimizer."""
+        ours = {handle.id for handle in self._handles}
+        rest: dict[str, Any] = {}
+        for name, value in plain.items():
+            if name in self._installed and value is self._installed[name]:
+                if name in self._replaced:
+                    rest[name] = self._replaced[name]
+            elif name.endswith("_hooks") and isinstance(value, dict):
+                rest[name] = type(value)((number, hook) for number, hook in value.items() if number not in ours)
+            else:
+                rest[name] = value
+        return rest
+
+    def _fill(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        return self.runner.kept.fill(state) if isinstance(self.runner, KernelOptimizer) else None
+
+    def _accept(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        self.settle()
+        rest = None
+        if isinstance(self.runner, KernelOptimizer):
+            rest = self.runner.kept.accept(state)
+        else:
+            check_loaded_state(self._optimizer, state)
+        check_loaded_settings(self._optimizer, state)
+        return rest
+
+    def _after_load(self) -> None:
+        if isinstance(self.runner, KernelOptimizer):
+            self.runner.kept.load_accepted()
+        self._guard_state()
+        self._updater.optimizer.refresh_groups()
+        self._updater.place_state(list(self._engine.units.values()), self._engine.mover.device)
+
+    # -- the two methods -----------------------------------------------------------------------------------------------
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
+        result = None
+        if closure is not None:
+            if self._num_closure_calls != 1:
+                raise UnsupportedOptimizerError(
+                    f"{type(self._optimizer).__name__} calls its closure {self._num_closure_calls} times in a step, and a step by "
+                    "chunks calls it once, before the updates; call backward and then step() without a closure. Nothing was "
+                    "updated"
+                )
+            with torch.enable_grad():
+                result = closure()
+        phases = self._engine.recorder.phases
+        with self._engine.calling("optimizer.step()"):
+            went_well = False
+            try:
+                with HELD:
+                    phases.enter("update")
+                    self._step_after(closure)
+                went_well = True
+            finally:
+                phases.leave("update")
+                HELD.rest()
+                self._engine.forward.call_over(went_well)
+        return result
+
+    def _step_after(self, closure: Callable[[], Any] | None) -> None:
+        engine = self._engine  # after the closure, whose forward may begin another plan
+        engine.check_broken()
+        engine.worker.check()
+        engine.gradient_watch.check(waits=False)
+        engine.refuse_lost_step()
+        if not compat.scaler_values(self._optimizer):
+            engine.loss.check()  # a scaler judges the gradients itself, and skips the update
+        before, after = compat.step_hooks(self._optimizer)
+        arguments = (self._optimizer,) if closure is None else (self._optimizer, closure)
+        for hook in before:
+            hook(self._optimizer, arguments, {})
+        self._updater.optimizer.refresh_groups()
+        self._update()
+        engine.residency.settle_held()
+        for unit in engine.units.values():
+            if unit.guards_gradients:
+                unit.forget_backward()
+                engine.residency.guard(unit)
+        for hook in after:
+            hook(self._optimizer, arguments, {})
+        compat.mark_stepped(self._optimizer)
+        engine.recorder.count_update()
+        if self._after_step is not None:
+            self._after_step()
+
+    def _zero_grad(self, set_to_none: bool) -> None:
+        try:
+            with HELD:
+                self._clear_gradients(set_to_none)
+        finally:
+            HELD.rest()
+
+    def _clear_gradients(self, set_to_none: bool) -> None:
+        self._engine.check_broken()
+        self._engine.forget_step()
+        for unit in self._engine.units.values():
+            if unit.guards_gradients:
+                # Given up between backward and step: the weights have moved, the gradients are gone.
+                unit.forget_backward()
+                self._engine.residency.guard(unit)
+        bounds = {} if set_to_none else self._bounds()
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if set_to_none:
+                    parameter.grad = None
+                else:
+                    bound = bounds.get(id(parameter))
+                    was_seen = bound is not None and bound.was_seen
+                    if parameter.grad.grad_fn is not None:
+                        parameter.grad.detach_()
+                    else:
+                        parameter.grad.requires_grad_(False)
+                    parameter.grad.zero_()
+                    if bound is not None:
+                        # Nobody but this has looked, and nothing of it is kept.
+                        bound.was_seen, bound.norm = was_seen, None
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _update(self) -> None:
+        optimizer = self._updater.optimizer
+        settings = optimizer.settings()
+        units = list(self._engine.units.values())
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        if isinstance(optimizer, KernelOptimizer) and self._engine.schedule is Schedule.DEFERRED:
+            # All of them before the first update.
+            bounds = self._bounds()
+            for parameter in parameters:
+                bound = bounds.get(id(parameter))
+                optimizer.check_gradient(parameter, parameter.grad, None if bound is None else bound.spec.name)
+        if self._max_grad_norm is not None:
+            if isinstance(optimizer, KernelOptimizer):
+                scale = settings.scaler.get("grad_scale")  # gradients that a scaler leaves to the kernel to unscale
+                taken, others = self._norms(parameters)
+                norms = {**taken, **{number: norm_of(gradient) for number, gradient in others.items()}}
+                del others  # or somebody would seem to hold the gradients
+                in_order = [norms[number] for number in sorted(norms)]
+                clip = clip_factor(in_order, self._max_grad_norm, self._engine.mover, scale)
+                settings, self.last_norm = replace(settings, clip=clip), clip.total
+                if not settings.scaler:
+                    refuse_non_finite(clip.total, self._max_grad_norm)
+            else:
+                self.last_norm = self._clip(parameters, is_judged=bool(settings.scaler))
+        elif not settings.scaler:
+            refuse_non_finite_gradients(
+                *self._norms(parameters),
+                partial(self._name, parameters),
+                is_after_updates=any(unit.is_consumed for unit in units),
+            )
+        managed = {id(bound.parameter) for unit in units for bound in unit.bounds}
+        loose = [parameter for parameter in parameters if id(parameter) not in managed]
+        self._updater.begin_step()
+        advance = optimizer.prepare_advance()
+        try:
+            self._update_all(units, loose, settings)
+            advance()
+        except BaseException:
+            if self._completes(units, loose, settings):
+                advance()
+            raise
+
+    def _update_all(self, units: Sequence[Unit], loose: Sequence[torch.Tensor], settings: Settings) -> None:
+        """All that was not updated yet in this step."""
+        if self._engine.schedule is Schedule.IN_BACKWARD:
+            if not self._updater.has_updated(LOOSE):
+                self._updater.update_here((), loose, settings)
+            for unit in units:
+                # Streamed weights that the model used outside of their module's call: their gradients are on the host.
+                if not unit.is_resident:
+                    unit.forget_backward()
+                    self._update_unit(unit, settings)
+            return
+        self._update_resident(units, loose, settings)
+        # The worker takes the oldest first where gradients are still on their way, and the next forward waits for this order.
+        for unit in sorted(units, key=lambda unit: unit.place):
+            self._update_unit(unit, settings)
+
+    def _completes(self, units: Sequence[Unit], loose: Sequence[torch.Tensor], settings: Settings) -> bool:
+        """An exception has broken the updates off: make those that are missing, so that weights and state are of one step.
+
+        Where none was made, weights and optimizer stay as before the step. Where the exception comes again, or has torn an
+        update on the device, the step is lost, and the next `step` says which groups moved.
+        """
+        updater = self._updater
+        names = {LOOSE: None, **{chunk.spec.name: unit for unit in units for chunk in unit.group.chunks}}
+        self._engine.put_in_order()
+        has_moved = any(map(updater.has_updated, names)) or any(unit.is_consumed for unit in units)
+        if not updater.is_torn and not has_moved:
+            return False
+        try:
+            if not updater.is_torn:
+                self._update_all(units, loose, settings)
+                return True
+        except BaseException:
+            self._engine.put_in_order()
+        moved = {id(unit): unit for name, unit in names.items() if unit is not None and updater.has_begun(name)}
+        self._engine.lose_step(moved.values())
+        return False
+
+    def _clip(self, parameters: Sequence[torch.Tensor], *, is_judged: bool) -> torch.Tensor:
+        assert self._max_grad_norm is not None
+        try:
+            return clip_by_norm(parameters, self._max_grad_norm, is_judged=is_judged)
+        except NonFiniteGradientError:
+            raise
+        except BaseException:
+            # Some of the gradients may be clipped, and others not.
+            self._engine.lose_step(())
+            raise
+
+    def _bounds(self) -> dict[int, Bound]:
+        """By the `id` of the parameter."""
+        return {id(bound.parameter): bound for unit in self._engine.units.values() for bound in unit.bounds}
+
+    def _norms(self, parameters: Sequence[torch.Tensor]) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+        """By the parameters' numbers: norms that were taken when gradients passed by, and the gradients of all others."""
+        bounds = self._bounds()
+        taken: dict[int, torch.Tensor] = {}
+        others: dict[int, torch.Tensor] = {}
+        for number, parameter in enumerate(parameters):
+            bound = bounds.get(id(parameter))
+            with compat.without_torch_function():
+                # Past the guard of groups that a backward has updated: what it used up was judged there, and is gone.
+                gradient = parameter.grad
+            if gradient is None:
+                continue
+            if bound is not None and is_away(bound) and gradient is bound.gradient:
+                if bound.known_norm is None:
+                    bound.settle_gradient()  # the worker takes it after the last addition
+                if (norm := bound.known_norm) is not None:
+                    taken[number] = norm
+                    continue
+            others[number] = gradient.detach()
+        return taken, others
+
+    def _name(self, parameters: Sequence[torch.Tensor], number: int) -> str:
+        bound = self._bounds().get(id(parameters[number]))
+        return f"parameter {number} of the optimizer" if bound is None else bound.spec.name
+
+    def _update_resident(self, units: Sequence[Unit], loose: Sequence[torch.Tensor], settings: Settings) -> None:
+        """All that stays on the device in one step, as plain torch takes it."""
+        known = self._updater.optimizer
+        bounds = [
+            bound
+            for unit in units
+            if unit.is_resident
+            for bound in unit.bounds
+            if bound.site is Site.DEVICE and known.knows(bound.parameter)
+        ]
+        if any(map(self._updater.has_updated, (LOOSE, *(bound.chunk.spec.name for bound in bounds)))):
+            return  # all of them were, in one step
+        for unit in units:
+            if unit.is_resident and any(bound.parameter.grad is not None for bound in unit.bounds):
+                unit.generation += 1
+        for bound in bounds:
+            unveil(bound.parameter)  # torch's foreach kernels are for plain tensors only
+        self._updater.update_here(bounds, loose, settings)
+
+    def _update_unit(self, unit: Unit, settings: Settings) -> None:
+        """A unit's chunks on the host, and its streamed ones on the device."""
+        engine, known = self._engine, self._updater.optimizer
+        unit.adopt_foreign_data()
+        is_updated = False
+        for chunk in unit.group.chunks:
+            with compat.without_torch_function():
+                bounds = [
+                    bound
+                    for bound in unit.bounds
+                    if bound.chunk is chunk and known.knows(bound.parameter) and bound.parameter.grad is not None
+                ]
+            if not bounds or self._updater.has_updated(chunk.spec.name):
+                continue
+            # Before it is: a backward through older weights must be refused, wherever this breaks off.
+            if not unit.is_resident and not is_updated:
+                is_updated = True
+                unit.generation += 1
+            if bounds[0].site is Site.HOST:
+                if unit.is_on_host:
+                    for bound in bounds:
+                        # Autograd made it where it belongs: it is used in place, and veiled until it has been.
+                        bound.gradient = bound.parameter.grad
+                self._updater.update_on_host(unit, chunk, bounds, settings)
+                engine.residency.store.drop(unit.name)
+                for bound in bounds:
+                    engine.veil_gradient(bound)
+            elif not unit.is_resident:
+                self._finisher.update_streamed_on_device(unit, chunk, bounds, settings)
+            elif bounds[0].site is Site.PAGED:
+                for bound in bounds:
+                    unveil(bound.parameter)
+                self._updater.update_here(bounds, (), settings)
+        engine.residency.guard(unit)

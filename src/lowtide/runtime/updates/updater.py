@@ -1,0 +1,356 @@
+"""Updater: runs the optimizer on chunks whose gradients are complete, on the device at once and on the host in the worker."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+
+from lowtide import compat
+from lowtide.memory.allocation_cache import AllocationCache
+from lowtide.memory.chunk import Chunk
+from lowtide.memory.mover import Mover
+from lowtide.memory.store import ChunkStore
+from lowtide.planning.plan import Site
+from lowtide.runtime.parameters.gradients import norm_of
+from lowtide.runtime.parameters.group import Bound, Unit
+from lowtide.runtime.parameters.residency import Residency
+from lowtide.runtime.parameters.tensors import beside, same_memory
+from lowtide.runtime.statistics.recording import Recorder
+from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer, Settings, Update
+from lowtide.runtime.updates.finite import GradientWatch, Verdict
+from lowtide.runtime.updates.worker import HostWorker, Job
+
+LOOSE = "(unmanaged)"
+"""Stands for parameters that no chunk has."""
+
+
+class Updater:
+    """Makes the updates of chunks, and knows which were made in this step.
+
+    Args:
+        clock_origin_s: `perf_counter` at the mover's start, so that the host's spans share its clock.
+    """
+
+    def __init__(
+        self,
+        optimizer: ChunkOptimizer,
+        store: ChunkStore,
+        worker: HostWorker,
+        cache: AllocationCache,
+        recorder: Recorder,
+        gradient_watch: GradientWatch,
+        *,
+        clock_origin_s: float,
+    ) -> None:
+        self.optimizer = optimizer
+        self._store = store
+        self._worker = worker
+        self._cache = cache
+        self._recorder = recorder
+        self._gradient_watch = gradient_watch
+        self._clock_origin_s = clock_origin_s
+        self._brought: tuple[Settings, Settings] | None = None
+        self._jobs: dict[str, Job] = {}
+        self._marks: dict[str, int] = {}
+        self._num_made = 0
+        self.is_torn = False
+        """Whether an update on the device broke off in the middle, in this step: weights and state may be of two steps."""
+
+    def begin_step(self) -> None:
+        """What is updated from now on belongs to another step."""
+        self._jobs.clear()
+        self._marks.clear()
+        self.is_torn = False
+
+    def has_updated(self, chunk: str) -> bool:
+        """Whether the chunk's update was made in this step, or the worker will make it; right also after an exception."""
+        if chunk in self._jobs:
+            return self._jobs[chunk].is_given
+        return chunk in self._marks and self._num_made > self._marks[chunk]
+
+    def has_begun(self, chunk: str) -> bool:
+        """Whether its update was made, or may be half made."""
+        return self.has_updated(chunk) or (self.is_torn and self._marks.get(chunk) == self._num_made)
+
+    def update_here(self, bounds: Sequence[Bound], loose: Sequence[torch.Tensor], settings: Settings) -> None:
+        """One step on parameters that look at the device, gradients beside them, and on unmanaged ones."""
+        for bound in bounds:
+            self.optimizer.check_gradient(bound.parameter, bound.parameter.grad, bound.spec.name)
+        parameters = [bound.parameter for bound in bounds] + list(loose)
+        updates = [Update(parameter, parameter) for parameter in parameters if parameter.grad is not None]
+        if not updates:
+            return
+        take_step = self.optimizer.prepare(updates, settings)
+        self._marks.update(dict.fromkeys(_names(bounds), self._num_made))
+        try:
+            # In one line: there is no place between the two at which an exception could leave one without the other.
+            self._num_made += take_step()
+        except BaseException:
+            self.is_torn = True
+            raise
+
+    def update_on_host(self, unit: Unit, chunk: Chunk, bounds: Sequence[Bound], settings: Settings) -> None:
+        """One step on the host for a chunk whose gradients are there or on their way. Returns at once."""
+        settings = self._on_host(settings)
+        updates: list[Update] = []
+        gradients: list[torch.Tensor | None] = []
+        if unit.is_held(chunk):
+            unit.is_awaited = True
+            chunk.mark_touched()
+        self._store.take_over(chunk)
+        awaited = [waiting for bound in bounds for waiting in bound.pending]
+        for bound in bounds:
+            assert bound.twin is not None
+            # Another object over the same memory: the user's gradient may be veiled, and would wait for this very job.
+            unit.is_awaited = unit.is_awaited or _is_gradient_held(bound)
+            gradients.append(_gradient_of(bound))
+            updates.append(Update(bound.parameter, _target_on_host(bound)))
+        # A fetch may still be reading the bytes that the update is about to change, or a write-back be filling them.
+        copies = [copied.ended for copied in (chunk.fetched, chunk.written) if copied is not None]
+        if self.optimizer.needs_values(updates):
+            for ended in copies:
+                ended.wait()
+        self.optimizer.claim_state(updates, settings)
+        # Told before it is given: where that breaks off, it is known whether the update will be made.
+        job = self._jobs[chunk.spec.name] = self._worker.new_job()
+        staging = chunk.take_staging()
+        # Deferred, `step()` has judged them all.
+        verdict = judge_sent(bounds, self._gradient_watch) if staging is not None else None
+        for bound in bounds:
+            bound.norm = None
+        step = self._recorder.step
+
+        def update() -> None:
+            started_s = time.perf_counter()
+            if verdict is not None and not verdict.is_finite():
+                return  # the loop is told by the watch
+            try:
+                # Not before: the update ahead of this one takes its own gradients off the same twins.
+                for item, gradient in zip(updates, gradients, strict=True):
+                    item.target.grad = gradient
+                with compat.outside_compilation():
+                    self.optimizer.run(updates, settings)
+            finally:
+                for item in updates:
+                    item.target.grad = None
+            self._recorder.on_host_update(
+                chunk.spec.name,
+                step,
+                started_s - self._clock_origin_s,
+                time.perf_counter() - self._clock_origin_s,
+                chunk.spec.nbytes,
+            )
+
+        if verdict is not None:
+            awaited.append(verdict.arrived)
+
+        def give_back() -> None:
+            if staging is not None:
+                self._cache.give_back(staging)
+
+        self._worker.submit(update, after=[*awaited, *copies], lastly=give_back, place=unit.place, job=job)
+        self._store.host_changes(chunk, job, unit.place)
+        for bound, item in zip(bounds, updates, strict=True):
+            if bound.foreign is not None and item.target is not bound.foreign:
+                job.wait()
+                with torch.no_grad():
+                    bound.foreign.copy_(item.target)
+        for bound in bounds:
+            if staging is None:
+                bound.pending.append(job)
+            else:
+                # The gradient's memory goes back with the staging buffer.
+                bound.pending.clear()
+                bound.gradient = None
+
+    def judge_in_backward(self, bounds: Sequence[Bound]) -> torch.Tensor | None:
+        """Gradients on the device, which an update there is about to take; its gate, where it can have one."""
+        return judge_here(bounds, self.optimizer, self._gradient_watch)
+
+    def _on_host(self, settings: Settings) -> Settings:
+        """Once for all chunks of a step: what lies on the device is waited for."""
+        if self._brought is None or self._brought[0] is not settings:
+            self._brought = (settings, settings.on_host())
+        return self._brought[1]
+
+    def place_state(self, units: Sequence[Unit], device: torch.device) -> None:
+        """Move optimizer state to where each chunk is updated."""
+        for unit in units:
+            for bound in unit.bounds:
+                if self.optimizer.knows(bound.parameter):
+                    site = torch.device("cpu") if bound.site is Site.HOST else device
+                    self.optimizer.place_state(bound.parameter, site)
+
+
+def _names(bounds: Sequence[Bound]) -> set[str]:
+    return {bound.chunk.spec.name for bound in bounds} or {LOOSE}
+
+
+def judge_here(bounds: Sequence[Bound], optimizer: ChunkOptimizer, watch: GradientWatch) -> torch.Tensor | None:
+    """See `Updater.judge_in_backward`."""
+    with compat.without_torch_function():
+        gradients = [(bound, bound.parameter.grad) for bound in bounds]
+    held = [(bound, gradient) for bound, gradient in gradients if gradient is not None]
+    if not held:
+        return None
+    names, norms = [bound.spec.name for bound, _ in held], [norm_of(gradient) for _, gradient in held]
+    undo = optimizer.undo_of([bound.parameter for bound, _ in held])
+    if undo is None:
+        watch.judge(names, norms, is_left_out=False)
+        return None
+    return watch.judge(names, norms, is_left_out=True, undo=undo).gate()
+
+
+def judge_sent(bounds: Sequence[Bound], watch: GradientWatch) -> Verdict | None:
+    """Gradients on their way to the host, whose norms were taken before they left."""
+    sent = [(bound.spec.name, bound.norm[1]) for bound in bounds if bound.norm is not None]
+    if not sent:
+        return None
+    names, norms = zip(*sent, strict=True)
+    return watch.judge_sent(names, norms)
+
+
+def _target_on_host(bound: Bound) -> torch.Tensor:
+    """The twin; where the user gave the parameter other memory, that, or a copy of it that the update can change."""
+    assert bound.twin is not None
+    foreign = bound.foreign
+    if foreign is None:
+        return bound.twin
+    if foreign.device == bound.twin.device and foreign.stride() == bound.twin.stride():
+        return foreign
+    return beside(bound.twin).copy_(foreign)
+
+
+def _is_gradient_held(bound: Bound) -> bool:
+    """Whether somebody else holds the memory of the gradient that the update reads, and may write to it unnoticed."""
+    if bound.chunk.staging is not None or bound.gradient is None:
+        return False
+    with compat.without_torch_function():
+        return bound.parameter.grad is bound.gradient and compat.num_storage_owners(bound.gradient) > 1
+
+
+def _gradient_of(bound: Bound) -> torch.Tensor | None:
+    if bound.chunk.staging is not None:
+        return None if bound.gradient is None else same_memory(bound.gradient)
+    gradient = bound.parameter.grad
+    if gradient is None or gradient is bound.gradient:
+        return None if gradient is None else bound.inner_gradient(gradient)
+    # Set by the user, who may change it as soon as `step` returns, and who may have put it beside resident weights.
+    assert bound.twin is not None
+    if gradient.device != bound.twin.device:
+        return gradient.detach().to(bound.twin.device)
+    copied = beside(gradient)
+    return copied.copy_(gradient)
+
+
+class Finisher:
+    """Updates chunks whose gradients are complete, in a backward or on the device in `step()`."""
+
+    def __init__(self, updater: Updater, residency: Residency, mover: Mover, recorder: Recorder) -> None:
+        self.updater = updater
+        self._residency = residency
+        self._mover = mover
+        self._recorder = recorder
+        self._taken: tuple[int, Settings] | None = None
+        """The settings of a backward, by its number."""
+
+    def finish(self, unit: Unit, backward: int, *, is_last: bool) -> None:
+        """Update the unit's chunks whose gradients this backward has completed.
+
+        Where `is_last`, the backward is over: parameters without a gradient will get none.
+        """
+        for chunk in unit.group.chunks:
+            fired = _complete(unit, chunk, is_last=is_last)
+            if not fired:
+                continue
+            if not is_last and any(visit.backward != backward for visit in unit.visits):
+                return  # another use of the same weights is still to come
+            if any(self.updater.optimizer.knows(bound.parameter) for bound in fired):
+                self._use_up(unit, chunk, fired, self._settings_in(backward))
+
+    def prefetch(self, units: Iterable[Unit]) -> None:
+        """The backward has reached these: optimizer state that visits the device comes beside it."""
+        self.updater.optimizer.prefetch(
+            [bound.parameter for unit in units for bound in unit.bounds if bound.site is Site.PAGED]
+        )
+
+    def update_streamed_on_device(self, unit: Unit, chunk: Chunk, bounds: Sequence[Bound], settings: Settings) -> None:
+        """Bring streamed weights to the device for their step there, and write them back."""
+        self._recorder.phase = "update"
+        try:
+            self._update_open(unit, chunk, bounds, settings)
+        finally:
+            unit.look_at_host()
+            self._residency.guard(unit)
+
+    def _settings_in(self, backward: int) -> Settings:
+        """Of its first update: a rate that lies on the device is waited for once, not at every chunk."""
+        if self._taken is None or self._taken[0] != backward:
+            self._taken = (backward, self.updater.optimizer.settings())
+        return self._taken[1]
+
+    def _use_up(self, unit: Unit, chunk: Chunk, fired: list[Bound], settings: Settings) -> None:
+        trained = [bound for bound in fired if self.updater.optimizer.knows(bound.parameter)]
+        for bound in fired:
+            bound.has_fired = False
+        unit.generation += 1
+        try:
+            # Before it is: a group that has moved is named, wherever this breaks off.
+            unit.consumed.add(chunk.spec.name)
+            self._update(unit, chunk, trained, settings)
+        except BaseException:
+            if not self.updater.is_torn and not self.updater.has_updated(chunk.spec.name):
+                unit.consumed.discard(chunk.spec.name)
+            raise
+
+    def _update(self, unit: Unit, chunk: Chunk, trained: Sequence[Bound], settings: Settings) -> None:
+        if trained[0].site is Site.HOST:
+            self.updater.update_on_host(unit, chunk, trained, settings)
+            self._residency.forget_old_copy(unit)
+            # Its last gradients come after its window has closed: whoever looks from now on waits for the update.
+            self._residency.guard(unit)
+            return
+        gate = self.updater.judge_in_backward(trained)
+        self._update_open(unit, chunk, trained, settings if gate is None else replace(settings, gate=gate))
+        with compat.without_torch_function():
+            for bound in trained:
+                bound.parameter.grad = None
+
+    def _update_open(self, unit: Unit, chunk: Chunk, bounds: Sequence[Bound], settings: Settings) -> None:
+        """One step on the device, in a window of its own; streamed weights are written back."""
+        self._residency.open(unit)
+        try:
+            started = self._mover.now()
+            if not unit.is_resident:
+                # Before they are changed: where the update breaks off, its state goes with what the device has.
+                self._residency.store.device_changes(chunk)
+            self.updater.update_here(bounds, (), settings)
+            if not unit.is_resident:
+                self._residency.write_back(unit, chunk)
+            self._recorder.on_compute(unit.name, "update", started, self._mover.now())
+        finally:
+            self._residency.close(unit)
+
+
+def _complete(unit: Unit, chunk: Chunk, *, is_last: bool) -> list[Bound]:
+    """The chunk's parameters with a gradient, once all of them that are trained have one, or will get none."""
+    if not is_last:
+        # This is asked at every gradient: as long as the same one is missing, the chunk is not complete.
+        awaited = unit.awaited.get(chunk.spec.name)
+        if awaited is not None and not awaited.has_fired:
+            return []
+    fired: list[Bound] = []
+    with compat.without_torch_function():  # parameters may be guarded; nobody reads a value here
+        for bound in unit.bounds:
+            if bound.chunk is not chunk:
+                continue
+            if bound.has_fired:
+                if bound.parameter.requires_grad:
+                    fired.append(bound)
+            elif not is_last and bound.parameter.requires_grad:
+                unit.awaited[chunk.spec.name] = bound
+                return []
+    return fired
