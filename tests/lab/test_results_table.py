@@ -122,7 +122,9 @@ def test_what_the_pages_say_of_predictions_is_in_the_records() -> None:
     }
     right = list(of_table.values()).count(0)
     assert f"{right} of the {len(of_table)} right to the byte" in unwrapped("lab.md")
-    said = f"{len(of_all)} predictions that can be compared with a run; {len(of_all) - len(wrong)} are right to the byte"
+    said = (
+        f"{len(of_all)} predictions that can be compared with a run; {len(of_all) - len(wrong)} are right to the byte"
+    )
     assert said in unwrapped("peak_memory.md")
 
 
