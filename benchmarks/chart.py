@@ -17,8 +17,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.optim.tables import own_and_peers
-from benchmarks.records import newest_rows, row_of_the_run
+from benchmarks.optim.tables import own_and_peers, shares_of
 from lowtide.units import GiB
 
 OWN, PEER, PLAIN = "#0b5fa5", "#b3541e", "#555555"
@@ -68,21 +67,18 @@ def points(results: Path) -> tuple[list[Point], list[Point]]:
         )
         for row, record, times, _ in own_and_peers(results, list(_LABELS))
     ]
-    curve = []
-    for name, (row, record) in newest_rows(results / "optimizer_shares", "lowtide.session_benchmark/1").items():
-        base = row_of_the_run(record, "3.14b, forward and backward")
-        if base is not None and re.fullmatch(r"3\.14b, \d+% on the host", name):
-            curve.append(
-                Point(
-                    label="",
-                    color=OWN,
-                    offset=(0, 0),
-                    reserved_gib=row["max_reserved_bytes"] / GiB,
-                    allocated_gib=row["max_allocated_bytes"] / GiB,
-                    times=float(row["median_s"]) / float(base["median_s"]),
-                    record=record.name,
-                )
-            )
+    curve = [
+        Point(
+            label="",
+            color=OWN,
+            offset=(0, 0),
+            reserved_gib=row["max_reserved_bytes"] / GiB,
+            allocated_gib=row["max_allocated_bytes"] / GiB,
+            times=times,
+            record=record.name,
+        )
+        for row, record, times in shares_of(results, "3.14b")
+    ]
     return single, sorted(curve, key=lambda point: point.reserved_gib)
 
 

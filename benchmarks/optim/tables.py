@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,8 @@ def readme(results: Path) -> str:
     ]
     said = "; ".join(f"{record}: {', '.join(dict.fromkeys(names))}" for record, names in used.items())
     remark = f"{len(used)} runs at {len(set(commits))} commits, each with its own baseline: {said}."
+    if curve := dict.fromkeys(record.path.stem for _, record, _ in shares_of(results, "3.14b")):
+        remark += f" The chart's curve: {', '.join(f'`{name}`' for name in curve)}."
     return table([*header, "host bytes a parameter"], lines, num_text=1) + f"\n\n{footnote(remark)}"
 
 
@@ -87,6 +90,16 @@ def own_and_peers(results: Path, names: Sequence[str]) -> Iterator[tuple[Row, Re
         base = row_of_the_run(record, _BASE) or found[_BASE][0]
         beyond = max(0, int(row["host_rss_bytes"]) - int(base["host_rss_bytes"]))
         yield row, record, float(row["median_s"]) / float(base["median_s"]), beyond / row["parameters"]
+
+
+def shares_of(results: Path, model: str) -> list[tuple[Row, Record, float]]:
+    """Rows by the share of updates on the host, with their record and their time in forwards and backwards of its run."""
+    if not (results / "optimizer_shares").exists():
+        return []
+    found: Found = newest_rows(results / "optimizer_shares", "lowtide.session_benchmark/1")
+    rows = [pair for name, pair in found.items() if re.fullmatch(rf"{re.escape(model)}, \d+% on the host", name)]
+    based = ((row, record, row_of_the_run(record, f"{model}, forward and backward")) for row, record in rows)
+    return [(row, record, float(row["median_s"]) / float(base["median_s"])) for row, record, base in based if base]
 
 
 def _own_and_peers(results: Path) -> Found:

@@ -95,9 +95,9 @@ SHARES = (30, 40, 50, 60)
 TEXT = " ".join((Path(__file__).parents[2] / "docs/speed.md").read_text(encoding="utf-8").split())
 
 
-def listed(seconds: Iterable[float]) -> str:
-    *first, last = (f"{each:.2f}" for each in seconds)
-    return f"{', '.join(first)} and {last}"
+def row(words: str, seconds: Iterable[float]) -> str:
+    """A row of the page's table."""
+    return f"| {words} | {' | '.join(f'{each:.2f}' for each in seconds)} |"
 
 
 def test_a_step_that_is_played_through_is_the_one_that_was_measured() -> None:
@@ -105,8 +105,9 @@ def test_a_step_that_is_played_through_is_the_one_that_was_measured() -> None:
     with_little, measured = zip(*(played(WITH_LITTLE, percent, ENOUGH_BYTES) for percent in SHARES), strict=True)
     assert with_little == pytest.approx(measured, rel=0.06)
     with_all = [played(WITH_LITTLE, percent, 32 * GiB)[0] for percent in SHARES]
-    assert f"take {listed(with_little)} s, where {listed(measured)} were measured" in TEXT
-    assert f"with room for all of the host's gradients {listed(with_all)}" in TEXT
+    assert row("93a108e, measured with 2 GiB", measured) in TEXT
+    assert row("simulated with 2 GiB", with_little) in TEXT
+    assert row("simulated with room for all of the host's gradients", with_all) in TEXT
 
 
 def test_the_room_that_is_taken_makes_the_steps_that_were_measured_with_it() -> None:
@@ -118,11 +119,11 @@ def test_the_room_that_is_taken_makes_the_steps_that_were_measured_with_it() -> 
         _, room = staging_for(None, least=1, on_host=on_host, on_device=gradient_bytes - on_host, waits=True)
         rooms.append(room)
         steps.append(played(WITH_MORE, percent, room))
-    assert f"{min(rooms) / GiB:.1f} to {max(rooms) / GiB:.0f} GiB in these rows" in TEXT
-    assert f"{listed(measured for _, measured in steps)} s were measured" in TEXT
+    measured_with = f"b9ecfc3, measured with {min(rooms) / GiB:.1f} to {max(rooms) / GiB:.0f} GiB"
+    assert row(measured_with, [measured for _, measured in steps]) in TEXT
     with_little = [played(WITH_MORE, percent, ENOUGH_BYTES)[0] for percent in SHARES]
-    assert f"2 GiB the simulation has {listed(with_little)} s" in TEXT
-    assert f"the room that was taken {listed(as_played for as_played, _ in steps)}" in TEXT
+    assert row("simulated on this host with 2 GiB", with_little) in TEXT
+    assert row("simulated with the room that was taken", [as_played for as_played, _ in steps]) in TEXT
     for percent, (as_played, measured) in zip(SHARES, steps, strict=True):
         # Beyond 40% the steps were faster than the play has them, and nobody knows why.
         assert measured == pytest.approx(as_played, rel=0.06) if percent <= 40 else 0.85 < measured / as_played < 1
