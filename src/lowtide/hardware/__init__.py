@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowtide.hardware.profile import find_hardware, known_hardware
+from lowtide.hardware.cards import find_hardware, known_hardware
 from lowtide.hardware.profile import Hardware, Source, cublas_workspace_bytes, parse_cublas_workspace_config
 
 __all__ = [

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from lowtide.activations.policy import Policies, check_policies
 from lowtide.errors import ConfigError, PlanError
 from lowtide.memory.layout import Layout
-from lowtide.planning.group_settings import activations_by_group
+from lowtide.planning.group_names import activations_by_group
 from lowtide.planning.placement import (
     assemble,
     by_first_use,
