@@ -234,7 +234,7 @@ configs = st.builds(
 
 def least_bytes(made: Layout) -> int:
     """What no plan can do without: the groups that are always open, and the largest window."""
-    always = {spec.name for spec in made.groups if "" in spec.windows}
+    always = {spec.name for spec in made.groups if "" in spec.modules}
     sizes = group_sizes(made)
     return sum(sizes[name] for name in always) + largest_window(made, sizes.keys() - always)[1]
 

@@ -144,7 +144,7 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 
 
 def oldest_node(ends: list[Any], since: int) -> Any:  # nodes have no public type
-    """Of the graph nodes that these lead to and that were made since a node number, the oldest; None without one."""
+    """The oldest graph node that these lead to and that was made since a node number; None without one."""
     found: Any = None
     oldest = sys.maxsize
     seen: set[Any] = set()

@@ -24,7 +24,7 @@ class Books(Protocol):
         """Bytes are taken; raises when they are not there."""
 
     def credit(self, num_bytes: int, owner: str) -> None:
-        """Bytes are given back."""
+        """Bytes of an owner are given back."""
 
     def clear(self, owners: Collection[str]) -> None:
         """These have nothing any more; right also where an exception left a charge or a credit half made."""

@@ -45,7 +45,7 @@ class StaticPartition:
     workspaces, and gradients on their way to the host."""
     device_memory: str | int | None = None
     """The device's bytes, such as "14GiB", of which `share` is a part; also what may be reserved there at all. None: the
-    whole card. An emulated device has no size of its own and needs one."""
+    whole device. An emulated device has no size of its own and needs one."""
     prefetch_depth: int = 1
     """How many groups ahead of the running one have room in the windows."""
     schedule: Schedule = Schedule.DEFERRED
@@ -81,8 +81,8 @@ def partition(
     group alone) and state; the others are streamed and updated on the host.
 
     Args:
-        layout: Of the model.
-        device_bytes: What may be reserved on the device in all: `config.device_memory` in bytes, or the card's.
+        layout: The model's.
+        device_bytes: What may be reserved on the device in all: `config.device_memory` in bytes, or all of the device's.
         config: The share.
         state_bytes_per_parameter_byte: Optimizer state beside each byte of trained parameters: 2 for Adam in the
             parameters' own dtype, 4 for fp32 moments of bf16 parameters, 0 for SGD without momentum.
@@ -159,7 +159,7 @@ class WarmUp:
     gradients on the device may use."""
     monitor: MonitorMode = MonitorMode.PEAKS
     device_memory: str | int | None = None
-    """The device's bytes, such as "14GiB", of which the budget is a share. None: the whole card. An emulated device has
+    """The device's bytes, such as "14GiB", of which the budget is a share. None: the whole device. An emulated device has
     no size of its own and needs one."""
     host_memory: str | int | None = None
     """The host's bytes, of which the budget is a share. None: this machine's, or its container's."""
@@ -260,13 +260,13 @@ def plan_after(
     device updates; the host updates the others.
 
     Args:
-        layout: Of the model.
-        samples: Of the observed step.
+        layout: The model's.
+        samples: Those of the observed step.
         config: The shares.
-        device_bytes: Of the whole device.
+        device_bytes: All that the device has.
         state_bytes_per_parameter_byte: Optimizer state beside each byte of trained parameters: 2 for Adam in the
             parameters' own dtype.
-        host_bytes: Of the whole host; None leaves the host without a budget.
+        host_bytes: All that the host has; None leaves the host without a budget.
 
     Raises:
         PlanError: There are no samples, or the room cannot hold the largest group.
