@@ -74,7 +74,7 @@ class Stash:
 
     @property
     def host_bytes(self) -> int:
-        """Lent at this moment to tensors of living graphs."""
+        """Bytes lent now to tensors of living graphs."""
         with self._lock:
             self._sweep()
             return self._buffers.lent_bytes

@@ -163,7 +163,7 @@ class BudgetedCompiler:
         self.backend = backend
 
     def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
-        """Compile one graph. The budget counts at this moment, when forward and backward are parted."""
+        """Compile one graph. The budget counts now, when forward and backward are parted."""
         from torch._dynamo.backends.registry import lookup_backend
         from torch._functorch import config
 

@@ -109,7 +109,7 @@ class ChunkStore:
 
         Args:
             name: The group's.
-            at: Where the computation last used the group; None for this moment.
+            at: Where the computation last used the group; None for now.
         """
         group = self.groups[name]
         assert group.num_open > 0, f"group {name!r} was closed more often than opened"

@@ -11,7 +11,7 @@ from lowtide.errors import ConfigError
 from lowtide.memory.capacity import device_capacity_bytes, host_capacity_bytes, resolve_budget
 from lowtide.memory.layout import Layout
 from lowtide.optim.update_types import Numerics
-from lowtide.planning.budget_plans import MomentSample, StaticPartition, WarmUp, partition, plan_after, warm_up_plan
+from lowtide.planning.budget_plans import StaticPartition, StepSample, WarmUp, partition, plan_after, warm_up_plan
 from lowtide.planning.plan import Plan
 from lowtide.runtime.state_size import state_bytes_per_parameter_byte
 from lowtide.units import parse_bytes
@@ -58,7 +58,7 @@ class WarmUpPlans:
         """For the observed step."""
         return warm_up_plan(self.layout, self.config, self.device_bytes, host_bytes=self.host_bytes)
 
-    def after(self, samples: Iterable[MomentSample]) -> Plan:
+    def after(self, samples: Iterable[StepSample]) -> Plan:
         """For all further steps."""
         return plan_after(
             self.layout,

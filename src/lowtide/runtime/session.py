@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lowtide.errors import SessionError
-from lowtide.planning.budget_plans import MomentSample
+from lowtide.planning.budget_plans import StepSample
 from lowtide.planning.plan import Plan
 from lowtide.runtime.management import Management
 from lowtide.runtime.session_stats import SessionStats
@@ -56,7 +56,7 @@ class Session:
         return self._management.is_warming_up
 
     @property
-    def observed(self) -> tuple[MomentSample, ...]:
+    def observed(self) -> tuple[StepSample, ...]:
         """What a `WarmUp` saw in its step: the fullest moment of each group and phase. Empty for other plans."""
         return self._management.samples
 

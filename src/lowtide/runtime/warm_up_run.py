@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lowtide import compat
-from lowtide.planning.budget_plans import MomentSample
+from lowtide.planning.budget_plans import StepSample
 from lowtide.planning.plan import Plan
 from lowtide.runtime.observer import StepObserver
 from lowtide.runtime.window import Window
@@ -36,7 +36,7 @@ class WarmUpRun:
         optimizer: torch.optim.Optimizer,
         observer: StepObserver,
         *,
-        plan_after: Callable[[tuple[MomentSample, ...]], Plan],
+        plan_after: Callable[[tuple[StepSample, ...]], Plan],
         is_quiet: Callable[[], bool],
         switch: Callable[[Plan], None],
     ) -> None:
@@ -53,7 +53,7 @@ class WarmUpRun:
         self._step_hook = optimizer.register_step_post_hook(self._stepped)
 
     @property
-    def samples(self) -> tuple[MomentSample, ...]:
+    def samples(self) -> tuple[StepSample, ...]:
         """What was seen so far."""
         return self._observer.samples
 
