@@ -192,7 +192,7 @@ def test_advice_gives_the_nearest_of_many_choices() -> None:
 
 
 def test_unknown_name_message() -> None:
-    error = UnknownNameError("card", "h10", ["h100", "h200", "rtx-4090"])
-    assert str(error).startswith("there is no card named 'h10'; did you mean 'h100'")
+    error = UnknownNameError("hardware", "h10", ["h100", "h200", "rtx-4090"])
+    assert str(error).startswith("there is no hardware named 'h10'; did you mean 'h100'")
     assert error.suggestions[0] == "h100"
-    assert str(UnknownNameError("card", "q")) == "there is no card named 'q'"
+    assert str(UnknownNameError("hardware", "q")) == "there is no hardware named 'q'"

@@ -8,6 +8,7 @@ import types
 import pytest
 
 import lowtide
+from lowtide import activations, optim
 
 # Changing this list is changing the API: say so in the commit.
 PUBLIC = (
@@ -44,3 +45,10 @@ def test_nothing_public_is_missing_from_all() -> None:
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_export_exists_and_is_documented(name: str) -> None:
     assert inspect.getdoc(getattr(lowtide, name)), f"lowtide.{name} needs a docstring"
+
+
+@pytest.mark.parametrize("namespace", [activations, optim])
+def test_every_name_of_a_namespace_exists(namespace: types.ModuleType) -> None:
+    # Some are imported when they are first asked for.
+    assert [name for name in namespace.__all__ if not hasattr(namespace, name)] == []
+    assert not hasattr(namespace, "nothing")

@@ -2,7 +2,7 @@
 
     LowtideError
     ├── ConfigError (ValueError)            a setting is wrong, unknown or of the wrong type
-    ├── UnknownNameError (ValueError)       a model, card or recipe of that name does not exist
+    ├── UnknownNameError (ValueError)       a model, hardware or recipe of that name does not exist
     ├── PlanError (ValueError)              a plan is for another model, or its budgets cannot hold it
     ├── BadRecordError (ValueError)         a saved file is corrupt or of another version
     ├── MissingExtraError (ImportError)     an optional package is not installed
@@ -38,7 +38,7 @@
         ├── ValueReadError                  the model reads the values of tensors
         ├── MissingKernelError              an operator has no fake kernel
         ├── BatchMismatchError              the batch does not fit the model
-        ├── TooLargeError                   no card could hold the step
+        ├── TooLargeError                   no device could hold the step
         └── TraceCrashedError               the tracing subprocess died
 
 A message says what happened with numbers, which object it happened to, and what to do next. Each class also derives
@@ -149,7 +149,7 @@ class UnknownNameError(LowtideError, ValueError):
             advice = f"{words} see {listed_by}".strip()
         super().__init__(f"there is no {kind} named {name!r}" + (f"; {advice}" if advice else ""))
         self.kind = kind
-        """What was looked for, as a noun: `model`, `card`, `recipe`."""
+        """What was looked for, as a noun: `model`, `hardware`, `recipe`."""
         self.name = name
         self.suggestions = near(text, known)
 
@@ -181,7 +181,7 @@ class MissingExtraError(LowtideError, ImportError):
 
 
 class HardwareError(LowtideError, RuntimeError):
-    """A device is missing, or measuring it failed. Name a known card instead, or run where the device is."""
+    """A device is missing, or measuring it failed. Name known hardware instead, or run where the device is."""
 
 
 class ObserveError(LowtideError, RuntimeError):
@@ -349,7 +349,7 @@ class BatchMismatchError(TraceError):
 
 
 class TooLargeError(TraceError):
-    """The step is beyond any card, or its sizes overflow. Check the batch for a slip, or make it smaller."""
+    """The step is beyond any device, or its sizes overflow. Check the batch for a slip, or make it smaller."""
 
     def __init__(
         self, message: str, *, needed_bytes: int | None = None, module: str | None = None, op: str | None = None

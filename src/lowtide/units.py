@@ -1,6 +1,6 @@
 """Bytes, seconds, counts and types of numbers, between what people type, what code computes with, and what people read.
 
-Input may say `24GB` (decimal) or `24GiB` (binary); output is always binary and always says so, because a card sold as
+Input may say `24GB` (decimal) or `24GiB` (binary); output is always binary and always says so, because a GPU sold as
 "24 GB" has 24 GiB and mixing the two hides a 7% error.
 """
 

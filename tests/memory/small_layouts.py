@@ -17,12 +17,12 @@ def parameter(name: str, nbytes: int, *, trained: bool = True) -> ParameterSpec:
 
 
 def group(
-    name: str, sizes: Sequence[int], *, windows: tuple[str, ...] | None = None, frozen: Sequence[int] = ()
+    name: str, sizes: Sequence[int], *, modules: tuple[str, ...] | None = None, frozen: Sequence[int] = ()
 ) -> GroupSpec:
     """A group of parameters of these sizes; `frozen` holds the places of those that are not trained."""
     return GroupSpec(
         name=name,
-        windows=(name,) if windows is None else windows,
+        modules=(name,) if modules is None else modules,
         parameters=tuple(
             parameter(f"{name}.{place}", size, trained=place not in frozen) for place, size in enumerate(sizes)
         ),
@@ -35,7 +35,7 @@ def layout(*groups: GroupSpec, chunk_bytes: int | None = None) -> Layout:
 
 @st.composite
 def random_groups(draw: st.DrawFn, *, largest: int = 6000, most: int = 8) -> tuple[GroupSpec, ...]:
-    """Groups of a made-up model: some parameters frozen, perhaps two windows tied, perhaps a rest."""
+    """Groups of a made-up model: some parameters frozen, perhaps two modules tied, perhaps a rest."""
     sizes = st.lists(st.integers(1, largest), min_size=1, max_size=6)
     groups = []
     for index in range(draw(st.integers(1, most))):
@@ -43,8 +43,8 @@ def random_groups(draw: st.DrawFn, *, largest: int = 6000, most: int = 8) -> tup
         frozen = draw(st.sets(st.integers(0, len(found) - 1)))
         groups.append(group(f"layers.{index}", found, frozen=tuple(frozen)))
     if draw(st.booleans()):
-        windows = draw(st.sampled_from([("embedding", "head"), ("embedding", "layers.0"), ("", "head")]))
-        groups.insert(0, group("embedding.weight", draw(sizes), windows=windows))
+        modules = draw(st.sampled_from([("embedding", "head"), ("embedding", "layers.0"), ("", "head")]))
+        groups.insert(0, group("embedding.weight", draw(sizes), modules=modules))
     if draw(st.booleans()):
         groups.append(group("", draw(sizes)))
     return tuple(groups)

@@ -21,7 +21,7 @@ ARCHITECTURES = pytest.mark.parametrize("zoo_model", ZOO.values(), ids=list(ZOO)
 
 
 def windows_of(model: nn.Module, given: dict[str, list[str]] | None = None) -> dict[str, tuple[str, ...]]:
-    return {group.name: group.windows for group in find_groups(model, given)}
+    return {group.name: group.modules for group in find_groups(model, given)}
 
 
 def members_of(model: nn.Module, given: dict[str, list[str]] | None = None) -> dict[str, list[str]]:
@@ -39,7 +39,7 @@ class Shut:
         self.values = {name: [weight.detach().clone() for weight in group] for name, group in self.weights.items()}
         for group in groups:
             self._poison(group.name)
-            for window in group.windows:
+            for window in group.modules:
                 module = model.get_submodule(window)
                 module.register_forward_pre_hook(lambda *_, g=group.name, w=window: self._enter(g, w))
                 module.register_forward_hook(lambda *_, g=group.name: self._leave(g))
@@ -84,7 +84,7 @@ class TestArchitectures:
             shut = Shut(model, groups)
             after = zoo_model.loss(model, batch)
         assert torch.equal(before, after)
-        never = {window for group in groups for window in group.windows} - set(shut.num_calls)
+        never = {window for group in groups for window in group.modules} - set(shut.num_calls)
         assert never <= ({"shared"} if zoo_model.name == "t5" else set()), "T5's own table stands for the tied ones"
 
     def test_most_bytes_can_be_streamed(self, zoo_model: ZooModel) -> None:
@@ -233,7 +233,7 @@ class TestTies:
         model = Net()
         model.layers[2].layer.weight = model.layers[0].layer.weight
         found = {group.name: group for group in find_groups(model)}
-        assert found["layers.0.layer.weight"].windows == ("layers.0", "layers.2")
+        assert found["layers.0.layer.weight"].modules == ("layers.0", "layers.2")
         assert [p.name for p in found["layers.2"].parameters] == ["layers.2.layer.bias"]
 
     def test_with_a_parameter_of_the_rest(self) -> None:
@@ -351,7 +351,7 @@ def test_a_named_module_has_a_group_at_any_depth(depth: int) -> None:
     model = NamedNet(depth)
     for name in ("tok", "pos", "norm", "head", "blocks.1", "blocks.1.2", "attention"):
         (group,) = [group for group in find_named_groups(model, [name]) if group.name == name]
-        assert group.windows == (name,)
+        assert group.modules == (name,)
         assert all(parameter.name.startswith(f"{name}.") for parameter in group.parameters)
     assert "tok" not in [group.name for group in find_groups(NamedNet(32))], "or this test shows nothing"
 
@@ -374,7 +374,7 @@ def test_the_names_of_groups_find_them_again(depth: int, is_tied: bool) -> None:
 def test_a_tied_table_has_one_group_that_both_open(named: str) -> None:
     assert "tok.weight" not in names_with(NamedNet(32, is_tied=True)), "or this test shows nothing"
     (group,) = [group for group in find_named_groups(NamedNet(32, is_tied=True), [named]) if group.name == "tok.weight"]
-    assert group.windows == ("tok", "head")
+    assert group.modules == ("tok", "head")
 
 
 class Encoder(nn.Module):

@@ -81,7 +81,7 @@ BASE = group("a", [1000, 500])
     [
         group("b", [1000, 500]),
         group("a", [1000, 501]),
-        group("a", [1000, 500], windows=("a", "head")),
+        group("a", [1000, 500], modules=("a", "head")),
         group("a", [1000, 500], frozen=(1,)),
         group("a", [1000]),
         replace(BASE, parameters=BASE.parameters[::-1]),

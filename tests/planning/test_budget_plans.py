@@ -13,9 +13,9 @@ from lowtide.config import from_plain, to_plain
 from lowtide.errors import ConfigError, PlanError
 from lowtide.memory.layout import Layout
 from lowtide.planning.budget_plans import (
-    MomentSample,
     MonitorMode,
     StaticPartition,
+    StepSample,
     WarmUp,
     partition,
     plan_after,
@@ -119,11 +119,11 @@ def test_never_over_the_share_and_not_a_group_too_few(
 DEVICE_BYTES = 100 * KB
 
 
-def sample(used: int, chunk: int = 0, moment: int = 0) -> MomentSample:
-    return MomentSample(moment=moment, group="layers.0", phase="forward", used_bytes=used, chunk_bytes=chunk)
+def sample(used: int, chunk: int = 0, number: int = 0) -> StepSample:
+    return StepSample(number=number, group="layers.0", phase="forward", used_bytes=used, chunk_bytes=chunk)
 
 
-def after(*samples: MomentSample, config: WarmUp = WarmUp(), **settings: Any) -> Plan:  # noqa: B008 - frozen
+def after(*samples: StepSample, config: WarmUp = WarmUp(), **settings: Any) -> Plan:  # noqa: B008 - frozen
     settings = {"state_bytes_per_parameter_byte": 2.0} | settings
     return plan_after(MODEL, samples, config, DEVICE_BYTES, **settings)
 
@@ -171,7 +171,7 @@ class TestThePlanAfterwards:
     def test_what_was_seen_stays_free(self) -> None:
         # Room 90 KiB less what was no chunk; the model's weights are 8.5 KiB.
         assert num_resident(after(sample(10 * KB))) == 9
-        fuller = after(sample(10 * KB), sample(90 * KB, 6 * KB, moment=1), sample(20 * KB, moment=2))
+        fuller = after(sample(10 * KB), sample(90 * KB, 6 * KB, number=1), sample(20 * KB, number=2))
         # 6 KiB left: the rest, two layers in windows, three more.
         assert num_resident(fuller) == 4
         assert bytes_of(fuller).total_bytes + 84 * KB <= 90 * KB
@@ -219,8 +219,8 @@ class TestThePlanAfterwards:
 
 
 samples = st.builds(
-    MomentSample,
-    moment=st.integers(0, 99),
+    StepSample,
+    number=st.integers(0, 99),
     group=st.just("layers.0"),
     phase=st.sampled_from(["forward", "backward"]),
     used_bytes=st.integers(0, 60_000),
@@ -234,7 +234,7 @@ configs = st.builds(
 
 def least_bytes(made: Layout) -> int:
     """What no plan can do without: the groups that are always open, and the largest window."""
-    always = {spec.name for spec in made.groups if "" in spec.windows}
+    always = {spec.name for spec in made.groups if "" in spec.modules}
     sizes = group_sizes(made)
     return sum(sizes[name] for name in always) + largest_window(made, sizes.keys() - always)[1]
 
@@ -249,7 +249,7 @@ def least_bytes(made: Layout) -> int:
     st.sampled_from(Schedule),
 )
 def test_never_over_the_quota(
-    made: Layout, seen: list[MomentSample], config: WarmUp, device_bytes: int, state: float, schedule: Schedule
+    made: Layout, seen: list[StepSample], config: WarmUp, device_bytes: int, state: float, schedule: Schedule
 ) -> None:
     config = replace(config, schedule=schedule)
     other = max(moment.other_bytes for moment in seen)
@@ -259,7 +259,7 @@ def test_never_over_the_quota(
         return plan_after(made, seen, config, device_bytes, state_bytes_per_parameter_byte=state)
 
     if least_bytes(made) + other > quota:
-        with pytest.raises(PlanError, match="that were no chunks at the fullest moment"):
+        with pytest.raises(PlanError, match="that were no chunks at the fullest point of the step"):
             make()
         return
     plan = make()

@@ -53,7 +53,7 @@ def test_the_rest_is_streamed_when_it_is_named() -> None:
 
 
 def test_a_tied_group_that_is_always_open_is_resident() -> None:
-    tied = layout(group("table", [512], windows=("", "embedding")), group("head", [512]))
+    tied = layout(group("table", [512], modules=("", "embedding")), group("head", [512]))
     assert weights(make_plan(tied)) == {"table": "resident", "head": "streamed"}
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from lowtide.memory.groups import REST, find_groups
 from lowtide.memory.layout import Layout, lay_out
-from lowtide.planning.budget_plans import MomentSample, StaticPartition, WarmUp, partition, plan_after
+from lowtide.planning.budget_plans import StaticPartition, StepSample, WarmUp, partition, plan_after
 from lowtide.planning.hand_plan import make_plan
 from lowtide.planning.placement import is_trained
 from lowtide.planning.plan import Plan, Schedule, Site
@@ -33,7 +33,7 @@ def static_partition(layout: Layout) -> Plan:
 def warm_up(layout: Layout) -> Plan:
     """With room for the weights and the state of about half of them."""
     config = WarmUp(device_share=1.0, margin_share=1.0, schedule=Schedule.IN_BACKWARD)
-    samples = [MomentSample(moment=0, group="", phase="forward", used_bytes=0, chunk_bytes=0)]
+    samples = [StepSample(number=0, group="", phase="forward", used_bytes=0, chunk_bytes=0)]
     return plan_after(layout, samples, config, 5 * num_bytes(layout) // 2, state_bytes_per_parameter_byte=STATE)
 
 

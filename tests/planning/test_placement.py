@@ -94,7 +94,7 @@ class TestStateThatVisits:
 
     def test_in_backward_those_of_tied_groups_stay(self) -> None:
         tied = layout(
-            group("embedding.weight", [2048], windows=("embedding", "head")), group("a", [1024]), group("b", [1024])
+            group("embedding.weight", [2048], modules=("embedding", "head")), group("a", [1024]), group("b", [1024])
         )
         plan = make_plan(tied, update="paged", schedule=Schedule.IN_BACKWARD)
         found = chunk_bytes_on_device(tied, plan, state_bytes_per_parameter_byte=3)
@@ -137,7 +137,7 @@ def test_of_a_plan() -> None:
 
 def test_a_tied_group_is_open_beside_any_other() -> None:
     tied = layout(
-        group("embedding.weight", [4 * KB], windows=("embedding", "head")),
+        group("embedding.weight", [4 * KB], modules=("embedding", "head")),
         group("layers.0", [KB]),
         group("layers.1", [2 * KB]),
     )
@@ -148,13 +148,13 @@ def test_a_tied_group_is_open_beside_any_other() -> None:
 
 
 def test_one_window_at_a_time_without_prefetch() -> None:
-    tied = layout(group("x", [KB], windows=("a", "b")), group("y", [2 * KB], windows=("c", "d")))
+    tied = layout(group("x", [KB], modules=("a", "b")), group("y", [2 * KB], modules=("c", "d")))
     assert window_bytes(tied, ["x", "y"], 0) == largest_window(tied, ["x", "y"])[1] == 2 * KB
     assert window_bytes(tied, ["x", "y"], 1) == 3 * KB
 
 
 def test_a_tied_group_counts_with_the_window_it_shares() -> None:
-    tied = layout(group("shared", [4 * KB], windows=("a", "b")), group("a", [KB]), group("b", [2 * KB]))
+    tied = layout(group("shared", [4 * KB], modules=("a", "b")), group("a", [KB]), group("b", [2 * KB]))
     assert window_bytes(tied, ["shared", "a", "b"], 0) == 6 * KB
     assert largest_window(tied, ["shared", "a", "b"]) == ("b", 6 * KB)
 
@@ -186,9 +186,9 @@ def test_a_segment_opens_the_group_that_runs_again_beside_the_one_that_waits() -
 def test_enough_for_each_moment_of_a_step(made: Layout, depth: int, data: st.DataObject) -> None:
     streamed = {spec.name for spec in made.groups if data.draw(st.booleans())}
     sizes = group_sizes(made)
-    windows = dict.fromkeys(window for spec in made.groups for window in spec.windows if spec.name in streamed)
+    windows = dict.fromkeys(window for spec in made.groups for window in spec.modules if spec.name in streamed)
     # Where the tied windows stand in the order of calls is anyone's guess: the others keep their order.
-    own = [spec.windows[0] for spec in made.groups if len(spec.windows) == 1 and spec.name in streamed]
+    own = [spec.modules[0] for spec in made.groups if len(spec.modules) == 1 and spec.name in streamed]
     order = list(own)
     for window in [window for window in windows if window not in own]:
         order.insert(data.draw(st.integers(0, len(order))), window)
@@ -199,7 +199,7 @@ def test_enough_for_each_moment_of_a_step(made: Layout, depth: int, data: st.Dat
             opened = {
                 spec.name
                 for spec in made.groups
-                if spec.name in streamed and any(not outer or outer in ahead for outer in spec.windows)
+                if spec.name in streamed and any(not outer or outer in ahead for outer in spec.modules)
             }
             assert sum(sizes[name] for name in opened) <= need
 
@@ -212,7 +212,7 @@ def test_making_a_group_resident_frees_at_most_its_bytes(made: Layout, depth: in
     segments = {
         spec.name: Recompute(segment=data.draw(st.integers(1, 3)))
         for spec in made.groups
-        if spec.windows == (spec.name,)
+        if spec.modules == (spec.name,)
     }
     for policies in (None, segments):
         need = window_bytes(made, streamed, depth, policies)

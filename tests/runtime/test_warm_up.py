@@ -339,7 +339,7 @@ class TestTheChange:
             optimizer.zero_grad()
             before = [parameter.detach().clone() for parameter in model.parameters()]
             for _ in range(2):
-                with pytest.raises(PlanError, match="that were no chunks at the fullest moment"):
+                with pytest.raises(PlanError, match="that were no chunks at the fullest point of the step"):
                     model(torch.ones(1, 64))
             assert session.is_open
             assert session.is_warming_up

@@ -1,12 +1,15 @@
-"""Activations: what becomes of what a forward saves, losses that never hold the logits, layers too large for the device."""
+"""Activations: what becomes of what a forward saves, losses that never hold the logits, layers too large for the device.
+
+The rooms `losses` and `tiling` are imported when one of their names is first asked for: a session needs neither.
+"""
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING
+
 from lowtide.activations.apply import ActivationStats, Applied, apply
 from lowtide.activations.host_embedding import HostEmbedding, put_on_host
-from lowtide.activations.losses.chunked_loss import ChunkedHead, linear_cross_entropy
-from lowtide.activations.losses.huggingface import chunked_head
-from lowtide.activations.losses.settings import LossSettings
 from lowtide.activations.policy import (
     CompileBudget,
     Keep,
@@ -18,9 +21,14 @@ from lowtide.activations.policy import (
     policy_of,
     resolve,
 )
-from lowtide.activations.tiling.cross_entropy import tiled_cross_entropy
-from lowtide.activations.tiling.layers import TiledEmbedding, TiledLinear, tile, tile_groups, untile
-from lowtide.activations.tiling.sequence import tile_sequence
+
+if TYPE_CHECKING:
+    from lowtide.activations.losses.chunked_loss import ChunkedHead, linear_cross_entropy
+    from lowtide.activations.losses.huggingface import chunked_head
+    from lowtide.activations.losses.settings import LossSettings
+    from lowtide.activations.tiling.cross_entropy import tiled_cross_entropy
+    from lowtide.activations.tiling.layers import TiledEmbedding, TiledLinear, tile, tile_groups, untile
+    from lowtide.activations.tiling.sequence import tile_sequence
 
 __all__ = [
     "ActivationStats",
@@ -49,3 +57,23 @@ __all__ = [
     "tiled_cross_entropy",
     "untile",
 ]
+
+_ROOMS = {
+    "ChunkedHead": "losses.chunked_loss",
+    "LossSettings": "losses.settings",
+    "TiledEmbedding": "tiling.layers",
+    "TiledLinear": "tiling.layers",
+    "chunked_head": "losses.huggingface",
+    "linear_cross_entropy": "losses.chunked_loss",
+    "tile": "tiling.layers",
+    "tile_groups": "tiling.layers",
+    "tile_sequence": "tiling.sequence",
+    "tiled_cross_entropy": "tiling.cross_entropy",
+    "untile": "tiling.layers",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _ROOMS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_ROOMS[name]}"), name)

@@ -52,7 +52,7 @@ class ActivationStats:
     brought_bytes: int
     """What came back: less than went by what a backward still found on the device."""
     host_bytes: int
-    """Held on the host at this moment, for graphs that live."""
+    """Held on the host now, for graphs that live."""
 
 
 class Applied:

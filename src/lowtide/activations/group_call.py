@@ -52,11 +52,11 @@ class GroupCall:
 
     Args:
         run: Runs the group.
-        args: Of this call.
-        kwargs: Of this call.
-        structure: Of both, by `compat.flatten`.
-        buffers: Of the group.
-        modes: Of the group's modules, now.
+        args: The call's positional arguments.
+        kwargs: The call's keyword arguments.
+        structure: How both are nested, by `compat.flatten`.
+        buffers: Watches the group's.
+        modes: Those of the group's modules now.
         on_again: Called before each later run.
     """
 
@@ -204,7 +204,7 @@ class RunContext:
     """Random numbers and autocast, as they are when it is made: what a run depends on besides its inputs.
 
     Args:
-        inputs: Of the run: on whose devices random numbers may be drawn.
+        inputs: The run's, on whose devices random numbers may be drawn.
     """
 
     def __init__(self, inputs: Sequence[object]) -> None:

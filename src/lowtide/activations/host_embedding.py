@@ -68,7 +68,7 @@ def put_on_host(
 
     Args:
         model: Holds the embedding.
-        path: Of the embedding, such as "model.embed_tokens".
+        path: Where the embedding is, such as "model.embed_tokens".
         device: Where the rows are wanted. The CPU is allowed.
         row_sums: Where the gradients of ids that repeat are added.
         on_host: Entered for what is computed on the host, where the host also plays the device.

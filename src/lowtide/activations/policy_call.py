@@ -62,7 +62,7 @@ class PolicyCall:
 
     Args:
         module: The module.
-        path: Of the module in the model.
+        path: Where the module is in the model.
         policy: What becomes of the tensors that its forward saves.
         offloading: Shared by the modules of the model.
         segments: Shared by the modules of the model.

@@ -74,7 +74,7 @@ class Stash:
 
     @property
     def host_bytes(self) -> int:
-        """Lent at this moment to tensors of living graphs."""
+        """Bytes lent now to tensors of living graphs."""
         with self._lock:
             self._sweep()
             return self._buffers.lent_bytes
@@ -95,7 +95,7 @@ class Stash:
         return span is not None and span.num_bytes >= min_bytes
 
     def open_parcel(self, depth: int, group: object = None) -> Parcel:
-        """For the call of a group that begins."""
+        """A parcel for the call of a group that begins."""
         with self._lock:
             # The group that came first comes again: another forward, unless one group is all there is.
             if len(self._groups) > 1 and self._groups[0] is group:
@@ -262,7 +262,7 @@ class Slot:
         return self._backward == backward and len(self._done) >= len(self.readers)
 
     def note_read(self, reader: Stashed, backward: int | None) -> None:
-        """One of them has."""
+        """A reader has read it in this backward."""
         if self._backward != backward:
             self._backward, self._done = backward, weakref.WeakSet()
         self._done.add(reader)
@@ -291,7 +291,7 @@ class Parcel:
     Args:
         number: In the order of the calls.
         depth: How many parcels before it are brought when it is asked for.
-        forward: Of the model, as far as can be told: only parcels of the same one are brought with it.
+        forward: Numbers the model's forward, as far as can be told: only parcels of the same one are brought with it.
     """
 
     def __init__(self, number: int, depth: int, forward: int) -> None:
@@ -323,7 +323,7 @@ class HostBuffers:
 
     @property
     def held_bytes(self) -> int:
-        """In kept buffers."""
+        """Bytes in kept buffers."""
         return sum(self._sizes)
 
     def take(self, num_bytes: int) -> torch.Tensor:

@@ -124,7 +124,7 @@ def accumulates_into(leaf: torch.Tensor) -> bool:
 
 
 def has_saved_tensor_hooks() -> bool:
-    """Whether what autograd saves at this moment goes through `saved_tensors_hooks` (offloading, checkpointing)."""
+    """Whether what autograd saves now goes through `saved_tensors_hooks` (offloading, checkpointing)."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 

@@ -142,7 +142,7 @@ def guard_compile(module: torch.nn.Module, refusal: Callable[[], Exception]) -> 
 
 
 def unguard_compile(module: torch.nn.Module, refusal: Callable[[], Exception]) -> None:
-    """And no longer. May be repeated."""
+    """Undo `guard_compile`. May be repeated."""
     others = [other for other in _GUARDS.pop(module, ()) if other is not refusal]
     if others:
         _GUARDS[module] = others
@@ -163,7 +163,7 @@ class BudgetedCompiler:
         self.backend = backend
 
     def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
-        """Compile one graph. The budget counts at this moment, when forward and backward are parted."""
+        """Compile one graph. The budget counts now, when forward and backward are parted."""
         from torch._dynamo.backends.registry import lookup_backend
         from torch._functorch import config
 
@@ -183,7 +183,7 @@ class JointGraph:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBackward:
-    """A joint graph cut in two."""
+    """A joint graph cut into the forward's and the backward's."""
 
     forward: fx.Graph
     backward: fx.Graph
@@ -199,7 +199,7 @@ def trace_joint_graph(
     Args:
         function: Returns tensors; the first of those that need a gradient starts the backward, as all others do.
         weights: Parameters and buffers: what outlives the step. Only their form counts; they may be on the meta device.
-        inputs: Of this step.
+        inputs: What changes from step to step.
 
     Raises:
         ValueError: Nothing that the function returns needs a gradient.

@@ -117,7 +117,7 @@ def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 def parallel_wrappers() -> tuple[type[nn.Module], ...]:
-    """Classes of modules that run another module on several processes or cards.
+    """Classes of modules that run another module on several processes or devices.
 
     Those of FSDP only where somebody has imported it: no module can be one before, and the import takes a second.
     """

@@ -84,7 +84,7 @@ def unlock_host_memory(address: int) -> None:
 
 def has_no_values(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a stand-in for one: on meta, or fake, or of a device that only predicts."""
-    # Not torch's spare backend under any other name: that may be a real card.
+    # Not torch's spare backend under any other name: that may be a real device.
     without = ("meta", "ghost")
     # By name: importing the class would import the compiler's parts, where nobody predicts.
     return tensor.device.type in without or type(tensor).__name__ == "FakeTensor"

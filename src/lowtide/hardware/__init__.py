@@ -1,9 +1,15 @@
-"""Hardware profiles as data: what a card has, how fast it is, and what it keeps for itself."""
+"""Hardware profiles as data: what a device has, how fast it is, and what it keeps for itself."""
 
 from __future__ import annotations
 
-from lowtide.hardware.cards import find_hardware, known_hardware
-from lowtide.hardware.profile import Hardware, Source, cublas_workspace_bytes, parse_cublas_workspace_config
+from lowtide.hardware.profile import (
+    Hardware,
+    Source,
+    cublas_workspace_bytes,
+    find_hardware,
+    known_hardware,
+    parse_cublas_workspace_config,
+)
 
 __all__ = [
     "Hardware",

@@ -26,7 +26,7 @@ _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What a measurement depends on beside the card."""
+    """What a measurement depends on beside the device."""
 
     processor: str
     """With the number of its logical cores: `2 x Intel(R) Xeon(R) Processor`."""

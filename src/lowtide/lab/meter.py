@@ -121,7 +121,7 @@ class Watch:
 
 def watched_modules(model: nn.Module) -> list[nn.Module]:
     """Those whose calls are marked: of the groups of a plain model. In a session parameters may be veiled."""
-    paths = dict.fromkeys(window for group in find_groups(model) for window in group.windows)
+    paths = dict.fromkeys(window for group in find_groups(model) for window in group.modules)
     return [model.get_submodule(path) for path in paths if path]
 
 

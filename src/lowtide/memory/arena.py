@@ -28,7 +28,7 @@ class Move:
     from_offset: int
     to_offset: int
     num_bytes: int
-    """Of what was asked for, without padding."""
+    """What was asked for, without padding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from lowtide.errors import BudgetError, ConfigError, HardwareError
 from lowtide.units import format_bytes, parse_bytes
 
 PINNABLE_SHARE = 0.72
-"""Of the host's capacity, what may be locked. Locked pages can be neither dropped nor swapped: near the limit Linux
+"""The share of the host's capacity that may be locked. Locked pages can be neither dropped nor swapped: near the limit Linux
 kills the process, without an exception. The rest is for the interpreter, the libraries and cached files."""
 
 

@@ -86,9 +86,9 @@ class Chunk:
             same for the whole session, because autograd's saved views point to it.
         fetched: The last copy to the device.
         written: The last copy back to the host.
-        last_use: Where the computation last read or wrote the device's bytes; of a resident chunk, before its update on the host.
+        last_use: Where the computation last read or wrote the device's bytes; for a resident chunk, before its update on the host.
         host_work: Pending change of the host's bytes; a fetch waits for it.
-        arriving: Of a resident chunk: its new bytes on their way, for which the computation has not been told to wait.
+        arriving: A resident chunk's new bytes on their way, for which the computation has not been told to wait.
         is_touched: Whether user code may have written the device's bytes since the host last knew them. For resident chunks
             that the host updates: it takes them over first.
         num_fetches: Copies of its weights to the device so far.

@@ -41,7 +41,7 @@ class Origin:
         return self._time_s
 
     def time_of(self, event: torch.cuda.Event) -> float:
-        """Of another event, which is waited for."""
+        """When another event happened, which is waited for."""
         event.synchronize()
         return self.time_s + float(self.event.elapsed_time(event)) / 1000
 
@@ -124,13 +124,13 @@ class CudaMover:
         return buffer
 
     def free_host_buffer(self, buffer: torch.Tensor) -> None:
-        """Unlock it."""
+        """Unlock the buffer."""
         unlock = self._locked.pop(buffer.data_ptr(), None) if buffer.numel() else None
         if unlock is not None:
             unlock()
 
     def grow(self, buffer: torch.Tensor) -> None:
-        """Memory from the same pool."""
+        """Take memory from the same pool."""
         with compat.OnStream(self._in):
             buffer.untyped_storage().resize_(buffer.nbytes)
             if self._poison:

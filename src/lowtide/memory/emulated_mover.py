@@ -37,7 +37,7 @@ class EmulatedTicket:
             self._mover.run_until(self)
 
     def time_s(self) -> float:
-        """When it ran."""
+        """When the copy ran, which it does now at the latest."""
         self.wait()
         return self._time_s
 
@@ -66,7 +66,7 @@ class EmulatedMover:
     Args:
         max_kept_bytes: Sources of copies to the host that may wait on the device: beyond it the oldest copy runs.
         eagerness: Chance of running the oldest waiting copy at each call; 0 runs each as late as it may.
-        seed: Of the chance.
+        seed: Seeds the chance.
     """
 
     def __init__(self, *, max_kept_bytes: int = MAX_KEPT_BYTES, eagerness: float = 0.0, seed: int = 0) -> None:
@@ -98,7 +98,7 @@ class EmulatedMover:
         """Left as it is: a state dictionary that the user took may look at it, and keeps it alive."""
 
     def grow(self, buffer: torch.Tensor) -> None:
-        """Memory full of poison."""
+        """Give it memory full of poison."""
         storage = buffer.untyped_storage()
         assert storage.nbytes() == 0, "the buffer has memory already"
         storage.resize_(buffer.nbytes)

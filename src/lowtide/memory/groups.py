@@ -20,7 +20,7 @@ from lowtide.memory.unmanaged import unmanaged_parameters as unmanaged_parameter
 from lowtide.units import MiB
 
 REST = ""
-"""Name and window of the group of everything that has no group of its own: open for as long as the model runs."""
+"""Name and module path of the group of everything that has no group of its own: open for as long as the model runs."""
 LEAST_GROUP_BYTES = MiB
 LEAST_GROUP_SHARE = 0.02
 """A module outside the repeated blocks is a group of its own from this size, or this share of the model, on."""
@@ -50,21 +50,21 @@ def find_groups(model: nn.Module, given: Mapping[str, Sequence[str]] | None = No
         [('0', 1600), ('2', 1800)]
     """
     parameters = _managed(model)
-    windows = _Windows(model, given or {}, parameters)
+    users = _Users(model, given or {}, parameters)
     members: dict[tuple[str, ...], list[_Managed]] = {}
     for parameter in parameters:
-        members.setdefault(windows.of(parameter), []).append(parameter)
-    members = _small_ones_to_the_rest(members, windows)
+        members.setdefault(users.of(parameter), []).append(parameter)
+    members = _small_ones_to_the_rest(members, users)
 
     blocks = {path for path, _ in repeated_blocks(model)}
 
     def position(key: tuple[str, ...]) -> tuple[bool, int]:
-        return key == (REST,), min(windows.order[window] for window in key if window != REST or key == (REST,))
+        return key == (REST,), min(users.order[user] for user in key if user != REST or key == (REST,))
 
     return tuple(
         GroupSpec(
             name=key[0] if len(key) == 1 else members[key][0].spec.name,
-            windows=key,
+            modules=key,
             parameters=tuple(parameter.spec for parameter in members[key]),
             is_block=len(key) == 1 and key[0] in blocks,
         )
@@ -102,23 +102,23 @@ def _managed(model: nn.Module) -> list[_Managed]:
     ]
 
 
-class _Windows:
+class _Users:
     """Which module's call needs a parameter, by the parameter's names."""
 
     def __init__(self, model: nn.Module, given: Mapping[str, Sequence[str]], parameters: list[_Managed]) -> None:
         modules = dict(model.named_modules(remove_duplicate=False))
         self.order = {path: index for index, path in enumerate(modules)}
-        self.given = _given_windows(model, modules, given, parameters)
+        self.given = _given_users(model, modules, given, parameters)
         self.explicit = frozenset(given)
-        units = {id(module): path for path, module in reversed(list(_called_units(model)))}
-        # By module: one that stands at two places is one window.
-        self.automatic = {path: units[id(module)] for path, module in modules.items() if id(module) in units}
+        called = {id(module): path for path, module in reversed(list(_called_modules(model)))}
+        # By module: one that stands at two places is one user.
+        self.automatic = {path: called[id(module)] for path, module in modules.items() if id(module) in called}
         equal = _equal_blocks(model)
-        self.sized = {window for path, window in self.automatic.items() if id(modules[path]) not in equal}
-        """Windows that must be large enough to be worth a group of their own."""
+        self.sized = {user for path, user in self.automatic.items() if id(modules[path]) not in equal}
+        """Modules that must be large enough to be worth a group of their own."""
 
     def of(self, parameter: _Managed) -> tuple[str, ...]:
-        """All windows that need the parameter, in module order."""
+        """Paths of all modules whose call needs the parameter, in module order."""
         found = {self._of_name(name) for name in parameter.names}
         return tuple(sorted(found, key=self.order.__getitem__))
 
@@ -133,21 +133,21 @@ class _Windows:
         return REST
 
 
-def _given_windows(
+def _given_users(
     model: nn.Module, modules: dict[str, nn.Module], given: Mapping[str, Sequence[str]], parameters: list[_Managed]
 ) -> dict[str, str]:
-    """Parameter name to given window."""
+    """By the name of a parameter, the module that it was given to."""
     all_names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     managed = {name for parameter in parameters for name in parameter.names}
     found: dict[str, str] = {}
-    for window, prefixes in given.items():
-        if window not in modules:
-            raise UnknownNameError("module", window, modules)
-        if window != REST and not is_called(modules[window]):
+    for user, prefixes in given.items():
+        if user not in modules:
+            raise UnknownNameError("module", user, modules)
+        if user != REST and not is_called(modules[user]):
             raise ConfigError(
-                f"the group {window!r} would never open: {type(modules[window]).__name__} has no forward of its own; "
+                f"the group {user!r} would never open: {type(modules[user]).__name__} has no forward of its own; "
                 "give the path of a module that is called",
-                key=window,
+                key=user,
             )
         for prefix in prefixes:
             named = [name for name in all_names if not prefix or name == prefix or name.startswith(f"{prefix}.")]
@@ -156,19 +156,19 @@ def _given_windows(
             usable = [name for name in named if name in managed]
             if not usable:
                 reason = next(reason for name, reason in unmanaged_parameters(model) if name in named)
-                raise ConfigError(f"{prefix!r} of the group {window!r} cannot be managed: {reason}", key=window)
+                raise ConfigError(f"{prefix!r} of the group {user!r} cannot be managed: {reason}", key=user)
             for name in usable:
-                if found.setdefault(name, window) != window:
+                if found.setdefault(name, user) != user:
                     raise ConfigError(
-                        f"the parameter {name!r} is given to two groups, {found[name]!r} and {window!r}; "
+                        f"the parameter {name!r} is given to two groups, {found[name]!r} and {user!r}; "
                         "name it in one of them",
-                        key=window,
+                        key=user,
                     )
     return found
 
 
 def _small_ones_to_the_rest(
-    members: dict[tuple[str, ...], list[_Managed]], windows: _Windows
+    members: dict[tuple[str, ...], list[_Managed]], users: _Users
 ) -> dict[tuple[str, ...], list[_Managed]]:
     """What is too small for a group of its own joins the rest, which is open whenever the model runs."""
     total = sum(parameter.spec.nbytes for group in members.values() for parameter in group)
@@ -177,8 +177,8 @@ def _small_ones_to_the_rest(
     rest: list[_Managed] = list(members.get((REST,), []))
     for key, group in members.items():
         size = sum(parameter.spec.nbytes for parameter in group)
-        is_block = len(key) == 1 and key[0] not in windows.sized
-        if key != (REST,) and (is_block or size >= least or not windows.explicit.isdisjoint(key)):
+        is_block = len(key) == 1 and key[0] not in users.sized
+        if key != (REST,) and (is_block or size >= least or not users.explicit.isdisjoint(key)):
             kept[key] = group
         elif key != (REST,):
             rest += group
@@ -188,15 +188,15 @@ def _small_ones_to_the_rest(
     return kept
 
 
-def _called_units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that may be windows: blocks, and outside them the smallest modules that are surely called."""
+def _called_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that may have groups: blocks, and outside them the smallest modules that are surely called."""
     if is_compiled(model):
         return  # one piece: all of it is the rest group
     blocks = {id(block) for _, block in repeated_blocks(model)}
 
     def visit(path: str, module: nn.Module, in_block: bool) -> Iterator[tuple[str, nn.Module]]:
         in_block = in_block or id(module) in blocks
-        # The model itself is the rest group's window.
+        # The model itself is the rest group's module.
         if path and is_called(module) and (in_block or is_leaf(module)):
             yield path, module
             return
@@ -265,18 +265,18 @@ def find_named_groups(model: nn.Module, names: Iterable[str]) -> tuple[GroupSpec
     wanted = [name for name in dict.fromkeys(names) if name and name not in known]
     if not wanted:
         return automatic
-    given = _windows(model, automatic, wanted)
+    given = _given_by_names(model, automatic, wanted)
     return find_groups(model, given) if given else automatic
 
 
-def _windows(model: nn.Module, automatic: Sequence[GroupSpec], wanted: Iterable[str]) -> dict[str, list[str]]:
+def _given_by_names(model: nn.Module, automatic: Sequence[GroupSpec], wanted: Iterable[str]) -> dict[str, list[str]]:
     """What `find_groups` is to be given: by module, what it is to have."""
     modules = dict(model.named_modules(remove_duplicate=False))
     left_out = {name for name, _ in unmanaged_parameters(model)}
     parameters = {name: p for name, p in model.named_parameters(remove_duplicate=False) if name not in left_out}
-    windows = {window for group in automatic for window in group.windows}
+    users = {path for group in automatic for path in group.modules}
     blocks = {group.name for group in automatic if group.is_block}
-    tied = {id(parameters[p.name]) for group in automatic if len(group.windows) > 1 for p in group.parameters}
+    tied = {id(parameters[p.name]) for group in automatic if len(group.modules) > 1 for p in group.parameters}
     given: dict[str, list[str]] = {}
     for name in wanted:
         path = name.rpartition(".")[0] if name in parameters else name
@@ -284,7 +284,7 @@ def _windows(model: nn.Module, automatic: Sequence[GroupSpec], wanted: Iterable[
         if not path or path not in modules or not held or not _is_called_by_itself(modules, path):
             continue
         holds_blocks = any(block.startswith(f"{path}.") for block in blocks)
-        is_apart = path not in windows and all(id(parameter) in tied for parameter in held)
+        is_apart = path not in users and all(id(parameter) in tied for parameter in held)
         if not holds_blocks and not is_apart:
             given.setdefault(path, []).append(name)
     return given

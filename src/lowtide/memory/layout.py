@@ -37,7 +37,7 @@ class ParameterSpec:
     dtype: torch.dtype
     requires_grad: bool
     nbytes: int
-    """Of its elements, without padding."""
+    """Bytes of its elements, without padding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class GroupSpec:
 
     name: str
     """The path of the module that opens it; of a tied group the path of its parameter; "" for the rest of the model."""
-    windows: tuple[str, ...]
+    modules: tuple[str, ...]
     """Paths of the modules whose call needs the group, "" for the whole model."""
     parameters: tuple[ParameterSpec, ...]
     """In the order of `named_parameters`."""
@@ -129,7 +129,7 @@ def lay_out(groups: Sequence[GroupSpec], *, chunk_bytes: int | None = None) -> L
 
 def fingerprint(groups: Iterable[GroupSpec]) -> str:
     """Sixteen hexadecimal digits that change when a name, shape, dtype, tie, freeze or grouping changes."""
-    facts = [[group.name, group.windows, [_facts(parameter) for parameter in group.parameters]] for group in groups]
+    facts = [[group.name, group.modules, [_facts(parameter) for parameter in group.parameters]] for group in groups]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 

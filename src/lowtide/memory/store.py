@@ -24,7 +24,7 @@ class Books(Protocol):
         """Bytes are taken; raises when they are not there."""
 
     def credit(self, num_bytes: int, owner: str) -> None:
-        """Bytes are given back."""
+        """Bytes of an owner are given back."""
 
     def clear(self, owners: Collection[str]) -> None:
         """These have nothing any more; right also where an exception left a charge or a credit half made."""
@@ -109,7 +109,7 @@ class ChunkStore:
 
         Args:
             name: The group's.
-            at: Where the computation last used the group; None for this moment.
+            at: Where the computation last used the group; None for now.
         """
         group = self.groups[name]
         assert group.num_open > 0, f"group {name!r} was closed more often than opened"

@@ -182,7 +182,7 @@ def _enforce(device: torch.device) -> None:
 
 
 def allowed_share(budgets: list[int | None], capacity_bytes: int) -> float:
-    """Of the device, what all may reserve together.
+    """The share of the device that all may reserve together.
 
     Example:
         >>> allowed_share([20, 30], 100), allowed_share([20, None], 100), allowed_share([], 100)

@@ -59,13 +59,13 @@ class DynamicScale:
     backoff_factor: float = 0.5
     """What it is multiplied by after an overflow that is not tolerated; between 0 and 1."""
     growth_interval: int = 2000
-    """Steps without an overflow, the window, after which the scale is raised."""
+    """Steps without an overflow after which the scale is raised."""
     min_scale: float = 1.0
     """The floor: the scale is never lowered below it."""
     hysteresis: int = 1
     """The overflow that lowers the scale: 1 for each, 2 tolerates one and acts on the second. Once it acts, each
     further overflow lowers the scale, until `replenish` says that as many are tolerated again. A tolerated overflow
-    skips its step and begins the window anew, like any other."""
+    skips its step and begins the count of good steps anew, like any other."""
     replenish: Replenish = Replenish.WITH_GROWTH
     patience: int | None = 50
     """How many steps in a row may overflow at the floor before an error says that training stands still; None for any

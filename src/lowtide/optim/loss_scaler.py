@@ -84,7 +84,7 @@ class LossScaler:
         self._reduce = reduce
         self._state = first_state(self.settings)
         self._device: torch.device | None = None
-        """Of the first tensor that was scaled: where a flag is kept that no gradient gave a device to."""
+        """Where the first tensor that was scaled lies: there a flag is kept that no gradient gave a device to."""
         self._visits: dict[int, _Visit] = {}
 
     # The calls of a loop

@@ -28,7 +28,7 @@ class Lion(Optimizer):
     Args:
         params: Parameters or groups.
         lr: How far each weight moves in a step; a number or a tensor of one element.
-        betas: Of the momentum in the step taken, and in the one that is kept.
+        betas: Decays of the momentum in the step taken, and in the one that is kept.
         weight_decay: Decoupled, scaled by `lr`.
         maximize: Go up instead of down.
 

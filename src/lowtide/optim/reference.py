@@ -33,7 +33,7 @@ from lowtide.optim.update_types import (
 )
 
 BAND_ELEMENTS = 1 << 18
-"""Of a band, as far as whole rows go: 1 MiB in fp32, which stays in a core's cache between two operators."""
+"""Elements in a band, as far as whole rows go: 1 MiB in fp32, which stays in a core's cache between two operators."""
 
 
 @torch.no_grad()

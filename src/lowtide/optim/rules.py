@@ -19,7 +19,7 @@ MATRIX = (torch.optim.Adafactor, torch.optim.Muon, AdafactorOptimizer)
 WEIGHT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What the kernels update."""
 _LARGEST = float(torch.finfo(torch.float32).max)
-"""Of a setting: kernels compute in fp32."""
+"""The largest setting that kernels can take: they compute in fp32."""
 
 
 def has_matrix_rule(optimizer: Optimizer) -> bool:

@@ -50,7 +50,7 @@ _BITS = {Moments.FP32: 32, Moments.BF16: 16, Moments.INT8: 8}
 
 @dataclass(slots=True, kw_only=True)
 class ParameterState:
-    """Of one parameter, on the device of its update."""
+    """The state of one parameter, on the device of its update."""
 
     step: int = 0
     """Updates so far."""
@@ -63,7 +63,7 @@ class ParameterState:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the states that are there, without their scales."""
+        """Names of the states that are there, without their scales."""
         return tuple(name for name in self.tensors if not name.endswith(SCALE))
 
     def all_tensors(self) -> list[torch.Tensor]:
@@ -72,7 +72,7 @@ class ParameterState:
         return [*self.tensors.values(), *kept]
 
     def replace_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Others in the place of `all_tensors`."""
+        """Put others in the place of `all_tensors`, in their order."""
         rest = iter(tensors)
         self.tensors = {name: next(rest) for name in self.tensors}
         self.remainder = None if self.remainder is None else next(rest)
@@ -86,7 +86,7 @@ class ParameterState:
 
     @property
     def nbytes(self) -> int:
-        """Of all of it."""
+        """Bytes of all its tensors."""
         return sum(tensor.nbytes for tensor in self.all_tensors())
 
     @property
@@ -111,7 +111,7 @@ class LoadTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedState:
-    """Of one parameter, checked: it fits, and nothing was written yet."""
+    """The saved state of one parameter, checked: it fits, and nothing was written yet."""
 
     num_steps: int
     tensors: Mapping[str, Tensor]

@@ -5,7 +5,7 @@ host kernel in C++, and the device kernel.
 
 Note [The exact format]
 A bf16 weight and a signed 16-bit remainder are one fp32 number, the master: `bits = (weight_bits << 16) + remainder`. The
-weight is the master rounded to the nearest bf16, halves up, so that the remainder always fits. The update reads and
+weight is the master rounded to the nearest bf16, ties up, so that the remainder always fits. The update reads and
 writes the master; nothing is lost, in 4 bytes instead of 6. `weight_bits = (bits + 0x8000) >> 16` would turn a NaN into
 infinity or zero: a NaN is the weight 0x7FC0 with remainder 0. The largest finite masters have the weight infinity and a
 negative remainder, and are still themselves.
@@ -108,7 +108,7 @@ class Numerics:
     rounding: Rounding = Rounding.EXACT
     moments: Moments = Moments.FP32
     seed: int = field(default=0)
-    """Of stochastic rounding."""
+    """Seeds stochastic rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +190,7 @@ class Piece:
     """By name. In 8 bits: int8 or, for `UNSIGNED` names, uint8; its scales are under `NAME_scale`, one for each block."""
     rule: ElementwiseRule
     step: int
-    """Of this update, from 1."""
+    """The number of this update, from 1."""
     remainder: torch.Tensor | None = None
     """int16, with EXACT."""
     master: torch.Tensor | None = None
@@ -213,9 +213,9 @@ class MatrixPiece:
     """By name, fp32: of the sizes that `statistic_sizes` says."""
     rule: Adafactor
     step: int
-    """Of this update, from 1."""
+    """The number of this update, from 1."""
     shape: tuple[int, ...]
-    """Of the parameter."""
+    """The parameter's."""
     stride: tuple[int, ...]
     """In elements: a dense weight may lie in another order than its shape says."""
     remainder: torch.Tensor | None = None

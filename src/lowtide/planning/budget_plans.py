@@ -45,7 +45,7 @@ class StaticPartition:
     workspaces, and gradients on their way to the host."""
     device_memory: str | int | None = None
     """The device's bytes, such as "14GiB", of which `share` is a part; also what may be reserved there at all. None: the
-    whole card. An emulated device has no size of its own and needs one."""
+    whole device. An emulated device has no size of its own and needs one."""
     prefetch_depth: int = 1
     """How many groups ahead of the running one have room in the windows."""
     schedule: Schedule = Schedule.DEFERRED
@@ -81,8 +81,8 @@ def partition(
     group alone) and state; the others are streamed and updated on the host.
 
     Args:
-        layout: Of the model.
-        device_bytes: What may be reserved on the device in all: `config.device_memory` in bytes, or the card's.
+        layout: The model's.
+        device_bytes: What may be reserved on the device in all: `config.device_memory` in bytes, or all of the device's.
         config: The share.
         state_bytes_per_parameter_byte: Optimizer state beside each byte of trained parameters: 2 for Adam in the
             parameters' own dtype, 4 for fp32 moments of bf16 parameters, 0 for SGD without momentum.
@@ -137,9 +137,9 @@ class MonitorMode(enum.StrEnum):
     """What a sample of the observed step holds."""
 
     PEAKS = "peaks"
-    """The most that was in use since the moment before: exact, from the allocator's own counters."""
+    """The most that was in use since the sample before: exact, from the allocator's own counters."""
     BOUNDARIES = "boundaries"
-    """What is in use at the moment itself: what rises and falls inside a module is missed, and the plan that comes of it
+    """What is in use when the sample is taken: what rises and falls inside a module is missed, and the plan that comes of it
     uses more of the device."""
 
 
@@ -155,11 +155,11 @@ class WarmUp:
     host_share: float = 0.8
     """Share of the host's bytes that may be used: the host budget."""
     margin_share: float = 0.8
-    """Share of the margin (what weights, windows and the fullest moment leave of the budget) that optimizer state and
+    """Share of the margin (what weights, windows and the fullest point of the step leave of the budget) that optimizer state and
     gradients on the device may use."""
     monitor: MonitorMode = MonitorMode.PEAKS
     device_memory: str | int | None = None
-    """The device's bytes, such as "14GiB", of which the budget is a share. None: the whole card. An emulated device has
+    """The device's bytes, such as "14GiB", of which the budget is a share. None: the whole device. An emulated device has
     no size of its own and needs one."""
     host_memory: str | int | None = None
     """The host's bytes, of which the budget is a share. None: this machine's, or its container's."""
@@ -189,10 +189,10 @@ class WarmUp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MomentSample:
-    """Device memory at one moment of the observed step."""
+class StepSample:
+    """Device memory at one point of the observed step."""
 
-    moment: int
+    number: int
     """Counts from 0 through the step."""
     group: str
     """The group whose module is about to run or has just run."""
@@ -201,7 +201,7 @@ class MomentSample:
     used_bytes: int
     """All that was in use, as `MonitorMode` says."""
     chunk_bytes: int
-    """What chunks held of it. Of a peak: the least they held since the moment before, so that the rest is not
+    """What chunks held of it. For a peak, the least that they held since the sample before, so that the rest is not
     underestimated."""
 
     @property
@@ -245,7 +245,7 @@ def warm_up_plan(layout: Layout, config: WarmUp, device_bytes: int, *, host_byte
 
 def plan_after(
     layout: Layout,
-    samples: Iterable[MomentSample],
+    samples: Iterable[StepSample],
     config: WarmUp,
     device_bytes: int,
     *,
@@ -254,19 +254,19 @@ def plan_after(
 ) -> Plan:
     """The plan for all steps after the observed one.
 
-    The room is the device budget without what was no chunk at the fullest moment. It goes first to the windows of
+    The room is the device budget without what was no chunk at the fullest point of the step. It goes first to the windows of
     streamed groups, then to the weights of groups in the order of their first use, which become resident until the next
     does not fit. Of what is left, the margin, `margin_share` goes to gradients and state of the first chunks, which the
     device updates; the host updates the others.
 
     Args:
-        layout: Of the model.
-        samples: Of the observed step.
+        layout: The model's.
+        samples: Those of the observed step.
         config: The shares.
-        device_bytes: Of the whole device.
+        device_bytes: All that the device has.
         state_bytes_per_parameter_byte: Optimizer state beside each byte of trained parameters: 2 for Adam in the
             parameters' own dtype.
-        host_bytes: Of the whole host; None leaves the host without a budget.
+        host_bytes: All that the host has; None leaves the host without a budget.
 
     Raises:
         PlanError: There are no samples, or the room cannot hold the largest group.
@@ -359,8 +359,8 @@ def _too_small(
         f"the device budget of {format_bytes(config.quota_bytes(device_bytes))} ({config.device_share:g} of "
         f"{format_bytes(device_bytes)}) cannot hold {format_bytes(needed)}: {format_bytes(window_alone)} of weights that "
         f"{window or 'the model'!r} needs at once, {format_bytes(resident_bytes)} that are always needed, and "
-        f"{format_bytes(other)} that were no chunks at the fullest moment; raise device_share or the device's bytes, make "
-        "the batch smaller, or split that group",
+        f"{format_bytes(other)} that were no chunks at the fullest point of the step; raise device_share or the device's "
+        "bytes, make the batch smaller, or split that group",
         needed_bytes=needed,
         group=window,
     )

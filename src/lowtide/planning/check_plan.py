@@ -17,13 +17,12 @@ from lowtide.units import format_bytes
 def check_plan(plan: Plan, layout: Layout, *, state_bytes_per_parameter_byte: float = 0.0) -> None:
     """Refuse a plan that was made for another model, or whose budgets cannot hold the weights.
 
-    Of the device's budget only the weights are known here: those of resident groups, and the windows of streamed ones;
-    and, where the optimizer is known, the state that visits the device. Gradients, other optimizer state and activations
-    come on top.
+    Only the weights on the device are known here: those of resident groups, and the windows of streamed ones; and, where the
+    optimizer is known, the state that visits the device. Gradients, other optimizer state and activations come on top.
 
     Args:
         plan: To be checked.
-        layout: Of the model.
+        layout: The model's.
         state_bytes_per_parameter_byte: Optimizer state beside each byte of trained parameters; 0 where it is not known
             yet.
 
@@ -102,18 +101,18 @@ def _check_kept_on_host(plan: Plan, layout: Layout) -> None:
         if group.weights is not Weights.HOST:
             continue
         spec = specs[group.name]
-        if spec.name != REST and len(spec.windows) > 1:
-            users = " and ".join(repr(window) if window else "the model itself" for window in spec.windows)
+        if spec.name != REST and len(spec.modules) > 1:
+            users = " and ".join(repr(window) if window else "the model itself" for window in spec.modules)
             raise PlanError(
                 f"group {group.name!r} is tied: {users} use the same parameter, and only an embedding that nothing else uses "
                 "can stay on the host; stream it instead, or untie it (give the other its own Parameter)",
                 group=group.name,
             )
-        is_table = len(spec.parameters) == 1 and len(spec.parameters[0].shape) == 2 and spec.windows == (spec.name,)
+        is_table = len(spec.parameters) == 1 and len(spec.parameters[0].shape) == 2 and spec.modules == (spec.name,)
         if not is_table:
             raise PlanError(
                 f"group {group.name or '(rest of the model)'!r} has {len(spec.parameters)} parameters in "
-                f"{len(spec.windows)} module calls, and only an embedding, one table in one call, can stay on the host; "
+                f"{len(spec.modules)} module calls, and only an embedding, one table in one call, can stay on the host; "
                 "stream it instead",
                 group=group.name,
             )

@@ -29,7 +29,7 @@ def by_group(layout: Layout, named: Mapping[str, V], key: str) -> dict[str, V]:
     Args:
         layout: Has the groups.
         named: By name or pattern.
-        key: Of the setting, for errors.
+        key: Names the setting in errors.
 
     Raises:
         UnknownNameError: A name is that of no group, or a pattern fits none.
@@ -64,7 +64,7 @@ def _group_of(layout: Layout, groups: list[str], name: str, key: str) -> str:
     # The rest may be named though every parameter has a group of its own: it is then empty.
     if name in groups or name == REST:
         return name
-    tied = [group.name for group in layout.groups if name in group.windows]
+    tied = [group.name for group in layout.groups if name in group.modules]
     if len(tied) == 1:
         return tied[0]
     inside = [group for group in groups if group.startswith(f"{name}.")]
@@ -125,4 +125,4 @@ def activations_by_group(layout: Layout, policies: Policies | None) -> dict[str,
 
 def is_one_module(group: GroupSpec) -> bool:
     """Whether the group is what one call of its module needs, so that the call can have a policy."""
-    return group.name != "" and group.windows == (group.name,)
+    return group.name != "" and group.modules == (group.name,)

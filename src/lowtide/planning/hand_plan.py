@@ -53,7 +53,7 @@ def make_plan(
         cached_buffers: Released buffers kept per size class.
         defragment_every: Steps between two defragmentations of the host arena.
         device_memory: What may be reserved on the device, such as "14GiB"; likewise the other budgets.
-        host_memory: Of weights, gradients, optimizer state and staging on the host.
+        host_memory: What may be used on the host for weights, gradients, optimizer state and staging.
         pinned_memory: The part of the host's that may be locked.
         window_memory: The part of the device's for the windows of streamed groups.
         staging_memory: The part of the host's in which gradients wait for their updates.

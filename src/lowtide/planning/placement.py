@@ -115,7 +115,7 @@ def by_first_use(layout: Layout) -> list[str]:
 def most_that_fit(names: list[str], needed: Callable[[frozenset[str]], int], room_bytes: int) -> frozenset[str] | None:
     """The longest beginning of `names` whose need is within the room; None where not even the empty one is.
 
-    The need must not fall when a name is added: the search is by halves.
+    The need must not fall when a name is added: the search is a bisection.
     """
     if needed(frozenset()) > room_bytes:
         return None
@@ -131,7 +131,7 @@ def most_that_fit(names: list[str], needed: Callable[[frozenset[str]], int], roo
 
 def is_always_open(group: GroupSpec) -> bool:
     """Whether the group is needed for as long as the model runs, so that streaming it saves nothing in a step."""
-    return REST in group.windows
+    return REST in group.modules
 
 
 def is_trained(chunk: ChunkSpec) -> bool:
@@ -180,7 +180,7 @@ def most_visitors(layout: Layout, by_group: Mapping[str, int]) -> int:
     They are sent for when the backward reaches a window, and go when the group's gradients are complete: those of a tied
     group, and of one that is open all the time, stay beside all others.
     """
-    staying = {group.name for group in layout.groups if _is_tied(group) or REST in group.windows}
+    staying = {group.name for group in layout.groups if _is_tied(group) or REST in group.modules}
     opened = _opened(layout, by_group.keys() - staying)
     passing = max((_total(by_group, [groups]) for groups in opened.values()), default=0)
     return sum(by_group[name] for name in staying & by_group.keys()) + passing
@@ -198,18 +198,18 @@ def _opened(layout: Layout, streamed: Collection[str]) -> dict[str, frozenset[st
     """By window, the streamed groups that are open while it runs: its own, tied ones, and those of modules around it."""
     groups = [group for group in layout.groups if group.name in streamed]
     return {
-        window: frozenset(other.name for other in groups if any(_is_inside(window, outer) for outer in other.windows))
+        window: frozenset(other.name for other in groups if any(_is_inside(window, outer) for outer in other.modules))
         for group in groups
-        for window in group.windows
+        for window in group.modules
     }
 
 
 def _windows_at_once(layout: Layout, streamed: Collection[str], prefetch_depth: int) -> list[list[str]]:
     """Lists of windows that may be on the device together."""
     ordered = [group for group in layout.groups if group.name in streamed]
-    own = [group.windows[0] for group in ordered if not _is_tied(group)]
+    own = [group.modules[0] for group in ordered if not _is_tied(group)]
     # Where a window stands that has tied parameters only (a tied head) a layout does not say: it may be next to any.
-    floating = {window for group in ordered if _is_tied(group) for window in group.windows}.difference(own)
+    floating = {window for group in ordered if _is_tied(group) for window in group.modules}.difference(own)
     found = _runs(own, prefetch_depth + 1)
     if prefetch_depth == 0:
         found += [[window] for window in floating]
@@ -251,7 +251,7 @@ def _total(sizes: Mapping[str, int], opened: Iterable[frozenset[str]]) -> int:
 
 
 def _is_tied(group: GroupSpec) -> bool:
-    return len(group.windows) > 1
+    return len(group.modules) > 1
 
 
 def _is_inside(window: str, outer: str) -> bool:

@@ -16,7 +16,7 @@ from lowtide.tracing.step_trace import Allocation, Bytes, Category, StepTrace
 from lowtide.units import format_bytes
 
 NOTHING_SHARE = 0.005
-"""Of the peak: a saving below it counts as nothing."""
+"""The share of the peak below which a saving counts as nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,7 @@ class WhatIfRow:
 _NUM_PARTNERS = 2
 """A technique that saves nothing alone is tried with this many of those that save most, and with both of them."""
 _ABOUT_AS_GOOD = 0.05
-"""Of the peak: a dearer technique that is better by less does not stand for those that act alike."""
+"""A share of the peak: a dearer technique that is better by less does not stand for those that act alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide.errors import SessionError
-from lowtide.planning.budget_plans import MomentSample
+from lowtide.planning.budget_plans import StepSample
 from lowtide.planning.check_plan import check_plan
 from lowtide.planning.plan import Plan
 from lowtide.runtime.parallel import refuse_wrapping
@@ -103,7 +103,7 @@ class Management:
         self,
         machinery: Machinery,
         observer: StepObserver | None = None,
-        plan_after: Callable[[tuple[MomentSample, ...]], Plan] | None = None,
+        plan_after: Callable[[tuple[StepSample, ...]], Plan] | None = None,
         aside: ObjectsAside | None = None,
     ) -> None:
         self.machinery: Machinery | None = machinery
@@ -142,7 +142,7 @@ class Management:
         return self.machinery is not None and self._warm_up is not None and not self._warm_up.is_over
 
     @property
-    def samples(self) -> tuple[MomentSample, ...]:
+    def samples(self) -> tuple[StepSample, ...]:
         """What was observed in that step."""
         return () if self._warm_up is None else self._warm_up.samples
 
@@ -345,7 +345,7 @@ class Session:
         return self._management.is_warming_up
 
     @property
-    def observed(self) -> tuple[MomentSample, ...]:
+    def observed(self) -> tuple[StepSample, ...]:
         """What a `WarmUp` saw in its step: the fullest moment of each group and phase. Empty for other plans."""
         return self._management.samples
 

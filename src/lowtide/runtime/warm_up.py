@@ -13,7 +13,7 @@ from lowtide.errors import ConfigError
 from lowtide.memory.capacity import device_capacity_bytes, host_capacity_bytes, resolve_budget
 from lowtide.memory.layout import Layout
 from lowtide.optim.update_types import Numerics
-from lowtide.planning.budget_plans import MomentSample, StaticPartition, WarmUp, partition, plan_after, warm_up_plan
+from lowtide.planning.budget_plans import StaticPartition, StepSample, WarmUp, partition, plan_after, warm_up_plan
 from lowtide.planning.plan import Plan
 from lowtide.runtime.passes.window import Window
 from lowtide.runtime.statistics.observer import StepObserver
@@ -62,7 +62,7 @@ class WarmUpPlans:
         """For the observed step."""
         return warm_up_plan(self.layout, self.config, self.device_bytes, host_bytes=self.host_bytes)
 
-    def after(self, samples: Iterable[MomentSample]) -> Plan:
+    def after(self, samples: Iterable[StepSample]) -> Plan:
         """For all further steps."""
         return plan_after(
             self.layout,
@@ -130,7 +130,7 @@ class WarmUpRun:
         optimizer: torch.optim.Optimizer,
         observer: StepObserver,
         *,
-        plan_after: Callable[[tuple[MomentSample, ...]], Plan],
+        plan_after: Callable[[tuple[StepSample, ...]], Plan],
         is_quiet: Callable[[], bool],
         switch: Callable[[Plan], None],
     ) -> None:
@@ -147,7 +147,7 @@ class WarmUpRun:
         self._step_hook = optimizer.register_step_post_hook(self._stepped)
 
     @property
-    def samples(self) -> tuple[MomentSample, ...]:
+    def samples(self) -> tuple[StepSample, ...]:
         """What was seen so far."""
         return self._observer.samples
 

@@ -463,7 +463,7 @@ def test_in_a_session_with_streamed_weights(name: str) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
         session = None
         if managed:
-            assert any("lm_head" in window for group in find_groups(model) for window in group.windows)
+            assert any("lm_head" in window for group in find_groups(model) for window in group.modules)
             plan = lowtide.make_plan(model, weights="streamed", update="device")
             session = lowtide.manage(model, optimizer, plan)
             optimizer = session.optimizer

@@ -447,7 +447,7 @@ class TestBadInput:
 
     @pytest.mark.parametrize(("name", "near"), [("h20", "h200"), ("rtx4090", "rtx-4090"), ("a100", "a100-80gb")])
     def test_an_unknown_card_suggests_near_ones(self, name: str, near: str) -> None:
-        with pytest.raises(UnknownNameError, match=f"no card named '{name}'; did you mean .*'{near}'"):
+        with pytest.raises(UnknownNameError, match=f"no hardware named '{name}'; did you mean .*'{near}'"):
             trace(MLP(), self.batch, hardware=name)
 
     def test_one_tensor_larger_than_any_card(self) -> None:

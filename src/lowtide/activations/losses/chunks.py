@@ -45,13 +45,13 @@ class Job:
 
     settings: LossSettings
     dtype: torch.dtype
-    """Of the logits: what a linear layer would give, autocast considered."""
+    """The logits' dtype: what a linear layer would give, autocast considered."""
     makes_graph: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """Of hidden states, weight and bias; None for those that nobody wants."""
+    """Gradients of hidden states, weight and bias; None for those that are not wanted."""
 
     hidden: Tensor | None = None
     weight: Tensor | None = None

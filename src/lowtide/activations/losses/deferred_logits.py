@@ -25,7 +25,7 @@ class Shaping:
     after: float | None = None
 
     def times(self, factor: float) -> Shaping:
-        """One more multiplication."""
+        """The shaping after one more multiplication."""
         if self.after is None:
             return Shaping(before=self.before * factor)
         return Shaping(before=self.before, after=self.after * factor)
@@ -93,13 +93,13 @@ class DeferredLogits:
         return self._like(shaping=self._shaping.times(1.0 / float(divisor)))
 
     def tanh(self) -> DeferredLogits:
-        """Capped, once."""
+        """The logits capped, which can be done once."""
         if self._shaping.after is not None:
             self._refuse("take a second tanh of them")
         return self._like(shaping=Shaping(before=self._shaping.before, after=1.0))
 
     def float(self) -> DeferredLogits:
-        """As fp32."""
+        """The logits in fp32."""
         return self._like(dtype=torch.float32)
 
     def to(self, *args: Any, **kwargs: Any) -> DeferredLogits:
@@ -111,7 +111,7 @@ class DeferredLogits:
         return self._like(dtype=found[0] if found else None)
 
     def contiguous(self) -> DeferredLogits:
-        """Themselves."""
+        """The same logits."""
         return self._like()
 
     def view(self, *shape: Any) -> DeferredLogits:
@@ -170,7 +170,7 @@ class DeferredLogits:
         return len(self.shape)
 
     def size(self, dim: int | None = None) -> Any:
-        """As of a tensor."""
+        """The shape, or the size of one dimension."""
         return self.shape if dim is None else self.shape[dim]
 
     def __repr__(self) -> str:

@@ -99,8 +99,8 @@ def choose_chunk_tokens(num_tokens: int, vocab_size: int, bytes_per_logit: int) 
     All of them where that takes little; else a small share, but no more than matrix products need to run at full speed.
 
     Args:
-        num_tokens: Of the whole batch.
-        vocab_size: Logits of one token.
+        num_tokens: Those of the whole batch.
+        vocab_size: How many logits a token has.
         bytes_per_logit: Scratch memory for one logit.
 
     Example:

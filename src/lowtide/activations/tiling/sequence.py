@@ -86,7 +86,7 @@ class TiledSequence:
     def __init__(self, slicers: list[_Slicer]) -> None:
         self._slicers = slicers
         self.paths = tuple(slicer.path for slicer in slicers)
-        """Of the modules that run in slices."""
+        """Paths of the modules that run in slices."""
         for slicer in slicers:
             slicer.install()
 
@@ -177,8 +177,8 @@ class _Slicer:
             with torch.no_grad():
                 whole = inner(few, *rest, **kwargs)
                 self._require_positions(few, whole)
-                halves = [inner(half, *rest, **kwargs) for half in few.chunk(2, dim=POSITIONS)]
-                difference = (torch.cat(halves, dim=POSITIONS) - whole).float().abs().max().item()
+                parts = [inner(part, *rest, **kwargs) for part in few.chunk(2, dim=POSITIONS)]
+                difference = (torch.cat(parts, dim=POSITIONS) - whole).float().abs().max().item()
                 largest = whole.float().abs().max().item()
         finally:
             for module, training in modes:
@@ -195,7 +195,7 @@ class _Slicer:
 
 
 def _pass() -> None:
-    """Nobody counts how often a slice runs."""
+    """Slices are not counted."""
 
 
 def _require_count(key: str, value: object) -> None:

@@ -188,7 +188,7 @@ class SessionFootprint:
         for unit in self._residency.units.values():
             if unit.is_on_host or (unit.is_resident and not any(map(is_away, unit.bounds))):
                 continue
-            for path in unit.group.spec.windows:
+            for path in unit.group.spec.modules:
                 by_path.setdefault(path, []).append(unit)
         has_tables = any(unit.is_on_host for unit in self._residency.units.values())
         if by_path or has_tables or self._plan.schedule is Schedule.IN_BACKWARD:

@@ -222,7 +222,7 @@ def _norms_kernel(
 
 @triton.jit
 def _sum_of(pointer, count):
-    """Of numbers in a row."""
+    """The sum of numbers in a row."""
     sums = tl.zeros([_LONG], tl.float32)
     index = tl.arange(0, _LONG).to(tl.int64)
     num_left = count

@@ -150,7 +150,7 @@ def _is_aligned(piece: Piece) -> bool:
 
 
 def _tensors(piece: Piece) -> list[torch.Tensor | None]:
-    """In the order of the addresses."""
+    """The piece's tensors in the order of the addresses."""
     names = state_names(piece.rule)
     gap = [None] * (MAX_STATES - len(names))
     states = [piece.state[name] for name in names]
@@ -246,7 +246,7 @@ def _grid(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def _num_partials(shape: Sequence[int]) -> tuple[int, int, int, int]:
-    """Of rows by tile, of columns by tile, of the vector of rows, and of squares of the update by tile."""
+    """Numbers of sums: over rows by tile, over columns by tile, over the vector of rows, and of the update's squares by tile."""
     rows, columns = _grid(shape)
     down, across = _tiles_down(rows), _tiles_across(columns)
     if len(shape) <= 1:
@@ -263,7 +263,7 @@ def _tiles_across(columns: int) -> int:
 
 
 def _matrix_tensors(piece: MatrixPiece) -> list[torch.Tensor | None]:
-    """In the order of the addresses."""
+    """The piece's tensors in the order of the addresses."""
     kept = piece.master if piece.remainder is None else piece.remainder
     return [piece.weight, piece.gradient, kept, piece.state[ROW], piece.state.get(COLUMN)]
 

@@ -78,7 +78,7 @@ def _upper(values, added):
 
 @triton.jit
 def _nearest(values):
-    """The bits of the nearest bf16, halves to even."""
+    """The bits of the nearest bf16, ties to even."""
     return _upper(values, 0x7FFF + ((values.to(tl.int32, bitcast=True) >> 16) & 1))
 
 

@@ -60,7 +60,7 @@ def source_files() -> list[Path]:
 
 
 def source_hash() -> str:
-    """Of the sources and the flags: a library built from others must not be used."""
+    """A digest of the sources and the flags: a library built from others must not be used."""
     digest = hashlib.sha256(repr((COMMON_FLAGS, sorted(ISA_FLAGS.items()))).encode())
     for path in source_files():
         digest.update(path.name.encode() + b"\0" + path.read_bytes())

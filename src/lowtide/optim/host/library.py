@@ -32,7 +32,7 @@ class HostLibrary:
         self.path = path
         self._functions = functions
         self.piece_bytes = int(functions.lowtide_piece_bytes())
-        """Of the struct of a piece: the packing in Python must come to the same."""
+        """Size of the struct of a piece: the packing in Python must come to the same."""
         self.isas = tuple(name for name, number in ISA_NUMBERS.items() if functions.lowtide_has_isa(number))
         """What this processor and this build have, the best last."""
 

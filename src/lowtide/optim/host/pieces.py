@@ -28,7 +28,7 @@ from lowtide.optim.update_types import (
 _HEAD = struct.Struct("=9Qq2I6i")
 _CONSTANTS = struct.Struct("=10f")
 PIECE_BYTES = _HEAD.size + _CONSTANTS.size
-"""Of one packed piece; as abi.h has it."""
+"""Size of one packed piece, as abi.h has it."""
 _TABLE = np.dtype(
     [("addresses", "u8", 9), ("num_elements", "i8"), ("ids", "u4", 2), ("formats", "i4", 6), ("constants", "f4", 10)]
 )

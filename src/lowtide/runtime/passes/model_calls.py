@@ -207,7 +207,7 @@ def _make_windows(model: nn.Module, engine: Engine) -> list[Window]:
     for unit in engine.units.values():
         if unit.is_on_host or (unit.is_resident and not any(map(is_away, unit.bounds))):
             continue
-        for path in unit.group.spec.windows:
+        for path in unit.group.spec.modules:
             by_path.setdefault(path, []).append(unit)
     if by_path or engine.schedule is Schedule.IN_BACKWARD or any(unit.is_on_host for unit in engine.units.values()):
         by_path.setdefault("", [])

@@ -15,7 +15,7 @@ import torch
 
 from lowtide.memory.chunk import Chunk
 from lowtide.memory.store import ChunkStore
-from lowtide.planning.budget_plans import MomentSample, MonitorMode
+from lowtide.planning.budget_plans import MonitorMode, StepSample
 from lowtide.runtime.emulation.memory import TrackedMemory
 
 
@@ -89,7 +89,7 @@ class StepObserver:
         self._resident_bytes = 0
         self._moment = 0
         self._last = ("", "forward")
-        self._fullest: dict[tuple[str, str], MomentSample] = {}
+        self._fullest: dict[tuple[str, str], StepSample] = {}
 
     def watch(self, store: ChunkStore, resident_bytes: int) -> None:
         """Chunks on the device are those of the store, and resident ones of so many bytes."""
@@ -98,9 +98,9 @@ class StepObserver:
         self._store, self._resident_bytes = store, resident_bytes
 
     @property
-    def samples(self) -> tuple[MomentSample, ...]:
+    def samples(self) -> tuple[StepSample, ...]:
         """The fullest moment of each group and phase, in the order of the step."""
-        return tuple(sorted(self._fullest.values(), key=lambda sample: sample.moment))
+        return tuple(sorted(self._fullest.values(), key=lambda sample: sample.number))
 
     def begin(self) -> None:
         """Whatever the device held before this is no part of the step: an earlier training in the same process."""
@@ -148,8 +148,8 @@ class StepObserver:
 
     def _write(self, group: str, phase: str, used_bytes: int) -> None:
         assert self._store is not None
-        sample = MomentSample(
-            moment=self._moment,
+        sample = StepSample(
+            number=self._moment,
             group=group,
             phase=phase,
             used_bytes=used_bytes,
