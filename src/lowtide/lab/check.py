@@ -55,7 +55,7 @@ class CheckReport:
     differing_weights: tuple[TensorDifference, ...]
     """In the order of the model's state dict; empty when every bit is the same."""
     stats: SessionStats
-    """Of the managed run."""
+    """What the managed run's session measured."""
 
     @property
     def tolerance(self) -> float:
@@ -81,7 +81,7 @@ class CheckReport:
 
     @property
     def first_difference(self) -> str | None:
-        """In words, with steps counted from 1, the earliest difference that was seen; None when there is none."""
+        """The earliest difference that was seen, in words, with steps counted from 1; None when there is none."""
         step = self.first_differing_step
         if step is not None:
             return f"the loss of step {step + 1}: {self.plain_losses[step]!r} against {self.managed_losses[step]!r}"

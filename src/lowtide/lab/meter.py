@@ -70,7 +70,7 @@ class Meter:
 
 @contextmanager
 def metered(model: nn.Module, session: Session | None, device: torch.device) -> Iterator[TakePeak]:
-    """How to ask for peaks while the model is trained: of the session, of the card, or of a host that plays one."""
+    """How to ask for peaks while the model is trained: of the session, of the GPU, or of a host that stands in for one."""
     if session is not None:
         # The step that a warm-up watches has its peaks for itself; the run is measured from the next one on.
         yield lambda: 0 if session.is_warming_up else session.take_device_peak()
@@ -107,7 +107,7 @@ def host_peak_bytes() -> int:
 
 
 class Watch:
-    """Points of a timeline; the running phase is told by whoever runs the step."""
+    """Points of a timeline; the code that runs the step says which phase it is in."""
 
     def __init__(self, take_peak: TakePeak) -> None:
         self._take_peak = take_peak
@@ -115,12 +115,12 @@ class Watch:
         self.points: list[tuple[str, int]] = []
 
     def mark(self, phase: str | None = None) -> None:
-        """Here something ends: a point with the most that was held since the last one."""
+        """Add a point with the most that was held since the last one."""
         self.points.append((phase or self.phase, self._take_peak()))
 
 
 def watched_modules(model: nn.Module) -> list[nn.Module]:
-    """Those whose calls are marked: of the groups of a plain model. In a session parameters may be veiled."""
+    """The modules whose calls are marked: those of a plain model's groups, because a session may hide parameters."""
     paths = dict.fromkeys(window for group in find_groups(model) for window in group.windows)
     return [model.get_submodule(path) for path in paths if path]
 

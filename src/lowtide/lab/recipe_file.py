@@ -32,7 +32,7 @@ class ResolvedRecipe:
 
     recipe: Recipe
     sources: dict[str, str]
-    """Of each setting that is not left to its default, by its dotted key: the path of a file, or `OVERRIDE`."""
+    """The source of each setting that is not left to its default, by dotted key: the path of a file, or `OVERRIDE`."""
 
 
 def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -45,7 +45,7 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def resolve_recipe(path: str | Path, overrides: Sequence[str] = ()) -> ResolvedRecipe:
-    """The same with the sources of its settings.
+    """The recipe of a file with the sources of its settings.
 
     Raises:
         ConfigError: As for `read_recipe`.
@@ -99,7 +99,7 @@ def find_recipe(name: str, folder: Path = FOLDER) -> Path:
         ConfigError: Several recipes end so.
     """
     if Path(name).suffix in SUFFIXES:
-        return Path(name)  # whoever reads it says what is wrong with it
+        return Path(name)  # reading it says what is wrong with it
     names = recipe_names(folder)
     found = [known for known in names if known == name] or [known for known in names if known.endswith(f"/{name}")]
     if not found:
@@ -234,7 +234,7 @@ def merge(below: Tree, above: Tree) -> Tree:
     """The settings of one file over those of another, key by key, and those of a mapping one by one.
 
     A mapping that names another `kind`, or an optimizer of another `name`, begins anew. The settings of a built-in model go with
-    it where a model of somebody's own comes in its place: that one has none.
+    it where a user's own model comes in its place: that one has none.
     """
     merged = dict(below)
     if ":" in str(_value_of(above.get("model"))):

@@ -95,7 +95,7 @@ class WorkerProcess:
 
     @property
     def exit_code(self) -> int:
-        """Of the ended process: a signal's number, negative, where one ended it. Only after the context."""
+        """The exit code of the ended process: a signal's number, negative, where one ended it. Only after the context."""
         assert self._process.returncode is not None
         return self._process.returncode
 
@@ -136,7 +136,7 @@ class WorkerProcess:
         yield from (message for line in lines if (message := decode(line)) is not None)
 
     def _has_ended(self) -> bool:
-        # Without taking the exit status: until that is taken nobody else can get the number that the group is killed by.
+        # Without taking the exit status: until that is taken no other process can get the number that the group is killed by.
         return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def _kill_group(self) -> None:
@@ -173,7 +173,7 @@ def _python_path() -> str:
 
 EXPERIMENT = "lowtide.lab.experiment:run_experiment"
 STDERR_LINES = 10
-"""Of a worker's last words, in its record."""
+"""How many of a worker's last lines its record has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +197,7 @@ class EndedRun:
     run: Run
     record: RunRecord
     path: Path
-    """Of the record."""
+    """The path of the record."""
 
 
 OnRunProgress = Callable[[Run, Progress], None]
@@ -296,7 +296,7 @@ class _Turn:
         return ended
 
     def ended(self, how: str) -> EndedRun:
-        """With the worker's own record; where there is none, with one that says how the worker ended."""
+        """End with the worker's own record, or where there is none with one that says how the worker ended."""
         try:
             return EndedRun(run=self._run, record=read_record(self._path), path=self._path)
         except BadRecordError:

@@ -102,7 +102,7 @@ class Board:
 
 Send = Callable[[Message], None]
 TRACEBACK_LINES = 12
-"""Of the end of a traceback, in a record's message."""
+"""How many lines of the end of a traceback a record's message has."""
 
 
 class Experiment(Protocol):
@@ -113,7 +113,7 @@ class Experiment(Protocol):
 
 
 class RunnerGoneError(BaseException):
-    """Nobody reads the progress: whoever started the run is gone, and the device must be free for the next one.
+    """The process that started the run is gone and reads no progress; the device must be free for the next one.
 
     No `Exception`, so that nothing that a model or a library catches on the way holds it up.
     """
