@@ -62,7 +62,7 @@ class Prediction:
         return {"predicted": figures, "not_predicted": self.why_not or None}
 
 
-def predict_for(recipe: Recipe, gpu: str, say: Callable[[str], None]) -> Prediction:
+def _predict_for(recipe: Recipe, gpu: str, say: Callable[[str], None]) -> Prediction:
     """The figures; a budget that is too small, even for the weights alone, is an answer and no mistake.
 
     Raises:
@@ -93,7 +93,7 @@ def predict_all(listed: Mapping[str, Path], gpu: str) -> dict[str, Prediction]:
         for number, (name, path) in enumerate(listed.items(), start=1):
             say(f"{name}, {number} of {len(listed)}")
             try:
-                predictions[name] = predict_for(read_recipe(path), gpu, lambda _: None)
+                predictions[name] = _predict_for(read_recipe(path), gpu, lambda _: None)
             except LowtideError as error:
                 predictions[name] = Prediction(figures=None, why_not=str(error))
     return predictions
@@ -209,7 +209,7 @@ def show_command(
         predicted = None
         if predict:
             with progress("predicting") as say:
-                predicted = predict_for(resolved.recipe, gpu, say)
+                predicted = _predict_for(resolved.recipe, gpu, say)
         if json_:
             shown = {
                 "schema": "lowtide.lab_recipe/1",

@@ -1,4 +1,9 @@
-"""CheckReport: how a managed run compares with the plain one, loss by loss and weight by weight."""
+"""The check: one recipe trained plainly and under management, from the same weights, on the same batches.
+
+On the CPU the managed run has an emulated device, so that a check needs no GPU. Where the recipe has a `precision`, the
+managed run updates through Lowtide's own kernels, and the plain one through torch's optimizer on fp32 masters: they agree
+within rounding, and the recipe's tolerance says how far.
+"""
 
 from __future__ import annotations
 

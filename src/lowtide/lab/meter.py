@@ -58,7 +58,7 @@ class Meter:
             peak_bytes=self.peak_bytes,
             by_phase=dict(self._by_phase),
             reserved_bytes=self._reserved_bytes or None,
-            host_bytes=host_peak_bytes(),
+            host_bytes=_host_peak_bytes(),
             timeline=timeline,
         )
 
@@ -94,7 +94,7 @@ def _take_cuda_peak(device: torch.device) -> int:
     return peak_bytes
 
 
-def host_peak_bytes() -> int:
+def _host_peak_bytes() -> int:
     """The largest resident size of this process."""
     try:
         # On Linux `getrusage` remembers the process that started this one, if that was larger.

@@ -64,7 +64,7 @@ def resolve_recipe(path: str | Path, overrides: Sequence[str] = ()) -> ResolvedR
     if isinstance(recipe.data, TextFiles):
         # Those of files are absolute by now; one that was typed is from where it was typed.
         recipe = replace(recipe, data=replace(recipe.data, path=recipe.data.path.resolve()))
-    return ResolvedRecipe(recipe=recipe, sources=_overridden(sources_of(tree), overrides, kinds))
+    return ResolvedRecipe(recipe=recipe, sources=_overridden(_sources_of(tree), overrides, kinds))
 
 
 def read_tree(path: Path) -> Tree:
@@ -132,7 +132,9 @@ def _read(path: Path, seen: tuple[Path, ...]) -> Tree:
     if isinstance(data, dict) and isinstance(data.get("path"), str):
         # From the file that names it, so that a folder with a recipe and its texts can be moved and run from anywhere.
         plain["data"] = data | {"path": str((path.parent / str(data["path"])).resolve())}
-    return merge(merged, tree_of({key: value for key, value in plain.items() if key != "extends"}, str(path.resolve())))
+    return merge(
+        merged, _tree_of({key: value for key, value in plain.items() if key != "extends"}, str(path.resolve()))
+    )
 
 
 def _parse(path: Path) -> dict[str, Plain]:
@@ -196,7 +198,7 @@ def _overridden(sources: Mapping[str, str], overrides: Sequence[str], kinds: dic
         is_other_kind = key.endswith(".kind") and kinds.get(key) != text
         replaced = key.removesuffix(".kind") if is_other_kind else key
         left = {known: source for known, source in left.items() if not f"{known}.".startswith(f"{replaced}.")}
-        left |= sources_of(tree_of({key: _mapping(text) or text}, OVERRIDE))
+        left |= _sources_of(_tree_of({key: _mapping(text) or text}, OVERRIDE))
         kinds = {**kinds, key: text} if is_other_kind else kinds
     return left
 
@@ -222,10 +224,10 @@ class Setting:
 Tree: TypeAlias = "dict[str, Setting | Tree]"
 
 
-def tree_of(plain: Mapping[str, Plain], source: str) -> Tree:
+def _tree_of(plain: Mapping[str, Plain], source: str) -> Tree:
     """The settings of one source."""
     return {
-        key: tree_of(value, source) if isinstance(value, dict) else Setting(value, source)
+        key: _tree_of(value, source) if isinstance(value, dict) else Setting(value, source)
         for key, value in plain.items()
     }
 
@@ -253,7 +255,7 @@ def plain_of(tree: Tree) -> dict[str, Plain]:
     return {key: plain_of(value) if isinstance(value, dict) else value.value for key, value in tree.items()}
 
 
-def sources_of(tree: Tree) -> dict[str, str]:
+def _sources_of(tree: Tree) -> dict[str, str]:
     """The source of each setting, by its dotted key."""
     return dict(_sources(tree, ""))
 

@@ -1,4 +1,8 @@
-"""WorkerProcess: the runner's side of one worker, from its start to the end of all that it started."""
+"""Runs recipes, each in a fresh process, one after the other: one that fails or is killed leaves a record, and the next begins.
+
+A process for each, because peaks, caches and compiled graphs of one run must not show in the next; never two at a time,
+because they would share the device. Who starts several runners at once says so, and gets no speeds.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +30,214 @@ from lowtide.lab.recipe import Recipe
 from lowtide.lab.record import Outcome, RunRecord, Surroundings, read_record, write_record
 from lowtide.units import format_seconds
 
+EXPERIMENT = "lowtide.lab.experiment:run_experiment"
+STDERR_LINES = 10
+"""How many of a worker's last lines its record has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One recipe with its seed."""
+
+    name: str
+    """The recipe's, which is a folder's below the records too."""
+    recipe: Recipe
+
+    @property
+    def title(self) -> str:
+        """For people, and different for each run of a list."""
+        return f"{self.name}, seed {self.recipe.seed}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedRun:
+    """A run and what became of it."""
+
+    run: Run
+    record: RunRecord
+    path: Path
+    """The path of the record."""
+
+
+OnRunProgress = Callable[[Run, Progress], None]
+
+
+def run_all(
+    runs: Sequence[Run],
+    folder: Path,
+    *,
+    on_progress: OnRunProgress,
+    limit_s: float | None = None,
+    is_alone: bool = True,
+    experiment: str = EXPERIMENT,
+) -> Iterator[EndedRun]:
+    """Run each in turn and give it back when its record is written, however it ended.
+
+    A run that lacks something here is not started; its record is that of a failure, and says what it needs. Ctrl-C ends
+    the running one, which is given back as killed, and then comes out of here.
+
+    Args:
+        runs: In this order.
+        folder: Gets `records`, `logs` (what runs print) and `tensorboard`.
+        on_progress: Called with each word of a run, the first as it is started.
+        limit_s: A run is killed after so many seconds; None: never.
+        is_alone: Whether no other work is on the device meanwhile; else the times are recorded, and are no speeds.
+        experiment: What runs a recipe, as `package.module:function`.
+
+    Raises:
+        ConfigError: The folder cannot be written to, the limit is not above 0, or a recipe cannot run anywhere; nothing
+            was started then, and nothing is recorded.
+    """
+    if limit_s is not None and not limit_s > 0:
+        raise ConfigError(f"the limit of a run is {limit_s} s; give more than 0, or leave it out", key="limit")
+    # Of all before the first begins: a wrong device of the last one should not show after hours.
+    lacking = [unmet_requirements(run.recipe) for run in runs]
+    _refuse_mistakes([run for run, unmet in zip(runs, lacking, strict=True) if not unmet])
+    _make_folder(folder)
+    for run, unmet in zip(runs, lacking, strict=True):
+        turn = _Turn(run, folder, on_progress, is_alone=is_alone)
+        if unmet:
+            yield turn.refused(unmet)
+            continue
+        try:
+            ended = turn.run(limit_s, experiment)
+        except KeyboardInterrupt:
+            yield turn.ended("was interrupted from the keyboard")
+            raise
+        yield ended
+
+
+def _refuse_mistakes(runs: Sequence[Run]) -> None:
+    checked: dict[str, Recipe] = {}
+    for run in runs:
+        # Seeds change nothing that could be wrong, and a large model takes a moment to build.
+        seedless = replace(run.recipe, seed=0)
+        if checked.get(run.name) != seedless:
+            refuse_mistakes(run.name, seedless)
+        checked[run.name] = seedless
+
+
+class _Turn:
+    """One run, from its start to its record."""
+
+    def __init__(self, run: Run, folder: Path, on_progress: OnRunProgress, *, is_alone: bool) -> None:
+        self._run = run
+        self._is_alone = is_alone
+        self._folder = folder.resolve()
+        self._on_progress = on_progress
+        self._file = _free_name(self._folder, run)
+        self._path = self._folder / "records" / f"{self._file}.json"
+        self._so_far = SoFar()
+        self._surroundings: Surroundings | None = None
+        self._process: _WorkerProcess | None = None
+
+    def run(self, limit_s: float | None, experiment: str) -> EndedRun:
+        """Start the worker and wait for its end."""
+        self._on_progress(self._run, Progress(words="starting"))
+        out = _out_log(self._folder, self._file)
+        err = out.with_suffix(".err")
+        with _WorkerProcess(self._request(experiment), stdout=out, stderr=err) as process:
+            self._process = process
+            for message in process.messages(limit_s):
+                if isinstance(message, Surroundings):
+                    self._surroundings = message
+                elif isinstance(message, Progress):
+                    self._so_far.add(message)
+                    self._on_progress(self._run, message)
+        if process.is_late and limit_s is not None:
+            return self.ended(f"was killed at its limit of {format_seconds(limit_s)}")
+        return self.ended(_how(process.exit_code))
+
+    def refused(self, unmet: Sequence[str]) -> EndedRun:
+        """Not started: the record says what is lacking."""
+        ended = self._write(Outcome.FAILED, f"it cannot run here: {'; '.join(unmet)}")
+        _out_log(self._folder, self._file).unlink()
+        return ended
+
+    def ended(self, how: str) -> EndedRun:
+        """End with the worker's own record, or where there is none with one that says how the worker ended."""
+        try:
+            return EndedRun(run=self._run, record=read_record(self._path), path=self._path)
+        except BadRecordError:
+            elapsed = "" if self._process is None else f" after {format_seconds(self._process.elapsed_s)}"
+            message = f"the run {how}{elapsed}; {self._so_far.words}"
+            tail = "" if self._process is None else self._process.stderr_tail(STDERR_LINES)
+            return self._write(Outcome.KILLED, f"{message}\nits last errors:\n{tail}" if tail else message)
+
+    def _request(self, experiment: str) -> Request:
+        return Request(
+            name=self._run.name,
+            recipe=self._run.recipe,
+            record=self._path,
+            tensorboard=self._folder / "tensorboard" / self._file,
+            experiment=experiment,
+            import_paths=tuple(sys.path),
+            progress_fd=-1,
+            is_alone=self._is_alone,
+        )
+
+    def _write(self, outcome: Outcome, message: str) -> EndedRun:
+        record = RunRecord(
+            name=self._run.name,
+            outcome=outcome,
+            surroundings=self._surroundings or named_surroundings(self._run.recipe.device or "unknown"),
+            recipe=config.to_plain(self._run.recipe),
+            message=message,
+            losses=self._so_far.losses,
+            evaluations=self._so_far.evaluations,
+        )
+        write_record(record, self._path)
+        return EndedRun(run=self._run, record=record, path=self._path)
+
+
+def _how(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"ended without a record, with exit code {exit_code},"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = f"signal {-exit_code}"
+    by_whom = ", as the system's memory killer does," if name == "SIGKILL" else ""
+    return f"was ended by {name}{by_whom}"
+
+
+def _free_name(folder: Path, run: Run) -> str:
+    """A name that no other run has, also of another runner within the same second: its log is there from now on."""
+    date = dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H%M%SZ")
+    for number in itertools.count(1):
+        name = f"{run.name}/seed-{run.recipe.seed}_{date}{'' if number == 1 else f'-{number}'}"
+        log = _out_log(folder, name)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            log.touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        # An empty log goes with the end of its run, and the record stays.
+        if not (folder / "records" / f"{name}.json").exists():
+            return name
+        log.unlink()
+    raise AssertionError("numbers do not end")
+
+
+def _out_log(folder: Path, name: str) -> Path:
+    # Not with_suffix: the dots of a name are its own.
+    return folder / "logs" / f"{name}.out"
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        (folder / "records").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"records cannot go to {str(folder)!r}: {error.strerror}", key="out") from error
+
+
 POLL_S = 0.1
 CLOSING_LIMIT_S = 60.0
 """For a worker that has written its record and does not end: some thread of the run may hang."""
 STDERR_TAIL_BYTES = 1 << 16
 
 
-class WorkerProcess:
+class _WorkerProcess:
     """A worker in a process group of its own; leaving the context kills what is left of the group.
 
     Args:
@@ -169,204 +374,3 @@ def _environment(folder: Path) -> dict[str, str]:
 def _python_path() -> str:
     package_folder = str(Path(__file__).resolve().parents[2])
     return os.pathsep.join(part for part in (package_folder, os.environ.get("PYTHONPATH", "")) if part)
-
-
-EXPERIMENT = "lowtide.lab.experiment:run_experiment"
-STDERR_LINES = 10
-"""How many of a worker's last lines its record has."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """One recipe with its seed."""
-
-    name: str
-    """The recipe's, which is a folder's below the records too."""
-    recipe: Recipe
-
-    @property
-    def title(self) -> str:
-        """For people, and different for each run of a list."""
-        return f"{self.name}, seed {self.recipe.seed}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndedRun:
-    """A run and what became of it."""
-
-    run: Run
-    record: RunRecord
-    path: Path
-    """The path of the record."""
-
-
-OnRunProgress = Callable[[Run, Progress], None]
-
-
-def run_all(
-    runs: Sequence[Run],
-    folder: Path,
-    *,
-    on_progress: OnRunProgress,
-    limit_s: float | None = None,
-    is_alone: bool = True,
-    experiment: str = EXPERIMENT,
-) -> Iterator[EndedRun]:
-    """Run each in turn and give it back when its record is written, however it ended.
-
-    A run that lacks something here is not started; its record is that of a failure, and says what it needs. Ctrl-C ends
-    the running one, which is given back as killed, and then comes out of here.
-
-    Args:
-        runs: In this order.
-        folder: Gets `records`, `logs` (what runs print) and `tensorboard`.
-        on_progress: Called with each word of a run, the first as it is started.
-        limit_s: A run is killed after so many seconds; None: never.
-        is_alone: Whether no other work is on the device meanwhile; else the times are recorded, and are no speeds.
-        experiment: What runs a recipe, as `package.module:function`.
-
-    Raises:
-        ConfigError: The folder cannot be written to, the limit is not above 0, or a recipe cannot run anywhere; nothing
-            was started then, and nothing is recorded.
-    """
-    if limit_s is not None and not limit_s > 0:
-        raise ConfigError(f"the limit of a run is {limit_s} s; give more than 0, or leave it out", key="limit")
-    # Of all before the first begins: a wrong device of the last one should not show after hours.
-    lacking = [unmet_requirements(run.recipe) for run in runs]
-    _refuse_mistakes([run for run, unmet in zip(runs, lacking, strict=True) if not unmet])
-    _make_folder(folder)
-    for run, unmet in zip(runs, lacking, strict=True):
-        turn = _Turn(run, folder, on_progress, is_alone=is_alone)
-        if unmet:
-            yield turn.refused(unmet)
-            continue
-        try:
-            ended = turn.run(limit_s, experiment)
-        except KeyboardInterrupt:
-            yield turn.ended("was interrupted from the keyboard")
-            raise
-        yield ended
-
-
-def _refuse_mistakes(runs: Sequence[Run]) -> None:
-    checked: dict[str, Recipe] = {}
-    for run in runs:
-        # Seeds change nothing that could be wrong, and a large model takes a moment to build.
-        seedless = replace(run.recipe, seed=0)
-        if checked.get(run.name) != seedless:
-            refuse_mistakes(run.name, seedless)
-        checked[run.name] = seedless
-
-
-class _Turn:
-    """One run, from its start to its record."""
-
-    def __init__(self, run: Run, folder: Path, on_progress: OnRunProgress, *, is_alone: bool) -> None:
-        self._run = run
-        self._is_alone = is_alone
-        self._folder = folder.resolve()
-        self._on_progress = on_progress
-        self._file = _free_name(self._folder, run)
-        self._path = self._folder / "records" / f"{self._file}.json"
-        self._so_far = SoFar()
-        self._surroundings: Surroundings | None = None
-        self._process: WorkerProcess | None = None
-
-    def run(self, limit_s: float | None, experiment: str) -> EndedRun:
-        """Start the worker and wait for its end."""
-        self._on_progress(self._run, Progress(words="starting"))
-        out = _out_log(self._folder, self._file)
-        err = out.with_suffix(".err")
-        with WorkerProcess(self._request(experiment), stdout=out, stderr=err) as process:
-            self._process = process
-            for message in process.messages(limit_s):
-                if isinstance(message, Surroundings):
-                    self._surroundings = message
-                elif isinstance(message, Progress):
-                    self._so_far.add(message)
-                    self._on_progress(self._run, message)
-        if process.is_late and limit_s is not None:
-            return self.ended(f"was killed at its limit of {format_seconds(limit_s)}")
-        return self.ended(_how(process.exit_code))
-
-    def refused(self, unmet: Sequence[str]) -> EndedRun:
-        """Not started: the record says what is lacking."""
-        ended = self._write(Outcome.FAILED, f"it cannot run here: {'; '.join(unmet)}")
-        _out_log(self._folder, self._file).unlink()
-        return ended
-
-    def ended(self, how: str) -> EndedRun:
-        """End with the worker's own record, or where there is none with one that says how the worker ended."""
-        try:
-            return EndedRun(run=self._run, record=read_record(self._path), path=self._path)
-        except BadRecordError:
-            elapsed = "" if self._process is None else f" after {format_seconds(self._process.elapsed_s)}"
-            message = f"the run {how}{elapsed}; {self._so_far.words}"
-            tail = "" if self._process is None else self._process.stderr_tail(STDERR_LINES)
-            return self._write(Outcome.KILLED, f"{message}\nits last errors:\n{tail}" if tail else message)
-
-    def _request(self, experiment: str) -> Request:
-        return Request(
-            name=self._run.name,
-            recipe=self._run.recipe,
-            record=self._path,
-            tensorboard=self._folder / "tensorboard" / self._file,
-            experiment=experiment,
-            import_paths=tuple(sys.path),
-            progress_fd=-1,
-            is_alone=self._is_alone,
-        )
-
-    def _write(self, outcome: Outcome, message: str) -> EndedRun:
-        record = RunRecord(
-            name=self._run.name,
-            outcome=outcome,
-            surroundings=self._surroundings or named_surroundings(self._run.recipe.device or "unknown"),
-            recipe=config.to_plain(self._run.recipe),
-            message=message,
-            losses=self._so_far.losses,
-            evaluations=self._so_far.evaluations,
-        )
-        write_record(record, self._path)
-        return EndedRun(run=self._run, record=record, path=self._path)
-
-
-def _how(exit_code: int) -> str:
-    if exit_code >= 0:
-        return f"ended without a record, with exit code {exit_code},"
-    try:
-        name = signal.Signals(-exit_code).name
-    except ValueError:
-        name = f"signal {-exit_code}"
-    by_whom = ", as the system's memory killer does," if name == "SIGKILL" else ""
-    return f"was ended by {name}{by_whom}"
-
-
-def _free_name(folder: Path, run: Run) -> str:
-    """A name that no other run has, also of another runner within the same second: its log is there from now on."""
-    date = dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H%M%SZ")
-    for number in itertools.count(1):
-        name = f"{run.name}/seed-{run.recipe.seed}_{date}{'' if number == 1 else f'-{number}'}"
-        log = _out_log(folder, name)
-        log.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            log.touch(exist_ok=False)
-        except FileExistsError:
-            continue
-        # An empty log goes with the end of its run, and the record stays.
-        if not (folder / "records" / f"{name}.json").exists():
-            return name
-        log.unlink()
-    raise AssertionError("numbers do not end")
-
-
-def _out_log(folder: Path, name: str) -> Path:
-    # Not with_suffix: the dots of a name are its own.
-    return folder / "logs" / f"{name}.out"
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        (folder / "records").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"records cannot go to {str(folder)!r}: {error.strerror}", key="out") from error

@@ -1,4 +1,7 @@
-"""The curves of a run for TensorBoard, where its package is installed."""
+"""The process of one run: does what its request file says, tells how it goes, and writes the record.
+
+Started by the runner as `python -m lowtide.lab.worker REQUEST.json`. Whatever is raised in here becomes a record.
+"""
 
 from __future__ import annotations
 
@@ -36,68 +39,6 @@ from lowtide.units import GiB
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
-
-
-NOT_INSTALLED = 'no TensorBoard curves: its package is not installed (pip install "lowtide[tensorboard]")'
-
-
-class Board:
-    """Writes scalars as they come. Whatever goes wrong here costs the curves, never the run.
-
-    Args:
-        folder: The run's own; made where it is missing.
-        recipe: Written as text beside the curves.
-    """
-
-    def __init__(self, folder: Path, recipe: Recipe) -> None:
-        self.remarks: list[str] = []
-        """What the record should say about the curves; empty where they are whole."""
-        self._writer: SummaryWriter | None = None
-        self._step = 0
-        if importlib.util.find_spec("tensorboard") is None:
-            self.remarks.append(NOT_INSTALLED)
-            return
-        try:
-            # Seconds of import, and only where the package is there.
-            from torch.utils.tensorboard.writer import SummaryWriter
-
-            self._writer = SummaryWriter(str(folder))
-            text = plain_text.render(config.to_plain(recipe), "yaml")
-            self._writer.add_text("recipe", "\n".join(f"    {line}" for line in text.splitlines()))
-        except Exception as error:
-            self._give_up(error)
-
-    def add(self, progress: Progress) -> None:
-        """The figures of a step, once, and those of an evaluation after it."""
-        self._add_scalars({"evaluation_loss": progress.evaluation_loss}, progress.step)
-        if progress.step <= self._step:
-            return
-        self._step = progress.step
-        peak_gib = None if progress.peak_bytes is None else progress.peak_bytes / GiB
-        scalars = {"loss": progress.loss, "peak_gib": peak_gib, "samples_per_s": progress.samples_per_s}
-        self._add_scalars(scalars, self._step)
-
-    def finish(self, record: RunRecord) -> None:
-        """The last evaluation's loss, and the end of the files."""
-        self._add_scalars({"evaluation_loss": record.evaluation_loss}, self._step)
-        try:
-            if self._writer is not None:
-                self._writer.close()
-        except Exception as error:
-            self._give_up(error)
-
-    def _add_scalars(self, scalars: dict[str, float | None], step: int) -> None:
-        try:
-            for name, value in scalars.items():
-                if self._writer is not None and value is not None:
-                    self._writer.add_scalar(name, value, step)
-        except Exception as error:
-            self._give_up(error)
-
-    def _give_up(self, error: Exception) -> None:
-        # A full disk, or a TensorBoard that does not go with this torch: hours of training are worth more.
-        self._writer = None
-        self.remarks.append(f"TensorBoard curves end at step {self._step}: {type(error).__name__}: {error}")
 
 
 Send = Callable[[Message], None]
@@ -160,7 +101,7 @@ def _run(request: Request, send: Send) -> RunRecord:
         experiment = _find(request.experiment)
         record = _checked(experiment(request.recipe, name=request.name, on_progress=on_progress))
     except BaseException as error:  # a model may even call sys.exit
-        record = failed_record(request, error, so_far, surroundings)
+        record = _failed_record(request, error, so_far, surroundings)
     board.finish(record)
     if record.speed is not None:
         record = replace(record, speed=replace(record.speed, is_alone=request.is_alone))
@@ -179,7 +120,7 @@ def _write(record: RunRecord, request: Request) -> None:
         write_record(record, request.record)
     except ConfigError as error:
         # Something in it that JSON cannot hold: a record that says so is better than none.
-        bare = failed_record(request, error, SoFar(), record.surroundings)
+        bare = _failed_record(request, error, SoFar(), record.surroundings)
         losses, evaluations = finite_part(record.losses), finite_evaluations(record.evaluations)
         write_record(replace(bare, losses=losses, evaluations=evaluations), request.record)
 
@@ -215,7 +156,7 @@ def _checked(record: RunRecord) -> RunRecord:
     )
 
 
-def failed_record(request: Request, error: BaseException, so_far: SoFar, surroundings: Surroundings) -> RunRecord:
+def _failed_record(request: Request, error: BaseException, so_far: SoFar, surroundings: Surroundings) -> RunRecord:
     """The record of a run that ended with an error, with what it had told before."""
     if isinstance(error, RunnerGoneError):
         outcome, message = Outcome.KILLED, f"the process that had started the run ended before it; {so_far.words}"
@@ -257,6 +198,68 @@ def _trail(error: BaseException) -> str:
     # Without the last line, which is the error itself.
     lines = "".join(traceback.format_tb(error.__traceback__)).splitlines()
     return "\n".join(lines[-TRACEBACK_LINES:])
+
+
+NOT_INSTALLED = 'no TensorBoard curves: its package is not installed (pip install "lowtide[tensorboard]")'
+
+
+class Board:
+    """Writes scalars as they come. Whatever goes wrong here costs the curves, never the run.
+
+    Args:
+        folder: The run's own; made where it is missing.
+        recipe: Written as text beside the curves.
+    """
+
+    def __init__(self, folder: Path, recipe: Recipe) -> None:
+        self.remarks: list[str] = []
+        """What the record should say about the curves; empty where they are whole."""
+        self._writer: SummaryWriter | None = None
+        self._step = 0
+        if importlib.util.find_spec("tensorboard") is None:
+            self.remarks.append(NOT_INSTALLED)
+            return
+        try:
+            # Seconds of import, and only where the package is there.
+            from torch.utils.tensorboard.writer import SummaryWriter
+
+            self._writer = SummaryWriter(str(folder))
+            text = plain_text.render(config.to_plain(recipe), "yaml")
+            self._writer.add_text("recipe", "\n".join(f"    {line}" for line in text.splitlines()))
+        except Exception as error:
+            self._give_up(error)
+
+    def add(self, progress: Progress) -> None:
+        """The figures of a step, once, and those of an evaluation after it."""
+        self._add_scalars({"evaluation_loss": progress.evaluation_loss}, progress.step)
+        if progress.step <= self._step:
+            return
+        self._step = progress.step
+        peak_gib = None if progress.peak_bytes is None else progress.peak_bytes / GiB
+        scalars = {"loss": progress.loss, "peak_gib": peak_gib, "samples_per_s": progress.samples_per_s}
+        self._add_scalars(scalars, self._step)
+
+    def finish(self, record: RunRecord) -> None:
+        """The last evaluation's loss, and the end of the files."""
+        self._add_scalars({"evaluation_loss": record.evaluation_loss}, self._step)
+        try:
+            if self._writer is not None:
+                self._writer.close()
+        except Exception as error:
+            self._give_up(error)
+
+    def _add_scalars(self, scalars: dict[str, float | None], step: int) -> None:
+        try:
+            for name, value in scalars.items():
+                if self._writer is not None and value is not None:
+                    self._writer.add_scalar(name, value, step)
+        except Exception as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        # A full disk, or a TensorBoard that does not go with this torch: hours of training are worth more.
+        self._writer = None
+        self.remarks.append(f"TensorBoard curves end at step {self._step}: {type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

@@ -181,7 +181,7 @@ def make_comparisons(records: Sequence[RunRecord], *, with_older: bool = False) 
     for folder, model, _ in groups:
         models.setdefault(folder, set()).add(model)
     return tuple(
-        _compare(rows, title=f"{group_words(rows)}{f' ({model})' if len(models[folder]) > 1 else ''} on {device}")
+        _compare(rows, title=f"{_group_words(rows)}{f' ({model})' if len(models[folder]) > 1 else ''} on {device}")
         for (folder, model, device), rows in groups.items()
     )
 
@@ -236,7 +236,7 @@ MOST_NAMES = 3
 """In a title; of more the rest is counted."""
 
 
-def group_words(rows: Sequence[Row]) -> str:
+def _group_words(rows: Sequence[Row]) -> str:
     """The rows of one folder: its name, or where there is none those of the recipes."""
     return rows[0].folder or listed(list(dict.fromkeys(row.name for row in rows)), "recipe")
 

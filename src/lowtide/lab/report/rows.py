@@ -74,13 +74,13 @@ _ENDS = ("last heard: ", "nothing was heard of it", '  File "')
 """How the lines begin that follow an error's own words in a record."""
 
 
-def error_words(message: str) -> str:
+def _error_words(message: str) -> str:
     r"""A record's message as it is; of a plain user error its own words alone, on one line.
 
     Example:
-        >>> error_words('PlanError: too small\nlast heard: training\n  File "a.py", line 3, in run')
+        >>> _error_words('PlanError: too small\nlast heard: training\n  File "a.py", line 3, in run')
         'PlanError: too small'
-        >>> error_words('KeyError: 3\nlast heard: training\n  File "a.py", line 3, in run').count("\n")
+        >>> _error_words('KeyError: 3\nlast heard: training\n  File "a.py", line 3, in run').count("\n")
         2
     """
     return error_line(message) if message.partition(":")[0] in _PLAIN else message
@@ -260,7 +260,7 @@ def _row(runs: Sequence[RunRecord], *, device: str, settings: str, num_older: in
         seeds=tuple(seed_of(run) for run in runs),
         num_older=num_older,
         unfinished=tuple(
-            Ending(seed=seed_of(run), outcome=run.outcome, message=error_words(run.message))
+            Ending(seed=seed_of(run), outcome=run.outcome, message=_error_words(run.message))
             for run in runs
             if run.outcome is not Outcome.FINISHED
         ),

@@ -65,7 +65,7 @@ def provenance(records: Sequence[RunRecord], num_older: int = 0) -> tuple[tuple[
     """
     if not records:
         return (("records", "none, sweeps are read off the graph that torch would compile"),)
-    left_out = f"; {older_words(num_older)}" if num_older else ""
+    left_out = f"; {_older_words(num_older)}" if num_older else ""
     around = [record.surroundings for record in records]
     dates = sorted(surroundings.date for surroundings in around)
     return (
@@ -92,7 +92,7 @@ def _machine(around: Sequence[Surroundings]) -> list[tuple[str, str]]:
     return [(name, values) for name, values in found if values]
 
 
-def older_words(num_older: int) -> str:
+def _older_words(num_older: int) -> str:
     """How many records do not count, in words."""
     ones = "one older one" if num_older == 1 else f"{num_older} older ones"
     return f"{ones} of the same configuration and seed left out"
