@@ -1,6 +1,6 @@
 """`lowtide demo`: the main job on what this machine has.
 
-Predicts a large model for a card the machine does not have and explains its peak; then trains a small GPT here twice,
+Predicts a large model for hardware the machine does not have and explains its peak; then trains a small GPT here twice,
 plainly and inside a device budget that is a fraction of what the plain run takes, and shows that the losses are the
 same and the budget held; writes one report with both. Without a GPU the device is emulated in host memory.
 """
@@ -40,7 +40,7 @@ class Training:
     config: GPTConfig
     batch: tuple[int, int]
     budget: str
-    """Of the device, a fraction of what the plain run takes."""
+    """The device's budget, a fraction of what the plain run takes."""
     steps: int = 12
 
 
@@ -67,8 +67,8 @@ class Run:
 
 
 def run_demo(report: Path) -> None:
-    """Both halves, and the report."""
-    OUT.print(Rule(f"1. {LARGE.model}, batch {LARGE.batch}, on an {LARGE.gpu}: a card this machine need not have"))
+    """Predict, train, and write the report."""
+    OUT.print(Rule(f"1. {LARGE.model}, batch {LARGE.batch}, on an {LARGE.gpu}: hardware this machine need not have"))
     with progress(f"predicting {LARGE.model}") as on_progress:
         large = LARGE.run(on_progress)
     story = explain(large).text
@@ -90,7 +90,7 @@ def run_demo(report: Path) -> None:
 
 
 def _train_plainly(training: Training, on_progress: Callable[[str], None]) -> Run:
-    """As PyTorch does it, all on the device; without a GPU its bytes are counted as those of an emulated one are."""
+    """Train as PyTorch does it, all on the device; without a GPU, bytes are counted as on an emulated one."""
     if torch.cuda.is_available():
         model, optimizer = _build(training)
         model.to("cuda")

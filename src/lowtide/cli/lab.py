@@ -34,7 +34,7 @@ Recipes = Annotated[list[Path] | None, typer.Option(help="a folder with more rec
 Json = Annotated[bool, typer.Option("--json", help="machine-readable on the standard output")]
 FOLDER = Path("lowtide-lab")
 MOST_SEEDS = 20
-"""That a number may ask for: a larger one is likely to be a seed itself."""
+"""The most seeds a number may ask for: a larger one is likely to be a seed itself."""
 
 
 @lab_app.command("ls")
@@ -46,7 +46,7 @@ def list_command(
     predict: Annotated[
         bool, typer.Option("--predict", help="instead the peaks that the trace predicts, the smallest first")
     ] = False,
-    gpu: Annotated[str, typer.Option(help="the card to predict for")] = "h200",
+    gpu: Annotated[str, typer.Option(help="the hardware to predict for")] = "h200",
     recipes: Recipes = None,
     json_: Json = False,
 ) -> None:

@@ -29,7 +29,7 @@ from lowtide.units import format_bytes, parse_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Of one recipe on one card."""
+    """What one recipe needs on some hardware, or why that is not known."""
 
     figures: PredictedFigures | None
     why_not: str = ""
@@ -62,11 +62,11 @@ class Prediction:
         return {"predicted": figures, "not_predicted": self.why_not or None}
 
 
-def predict_for(recipe: Recipe, gpu: str, say: Callable[[str], None]) -> Prediction:
+def _predict_for(recipe: Recipe, gpu: str, say: Callable[[str], None]) -> Prediction:
     """The figures; a budget that is too small, even for the weights alone, is an answer and no mistake.
 
     Raises:
-        UnknownNameError: There is no such card.
+        UnknownNameError: There is no such hardware.
         ConfigError: The recipe does not fit its model.
     """
     try:
@@ -82,10 +82,10 @@ def predict_for(recipe: Recipe, gpu: str, say: Callable[[str], None]) -> Predict
 
 
 def predict_all(listed: Mapping[str, Path], gpu: str) -> dict[str, Prediction]:
-    """Of each recipe, some seconds each; what is wrong with one does not hide the others.
+    """Predict each recipe, in some seconds each; what is wrong with one does not hide the others.
 
     Raises:
-        UnknownNameError: There is no such card.
+        UnknownNameError: There is no such hardware.
     """
     find_hardware(gpu)  # before the first takes its seconds
     predictions: dict[str, Prediction] = {}
@@ -93,14 +93,14 @@ def predict_all(listed: Mapping[str, Path], gpu: str) -> dict[str, Prediction]:
         for number, (name, path) in enumerate(listed.items(), start=1):
             say(f"{name}, {number} of {len(listed)}")
             try:
-                predictions[name] = predict_for(read_recipe(path), gpu, lambda _: None)
+                predictions[name] = _predict_for(read_recipe(path), gpu, lambda _: None)
             except LowtideError as error:
                 predictions[name] = Prediction(figures=None, why_not=str(error))
     return predictions
 
 
-def prediction_table(predictions: Mapping[str, Prediction], card: Hardware) -> Table:
-    """What recipes need on a card, the smallest peak first; those that are not predicted are not in it."""
+def prediction_table(predictions: Mapping[str, Prediction], hardware: Hardware) -> Table:
+    """What recipes need on some hardware, the smallest peak first; those that are not predicted are not in it."""
     predicted = [(name, each, each.figures) for name, each in predictions.items() if each.figures is not None]
     rows: list[list[Cell | str]] = [
         [
@@ -108,21 +108,21 @@ def prediction_table(predictions: Mapping[str, Prediction], card: Hardware) -> T
             shown_bytes(figures.peak_bytes),
             shown_bytes(figures.reserved_bytes or figures.peak_bytes),
             figures.peak_phase,
-            _fits(prediction, figures, card),
+            _fits(prediction, figures, hardware),
         ]
         for name, prediction, figures in sorted(predicted, key=lambda row: row[2].peak_bytes)
     ]
     columns = (words("recipe", wraps=True), number("peak"), number("reserved"), words("in"), words("fits"))
-    return make_table(f"predicted on {card.name}, {format_bytes(card.memory_bytes)}", columns, rows)
+    return make_table(f"predicted on {hardware.name}, {format_bytes(hardware.memory_bytes)}", columns, rows)
 
 
-def _fits(prediction: Prediction, figures: PredictedFigures, card: Hardware) -> Value:
+def _fits(prediction: Prediction, figures: PredictedFigures, hardware: Hardware) -> Value:
     if prediction.is_over:
         return Value(f"not its {prediction.budget}", tone=Tone.BAD)
-    if (figures.reserved_bytes or figures.peak_bytes) + card.context_bytes <= card.memory_bytes:
+    if (figures.reserved_bytes or figures.peak_bytes) + hardware.context_bytes <= hardware.memory_bytes:
         return Value("yes", tone=Tone.GOOD)
     # What is cached can be given back, so that between the two it may.
-    can_fit = figures.peak_bytes + card.context_bytes <= card.memory_bytes
+    can_fit = figures.peak_bytes + hardware.context_bytes <= hardware.memory_bytes
     return Value("hardly", tone=Tone.STRONG) if can_fit else Value("no", tone=Tone.BAD)
 
 
@@ -153,14 +153,14 @@ def recipe_lines(rows: Rows, *, is_folded: bool) -> Iterator[Text]:
 
     Args:
         rows: In the order of their folders.
-        is_folded: Whether a folder of small twins is one line that says how to list them.
+        is_folded: Whether a folder that has the recipes of another once more, small, is one line that says how to list them.
     """
     groups: dict[str, list[dict[str, Plain]]] = {}
     for row in rows:
         groups.setdefault(folder_of(str(row["name"])), []).append(row)
     width = max((len(_last(row)) for row in rows), default=0)
     for folder, group in groups.items():
-        if is_folded and _is_twin(folder, groups):
+        if is_folded and _is_small_copy(folder, groups):
             words = f"the same {len(group)}, small: lowtide lab ls '{folder}/*'"
             yield Text.assemble((f"{folder}/", "bold"), f" {words}")
             continue
@@ -170,7 +170,7 @@ def recipe_lines(rows: Rows, *, is_folded: bool) -> Iterator[Text]:
         yield from (_recipe_line(row, width, indent="  " if folder else "") for row in group)
 
 
-def _is_twin(folder: str, groups: Mapping[str, Rows]) -> bool:
+def _is_small_copy(folder: str, groups: Mapping[str, Rows]) -> bool:
     if not folder.endswith(TINY):
         return False
     own, others = groups[folder], groups.get(folder.removesuffix(TINY), ())
@@ -197,7 +197,7 @@ def show_command(
     name: Annotated[str, typer.Argument(help="a recipe: a name such as peak_memory/control, or FILE.yaml")],
     set_: Annotated[list[str] | None, typer.Option("--set", help="steps=5, dtype=bfloat16, ...")] = None,
     predict: Annotated[bool, typer.Option("--predict", help="also the peak that the trace predicts")] = False,
-    gpu: Annotated[str, typer.Option(help="the card to predict for")] = "h200",
+    gpu: Annotated[str, typer.Option(help="the hardware to predict for")] = "h200",
     recipes: Annotated[list[Path] | None, typer.Option(help="a folder with more recipes; may be repeated")] = None,
     json_: Annotated[bool, typer.Option("--json", help="machine-readable on the standard output")] = False,
 ) -> None:
@@ -209,7 +209,7 @@ def show_command(
         predicted = None
         if predict:
             with progress("predicting") as say:
-                predicted = predict_for(resolved.recipe, gpu, say)
+                predicted = _predict_for(resolved.recipe, gpu, say)
         if json_:
             shown = {
                 "schema": "lowtide.lab_recipe/1",

@@ -29,10 +29,10 @@ from lowtide.report.table import Cell, Column, Table, Tone, Value, make_table
 SHOWN = ("peak", "reduction", "at", "reserved", "steps", "perplexity")
 """Beside the speed that rows are compared by; the files have all columns."""
 DISPENSABLE = ("reserved", "reduction", "at", "steps")
-"""Of these, what goes first where names are long."""
+"""The columns that go first where names are long, in this order."""
 NUM_COLUMNS = 80
 LONGEST_LABEL = 40
-"""That leaves room for figures on 80 columns, on two lines at most."""
+"""Labels up to this length leave room for figures on 80 columns, on two lines at most."""
 
 LONGEST_REASON = 400
 """The advice of an error stands at its end."""

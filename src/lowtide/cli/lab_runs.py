@@ -165,7 +165,7 @@ def _samples_per_s(record: RunRecord) -> float | None:
 
 
 def perplexity(record: RunRecord) -> float | None:
-    """Of the evaluation; None where there was none, or where it is beyond any number."""
+    """The perplexity of the evaluation; None where there was none, or where it is beyond any number."""
     if record.evaluation_loss is None:
         return None
     try:

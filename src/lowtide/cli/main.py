@@ -46,7 +46,7 @@ Model = Annotated[
     str, typer.Argument(help="a built-in name (llama-8b), hf:FOLDER_OR_CONFIG, or package.module:factory")
 ]
 Batch = Annotated[str | None, typer.Option(help="8x2048 (sequences x tokens) or 64x3x224x224 (images)")]
-Gpu = Annotated[str, typer.Option(help="the card to predict for")]
+Gpu = Annotated[str, typer.Option(help="the hardware to predict for")]
 Set = Annotated[
     list[str] | None,
     typer.Option(
@@ -100,7 +100,7 @@ def check(
 
 @app.command()
 def demo(report: Annotated[Path, typer.Option(help="where the report goes")] = Path("lowtide-demo.html")) -> None:
-    """Predict a model for a card this machine does not have, then train a small GPT here and watch it."""
+    """Predict a model for hardware this machine does not have, then train a small GPT here and watch it."""
     with friendly_errors():
         require_writable("--report", [report])
         run_demo(report)

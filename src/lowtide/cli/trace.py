@@ -47,14 +47,14 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRequest:
-    """One step of one model on one card."""
+    """One step of one model on some hardware."""
 
     model: str
     """A built-in name, `hf:FOLDER_OR_CONFIG` or `package.module:factory`."""
     batch: str | None = None
     """`8x2048` (sequences x tokens) or `64x3x224x224` (images); the model's default where it is left out."""
     gpu: str = "h200"
-    """The card to predict for."""
+    """The hardware to predict for."""
     torch: str | None = None
     """The torch version to predict for; the installed one where it is left out."""
     dtype: str | None = None
@@ -98,7 +98,7 @@ class TraceRequest:
         try:
             batch = source.make_batch(self.batch or source.default_batch)
         except (BatchMismatchError, TooLargeError) as error:
-            # An error of the step to whoever calls the library; here it was typed.
+            # To a caller of the library it is an error of the step; here it was typed.
             raise ConfigError(f"--batch: {error}", key="batch") from error
         dtype = next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), torch.float32)
         return {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()}
@@ -111,7 +111,7 @@ def settable() -> str:
     lines = [
         f"**--set** takes {', '.join(f'`{key}`' for key in keys)}.",
         f"Models: {', '.join(built_in_names())}.",
-        f"Cards: {', '.join(card.name for card in known_hardware())}.",
+        f"Hardware: {', '.join(hardware.name for hardware in known_hardware())}.",
         f"Optimizers: {', '.join(OPTIMIZERS)}, none.",
     ]
     return "\n\n".join(lines)

@@ -1,4 +1,9 @@
-"""CheckReport: how a managed run compares with the plain one, loss by loss and weight by weight."""
+"""The check: one recipe trained plainly and under management, from the same weights, on the same batches.
+
+On the CPU the managed run has an emulated device, so that a check needs no GPU. Where the recipe has a `precision`, the
+managed run updates through Lowtide's own kernels, and the plain one through torch's optimizer on fp32 masters: they agree
+within rounding, and the recipe's tolerance says how far.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +60,7 @@ class CheckReport:
     differing_weights: tuple[TensorDifference, ...]
     """In the order of the model's state dict; empty when every bit is the same."""
     stats: SessionStats
-    """Of the managed run."""
+    """What the managed run's session measured."""
 
     @property
     def tolerance(self) -> float:
@@ -81,7 +86,7 @@ class CheckReport:
 
     @property
     def first_difference(self) -> str | None:
-        """In words, with steps counted from 1, the earliest difference that was seen; None when there is none."""
+        """The earliest difference that was seen, in words, with steps counted from 1; None when there is none."""
         step = self.first_differing_step
         if step is not None:
             return f"the loss of step {step + 1}: {self.plain_losses[step]!r} against {self.managed_losses[step]!r}"

@@ -36,7 +36,7 @@ from lowtide.runtime.session import Session
 from lowtide.units import format_bytes
 
 MOST_POINTS = 400
-"""Of a timeline in a record."""
+"""How many points the timeline of a record has."""
 
 
 def run_experiment(recipe: Recipe, *, name: str, on_progress: OnProgress) -> RunRecord:
@@ -103,7 +103,7 @@ def _run(
 
 
 def _timeline(run: _Run, remarks: list[str]) -> tuple[tuple[str, int], ...]:
-    """Of one more step. All figures of the run are there by now: what goes wrong here costs nothing else."""
+    """The memory of one more step. All figures of the run are there by now: what goes wrong here costs nothing else."""
     try:
         return run.watch()
     except Exception as error:  # hooks on modules of any kind: hours of training are worth more than a curve
@@ -317,10 +317,10 @@ def _prediction(
     remarks: list[str],
 ) -> PredictedFigures | None:
     if device.type != "cuda":
-        return None  # predictions are for cards: an emulated device has no allocator and no workspaces
+        return None  # predictions are for GPUs: an emulated device has no allocator and no workspaces
     try:
-        card = find_hardware(torch.cuda.get_device_name(device).removeprefix("NVIDIA "))
-        return predict(recipe, source.build(recipe.torch_dtype), batch, hardware=card.name, say=say)
+        hardware = find_hardware(torch.cuda.get_device_name(device).removeprefix("NVIDIA "))
+        return predict(recipe, source.build(recipe.torch_dtype), batch, hardware=hardware.name, say=say)
     except UnpredictedError as error:
         remarks.append(f"no prediction: {error}")
     except LowtideError as error:

@@ -84,7 +84,7 @@ def _check_evaluation(recipe: Recipe) -> None:
             f"evaluation is asked for, and data.{asked} is 0: raise it, or leave evaluation out", key="evaluation"
         )
     assert recipe.evaluation is not None, "check_inputs asks for one"
-    # Of a text nobody has counted the samples yet: there the run takes what it has, and its record says so.
+    # The samples of a text are not counted yet: there the run takes what it has, and its record says so.
     if isinstance(recipe.data, Stories) and recipe.evaluation.samples > recipe.data.num_validation:
         raise ConfigError(
             f"evaluation.samples is {recipe.evaluation.samples}, and data.num_validation is "

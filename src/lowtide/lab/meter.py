@@ -58,7 +58,7 @@ class Meter:
             peak_bytes=self.peak_bytes,
             by_phase=dict(self._by_phase),
             reserved_bytes=self._reserved_bytes or None,
-            host_bytes=host_peak_bytes(),
+            host_bytes=_host_peak_bytes(),
             timeline=timeline,
         )
 
@@ -70,7 +70,7 @@ class Meter:
 
 @contextmanager
 def metered(model: nn.Module, session: Session | None, device: torch.device) -> Iterator[TakePeak]:
-    """How to ask for peaks while the model is trained: of the session, of the card, or of a host that plays one."""
+    """How to ask for peaks while the model is trained: of the session, of the GPU, or of a host that stands in for one."""
     if session is not None:
         # The step that a warm-up watches has its peaks for itself; the run is measured from the next one on.
         yield lambda: 0 if session.is_warming_up else session.take_device_peak()
@@ -94,7 +94,7 @@ def _take_cuda_peak(device: torch.device) -> int:
     return peak_bytes
 
 
-def host_peak_bytes() -> int:
+def _host_peak_bytes() -> int:
     """The largest resident size of this process."""
     try:
         # On Linux `getrusage` remembers the process that started this one, if that was larger.
@@ -107,7 +107,7 @@ def host_peak_bytes() -> int:
 
 
 class Watch:
-    """Points of a timeline; the running phase is told by whoever runs the step."""
+    """Points of a timeline; the code that runs the step says which phase it is in."""
 
     def __init__(self, take_peak: TakePeak) -> None:
         self._take_peak = take_peak
@@ -115,12 +115,12 @@ class Watch:
         self.points: list[tuple[str, int]] = []
 
     def mark(self, phase: str | None = None) -> None:
-        """Here something ends: a point with the most that was held since the last one."""
+        """Add a point with the most that was held since the last one."""
         self.points.append((phase or self.phase, self._take_peak()))
 
 
 def watched_modules(model: nn.Module) -> list[nn.Module]:
-    """Those whose calls are marked: of the groups of a plain model. In a session parameters may be veiled."""
+    """The modules whose calls are marked: those of a plain model's groups, because a session may hide parameters."""
     paths = dict.fromkeys(window for group in find_groups(model) for window in group.modules)
     return [model.get_submodule(path) for path in paths if path]
 

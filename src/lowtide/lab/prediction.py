@@ -40,23 +40,23 @@ class UnpredictedError(LowtideError):
 def predict(
     recipe: Recipe, model: nn.Module, batch: Batch, *, hardware: str, say: Callable[[str], None]
 ) -> PredictedFigures:
-    """The peak of a step of the recipe on a card.
+    """The peak of a step of the recipe on some hardware.
 
     Args:
         recipe: What is run.
         model: On the host or on meta, without policies, compilation or a session.
         batch: One of the run's.
-        hardware: The card.
+        hardware: The name of the hardware.
         say: Is told what is being done.
 
     Raises:
         UnpredictedError: The recipe compiles, its optimizer state visits the device, or its plan is made from a step of the run.
     """
     _refuse_unknown(recipe)
-    card = find_hardware(hardware)
+    target = find_hardware(hardware)
     if recipe.cublas_workspace is not None:
-        card = replace(card, configured_workspace_bytes=parse_cublas_workspace_config(recipe.cublas_workspace))
-    result = trace_recipe(recipe, model, batch, hardware=card, say=say)
+        target = replace(target, configured_workspace_bytes=parse_cublas_workspace_config(recipe.cublas_workspace))
+    result = trace_recipe(recipe, model, batch, hardware=target, say=say)
     return PredictedFigures(
         peak_bytes=result.peak_bytes,
         peak_phase=str(result.peak_phase),
@@ -68,7 +68,7 @@ def predict(
 def trace_recipe(
     recipe: Recipe, model: nn.Module, batch: Batch, *, hardware: Hardware, say: Callable[[str], None]
 ) -> StepTrace:
-    """The traced step: plain where there is no plan, else in the surroundings that a session is."""
+    """The traced step: plain where there is no plan, else with a session around it."""
     make: MakeOptimizer = partial(optimizer_over, recipe.optimizer)
     settings = StepSettings(accumulate=recipe.accumulation, max_grad_norm=recipe.max_grad_norm)
     if recipe.plan is None:
@@ -99,8 +99,8 @@ def trace_recipe(
         return under()
 
 
-def _plan_on(card: Hardware, recipe: Recipe, model: nn.Module, numerics: Numerics | None) -> Plan:
-    """The plan that a session would have on a card."""
+def _plan_on(hardware: Hardware, recipe: Recipe, model: nn.Module, numerics: Numerics | None) -> Plan:
+    """The plan that a session would have on some hardware."""
     match recipe.plan:
         case PlanRecipe():
             return plan_of(recipe.plan, model)
@@ -111,7 +111,7 @@ def _plan_on(card: Hardware, recipe: Recipe, model: nn.Module, numerics: Numeric
             stand_ins = [torch.zeros((), dtype=each.dtype).expand(each.shape).requires_grad_() for each in trained]
             return partition(
                 lay_out(find_groups(model)),
-                card.memory_bytes if given is None else parse_bytes(given),
+                hardware.memory_bytes if given is None else parse_bytes(given),
                 recipe.plan,
                 state_bytes_per_parameter_byte=state_bytes_per_parameter_byte(
                     optimizer_over(recipe.optimizer, stand_ins), numerics
@@ -122,7 +122,7 @@ def _plan_on(card: Hardware, recipe: Recipe, model: nn.Module, numerics: Numeric
 
 
 def predict_recipe(recipe: Recipe, *, hardware: str, say: Callable[[str], None]) -> PredictedFigures:
-    """The same without a run: from the recipe alone, on a batch of the shape that all of its batches have.
+    """The peak of a recipe without a run, on a batch of the shape that all of its batches have.
 
     Raises:
         UnpredictedError: As for `predict`.

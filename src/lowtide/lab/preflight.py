@@ -178,7 +178,7 @@ def _lacking_compiler(recipe: Recipe) -> Iterator[str]:
     try:
         on_cuda = find_device(recipe.device).type == "cuda"
     except HardwareError:
-        return  # said already, and where it will run nobody knows
+        return  # said already, and where it will run is not known
     if on_cuda and not _has_package("triton"):
         yield "it compiles for CUDA with the package 'triton'; run: pip install triton"
     # Triton builds a small C library for each kernel's launch; on the host inductor writes C++.

@@ -37,9 +37,9 @@ class Progress:
     peak_bytes: int | None = None
     """The device's, so far."""
     samples_per_s: float | None = None
-    """Of the last step."""
+    """The speed of the last step."""
     evaluation_loss: float | None = None
-    """Of an evaluation that is over, after the updates made; the one after the last is the record's alone."""
+    """The loss of an evaluation that is over; the one after the last update is in the record only."""
 
 
 OnProgress = Callable[[Progress], None]
@@ -64,7 +64,7 @@ class SoFar:
 
     @property
     def losses(self) -> tuple[float, ...]:
-        """Of the first steps, up to one that was not told or is not finite, which no record can hold."""
+        """The losses of the first steps, up to one that was not told or is not finite, which no record can hold."""
         return finite_part(self._losses)
 
     @property
@@ -79,7 +79,7 @@ class SoFar:
 
 
 def describe(progress: Progress) -> str:
-    """In words: `training, step 3 of 100, loss 5.1234, peak 3.975 GiB, 6.1 samples/s`."""
+    """Progress in words: `training, step 3 of 100, loss 5.1234, peak 3.975 GiB, 6.1 samples/s`."""
     parts = [progress.words]
     if progress.steps:
         parts.append(f"step {progress.step} of {progress.steps}")
@@ -101,7 +101,7 @@ def figures(progress: Progress) -> list[str]:
 
 
 def shown_bytes(num_bytes: int) -> str:
-    """With the digits that such tables are published with.
+    """Bytes with the digits that such tables are published with.
 
     Example:
         >>> shown_bytes(22_725_752_832), shown_bytes(23_000_000)
@@ -117,7 +117,7 @@ def finite_part(losses: list[float] | tuple[float, ...]) -> tuple[float, ...]:
 
 
 def finite_evaluations(evaluations: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """The same of losses with their steps."""
+    """The evaluations before the first whose loss is not finite."""
     return tuple(evaluations[: len(finite_part([loss for _, loss in evaluations]))])
 
 
@@ -171,7 +171,7 @@ def decode(line: bytes) -> Message | None:
 
 
 def find_surroundings(device: str | None) -> Surroundings:
-    """Those of a run that begins now on a recipe's device. On CUDA its name is asked, which begins to use it.
+    """Where and with what a run is made that begins now on a recipe's device. On CUDA its name is asked, which begins to use it.
 
     Raises:
         ConfigError: It is no device that a run can have.
@@ -182,7 +182,7 @@ def find_surroundings(device: str | None) -> Surroundings:
 
 
 def named_surroundings(device: str) -> Surroundings:
-    """Those of a run that begins now on a device of that name; no device is touched."""
+    """Where and with what a run is made that begins now on a device of that name; no device is touched."""
     machine = this_machine()
     return Surroundings(
         date=dt.datetime.now(dt.UTC).astimezone().isoformat(timespec="seconds"),

@@ -60,7 +60,7 @@ class CompileRecipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedFigures:
-    """What somebody else reported for this configuration, shown beside our own."""
+    """What others reported for this configuration, shown beside our own."""
 
     source: str
     """Who, on what."""
@@ -102,13 +102,13 @@ class Recipe:
     precision: str | None = None
     """How updates land in the weights, through Lowtide's own kernels: see `lowtide.manage`. None: the optimizer's own step."""
     moments: Literal["fp32", "bf16", "8bit"] = "fp32"
-    """With a precision: how optimizer state is stored."""
+    """How optimizer state is stored; needs a precision."""
     compile: CompileRecipe | None = None
     plan: PlanRecipe | StaticPartition | WarmUp | None = field(default_factory=PlanRecipe)
     """By hand, or `kind: static-partition` with its `share`, or `kind: warm-up`; None: plain torch, nothing is managed."""
     evaluation: EvaluationRecipe | None = None
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
-    """Of fp32 matrix products, as `torch.set_float32_matmul_precision` takes it."""
+    """The precision of fp32 matrix products, as `torch.set_float32_matmul_precision` takes it."""
     cublas_workspace: str | None = None
     """`CUBLAS_WORKSPACE_CONFIG` of the run, such as `:4096:2:16:8`; None: the library's default."""
     published: PublishedFigures | None = None

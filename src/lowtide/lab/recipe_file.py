@@ -32,7 +32,7 @@ class ResolvedRecipe:
 
     recipe: Recipe
     sources: dict[str, str]
-    """Of each setting that is not left to its default, by its dotted key: the path of a file, or `OVERRIDE`."""
+    """The source of each setting that is not left to its default, by dotted key: the path of a file, or `OVERRIDE`."""
 
 
 def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -45,7 +45,7 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def resolve_recipe(path: str | Path, overrides: Sequence[str] = ()) -> ResolvedRecipe:
-    """The same with the sources of its settings.
+    """The recipe of a file with the sources of its settings.
 
     Raises:
         ConfigError: As for `read_recipe`.
@@ -64,7 +64,7 @@ def resolve_recipe(path: str | Path, overrides: Sequence[str] = ()) -> ResolvedR
     if isinstance(recipe.data, TextFiles):
         # Those of files are absolute by now; one that was typed is from where it was typed.
         recipe = replace(recipe, data=replace(recipe.data, path=recipe.data.path.resolve()))
-    return ResolvedRecipe(recipe=recipe, sources=_overridden(sources_of(tree), overrides, kinds))
+    return ResolvedRecipe(recipe=recipe, sources=_overridden(_sources_of(tree), overrides, kinds))
 
 
 def read_tree(path: Path) -> Tree:
@@ -99,7 +99,7 @@ def find_recipe(name: str, folder: Path = FOLDER) -> Path:
         ConfigError: Several recipes end so.
     """
     if Path(name).suffix in SUFFIXES:
-        return Path(name)  # whoever reads it says what is wrong with it
+        return Path(name)  # reading it says what is wrong with it
     names = recipe_names(folder)
     found = [known for known in names if known == name] or [known for known in names if known.endswith(f"/{name}")]
     if not found:
@@ -132,7 +132,9 @@ def _read(path: Path, seen: tuple[Path, ...]) -> Tree:
     if isinstance(data, dict) and isinstance(data.get("path"), str):
         # From the file that names it, so that a folder with a recipe and its texts can be moved and run from anywhere.
         plain["data"] = data | {"path": str((path.parent / str(data["path"])).resolve())}
-    return merge(merged, tree_of({key: value for key, value in plain.items() if key != "extends"}, str(path.resolve())))
+    return merge(
+        merged, _tree_of({key: value for key, value in plain.items() if key != "extends"}, str(path.resolve()))
+    )
 
 
 def _parse(path: Path) -> dict[str, Plain]:
@@ -196,7 +198,7 @@ def _overridden(sources: Mapping[str, str], overrides: Sequence[str], kinds: dic
         is_other_kind = key.endswith(".kind") and kinds.get(key) != text
         replaced = key.removesuffix(".kind") if is_other_kind else key
         left = {known: source for known, source in left.items() if not f"{known}.".startswith(f"{replaced}.")}
-        left |= sources_of(tree_of({key: _mapping(text) or text}, OVERRIDE))
+        left |= _sources_of(_tree_of({key: _mapping(text) or text}, OVERRIDE))
         kinds = {**kinds, key: text} if is_other_kind else kinds
     return left
 
@@ -222,10 +224,10 @@ class Setting:
 Tree: TypeAlias = "dict[str, Setting | Tree]"
 
 
-def tree_of(plain: Mapping[str, Plain], source: str) -> Tree:
+def _tree_of(plain: Mapping[str, Plain], source: str) -> Tree:
     """The settings of one source."""
     return {
-        key: tree_of(value, source) if isinstance(value, dict) else Setting(value, source)
+        key: _tree_of(value, source) if isinstance(value, dict) else Setting(value, source)
         for key, value in plain.items()
     }
 
@@ -234,7 +236,7 @@ def merge(below: Tree, above: Tree) -> Tree:
     """The settings of one file over those of another, key by key, and those of a mapping one by one.
 
     A mapping that names another `kind`, or an optimizer of another `name`, begins anew. The settings of a built-in model go with
-    it where a model of somebody's own comes in its place: that one has none.
+    it where a user's own model comes in its place: that one has none.
     """
     merged = dict(below)
     if ":" in str(_value_of(above.get("model"))):
@@ -253,7 +255,7 @@ def plain_of(tree: Tree) -> dict[str, Plain]:
     return {key: plain_of(value) if isinstance(value, dict) else value.value for key, value in tree.items()}
 
 
-def sources_of(tree: Tree) -> dict[str, str]:
+def _sources_of(tree: Tree) -> dict[str, str]:
     """The source of each setting, by its dotted key."""
     return dict(_sources(tree, ""))
 

@@ -52,10 +52,10 @@ class Stories:
 
     seed: int = 0
     num_stories: int = 20_000
-    """Of the training part; the tokenizer is trained on them."""
+    """How many to train on; the tokenizer is trained on them too."""
     num_validation: int = 500
     vocab_size: int = 8000
-    """Of the tokenizer."""
+    """How many tokens the tokenizer has."""
 
     def __post_init__(self) -> None:
         at_least("seed", self.seed, 0)
@@ -70,7 +70,7 @@ class TextFiles:
 
     path: Path
     validation_share: float = 0.05
-    """Of the samples, from the end."""
+    """The share of the samples, from the end, that is not trained on."""
     vocab_size: int = 8000
 
     def __post_init__(self) -> None:
@@ -197,8 +197,8 @@ class PlanRecipe:
 
     DEFAULT_KIND: ClassVar[str] = "by-hand"
     weights: Weights | dict[str, Weights] = Weights.STREAMED
-    """Of all groups, or by group name, pattern ("blocks.*") or module path, with "*" for the others: resident or streamed;
-    `host` for an embedding by name."""
+    """Where the weights of all groups are, or by group name, pattern ("blocks.*") or module path, with "*" for the others:
+    resident or streamed; `host` for an embedding by name."""
     update: Site | float | dict[str, Site | float] = Site.HOST
     """Where chunks are updated: host, device, or the share (0 to 1) that the host updates; likewise by group name."""
     schedule: Schedule = Schedule.DEFERRED

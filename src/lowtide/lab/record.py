@@ -49,9 +49,9 @@ class Outcome(enum.StrEnum):
     FINISHED = "finished"
     OUT_OF_MEMORY = "out of memory"
     FAILED = "failed"
-    """With an error, which the message has."""
+    """It ended with an error, which the message has."""
     KILLED = "killed"
-    """Without a word: by a signal, the system's memory killer or a time limit."""
+    """It ended without a word: by a signal, the system's memory killer or a time limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +59,11 @@ class Surroundings:
     """Where and with what a run was made."""
 
     date: str
-    """Of its start, ISO 8601 with the zone."""
+    """When it began, ISO 8601 with the zone."""
     commit: str
-    """Of the sources; "unknown" for an installed package."""
+    """The commit of the sources; "unknown" for an installed package."""
     device: str
-    """The card's name; `cpu, emulated` where the host plays it."""
+    """The GPU's name; `cpu, emulated` where the host stands in for one."""
     torch: str
     lowtide: str
     python: str
@@ -73,7 +73,7 @@ class Surroundings:
     memory_bytes: int | None = None
     """The host's; None in older records."""
     driver: str | None = None
-    """Version of the card's driver; None where there is no card, or in older records."""
+    """Version of the GPU's driver; None where there is no GPU, or in older records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,11 +119,11 @@ class SpeedFigures:
     """Seconds, by a clock that waits for the device at the end of each step."""
 
     step_s: tuple[float, ...]
-    """Of each step, the first with its compilation and first allocations."""
+    """The time of each step, the first with its compilation and first allocations."""
     samples_per_step: int
     evaluation_s: float | None = None
-    """Of the evaluation after the last step, with its own compilation where none was before; None where there was none, or
-    nobody looked."""
+    """The time of the evaluation after the last step, with its own compilation where none was before; None where there was none, or
+    it was not measured."""
     is_alone: bool = True
     """Whether no other work was on the device: only then do the times say how fast the run is."""
 
@@ -134,7 +134,7 @@ class SpeedFigures:
 
     @property
     def samples_per_s_with_evaluation(self) -> float | None:
-        """The same samples over the time of the steps and the evaluation, as published ones are; None where it is not known."""
+        """The samples of all steps over the time of the steps and the evaluation, as published; None where that is not known."""
         if self.evaluation_s is None:
             return None
         return len(self.step_s) * self.samples_per_step / (sum(self.step_s) + self.evaluation_s)
@@ -158,9 +158,9 @@ class RunRecord:
     outcome: Outcome
     surroundings: Surroundings
     recipe: dict[str, Plain]
-    """As it was run, with everything that it extends and every override in it."""
+    """The recipe as it was run, with everything that it extends and every override in it."""
     message: str = ""
-    """Of the error, if it did not finish."""
+    """What the error said, if it did not finish."""
     parameters: int | None = None
     losses: tuple[float, ...] = ()
     evaluation_loss: float | None = None

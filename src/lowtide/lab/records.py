@@ -116,7 +116,7 @@ def newest_records(records: Sequence[RunRecord]) -> list[RunRecord]:
 
 
 def folder_of(name: str) -> str:
-    """Of a recipe's name: configurations of one experiment share it."""
+    """The folder part of a recipe's name, which configurations of one experiment share."""
     return name.rpartition("/")[0]
 
 
@@ -140,7 +140,7 @@ def flat_settings(recipe: Mapping[str, Plain], prefix: str = "") -> dict[str, Pl
 
 
 def _devices(records: Sequence[RunRecord]) -> list[str]:
-    """Of each record. A run that ended before it could say belongs to the experiment's device, where there is only one."""
+    """The device of each record. A run that ended too early to say has the experiment's, where there is only one."""
     known: dict[str, dict[str, None]] = {}
     for record in records:
         if not _is_word(record.surroundings.device):
@@ -154,7 +154,7 @@ def _devices(records: Sequence[RunRecord]) -> list[str]:
 
 
 def _is_word(device: str) -> bool:
-    """Whether it is what a recipe says, and no name of a card: that is asked by the run itself."""
+    """Whether it is what a recipe says, and no name of a GPU, which the run itself asks for."""
     return device in (_UNKNOWN, "cpu") or device.partition(":")[0] == "cuda"
 
 

@@ -190,7 +190,7 @@ def materialise(model: nn.Module, *, name: str, dtype: torch.dtype) -> nn.Module
         dtype: Of the weights that a config builds.
 
     Raises:
-        ConfigError: A module holds tensors and has no `reset_parameters`, so that nobody knows its first values.
+        ConfigError: A module holds tensors and has no `reset_parameters`, so that its first values are not known.
     """
     if all(tensor.device.type != "meta" for tensor in itertools.chain(model.parameters(), model.buffers())):
         return model

@@ -1,4 +1,7 @@
-"""The curves of a run for TensorBoard, where its package is installed."""
+"""The process of one run: does what its request file says, tells how it goes, and writes the record.
+
+Started by the runner as `python -m lowtide.lab.worker REQUEST.json`. Whatever is raised in here becomes a record.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +39,165 @@ from lowtide.units import GiB
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
+
+
+Send = Callable[[Message], None]
+TRACEBACK_LINES = 12
+"""How many lines of the end of a traceback a record's message has."""
+
+
+class Experiment(Protocol):
+    """What runs a recipe; `lowtide.lab.experiment.run_experiment` is one."""
+
+    def __call__(self, recipe: Recipe, *, name: str, on_progress: OnProgress) -> RunRecord:
+        """The record of a run that finished."""
+
+
+class RunnerGoneError(BaseException):
+    """The process that started the run is gone and reads no progress; the device must be free for the next one.
+
+    No `Exception`, so that nothing that a model or a library catches on the way holds it up.
+    """
+
+
+def main(request_path: str) -> None:
+    """Run the request of a file."""
+    request = config.read_config(Request, request_path)
+    _set_environment(request.recipe)
+    sys.path[:] = [*request.import_paths, *(path for path in sys.path if path not in request.import_paths)]
+    # Processes that the run starts must not keep the pipe open after it.
+    os.set_inheritable(request.progress_fd, False)
+
+    def send(message: Message) -> None:
+        try:
+            os.write(request.progress_fd, encode(message))
+        except BrokenPipeError as error:
+            raise RunnerGoneError from error
+
+    _write(_run(request, send), request)
+    send(Done())
+
+
+def _set_environment(recipe: Recipe) -> None:
+    # cuBLAS reads it when its first handle is made, long after torch is imported. A recipe that names none gets the
+    # library's default, whatever the shell says: the recipe holds everything that changes the numbers.
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+    if recipe.cublas_workspace is not None:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = recipe.cublas_workspace
+
+
+def _run(request: Request, send: Send) -> RunRecord:
+    so_far = SoFar()
+    surroundings = _surroundings(request.recipe)
+    board = Board(request.tensorboard, request.recipe)
+
+    def on_progress(progress: Progress) -> None:
+        so_far.add(progress)
+        board.add(progress)
+        send(progress)
+
+    try:
+        send(surroundings)
+        experiment = _find(request.experiment)
+        record = _checked(experiment(request.recipe, name=request.name, on_progress=on_progress))
+    except BaseException as error:  # a model may even call sys.exit
+        record = _failed_record(request, error, so_far, surroundings)
+    board.finish(record)
+    if record.speed is not None:
+        record = replace(record, speed=replace(record.speed, is_alone=request.is_alone))
+    return replace(record, remarks=(*record.remarks, *board.remarks))
+
+
+def _surroundings(recipe: Recipe) -> Surroundings:
+    try:
+        return find_surroundings(recipe.device)
+    except Exception:  # the experiment meets the same error, and there it becomes the record's message
+        return named_surroundings("unknown")
+
+
+def _write(record: RunRecord, request: Request) -> None:
+    try:
+        write_record(record, request.record)
+    except ConfigError as error:
+        # Something in it that JSON cannot hold: a record that says so is better than none.
+        bare = _failed_record(request, error, SoFar(), record.surroundings)
+        losses, evaluations = finite_part(record.losses), finite_evaluations(record.evaluations)
+        write_record(replace(bare, losses=losses, evaluations=evaluations), request.record)
+
+
+def _find(experiment: str) -> Experiment:
+    module, _, name = experiment.partition(":")
+    found: Experiment = getattr(importlib.import_module(module), name)
+    return found
+
+
+def _checked(record: RunRecord) -> RunRecord:
+    """A run whose loss left the numbers has failed, even if it went on to its last step. Its other figures stay."""
+    losses = finite_part(record.losses)
+    evaluations = finite_evaluations(record.evaluations)
+    if len(losses) < len(record.losses):
+        message = f"the loss of step {len(losses) + 1} is {record.losses[len(losses)]}"
+    elif len(evaluations) < len(record.evaluations):
+        step, loss = record.evaluations[len(evaluations)]
+        message = f"the evaluation's loss after step {step} is {loss}"
+    elif record.evaluation_loss is not None and not math.isfinite(record.evaluation_loss):
+        message = f"the evaluation's loss is {record.evaluation_loss}"
+    else:
+        return record
+    advice = "lower optimizer.settings.lr, set max_grad_norm, or use another dtype"
+    evaluated = record.evaluation_loss is not None and math.isfinite(record.evaluation_loss)
+    return replace(
+        record,
+        outcome=Outcome.FAILED,
+        message=f"{message}; {advice}",
+        losses=losses,
+        evaluation_loss=record.evaluation_loss if evaluated else None,
+        evaluations=evaluations,
+    )
+
+
+def _failed_record(request: Request, error: BaseException, so_far: SoFar, surroundings: Surroundings) -> RunRecord:
+    """The record of a run that ended with an error, with what it had told before."""
+    if isinstance(error, RunnerGoneError):
+        outcome, message = Outcome.KILLED, f"the process that had started the run ended before it; {so_far.words}"
+    else:
+        outcome = Outcome.OUT_OF_MEMORY if is_out_of_memory(error) else Outcome.FAILED
+        message = f"{type(error).__name__}: {error}\n{so_far.words}\n{_trail(error)}"
+    return RunRecord(
+        name=request.name,
+        outcome=outcome,
+        surroundings=surroundings,
+        recipe=config.to_plain(request.recipe),
+        message=message,
+        losses=so_far.losses,
+        evaluations=so_far.evaluations,
+    )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device, or an emulated one, had too little memory: in this error, or in one that led to it."""
+    return any(
+        isinstance(link, torch.OutOfMemoryError)
+        or (isinstance(link, BudgetError) and link.tier.startswith("device"))
+        # cuBLAS and cuDNN say so when there is no room for what they keep themselves; torch has no class for it.
+        or (isinstance(link, RuntimeError) and "_STATUS_ALLOC_FAILED" in str(link))
+        for link in _chain(error)
+    )
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+
+
+def _trail(error: BaseException) -> str:
+    # Without the last line, which is the error itself.
+    lines = "".join(traceback.format_tb(error.__traceback__)).splitlines()
+    return "\n".join(lines[-TRACEBACK_LINES:])
 
 
 NOT_INSTALLED = 'no TensorBoard curves: its package is not installed (pip install "lowtide[tensorboard]")'
@@ -98,165 +260,6 @@ class Board:
         # A full disk, or a TensorBoard that does not go with this torch: hours of training are worth more.
         self._writer = None
         self.remarks.append(f"TensorBoard curves end at step {self._step}: {type(error).__name__}: {error}")
-
-
-Send = Callable[[Message], None]
-TRACEBACK_LINES = 12
-"""Of the end of a traceback, in a record's message."""
-
-
-class Experiment(Protocol):
-    """What runs a recipe; `lowtide.lab.experiment.run_experiment` is one."""
-
-    def __call__(self, recipe: Recipe, *, name: str, on_progress: OnProgress) -> RunRecord:
-        """The record of a run that finished."""
-
-
-class RunnerGoneError(BaseException):
-    """Nobody reads the progress: whoever started the run is gone, and the device must be free for the next one.
-
-    No `Exception`, so that nothing that a model or a library catches on the way holds it up.
-    """
-
-
-def main(request_path: str) -> None:
-    """Run the request of a file."""
-    request = config.read_config(Request, request_path)
-    _set_environment(request.recipe)
-    sys.path[:] = [*request.import_paths, *(path for path in sys.path if path not in request.import_paths)]
-    # Processes that the run starts must not keep the pipe open after it.
-    os.set_inheritable(request.progress_fd, False)
-
-    def send(message: Message) -> None:
-        try:
-            os.write(request.progress_fd, encode(message))
-        except BrokenPipeError as error:
-            raise RunnerGoneError from error
-
-    _write(_run(request, send), request)
-    send(Done())
-
-
-def _set_environment(recipe: Recipe) -> None:
-    # cuBLAS reads it when its first handle is made, long after torch is imported. A recipe that names none gets the
-    # library's default, whatever the shell says: the recipe holds everything that changes the numbers.
-    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-    if recipe.cublas_workspace is not None:
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = recipe.cublas_workspace
-
-
-def _run(request: Request, send: Send) -> RunRecord:
-    so_far = SoFar()
-    surroundings = _surroundings(request.recipe)
-    board = Board(request.tensorboard, request.recipe)
-
-    def on_progress(progress: Progress) -> None:
-        so_far.add(progress)
-        board.add(progress)
-        send(progress)
-
-    try:
-        send(surroundings)
-        experiment = _find(request.experiment)
-        record = _checked(experiment(request.recipe, name=request.name, on_progress=on_progress))
-    except BaseException as error:  # a model may even call sys.exit
-        record = failed_record(request, error, so_far, surroundings)
-    board.finish(record)
-    if record.speed is not None:
-        record = replace(record, speed=replace(record.speed, is_alone=request.is_alone))
-    return replace(record, remarks=(*record.remarks, *board.remarks))
-
-
-def _surroundings(recipe: Recipe) -> Surroundings:
-    try:
-        return find_surroundings(recipe.device)
-    except Exception:  # the experiment meets the same error, and there it becomes the record's message
-        return named_surroundings("unknown")
-
-
-def _write(record: RunRecord, request: Request) -> None:
-    try:
-        write_record(record, request.record)
-    except ConfigError as error:
-        # Something in it that JSON cannot hold: a record that says so is better than none.
-        bare = failed_record(request, error, SoFar(), record.surroundings)
-        losses, evaluations = finite_part(record.losses), finite_evaluations(record.evaluations)
-        write_record(replace(bare, losses=losses, evaluations=evaluations), request.record)
-
-
-def _find(experiment: str) -> Experiment:
-    module, _, name = experiment.partition(":")
-    found: Experiment = getattr(importlib.import_module(module), name)
-    return found
-
-
-def _checked(record: RunRecord) -> RunRecord:
-    """A run whose loss left the numbers has failed, even if it went on to its last step. Its other figures stay."""
-    losses = finite_part(record.losses)
-    evaluations = finite_evaluations(record.evaluations)
-    if len(losses) < len(record.losses):
-        message = f"the loss of step {len(losses) + 1} is {record.losses[len(losses)]}"
-    elif len(evaluations) < len(record.evaluations):
-        step, loss = record.evaluations[len(evaluations)]
-        message = f"the evaluation's loss after step {step} is {loss}"
-    elif record.evaluation_loss is not None and not math.isfinite(record.evaluation_loss):
-        message = f"the evaluation's loss is {record.evaluation_loss}"
-    else:
-        return record
-    advice = "lower optimizer.settings.lr, set max_grad_norm, or use another dtype"
-    evaluated = record.evaluation_loss is not None and math.isfinite(record.evaluation_loss)
-    return replace(
-        record,
-        outcome=Outcome.FAILED,
-        message=f"{message}; {advice}",
-        losses=losses,
-        evaluation_loss=record.evaluation_loss if evaluated else None,
-        evaluations=evaluations,
-    )
-
-
-def failed_record(request: Request, error: BaseException, so_far: SoFar, surroundings: Surroundings) -> RunRecord:
-    """The record of a run that ended with an error, with what it had told before."""
-    if isinstance(error, RunnerGoneError):
-        outcome, message = Outcome.KILLED, f"the process that had started the run ended before it; {so_far.words}"
-    else:
-        outcome = Outcome.OUT_OF_MEMORY if is_out_of_memory(error) else Outcome.FAILED
-        message = f"{type(error).__name__}: {error}\n{so_far.words}\n{_trail(error)}"
-    return RunRecord(
-        name=request.name,
-        outcome=outcome,
-        surroundings=surroundings,
-        recipe=config.to_plain(request.recipe),
-        message=message,
-        losses=so_far.losses,
-        evaluations=so_far.evaluations,
-    )
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device, or an emulated one, had too little memory: in this error, or in one that led to it."""
-    return any(
-        isinstance(link, torch.OutOfMemoryError)
-        or (isinstance(link, BudgetError) and link.tier.startswith("device"))
-        # cuBLAS and cuDNN say so when there is no room for what they keep themselves; torch has no class for it.
-        or (isinstance(link, RuntimeError) and "_STATUS_ALLOC_FAILED" in str(link))
-        for link in _chain(error)
-    )
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
-        yield link
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
-
-
-def _trail(error: BaseException) -> str:
-    # Without the last line, which is the error itself.
-    lines = "".join(traceback.format_tb(error.__traceback__)).splitlines()
-    return "\n".join(lines[-TRACEBACK_LINES:])
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def _check_size(shape: tuple[int, ...], *, itemsize: int) -> None:
     if needed_bytes > MAX_BATCH_BYTES:
         sizes = "x".join(map(str, shape))
         raise TooLargeError(
-            f"one input of {sizes} takes {format_bytes(needed_bytes)} before the model runs, and no card could hold "
+            f"one input of {sizes} takes {format_bytes(needed_bytes)} before the model runs, and no GPU could hold "
             f"the step; inputs up to {format_bytes(MAX_BATCH_BYTES)} are accepted: check the batch for a slip",
             needed_bytes=needed_bytes,
         )

@@ -41,7 +41,7 @@ class LossKind(enum.StrEnum):
     """How the loss comes from the last hidden states."""
 
     COPIED = "copied"
-    """As in the experiment, see `copied_logits_loss`."""
+    """The loss as in the experiment, see `copied_logits_loss`."""
     CHUNKED = "chunked"
     """Head and cross entropy in one, chunk of tokens by chunk: logits never exist at once, losses are fp32."""
 

@@ -1,4 +1,6 @@
-"""Llama: the Llama 2 and 3 architecture in plain torch (Touvron et al. 2023; Grattafiori et al. 2024, section 3.2)."""
+"""Llama: the Llama 2 and 3 architecture in plain torch (Touvron et al. 2023; Grattafiori et al. 2024, section 3.2), with
+rotary position embedding (Su et al. 2021): queries and keys are turned by an angle that grows with their position.
+"""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class ModelSource:
     make_batch: Callable[[str], Batch]
     """Tensors on the host from a text such as `8x2048`; BatchMismatchError says what the model accepts."""
     build_on_host: Callable[[torch.dtype | None], nn.Module] | None = None
-    """The same with the weights that the model's own code gives it, drawn or loaded; None where `build` is all there is."""
+    """Builds the model with the weights that its own code draws or loads; None where `build` is all there is."""
 
 
 Made = TypeVar("Made")

@@ -1,4 +1,4 @@
-"""A StepTrace for people: tables for the terminal, one self-contained HTML page, and figures for papers.
+"""Traces and sessions for people: one kind of table for terminal, page and Markdown, one page frame, and charts.
 
 Nothing here prints or computes memory; everything is a function from traces to text, renderables or files.
 """

@@ -216,15 +216,15 @@ def _draw_panel(part: SubFigure, panel: Panel) -> Axes | None:
     part.suptitle(panel.title, x=0.02, ha="left", fontsize=10, color=QUIET, parse_math=False)
     rows = -(-len(panel.steps) // _NUM_COLUMNS)
     heights = [_SCATTER_HEIGHT if panel.scatter else 0.5, *([_STEP_HEIGHT * rows] if rows else [])]
-    halves = part.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+    parts = part.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     axes = None
     if panel.scatter is None:
-        halves[0].text(0.02, 0.5, "No finished row has both a peak and a speed.", color=INK)
+        parts[0].text(0.02, 0.5, "No finished row has both a peak and a speed.", color=INK)
     else:
-        axes = halves[0].subplots()
+        axes = parts[0].subplots()
         _draw_scatter(axes, panel.scatter)
     if rows:
-        for place, index in zip(halves[1].subplots(rows, _NUM_COLUMNS, squeeze=False).flat, count()):
+        for place, index in zip(parts[1].subplots(rows, _NUM_COLUMNS, squeeze=False).flat, count()):
             if index < len(panel.steps):
                 _draw_step(place, panel.steps[index])
             else:

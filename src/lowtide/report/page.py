@@ -46,11 +46,11 @@ def read_part(name: str, package: str = "lowtide.report") -> str:
 
 def figures(items: Iterable[tuple[str, Value, Value]]) -> str:
     """The large numbers at the top of a section: name, value and a detail below it."""
-    cards = "".join(
+    boxes = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{value_html(value)}<small>{value_html(detail)}</small></dd></div>"
         for name, value, detail in items
     )
-    return f'<dl class="figures">{cards}</dl>'
+    return f'<dl class="figures">{boxes}</dl>'
 
 
 def notes(lines: Sequence[str]) -> str:

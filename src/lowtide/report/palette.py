@@ -41,4 +41,4 @@ DARK_COLOURS = {
 PEAK_COLOUR = "#d55e00"
 
 INK, QUIET, LINE = "#1b2028", "#5c6673", "#dfe3e8"
-"""Of text, of what stands back, and of rules, in figures: the light page's."""
+"""The colours of text, of what stands back and of rules, in figures: those of the light page."""

@@ -19,7 +19,7 @@ class ChunkSummary:
     """Chunks whose names differ only in numbers and which are treated alike."""
 
     name: str
-    """With `*` for each number that differs; as it is for a single chunk."""
+    """Their name, with `*` for each number that differs."""
     count: int
     num_bytes: int
     """The sum over all of them, as the number of fetches is."""

@@ -123,6 +123,7 @@ def make_table(
 ) -> Table:
     """A table from its rows; plain texts become values."""
     cells = [[Value(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
+    assert all(len(row) == len(columns) for row in cells), "a row has a cell for each column"
     filled = [replace(column, values=tuple(row[index] for row in cells)) for index, column in enumerate(columns)]
     return Table(caption=caption, columns=tuple(filled), kind=kind)
 

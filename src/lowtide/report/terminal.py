@@ -95,7 +95,7 @@ def headline(trace: StepTrace) -> Panel:
     facts.add_row("peak reserved", format_bytes(trace.peak_reserved_bytes))
     if trace.target.context_bytes:
         facts.add_row("context beside it", format_bytes(trace.target.context_bytes))
-    facts.add_row("card", _fit_line(trace))
+    facts.add_row("hardware", _fit_line(trace))
     moment = instant_of(trace, trace.peak_event)
     facts.add_row("the peak is in", Text(moment.phase.value if moment.phase else moment.place, style="bold"))
     if moment.phase is not None:
@@ -108,7 +108,7 @@ def headline(trace: StepTrace) -> Panel:
     for note in fallbacks(trace):
         facts.add_row("", Text(note, style=_BAD))
     for name, words in circumstances(trace):
-        if name != "hardware":  # the card has a line of its own above
+        if name != "hardware":  # it has a line of its own above
             facts.add_row(name, Text(words))
     size = f"{format_count(trace.num_parameters)} parameters{_weight_types(trace)}"
     title = Text.assemble((trace.model, "bold"), f"  {size}, {trace.origin}")
@@ -122,10 +122,10 @@ def notes(lines: Sequence[str]) -> Panel:
 
 
 def _fit_line(trace: StepTrace) -> Text:
-    card, fit = trace.target.card, fit_of(trace)
+    hardware, fit = trace.target.card, fit_of(trace)
     if fit is None:
-        return Text(f"{card}, memory not known")
-    line = Text(f"{card}, {format_bytes(fit.capacity_bytes)}: ")
+        return Text(f"{hardware}, memory not known")
+    line = Text(f"{hardware}, {format_bytes(fit.capacity_bytes)}: ")
     return line.append(fit.verdict, style=_GOOD if fit.fits else _BAD)
 
 

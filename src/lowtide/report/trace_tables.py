@@ -17,23 +17,23 @@ from lowtide.units import format_bytes, format_count
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """What the step needs of the card against what the card has."""
+    """What the step needs of the device against what the device has."""
 
     needed_bytes: int
     """Peak of reserved memory and the context beside it."""
     least_bytes: int
-    """The same with allocated memory: what remains when the allocator gives cached blocks back, as it does on a full card."""
+    """What remains when the allocator gives cached blocks back, as it does on a full device: allocated memory and the context."""
     capacity_bytes: int
     is_context_known: bool
 
     @property
     def fits(self) -> bool:
-        """Whether all of it goes onto the card."""
+        """Whether all of it goes onto the device."""
         return self.needed_bytes <= self.capacity_bytes
 
     @property
     def fits_tightly(self) -> bool:
-        """Whether it goes onto the card only if cached blocks are given back, which costs time and may fail for fragmentation."""
+        """Whether it goes onto the device only if cached blocks are given back, which costs time and may fail for fragmentation."""
         return not self.fits and self.least_bytes <= self.capacity_bytes
 
     @property
@@ -43,7 +43,7 @@ class Fit:
 
     @property
     def verdict(self) -> str:
-        """In words, with the amount."""
+        """Whether it fits, in words, with the amount."""
         if self.fits:
             said = f"fits, {format_bytes(self.spare_bytes)} to spare"
         elif self.fits_tightly:
@@ -54,7 +54,7 @@ class Fit:
 
 
 def fit_of(trace: StepTrace) -> Fit | None:
-    """How the step fits its card; None when the card's memory is not known."""
+    """How the step fits its hardware; None when the memory of that is not known."""
     if trace.target.capacity_bytes <= 0:
         return None
     context = trace.target.context_bytes
@@ -68,7 +68,7 @@ def fit_of(trace: StepTrace) -> Fit | None:
 
 def circumstances(trace: StepTrace) -> list[tuple[str, str]]:
     """What was traced, for what and with what, as pairs; of a trace that an older version saved, what it has."""
-    about, card = trace.about, trace.target.card
+    about, hardware = trace.about, trace.target.card
     autocast = trace.settings.get("autocast")
     weights = " under autocast to ".join(str(word) for word in (about.get("dtype"), autocast) if word)
     memory = f", {format_bytes(trace.target.capacity_bytes)}" if trace.target.capacity_bytes else ""
@@ -76,7 +76,7 @@ def circumstances(trace: StepTrace) -> list[tuple[str, str]]:
         ("batch", about.get("batch", "")),
         ("optimizer", about.get("optimizer", "")),
         ("weights", weights),
-        ("hardware", f"{card}{memory}"),
+        ("hardware", f"{hardware}{memory}"),
         ("versions", _versions(trace)),
     ]
     return [(name, value) for name, value in pairs if value]
@@ -95,7 +95,7 @@ def _versions(trace: StepTrace) -> str:
 
 
 NOTHING_SHARE = 0.001
-"""Of the peak: a difference below this is rounding of blocks, not a saving."""
+"""The share of the peak below which a difference is rounding of blocks, not a saving."""
 
 
 def saving(row: WhatIfRow) -> str:

@@ -153,4 +153,4 @@ def test_sweeps_say_where_they_are_not_monotone() -> None:
 def test_emulated_devices_are_marked() -> None:
     text = Outline(render(record(device="cpu, emulated"))).text
     assert "emulated device" in text
-    assert "times say nothing about a card" in text
+    assert "times say nothing about a GPU" in text

@@ -106,7 +106,7 @@ def test_two_devices_are_two_sections() -> None:
     text = render(record(), record(device="cpu, emulated"))
     assert "## peak_memory on NVIDIA H200" in text
     assert "## peak_memory on cpu, emulated" in text
-    assert "times say nothing about a card" in text
+    assert "times say nothing about a GPU" in text
     assert "- device: NVIDIA H200; cpu, emulated" in text
 
 

@@ -52,7 +52,7 @@ def test_rows_without_such_a_speed_are_named() -> None:
 
 def test_an_emulated_device_is_no_judge_of_speed() -> None:
     (comparison,) = make_comparisons([record(speed=at(1.0), device="cpu, emulated")])
-    assert fastest_words(comparison).endswith("so that the order may be another on a card.")
+    assert fastest_words(comparison).endswith("so that the order may be another on a GPU.")
 
 
 def test_without_speeds_there_is_nothing_to_say() -> None:

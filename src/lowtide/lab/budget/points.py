@@ -36,9 +36,9 @@ class BudgetPoint:
     peak_bytes: int
     """Largest sum of live bytes over forward and backward, as compiled code runs them, see `sweep.peak_bytes`."""
     unfused_peak_bytes: int
-    """The same where every result is written: not quite a bound: another order of steps may hold more."""
+    """The peak if every result were written; not quite a bound, because another order of steps may hold more."""
     recomputed_flops_share: float
-    """Of the forward's operations, those that the backward does again."""
+    """The share of the forward's operations that the backward does again."""
     seconds: float
     """To find the point."""
     kind: Literal["static"] = "static"
@@ -85,17 +85,17 @@ def pareto(points: Sequence[BudgetPoint]) -> list[BudgetPoint]:
     return kept
 
 
-def recomputed_share(halves: compat.ForwardBackward) -> float:
+def recomputed_share(graphs: compat.ForwardBackward) -> float:
     """Operations that the backward repeats, over all of the forward: 0 where nothing of weight is repeated, 1 for all.
 
     Those of products, convolutions and attention are counted, by torch's own formulas; others are bound by memory.
     """
-    forward = {node.name: num_flops(node) for node in halves.forward.nodes}
+    forward = {node.name: num_flops(node) for node in graphs.forward.nodes}
     total = sum(forward.values())
     if not total:
         return 0.0
     # What is computed again has the name that it had in the forward.
-    again = sum(forward.get(node.name, 0) for node in halves.backward.nodes if node.op == "call_function")
+    again = sum(forward.get(node.name, 0) for node in graphs.backward.nodes if node.op == "call_function")
     return again / total
 
 
@@ -113,7 +113,7 @@ def _value(node: fx.Node) -> Any:  # a tensor without values, a number or a tupl
 
 
 HOPPER = (9, 0)
-"""Compute capability that is taken where no card is there to ask."""
+"""The compute capability to take where there is no GPU to ask."""
 
 
 def trace_recipe(recipe: Recipe) -> tuple[compat.JointGraph, tuple[str, ...]]:

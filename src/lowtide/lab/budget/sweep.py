@@ -84,16 +84,16 @@ def run_sweep(recipe: Recipe, budgets: Sequence[float], *, on_progress: OnProgre
 
 
 def make_point(joint: compat.JointGraph, budget: float, *, on_host: bool) -> BudgetPoint:
-    """One point: the graph cut under a budget, and what can be read off the two halves, compiled for the host or a card."""
+    """One point: the graph cut under a budget, and what its forward and backward graphs would need on the host or a GPU."""
     start = time.perf_counter()
-    halves = compat.partition(joint, budget)
-    partition = read_partition(halves)
+    graphs = compat.partition(joint, budget)
+    partition = read_partition(graphs)
     return BudgetPoint(
         budget=budget,
         saved_bytes=partition.saved_bytes,
         peak_bytes=peak_bytes(partition, on_host=on_host),
         unfused_peak_bytes=unfused_peak_bytes(partition),
-        recomputed_flops_share=recomputed_share(halves),
+        recomputed_flops_share=recomputed_share(graphs),
         seconds=time.perf_counter() - start,
     )
 

@@ -37,7 +37,7 @@ class Corpus:
 
     @property
     def vocab_size(self) -> int:
-        """Of the tokenizer: the model needs as many rows."""
+        """How many tokens there are: the model needs as many rows."""
         return self.tokenizer.vocab_size
 
 
@@ -141,7 +141,7 @@ def read_stored(path: Path) -> Stored | None:
 
 
 def write_stored(path: Path, stored: Stored) -> None:
-    """Write a file under another name and rename it: whoever reads it finds it whole, or not at all.
+    """Write a file under another name and rename it, so that a reader finds it whole or not at all.
 
     Raises:
         OSError: The folder cannot be written, or the disk is full.

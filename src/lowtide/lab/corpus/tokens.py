@@ -107,7 +107,7 @@ def read_tokenizer(text: str) -> TextTokenizer:
 
 
 def library_version() -> str:
-    """Of `tokenizers`: another one may train another vocabulary.
+    """The version of `tokenizers`: another one may train another vocabulary.
 
     Raises:
         MissingExtraError: It is not installed.
@@ -132,7 +132,7 @@ class Samples:
     """One part of a corpus, in its original order."""
 
     ids: Ids
-    """Of all samples, one after the other; 16 bits each where the vocabulary allows."""
+    """The ids of all samples, one after the other; 16 bits each where the vocabulary allows."""
     offsets: NDArray[np.int64]
     """Where each sample begins, and where the last one ends: one more than there are samples."""
 

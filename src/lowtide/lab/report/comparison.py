@@ -1,5 +1,5 @@
 """Comparison: the rows of one experiment on one device, the row that the others are measured against, those that no other
-beats, and what somebody else published for the same configurations.
+beats, and what others published for the same configurations.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def beside_published(row: Row) -> BesidePublished | None:
 def _speed_like(published: PublishedFigures, row: Row) -> Spread | None:
     """Our samples/s of the kind of theirs; None for a run that is shorter than theirs, or has no evaluation as theirs has.
 
-    Whoever publishes a perplexity evaluated, and that is in the time that their samples are divided by.
+    A published perplexity means an evaluation, whose time is in that which the samples are divided by.
     """
     if _is_shorter(row, published):
         return None
@@ -103,7 +103,7 @@ def _speed_like(published: PublishedFigures, row: Row) -> Spread | None:
 
 
 def _is_shorter(row: Row, published: PublishedFigures) -> bool:
-    """Whether theirs has steps that ours has not: whoever publishes a time of steps 10 to 100 made these steps."""
+    """Whether theirs has steps that ours has not: a published time of steps 10 to 100 means that these steps were made."""
     return published.steps_10_to_100_s is not None and (row.steps or 0) < 100
 
 
@@ -136,7 +136,7 @@ class Comparison:
 
     @property
     def is_emulated(self) -> bool:
-        """Whether the host played the device, so that times say nothing about a card."""
+        """Whether the host stood in for the device, so that times say nothing about a GPU."""
         return "emulated" in self.device
 
     @property
@@ -181,7 +181,7 @@ def make_comparisons(records: Sequence[RunRecord], *, with_older: bool = False) 
     for folder, model, _ in groups:
         models.setdefault(folder, set()).add(model)
     return tuple(
-        _compare(rows, title=f"{group_words(rows)}{f' ({model})' if len(models[folder]) > 1 else ''} on {device}")
+        _compare(rows, title=f"{_group_words(rows)}{f' ({model})' if len(models[folder]) > 1 else ''} on {device}")
         for (folder, model, device), rows in groups.items()
     )
 
@@ -236,7 +236,7 @@ MOST_NAMES = 3
 """In a title; of more the rest is counted."""
 
 
-def group_words(rows: Sequence[Row]) -> str:
+def _group_words(rows: Sequence[Row]) -> str:
     """The rows of one folder: its name, or where there is none those of the recipes."""
     return rows[0].folder or listed(list(dict.fromkeys(row.name for row in rows)), "recipe")
 

@@ -23,12 +23,12 @@ class Spread:
     least: float
     largest: float
     deviation: float | None
-    """Of the sample, divided by one less than the number of values; None for a single one, or one that is not finite."""
+    """The sample's standard deviation, divided by one less than the count; None for a single value, or one not finite."""
     count: int
 
 
 def spread_of(values: Iterable[float | None]) -> Spread | None:
-    """Of the values that are there; None without any.
+    """The spread of the values that are there; None without any.
 
     Example:
         >>> spread_of([1.0, None, 3.0])
@@ -48,7 +48,7 @@ def spread_of(values: Iterable[float | None]) -> Spread | None:
 
 
 def perplexity(loss: float) -> float:
-    """Of a mean loss in nats; infinite where it is beyond any float."""
+    """The perplexity of a mean loss in nats; infinite where it is beyond any float."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -69,18 +69,18 @@ _PLAIN = frozenset(
         errors.BatchMismatchError,
     )
 )
-"""Errors about what was asked for, whose words say what to change: a traceback adds nothing for whoever reads a report."""
+"""Errors about what was asked for, whose words say what to change: a traceback adds nothing to them in a report."""
 _ENDS = ("last heard: ", "nothing was heard of it", '  File "')
 """How the lines begin that follow an error's own words in a record."""
 
 
-def error_words(message: str) -> str:
+def _error_words(message: str) -> str:
     r"""A record's message as it is; of a plain user error its own words alone, on one line.
 
     Example:
-        >>> error_words('PlanError: too small\nlast heard: training\n  File "a.py", line 3, in run')
+        >>> _error_words('PlanError: too small\nlast heard: training\n  File "a.py", line 3, in run')
         'PlanError: too small'
-        >>> error_words('KeyError: 3\nlast heard: training\n  File "a.py", line 3, in run').count("\n")
+        >>> _error_words('KeyError: 3\nlast heard: training\n  File "a.py", line 3, in run').count("\n")
         2
     """
     return error_line(message) if message.partition(":")[0] in _PLAIN else message
@@ -105,7 +105,7 @@ class Ending:
     seed: int
     outcome: Outcome
     message: str
-    """Of a plain user error its words alone; the record has the traceback."""
+    """The words of a plain user error without the traceback, which the record has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,13 +122,13 @@ class Row:
     """One configuration on one device, over its seeds."""
 
     name: str
-    """Of the recipe, such as `peak_memory/control`."""
+    """The recipe's name, such as `peak_memory/control`."""
     settings: str = ""
     """All that it has otherwise than others of the same name, such as `steps=3, optimizer.name=lion`."""
     device: str
     model: str
     seeds: tuple[int, ...]
-    """Of each run, finished or not."""
+    """The seed of each run, finished or not."""
     num_older: int = 0
     """Runs of the same seeds that were made before, and do not count."""
     is_older: bool = False
@@ -137,9 +137,9 @@ class Row:
     peak_bytes: int | None = None
     """The largest of all seeds."""
     training_peak_bytes: int | None = None
-    """Likewise, without the evaluation; None where phases are not known."""
+    """The largest peak of all seeds without the evaluation; None where phases are not known."""
     peak_phase: str | None = None
-    """Of that run, as all of the following about memory."""
+    """The phase of the peak in the run that needed most, which the following about memory are from too."""
     by_phase: Mapping[str, int]
     breakdown: Breakdown | None = None
     timeline: tuple[tuple[str, int], ...] = ()
@@ -147,11 +147,11 @@ class Row:
     """The largest of all seeds, as the next."""
     host_bytes: int | None = None
     samples_per_s: Spread | None = None
-    """Of runs that finished, as all figures below; with first allocations, and compilation where there is any."""
+    """The speed of runs that finished, as all figures below are; with first allocations, and compilation where there is any."""
     warm_samples_per_s: Spread | None = None
     steps_10_to_100_s: Spread | None = None
     samples_per_s_with_evaluation: Spread | None = None
-    """The same samples over the time of the steps and of the evaluation."""
+    """Samples of all steps over the time of the steps and of the evaluation."""
     samples_per_step: int | None = None
     steps: int | None = None
     """Made."""
@@ -167,7 +167,7 @@ class Row:
 
     @property
     def folder(self) -> str:
-        """Of the name: configurations of one experiment share it."""
+        """The folder part of the name, which configurations of one experiment share."""
         return folder_of(self.name)
 
     @property
@@ -260,7 +260,7 @@ def _row(runs: Sequence[RunRecord], *, device: str, settings: str, num_older: in
         seeds=tuple(seed_of(run) for run in runs),
         num_older=num_older,
         unfinished=tuple(
-            Ending(seed=seed_of(run), outcome=run.outcome, message=error_words(run.message))
+            Ending(seed=seed_of(run), outcome=run.outcome, message=_error_words(run.message))
             for run in runs
             if run.outcome is not Outcome.FINISHED
         ),
@@ -305,7 +305,7 @@ def _perplexities(finished: Sequence[RunRecord]) -> dict[int, Spread]:
 
 
 def _in_company(runs: Sequence[RunRecord]) -> list[str]:
-    """That the times of some seeds are no speeds."""
+    """A remark where the times of some seeds are no speeds."""
     seeds = [str(seed_of(run)) for run in runs if run.speed is not None and not run.speed.is_alone]
     if not seeds:
         return []

@@ -49,7 +49,7 @@ def fastest_words(comparison: Comparison) -> str:
         labels = ", ".join(row.label for row in comparison.speedless)
         missing = f" Not among them, for want of a {comparison.speed_name}: {labels}."
     doubt = (
-        " The times are of an emulated device, so that the order may be another on a card."
+        " The times are of an emulated device, so that the order may be another on a GPU."
         if comparison.is_emulated
         else ""
     )
@@ -65,7 +65,7 @@ def provenance(records: Sequence[RunRecord], num_older: int = 0) -> tuple[tuple[
     """
     if not records:
         return (("records", "none, sweeps are read off the graph that torch would compile"),)
-    left_out = f"; {older_words(num_older)}" if num_older else ""
+    left_out = f"; {_older_words(num_older)}" if num_older else ""
     around = [record.surroundings for record in records]
     dates = sorted(surroundings.date for surroundings in around)
     return (
@@ -92,8 +92,8 @@ def _machine(around: Sequence[Surroundings]) -> list[tuple[str, str]]:
     return [(name, values) for name, values in found if values]
 
 
-def older_words(num_older: int) -> str:
-    """That so many records do not count."""
+def _older_words(num_older: int) -> str:
+    """How many records do not count, in words."""
     ones = "one older one" if num_older == 1 else f"{num_older} older ones"
     return f"{ones} of the same configuration and seed left out"
 
@@ -102,7 +102,7 @@ def remarks(comparison: Comparison) -> tuple[str, ...]:
     """What a reader of the figures should know."""
     lines = list(run_remarks(comparison))
     if comparison.is_emulated:
-        lines.insert(0, "The device is emulated on the host: bytes are true, times say nothing about a card.")
+        lines.insert(0, "The device is emulated on the host: bytes are true, times say nothing about a GPU.")
     for row in comparison.rows:
         if row.num_older:
             runs = "an older run" if row.num_older == 1 else f"{row.num_older} older runs"

@@ -24,7 +24,7 @@ class SweepPoint:
     """For the backward."""
     peak_bytes: int
     recomputed_flops_share: float
-    """Of the forward's work that is done again in the backward."""
+    """The share of the forward's work that is done again in the backward."""
     kind: Literal["static", "real"]
     """Read off the compiled graphs, or measured in a run."""
 
@@ -39,7 +39,7 @@ class Reversal:
 
     @property
     def words(self) -> str:
-        """As a sentence, with the numbers."""
+        """The reversal as a sentence, with the numbers."""
         unit = byte_unit(self.point.peak_bytes)
         peak, less = unit.text(self.point.peak_bytes), unit.text(self.better.peak_bytes)
         more = format_bytes(self.point.peak_bytes - self.better.peak_bytes)

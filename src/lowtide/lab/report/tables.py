@@ -109,7 +109,7 @@ def result_table(comparison: Comparison) -> Table:
             f"reserved, {unit.name}",
             rows,
             lambda row: unit.value(row.reserved_bytes),
-            "most that the allocator took from the card",
+            "most that the allocator took from the device",
         ),
         _column(
             f"host, {unit.name}", rows, lambda row: unit.value(row.host_bytes), "largest resident size of the process"
@@ -229,7 +229,7 @@ def sweep_table(sweep: Sweep) -> Table:
 
 
 def categories_of(rows: Sequence[Row]) -> list[str]:
-    """Those of a trace in the order of its stack, then what else the breakdowns name."""
+    """The categories of a trace in the order of its stack, then what else the breakdowns name."""
     known = [category.value for category in STACK_ORDER]
     return list(dict.fromkeys([*known, *(name for row in rows if row.breakdown for name in row.breakdown.by_category)]))
 
