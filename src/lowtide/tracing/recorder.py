@@ -23,6 +23,17 @@ from torch import Tensor, nn
 from lowtide import compat
 from lowtide.tracing.step_trace import Category, Phase
 
+_OWN = str(Path(__file__).parent)
+_STEP = str(Path(__file__).with_name("training_step.py"))
+_POLICIES = str(Path(_OWN).parent / "activations" / "policy_call.py")
+_SKIPPED = (str(Path(torch.__file__).parent), _OWN, _POLICIES, "<")
+"""Frames of torch, of the tracer and of what takes a group's calls say nothing about the user's model."""
+_PLUMBING = (
+    _OWN,
+    *(str(Path(torch.__file__).parent / part) for part in ("utils/_python_dispatch.py", "_dynamo", "_compile.py")),
+)
+"""Frames between an operator and the mode that sees it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Role:
@@ -61,18 +72,6 @@ def state_roles(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> It
         for name, value in state.items() if isinstance(state, dict) else ():
             if isinstance(value, Tensor):
                 yield value, Role(Category.OPTIMIZER, module, f"state {name}")
-
-
-_OWN = str(Path(__file__).parent)
-_STEP = str(Path(__file__).with_name("training_step.py"))
-_POLICIES = str(Path(_OWN).parent / "activations" / "policy_call.py")
-_SKIPPED = (str(Path(torch.__file__).parent), _OWN, _POLICIES, "<")
-"""Frames of torch, of the tracer and of what takes a group's calls say nothing about the user's model."""
-_PLUMBING = (
-    _OWN,
-    *(str(Path(torch.__file__).parent / part) for part in ("utils/_python_dispatch.py", "_dynamo", "_compile.py")),
-)
-"""Frames between an operator and the mode that sees it."""
 
 
 @dataclass(slots=True, eq=False)

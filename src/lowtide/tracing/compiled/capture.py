@@ -30,6 +30,16 @@ _PLAIN = (Tensor, bool, int, float, complex, str, bytes, torch.dtype, torch.devi
 
 TENSOR = object()
 """Stands for a tensor."""
+_STANDARD = frozenset(vars(nn.Module())) | {"_hf_hook", "_is_hf_initialized", "_compiled_call_impl"}
+"""The last holds an activation policy, the same for all blocks of a trace; a user's compiled code does not travel."""
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PLAIN_SETTINGS = (bool, float, complex, str, bytes, type(None), type, torch.dtype, torch.device, torch.memory_format)
+_CACHE_STORES = frozenset({"layers", "is_updated", "key_cache", "value_cache"})
+"""Attributes of caches of keys and values that a layer looks itself up in."""
+_CACHE_METHODS = frozenset({"update", "get", "get_seq_length"})
+"""Methods of those that take a layer's number."""
+_SILENT = ("CACHE", "NOP", "EXTENDED_ARG", "PRECALL", "RESUME")
+_LOADS = ("LOAD_", "KW_NAMES", "BUILD_", "PUSH_NULL", "DICT_", "LIST_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,18 +218,6 @@ def _refusal(call: GroupCall, reason: str) -> TraceError:
         "a GPU, or another policy",
         module=call.path,
     )
-
-
-_STANDARD = frozenset(vars(nn.Module())) | {"_hf_hook", "_is_hf_initialized", "_compiled_call_impl"}
-"""The last holds an activation policy, the same for all blocks of a trace; a user's compiled code does not travel."""
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_PLAIN_SETTINGS = (bool, float, complex, str, bytes, type(None), type, torch.dtype, torch.device, torch.memory_format)
-_CACHE_STORES = frozenset({"layers", "is_updated", "key_cache", "value_cache"})
-"""Attributes of caches of keys and values that a layer looks itself up in."""
-_CACHE_METHODS = frozenset({"update", "get", "get_seq_length"})
-"""Methods of those that take a layer's number."""
-_SILENT = ("CACHE", "NOP", "EXTENDED_ARG", "PRECALL", "RESUME")
-_LOADS = ("LOAD_", "KW_NAMES", "BUILD_", "PUSH_NULL", "DICT_", "LIST_")
 
 
 @dataclass(frozen=True, slots=True)

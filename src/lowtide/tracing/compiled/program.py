@@ -12,6 +12,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+WRITTEN_INTO = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
+"""Kernels that write into a buffer they are given; others bring their results along."""
+
 
 class Work(enum.Enum):
     """How a step is run, and so whether its result needs a buffer."""
@@ -151,10 +154,6 @@ def find_peak(program: Program, *, kept: Collection[str] = (), donated: Collecti
             peak = Peak(alive, effect.step.name)
         alive -= sum(program.sizes[buffer] for buffer in effect.ends)
     return peak
-
-
-WRITTEN_INTO = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
-"""Kernels that write into a buffer they are given; others bring their results along."""
 
 
 def with_reuse(program: Program, effects: Iterable[Effect]) -> list[Effect]:

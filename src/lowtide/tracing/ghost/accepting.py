@@ -22,6 +22,8 @@ MATCHING_NOTE = (
     "the loss matches predictions with targets by costs that depend on weights: "
     "some matching of the right size was taken"
 )
+CHUNKED_LOSS_NOTE = "the chunked loss is taken to run its kernel for CUDA, which needs Triton"
+"""For a trace with a chunked loss."""
 
 
 def accept_ghosts(note: Callable[[str], None]) -> None:
@@ -48,10 +50,6 @@ def _accept_in_matching(note: Callable[[str], None]) -> None:
         return np.arange(pairs), np.arange(pairs)
 
     scipy.optimize.linear_sum_assignment = linear_sum_assignment
-
-
-CHUNKED_LOSS_NOTE = "the chunked loss is taken to run its kernel for CUDA, which needs Triton"
-"""For a trace with a chunked loss."""
 
 
 def _accept_in_chunked_loss() -> None:

@@ -36,6 +36,8 @@ NUM_LAST_EVENTS = 5
 
 Named = dict[int, tuple[Tensor, Role]]
 """Tensors with a role, by the address of their storage."""
+_UNIT = 512
+"""Blocks are multiples of this; the true size of one that the profiler never saw may be larger."""
 
 
 def observe_on_cuda(
@@ -246,10 +248,6 @@ def _target(device: torch.device) -> Target:
         context_bytes=max(capacity - free - torch.cuda.memory_reserved(device), 0),
         capacity_bytes=capacity,
     )
-
-
-_UNIT = 512
-"""Blocks are multiples of this; the true size of one that the profiler never saw may be larger."""
 
 
 def complete_changes(

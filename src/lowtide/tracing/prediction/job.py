@@ -30,6 +30,13 @@ from lowtide.tracing.prediction.context import StepContext
 from lowtide.tracing.settings import StepSettings
 from lowtide.tracing.training_step import Loss, OptimizerFactory
 
+MAX_VALUE_ELEMENTS = 2**22
+"""Integer and boolean tensors up to this size travel with their values: ids, masks, positions."""
+MAX_FLOAT_ELEMENTS = 4096
+"""Floating point ones: frequencies, scalars; never weights."""
+MAX_BATCH_ELEMENTS = 2**24
+"""Floating point ones of the batch: models drop padded images and mask targets by their values."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -52,14 +59,6 @@ class Contents:
     optimizer: torch.optim.Optimizer | OptimizerFactory | None
     loss: Loss | None
     context: StepContext | None = None
-
-
-MAX_VALUE_ELEMENTS = 2**22
-"""Integer and boolean tensors up to this size travel with their values: ids, masks, positions."""
-MAX_FLOAT_ELEMENTS = 4096
-"""Floating point ones: frequencies, scalars; never weights."""
-MAX_BATCH_ELEMENTS = 2**24
-"""Floating point ones of the batch: models drop padded images and mask targets by their values."""
 
 
 @dataclass(frozen=True, slots=True)
