@@ -6,7 +6,7 @@ import contextlib
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Protocol
 
 import torch
@@ -224,15 +224,23 @@ def _batch_words(batch: Any) -> str:
     return "; ".join(f"{', '.join(filter(None, called))} {words}".strip() for words, called in names.items())
 
 
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in a nest of mappings, sequences and dataclasses, such as a batch."""
+    return (tensor for _, tensor in _named_tensors(value, ""))
+
+
 def _named_tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping):
         for key, part in value.items():
             yield from _named_tensors(part, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, Sequence) and not isinstance(value, str):
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
         for part in value:
             yield from _named_tensors(part, name)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from _named_tensors(getattr(value, field.name), f"{name}.{field.name}" if name else field.name)
 
 
 def _optimizer_words(optimizer: torch.optim.Optimizer | None) -> str:

@@ -26,7 +26,7 @@ from lowtide.tracing.observation.cuda_record import Block, Request, StepRecord
 from lowtide.tracing.observation.profile import Change, Marks, read_profile
 from lowtide.tracing.recorder import BATCH, Role, StorageRecorder, state_roles, users_line, weight_roles
 from lowtide.tracing.step_trace import Category, StepTrace, Target
-from lowtide.tracing.training_step import GradientWatch, ModulePaths, TrainingStep, about_step
+from lowtide.tracing.training_step import GradientWatch, ModulePaths, TrainingStep, about_step, tensors_in
 from lowtide.units import format_bytes
 
 MAX_ENTRIES = 10_000_000
@@ -131,16 +131,8 @@ def named_tensors(step: TrainingStep, root: str) -> Named:
         if storage is not None and storage.data_ptr():
             named[storage.data_ptr()] = (tensor, role)
 
-    def add_batch(value: Any) -> None:
-        if isinstance(value, Tensor):
-            add(value, BATCH)
-        elif isinstance(value, Mapping):
-            add_batch(tuple(value.values()))
-        elif isinstance(value, list | tuple):
-            for item in value:
-                add_batch(item)
-
-    add_batch(step.batch)
+    for tensor in tensors_in(step.batch):
+        add(tensor, BATCH)
     for path, parameter in step.model.named_parameters():
         if parameter.grad is not None:
             add(parameter.grad, Role(Category.GRADIENTS, path.rpartition(".")[0] or root, "gradient"))
