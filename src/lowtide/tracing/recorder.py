@@ -99,7 +99,7 @@ class Life:
     version: int = 0
     """Counts writes, so that values computed ahead are not believed after them."""
     content: Any = None
-    """Values of the whole storage and their dtype, where known (see `ghost.contents`)."""
+    """Values of the whole storage and their dtype, where known (see `ghost.tensor`)."""
     content_version: int = 0
     """The version they belong to."""
     uses: list[int] = field(default_factory=list)

@@ -203,7 +203,7 @@ def _own_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def about_step(step: TrainingStep) -> dict[str, str]:
-    """What is stepped and what steps it, in words, for `StepTrace.about`."""
+    """The batch, the optimizer and the types of a step in words, for `StepTrace.about`."""
     sizes: Counter[str] = Counter()
     for parameter in step.model.parameters():
         sizes[_type_name(parameter)] += parameter.numel()
@@ -262,7 +262,7 @@ def _type_name(tensor: Tensor) -> str:
 
 
 def autocast_note(step: TrainingStep, *, has_cast: bool) -> str | None:
-    """What to say of an autocast that is on for nothing; None where it casts weights, or is not asked for.
+    """The note on an autocast that has no effect; None where it casts weights, or is not asked for.
 
     Args:
         step: After it ran.
@@ -299,7 +299,7 @@ def choose_implementation(optimizer: torch.optim.Optimizer, implementation: Impl
 
 
 def choose_as_on_host(optimizer: torch.optim.Optimizer) -> None:
-    """Where nothing is said, torch takes its foreach implementation on devices alone."""
+    """Where nothing is said, torch takes its foreach implementation on accelerators only."""
     for group in optimizer.param_groups:
         if group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = False
@@ -336,7 +336,7 @@ def activations_applied(
     mover: Mover | None = None,
     compile_group: CompileGroup | None = None,
 ) -> Iterator[None]:
-    """Put what the settings say about activations on a model; afterwards it is as it came.
+    """Put the settings' activation policy and chunked loss on a model; afterwards it is as it came.
 
     Args:
         model: Real, or of ghosts.

@@ -35,7 +35,7 @@ from lowtide.units import format_bytes, format_seconds
 
 NUM_ROWS = 12
 _CAUSE_SHARE = 0.10
-"""Share of the peak that what the headline names takes at least."""
+"""Least share of the peak that the headline names."""
 _WORDS = {
     Category.WEIGHTS: "weights",
     Category.GRADIENTS: "gradients",

@@ -53,7 +53,7 @@ def _accept_in_matching(note: Callable[[str], None]) -> None:
 
 
 def _accept_in_chunked_loss() -> None:
-    """Let products of half precision into fp32 go the way of CUDA tensors in this process: without a temporary."""
+    """Let products of half precision into fp32, which CUDA has and the host has not, need no temporary in this process."""
     plain = chunked_products.accumulate_product
 
     def accumulate_product(total: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
@@ -114,7 +114,9 @@ class _Point:
 
 
 class GhostMover:
-    """See `memory.mover`. Copies happen at once. It holds nothing: a stash holds what it sends by itself.
+    """Carries ghosts between the ghost device and the host (see `memory.mover`).
+
+    Copies happen at once. It holds nothing: a stash holds what it sends by itself.
 
     Args:
         device: The ghost device.

@@ -267,7 +267,7 @@ class _Survivor:
 
 
 def _group_survivors(survivors: Iterable[_Survivor], *, steps: int) -> list[Leak]:
-    """The leaks that the survivors of so many steps make, the fastest growing first."""
+    """The leaks of so many steps, the fastest growing first: one for each place in the code that a person has to change."""
     groups: dict[_Key, list[_Survivor]] = defaultdict(list)
     for survivor in survivors:
         groups[_key(survivor)].append(survivor)

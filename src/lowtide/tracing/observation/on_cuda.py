@@ -247,6 +247,11 @@ def complete_changes(
 ) -> list[Change]:
     """All changes of memory, in order: the profiler's where it saw them, else made from the history's.
 
+    The profiler sees memory change only in threads, and at times, that it watches. Autograd's device thread gives up its last
+    references to a node's inputs after it has left the profiler's sight, so hundreds of frees of an ordinary backward are
+    missing. The allocator's history misses nothing, but knows neither operators nor the true size of a block. Both list the
+    same changes in the same order.
+
     Args:
         changes: What the profiler saw, in order of time.
         entries: The allocator's history over the same time, oldest first.
