@@ -13,6 +13,9 @@ from lowtide.tracing.allocator import AllocatorSettings, CachingAllocator
 from lowtide.tracing.recorder import Life, StorageRecorder
 from lowtide.tracing.step_trace import Allocation, Category, Event, Op, Phase, StepTrace, Target
 
+MAX_REPEATS = 4
+"""How often a step is repeated before its record, at most, for what the allocator reserves to settle."""
+
 
 @dataclass(slots=True)
 class MemoryLog:
@@ -22,10 +25,6 @@ class MemoryLog:
     reserved: list[int] = field(default_factory=list)
     block_bytes: dict[int, int] = field(default_factory=dict)
     """By life number."""
-
-
-MAX_REPEATS = 4
-"""How often a step is repeated before its record, at most, for what the allocator reserves to settle."""
 
 
 def replay(recorder: StorageRecorder, settings: AllocatorSettings, first_event: int | None = None) -> MemoryLog:

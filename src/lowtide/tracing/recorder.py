@@ -23,6 +23,17 @@ from torch import Tensor, nn
 from lowtide import compat
 from lowtide.tracing.step_trace import Category, Phase
 
+_OWN = str(Path(__file__).parent)
+_STEP = str(Path(__file__).with_name("training_step.py"))
+_POLICIES = str(Path(_OWN).parent / "activations" / "policy_call.py")
+_SKIPPED = (str(Path(torch.__file__).parent), _OWN, _POLICIES, "<")
+"""Frames of torch, of the tracer and of what takes a group's calls say nothing about the user's model."""
+_PLUMBING = (
+    _OWN,
+    *(str(Path(torch.__file__).parent / part) for part in ("utils/_python_dispatch.py", "_dynamo", "_compile.py")),
+)
+"""Frames between an operator and the mode that sees it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Role:
@@ -63,18 +74,6 @@ def state_roles(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> It
                 yield value, Role(Category.OPTIMIZER, module, f"state {name}")
 
 
-_OWN = str(Path(__file__).parent)
-_STEP = str(Path(__file__).with_name("training_step.py"))
-_POLICIES = str(Path(_OWN).parent / "activations" / "policy_call.py")
-_SKIPPED = (str(Path(torch.__file__).parent), _OWN, _POLICIES, "<")
-"""Frames of torch, of the tracer and of what takes a group's calls say nothing about the user's model."""
-_PLUMBING = (
-    _OWN,
-    *(str(Path(torch.__file__).parent / part) for part in ("utils/_python_dispatch.py", "_dynamo", "_compile.py")),
-)
-"""Frames between an operator and the mode that sees it."""
-
-
 @dataclass(slots=True, eq=False)
 class Life:
     """One storage from birth to death; mutable while the trace runs."""
@@ -100,7 +99,7 @@ class Life:
     version: int = 0
     """Counts writes, so that values computed ahead are not believed after them."""
     content: Any = None
-    """Values of the whole storage and their dtype, where known (see `ghost.contents`)."""
+    """Values of the whole storage and their dtype, where known (see `ghost.tensor`)."""
     content_version: int = 0
     """The version they belong to."""
     uses: list[int] = field(default_factory=list)

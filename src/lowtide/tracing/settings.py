@@ -45,7 +45,7 @@ class StepSettings:
     precision: str | None = None
     """`bfloat16`, `float16` or `float32` (`bf16`, ...): convert the model, and floating point inputs with it, before the step."""
     activations: str | None = None
-    """What becomes of what each repeated block's forward saves for its backward: `keep`, `selective`, `recompute`,
+    """What is done with the activations of each repeated block: `keep`, `selective`, `recompute`,
     `recompute/4` (four blocks share one kept input), `offload` (recompute, its inputs on the host), `offload/all` or
     `compile-budget/0.5` (compiled, to save about half of what the compiler would)."""
     chunked_loss: bool = False

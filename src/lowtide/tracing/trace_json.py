@@ -25,6 +25,23 @@ from lowtide.errors import BadRecordError
 from lowtide.tracing.step_trace import SCHEMA_VERSION, Allocation, Category, Event, Op, Phase, StepTrace, Target
 
 K = TypeVar("K", bound=Hashable)
+_FORMAT = "lowtide.step_trace"
+_SCALARS = ("model", "origin", "num_parameters", "start_allocated_bytes", "start_reserved_bytes")
+_TARGET = ("card", "torch_version", "context_bytes", "capacity_bytes")
+_TABLES = {
+    "ops": ("name", "module", "source", "phase", "seconds"),
+    "allocations": (
+        *("requested_bytes", "bytes", "category", "module", "op", "source", "shape", "dtype"),
+        *("phase", "born", "died", "num_uses"),
+    ),
+    "events": ("allocation", "is_free", "op", "phase", "allocated_change", "reserved_change"),
+}
+_KEYS = ("format", "schema_version", *_SCALARS, "target", "settings", "notes", *_TABLES, "uses", "strings", "shapes")
+_ABOUT = "about"
+"""The part that older files do not have."""
+_AGAIN = "save the trace again, or take it from an undamaged copy"
+T = TypeVar("T")
+_Decoder = Callable[[object], T]
 
 
 def save_trace(trace: StepTrace, path: str | os.PathLike[str]) -> Path:
@@ -67,11 +84,11 @@ def load_trace(path: str | os.PathLike[str]) -> StepTrace:
         try:
             payload = gzip.decompress(payload)
         except (EOFError, OSError, zlib.error) as error:
-            raise BadRecordError(f"{source} cannot be decompressed ({error}); {AGAIN}") from error
+            raise BadRecordError(f"{source} cannot be decompressed ({error}); {_AGAIN}") from error
     try:
         record = json.loads(payload, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
-        raise BadRecordError(f"{source} is not whole JSON ({error}; it has {len(payload)} bytes); {AGAIN}") from error
+        raise BadRecordError(f"{source} is not whole JSON ({error}; it has {len(payload)} bytes); {_AGAIN}") from error
     return trace_from_dict(record, source=str(source))
 
 
@@ -117,13 +134,13 @@ def trace_to_dict(trace: StepTrace) -> dict[str, object]:
         },
     }
     return {
-        "format": FORMAT,
+        "format": _FORMAT,
         "schema_version": trace.schema_version,
-        **{key: getattr(trace, key) for key in SCALARS},
-        "target": {key: getattr(trace.target, key) for key in TARGET},
+        **{key: getattr(trace, key) for key in _SCALARS},
+        "target": {key: getattr(trace.target, key) for key in _TARGET},
         "settings": trace.settings,
         "notes": list(trace.notes),
-        ABOUT: dict(trace.about),
+        _ABOUT: dict(trace.about),
         **tables,
         "uses": [use for allocation in allocations for use in allocation.uses],
         "strings": strings.values,
@@ -137,7 +154,7 @@ def trace_from_dict(record: object, *, source: str = "the record") -> StepTrace:
     Raises:
         BadRecordError: Something is missing, of the wrong type or out of range.
     """
-    return TraceReader(record, source).trace()
+    return _TraceReader(record, source).trace()
 
 
 class _Interned(Generic[K]):
@@ -175,32 +192,11 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number that JSON allows")
 
 
-FORMAT = "lowtide.step_trace"
-
-SCALARS = ("model", "origin", "num_parameters", "start_allocated_bytes", "start_reserved_bytes")
-TARGET = ("card", "torch_version", "context_bytes", "capacity_bytes")
-TABLES = {
-    "ops": ("name", "module", "source", "phase", "seconds"),
-    "allocations": (
-        *("requested_bytes", "bytes", "category", "module", "op", "source", "shape", "dtype"),
-        *("phase", "born", "died", "num_uses"),
-    ),
-    "events": ("allocation", "is_free", "op", "phase", "allocated_change", "reserved_change"),
-}
-KEYS = ("format", "schema_version", *SCALARS, "target", "settings", "notes", *TABLES, "uses", "strings", "shapes")
-ABOUT = "about"
-"""The part that older files do not have."""
-AGAIN = "save the trace again, or take it from an undamaged copy"
-
-
-T = TypeVar("T")
-Decoder = Callable[[object], T]
-
 # A decoder checks one value and turns it into what the trace holds. Its ValueError says what was expected; the reader
 # adds where.
 
 
-def _exactly(kind: type[T]) -> Decoder[T]:
+def _exactly(kind: type[T]) -> _Decoder[T]:
     def decode(item: object) -> T:
         if type(item) is not kind:  # not isinstance: True must not pass for 1
             raise ValueError(kind.__name__)
@@ -209,7 +205,7 @@ def _exactly(kind: type[T]) -> Decoder[T]:
     return decode
 
 
-def _index_below(length: int, *, first: int = 0) -> Decoder[int]:
+def _index_below(length: int, *, first: int = 0) -> _Decoder[int]:
     def decode(item: object) -> int:
         if type(item) is not int or not first <= item < length:
             raise ValueError(f"an index from {first} to {length - 1}")
@@ -218,7 +214,7 @@ def _index_below(length: int, *, first: int = 0) -> Decoder[int]:
     return decode
 
 
-def _looked_up(values: Mapping[int, T], noun: str) -> Decoder[T]:
+def _looked_up(values: Mapping[int, T], noun: str) -> _Decoder[T]:
     def decode(item: object) -> T:
         if type(item) is not int or item not in values:
             raise ValueError(f"the index of a {noun}")
@@ -227,7 +223,7 @@ def _looked_up(values: Mapping[int, T], noun: str) -> Decoder[T]:
     return decode
 
 
-def _or_none(decode: Decoder[T]) -> Decoder[T | None]:
+def _or_none(decode: _Decoder[T]) -> _Decoder[T | None]:
     return lambda item: None if item is None else decode(item)
 
 
@@ -237,7 +233,7 @@ def _shape(item: object) -> tuple[int, ...]:
     return tuple(item)
 
 
-class TraceReader:
+class _TraceReader:
     """Takes one record apart.
 
     Args:
@@ -250,17 +246,17 @@ class TraceReader:
 
     def __init__(self, record: object, source: str) -> None:
         self.source = source
-        if not isinstance(record, dict) or record.get("format") != FORMAT:
-            self._fail(f"it does not say that it is of format {FORMAT!r}")
+        if not isinstance(record, dict) or record.get("format") != _FORMAT:
+            self._fail(f"it does not say that it is of format {_FORMAT!r}")
         if record.get("schema_version") != SCHEMA_VERSION:
             found = record.get("schema_version")
             self._fail(
                 f"its schema version is {found!r} and this version of lowtide reads {SCHEMA_VERSION}",
                 advice="trace the step again, or read it with the version of lowtide that wrote it",
             )
-        self.record = self._keyed("the record", {ABOUT: {}, **record}, (*KEYS, ABOUT))
-        self.tables = {name: self._keyed(name, self.record[name], columns) for name, columns in TABLES.items()}
-        self.num_rows = {name: self._count_rows(name) for name in TABLES}
+        self.record = self._keyed("the record", {_ABOUT: {}, **record}, (*_KEYS, _ABOUT))
+        self.tables = {name: self._keyed(name, self.record[name], columns) for name, columns in _TABLES.items()}
+        self.num_rows = {name: self._count_rows(name) for name in _TABLES}
         strings = self._each("strings", self.record["strings"], _exactly(str))
         shapes = self._each("shapes", self.record["shapes"], _shape)
         self.text = _looked_up(dict(enumerate(strings)), "string")
@@ -277,7 +273,7 @@ class TraceReader:
         Raises:
             BadRecordError: Something is missing, of the wrong type or out of range.
         """
-        record, target = self.record, self._keyed("target", self.record["target"], TARGET)
+        record, target = self.record, self._keyed("target", self.record["target"], _TARGET)
         return StepTrace(
             model=self._one("model", record["model"], str),
             origin=self._one("origin", record["origin"], str),
@@ -295,7 +291,7 @@ class TraceReader:
             allocations=tuple(self._allocations()),
             events=tuple(self._events()),
             notes=tuple(self._each("notes", record["notes"], _exactly(str))),
-            about=self._words(ABOUT),
+            about=self._words(_ABOUT),
         )
 
     def _words(self, name: str) -> dict[str, str]:
@@ -369,10 +365,10 @@ class TraceReader:
         changes = self._column("events", f"{name}_change", _exactly(int))
         return islice(accumulate(changes, initial=start), 1, None)
 
-    def _column(self, table: str, column: str, decode: Decoder[T]) -> list[T]:
+    def _column(self, table: str, column: str, decode: _Decoder[T]) -> list[T]:
         return self._each(f"{table}.{column}", self.tables[table][column], decode)
 
-    def _each(self, name: str, items: object, decode: Decoder[T]) -> list[T]:
+    def _each(self, name: str, items: object, decode: _Decoder[T]) -> list[T]:
         decoded: list[T] = []
         for item in self._one(name, items, list):
             try:
@@ -403,5 +399,5 @@ class TraceReader:
             self._fail(f"the columns of {table} have different lengths {lengths}")
         return next(iter(lengths.values()))
 
-    def _fail(self, what: str, *, advice: str = AGAIN) -> NoReturn:
+    def _fail(self, what: str, *, advice: str = _AGAIN) -> NoReturn:
         raise BadRecordError(f"{self.source} cannot be read as a trace: {what}; {advice}")

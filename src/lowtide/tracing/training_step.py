@@ -6,7 +6,7 @@ import contextlib
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Protocol
 
 import torch
@@ -203,7 +203,7 @@ def _own_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def about_step(step: TrainingStep) -> dict[str, str]:
-    """What is stepped and what steps it, in words, for `StepTrace.about`."""
+    """The batch, the optimizer and the types of a step in words, for `StepTrace.about`."""
     sizes: Counter[str] = Counter()
     for parameter in step.model.parameters():
         sizes[_type_name(parameter)] += parameter.numel()
@@ -224,15 +224,23 @@ def _batch_words(batch: Any) -> str:
     return "; ".join(f"{', '.join(filter(None, called))} {words}".strip() for words, called in names.items())
 
 
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in a nest of mappings, sequences and dataclasses, such as a batch."""
+    return (tensor for _, tensor in _named_tensors(value, ""))
+
+
 def _named_tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping):
         for key, part in value.items():
             yield from _named_tensors(part, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, Sequence) and not isinstance(value, str):
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
         for part in value:
             yield from _named_tensors(part, name)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from _named_tensors(getattr(value, field.name), f"{name}.{field.name}" if name else field.name)
 
 
 def _optimizer_words(optimizer: torch.optim.Optimizer | None) -> str:
@@ -254,7 +262,7 @@ def _type_name(tensor: Tensor) -> str:
 
 
 def autocast_note(step: TrainingStep, *, has_cast: bool) -> str | None:
-    """What to say of an autocast that is on for nothing; None where it casts weights, or is not asked for.
+    """The note on an autocast that has no effect; None where it casts weights, or is not asked for.
 
     Args:
         step: After it ran.
@@ -291,7 +299,7 @@ def choose_implementation(optimizer: torch.optim.Optimizer, implementation: Impl
 
 
 def choose_as_on_host(optimizer: torch.optim.Optimizer) -> None:
-    """Where nothing is said, torch takes its foreach implementation on devices alone."""
+    """Where nothing is said, torch takes its foreach implementation on accelerators only."""
     for group in optimizer.param_groups:
         if group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = False
@@ -328,7 +336,7 @@ def activations_applied(
     mover: Mover | None = None,
     compile_group: CompileGroup | None = None,
 ) -> Iterator[None]:
-    """Put what the settings say about activations on a model; afterwards it is as it came.
+    """Put the settings' activation policy and chunked loss on a model; afterwards it is as it came.
 
     Args:
         model: Real, or of ghosts.

@@ -25,7 +25,7 @@ MIN_OWN_SEGMENT_BYTES = 10 * MiB
 SEGMENT_ROUND_BYTES = 2 * MiB
 """Segments of their own size are rounded up to this."""
 
-NUM_DIVISION_INTERVALS = 16
+_NUM_DIVISION_INTERVALS = 16
 """Power-of-two rounding is set per interval of sizes: up to 2 MiB, up to 4 MiB, ... and from 32 GiB."""
 
 
@@ -73,9 +73,9 @@ class AllocatorSettings:
                 key="garbage_collection_threshold",
             )
         divisions = self.roundup_power2_divisions
-        if divisions and (len(divisions) != NUM_DIVISION_INTERVALS or any(not is_power2_or_0(d) for d in divisions)):
+        if divisions and (len(divisions) != _NUM_DIVISION_INTERVALS or any(not _is_power2_or_0(d) for d in divisions)):
             raise ConfigError(
-                f"roundup_power2_divisions must be {NUM_DIVISION_INTERVALS} powers of two or 0, got {divisions}",
+                f"roundup_power2_divisions must be {_NUM_DIVISION_INTERVALS} powers of two or 0, got {divisions}",
                 key="roundup_power2_divisions",
             )
 
@@ -93,7 +93,7 @@ class AllocatorSettings:
         """
         if self.roundup_power2_divisions and requested_bytes > BLOCK_BYTES:
             interval = (requested_bytes // MiB).bit_length() - 1
-            divisions = self.roundup_power2_divisions[min(max(interval, 0), NUM_DIVISION_INTERVALS - 1)]
+            divisions = self.roundup_power2_divisions[min(max(interval, 0), _NUM_DIVISION_INTERVALS - 1)]
             if divisions > 1 and requested_bytes > BLOCK_BYTES * divisions:
                 return _next_division(requested_bytes, divisions)
         return max(BLOCK_BYTES, -(-requested_bytes // BLOCK_BYTES) * BLOCK_BYTES)
@@ -112,7 +112,7 @@ class AllocatorSettings:
         return -(-block_bytes // SEGMENT_ROUND_BYTES) * SEGMENT_ROUND_BYTES
 
 
-def is_power2_or_0(value: int) -> bool:
+def _is_power2_or_0(value: int) -> bool:
     """Whether torch would take the value as a number of divisions."""
     return value >= 0 and value & (value - 1) == 0
 
@@ -225,8 +225,8 @@ def _parse_divisions(key: str, value: str) -> tuple[int, ...]:
     last one.
     """
     if not value.startswith("["):
-        return (_parse_int(key, value),) * NUM_DIVISION_INTERVALS
-    divisions = [0] * NUM_DIVISION_INTERVALS
+        return (_parse_int(key, value),) * _NUM_DIVISION_INTERVALS
+    divisions = [0] * _NUM_DIVISION_INTERVALS
     last: int | None = None
     for pair in value.strip("[]").split(","):
         bound, _, count = pair.partition(":")
@@ -236,9 +236,9 @@ def _parse_divisions(key: str, value: str) -> tuple[int, ...]:
             divisions[start:] = [steps] * len(divisions[start:])
             continue
         size_mb = _parse_int(key, bound)
-        if size_mb <= 0 or not is_power2_or_0(size_mb):
+        if size_mb <= 0 or not _is_power2_or_0(size_mb):
             raise ConfigError(f"the intervals of {key} must be powers of two, got {bound}", key=key)
-        index = min(size_mb.bit_length() - 1, NUM_DIVISION_INTERVALS - 1)
+        index = min(size_mb.bit_length() - 1, _NUM_DIVISION_INTERVALS - 1)
         if last is None:
             divisions[:index] = [steps] * index
         divisions[index] = steps

@@ -35,9 +35,9 @@ _OPERATORS = {
     "aten._safe_softmax": Backend.MATH,
 }
 _RUNS_ON = "attention runs on the {} backend"
-FALLS_BACK = "falls back to the math backend"
+_FALLS_BACK = "falls back to the math backend"
 """In each note on a call that runs on math unasked."""
-MAX_FALLBACKS = 3
+_MAX_FALLBACKS = 3
 """Calls told of one by one: layers of a model call alike."""
 
 
@@ -92,17 +92,17 @@ def attention_use(trace: StepTrace) -> tuple[AttentionUse, ...]:
 
 def fallbacks(trace: StepTrace) -> tuple[str, ...]:
     """The notes on calls that fell back to math unasked: which call, and what to change."""
-    return tuple(note for note in trace.notes if FALLS_BACK in note)
+    return tuple(note for note in trace.notes if _FALLS_BACK in note)
 
 
-def backend_note(backend: Backend, reason: str) -> str:
+def _backend_note(backend: Backend, reason: str) -> str:
     """The note of a trace that names a backend, and why no better one was taken."""
     return _RUNS_ON.format(backend) + (f" ({reason})" if reason else "")
 
 
 def is_on_attention(note: str) -> bool:
     """Whether a note is one that `attention_use` or `fallbacks` gives back."""
-    return FALLS_BACK in note or note.startswith(_RUNS_ON.partition("{")[0])
+    return _FALLS_BACK in note or note.startswith(_RUNS_ON.partition("{")[0])
 
 
 def _reason(trace: StepTrace, backend: str) -> str:
@@ -142,21 +142,21 @@ class AttentionChoices:
 
     def notes(self) -> list[str]:
         """One note for each backend, then one for each kind of call that fell back to math."""
-        return [*(backend_note(backend, reason) for backend, reason in self.chosen.items()), *self._fallbacks.values()]
+        return [*(_backend_note(backend, reason) for backend, reason in self.chosen.items()), *self._fallbacks.values()]
 
     def notes_on_math(self) -> list[str]:
         """Those of the notes that are on the math backend."""
-        of_math = [backend_note(backend, reason) for backend, reason in self.chosen.items() if backend is Backend.MATH]
+        of_math = [_backend_note(backend, reason) for backend, reason in self.chosen.items() if backend is Backend.MATH]
         return [*of_math, *self._fallbacks.values()]
 
     def _remember(self, call: AttentionCall, module: str) -> None:
         words = describe(call)
-        if words in self._fallbacks or len(self._fallbacks) == MAX_FALLBACKS:
+        if words in self._fallbacks or len(self._fallbacks) == _MAX_FALLBACKS:
             return
         ways = ways_out(call, self._capability, self._version)
         advice = "; ".join(ways) if ways else "no single change of its arguments lets a fused backend take it"
         where = f" in {module!r}" if module else ""
-        self._fallbacks[words] = f"the attention{where} ({words}) {FALLS_BACK}: {advice}"
+        self._fallbacks[words] = f"the attention{where} ({words}) {_FALLS_BACK}: {advice}"
 
 
 class AttentionWatch:

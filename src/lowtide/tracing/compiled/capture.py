@@ -1,4 +1,4 @@
-"""What the compiler would make of a group's call: its graphs, parted under a budget, from the forms of its tensors alone.
+"""What the compiler would make of a group's call: graphs of its forward and backward, from shapes and types alone.
 
 The group's code is traced as one graph of forward and backward on tensors without values, and torch's own partitioner cuts
 it, as inside of `torch.compile`. One capture serves all groups that are alike and are called alike.
@@ -30,11 +30,21 @@ _PLAIN = (Tensor, bool, int, float, complex, str, bytes, torch.dtype, torch.devi
 
 TENSOR = object()
 """Stands for a tensor."""
+_STANDARD = frozenset(vars(nn.Module())) | {"_hf_hook", "_is_hf_initialized", "_compiled_call_impl"}
+"""The last holds an activation policy, the same for all blocks of a trace; a user's compiled code does not travel."""
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PLAIN_SETTINGS = (bool, float, complex, str, bytes, type(None), type, torch.dtype, torch.device, torch.memory_format)
+_CACHE_STORES = frozenset({"layers", "is_updated", "key_cache", "value_cache"})
+"""Attributes of caches of keys and values that a layer looks itself up in."""
+_CACHE_METHODS = frozenset({"update", "get", "get_seq_length"})
+"""Methods of those that take a layer's number."""
+_SILENT = ("CACHE", "NOP", "EXTENDED_ARG", "PRECALL", "RESUME")
+_LOADS = ("LOAD_", "KW_NAMES", "BUILD_", "PUSH_NULL", "DICT_", "LIST_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """A group's call, compiled in thought."""
+    """What compiling a group's call would give."""
 
     partition: Partition
     forward: Program
@@ -123,7 +133,7 @@ class _Returned:
 
 
 class _Plain(nn.Module):
-    """A module called in its own way, past whatever has taken its calls: that is who asks."""
+    """Calls a module's own forward, past the policy that has taken over its calls."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -179,7 +189,7 @@ def _refuse_objects(call: GroupCall) -> None:
 
 
 def _check(call: GroupCall, partition: Partition, returned: _Returned) -> None:
-    """Refuse what the graphs do not say all about."""
+    """Refuse a call that does more than its graphs say."""
     num_given = len(call.weights) + len(call.inputs)
     if len(partition.kept) != num_given or len(partition.gradients) != num_given:
         raise _refusal(
@@ -210,21 +220,14 @@ def _refusal(call: GroupCall, reason: str) -> TraceError:
     )
 
 
-_STANDARD = frozenset(vars(nn.Module())) | {"_hf_hook", "_is_hf_initialized", "_compiled_call_impl"}
-"""The last holds an activation policy, the same for all blocks of a trace; a user's compiled code does not travel."""
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_PLAIN_SETTINGS = (bool, float, complex, str, bytes, type(None), type, torch.dtype, torch.device, torch.memory_format)
-_CACHE_STORES = frozenset({"layers", "is_updated", "key_cache", "value_cache"})
-"""Attributes of caches of keys and values that a layer looks itself up in."""
-_CACHE_METHODS = frozenset({"update", "get", "get_seq_length"})
-"""Methods of those that take a layer's number."""
-_SILENT = ("CACHE", "NOP", "EXTENDED_ARG", "PRECALL", "RESUME")
-_LOADS = ("LOAD_", "KW_NAMES", "BUILD_", "PUSH_NULL", "DICT_", "LIST_")
-
-
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """A block's description: equal for blocks that behave alike, up to `numbers`."""
+    """A block's description: equal for blocks that behave alike, up to `numbers`.
+
+    Alike is decided before anything runs, and strictly: what cannot be compared (a foreign object that is not the very same
+    one) makes two blocks different. The only difference allowed is a block's own number, as in `layer_idx`, and only where
+    the block's code hands that number on (to a cache, say) without computing or deciding anything with it.
+    """
 
     structure: tuple[Any, ...]
     numbers: tuple[tuple[type, str, int], ...]
@@ -264,7 +267,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def without_own_numbers(signature: Signature) -> tuple[Any, ...]:
-    """What is left of a signature without the numbers that its block decides nothing by: equal for blocks that are alike."""
+    """The signature without the numbers that its block decides nothing by: equal for blocks that are alike."""
     return signature.structure, tuple(number for number in signature.numbers if _decides_by(number[0], number[1]))
 
 

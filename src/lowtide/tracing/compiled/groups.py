@@ -201,7 +201,7 @@ def _run(effect: Effect, alive: dict[str, Ghost], forms: Mapping[str, Tensor], m
     for buffer in effect.begins:
         # A result that is no tensor, or an empty one, takes no memory, but is read by its name like the others.
         form = forms.get(buffer)
-        alive[buffer] = mode.place(torch.empty(0, device="meta") if form is None else new_storage(form))
+        alive[buffer] = mode.place(torch.empty(0, device="meta") if form is None else _new_storage(form))
     for buffer in step.writes:
         mode.recorder.use(alive[buffer].life, number)
     _charge(step, [forms[buffer] for buffer in (*step.reads, *step.writes) if buffer in forms], mode)
@@ -209,7 +209,7 @@ def _run(effect: Effect, alive: dict[str, Ghost], forms: Mapping[str, Tensor], m
         del alive[buffer]
 
 
-def new_storage(form: Tensor) -> Tensor:
+def _new_storage(form: Tensor) -> Tensor:
     """A meta tensor like a form, with a storage of just its elements."""
     storage = torch.UntypedStorage(form.numel() * form.element_size(), device="meta")
     return torch.empty(0, dtype=form.dtype, device="meta").set_(storage, 0, form.shape, _dense(form))

@@ -12,6 +12,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+WRITTEN_INTO = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
+"""Kernels that write into a buffer they are given; others bring their results along."""
+
 
 class Work(enum.Enum):
     """How a step is run, and so whether its result needs a buffer."""
@@ -37,7 +40,7 @@ class KernelCall:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One operator; views are none, they are other names of a buffer."""
+    """One operator. A view is no step: it is another name of a buffer."""
 
     name: str
     reads: tuple[str, ...]
@@ -48,7 +51,7 @@ class Step:
     turned: frozenset[str] = frozenset()
     """What it reads through a view that cuts or turns it: element by element it cannot be written over."""
     is_heavy: bool = False
-    """Whether an element takes a processor long: exponentials and logarithms."""
+    """Whether an element is slow to compute on a processor: exponentials and logarithms."""
     extent: int = 0
     """Elements that its code goes over: of its result, or of what it reduces."""
     over_rows: bool = True
@@ -153,12 +156,13 @@ def find_peak(program: Program, *, kept: Collection[str] = (), donated: Collecti
     return peak
 
 
-WRITTEN_INTO = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
-"""Kernels that write into a buffer they are given; others bring their results along."""
-
-
 def with_reuse(program: Program, effects: Iterable[Effect]) -> list[Effect]:
-    """The effects of a program where results take the place of dead buffers."""
+    """The effects of a program where results take the place of dead buffers, as in inductor's memory planning.
+
+    A result takes the place of a buffer of its size that has ended, which is then not given back in between. It is done where
+    the step that makes the result follows on the one that read the buffer last, or where the longer life does not raise the
+    peak. The peak stays; addresses, and with them fragments, do not.
+    """
     planned = list(effects)
     live = _live_bytes(program.sizes, planned)
     peak = max(live, default=0)

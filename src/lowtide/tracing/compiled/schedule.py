@@ -42,6 +42,17 @@ from dataclasses import replace
 
 from lowtide.tracing.compiled.program import Program, Step, Work, find_peak
 
+MAX_READS_OF_SEVERAL = 4
+"""Written buffers that a result with several readers may be computed from, in each of them."""
+MAX_READS_OF_ONE = 8
+"""Written buffers that a result with one reader may be computed from, in it."""
+MAX_ROUNDS = 10
+"""As in inductor."""
+MAX_DISTANCE = 64
+"""Steps between two that are joined for what both read; beyond, what lies between would have to wait for too long."""
+LOST_PER_SHARED = 32
+"""Elements that two kernels may forgo to write over, for each byte that both read: inductor's, which calls it arbitrary."""
+
 
 def schedule(program: Program, *, freeable: Collection[str] = ()) -> Program:
     """The program as code compiled for a device would run it.
@@ -51,12 +62,6 @@ def schedule(program: Program, *, freeable: Collection[str] = ()) -> Program:
         freeable: Inputs that end with their last reader: what a forward has saved for its backward.
     """
     return reorder(join(fuse(program)), freeable)
-
-
-MAX_READS_OF_SEVERAL = 4
-"""Written buffers that a result with several readers may be computed from, in each of them."""
-MAX_READS_OF_ONE = 8
-"""Written buffers that a result with one reader may be computed from, in it."""
 
 
 def fuse(program: Program, *, on_host: bool = False) -> Program:
@@ -100,14 +105,6 @@ def _is_unwritten(step: Step, written: frozenset[str], *, several: bool) -> bool
     if step.work is not Work.POINTWISE or len(step.writes) != 1 or step.writes[0] in written:
         return False
     return len(step.reads) <= (MAX_READS_OF_SEVERAL if several else MAX_READS_OF_ONE)
-
-
-MAX_ROUNDS = 10
-"""As in inductor."""
-MAX_DISTANCE = 64
-"""Steps between two that are joined for what both read; beyond, what lies between would have to wait for too long."""
-LOST_PER_SHARED = 32
-"""Elements that two kernels may forgo to write over, for each byte that both read: inductor's, which calls it arbitrary."""
 
 
 def join(program: Program) -> Program:

@@ -35,7 +35,18 @@ from lowtide.units import format_bytes, format_seconds
 
 NUM_ROWS = 12
 _CAUSE_SHARE = 0.10
-"""Share of the peak that what the headline names takes at least."""
+"""Least share of the peak that the headline names."""
+_WORDS = {
+    Category.WEIGHTS: "weights",
+    Category.GRADIENTS: "gradients",
+    Category.OPTIMIZER: "optimizer state",
+    Category.ACTIVATIONS: "activations kept for the backward",
+    Category.TEMPORARIES: "temporaries",
+    Category.WORKSPACE: "workspaces",
+}
+NOTABLE_SHARE = 0.05
+"""Share of the peak; less is not worth a sentence."""
+_NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,16 +156,6 @@ def _main_load(trace: StepTrace) -> str:
     return " and ".join([", ".join(main[:-1]), main[-1]] if len(main) > 1 else main) + " are alive"
 
 
-_WORDS = {
-    Category.WEIGHTS: "weights",
-    Category.GRADIENTS: "gradients",
-    Category.OPTIMIZER: "optimizer state",
-    Category.ACTIVATIONS: "activations kept for the backward",
-    Category.TEMPORARIES: "temporaries",
-    Category.WORKSPACE: "workspaces",
-}
-
-
 def _composition(explanation: Explanation) -> str:
     whole = max(explanation.peak_bytes, 1)
     parts = [
@@ -188,11 +189,6 @@ def _idleness(explanation: Explanation) -> str:
         f"Most idle is {label} ({kind.category.value}, {format_bytes(kind.bytes)}): each lies unused for {waits}, "
         f"mostly until the {kind.next_phase.value}."
     )
-
-
-NOTABLE_SHARE = 0.05
-"""Share of the peak; less is not worth a sentence."""
-_NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

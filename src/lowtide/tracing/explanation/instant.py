@@ -17,6 +17,7 @@ from lowtide.tracing.step_trace import Allocation, Category, Phase, StepTrace
 
 _DECISIVE_SHARE = 1e-3
 """Share of the peak; an allocation below it is not what a person would call the cause of the peak."""
+_NUMBERED_PART = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,9 +144,6 @@ def _is_update(trace: StepTrace, op: int) -> bool:
     }
     lines = {(trace.ops[use].module, trace.ops[use].source) for use in touching}
     return (trace.ops[op].module, trace.ops[op].source) in lines
-
-
-_NUMBERED_PART = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,14 @@ from lowtide.tracing.step_trace import Allocation, Category, Phase, StepTrace
 from lowtide.units import format_bytes
 
 Seconds = npt.NDArray[np.float64]
+LARGE_SHARE = 1e-4
+"""Share of the peak; a smaller tensor is not worth a decision of its own."""
+RULE_OF_THUMB = {Category.OPTIMIZER: 0.80, Category.GRADIENTS: 0.10, Category.WEIGHTS: 0.05}
+"""Often quoted for training with Adam; the rest, and mostly attention scores, would be intermediate results."""
+TOLERANCE = 0.10
+"""Both sides of the rule's "roughly": shares within ten points of it count as holding."""
+_SOFTMAX = ("aten._softmax", "aten._safe_softmax")
+_NAMES = {Category.OPTIMIZER: "optimizer states", Category.GRADIENTS: "gradients", Category.WEIGHTS: "weights"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +63,6 @@ def durations(trace: StepTrace, clock: Clock) -> Seconds:
     # Scratch that is freed before the op's outputs are made would run backwards in time.
     ordered = np.maximum.accumulate(np.array([0.0, *times], dtype=np.float64))
     return np.diff(np.append(ordered, max(clock.total, ordered[-1])))
-
-
-LARGE_SHARE = 1e-4
-"""Share of the peak; a smaller tensor is not worth a decision of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,13 +193,6 @@ def _measure(trace: StepTrace, clock: Clock, alike: list[Allocation]) -> IdleGro
     )
 
 
-RULE_OF_THUMB = {Category.OPTIMIZER: 0.80, Category.GRADIENTS: 0.10, Category.WEIGHTS: 0.05}
-"""Often quoted for training with Adam; the rest, and mostly attention scores, would be intermediate results."""
-TOLERANCE = 0.10
-"""Both sides of the rule's "roughly": shares within ten points of it count as holding."""
-_SOFTMAX = ("aten._softmax", "aten._safe_softmax")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
     """One category's part of all allocated bytes, from 0 to 1."""
@@ -242,9 +239,6 @@ def check_rule(trace: StepTrace, shares: tuple[Share, ...]) -> RuleCheck:
     sentence += "holds" if holds and dominate else "holds only in part" if holds else "does not hold"
     sentence += f" for this step, which averages {ours}: {_why(trace, average)}, and {_about_scores(scores, kept)}."
     return RuleCheck(holds=holds, scores_dominate=dominate, sentence=sentence)
-
-
-_NAMES = {Category.OPTIMIZER: "optimizer states", Category.GRADIENTS: "gradients", Category.WEIGHTS: "weights"}
 
 
 def _why(trace: StepTrace, average: dict[Category, float]) -> str:

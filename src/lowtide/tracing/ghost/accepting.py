@@ -23,6 +23,8 @@ MATCHING_NOTE = (
     "the loss matches predictions with targets by costs that depend on weights: "
     "some matching of the right size was taken"
 )
+CHUNKED_LOSS_NOTE = "the chunked loss is taken to run its kernel for CUDA, which needs Triton"
+"""For a trace with a chunked loss."""
 
 
 def accept_ghosts(note: Callable[[str], None]) -> None:
@@ -51,12 +53,8 @@ def _accept_in_matching(note: Callable[[str], None]) -> None:
     scipy.optimize.linear_sum_assignment = linear_sum_assignment
 
 
-CHUNKED_LOSS_NOTE = "the chunked loss is taken to run its kernel for CUDA, which needs Triton"
-"""For a trace with a chunked loss."""
-
-
 def _accept_in_chunked_loss() -> None:
-    """Let products of half precision into fp32 go the way of CUDA tensors in this process: without a temporary."""
+    """Let products of half precision into fp32, which CUDA has and the host has not, need no temporary in this process."""
     plain = chunks.accumulate_product
 
     def accumulate_product(total: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
@@ -116,7 +114,9 @@ class _Point:
 
 
 class GhostMover:
-    """See `memory.mover`. Copies happen at once. It holds nothing: a stash holds what it sends by itself.
+    """Carries ghosts between the ghost device and the host (see `memory.mover`).
+
+    Copies happen at once. It holds nothing: a stash holds what it sends by itself.
 
     Args:
         device: The ghost device.

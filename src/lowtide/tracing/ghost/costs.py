@@ -33,6 +33,14 @@ MATRIX_PRODUCTS = frozenset(
 )
 EFFICIENCY = 0.7
 """Share of the device's best rates that ordinary kernels reach; only the shape of the time axis depends on it."""
+_ATTENTION_STATISTICS = 4
+MAX_THREADS = 512
+WARP = 32
+MIN_VALUES_PER_THREAD = 16
+MAX_VALUES_PER_THREAD = 256
+THREADS_PER_SM = 2048
+BACKWARD_ATTENTION = 2.5
+"""Products in the backward of fused attention (five) over those in its forward (two)."""
 
 
 class CudaCosts:
@@ -193,9 +201,6 @@ def _sort(args: Any, out: Any, num_sms: int) -> list[int]:
     return [2 * _nbytes(args[0])]
 
 
-_ATTENTION_STATISTICS = 4
-
-
 def _cudnn_attention_backward(args: Any, out: Any, num_sms: int) -> list[int]:
     query, key = args[1], args[2]
     batch, heads, length, size = query.shape
@@ -284,13 +289,6 @@ _COURSES: dict[str, Callable[[Any, Any], Course]] = {
 }
 
 
-MAX_THREADS = 512
-WARP = 32
-MIN_VALUES_PER_THREAD = 16
-MAX_VALUES_PER_THREAD = 256
-THREADS_PER_SM = 2048
-
-
 @dataclass(frozen=True, slots=True)
 class Reduction:
     """A reduction as the kernel sees it, dimensions merged."""
@@ -334,7 +332,12 @@ def describe_reduction(tensor: Tensor, dims: Sequence[int], accumulator_bytes: i
 
 
 def staging_bytes(reduction: Reduction, num_sms: int) -> tuple[int, int]:
-    """Bytes of the staging buffer and of its semaphores; zeros where one block finishes each output alone."""
+    """Bytes of the staging buffer and of its semaphores; zeros where one block finishes each output by itself.
+
+    Blocks that share an output hand partial results over in global memory. Summing a gradient over all tokens for a bias of
+    some thousand elements takes up to 130 MiB of it on an H200, more than the bias and its gradient by orders of magnitude.
+    The rules are those of torch's `Reduce.cuh`.
+    """
     outputs, inputs = reduction.num_outputs, reduction.inputs_per_output
     if outputs == 0 or inputs == 0:
         return 0, 0
@@ -368,10 +371,6 @@ def staging_bytes(reduction: Reduction, num_sms: int) -> tuple[int, int]:
 
 def _last_power(number: int) -> int:
     return 1 << max(number.bit_length() - 1, 0)
-
-
-BACKWARD_ATTENTION = 2.5
-"""Products in the backward of fused attention (five) over those in its forward (two)."""
 
 
 def num_flops(name: str, args: tuple[Any, ...], out: Any) -> float:

@@ -21,6 +21,14 @@ from lowtide.tracing.ghost.tensor import Ghost, Known, balanced_choice
 from lowtide.tracing.recorder import Life, StorageRecorder
 from lowtide.tracing.step_trace import Phase
 
+aten = torch.ops.aten
+CHECKS = "checks of values that depend on weights were taken to pass: `.all()` to be true, `.any()` to be false"
+FINITE = "values that depend on weights were taken to be finite"
+BALANCE = "choices that depend on weights (a router's topk, argmax or max) were taken to be spread evenly"
+_CHECKS = {"aten.all": True, "aten._is_all_true": True, "aten.any": False, "aten._is_any_true": False}
+Note = Callable[[str], None]
+INDEX_PUTS = ("aten.index_put", "aten.index_put_", "aten._index_put_impl_")
+
 
 class Maker:
     """Makes the ghosts of one trace; a storage has one life, however many ghosts look at it."""
@@ -100,9 +108,6 @@ class Maker:
                 ghost.write(known)
 
 
-aten = torch.ops.aten
-
-
 class GradientSums:
     """Makes the sums of one trace in place: under a dispatch mode autograd never does, so they would take memory they do not."""
 
@@ -136,15 +141,6 @@ class GradientSums:
             return None
         self._maker.written(old, describe(aten.add_.Tensor), None)
         return old
-
-
-CHECKS = "checks of values that depend on weights were taken to pass: `.all()` to be true, `.any()` to be false"
-FINITE = "values that depend on weights were taken to be finite"
-BALANCE = "choices that depend on weights (a router's topk, argmax or max) were taken to be spread evenly"
-
-_CHECKS = {"aten.all": True, "aten._is_all_true": True, "aten.any": False, "aten._is_any_true": False}
-
-Note = Callable[[str], None]
 
 
 def assumed(op: Operator, args: Any, result: Any, note: Note) -> tuple[Any, Known] | None:
@@ -186,9 +182,6 @@ def _choice(op: Operator, args: Any, result: Any, note: Note) -> tuple[Any, Know
         return make().view(shape)
 
     return chosen, Known(func=choose)
-
-
-INDEX_PUTS = ("aten.index_put", "aten.index_put_", "aten._index_put_impl_")
 
 
 class ValueReader:

@@ -55,6 +55,8 @@ FREE = -1
 Course = list[int | Tensor]
 """The memory an operator takes, in order: scratch memory of a number of bytes, an output. What is left of the scratch memory is
 freed at the end."""
+META = torch.device("meta")
+HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +104,6 @@ def describe(func: Any) -> Operator:
         reads_values=name in READERS and func is not torch.ops.aten.repeat_interleave.self_int,
         is_view_in_place=torch.Tag.inplace_view in func.tags and short not in _OTHER_STORAGE,
     )
-
-
-META = torch.device("meta")
-HOST = torch.device("cpu")
 
 
 def collect_ghosts(values: Iterable[Any], found: list[Ghost]) -> None:

@@ -42,6 +42,8 @@ DROPOUT_BYTES_PER_SM = 2048 * 24
 """The state of cuDNN's dropout: one generator a thread."""
 FLAT_TYPES = (torch.float32, torch.float16, torch.float64)
 """Types whose weights torch lays into one buffer when a layer comes to the device."""
+PAGE_BYTES = 4096
+"""To which oneDNN rounds each part of a workspace."""
 
 
 def lstm(
@@ -167,10 +169,6 @@ def layer_on_host(inputs: Tensor, *args: Any) -> tuple[Tensor, ...]:
 def layer_backward_on_host(inputs: Tensor, *args: Any, **__: Any) -> tuple[Tensor, ...]:
     """Gradients of the input, of both weights and biases, and of the first state and cell."""
     return tuple(torch.empty(t.shape, dtype=t.dtype, device=META) for t in (inputs, *args[:6]))
-
-
-PAGE_BYTES = 4096
-"""To which oneDNN rounds each part of a workspace."""
 
 
 def _line(count: int) -> int:

@@ -40,7 +40,7 @@ def _scalar() -> Tensor:
     return torch.empty((), dtype=torch.int64, device=META)
 
 
-def cudnn(
+def _cudnn(
     query: Tensor, key: Tensor, value: Tensor, mask: Any, needs_sums: bool, *_: Any, **__: Any
 ) -> tuple[Any, ...]:
     batch, heads, length, _size = query.shape
@@ -49,11 +49,11 @@ def cudnn(
     return out, sums, None, None, length, key.size(2), _scalar(), _scalar(), None
 
 
-def cudnn_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+def _cudnn_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
     return _same_layout(query), _same_layout(key), _same_layout(value)
 
 
-def flash(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Any, ...]:
+def _flash(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Any, ...]:
     batch, heads, length, size = query.shape
     out = _like_query(query, heads, length, size)
     sums = torch.empty(batch, heads, length, dtype=torch.float32, device=META)
@@ -61,11 +61,11 @@ def flash(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tupl
     return out, sums, None, None, length, key.size(2), state, _scalar(), None
 
 
-def flash_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+def _flash_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
     return tuple(_like_query(t, t.size(1), t.size(2), t.size(3)) for t in (query, key, value))
 
 
-def efficient(
+def _efficient(
     query: Tensor, key: Tensor, value: Tensor, mask: Any, needs_sums: bool, *_: Any, **__: Any
 ) -> tuple[Any, ...]:
     batch, heads, length, _size = query.shape
@@ -75,7 +75,7 @@ def efficient(
     return out, sums, torch.empty((), dtype=torch.int64), torch.empty((), dtype=torch.int64)
 
 
-def efficient_backward(
+def _efficient_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, out: Tensor, sums: Tensor, seed: Any,
     offset: Any, dropout: float, wanted: list[bool], *_: Any, **__: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
@@ -89,7 +89,7 @@ def efficient_backward(
     return tuple(grads)
 
 
-def grouped_product(left: Tensor, right: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+def _grouped_product(left: Tensor, right: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
     """Any floating type, as the CUDA fallback takes it; torch's shape function insists on bf16."""
     dtype = left.dtype
     if left.dim() == 2 and right.dim() == 2:
@@ -100,12 +100,12 @@ def grouped_product(left: Tensor, right: Tensor, offsets: Tensor | None = None, 
     return torch.empty(left.size(0), left.size(1), right.size(2), dtype=dtype, device=META)
 
 
-def convolution(inputs: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _convolution(inputs: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     out: Tensor = aten.convolution.default(inputs, weight, *args, **kwargs)
     return torch.empty(out.shape, dtype=out.dtype, device=META, memory_format=convolutions.layout(inputs, weight))
 
 
-def convolution_backward(gradient: Tensor, inputs: Tensor, weight: Tensor, *args: Any, **__: Any) -> tuple[Any, ...]:
+def _convolution_backward(gradient: Tensor, inputs: Tensor, weight: Tensor, *args: Any, **__: Any) -> tuple[Any, ...]:
     wanted = args[-1]
     layout = convolutions.layout(inputs, weight)
     return (
@@ -115,7 +115,7 @@ def convolution_backward(gradient: Tensor, inputs: Tensor, weight: Tensor, *args
     )
 
 
-def batch_norm(
+def _batch_norm(
     inputs: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, *_: Any
 ) -> tuple[Any, ...]:
     statistics = torch.float32 if inputs.dtype in (torch.float16, torch.bfloat16) else inputs.dtype
@@ -124,7 +124,7 @@ def batch_norm(
     return torch.empty_like(inputs), *saved
 
 
-def batch_norm_backward(gradient: Tensor, inputs: Tensor, weight: Any, *args: Any) -> tuple[Any, ...]:
+def _batch_norm_backward(gradient: Tensor, inputs: Tensor, weight: Any, *args: Any) -> tuple[Any, ...]:
     wanted, kind = args[-1], inputs.dtype if weight is None else weight.dtype
     return (
         torch.empty_like(inputs) if wanted[0] else None,
@@ -133,18 +133,18 @@ def batch_norm_backward(gradient: Tensor, inputs: Tensor, weight: Any, *args: An
     )
 
 
-def gru_cell(input_gates: Tensor, hidden_gates: Tensor, state: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+def _gru_cell(input_gates: Tensor, hidden_gates: Tensor, state: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
     """Torch's fused cell (`RNN.cu`): the new state, and five numbers a unit for the backward."""
     return torch.empty_like(state), torch.empty(state.size(0), 5 * state.size(1), dtype=state.dtype, device=META)
 
 
-def gru_cell_backward(grad: Tensor, workspace: Tensor, has_bias: bool) -> tuple[Any, ...]:
+def _gru_cell_backward(grad: Tensor, workspace: Tensor, has_bias: bool) -> tuple[Any, ...]:
     gates = [torch.empty(grad.size(0), 3 * grad.size(1), dtype=grad.dtype, device=META) for _ in range(2)]
     biases = [torch.empty(3 * grad.size(1), dtype=grad.dtype, device=META) if has_bias else None for _ in range(2)]
     return *gates, torch.empty_like(grad), *biases
 
 
-def layer_norm_on_host(inputs: Tensor, shape: Any, weight: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
+def _layer_norm_on_host(inputs: Tensor, shape: Any, weight: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
     """Statistics in the input's type unless the weights have another; on CUDA they are in fp32."""
     kind = inputs.dtype if weight is None else weight.dtype
     rows = [*inputs.shape[: inputs.dim() - len(shape)], *(1 for _ in shape)]
@@ -153,36 +153,32 @@ def layer_norm_on_host(inputs: Tensor, shape: Any, weight: Tensor | None, *_: An
 
 
 SHAPES: dict[Any, Callable[..., Any]] = {
-    aten._scaled_dot_product_cudnn_attention.default: cudnn,
-    aten._scaled_dot_product_cudnn_attention_backward.default: cudnn_backward,
-    aten._scaled_dot_product_flash_attention.default: flash,
-    aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
-    aten._scaled_dot_product_efficient_attention.default: efficient,
-    aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
-    aten._grouped_mm.default: grouped_product,
-    aten.convolution.default: convolution,
-    aten.convolution_backward.default: convolution_backward,
-    aten._thnn_fused_gru_cell.default: gru_cell,
-    aten._thnn_fused_gru_cell_backward.default: gru_cell_backward,
-    aten.native_batch_norm.default: batch_norm,
-    aten.native_batch_norm_backward.default: batch_norm_backward,
+    aten._scaled_dot_product_cudnn_attention.default: _cudnn,
+    aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
+    aten._scaled_dot_product_flash_attention.default: _flash,
+    aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    aten._scaled_dot_product_efficient_attention.default: _efficient,
+    aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+    aten._grouped_mm.default: _grouped_product,
+    aten.convolution.default: _convolution,
+    aten.convolution_backward.default: _convolution_backward,
+    aten._thnn_fused_gru_cell.default: _gru_cell,
+    aten._thnn_fused_gru_cell_backward.default: _gru_cell_backward,
+    aten.native_batch_norm.default: _batch_norm,
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten._cudnn_rnn.default: recurrent.forward_shapes,
     aten._cudnn_rnn_backward.default: recurrent.backward_shapes,
 }
 HOST_SHAPES: dict[Any, Callable[..., Any]] = {
     **SHAPES,
-    aten.native_layer_norm.default: layer_norm_on_host,
+    aten.native_layer_norm.default: _layer_norm_on_host,
     aten.mkldnn_rnn_layer.default: recurrent.layer_on_host,
     aten.mkldnn_rnn_layer_backward.default: recurrent.layer_backward_on_host,
 }
 """The same for the host."""
 
 
-aten = torch.ops.aten
-META = torch.device("meta")
-
-
-def numbers(values: Any) -> list[int] | None:
+def _numbers(values: Any) -> list[int] | None:
     """Lengths given as a tensor or a list; None where they are not known."""
     if isinstance(values, Ghost):
         known = values.value()
@@ -192,14 +188,14 @@ def numbers(values: Any) -> list[int] | None:
     return [int(value) for value in (values.tolist() if isinstance(values, Tensor) else values)]
 
 
-def ctc(log_probs: Tensor, targets: Tensor, input_lengths: Any, lengths: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
+def _ctc(log_probs: Tensor, targets: Tensor, input_lengths: Any, lengths: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
     """Torch's own CUDA kernel (`LossCTC.cu`): the loss of each sequence, and the table of forward variables.
 
     The table has a place for each label of the longest target, with blanks around it. Where the lengths are not known it is
     as long as it could be. cuDNN's kernel, which torch prefers for int32 targets on the host, is not modelled.
     """
     steps, batch = log_probs.shape[:2]
-    known = numbers(lengths)
+    known = _numbers(lengths)
     longest = int(targets.shape[-1]) if known is None else max(known, default=0)
     return (
         torch.empty(batch, dtype=log_probs.dtype, device=META),
@@ -207,14 +203,14 @@ def ctc(log_probs: Tensor, targets: Tensor, input_lengths: Any, lengths: Any, *_
     )
 
 
-def ctc_backward(grad: Tensor, log_probs: Tensor, *_: Any, **__: Any) -> Tensor:
+def _ctc_backward(grad: Tensor, log_probs: Tensor, *_: Any, **__: Any) -> Tensor:
     """The gradient; a second table beside it is scratch (see `costs`)."""
     return torch.empty(log_probs.shape, dtype=log_probs.dtype, device=META)
 
 
-def pack_padded(inputs: Ghost, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+def _pack_padded(inputs: Ghost, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
     """A padded batch with the padding taken out, and how many sequences still run at each step: the latter on the host."""
-    known = numbers(lengths)
+    known = _numbers(lengths)
     if known is None:
         raise ValueReadError(
             "pack_padded_sequence needs the lengths of the sequences, and they depend on weights or chance. Give them "
@@ -227,9 +223,9 @@ def pack_padded(inputs: Ghost, lengths: Tensor, batch_first: bool) -> tuple[Tens
 
 
 VALUE_SHAPES: dict[Any, Callable[..., Any]] = {
-    aten._ctc_loss.default: ctc,
-    aten._ctc_loss.Tensor: ctc,
-    aten._ctc_loss_backward.default: ctc_backward,
-    aten._ctc_loss_backward.Tensor: ctc_backward,
-    aten._pack_padded_sequence.default: pack_padded,
+    aten._ctc_loss.default: _ctc,
+    aten._ctc_loss.Tensor: _ctc,
+    aten._ctc_loss_backward.default: _ctc_backward,
+    aten._ctc_loss_backward.Tensor: _ctc_backward,
+    aten._pack_padded_sequence.default: _pack_padded,
 }

@@ -46,6 +46,8 @@ _GONE: Chain = (Holder(kind=CYCLE, detail="that was gone before it could be exam
 
 Depths = dict[str, list[int]]
 """For each line of birth, after each step: of how many measured steps it still holds memory."""
+_NATIVE: Chain = (Holder(kind=UNSEEN, where="which Python cannot see into"),)
+_Key = tuple[LeakKind, tuple[tuple[str, str, str], ...]]
 
 
 def find_leaks(
@@ -87,7 +89,7 @@ def find_leaks(
     with BirthLog() as log:
         depths = _measure(step, log, steps=steps, warmup=warmup)
         survivors = _survivors(step, log, depths)
-    leaks = group_survivors(survivors, steps=steps)
+    leaks = _group_survivors(survivors, steps=steps)
     return LeakReport(
         steps=steps, warmup=warmup, leaks=tuple(leak for leak in leaks if leak.bytes_per_step >= min_bytes_per_step)
     )
@@ -136,7 +138,7 @@ def _depths_now(log: BirthLog) -> dict[str, int]:
     return {line: len(steps) for line, steps in births.items()}
 
 
-def _survivors(step: Callable[[], object], log: BirthLog, depths: Depths) -> list[Survivor]:
+def _survivors(step: Callable[[], object], log: BirthLog, depths: Depths) -> list[_Survivor]:
     """What leaks, with its holders; frees the garbage among it, to tell it from what is held."""
     steps = len(next(iter(depths.values()), []))
     suspected = {line for line, history in depths.items() if keeps_growing(history)}
@@ -148,7 +150,7 @@ def _survivors(step: Callable[[], object], log: BirthLog, depths: Depths) -> lis
         gc.collect()
     now = _depths_now(log)
     survivors = [
-        Survivor(kind=LeakKind.HELD, site=born.site, step=born.step, bytes=born.bytes, holders=chains[key])
+        _Survivor(kind=LeakKind.HELD, site=born.site, step=born.step, bytes=born.bytes, holders=chains[key])
         for key, born in suspects.items()
         if log.alive.get(key) is born and keeps_growing([*depths[born.site.line][:-1], now[born.site.line]])
     ]
@@ -156,7 +158,7 @@ def _survivors(step: Callable[[], object], log: BirthLog, depths: Depths) -> lis
     for collected in log.collected:
         births[collected.site.line].append(collected.step)
     survivors += [
-        Survivor(
+        _Survivor(
             kind=LeakKind.GARBAGE,
             site=collected.site,
             step=collected.step,
@@ -176,7 +178,7 @@ def _chains(step: Callable[[], object], suspects: dict[int, Born]) -> tuple[dict
     chains = {key: describe(path) for key, path in paths.items()}
     del paths  # before the search backwards, which would find it
     unreached = {key: born for key, born in suspects.items() if key not in chains}
-    by_site = chains_of_unreachable(unreached) if unreached else {}
+    by_site = _chains_of_unreachable(unreached) if unreached else {}
     return chains | {key: by_site[born.site] for key, born in unreached.items()}, by_site
 
 
@@ -191,10 +193,7 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-_NATIVE: Chain = (Holder(kind=UNSEEN, where="which Python cannot see into"),)
-
-
-def chains_of_unreachable(unreached: dict[int, Born]) -> dict[BirthSite, Chain]:
+def _chains_of_unreachable(unreached: dict[int, Born]) -> dict[BirthSite, Chain]:
     """The holders of storages that no search from a starting point has reached, by the site of their birth."""
     # One for each site, of the youngest: a search backwards is slow, and what comes from one site shares its fate.
     samples = {born.site: key for key, born in sorted(unreached.items(), key=lambda entry: entry[1].step)}
@@ -250,11 +249,8 @@ def _anchored_chain(path: ObjectPath, anchor: Anchor) -> Chain:
     return (Holder(kind=CYCLE, detail=f"({around})"), *chain[1:])
 
 
-_Key = tuple[LeakKind, tuple[tuple[str, str, str], ...]]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Survivor:
+class _Survivor:
     """One leaked storage, as plain data."""
 
     kind: LeakKind
@@ -270,16 +266,16 @@ class Survivor:
         return any(holder.kind == GRAPH for holder in self.holders)
 
 
-def group_survivors(survivors: Iterable[Survivor], *, steps: int) -> list[Leak]:
-    """The leaks that the survivors of so many steps make, the fastest growing first."""
-    groups: dict[_Key, list[Survivor]] = defaultdict(list)
+def _group_survivors(survivors: Iterable[_Survivor], *, steps: int) -> list[Leak]:
+    """The leaks of so many steps, the fastest growing first: one for each place in the code that a person has to change."""
+    groups: dict[_Key, list[_Survivor]] = defaultdict(list)
     for survivor in survivors:
         groups[_key(survivor)].append(survivor)
     leaks = [_leak(members, steps) for members in _adopt_strays(list(groups.values()))]
     return sorted(leaks, key=lambda leak: leak.bytes_per_step, reverse=True)
 
 
-def _key(survivor: Survivor) -> _Key:
+def _key(survivor: _Survivor) -> _Key:
     # Positions in a container and the shape of a tensor differ from step to step; the place does not.
     place = [(holder.kind, _generic(holder.name), holder.where) for holder in _down_to_graph(survivor.holders)]
     return survivor.kind, tuple(link for link in place if link[0] != GRAPH)
@@ -297,7 +293,7 @@ def _down_to_graph(holders: Sequence[Holder]) -> Chain:
     return tuple(holders)
 
 
-def _adopt_strays(groups: list[list[Survivor]]) -> list[list[Survivor]]:
+def _adopt_strays(groups: list[list[_Survivor]]) -> list[list[_Survivor]]:
     """The last step's leftovers are often held by a variable too, which is nearer than the place that leaks.
 
     So survivors of a single step join those that were born at the same site and span several.
@@ -316,7 +312,7 @@ def _adopt_strays(groups: list[list[Survivor]]) -> list[list[Survivor]]:
     return lasting + alone
 
 
-def _leak(members: Sequence[Survivor], steps: int) -> Leak:
+def _leak(members: Sequence[_Survivor], steps: int) -> Leak:
     total = sum(member.bytes for member in members)
     return Leak(
         kind=members[0].kind,
@@ -329,7 +325,7 @@ def _leak(members: Sequence[Survivor], steps: int) -> Leak:
     )
 
 
-def _common_chain(members: Sequence[Survivor]) -> Chain:
+def _common_chain(members: Sequence[_Survivor]) -> Chain:
     # The first member founded the group; an adopted one may have come by another way.
     own = [member for member in members if _key(member) == _key(members[0])]
     chains = [_down_to_graph(member.holders) for member in own]
@@ -341,8 +337,8 @@ def _common_chain(members: Sequence[Survivor]) -> Chain:
     )
 
 
-def _births(members: Sequence[Survivor]) -> tuple[Birth, ...]:
-    by_site: dict[BirthSite, list[Survivor]] = defaultdict(list)
+def _births(members: Sequence[_Survivor]) -> tuple[Birth, ...]:
+    by_site: dict[BirthSite, list[_Survivor]] = defaultdict(list)
     for member in members:
         by_site[member.site].append(member)
     births = [

@@ -35,6 +35,8 @@ ObjectPath = tuple[object, ...]
 
 # The frames of the search itself hold what it has found so far.
 _FOLDER = str(Path(__file__).parent) + os.sep
+_MAX_LEVELS = 24
+_MAX_OBJECTS = 2000
 
 
 class _Sort(enum.Enum):
@@ -186,10 +188,6 @@ def _sort_of(kind: type) -> _Sort:
     if issubclass(kind, types.FrameType):
         return _Sort.FRAME
     return _Sort.AUTOGRAD if is_autograd_holder(kind) else _Sort.PLAIN
-
-
-_MAX_LEVELS = 24
-_MAX_OBJECTS = 2000
 
 
 @dataclass(frozen=True, slots=True)

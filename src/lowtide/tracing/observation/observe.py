@@ -79,7 +79,7 @@ def observe(
         settings = replace(settings, autocast=str(autocast))
     if steps < 2:
         raise ConfigError(f"steps must be at least 2, one to warm up and one to record, got {steps}", key="steps")
-    check_precision(model, settings)
+    _check_precision(model, settings)
     device = device_of(model)
     batch, moved = move_batch(batch, device)
     notes = [f"the batch was moved from {', '.join(sorted(map(str, moved)))} to {device}"] if moved else []
@@ -155,7 +155,7 @@ def move_batch(batch: Any, device: torch.device) -> tuple[Any, set[torch.device]
     return (on_device if moved else batch), moved
 
 
-def check_precision(model: nn.Module, settings: StepSettings) -> None:
+def _check_precision(model: nn.Module, settings: StepSettings) -> None:
     """An observed model is not converted behind its owner's back.
 
     Raises:

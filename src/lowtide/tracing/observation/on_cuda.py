@@ -26,7 +26,7 @@ from lowtide.tracing.observation.cuda_record import Block, Request, StepRecord
 from lowtide.tracing.observation.profile import Change, Marks, read_profile
 from lowtide.tracing.recorder import BATCH, Role, StorageRecorder, state_roles, users_line, weight_roles
 from lowtide.tracing.step_trace import Category, StepTrace, Target
-from lowtide.tracing.training_step import GradientWatch, ModulePaths, TrainingStep, about_step
+from lowtide.tracing.training_step import GradientWatch, ModulePaths, TrainingStep, about_step, tensors_in
 from lowtide.units import format_bytes
 
 MAX_ENTRIES = 10_000_000
@@ -36,6 +36,8 @@ NUM_LAST_EVENTS = 5
 
 Named = dict[int, tuple[Tensor, Role]]
 """Tensors with a role, by the address of their storage."""
+_UNIT = 512
+"""Blocks are multiples of this; the true size of one that the profiler never saw may be larger."""
 
 
 def observe_on_cuda(
@@ -129,16 +131,8 @@ def named_tensors(step: TrainingStep, root: str) -> Named:
         if storage is not None and storage.data_ptr():
             named[storage.data_ptr()] = (tensor, role)
 
-    def add_batch(value: Any) -> None:
-        if isinstance(value, Tensor):
-            add(value, BATCH)
-        elif isinstance(value, Mapping):
-            add_batch(tuple(value.values()))
-        elif isinstance(value, list | tuple):
-            for item in value:
-                add_batch(item)
-
-    add_batch(step.batch)
+    for tensor in tensors_in(step.batch):
+        add(tensor, BATCH)
     for path, parameter in step.model.named_parameters():
         if parameter.grad is not None:
             add(parameter.grad, Role(Category.GRADIENTS, path.rpartition(".")[0] or root, "gradient"))
@@ -248,14 +242,15 @@ def _target(device: torch.device) -> Target:
     )
 
 
-_UNIT = 512
-"""Blocks are multiples of this; the true size of one that the profiler never saw may be larger."""
-
-
 def complete_changes(
     changes: list[Change], entries: Iterable[Mapping[str, Any]], blocks: Iterable[Block], reserved_bytes: int
 ) -> list[Change]:
     """All changes of memory, in order: the profiler's where it saw them, else made from the history's.
+
+    The profiler sees memory change only in threads, and at times, that it watches. Autograd's device thread gives up its last
+    references to a node's inputs after it has left the profiler's sight, so hundreds of frees of an ordinary backward are
+    missing. The allocator's history misses nothing, but knows neither operators nor the true size of a block. Both list the
+    same changes in the same order.
 
     Args:
         changes: What the profiler saw, in order of time.

@@ -19,7 +19,7 @@ from lowtide.errors import ObserveError
 from lowtide.tracing.assemble import assemble, exact
 from lowtide.tracing.recorder import BATCH, Life, Role, StorageRecorder, state_roles, weight_roles
 from lowtide.tracing.step_trace import Category, Phase, StepTrace, Target
-from lowtide.tracing.training_step import GradientWatch, ModulePaths, TrainingStep, about_step
+from lowtide.tracing.training_step import GradientWatch, ModulePaths, TrainingStep, about_step, tensors_in
 from lowtide.units import format_bytes
 
 NUM_LAST_EVENTS = 5
@@ -42,19 +42,16 @@ class HostMode(compat.WatchingMode):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented
         op = self.recorder.begin_op(str(getattr(func, "overloadpacket", func)))
-        inputs: list[Tensor] = []
-        _collect(args, inputs)
-        _collect(tuple((kwargs or {}).values()), inputs)
-        for tensor in inputs:
+        for tensor in tensors_in((args, kwargs or {})):
             self._use(tensor, op, is_input=True)
+            del tensor  # it must have no owner here when its owners are counted
         summed = self._life_of_sum(func, args)
-        del inputs
         result = func(*args, **(kwargs or {}))
         if summed is not None:
             self._adopt(summed, result)
-        outputs: list[Tensor] = []
-        _collect((result, args), outputs)  # the arguments again: `out=` and `resize_` may have given one its memory
-        for tensor in outputs:
+        for tensor in tensors_in(
+            (result, args)
+        ):  # the arguments again: `out=` and `resize_` may have given one its memory
             self._use(tensor, op, is_input=False)
         return result
 
@@ -196,9 +193,7 @@ def _place_all(mode: HostMode, step: TrainingStep) -> None:
     for parameter in step.model.parameters():
         if parameter.grad is not None:
             mode.mark_gradient(parameter.grad)
-    batch: list[Tensor] = []
-    _collect(step.batch, batch)
-    for tensor in batch:
+    for tensor in tensors_in(step.batch):
         mode.place(tensor, BATCH)
 
 
@@ -225,17 +220,6 @@ def _out_of_memory(recorder: StorageRecorder, error: RuntimeError) -> str:
         f"of the step. Last allocations: {'; '.join(last)}. Use a smaller batch, or lowtide.trace, which "
         "needs no memory."
     )
-
-
-def _collect(value: Any, found: list[Tensor]) -> None:
-    if isinstance(value, Tensor):
-        found.append(value)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            _collect(item, found)
-    elif isinstance(value, dict):
-        for item in value.values():
-            _collect(item, found)
 
 
 def _is_called_from_engine() -> bool:

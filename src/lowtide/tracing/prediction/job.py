@@ -8,13 +8,12 @@ arrival each becomes a ghost, the same object wherever it is referred to.
 from __future__ import annotations
 
 import contextvars
-import dataclasses
 import importlib
 import io
 import pickle
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +27,14 @@ from lowtide.hardware import Hardware
 from lowtide.tracing.allocator import AllocatorSettings
 from lowtide.tracing.prediction.context import StepContext
 from lowtide.tracing.settings import StepSettings
-from lowtide.tracing.training_step import Loss, OptimizerFactory
+from lowtide.tracing.training_step import Loss, OptimizerFactory, tensors_in
+
+MAX_VALUE_ELEMENTS = 2**22
+"""Integer and boolean tensors up to this size travel with their values: ids, masks, positions."""
+MAX_FLOAT_ELEMENTS = 4096
+"""Floating point ones: frequencies, scalars; never weights."""
+MAX_BATCH_ELEMENTS = 2**24
+"""Floating point ones of the batch: models drop padded images and mask targets by their values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +60,6 @@ class Contents:
     context: StepContext | None = None
 
 
-MAX_VALUE_ELEMENTS = 2**22
-"""Integer and boolean tensors up to this size travel with their values: ids, masks, positions."""
-MAX_FLOAT_ELEMENTS = 4096
-"""Floating point ones: frequencies, scalars; never weights."""
-MAX_BATCH_ELEMENTS = 2**24
-"""Floating point ones of the batch: models drop padded images and mask targets by their values."""
-
-
 @dataclass(frozen=True, slots=True)
 class TensorDescription:
     """A tensor as a description."""
@@ -84,7 +82,7 @@ class _Packer(cloudpickle.CloudPickler):  # type: ignore[misc]
     def __init__(self, file: io.BytesIO, batch: Any = None) -> None:
         super().__init__(file)
         self.tensors: dict[int, Tensor] = {}
-        self._batch = {id(tensor) for tensor in _tensors_in(batch)}
+        self._batch = {id(tensor) for tensor in tensors_in(batch)}
 
     def reducer_override(self, obj: Any) -> Any:
         found = compat.operator_path(obj)
@@ -134,20 +132,6 @@ def _home_of(value: object) -> tuple[str, str] | None:
 
 def _global_at(module_name: str, name: str) -> Any:
     return getattr(importlib.import_module(module_name), name)
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors_in(item)
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from _tensors_in(getattr(value, field.name))
 
 
 def _describe(tensor: Tensor, max_float_elements: int) -> TensorDescription:

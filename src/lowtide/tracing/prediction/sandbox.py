@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lowtide.tracing.step_trace import StepTrace
 
 STDERR_TAIL_BYTES = 4000
+LENGTH = struct.Struct("<Q")
 
 
 class Sandbox:
@@ -156,9 +157,6 @@ def shared_sandbox() -> Sandbox:
 def run_job(job: Job, on_progress: Any = None) -> StepTrace:
     """Run a job in the shared sandbox."""
     return shared_sandbox().run(job, on_progress)
-
-
-LENGTH = struct.Struct("<Q")
 
 
 def send(stream: IO[bytes], message: Any) -> None:
