@@ -15,7 +15,7 @@ from lowtide.errors import BudgetError, ConfigError, UnknownNameError
 from lowtide.memory.groups import find_groups
 from lowtide.memory.layout import lay_out
 from lowtide.planning.plan import plan_from_json, plan_to_json
-from lowtide.runtime.parameters.group import Unit
+from lowtide.runtime.parameters.group import ManagedGroup
 from lowtide.runtime.statistics.timeline import Reason
 from lowtide.runtime.updates.updater import Finisher
 from tests.zoo import ZOO, assert_same, train, zoo
@@ -239,9 +239,9 @@ def test_a_group_that_is_used_three_times_is_updated_once_when_its_gradient_is_c
     updated: list[str] = []
     finish = Finisher._use_up
 
-    def watched(self: Finisher, unit: Unit, *rest: Any) -> None:
-        updated.append(unit.name)
-        finish(self, unit, *rest)
+    def watched(self: Finisher, group: ManagedGroup, *rest: Any) -> None:
+        updated.append(group.name)
+        finish(self, group, *rest)
 
     monkeypatch.setattr(Finisher, "_use_up", watched)
     for policy in ("keep", "recompute"):

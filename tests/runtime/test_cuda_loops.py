@@ -235,7 +235,7 @@ def test_times_go_on_over_a_new_origin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_mixed_sites_keep_torchs_foreach() -> None:
-    """Veiled parameters would make torch take its loop, whose sums are the same but which takes longer."""
+    """Pending parameters would make torch take its loop, whose sums are the same but which takes longer."""
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     weights = {"*": "resident", "0": "streamed"}

@@ -402,7 +402,7 @@ def test_staging_comes_back_from_additions_behind_one_that_failed(monkeypatch: p
     optimizer = torch.optim.AdamW(model.parameters())
     plan = lowtide.make_plan(model, weights="streamed", update="host")
     session = lowtide.manage(model, optimizer, plan, device="cpu", precision="fp32", max_grad_norm=1.0)
-    machinery = session._open()
+    plan_run = session._open()
     whole, failures, gate = gradients.norm_of, [ValueError("no norm")], threading.Event()
 
     def norm_of(gradient: torch.Tensor) -> torch.Tensor:
@@ -413,10 +413,10 @@ def test_staging_comes_back_from_additions_behind_one_that_failed(monkeypatch: p
     monkeypatch.setattr(gradients, "norm_of", norm_of)
     model(torch.ones(2, 4)).sum().backward()
     # Until it is opened nothing has failed: the second addition is given after one that will.
-    machinery._worker.submit(lambda: (gate.wait(timeout=30), None)[1])
+    plan_run._worker.submit(lambda: (gate.wait(timeout=30), None)[1])
     for _ in range(2):
         model(torch.ones(2, 4)).sum().backward()
     gate.set()
     with pytest.raises(ValueError, match="no norm"):
         session.close()
-    assert machinery._pool.staging.counts.lent_bytes == 0
+    assert plan_run._pool.staging.counts.lent_bytes == 0

@@ -388,10 +388,10 @@ def test_a_plan_of_a_model_says_where_nothing_is_held() -> None:
         optimizer = adamw(model)
         session = lowtide.manage(model, optimizer, plan_for(model, place), device="cpu")
         steps(model, optimizer)
-        machinery = session._machinery
-        assert machinery is not None
-        assert not any(unit.is_held() for unit in machinery._units.values())
+        plan_run = session._plan_run
+        assert plan_run is not None
+        assert not any(group.is_held() for group in plan_run._groups.values())
         held = next(model.parameters()).detach()
-        assert [unit.name for unit in machinery._units.values() if unit.is_held()] == ["stem"]
+        assert [group.name for group in plan_run._groups.values() if group.is_held()] == ["stem"]
         del held
         session.close()

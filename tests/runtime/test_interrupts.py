@@ -250,9 +250,9 @@ def test_a_checkpoint_that_is_loaded_right_after_a_broken_backward(place: str, s
 def test_close_goes_on_where_an_exception_broke_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     both = Twins("mixed")
     both.step(0)
-    machinery = both.session._open()
+    plan_run = both.session._open()
     with monkeypatch.context() as patch:
-        patch.setattr(machinery.calls, "remove", lambda: (_ for _ in ()).throw(TrippedError("broken")).__next__())
+        patch.setattr(plan_run.calls, "remove", lambda: (_ for _ in ()).throw(TrippedError("broken")).__next__())
         with pytest.raises(TrippedError):
             both.session.close()
     assert both.session.is_open

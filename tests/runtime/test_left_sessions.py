@@ -246,7 +246,7 @@ def test_not_while_a_function_still_runs_that_holds_it() -> None:
 
 def test_collection_of_the_model_lifts_the_budget() -> None:
     model, optimizer = pair()
-    tracked = manage(model, optimizer, "streamed-host")._open().basis.tracked
+    tracked = manage(model, optimizer, "streamed-host")._open().setup.tracked
     assert tracked is not None
     tracked.budget_bytes = tracked.current_bytes + 4096
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):

@@ -33,11 +33,11 @@ class Passes(compat.TorchDispatchMode):
 
     def __init__(self, session: lowtide.Session, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        machinery = session._machinery
-        assert machinery is not None
-        bounds = [bound for unit in machinery._units.values() for bound in unit.bounds]
+        plan_run = session._plan_run
+        assert plan_run is not None
+        members = [managed for group in plan_run._groups.values() for managed in group.members]
         # On an emulated device every tensor says that it is the host's; these lie where the host updates from.
-        homes = [bound.gradient_home for bound in bounds if bound.gradient_home is not None]
+        homes = [managed.gradient_home for managed in members if managed.gradient_home is not None]
         self.num_on_host = sum(home.numel() for home in homes)
         self._ranges = [(home.data_ptr(), home.data_ptr() + home.nbytes) for home in homes]
         self._thread = threading.get_ident()

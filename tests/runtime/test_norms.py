@@ -106,17 +106,17 @@ def test_a_look_counts_for_as_long_as_the_gradient_lives(set_to_none: bool) -> N
     with lowtide.manage(
         model, optimizer, lowtide.make_plan(model), device="cpu", precision="fp32", max_grad_norm=1.0
     ) as session:
-        machinery = session._machinery
-        assert machinery is not None
-        bounds = [bound for unit in machinery._units.values() for bound in unit.bounds]
-        bound = next(bound for bound in bounds if bound.parameter is weight(model))
+        plan_run = session._plan_run
+        assert plan_run is not None
+        members = [managed for group in plan_run._groups.values() for managed in group.members]
+        managed = next(managed for managed in members if managed.parameter is weight(model))
         known = []
         for step in range(4):
             backward(model, step)
             if step == 2:
                 assert weight(model).grad.sum().isfinite()  # type: ignore[union-attr]  # there is one
-            bound.settle_gradient()
-            known.append(bound.known_norm is not None)
+            managed.settle_gradient()
+            known.append(managed.known_norm is not None)
             optimizer.step()
             optimizer.zero_grad(set_to_none=set_to_none)
     assert known == [True, True, False, set_to_none]

@@ -14,7 +14,7 @@ from lowtide.memory.arena import ArenaCounts
 from lowtide.memory.groups import find_groups
 from lowtide.memory.layout import lay_out
 from lowtide.planning.budget_plans import MonitorMode
-from lowtide.runtime import plan_run as machinery_module
+from lowtide.runtime import plan_run as plan_run_module
 from lowtide.runtime.host_memory import HostPool
 from lowtide.runtime.statistics.session_stats import SessionStats
 from lowtide.runtime.statistics.timeline import Lane, Reason
@@ -54,7 +54,7 @@ def num_fetches(session: lowtide.Session) -> int:
 def device_bytes_beside_chunks(session: lowtide.Session) -> int:
     """Between two steps, when there are neither activations nor gradients: the state."""
     session.settle()
-    tracked = session._open().basis.tracked
+    tracked = session._open().setup.tracked
     assert tracked is not None
     return tracked.current_bytes - tracked.charged_bytes
 
@@ -255,7 +255,7 @@ class TestDefragmentation:
             pool.allocate("hole", 4096)
             return pool
 
-        monkeypatch.setattr(machinery_module, "HostPool", with_hole)
+        monkeypatch.setattr(plan_run_module, "HostPool", with_hole)
 
     @staticmethod
     def arena_after(num_steps: int, **settings: Any) -> tuple[ArenaCounts, lowtide.Session, list[float]]:
@@ -291,7 +291,7 @@ class TestDefragmentation:
 
 def test_a_loop_that_never_looks_at_a_gradient_leaves_nothing_behind() -> None:
     session, _ = by_hand(6)
-    units = session._open()._units.values()
+    groups = session._open()._groups.values()
     # The copy and the update of the last step.
-    assert max(len(bound.pending) for unit in units for bound in unit.bounds) <= 2
+    assert max(len(managed.pending) for group in groups for managed in group.members) <= 2
     session.close()

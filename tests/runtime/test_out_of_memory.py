@@ -130,7 +130,7 @@ def test_what_is_computed_beside_the_model_does_not_count(weights: str, update: 
     model, optimizer = make()
     plan = lowtide.make_plan(model, weights=weights, update=update, device_memory=SMALL)
     with lowtide.manage(model, optimizer, plan, device="cpu") as session:
-        tracked = session._open().basis.tracked
+        tracked = session._open().setup.tracked
         assert tracked is not None
         step(model, optimizer, 2)
         recurrent()
@@ -167,7 +167,7 @@ def test_what_is_computed_beside_the_model_does_not_count(weights: str, update: 
 def test_what_is_computed_from_the_device_s_memory_counts_wherever_it_is() -> None:
     model, optimizer = make()
     with lowtide.manage(model, optimizer, lowtide.make_plan(model, weights="resident"), device="cpu") as session:
-        tracked = session._open().basis.tracked
+        tracked = session._open().setup.tracked
         assert tracked is not None
         before_bytes = tracked.current_bytes
         batch = torch.ones(4, 64)

@@ -7,7 +7,7 @@ import torch
 
 import lowtide
 from lowtide.errors import PlanError
-from lowtide.runtime.plan_run import Machinery, switch_plan
+from lowtide.runtime.plan_run import PlanRun, switch_plan
 from lowtide.runtime.warm_up import WarmUpPlans
 from tests.runtime.twins import PLACES, Twins, flat_state, make_net, take_step
 from tests.zoo import assert_same_tensors
@@ -34,17 +34,17 @@ def test_training_goes_on(before: str, after: str) -> None:
 
 
 class TestWhereTheSuccessorIsRefused:
-    """Something is refused after the machinery of before was taken apart."""
+    """Something is refused after the plan run of before was taken apart."""
 
     @pytest.fixture
     def both(self, monkeypatch: pytest.MonkeyPatch) -> Twins:
         both = Twins("mixed")
         both.step(0)
 
-        def refuse(*_: object, **__: object) -> Machinery:
+        def refuse(*_: object, **__: object) -> PlanRun:
             raise RuntimeError("no")
 
-        monkeypatch.setattr("lowtide.runtime.plan_run.Machinery", refuse)
+        monkeypatch.setattr("lowtide.runtime.plan_run.PlanRun", refuse)
         with pytest.raises(RuntimeError, match="no"):
             switch(both, "resident-device")
         return both

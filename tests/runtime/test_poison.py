@@ -19,9 +19,9 @@ from lowtide.errors import LowtideError
 from lowtide.memory.chunk import Chunk, ChunkState
 from lowtide.memory.emulated_mover import EmulatedMover
 from lowtide.memory.store import ChunkStore
-from lowtide.runtime import plan_run as machinery
+from lowtide.runtime import plan_run as plan_run
 from lowtide.runtime.parameters.gradients import GradientMover
-from lowtide.runtime.parameters.group import Unit
+from lowtide.runtime.parameters.group import ManagedGroup
 from lowtide.runtime.parameters.residency import Residency
 from lowtide.runtime.updates import updater as updater_module
 from lowtide.runtime.updates.updater import Updater
@@ -100,7 +100,7 @@ class LateWorker(HostWorker):
 
 @pytest.fixture(autouse=True)
 def late_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machinery, "HostWorker", LateWorker)
+    monkeypatch.setattr(plan_run, "HostWorker", LateWorker)
 
 
 def run(place: str | None, schedule: str = "deferred", **plan: Any) -> Outcome:
@@ -175,7 +175,7 @@ class PromptWorker(HostWorker):
 def test_a_computation_that_does_not_wait_for_weights_that_come_before_it_asks(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machinery, "HostWorker", PromptWorker)
+    monkeypatch.setattr(plan_run, "HostWorker", PromptWorker)
     assert not shows("resident-host", schedule)
     monkeypatch.setattr(EmulatedMover, "compute_after", lambda mover, ticket: None)
     assert shows("resident-host", schedule)
@@ -210,7 +210,7 @@ def test_an_old_copy_that_stays_after_an_update(place: str, schedule: str, monke
 
 @pytest.mark.parametrize("place", ["streamed-host", "mixed"])
 def test_an_old_copy_that_stays_after_an_update_in_backward(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Residency, "forget_old_copy", lambda residency, unit: None)
+    monkeypatch.setattr(Residency, "forget_old_copy", lambda residency, group: None)
     assert shows(place, "in_backward", **EVERYTHING)
 
 
@@ -235,14 +235,14 @@ def test_an_update_that_does_not_wait_for_its_gradients(
 ) -> None:
     whole = Updater.update_on_host
 
-    def impatient(updater: Updater, unit: Unit, chunk: Chunk, bounds: Any, settings: Any) -> None:
-        for bound in bounds:
-            bound.pending.clear()
-        whole(updater, unit, chunk, bounds, settings)
+    def impatient(updater: Updater, group: ManagedGroup, chunk: Chunk, members: Any, settings: Any) -> None:
+        for managed in members:
+            managed.pending.clear()
+        whole(updater, group, chunk, members, settings)
 
     monkeypatch.setattr(Updater, "update_on_host", impatient)
     # In a backward the verdict on the gradients comes behind them, and is waited for too: one wait would do.
-    monkeypatch.setattr(updater_module, "judge_sent", lambda bounds, watch: None)
+    monkeypatch.setattr(updater_module, "judge_sent", lambda members, watch: None)
     assert shows(place, schedule)
 
 
@@ -250,9 +250,9 @@ def test_an_update_that_does_not_wait_for_its_gradients(
 def test_a_buffer_that_is_recycled_before_the_update_has_read_it(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Updater.update_on_host
 
-    def hasty(updater: Updater, unit: Unit, chunk: Chunk, bounds: Any, settings: Any) -> None:
+    def hasty(updater: Updater, group: ManagedGroup, chunk: Chunk, members: Any, settings: Any) -> None:
         staging = chunk.staging
-        whole(updater, unit, chunk, bounds, settings)
+        whole(updater, group, chunk, members, settings)
         if staging is not None:
             updater._cache.give_back(staging)
 
@@ -299,7 +299,7 @@ def test_a_look_at_a_gradient_that_does_not_wait_for_it(place: str, monkeypatch:
     with contextlib.closing(both.session):
         one, other = norms(both)
         assert torch.equal(one, other)
-    monkeypatch.setattr(GradientMover, "veil", lambda mover, bound: None)
+    monkeypatch.setattr(GradientMover, "make_pending", lambda mover, managed: None)
     both = Twins(place)
     with contextlib.closing(both.session):
         one, other = norms(both)

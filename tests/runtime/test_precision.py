@@ -150,9 +150,9 @@ def test_a_norm_is_that_of_the_whole_sum_however_late_the_worker(monkeypatch: py
         with lowtide.manage(model, optimizer, plan, device="cpu", precision="fp32", max_grad_norm=1.0) as session:
             gate = threading.Event()
             if is_late:
-                machinery = session._machinery
-                assert machinery is not None
-                machinery._worker.submit(lambda: (gate.wait(), None)[1])
+                plan_run = session._plan_run
+                assert plan_run is not None
+                plan_run._worker.submit(lambda: (gate.wait(), None)[1])
             for step in range(3):
                 model(batch(step, torch.float32)).square().mean().backward()
             threading.Timer(0.2, gate.set).start()

@@ -234,7 +234,7 @@ def test_loading_again_frees_what_was_locked() -> None:
     plan = lowtide.make_plan(model, update="paged")
     with lowtide.manage(model, optimizer, plan, device="cpu", precision="bf16 exact") as session:
         one_step(model, optimizer, 0)
-        managed = session._machinery._managed  # type: ignore[union-attr]  # open
+        managed = session._plan_run._managed  # type: ignore[union-attr]  # open
         assert managed is not None
         pages = managed.runner.pages  # type: ignore[attr-defined]  # of kernels
         sizes = set()

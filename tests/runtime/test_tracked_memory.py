@@ -290,13 +290,13 @@ class TestHostMemory:
         model = nn.Linear(10, 10)
         num_floats = 110
         assert floats(memory) == num_floats
-        twin = copy.deepcopy(model)
+        host_target = copy.deepcopy(model)
         assert floats(memory) == 2 * num_floats
         for parameter in model.parameters():
             memory.exclude(parameter)
         average = copy.deepcopy(model)
         assert floats(memory) == num_floats
-        del twin, average
+        del host_target, average
         assert floats(memory) == 0
 
     def test_other_threads_are_not_seen(self, memory: TrackedMemory) -> None:

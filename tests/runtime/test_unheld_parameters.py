@@ -45,20 +45,20 @@ def test_no_staging_is_kept(weights: str, precision: str | None, with_bias_of_fi
     layout = lay_out(find_groups(models[1]), chunk_bytes=1 << 20)
     plan = lowtide.make_plan(layout, weights=weights, update="host", schedule="in_backward", cached_buffers=0)
     with lowtide.manage(models[1], optimizers[1], plan, device="cpu", precision=precision) as session:
-        machinery = session._machinery
-        assert machinery is not None
+        plan_run = session._plan_run
+        assert plan_run is not None
         for step in range(4):
             backward(models[1], step)
             session.settle()
             staged = [
                 chunk.spec.name
-                for unit in machinery._units.values()
-                for chunk in unit.group.chunks
+                for group in plan_run._groups.values()
+                for chunk in group.stored.chunks
                 if chunk.staging is not None
             ]
             assert staged == []
-            assert not machinery._pool._staged
-            assert not machinery._pool._extras
+            assert not plan_run._pool._staged
+            assert not plan_run._pool._extras
             optimizers[1].step()
             optimizers[1].zero_grad()
     for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):

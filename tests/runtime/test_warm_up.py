@@ -173,7 +173,7 @@ class TestTheChange:
         assert residents(warming.plan) == NUM_BLOCKS + 1
         assert 0 < num_on_device(warming.plan) < NUM_BLOCKS + 1
         assert tier(warming, "device").is_within_budget
-        tracked = warming._open().basis.tracked
+        tracked = warming._open().setup.tracked
         assert tracked is not None
         assert tracked.charged_bytes == REST_BYTES + NUM_BLOCKS * BLOCK_BYTES, "each chunk once"
 
@@ -226,21 +226,21 @@ class TestTheChange:
         observer = StepObserver(Gauge(), MonitorMode.PEAKS)
         plan = lowtide.make_plan(model)
         with lowtide.manage(model, optimizer, plan, device="cpu") as session:
-            machinery = session._open()
+            plan_run = session._open()
             observer.watch(
                 ObservedStore(
                     [],
-                    machinery.basis.mover,
+                    plan_run.setup.mover,
                     [],
                     window_bytes=0,
                     prefetch_depth=0,
-                    listener=machinery._engine.residency,
+                    listener=plan_run._engine.residency,
                 ),
                 0,
             )
-            assert machinery.calls.root_window is not None
+            assert plan_run.calls.root_window is not None
             run = WarmUpRun(
-                machinery.calls.root_window,
+                plan_run.calls.root_window,
                 optimizer,
                 observer,
                 plan_after=lambda samples: plan,

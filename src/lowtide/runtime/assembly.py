@@ -18,7 +18,7 @@ from lowtide.planning.plan import Plan, Schedule, Site, Weights
 from lowtide.runtime.emulation.memory import TrackedMemory
 from lowtide.runtime.host_memory import HostPool
 from lowtide.runtime.parameters.gradients import GradientMover
-from lowtide.runtime.parameters.group import Unit, chunks_in
+from lowtide.runtime.parameters.group import ManagedGroup, chunks_in
 from lowtide.runtime.parameters.residency import Residency
 from lowtide.runtime.passes.engine import Engine
 from lowtide.runtime.statistics.observer import ObservedStore, StepObserver
@@ -33,7 +33,7 @@ from lowtide.runtime.updates.worker import HostWorker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Basis:
+class SessionSetup:
     """Stays the same when the session goes on under another plan."""
 
     model: nn.Module
@@ -73,9 +73,9 @@ class Basis:
 
 
 def make_engine(
-    basis: Basis,
+    setup: SessionSetup,
     plan: Plan,
-    units: Collection[Unit],
+    groups: Collection[ManagedGroup],
     pool: HostPool,
     worker: HostWorker,
     recorder: Recorder,
@@ -83,60 +83,60 @@ def make_engine(
     books: Books,
     observer: StepObserver | None,
 ) -> Engine:
-    """The engine over these units and a store for their chunks; `observer` watches both."""
-    gradients = GradientMover(basis.mover, worker, pool.staging, plan.schedule, recorder)
-    residency = Residency(units, recorder)
-    engine = Engine(residency, basis.mover, gradients, worker, recorder, plan.schedule, observer)
+    """The engine over these groups and a store for their chunks; `observer` watches both."""
+    gradients = GradientMover(setup.mover, worker, pool.staging, plan.schedule, recorder)
+    residency = Residency(groups, recorder)
+    engine = Engine(residency, setup.mover, gradients, worker, recorder, plan.schedule, observer)
     window_bytes = plan.budgets.window_bytes
     residency.store = (ChunkStore if observer is None else ObservedStore)(
-        [unit.group for unit in units],
-        basis.mover,
+        [group.stored for group in groups],
+        setup.mover,
         [books],
-        window_bytes=window_bytes if window_bytes is not None else window_bytes_needed(basis.layout, plan),
+        window_bytes=window_bytes if window_bytes is not None else window_bytes_needed(setup.layout, plan),
         prefetch_depth=plan.prefetch_depth,
         listener=residency,
     )
-    for unit in units:
-        unit.settler = engine
+    for group in groups:
+        group.settler = engine
     if observer is not None:
-        observer.watch(residency.store, sum(chunk.spec.nbytes for chunk in chunks_in(units) if is_resident(chunk)))
+        observer.watch(residency.store, sum(chunk.spec.nbytes for chunk in chunks_in(groups) if is_resident(chunk)))
     return engine
 
 
-def needs_managed_step(basis: Basis, plan: Plan) -> bool:
+def needs_managed_step(setup: SessionSetup, plan: Plan) -> bool:
     """Whether torch's own step would not do: something is streamed, updated on the host or in backward, or asked for."""
-    is_asked_for = basis.max_grad_norm is not None or basis.numerics is not None
-    return plan.schedule is not Schedule.DEFERRED or is_asked_for or _has_windows(basis, plan)
+    is_asked_for = setup.max_grad_norm is not None or setup.numerics is not None
+    return plan.schedule is not Schedule.DEFERRED or is_asked_for or _has_windows(setup, plan)
 
 
-def _has_windows(basis: Basis, plan: Plan) -> bool:
+def _has_windows(setup: SessionSetup, plan: Plan) -> bool:
     """As `ModelCalls` will make them."""
     return any(
         group.weights is not Weights.RESIDENT
         or any(
             site is Site.HOST and chunk.spans[0].parameter.requires_grad
-            for chunk, site in zip(basis.layout.chunks_of(group.name), group.sites, strict=True)
+            for chunk, site in zip(setup.layout.chunks_of(group.name), group.sites, strict=True)
         )
         for group in plan.groups
     )
 
 
-def prove_optimizer(optimizer: torch.optim.Optimizer, basis: Basis, plan: Plan) -> Proof:
+def prove_optimizer(optimizer: torch.optim.Optimizer, setup: SessionSetup, plan: Plan) -> Proof:
     """Refuse an optimizer whose own step cannot be taken chunk by chunk, where that is what the plan asks of it.
 
     Raises:
         UnsupportedOptimizerError: It cannot. Nothing was changed.
     """
-    if basis.numerics is None and needs_managed_step(basis, plan):
+    if setup.numerics is None and needs_managed_step(setup, plan):
         sites = {site for group in plan.groups for site in group.sites}
-        on_device, on_host = [basis.mover.device], [torch.device("cpu")]
+        on_device, on_host = [setup.mover.device], [torch.device("cpu")]
         return prove(optimizer, on_device * (Site.DEVICE in sites) + on_host * (Site.HOST in sites))
     return Proof()
 
 
 def make_optimizer(
     optimizer: torch.optim.Optimizer,
-    basis: Basis,
+    setup: SessionSetup,
     plan: Plan,
     engine: Engine,
     pool: HostPool,
@@ -148,19 +148,22 @@ def make_optimizer(
     """The user's optimizer, stepping by chunks; `installed` goes on where the session had another plan before."""
     device = engine.mover.device
     runner: ChunkOptimizer
-    if basis.numerics is None:
+    if setup.numerics is None:
         runner = ChunkOptimizer(optimizer, advances_groups=proof.advances_groups, fuses_on_host=device.type == "cuda")
     else:
         paged = [
-            id(bound.parameter) for unit in engine.units.values() for bound in unit.bounds if bound.site is Site.PAGED
+            id(managed.parameter)
+            for group in engine.groups.values()
+            for managed in group.members
+            if managed.site is Site.PAGED
         ]
-        pages = Pages(engine.mover, engine.recorder, basis.mark_host_memory) if paged else None
+        pages = Pages(engine.mover, engine.recorder, setup.mark_host_memory) if paged else None
         runner = KernelOptimizer(
-            optimizer, basis.numerics, pages=pages, paged=paged, on_host_memory=basis.mark_host_memory
+            optimizer, setup.numerics, pages=pages, paged=paged, on_host_memory=setup.mark_host_memory
         )
         if installed is not None and isinstance(installed.runner, KernelOptimizer):
             runner.kept.by_parameter = installed.runner.kept.by_parameter
-        if basis.max_grad_norm is not None:
+        if setup.max_grad_norm is not None:
             engine.take_totals()
     updater = Updater(
         runner,
@@ -175,24 +178,24 @@ def make_optimizer(
     engine.backward.watch_gradients()
     after_step = pool.tick if plan.defragment_every else None
     if installed is not None:
-        updater.place_state(list(engine.units.values()), device)
+        updater.place_state(list(engine.groups.values()), device)
         installed.serve(engine, finisher, after_step)
         return installed
-    managed = ManagedOptimizer(
+    stepping = ManagedOptimizer(
         optimizer,
         engine,
         finisher,
-        max_grad_norm=basis.max_grad_norm,
+        max_grad_norm=setup.max_grad_norm,
         num_closure_calls=proof.num_closure_calls,
         after_step=after_step,
     )
     try:
         if isinstance(runner, KernelOptimizer):
             runner.kept.take_over()
-        updater.place_state(list(engine.units.values()), device)
-        managed.install()
+        updater.place_state(list(engine.groups.values()), device)
+        stepping.install()
     except BaseException:
         if isinstance(runner, KernelOptimizer):
             runner.kept.hand_back()
         raise
-    return managed
+    return stepping

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lowtide.memory.store import Books
-from lowtide.runtime.parameters.group import Bound, Unit
+from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter
 from lowtide.runtime.passes.engine import Engine
 from lowtide.runtime.statistics.recording import Recorder, is_resident
 from lowtide.runtime.updates.managed_optimizer import ManagedOptimizer
@@ -18,7 +18,7 @@ from lowtide.runtime.updates.worker import HostWorker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Legacy:
+class HandOver:
     """What one plan leaves to the next, so that it is one session all along.
 
     The weights, gradients and optimizer state are with the user's own objects.
@@ -39,31 +39,31 @@ class Legacy:
     """Of the device so far."""
 
 
-def forget_device_memory(units: Iterable[Unit], books: Books) -> None:
+def forget_device_memory(groups: Iterable[ManagedGroup], books: Books) -> None:
     """Let go of the weights on the device, whose parameters look elsewhere by now."""
-    for unit in units:
-        for chunk in unit.group.chunks:
+    for group in groups:
+        for chunk in group.stored.chunks:
             if is_resident(chunk):
                 books.credit(chunk.spec.nbytes, chunk.spec.name)
             chunk.forget_device()
-        for bound in unit.bounds:
-            bound.device_view = chunk.device
+        for managed in group.members:
+            managed.device_view = chunk.device
 
 
-def place_gradient(bound: Bound, *, is_copied: bool) -> None:
+def place_gradient(managed: ManagedParameter, *, is_copied: bool) -> None:
     """Bring a gradient that was there before the plan to where the plan wants it.
 
     Args:
-        bound: Bound by the plan.
+        managed: The plan has placed it.
         is_copied: To the device in any case: what stood for the host's memory on an emulated device does no longer.
     """
-    parameter = bound.parameter
+    parameter = managed.parameter
     gradient = parameter.grad
     if gradient is None:
         return
     data = parameter.data
-    is_for_host = bound.twin is not None
-    home = bound.host_view if is_for_host else data
+    is_for_host = managed.host_target is not None
+    home = managed.host_view if is_for_host else data
     assert home is not None
     if gradient.device == home.device and (is_for_host or not is_copied):
         return
@@ -91,13 +91,13 @@ def settle_for_good(engine: Engine, worker: HostWorker) -> Exception | None:
     # In any case: whatever was left half made, wherever that was.
     attempt(engine.put_in_order)
     engine.mover.drain()
-    for unit in engine.units.values():
+    for group in engine.groups.values():
         # A failed update is forgotten once it has been reported: what follows it gets its turn.
-        for _ in range(len(unit.group.chunks) + 1):
-            if attempt(partial(engine.settle_unit, unit)):
+        for _ in range(len(group.stored.chunks) + 1):
+            if attempt(partial(engine.settle_group, group)):
                 break
-        for bound in unit.bounds:
-            while not attempt(bound.settle_gradient):
+        for managed in group.members:
+            while not attempt(managed.settle_gradient):
                 pass
     attempt(worker.check)
     attempt(partial(engine.gradient_watch.check, waits=True))

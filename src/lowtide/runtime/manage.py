@@ -27,13 +27,13 @@ from lowtide.planning.budget_plans import StaticPartition, WarmUp
 from lowtide.planning.check_plan import check_plan
 from lowtide.planning.placement import is_trained
 from lowtide.planning.plan import Plan, Schedule, Site
-from lowtide.runtime.assembly import Basis
+from lowtide.runtime.assembly import SessionSetup
 from lowtide.runtime.emulation.memory import TrackedMemory
 from lowtide.runtime.parallel import refuse_parallel
 from lowtide.runtime.parameters.binding import copy_values
 from lowtide.runtime.parameters.gradients import refuse_sparse_tables
 from lowtide.runtime.parameters.weight_file import WeightFile
-from lowtide.runtime.plan_run import Machinery
+from lowtide.runtime.plan_run import PlanRun
 from lowtide.runtime.session import Management, ObjectsAside, Session, refuse_managed
 from lowtide.runtime.statistics.observer import CudaGauge, StepObserver, TrackedGauge
 from lowtide.runtime.updates.chunk_optimizer import unwrapped
@@ -104,7 +104,7 @@ def manage(
     layout = lay_out(groups, chunk_bytes=plan.chunk_bytes if isinstance(plan, Plan) else None)
     target = _device(device)
     _require_own_parameters(model, optimizer)
-    _warn_of_strangers(model, optimizer)
+    _warn_of_unmanaged(model, optimizer)
     numerics = _numerics(model, optimizer, precision, moments, seed)
     if optimizer is not None:
         asked = {f"precision={precision!r}": precision, f"max_grad_norm={max_grad_norm}": max_grad_norm}
@@ -153,7 +153,7 @@ def manage(
     observer = None
     if plans is not None:
         observer = StepObserver(CudaGauge(target) if tracked is None else TrackedGauge(tracked), plans.config.monitor)
-    basis = Basis(
+    setup = SessionSetup(
         model=model,
         optimizer=optimizer,
         layout=layout,
@@ -170,22 +170,22 @@ def manage(
         if aside is not None:
             undo.callback(aside.bring_back)
         undo.callback(_empty_again, empty)
-        machinery = Machinery(basis, plan, fill=copy_values if file is None else file.fill, observer=observer)
-        undo.callback(lambda: (machinery if management is None else management).close())
-        _warn_of_caches(machinery)  # which may be an error, where the user wants it so
-        _place_the_rest(model, target, file, machinery.moved_along)
+        plan_run = PlanRun(setup, plan, fill=copy_values if file is None else file.fill, observer=observer)
+        undo.callback(lambda: (plan_run if management is None else management).close())
+        _warn_of_caches(plan_run)  # which may be an error, where the user wants it so
+        _place_the_rest(model, target, file, plan_run.moved_along)
         if tracked is not None:
-            for tensor in (*model.buffers(), *_parameters_in(machinery.moved_along)):
+            for tensor in (*model.buffers(), *_parameters_in(plan_run.moved_along)):
                 tracked.include(tensor)
             tracked.start()
         if target.type == "cuda":
             torch.cuda.synchronize(target)
             # Not before: a model that came from the device has left it only now.
             torch.cuda.empty_cache()
-            machinery.limit = DeviceLimit(target, plan.budgets.device_bytes)
-        management = Management(machinery, observer, None if plans is None else plans.after, aside)
+            plan_run.limit = DeviceLimit(target, plan.budgets.device_bytes)
+        management = Management(plan_run, observer, None if plans is None else plans.after, aside)
         session = Session(management)
-        machinery.keep()
+        plan_run.keep()
         undo.pop_all()
     return session
 
@@ -283,17 +283,17 @@ def _require_own_parameters(model: nn.Module, optimizer: torch.optim.Optimizer |
         )
 
 
-def _warn_of_strangers(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+def _warn_of_unmanaged(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """An optimizer made before a part of the model was replaced trains what is no longer in the model."""
     if optimizer is None:
         return
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     own = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
     left_out = [name for key, name in own.items() if key not in held]
-    strangers = len(held - own.keys() - {id(parameter) for parameter in model.parameters()})
-    if left_out and strangers:
+    foreign = len(held - own.keys() - {id(parameter) for parameter in model.parameters()})
+    if left_out and foreign:
         warnings.warn(
-            f"the optimizer holds {strangers} parameters that are not the model's, and not {len(left_out)} that are trained "
+            f"the optimizer holds {foreign} parameters that are not the model's, and not {len(left_out)} that are trained "
             f"({', '.join(left_out[:3])}{', ...' if len(left_out) > 3 else ''}): these will not be updated. If a part of the "
             "model was replaced (tile, a new head) after the optimizer was made, make the optimizer again",
             stacklevel=3,
@@ -343,9 +343,9 @@ def _bytes_updated_on_host(layout: Layout, plan: Plan) -> Counter[torch.dtype]:
     return found
 
 
-def _warn_of_caches(machinery: Machinery) -> None:
+def _warn_of_caches(plan_run: PlanRun) -> None:
     """Recomputation without a cache computes the last bits of some models otherwise."""
-    names = () if machinery.calls.applied is None else machinery.calls.applied.caches_off
+    names = () if plan_run.calls.applied is None else plan_run.calls.applied.caches_off
     if names:
         warnings.warn(
             f"the plan runs blocks of {', '.join(names)} again in the backward, so the key-value cache is off while the model "

@@ -16,9 +16,9 @@ from lowtide.memory.tier import DeviceLimit
 from lowtide.planning.check_plan import check_plan
 from lowtide.planning.placement import by_first_use
 from lowtide.planning.plan import Plan
-from lowtide.runtime.assembly import Basis, make_engine, make_optimizer, needs_managed_step, prove_optimizer
+from lowtide.runtime.assembly import SessionSetup, make_engine, make_optimizer, needs_managed_step, prove_optimizer
 from lowtide.runtime.hand_over import (
-    Legacy,
+    HandOver,
     bring_state_to_parameters,
     forget_device_memory,
     place_gradient,
@@ -27,7 +27,7 @@ from lowtide.runtime.hand_over import (
 )
 from lowtide.runtime.host_memory import HostPool, Tiers, charged_tiers
 from lowtide.runtime.parameters.binding import Binder, Fill, copy_values, is_gradient_held, move_part, release
-from lowtide.runtime.parameters.group import Unit, chunks_in
+from lowtide.runtime.parameters.group import ManagedGroup, chunks_in
 from lowtide.runtime.passes.engine import Engine
 from lowtide.runtime.passes.lock import Process
 from lowtide.runtime.passes.model_calls import ModelCalls
@@ -41,26 +41,26 @@ from lowtide.runtime.updates.proof import Proof
 from lowtide.runtime.updates.worker import HostWorker
 
 
-class Machinery:
+class PlanRun:
     """Everything that a session owns. Built in one go, taken apart by `close`, or by `hand_over` for another plan.
 
     Args:
-        basis: What the session is about.
+        setup: What the session is about.
         fill: Where each parameter's values come from.
         observer: Watches the device's memory at each opening and closing of a window.
-        legacy: Of the machinery before, where the session goes on under another plan; its tracker is stopped.
+        handed_over: By the plan run before, where the session goes on under another plan; its tracker is stopped.
     """
 
     def __init__(
         self,
-        basis: Basis,
+        setup: SessionSetup,
         plan: Plan,
         *,
         fill: Fill,
         observer: StepObserver | None = None,
-        legacy: Legacy | None = None,
+        handed_over: HandOver | None = None,
     ) -> None:
-        self.basis = basis
+        self.setup = setup
         self.plan = plan
         self.management: object = None
         """Kept alive for as long as the model goes through this."""
@@ -68,42 +68,44 @@ class Machinery:
         """What the allocator may reserve; set when the model has left the device, if it was there."""
         self.is_closed = False
         """Whether `close` has given everything back."""
-        self._legacy = legacy
+        self._handed_over = handed_over
         self._counting: list[torch.utils.hooks.RemovableHandle] = []
-        self._clock_origin_s = time.perf_counter() if legacy is None else legacy.clock_origin_s
+        self._clock_origin_s = time.perf_counter() if handed_over is None else handed_over.clock_origin_s
         self._original = (
-            {id(parameter): parameter.device for parameter in basis.model.parameters() if not parameter.is_meta}
-            if legacy is None
-            else legacy.original
+            {id(parameter): parameter.device for parameter in setup.model.parameters() if not parameter.is_meta}
+            if handed_over is None
+            else handed_over.original
         )
-        self._proof = Proof() if basis.optimizer is None else prove_optimizer(basis.optimizer, basis, plan)
-        named = dict(basis.model.named_parameters())
-        need = host_need(basis.layout, plan, basis.optimizer, basis.numerics, named)
-        self._recorder = Recorder(basis.mover) if legacy is None else legacy.recorder
+        self._proof = Proof() if setup.optimizer is None else prove_optimizer(setup.optimizer, setup, plan)
+        named = dict(setup.model.named_parameters())
+        need = host_need(setup.layout, plan, setup.optimizer, setup.numerics, named)
+        self._recorder = Recorder(setup.mover) if handed_over is None else handed_over.recorder
         self._worker = HostWorker()
-        self._units: dict[str, Unit] = {}
-        self.moved_along: list[tuple[nn.Module, str, torch.device]] = [] if legacy is None else legacy.moved_along
+        self._groups: dict[str, ManagedGroup] = {}
+        self.moved_along: list[tuple[nn.Module, str, torch.device]] = (
+            [] if handed_over is None else handed_over.moved_along
+        )
         """Buffers and unmanaged parameters, and where they were before: `close` takes them back."""
         self._tiers, self._pool = self._take_host(need)
-        self._books: Books = basis.tracked if basis.tracked is not None else self._tiers.device
+        self._books: Books = setup.tracked if setup.tracked is not None else self._tiers.device
         self._managed: ManagedOptimizer | None = None
         with contextlib.ExitStack() as undo:
             # Where anything below is refused, the model is as it was.
             undo.callback(self._worker.close)
             undo.callback(self._pool.close)
-            if legacy is None:
-                undo.callback(bring_state_to_parameters, basis.optimizer)
+            if handed_over is None:
+                undo.callback(bring_state_to_parameters, setup.optimizer)
             self._bind(fill, undo)
             self._engine = self._make_engine(observer)
             undo.callback(self._engine.stop)
-            self.calls = ModelCalls(basis, plan, self._engine)
+            self.calls = ModelCalls(setup, plan, self._engine)
             undo.callback(self._release_optimizer)
             self._managed = self._make_optimizer()
             undo.callback(self.calls.remove)
             self.calls.enter(self._tiers)
             self.peak = DevicePeak(
-                basis,
-                None if legacy is None else legacy.peak_bytes,
+                setup,
+                None if handed_over is None else handed_over.peak_bytes,
                 None if observer is None else observer.gauge,
             )
             self.reporter = self._make_reporter()
@@ -123,13 +125,13 @@ class Machinery:
 
     def settle(self) -> None:
         """Wait until every update is made and every copy is done."""
-        for unit in self._units.values():
-            self._engine.settle_unit(unit)
-            for bound in unit.bounds:
-                bound.settle_gradient()
+        for group in self._groups.values():
+            self._engine.settle_group(group)
+            for managed in group.members:
+                managed.settle_gradient()
         self._worker.check()
         self._engine.gradient_watch.check(waits=True)
-        self.basis.mover.drain()
+        self.setup.mover.drain()
 
     def is_quiet(self) -> bool:
         """Whether the last step went well and nothing of it is left."""
@@ -140,11 +142,11 @@ class Machinery:
 
     def may_hand_over(self) -> bool:
         """Whether it is quiet, and nobody holds memory of weights, which would show the old ones under another plan."""
-        return self.is_quiet() and not any(unit.is_held() for unit in self._units.values())
+        return self.is_quiet() and not any(group.is_held() for group in self._groups.values())
 
     def managed_ids(self) -> set[int]:
         """The `id` of each of the model's modules, and of the parameters that it had when it was managed."""
-        return {*self._original, *map(id, self.basis.model.modules())}
+        return {*self._original, *map(id, self.setup.model.modules())}
 
     def refuse_dropped(self, other: torch.optim.Optimizer) -> None:
         """Refuse a step of an optimizer that is not the session's, where the last backward dropped its gradients."""
@@ -205,15 +207,15 @@ class Machinery:
             except Exception as failed:
                 # What cannot be given back must not keep the rest.
                 error = error or failed
-        if self.basis.tracked is not None:
+        if self.setup.tracked is not None:
             # Before the parameters get memory of their own: that is no longer the session's.
-            self.basis.tracked.stop()
-        for unit in self._units.values():
-            unit.forget_backward()
-            unit.look_at_host()
-            release(unit.bounds, self._original)
+            self.setup.tracked.stop()
+        for group in self._groups.values():
+            group.forget_backward()
+            group.look_at_host()
+            release(group.members, self._original)
         return_rest(self.moved_along)
-        bring_state_to_parameters(self.basis.optimizer)
+        bring_state_to_parameters(self.setup.optimizer)
         self._pool.close()
         self.is_closed = True
         if error is None:
@@ -224,7 +226,7 @@ class Machinery:
             finally:
                 del error  # the traceback holds this frame, which would hold the model until the collector comes
 
-    def hand_over(self) -> Legacy:
+    def hand_over(self) -> HandOver:
         """Take everything apart but the wrapped optimizer, for another plan; `may_hand_over` must hold.
 
         Parameters and their gradients are on the host afterwards, buffers and what is not managed stay where they are.
@@ -232,24 +234,24 @@ class Machinery:
         self._worker.close()
         self.calls.remove()
         self._engine.stop()
-        self._stop_counting()  # the next machinery does
+        self._stop_counting()  # the next plan run does
         peak_bytes = self.reporter.device_peak_bytes()
         host = torch.device("cpu")
-        with self.basis.on_host():
-            for unit in self._units.values():
-                release(unit.bounds, dict.fromkeys(map(id, (bound.parameter for bound in unit.bounds)), host))
-        if self.basis.tracked is not None:
-            # What the next machinery makes is counted by itself.
-            self.basis.tracked.stop()
-        forget_device_memory(self._units.values(), self._books)
+        with self.setup.on_host():
+            for group in self._groups.values():
+                release(group.members, dict.fromkeys(map(id, (managed.parameter for managed in group.members)), host))
+        if self.setup.tracked is not None:
+            # What the next plan run makes is counted by itself.
+            self.setup.tracked.stop()
+        forget_device_memory(self._groups.values(), self._books)
         self._pool.close()
-        return Legacy(
+        return HandOver(
             original=self._original,
             moved_along=self.moved_along,
             recorder=self._recorder,
             clock_origin_s=self._clock_origin_s,
             managed=self._managed,
-            num_fetches={chunk.spec.name: chunk.num_fetches for chunk in chunks_in(self._units.values())},
+            num_fetches={chunk.spec.name: chunk.num_fetches for chunk in chunks_in(self._groups.values())},
             peak_bytes=peak_bytes,
         )
 
@@ -277,71 +279,71 @@ class Machinery:
 
     def _make_pool(self, tiers: Tiers) -> HostPool:
         # An emulated device's host memory must not be born on the device.
-        with self.basis.on_host():
+        with self.setup.on_host():
             pool = HostPool(
-                self.basis.mover,
+                self.setup.mover,
                 self._worker,
                 tiers.need.total_bytes,
                 (tiers.host, tiers.pinned),
                 cached_buffers=self.plan.cached_buffers,
                 defragment_every=self.plan.defragment_every,
-                on_move=lambda key, flat: move_part(self._units, key, flat),
+                on_move=lambda key, flat: move_part(self._groups, key, flat),
                 may_move=self._may_move,
-                poison=self.basis.poison,
+                poison=self.setup.poison,
             )
-        self.basis.mark_host_memory(pool.buffer)
+        self.setup.mark_host_memory(pool.buffer)
         return pool
 
     def _bind(self, fill: Fill, undo: contextlib.ExitStack) -> None:
-        """Make the units, in the order of the plan; gradients that are there already go where it wants them."""
-        layout = self.basis.layout
+        """Make the groups, in the order of the plan; gradients that are there already go where it wants them."""
+        layout = self.setup.layout
         binder = Binder(
-            self.basis.model,
+            self.setup.model,
             layout,
             self.plan,
-            self.basis.mover,
+            self.setup.mover,
             self._pool,
             self._books,
-            has_optimizer=self.basis.optimizer is not None,
-            on_device_buffer=self.basis.mark_device_buffer,
-            on_host_memory=self.basis.mark_host_memory,
+            has_optimizer=self.setup.optimizer is not None,
+            on_device_buffer=self.setup.mark_device_buffer,
+            on_host_memory=self.setup.mark_host_memory,
         )
-        undo.callback(release, binder.bounds, self._original)
+        undo.callback(release, binder.members, self._original)
         groups = {group.name: group for group in layout.groups}
         for group in self.plan.groups:
-            self._units[group.name] = binder.bind(groups[group.name], group, fill)
+            self._groups[group.name] = binder.bind(groups[group.name], group, fill)
         for place, name in enumerate(by_first_use(layout)):
-            self._units[name].place = place
-        for bound in binder.bounds:
-            place_gradient(bound, is_copied=self._legacy is not None)
+            self._groups[name].place = place
+        for managed in binder.members:
+            place_gradient(managed, is_copied=self._handed_over is not None)
 
     def _make_engine(self, observer: StepObserver | None) -> Engine:
         engine = make_engine(
-            self.basis,
+            self.setup,
             self.plan,
-            self._units.values(),
+            self._groups.values(),
             self._pool,
             self._worker,
             self._recorder,
             books=self._books,
             observer=observer,
         )
-        if self.basis.tracked is not None:
+        if self.setup.tracked is not None:
             # Weak: the tracker's budget ends with the session, and must not keep it.
             part_of_step = weakref.WeakMethod(engine.part_of_step)
-            self.basis.tracked.count_steps(lambda: None if (asked := part_of_step()) is None else asked())
-        if self._legacy is not None:
-            for chunk in chunks_in(self._units.values()):
-                chunk.count_on_from(self._legacy.num_fetches[chunk.spec.name])
+            self.setup.tracked.count_steps(lambda: None if (asked := part_of_step()) is None else asked())
+        if self._handed_over is not None:
+            for chunk in chunks_in(self._groups.values()):
+                chunk.count_on_from(self._handed_over.num_fetches[chunk.spec.name])
         return engine
 
     def _make_optimizer(self) -> ManagedOptimizer | None:
-        optimizer = self.basis.optimizer
+        optimizer = self.setup.optimizer
         if optimizer is None:
             self._engine.backward.watch_gradients()  # hooks of the user's may update the weights
             return None
-        installed = None if self._legacy is None else self._legacy.managed
-        if installed is None and not needs_managed_step(self.basis, self.plan):
+        installed = None if self._handed_over is None else self._handed_over.managed
+        if installed is None and not needs_managed_step(self.setup, self.plan):
             # Nothing to manage: torch's own step runs. State that was loaded before may lie elsewhere.
             bring_state_to_parameters(optimizer)
             before, after = lambda *_: self._recorder.phases.enter("update"), lambda *_: self._after_plain_step()
@@ -350,7 +352,7 @@ class Machinery:
             return None
         return make_optimizer(
             optimizer,
-            self.basis,
+            self.setup,
             self.plan,
             self._engine,
             self._pool,
@@ -361,9 +363,9 @@ class Machinery:
 
     def _make_reporter(self) -> Reporter:
         return Reporter(
-            basis=self.basis,
+            setup=self.setup,
             plan=self.plan,
-            units=self._units,
+            groups=self._groups,
             recorder=self._recorder,
             pool=self._pool,
             store=self._engine.residency.store,
@@ -379,38 +381,38 @@ class Machinery:
 
     def _may_move(self) -> bool:
         """Whether nothing points into the host's memory but what `move_part` knows. Waits for updates, if that helps."""
-        if not self._units or not self.is_quiet():
+        if not self._groups or not self.is_quiet():
             return False
-        for unit in self._units.values():
-            unit.adopt_foreign_data()
+        for group in self._groups.values():
+            group.adopt_foreign_data()
         return not any(
-            (not unit.is_resident and unit.is_held()) or any(map(is_gradient_held, unit.bounds))
-            for unit in self._units.values()
+            (not group.is_resident and group.is_held()) or any(map(is_gradient_held, group.members))
+            for group in self._groups.values()
         )
 
 
-def switch_plan(machinery: Machinery, plan: Plan) -> Machinery:
-    """Take the machinery apart and put the session together anew for the plan; the machinery must be quiet.
+def switch_plan(plan_run: PlanRun, plan: Plan) -> PlanRun:
+    """Take the plan run apart and put the session together anew for the plan; the plan run must be quiet.
 
     Weights, gradients and optimizer state are carried over exactly, the optimizer stays wrapped, and steps, copies
     and fetches are counted on. The host holds the weights a second time while this runs. A plan that is for another model
-    leaves the machinery as it is; where the new one cannot be made, the model and the optimizer are plain.
+    leaves the plan run as it is; where the new one cannot be made, the model and the optimizer are plain.
     """
-    basis = machinery.basis
-    check_plan(plan, basis.layout)
-    legacy = machinery.hand_over()
+    setup = plan_run.setup
+    check_plan(plan, setup.layout)
+    handed_over = plan_run.hand_over()
     try:
-        successor = Machinery(basis, plan, fill=copy_values, legacy=legacy)
+        successor = PlanRun(setup, plan, fill=copy_values, handed_over=handed_over)
     except BaseException:
-        if legacy.managed is not None:
-            legacy.managed.remove()
-        return_rest(legacy.moved_along)
-        bring_state_to_parameters(basis.optimizer)
+        if handed_over.managed is not None:
+            handed_over.managed.remove()
+        return_rest(handed_over.moved_along)
+        bring_state_to_parameters(setup.optimizer)
         raise
-    successor.limit = machinery.limit
-    if basis.tracked is not None:
-        basis.tracked.start()
-    elif basis.is_on_cuda:
+    successor.limit = plan_run.limit
+    if setup.tracked is not None:
+        setup.tracked.start()
+    elif setup.is_on_cuda:
         # What filled the new buffers must be done before a copy on another stream takes their place.
-        torch.cuda.synchronize(basis.mover.device)
+        torch.cuda.synchronize(setup.mover.device)
     return successor

@@ -38,7 +38,7 @@ from lowtide.runtime.statistics.timeline import Timeline
 from lowtide.runtime.warm_up import WarmUpRun
 
 if TYPE_CHECKING:
-    from lowtide.runtime.plan_run import Machinery
+    from lowtide.runtime.plan_run import PlanRun
 
 
 _FEW = 10_000
@@ -90,10 +90,10 @@ _MANAGED: weakref.WeakValueDictionary[int, Management] = weakref.WeakValueDictio
 
 
 class Management:
-    """One model under management, from `manage` to `close`. Its machinery is another after a change of plan.
+    """One model under management, from `manage` to `close`. Its plan run is another after a change of plan.
 
     Args:
-        machinery: Carries out the plan.
+        plan_run: Carries out the plan.
         observer: With `plan_after`, watches the first step, which decides the plan of the others.
         plan_after: Makes that plan.
         aside: Told when the session ends.
@@ -101,31 +101,31 @@ class Management:
 
     def __init__(
         self,
-        machinery: Machinery,
+        plan_run: PlanRun,
         observer: StepObserver | None = None,
         plan_after: Callable[[tuple[StepSample, ...]], Plan] | None = None,
         aside: ObjectsAside | None = None,
     ) -> None:
-        self.machinery: Machinery | None = machinery
+        self.plan_run: PlanRun | None = plan_run
         """None after the end."""
         # Lives as long as the model goes through it, though nobody holds the session.
-        machinery.management = self
-        self.model: nn.Module = machinery.basis.model
-        self.optimizer: torch.optim.Optimizer | None = machinery.basis.optimizer
+        plan_run.management = self
+        self.model: nn.Module = plan_run.setup.model
+        self.optimizer: torch.optim.Optimizer | None = plan_run.setup.optimizer
         self._aside = aside
         self._session: weakref.ref[object] | None = None
         self._was_lost = False
         """Whether the session was let go of after the model had been called: one that was never held is meant to be so."""
         self._warm_up: WarmUpRun | None = None
         # A model without a window has nothing that a plan could place.
-        if observer is not None and plan_after is not None and machinery.calls.root_window is not None:
+        if observer is not None and plan_after is not None and plan_run.calls.root_window is not None:
             assert self.optimizer is not None
             self._warm_up = WarmUpRun(
-                machinery.calls.root_window,
+                plan_run.calls.root_window,
                 self.optimizer,
                 observer,
                 plan_after=lambda samples: self._checked(plan_after(samples)),
-                is_quiet=machinery.may_hand_over,
+                is_quiet=plan_run.may_hand_over,
                 switch=self.switch,
             )
         # Also of a session that is forgotten with its model.
@@ -139,7 +139,7 @@ class Management:
     @property
     def is_warming_up(self) -> bool:
         """Whether the first step has not decided the plan yet."""
-        return self.machinery is not None and self._warm_up is not None and not self._warm_up.is_over
+        return self.plan_run is not None and self._warm_up is not None and not self._warm_up.is_over
 
     @property
     def samples(self) -> tuple[StepSample, ...]:
@@ -152,32 +152,32 @@ class Management:
 
         def gone(_: object) -> None:
             living = management()
-            if living is not None and living.machinery is not None:
-                living._was_lost = living.machinery.was_called
+            if living is not None and living.plan_run is not None:
+                living._was_lost = living.plan_run.was_called
 
         self._session = weakref.ref(session, gone)
 
-    def opened(self) -> Machinery:
-        """The machinery.
+    def opened(self) -> PlanRun:
+        """The plan run.
 
         Raises:
             SessionError: The session is closed.
         """
-        if self.machinery is None:
+        if self.plan_run is None:
             raise SessionError(
                 "this session is closed, and the model and the optimizer are plain again; read stats() and timeline() "
                 "before close(), or inside the with block. To train on under a plan, call lowtide.manage again"
             )
-        return self.machinery
+        return self.plan_run
 
     def switch(self, plan: Plan) -> None:
         """Go on under another plan; refused, the session goes on as it is."""
         self._checked(plan)
         with HELD:
-            # Without machinery where the switch fails: the model is plain then.
-            machinery, self.machinery = self.opened(), None
-            self.machinery = switch_plan(machinery, plan)
-            self.machinery.management = self
+            # Without a plan run where the switch fails: the model is plain then.
+            plan_run, self.plan_run = self.opened(), None
+            self.plan_run = switch_plan(plan_run, plan)
+            self.plan_run.management = self
 
     def close(self, raised: BaseException | None = None) -> None:
         """Give the plain model and optimizer back. May be repeated, also where an exception broke it off.
@@ -185,44 +185,44 @@ class Management:
         Args:
             raised: The exception that ends the session, if one does.
         """
-        machinery = self.machinery
+        plan_run = self.plan_run
         # In a forked child it is the parent's, whose `with` block may end here as well.
-        if machinery is None or not machinery.process.is_this:
+        if plan_run is None or not plan_run.process.is_this:
             return
         try:
             with HELD:
                 self._unhook()
                 if self._warm_up is not None:
                     self._warm_up.remove()
-                machinery.close(raised)
+                plan_run.close(raised)
         finally:
             HELD.rest()
-            if machinery.is_closed:
+            if plan_run.is_closed:
                 if self._aside is not None:
                     self._aside.bring_back()
-                self.machinery = None
+                self.plan_run = None
 
     # -- asked by the next session -------------------------------------------------------------------------------------
 
     def was_left(self) -> bool:
         """Whether an exception has left the session: its last call raised, or those that held it are gone."""
-        if self.machinery is None:
+        if self.plan_run is None:
             return False
         if self._session is None or self._session() is None:
             is_lost = self._was_lost
         else:
-            is_lost = self.machinery.was_called and _is_in_tracebacks_only(self._session)
-        return is_lost or self.machinery.has_raised()
+            is_lost = self.plan_run.was_called and _is_in_tracebacks_only(self._session)
+        return is_lost or self.plan_run.has_raised()
 
     def close_left(self) -> None:
         """Close a session that was left; a warning says which weights moved, where some did and others did not."""
-        mixed = None if self.machinery is None else self.machinery.tell_why_mixed()
+        mixed = None if self.plan_run is None else self.plan_run.tell_why_mixed()
         self.close()
         if mixed is not None:
             warnings.warn(f"the model's session before this one is closed: {mixed}", stacklevel=4)
 
     def _checked(self, plan: Plan) -> Plan:
-        check_plan(plan, self.opened().basis.layout)
+        check_plan(plan, self.opened().setup.layout)
         return plan
 
 
@@ -234,9 +234,9 @@ def refuse_managed(model: nn.Module, optimizer: torch.optim.Optimizer | None) ->
     """
     for managed in _what_is_managed(model, optimizer):
         management = _MANAGED.get(id(managed))
-        if management is None or management.machinery is None:
+        if management is None or management.plan_run is None:
             continue
-        management.machinery.process.require()
+        management.plan_run.process.require()
         if management.was_left():
             management.close_left()
             continue
@@ -282,15 +282,15 @@ def _process_hooks(management: weakref.ref[Management]) -> list[Any]:
 
     def module_registered(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
         del name
-        machinery = _machinery_of(management)
-        if machinery is not None and submodule is not None:
-            refuse_wrapping(module, submodule, machinery.managed_ids)
+        plan_run = _plan_run_of(management)
+        if plan_run is not None and submodule is not None:
+            refuse_wrapping(module, submodule, plan_run.managed_ids)
 
     def optimizer_steps(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         del args, kwargs
-        machinery = _machinery_of(management)
-        if machinery is not None and optimizer is not machinery.basis.optimizer:
-            machinery.refuse_dropped(optimizer)
+        plan_run = _plan_run_of(management)
+        if plan_run is not None and optimizer is not plan_run.setup.optimizer:
+            plan_run.refuse_dropped(optimizer)
 
     return [
         register_module_module_registration_hook(module_registered),
@@ -298,9 +298,9 @@ def _process_hooks(management: weakref.ref[Management]) -> list[Any]:
     ]
 
 
-def _machinery_of(management: weakref.ref[Management]) -> Machinery | None:
+def _plan_run_of(management: weakref.ref[Management]) -> PlanRun | None:
     living = management()
-    return None if living is None else living.machinery
+    return None if living is None else living.plan_run
 
 
 def _remove_all(hooks: Iterable[Any]) -> None:
@@ -332,7 +332,7 @@ class Session:
     @property
     def is_open(self) -> bool:
         """Whether the model is under management."""
-        return self._machinery is not None
+        return self._plan_run is not None
 
     @property
     def plan(self) -> Plan:
@@ -387,10 +387,10 @@ class Session:
     def __repr__(self) -> str:
         """One line; waits for nothing."""
         name = type(self.model).__name__
-        if self._machinery is None:
+        if self._plan_run is None:
             return f"<Session of {name}, closed>"
         warming = ", warming up" if self.is_warming_up else ""
-        return f"<Session of {name}{warming}: {self._machinery.plan.summary}>"
+        return f"<Session of {name}{warming}: {self._plan_run.plan.summary}>"
 
     def __enter__(self) -> Session:
         return self
@@ -401,11 +401,11 @@ class Session:
         self._management.close(error)
 
     @property
-    def _machinery(self) -> Machinery | None:
-        return self._management.machinery
+    def _plan_run(self) -> PlanRun | None:
+        return self._management.plan_run
 
     def _switch(self, plan: Plan) -> None:
         self._management.switch(plan)
 
-    def _open(self) -> Machinery:
+    def _open(self) -> PlanRun:
         return self._management.opened()

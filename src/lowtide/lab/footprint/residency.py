@@ -8,7 +8,7 @@ from lowtide.errors import BudgetError
 from lowtide.memory.chunk import Chunk, StoredGroup
 from lowtide.memory.mover import Copied, Ticket
 from lowtide.memory.store import ChunkStore
-from lowtide.runtime.parameters.group import Unit
+from lowtide.runtime.parameters.group import ManagedGroup
 
 
 class FootprintResidency:
@@ -19,54 +19,54 @@ class FootprintResidency:
 
     store: ChunkStore
 
-    def __init__(self, units: Iterable[Unit], tell: Callable[[BaseException], None]) -> None:
-        self.units = {unit.name: unit for unit in units}
+    def __init__(self, groups: Iterable[ManagedGroup], tell: Callable[[BaseException], None]) -> None:
+        self.groups = {group.name: group for group in groups}
         self._tell = tell
 
-    def open(self, unit: Unit) -> None:
+    def open(self, group: ManagedGroup) -> None:
         """Bring the group to the device.
 
         Raises:
             BudgetError: The window does not hold it beside those that are open; a session would refuse it too.
         """
         try:
-            self.store.open(unit.name)
+            self.store.open(group.name)
         except BudgetError as error:
             self._tell(error)
             raise
 
-    def open_all(self, units: Sequence[Unit]) -> None:
+    def open_all(self, groups: Sequence[ManagedGroup]) -> None:
         """All of them."""
-        for unit in units:
-            self.open(unit)
+        for group in groups:
+            self.open(group)
 
-    def close(self, unit: Unit, at: Ticket | None = None) -> None:
+    def close(self, group: ManagedGroup, at: Ticket | None = None) -> None:
         """One use less."""
-        self.store.close(unit.name, at)
-        if not unit.group.num_open:
-            self.forget_old_copy(unit)
+        self.store.close(group.name, at)
+        if not group.stored.num_open:
+            self.forget_old_copy(group)
 
-    def forget_old_copy(self, unit: Unit) -> None:
+    def forget_old_copy(self, group: ManagedGroup) -> None:
         """Where the host is changing the weights, a copy on the device is the old one."""
-        is_changing = any(chunk.host_work is not None for chunk in unit.group.chunks)
-        if is_changing and not unit.is_resident and not unit.group.num_open:
-            self.store.drop(unit.name)
+        is_changing = any(chunk.host_work is not None for chunk in group.stored.chunks)
+        if is_changing and not group.is_resident and not group.stored.num_open:
+            self.store.drop(group.name)
 
-    def keep_writes(self, unit: Unit) -> None:
+    def keep_writes(self, group: ManagedGroup) -> None:
         """A forward that writes to its own weights takes no memory for it."""
 
-    def keep_write(self, unit: Unit, chunk: Chunk) -> None:
+    def keep_write(self, group: ManagedGroup, chunk: Chunk) -> None:
         """Nor does a hook."""
 
-    def write_back(self, unit: Unit, chunk: Chunk) -> None:
+    def write_back(self, group: ManagedGroup, chunk: Chunk) -> None:
         """The computation changed an open chunk."""
-        del unit
+        del group
         self.store.write_back(chunk)
 
     def settle_held(self) -> None:
         """Nobody looks."""
 
-    def guard(self, unit: Unit) -> None:
+    def guard(self, group: ManagedGroup) -> None:
         """Nobody looks."""
 
     def rest(self) -> None:

@@ -27,7 +27,7 @@ from lowtide.optim.update_types import Numerics
 from lowtide.planning.placement import window_bytes_needed
 from lowtide.planning.plan import GroupPlan, Plan, Schedule, Site, Weights
 from lowtide.runtime.parameters.gradients import GradientMover
-from lowtide.runtime.parameters.group import Bound, Unit
+from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter
 from lowtide.runtime.parameters.residency import Residency
 from lowtide.runtime.passes.backward import BackwardPass
 from lowtide.runtime.passes.backward_task import is_away
@@ -95,9 +95,9 @@ class SessionFootprint:
             stack.callback(self._backward.stop)
             if policies := self._policies():
                 stack.callback(self._apply(model, policies, memory).remove)
-            for unit in self._residency.units.values():
-                if unit.is_on_host:
-                    stack.callback(FootprintLookup(model.get_submodule(unit.name)).remove)
+            for group in self._residency.groups.values():
+                if group.is_on_host:
+                    stack.callback(FootprintLookup(model.get_submodule(group.name)).remove)
             for window in windows:
                 stack.callback(window.remove)
                 window.install()  # outside of the policies, as in a session
@@ -119,11 +119,11 @@ class SessionFootprint:
         kept_bytes = max((group.nbytes for group in self._layout.groups), default=0)
         mover = self._mover = FootprintMover(memory, max_kept_bytes=kept_bytes)
         parameters = dict(model.named_parameters())
-        units = [self._unit(group, parameters) for group in self._plan.groups]
-        residency = self._residency = FootprintResidency(units, memory.tell)
+        groups = [self._group(plan, parameters) for plan in self._plan.groups]
+        residency = self._residency = FootprintResidency(groups, memory.tell)
         window_bytes = self._plan.budgets.window_bytes
         residency.store = ChunkStore(
-            [unit.group for unit in units],
+            [group.stored for group in groups],
             mover,
             [residency],
             window_bytes=window_bytes if window_bytes is not None else window_bytes_needed(self._layout, self._plan),
@@ -162,40 +162,42 @@ class SessionFootprint:
         self._finisher = Finisher(cast(Updater, self._updater), as_residency, mover, recorder)
         self._backward.finisher = self._finisher
 
-    def _unit(self, plan: GroupPlan, parameters: dict[str, nn.Parameter]) -> Unit:
+    def _group(self, plan: GroupPlan, parameters: dict[str, nn.Parameter]) -> ManagedGroup:
         is_resident = plan.weights is Weights.RESIDENT
         chunks: list[Chunk] = []
-        bounds: list[Bound] = []
+        members: list[ManagedParameter] = []
         for spec, site in zip(self._layout.chunks_of(plan.name), plan.sites, strict=True):
             chunk = Chunk(spec, self._mover.host_buffer(spec.nbytes), self._mover.device_buffer(spec.nbytes))
             chunks.append(chunk)
             for span in spec.spans:
                 parameter = parameters[span.parameter.name]
-                bound = Bound(parameter, span.parameter, chunk, site, host_view=None, device_view=parameter)
+                managed = ManagedParameter(
+                    parameter, span.parameter, chunk, site, host_view=None, device_view=parameter
+                )
                 if site is Site.HOST and parameter.requires_grad:
-                    bound.twin = parameter
-                bounds.append(bound)
+                    managed.host_target = parameter
+                members.append(managed)
             if is_resident:
                 self._mover.grow(chunk.device)
                 chunk.become(ChunkState.RESIDENT)
-        group = next(group for group in self._layout.groups if group.name == plan.name)
+        group_spec = next(each for each in self._layout.groups if each.name == plan.name)
         is_on_host = plan.weights is Weights.HOST
-        return Unit(StoredGroup(group, chunks), bounds, is_resident=is_resident, is_on_host=is_on_host)
+        return ManagedGroup(StoredGroup(group_spec, chunks), members, is_resident=is_resident, is_on_host=is_on_host)
 
     def _windows(self, model: nn.Module) -> list[Window]:
         """As `ModelCalls` makes them."""
-        by_path: dict[str, list[Unit]] = {}
-        for unit in self._residency.units.values():
-            if unit.is_on_host or (unit.is_resident and not any(map(is_away, unit.bounds))):
+        by_path: dict[str, list[ManagedGroup]] = {}
+        for group in self._residency.groups.values():
+            if group.is_on_host or (group.is_resident and not any(map(is_away, group.members))):
                 continue
-            for path in unit.group.spec.modules:
-                by_path.setdefault(path, []).append(unit)
-        has_tables = any(unit.is_on_host for unit in self._residency.units.values())
+            for path in group.stored.spec.modules:
+                by_path.setdefault(path, []).append(group)
+        has_tables = any(group.is_on_host for group in self._residency.groups.values())
         if by_path or has_tables or self._plan.schedule is Schedule.IN_BACKWARD:
             by_path.setdefault("", [])
         return [
-            Window(model.get_submodule(path), path, tuple(units), self._forward, self._backward)
-            for path, units in by_path.items()
+            Window(model.get_submodule(path), path, tuple(groups), self._forward, self._backward)
+            for path, groups in by_path.items()
         ]
 
     # -- the step ------------------------------------------------------------------------------------------------------
@@ -206,34 +208,34 @@ class SessionFootprint:
         assert self._runner is not None
         self._loss.forget()
         settings = self._runner.settings()
-        units = list(self._residency.units.values())
+        groups = list(self._residency.groups.values())
         here = [
-            bound
-            for unit in units
-            if unit.is_resident and self._plan.schedule is Schedule.DEFERRED
-            for bound in unit.bounds
-            if bound.site is Site.DEVICE
+            managed
+            for group in groups
+            if group.is_resident and self._plan.schedule is Schedule.DEFERRED
+            for managed in group.members
+            if managed.site is Site.DEVICE
         ]
-        managed = {id(bound.parameter) for unit in units for bound in unit.bounds}
+        managed_ids = {id(managed.parameter) for group in groups for managed in group.members}
         loose = [
             parameter
-            for group in self._runner.optimizer.param_groups
-            for parameter in group["params"]
-            if id(parameter) not in managed
+            for params in self._runner.optimizer.param_groups
+            for parameter in params["params"]
+            if id(parameter) not in managed_ids
         ]
         self._updater.update_here(here, loose, settings)
-        for unit in units:
-            unit.consumed.clear()
+        for group in groups:
+            group.consumed.clear()
             if self._plan.schedule is Schedule.DEFERRED:
-                self._step_unit(unit)
+                self._step_group(group)
 
-    def _step_unit(self, unit: Unit) -> None:
+    def _step_group(self, group: ManagedGroup) -> None:
         assert self._runner is not None
         settings = self._runner.settings()
-        for chunk in unit.group.chunks:
-            bounds = [bound for bound in unit.bounds if bound.chunk is chunk]
-            if any(map(is_away, bounds)):
-                self._updater.update_on_host(unit, chunk, bounds, settings)
-                self._residency.store.drop(unit.name)
-            elif not unit.is_resident and any(bound.parameter.grad is not None for bound in bounds):
-                self._finisher.update_streamed_on_device(unit, chunk, bounds, settings)
+        for chunk in group.stored.chunks:
+            members = [managed for managed in group.members if managed.chunk is chunk]
+            if any(map(is_away, members)):
+                self._updater.update_on_host(group, chunk, members, settings)
+                self._residency.store.drop(group.name)
+            elif not group.is_resident and any(managed.parameter.grad is not None for managed in members):
+                self._finisher.update_streamed_on_device(group, chunk, members, settings)

@@ -12,7 +12,7 @@ from lowtide.memory.chunk import Chunk
 from lowtide.memory.store import ChunkStore
 from lowtide.planning.plan import Schedule
 from lowtide.runtime.parameters.gradients import norm_of
-from lowtide.runtime.parameters.group import Bound, Unit
+from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter
 from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer, Settings, Update
 from lowtide.runtime.updates.finite import GradientWatch, Verdict
 from lowtide.runtime.updates.updater import judge_here, judge_sent
@@ -24,18 +24,18 @@ class FootprintGradients:
     def __init__(self, mover: FootprintMover) -> None:
         self._mover = mover
 
-    def take(self, bound: Bound) -> None:
+    def take(self, managed: ManagedParameter) -> None:
         """Complete: it waits for its copy, and is nobody's beside that."""
-        gradient, bound.parameter.grad = bound.parameter.grad, None
+        gradient, managed.parameter.grad = managed.parameter.grad, None
         assert gradient is not None
-        bound.norm = (0, norm_of(gradient))
+        managed.norm = (0, norm_of(gradient))
         self._mover.to_host(gradient, gradient)
-        bound.has_fired = True
+        managed.has_fired = True
 
-    def expose(self, bound: Bound) -> None:
+    def expose(self, managed: ManagedParameter) -> None:
         """What is on the host costs the device nothing."""
 
-    def abandon(self, bounds: Iterable[Bound]) -> None:
+    def abandon(self, members: Iterable[ManagedParameter]) -> None:
         """A trace that broke off is over."""
 
 
@@ -78,23 +78,27 @@ class FootprintUpdater:
     def begin_step(self) -> None:
         """See `is_torn`."""
 
-    def judge_in_backward(self, bounds: Sequence[Bound]) -> torch.Tensor | None:
+    def judge_in_backward(self, members: Sequence[ManagedParameter]) -> torch.Tensor | None:
         """Norms on the device, until the end of the backward."""
-        return judge_here(bounds, self.optimizer, self._watch)
+        return judge_here(members, self.optimizer, self._watch)
 
-    def update_here(self, bounds: Sequence[Bound], loose: Sequence[torch.Tensor], settings: Settings) -> None:
+    def update_here(
+        self, members: Sequence[ManagedParameter], loose: Sequence[torch.Tensor], settings: Settings
+    ) -> None:
         """One step on parameters whose gradients are on the device."""
-        parameters = [bound.parameter for bound in bounds] + list(loose)
+        parameters = [managed.parameter for managed in members] + list(loose)
         updates = [Update(parameter, parameter) for parameter in parameters if parameter.grad is not None]
         if updates:
             self.optimizer.run(updates, settings)
 
-    def update_on_host(self, unit: Unit, chunk: Chunk, bounds: Sequence[Bound], settings: Settings) -> None:
+    def update_on_host(
+        self, group: ManagedGroup, chunk: Chunk, members: Sequence[ManagedParameter], settings: Settings
+    ) -> None:
         """One step on the host: afterwards what the device has of the weights is old."""
         del settings
         self._store.take_over(chunk)
         if self._schedule is Schedule.IN_BACKWARD:
-            judge_sent(bounds, self._watch)
-        for bound in bounds:
-            bound.norm = None
-        self._store.host_changes(chunk, Point(), unit.place)
+            judge_sent(members, self._watch)
+        for managed in members:
+            managed.norm = None
+        self._store.host_changes(chunk, Point(), group.place)

@@ -15,8 +15,8 @@ from lowtide.memory.mover import Mover
 from lowtide.memory.store import Books
 from lowtide.planning.plan import GroupPlan, Plan, Schedule, Site, Weights
 from lowtide.runtime.host_memory import HostPool
-from lowtide.runtime.parameters.group import Bound, Unit
-from lowtide.runtime.parameters.pending import unveil
+from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter
+from lowtide.runtime.parameters.pending import make_plain
 from lowtide.runtime.parameters.tensors import own_storage
 
 Fill = Callable[[ParameterSpec, nn.Parameter, torch.Tensor], None]
@@ -30,7 +30,7 @@ def copy_values(spec: ParameterSpec, parameter: nn.Parameter, home: torch.Tensor
 
 
 class Binder:
-    """Makes the units of one session, group by group, so that no second copy of the whole model ever exists."""
+    """Makes the groups of one session, group by group, so that no second copy of the whole model ever exists."""
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class Binder:
         self._has_optimizer = has_optimizer
         self._on_device_buffer = on_device_buffer
         self._on_host_memory = on_host_memory
-        self.bounds: list[Bound] = []
-        """What was bound so far, in the middle of a group as well."""
+        self.members: list[ManagedParameter] = []
+        """What has its memory so far, in the middle of a group as well."""
         self._parameters = dict(model.named_parameters())
         self._owners: dict[int, list[tuple[nn.Module, str]]] = {}
         for module in model.modules():
@@ -62,20 +62,20 @@ class Binder:
                 if parameter is not None:
                     self._owners.setdefault(id(parameter), []).append((module, name))
 
-    def bind(self, spec: GroupSpec, plan: GroupPlan, fill: Fill) -> Unit:
+    def bind(self, spec: GroupSpec, plan: GroupPlan, fill: Fill) -> ManagedGroup:
         """Make one group's chunks, and point its parameters to them."""
         if plan.weights is Weights.HOST:
             return self._bind_table(spec, fill)
         is_resident = plan.weights is Weights.RESIDENT
         chunks: list[Chunk] = []
-        bounds: list[Bound] = []
+        members: list[ManagedParameter] = []
         for chunk_spec, site in zip(self._layout.chunks_of(spec.name), plan.sites, strict=True):
-            chunk, bound = self._bind_chunk(chunk_spec, site, fill, is_resident=is_resident)
+            chunk, managed = self._bind_chunk(chunk_spec, site, fill, is_resident=is_resident)
             chunks.append(chunk)
-            bounds += bound
-        return Unit(StoredGroup(spec, chunks), bounds, is_resident=is_resident)
+            members += managed
+        return ManagedGroup(StoredGroup(spec, chunks), members, is_resident=is_resident)
 
-    def _bind_table(self, spec: GroupSpec, fill: Fill) -> Unit:
+    def _bind_table(self, spec: GroupSpec, fill: Fill) -> ManagedGroup:
         """A table that never leaves the host: memory of its own, not locked, because only looked-up rows are copied."""
         (chunk_spec,) = self._layout.chunks_of(spec.name)
         (span,) = chunk_spec.spans
@@ -87,14 +87,16 @@ class Binder:
         with torch.no_grad():
             fill(span.parameter, parameter, view)
         _give_data(parameter, view)
-        bound = Bound(parameter, span.parameter, chunk, Site.HOST, host_view=view, device_view=view)
-        bound.owners = self._owners[id(parameter)]
+        managed = ManagedParameter(parameter, span.parameter, chunk, Site.HOST, host_view=view, device_view=view)
+        managed.owners = self._owners[id(parameter)]
         if self._has_optimizer and span.parameter.requires_grad:
-            bound.update_through(parameter.detach())
-        self.bounds.append(bound)
-        return Unit(StoredGroup(spec, [chunk]), [bound], is_resident=False, is_on_host=True)
+            managed.update_through(parameter.detach())
+        self.members.append(managed)
+        return ManagedGroup(StoredGroup(spec, [chunk]), [managed], is_resident=False, is_on_host=True)
 
-    def _bind_chunk(self, spec: ChunkSpec, site: Site, fill: Fill, *, is_resident: bool) -> tuple[Chunk, list[Bound]]:
+    def _bind_chunk(
+        self, spec: ChunkSpec, site: Site, fill: Fill, *, is_resident: bool
+    ) -> tuple[Chunk, list[ManagedParameter]]:
         is_updated = self._has_optimizer and site is Site.HOST and spec.spans[0].parameter.requires_grad
         host = self._pool.allocate(f"weights {spec.name}", spec.nbytes) if is_updated or not is_resident else None
         self._books.charge(spec.nbytes, spec.name)
@@ -106,7 +108,7 @@ class Binder:
             else None
         )
         chunk = Chunk(spec, host, device)
-        bounds: list[Bound] = []
+        members: list[ManagedParameter] = []
         for span in spec.spans:
             parameter = self._parameters[span.parameter.name]
             host_view = None if host is None else own_storage(view_of(host, span.offset_bytes, span.parameter))
@@ -121,21 +123,23 @@ class Binder:
             home = device_view if is_resident else host_view
             assert home is not None
             _give_data(parameter, home)
-            bound = Bound(parameter, span.parameter, chunk, site, host_view=host_view, device_view=device_view)
-            bound.owners = self._owners[id(parameter)]
+            managed = ManagedParameter(
+                parameter, span.parameter, chunk, site, host_view=host_view, device_view=device_view
+            )
+            managed.owners = self._owners[id(parameter)]
             if is_updated:
                 assert host_view is not None
-                bound.update_through(host_view if is_resident else parameter.detach())
+                managed.update_through(host_view if is_resident else parameter.detach())
             if homes is not None:
-                bound.gradient_home = view_of(homes, span.offset_bytes, span.parameter)
-            bounds.append(bound)
-            self.bounds.append(bound)
+                managed.gradient_home = view_of(homes, span.offset_bytes, span.parameter)
+            members.append(managed)
+            self.members.append(managed)
         if is_resident:
             chunk.become(ChunkState.RESIDENT)
         else:
             self._mover.shrink(device, [])
             self._books.credit(spec.nbytes, spec.name)
-        return chunk, bounds
+        return chunk, members
 
 
 def _give_data(parameter: nn.Parameter, home: torch.Tensor) -> None:
@@ -146,56 +150,56 @@ def _give_data(parameter: nn.Parameter, home: torch.Tensor) -> None:
         parameter.data = home
 
 
-def move_part(units: dict[str, Unit], key: str, flat: torch.Tensor) -> None:
+def move_part(groups: dict[str, ManagedGroup], key: str, flat: torch.Tensor) -> None:
     """The arena moved a chunk's weights or gradients on the host: point everything to the new place."""
     kind, _, name = key.partition(" ")
-    for unit in units.values():
-        for bound in unit.bounds:
-            chunk = bound.chunk
+    for group in groups.values():
+        for managed in group.members:
+            chunk = managed.chunk
             if chunk.spec.name != name:
                 continue
-            offset = next(span.offset_bytes for span in chunk.spec.spans if span.parameter.name == bound.spec.name)
-            view = view_of(flat, offset, bound.spec)
+            offset = next(span.offset_bytes for span in chunk.spec.spans if span.parameter.name == managed.spec.name)
+            view = view_of(flat, offset, managed.spec)
             if kind == "gradients":
-                _move_gradient(bound, view)
+                _move_gradient(managed, view)
                 continue
             chunk.move_host(flat)
-            view = bound.host_view = own_storage(view)
-            if not unit.is_resident and not unit.looks_at_device:
-                bound.parameter.data = view
-                bound.rest_at(view)
-            if bound.twin is not None and (unit.is_resident or not unit.looks_at_device):
-                bound.update_through(view if unit.is_resident else bound.parameter.detach())
+            view = managed.host_view = own_storage(view)
+            if not group.is_resident and not group.looks_at_device:
+                managed.parameter.data = view
+                managed.rest_at(view)
+            if managed.host_target is not None and (group.is_resident or not group.looks_at_device):
+                managed.update_through(view if group.is_resident else managed.parameter.detach())
 
 
-def _move_gradient(bound: Bound, view: torch.Tensor) -> None:
-    old = bound.gradient_home
-    bound.gradient_home = view
-    if bound.gradient is not None and old is not None:
-        is_home = bound.gradient.data_ptr() == old.data_ptr()
+def _move_gradient(managed: ManagedParameter, view: torch.Tensor) -> None:
+    old = managed.gradient_home
+    managed.gradient_home = view
+    if managed.gradient is not None and old is not None:
+        is_home = managed.gradient.data_ptr() == old.data_ptr()
         if is_home:
-            bound.gradient.data = own_storage(view)
-            bound.lent = weakref.ref(bound.gradient.untyped_storage())
+            managed.gradient.data = own_storage(view)
+            managed.lent = weakref.ref(managed.gradient.untyped_storage())
 
 
-def is_gradient_held(bound: Bound) -> bool:
+def is_gradient_held(managed: ManagedParameter) -> bool:
     """Whether somebody else looks at the gradient's memory on the host: an older gradient, a view."""
-    lent = None if bound.lent is None else bound.lent()
+    lent = None if managed.lent is None else managed.lent()
     if lent is None:
         return False
-    if bound.gradient is None:
+    if managed.gradient is None:
         return True
     with compat.without_torch_function():
-        return bound.gradient.untyped_storage() is not lent or compat.num_storage_owners(bound.gradient) > 1
+        return managed.gradient.untyped_storage() is not lent or compat.num_storage_owners(managed.gradient) > 1
 
 
-def release(bounds: Iterable[Bound], original: dict[int, torch.device]) -> None:
+def release(members: Iterable[ManagedParameter], original: dict[int, torch.device]) -> None:
     """Give parameters memory of their own again, on the device where they came from."""
-    for bound in bounds:
-        parameter = bound.parameter
-        unveil(parameter)
-        if bound.gradient is not None:
-            unveil(bound.gradient)
+    for managed in members:
+        parameter = managed.parameter
+        make_plain(parameter)
+        if managed.gradient is not None:
+            make_plain(managed.gradient)
         device = original.get(id(parameter), parameter.device)
         gradient = parameter.grad
         parameter.grad = None

@@ -22,8 +22,8 @@ from lowtide.memory.chunk import Chunk, view_of
 from lowtide.memory.mover import Mover, Ticket
 from lowtide.memory.unmanaged import SPARSE_GRADIENT, unmanaged_parameters
 from lowtide.planning.plan import Schedule
-from lowtide.runtime.parameters.group import Bound
-from lowtide.runtime.parameters.pending import is_veiled, unveil, veil
+from lowtide.runtime.parameters.group import ManagedParameter
+from lowtide.runtime.parameters.pending import is_pending, make_pending, make_plain
 from lowtide.runtime.parameters.tensors import beside, own_storage
 from lowtide.runtime.statistics.recording import Recorder
 from lowtide.runtime.updates.worker import HostWorker, Job
@@ -69,23 +69,23 @@ def refuse_sparse_tables(model: nn.Module, optimizer: torch.optim.Optimizer, ask
             )
 
 
-class GradientLease:
-    """Veils a gradient on the host until it is complete and no update reads it."""
+class PendingGradient:
+    """A gradient on the host, pending until it is complete and no update reads it."""
 
-    def __init__(self, bound: Bound, mover: Mover) -> None:
-        self._bound = bound
+    def __init__(self, managed: ManagedParameter, mover: Mover) -> None:
+        self._managed_parameter = managed
         self._mover = mover
 
     @property
     def label(self) -> str:
         """For messages."""
-        return f"the gradient of {self._bound.spec.name}"
+        return f"the gradient of {self._managed_parameter.spec.name}"
 
     def settle(self) -> None:
-        """Wait for the copies and the update. The veil stays: a GradScaler's kernel must be noticed at any time."""
-        self._bound.settle_gradient()
+        """Wait for the copies and the update. It stays pending: a GradScaler's kernel must be noticed at any time."""
+        self._managed_parameter.settle_gradient()
         # Whoever looks may write, and may keep a view of it and write later.
-        self._bound.was_seen = True
+        self._managed_parameter.was_seen = True
 
     def check_gradient(self) -> None:
         """A gradient has none itself."""
@@ -109,149 +109,152 @@ class GradientMover:
         self.takes_totals = False
         """Whether the norm of what was added up on the host is taken there, for a clipping that does not read it again."""
 
-    def take(self, bound: Bound) -> None:
+    def take(self, managed: ManagedParameter) -> None:
         """The parameter's gradient is complete on the device: send it to the host and let it go there."""
-        gradient = bound.parameter.grad
+        gradient = managed.parameter.grad
         assert gradient is not None
-        refuse_sparse_gradient(gradient, bound.spec.name)
-        bound.parameter.grad = None
-        is_first = not bound.has_fired
+        refuse_sparse_gradient(gradient, managed.spec.name)
+        managed.parameter.grad = None
+        is_first = not managed.has_fired
         if self._schedule is Schedule.IN_BACKWARD:
-            home = self._staged(bound)
+            home = self._staged(managed)
         else:
-            if bound.stashed is not None and is_first:
+            if managed.stashed is not None and is_first:
                 # Accumulation: what is there already belongs to the user, wherever it lies.
                 # One that the user made is the user's to write to.
-                bound.was_seen = bound.was_seen or bound.stashed is not bound.gradient
-                bound.gradient, is_first = bound.stashed, bound.is_whole
-                unveil(bound.gradient)
-                bound.is_gradient_held = compat.num_storage_owners(bound.gradient) > 1
+                managed.was_seen = managed.was_seen or managed.stashed is not managed.gradient
+                managed.gradient, is_first = managed.stashed, managed.is_whole
+                make_plain(managed.gradient)
+                managed.is_gradient_held = compat.num_storage_owners(managed.gradient) > 1
             elif is_first:
                 # What a loop that never looks at a gradient leaves behind: the copy and the update of the last step.
-                bound.pending = [waiting for waiting in bound.pending if not waiting.is_done()]
-                self._leave_old_gradient(bound)
-                bound.was_seen = False
-            assert bound.gradient is not None
-            # Not the user's own object: that one is veiled before the copy has happened.
-            home = bound.inner_gradient(bound.gradient)
-        bound.num_takes += 1
+                managed.pending = [waiting for waiting in managed.pending if not waiting.is_done()]
+                self._leave_old_gradient(managed)
+                managed.was_seen = False
+            assert managed.gradient is not None
+            # Not the user's own object: that one is pending before the copy has happened.
+            home = managed.inner_gradient(managed.gradient)
+        managed.num_takes += 1
         if is_first:
-            bound.norm = None if bound.was_seen else (bound.num_takes, norm_of(gradient))
-            bound.pending.append(self._send(bound, home, gradient))
+            managed.norm = None if managed.was_seen else (managed.num_takes, norm_of(gradient))
+            managed.pending.append(self._send(managed, home, gradient))
         else:
-            self._send_and_add(bound, home, gradient)
-        if self._schedule is Schedule.IN_BACKWARD and bound.stashed is not None and not bound.is_whole:
+            self._send_and_add(managed, home, gradient)
+        if self._schedule is Schedule.IN_BACKWARD and managed.stashed is not None and not managed.is_whole:
             # From a use outside of the module's call, on the host: its gradient came first.
-            self._add_stashed(bound, home, bound.stashed)
-            bound.stashed = None
-        bound.has_fired = True
+            self._add_stashed(managed, home, managed.stashed)
+            managed.stashed = None
+        managed.has_fired = True
 
-    def abandon(self, bounds: Iterable[Bound]) -> None:
+    def abandon(self, members: Iterable[ManagedParameter]) -> None:
         """After an exception: wait for the work on the host, and take back staging that no update will give back."""
         self._worker.drain()
-        for bound in bounds:
+        for managed in members:
             if self._schedule is Schedule.IN_BACKWARD:
-                bound.gradient = None
-                bound.pending.clear()
-            bound.chunk.take_staging()
+                managed.gradient = None
+                managed.pending.clear()
+            managed.chunk.take_staging()
         self._cache.take_back_all()
 
-    def expose(self, bound: Bound) -> None:
+    def expose(self, managed: ManagedParameter) -> None:
         """Backward is over: the user finds the gradient on the host at the parameter."""
-        gradient = bound.gradient if bound.has_fired else bound.stashed
-        bound.stashed = None
+        gradient = managed.gradient if managed.has_fired else managed.stashed
+        managed.stashed = None
         if gradient is None:
             return
-        parameter = bound.parameter
+        parameter = managed.parameter
         if parameter.device == gradient.device:
             parameter.grad = gradient
         else:
             # A parameter on the device may have a gradient on the host, but not be given one.
-            # Past the veil: nobody looks at the weights here.
+            # Past what notices a look: nobody looks at the weights here.
             with compat.without_torch_function():
                 data = parameter.data
-                parameter.data = bound.host_view if bound.host_view is not None else gradient.detach()
+                parameter.data = managed.host_view if managed.host_view is not None else gradient.detach()
                 parameter.grad = gradient
                 parameter.data = data
-        if bound.is_gradient_held:
-            bound.settle_gradient()  # what is held is not veiled
-            bound.is_gradient_held = False
-        self.veil(bound)
+        if managed.is_gradient_held:
+            managed.settle_gradient()  # what is held is not pending
+            managed.is_gradient_held = False
+        self.make_pending(managed)
 
-    def veil(self, bound: Bound) -> None:
+    def make_pending(self, managed: ManagedParameter) -> None:
         """A look at the user's gradient on the host waits for what is pending for it."""
-        if bound.gradient is not None and bound.parameter.grad is bound.gradient:
-            bound.gradient_lease = bound.gradient_lease or GradientLease(bound, self._mover)
-            veil(bound.gradient, bound.gradient_lease)
+        if managed.gradient is not None and managed.parameter.grad is managed.gradient:
+            managed.pending_gradient = managed.pending_gradient or PendingGradient(managed, self._mover)
+            make_pending(managed.gradient, managed.pending_gradient)
 
-    def _staged(self, bound: Bound) -> torch.Tensor:
-        chunk = bound.chunk
+    def _staged(self, managed: ManagedParameter) -> torch.Tensor:
+        chunk = managed.chunk
         if chunk.staging is None:
             chunk.stage_in(self._cache.take(chunk.spec.nbytes))
-        if bound.gradient is None or not bound.has_fired:
+        if managed.gradient is None or not managed.has_fired:
             assert chunk.staging is not None
-            bound.gradient = _home_in(chunk, chunk.staging, bound)
-        return bound.gradient
+            managed.gradient = _home_in(chunk, chunk.staging, managed)
+        return managed.gradient
 
-    def _leave_old_gradient(self, bound: Bound) -> None:
+    def _leave_old_gradient(self, managed: ManagedParameter) -> None:
         """A new gradient is written where the last one lay, unless somebody still holds that one."""
-        assert bound.gradient_home is not None
-        old, bound.gradient = bound.gradient, None
+        assert managed.gradient_home is not None
+        old, managed.gradient = managed.gradient, None
         # Two references: the local name and that of `getrefcount`.
-        if old is not None and (sys.getrefcount(old) > 2 or is_veiled(old)):
-            bound.settle_gradient()
-            unveil(old)
+        if old is not None and (sys.getrefcount(old) > 2 or is_pending(old)):
+            managed.settle_gradient()
+            make_plain(old)
         del old
-        if bound.lent is not None and bound.lent() is not None:
+        if managed.lent is not None and managed.lent() is not None:
             # Somebody holds a gradient of before, or a view of it: it keeps its place and its value.
-            bound.gradient = beside(bound.gradient_home)
+            managed.gradient = beside(managed.gradient_home)
         else:
-            bound.gradient = own_storage(bound.gradient_home)
-            bound.lent = weakref.ref(bound.gradient.untyped_storage())
+            managed.gradient = own_storage(managed.gradient_home)
+            managed.lent = weakref.ref(managed.gradient.untyped_storage())
 
-    def _send(self, bound: Bound, target: torch.Tensor, gradient: torch.Tensor) -> Ticket:
+    def _send(self, managed: ManagedParameter, target: torch.Tensor, gradient: torch.Tensor) -> Ticket:
         copied = self._mover.to_host(target, gradient, [self._mover.now()])
-        self._recorder.on_gradient(bound.chunk, copied, gradient.nbytes)
+        self._recorder.on_gradient(managed.chunk, copied, gradient.nbytes)
         return copied.ended
 
-    def _add_stashed(self, bound: Bound, total: torch.Tensor, stashed: torch.Tensor) -> None:
-        unveil(stashed)
-        self._judge_too(bound, stashed)
+    def _add_stashed(self, managed: ManagedParameter, total: torch.Tensor, stashed: torch.Tensor) -> None:
+        make_plain(stashed)
+        self._judge_too(managed, stashed)
 
         def add() -> None:
             with torch.no_grad():
                 total.add_(stashed)
 
-        bound.pending.append(self._worker.submit(add, after=_earlier(bound)))
+        managed.pending.append(self._worker.submit(add, after=_earlier(managed)))
 
-    def _judge_too(self, bound: Bound, gradient: torch.Tensor) -> None:
+    def _judge_too(self, managed: ManagedParameter, gradient: torch.Tensor) -> None:
         """Where nothing is clipped the norm says no more than whether all that was added is finite."""
         norm = norm_of(gradient)
-        bound.norm = (bound.num_takes, norm if bound.norm is None else bound.norm[1] + norm.to(bound.norm[1].device))
+        managed.norm = (
+            managed.num_takes,
+            norm if managed.norm is None else managed.norm[1] + norm.to(managed.norm[1].device),
+        )
 
-    def _send_and_add(self, bound: Bound, total: torch.Tensor, gradient: torch.Tensor) -> None:
+    def _send_and_add(self, managed: ManagedParameter, total: torch.Tensor, gradient: torch.Tensor) -> None:
         buffer = self._cache.take(max(gradient.nbytes, 1))
-        staging = view_of(buffer, 0, bound.spec)
-        before = _earlier(bound)
-        arrived = self._send(bound, staging, gradient)
-        number = bound.num_takes
-        takes_norm = self.takes_totals and not bound.was_seen
+        staging = view_of(buffer, 0, managed.spec)
+        before = _earlier(managed)
+        arrived = self._send(managed, staging, gradient)
+        number = managed.num_takes
+        takes_norm = self.takes_totals and not managed.was_seen
         if not takes_norm:
-            self._judge_too(bound, gradient)
+            self._judge_too(managed, gradient)
 
         def add() -> None:
             with torch.no_grad():
                 total.add_(staging)
             if takes_norm:
-                bound.norm = (number, norm_of(total))
+                managed.norm = (number, norm_of(total))
 
         give_back = partial(self._cache.give_back, buffer)
-        bound.pending.append(self._worker.submit(add, after=[*before, arrived], lastly=give_back))
+        managed.pending.append(self._worker.submit(add, after=[*before, arrived], lastly=give_back))
 
 
-def _earlier(bound: Bound) -> tuple[Ticket | Job, ...]:
+def _earlier(managed: ManagedParameter) -> tuple[Ticket | Job, ...]:
     """What an addition comes after: the copies and additions before it, and an update that reads what they made."""
-    return tuple(waiting for waiting in bound.pending if not waiting.is_done())
+    return tuple(waiting for waiting in managed.pending if not waiting.is_done())
 
 
 def norm_of(gradient: torch.Tensor) -> torch.Tensor:
@@ -265,6 +268,6 @@ def norm_of(gradient: torch.Tensor) -> torch.Tensor:
     return norm
 
 
-def _home_in(chunk: Chunk, buffer: torch.Tensor, bound: Bound) -> torch.Tensor:
-    span = next(span for span in chunk.spec.spans if span.parameter.name == bound.spec.name)
-    return view_of(buffer, span.offset_bytes, bound.spec)
+def _home_in(chunk: Chunk, buffer: torch.Tensor, managed: ManagedParameter) -> torch.Tensor:
+    span = next(span for span in chunk.spec.spans if span.parameter.name == managed.spec.name)
+    return view_of(buffer, span.offset_bytes, managed.spec)

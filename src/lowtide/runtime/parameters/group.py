@@ -1,4 +1,4 @@
-"""Unit: one group at run time. Its parameters look at the device inside a window and at the host otherwise.
+"""ManagedGroup: one group at run time. Its parameters look at the device inside a window and at the host otherwise.
 
 The Parameter objects are the user's own and stay the same for the whole session; what changes is where their data is.
 
@@ -6,18 +6,18 @@ Note [Where a streamed parameter looks]
 From the first window of a step to the end of its backward a streamed parameter keeps looking at its device view, also
 while the chunk is away: to look back and forth would give it a new gradient accumulator at each turn on CUDA, and the
 gradients of a parameter that is used twice would be added in another order than plain torch's. While the chunk is away
-the parameter is veiled, so that whoever looks gets the host's value; see `parameters.pending`.
+the parameter is pending, so that whoever looks gets the host's value; see `parameters.pending`.
 
 Note [Memory that the user holds]
 `p.detach()`, `p.data`, a state dictionary or `p.numpy()` show the memory where the parameter rests, its home: the host's
-bytes of a streamed parameter, the device's of a resident one. Such a tensor is not veiled. While one is held, it shows what
+bytes of a streamed parameter, the device's of a resident one. Such a tensor is not pending. While one is held, it shows what
 it would in plain torch: `step()` waits for the updates and copies that change it, what is written to it reaches the next
 use, and so no copies of a streamed group are kept on the device between its uses. Who holds what is told by the number of
 tensors on the home's storage; nothing is waited for where there are only our own.
 
 `p.data = x` gives the parameter other memory. Where nobody else shows x nor the home, the values go to the home at the next
-use, and nobody can tell. Else the parameter keeps x (`Bound.foreign`): windows get its values by a copy of their own, and
-updates change x. So code that sets `p.data` to an average and back finds in each what it had.
+use, and nobody can tell. Else the parameter keeps x (`ManagedParameter.foreign`): windows get its values by a copy of
+their own, and updates change x. So code that sets `p.data` to an average and back finds in each what it had.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lowtide.memory.chunk import Chunk, StoredGroup
 from lowtide.memory.layout import ParameterSpec
 from lowtide.memory.mover import Ticket
 from lowtide.planning.plan import Site
-from lowtide.runtime.parameters.pending import Lease, unveil, unveil_all, veil_all
+from lowtide.runtime.parameters.pending import PendingValue, make_all_pending, make_all_plain, make_plain
 from lowtide.runtime.parameters.tensors import beside, same_memory
 from lowtide.runtime.updates.worker import Job
 
@@ -47,7 +47,7 @@ class Visit(Protocol):
     """The backward that opened it last."""
 
 
-class Bound:
+class ManagedParameter:
     """One managed parameter: the user's object and its two homes."""
 
     def __init__(
@@ -67,16 +67,16 @@ class Bound:
         self.host_view = host_view
         self.device_view = device_view
         self.rest_at(device_view if host_view is None else host_view)
-        self.twin: torch.Tensor | None = None
+        self.host_target: torch.Tensor | None = None
         """What the host updates: shares the host's memory, and the parameter's version where that is its data."""
         self.num_own_views = 1
-        """Tensors of our own on the home's storage: the home, and the twin where it is another tensor there."""
+        """Tensors of our own on the home's storage: the home, and the host target where it is another tensor there."""
         self.gradient_home: torch.Tensor | None = None
         """Where a deferred gradient lands on the host."""
         self.lent: weakref.ref[torch.UntypedStorage] | None = None
         """The user's last gradient in that home; while it lives, somebody may hold it."""
-        self.gradient_lease: Lease | None = None
-        """Of the user's gradient, while it is veiled."""
+        self.pending_gradient: PendingValue | None = None
+        """Of the user's gradient, while it is pending."""
         self.hook: torch.utils.hooks.RemovableHandle | None = None
         """Tells when the gradient is complete."""
         self.is_whole = False
@@ -112,10 +112,10 @@ class Bound:
         self.foreign: torch.Tensor | None = None
         """What the parameter shows instead of its home; see Note [Memory that the user holds]."""
 
-    def update_through(self, twin: torch.Tensor) -> None:
+    def update_through(self, host_target: torch.Tensor) -> None:
         """The host updates the parameter through this tensor: a view of streamed weights, or the host's copy of resident ones."""
-        self.twin = twin
-        self.num_own_views = 1 if twin is self.host_view else 2
+        self.host_target = host_target
+        self.num_own_views = 1 if host_target is self.host_view else 2
 
     def rest_at(self, home: torch.Tensor) -> None:
         """The parameter rests in this memory: the device's for a resident one, else the host's."""
@@ -139,7 +139,7 @@ class Bound:
         return self.norm[1] if self.norm is not None and is_known else None
 
     def inner_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """A tensor of our own over a gradient of the user's, which may be veiled and is the user's alone to hold."""
+        """A tensor of our own over a gradient of the user's, which may be pending and is the user's alone to hold."""
         home = self.gradient_home
         with compat.without_torch_function():
             is_at_home = home is not None and gradient.data_ptr() == home.data_ptr()
@@ -159,18 +159,20 @@ class Bound:
                 self.pending.pop(0)
 
 
-class Unit:
-    """A group with its parameters. Also the lease of its veiled parameters."""
+class ManagedGroup:
+    """One group with its parameters; also what they settle by while they are pending."""
 
-    def __init__(self, group: StoredGroup, bounds: list[Bound], *, is_resident: bool, is_on_host: bool = False) -> None:
-        self.group = group
+    def __init__(
+        self, group: StoredGroup, members: list[ManagedParameter], *, is_resident: bool, is_on_host: bool = False
+    ) -> None:
+        self.stored = group
         self.name = group.name
-        self.bounds = bounds
-        self.parameters = tuple([bound.parameter for bound in bounds])
-        for bound in bounds:
-            unveil(bound.parameter)  # a session that was forgotten may have left it so
+        self.members = members
+        self.parameters = tuple([managed.parameter for managed in members])
+        for managed in members:
+            make_plain(managed.parameter)  # a session that was forgotten may have left it so
             if is_resident:
-                bound.rest_at(bound.device_view)
+                managed.rest_at(managed.device_view)
         self.is_resident = is_resident
         self.is_on_host = is_on_host
         """Its weights never come to the device, nor does it have a window: its module computes on the host."""
@@ -193,7 +195,7 @@ class Unit:
         """Whether somebody holds memory that an update or a copy under way changes: `step()` waits for it."""
         self.place = 0
         """In the order in which the last forward first used groups; before the first, that of the layout."""
-        self.awaited: dict[str, Bound] = {}
+        self.awaited: dict[str, ManagedParameter] = {}
         """By chunk, a trained parameter whose gradient was still to come in this backward when that was last asked."""
         self.settler: Settler | None = None
 
@@ -215,19 +217,19 @@ class Unit:
     @property
     def label(self) -> str:
         """The name for people."""
-        return self.group.name or "(rest of the model)"
+        return self.stored.name or "(rest of the model)"
 
     def remember_versions(self) -> None:
         """As of the opening of a window: a forward may write to its own weights."""
-        for bound, version in zip(self.bounds, compat.versions_of(self.parameters), strict=True):
-            bound.version = version
+        for managed, version in zip(self.members, compat.versions_of(self.parameters), strict=True):
+            managed.version = version
 
     def written_chunks(self) -> list[Chunk]:
         """Chunks of which a parameter was written to since."""
         written = [
-            bound.chunk
-            for bound, version in zip(self.bounds, compat.versions_of(self.parameters), strict=True)
-            if version != bound.version
+            managed.chunk
+            for managed, version in zip(self.members, compat.versions_of(self.parameters), strict=True)
+            if version != managed.version
         ]
         return list({id(chunk): chunk for chunk in written}.values()) if written else written
 
@@ -236,36 +238,36 @@ class Unit:
         checkpoint that is loaded at once, say. No copy may be under way, nor work on the host.
         """
         with compat.without_torch_function(), torch.no_grad():
-            for bound in self.bounds:
-                chunk = bound.chunk
+            for managed in self.members:
+                chunk = managed.chunk
                 # Where the host has updated a streamed chunk its bytes are the newer ones, and the update counts as a write.
                 is_old = not self.is_resident and (chunk.host_work is not None or chunk.spec.name in self.consumed)
-                if bound.host_view is None or is_old or not chunk.is_on_device:
+                if managed.host_view is None or is_old or not chunk.is_on_device:
                     continue
-                if bound.foreign is not None and self.is_resident:
+                if managed.foreign is not None and self.is_resident:
                     continue  # the parameter shows memory of the user's
-                version = bound.version_in_backward if self.num_tasks else bound.version
-                if compat.version_of(bound.parameter) != version:
-                    (bound.host_view if bound.foreign is None else bound.foreign).copy_(bound.parameter)
+                version = managed.version_in_backward if self.num_tasks else managed.version
+                if compat.version_of(managed.parameter) != version:
+                    (managed.host_view if managed.foreign is None else managed.foreign).copy_(managed.parameter)
 
     def look_at_device(self) -> None:
         """Point the parameters to the open chunk and let the model see plain ones."""
-        self.unveil()
+        self.make_plain()
         if self.is_resident:
             self.adopt_foreign_data()
         elif not self.looks_at_device:
             self.adopt_foreign_data()
             # Before the first: where an exception comes in between, `look_at_host` takes back those that were pointed there.
             self.looks_at_device = True
-            for bound in self.bounds:
-                bound.parameter.data = bound.device_view
+            for managed in self.members:
+                managed.parameter.data = managed.device_view
 
     def fill_in_foreign_data(self) -> None:
         """The chunks have just come, with what lies in the homes: put in what the user has given parameters instead."""
-        for bound in self.bounds:
-            if bound.foreign is not None:
+        for managed in self.members:
+            if managed.foreign is not None:
                 with torch.no_grad():
-                    bound.device_view.copy_(bound.foreign)
+                    managed.device_view.copy_(managed.foreign)
 
     def adopt_foreign_data(self) -> None:
         """User code may have given parameters other memory (`p.data = x`, `model.cuda()`). Take the values over and look at
@@ -274,27 +276,29 @@ class Unit:
         if self.looks_at_device and not self.is_resident:
             return
         with compat.without_torch_function():
-            strangers = self._with_foreign_data()
-            for bound in strangers:
-                self._adopt(bound)
-        if strangers or self.shown_memory:
-            self.shown_memory = tuple(bound.foreign.data_ptr() for bound in self.bounds if bound.foreign is not None)
+            foreign = self._with_foreign_data()
+            for managed in foreign:
+                self._adopt(managed)
+        if foreign or self.shown_memory:
+            self.shown_memory = tuple(
+                managed.foreign.data_ptr() for managed in self.members if managed.foreign is not None
+            )
 
     def look_at_host(self) -> None:
         """Point the parameters to the host's bytes."""
         if self.looks_at_device and not self.is_resident:
-            self.unveil()
-            for bound in self.bounds:
-                assert bound.host_view is not None
-                bound.parameter.data = bound.host_view if bound.foreign is None else bound.foreign
+            self.make_plain()
+            for managed in self.members:
+                assert managed.host_view is not None
+                managed.parameter.data = managed.host_view if managed.foreign is None else managed.foreign
             self.looks_at_device = False
 
     def is_held(self, chunk: Chunk | None = None) -> bool:
         """Whether somebody else shows memory where the parameters rest, of this chunk or of all."""
-        bounds = self.bounds if chunk is None else [bound for bound in self.bounds if bound.chunk is chunk]
-        counts = compat.nums_of_owners([bound.home_storage for bound in bounds])
-        for bound, num_owners in zip(bounds, counts, strict=True):
-            if bound.foreign is not None or (num_owners > bound.num_own_views and bound.is_home_held()):
+        members = self.members if chunk is None else [managed for managed in self.members if managed.chunk is chunk]
+        counts = compat.nums_of_owners([managed.home_storage for managed in members])
+        for managed, num_owners in zip(members, counts, strict=True):
+            if managed.foreign is not None or (num_owners > managed.num_own_views and managed.is_home_held()):
                 return True
         return False
 
@@ -309,27 +313,27 @@ class Unit:
             return
         with compat.without_torch_function():
             on_device = [
-                bound
-                for bound in self.bounds
-                if compat.storage_key(bound.parameter) == compat.storage_key(bound.chunk.device)
+                managed
+                for managed in self.members
+                if compat.storage_key(managed.parameter) == compat.storage_key(managed.chunk.device)
             ]
-            self.looks_at_device = bool(self.visits) and len(on_device) == len(self.bounds)
-            for bound in on_device if not self.looks_at_device else ():
-                assert bound.host_view is not None
-                bound.parameter.data = bound.host_view if bound.foreign is None else bound.foreign
+            self.looks_at_device = bool(self.visits) and len(on_device) == len(self.members)
+            for managed in on_device if not self.looks_at_device else ():
+                assert managed.host_view is not None
+                managed.parameter.data = managed.host_view if managed.foreign is None else managed.foreign
 
-    def veil(self) -> None:
+    def make_pending(self) -> None:
         """From now on a look at a parameter settles the group first."""
-        veil_all(self.parameters, self)
+        make_all_pending(self.parameters, self)
 
-    def unveil(self) -> None:
+    def make_plain(self) -> None:
         """Parameters are what they seem."""
-        unveil_all(self.parameters)
+        make_all_plain(self.parameters)
 
     def settle(self) -> None:
         """Somebody looks at a parameter of the group: make its value true."""
         assert self.settler is not None
-        self.settler.settle_unit(self)
+        self.settler.settle_group(self)
 
     def check_gradient(self) -> None:
         """Refuse a look at a gradient that was used up."""
@@ -353,16 +357,16 @@ class Unit:
         """Tensors that modules have in the place of the group's parameters: `functional_call` gives them for one call."""
         found = [
             module._parameters.get(name)
-            for bound in self.bounds
-            for module, name in bound.owners
-            if _is_given(bound, module, name)
+            for managed in self.members
+            for module, name in managed.owners
+            if _is_given(managed, module, name)
         ]
         return [tensor for tensor in found if tensor is not None]
 
     @property
     def is_wholly_given(self) -> bool:
         """Whether modules have other tensors for all of the group's parameters."""
-        return all(_is_given(bound, module, name) for bound in self.bounds for module, name in bound.owners)
+        return all(_is_given(managed, module, name) for managed in self.members for module, name in managed.owners)
 
     def check_unchanged(self, *, may_be_given: bool = False) -> None:
         """Refuse a model whose parameters are not the managed ones any more, unless it may have others for one call."""
@@ -370,43 +374,43 @@ class Unit:
             self._check_unchanged(may_be_given)
 
     def _check_unchanged(self, may_be_given: bool) -> None:
-        for bound in self.bounds:
-            for module, name in () if may_be_given else bound.owners:
-                if module._parameters.get(name) is not bound.parameter:
+        for managed in self.members:
+            for module, name in () if may_be_given else managed.owners:
+                if module._parameters.get(name) is not managed.parameter:
                     raise ModelChangedError(
-                        f"parameter {bound.spec.name} of group {self.label} was replaced after the model was managed "
+                        f"parameter {managed.spec.name} of group {self.label} was replaced after the model was managed "
                         f"({type(module).__name__}.{name} is another object now); call session.close(), change the "
                         "model, and manage it again. Nothing was updated"
                     )
-            if not bound.spec.requires_grad and bound.parameter.requires_grad:
+            if not managed.spec.requires_grad and managed.parameter.requires_grad:
                 raise ModelChangedError(
-                    f"parameter {bound.spec.name} of group {self.label} was frozen when the model was managed, and is "
+                    f"parameter {managed.spec.name} of group {self.label} was frozen when the model was managed, and is "
                     "trained now, for which the plan has no room; call session.close(), make a plan for the model as it "
                     "is, and manage it again. Nothing was updated"
                 )
 
-    def _with_foreign_data(self) -> list[Bound]:
+    def _with_foreign_data(self) -> list[ManagedParameter]:
         """Those whose parameters do not look at home."""
-        found: list[Bound] = []
-        for bound in self.bounds:
-            parameter, home = bound.parameter, bound.home
-            if parameter.data_ptr() == bound.home_address and parameter.dtype == home.dtype:
-                bound.foreign = None
+        found: list[ManagedParameter] = []
+        for managed in self.members:
+            parameter, home = managed.parameter, managed.home
+            if parameter.data_ptr() == managed.home_address and parameter.dtype == home.dtype:
+                managed.foreign = None
                 continue
             if parameter.shape != home.shape or parameter.dtype != home.dtype:
                 raise ModelChangedError(
-                    f"parameter {bound.spec.name} of group {self.label} became {parameter.dtype} "
+                    f"parameter {managed.spec.name} of group {self.label} became {parameter.dtype} "
                     f"{tuple(parameter.shape)} after the model was managed as {home.dtype} {tuple(home.shape)}; call "
                     "session.close(), change the model, and manage it again. Nothing was updated"
                 )
-            found.append(bound)
+            found.append(managed)
         return found
 
-    def _adopt(self, bound: Bound) -> None:
-        parameter, home = bound.parameter, bound.home
-        bound.foreign = None
+    def _adopt(self, managed: ManagedParameter) -> None:
+        parameter, home = managed.parameter, managed.home
+        managed.foreign = None
         # A graph that is alive is through the memory as it was: in plain torch it keeps that.
-        is_kept = compat.num_storage_owners(parameter) > 1 or bound.is_home_held() or bool(self.visits)
+        is_kept = compat.num_storage_owners(parameter) > 1 or managed.is_home_held() or bool(self.visits)
         with torch.no_grad():
             if not is_kept:
                 home.copy_(parameter.data)
@@ -415,20 +419,20 @@ class Unit:
             if self.is_resident and (parameter.device != home.device or parameter.stride() != home.stride()):
                 # The model computes with it where it is.
                 parameter.data = beside(home).copy_(parameter.data)
-            bound.foreign = parameter.data
+            managed.foreign = parameter.data
 
 
-def _is_given(bound: Bound, module: nn.Module, name: str) -> bool:
-    return module._parameters.get(name) is not bound.parameter
+def _is_given(managed: ManagedParameter, module: nn.Module, name: str) -> bool:
+    return module._parameters.get(name) is not managed.parameter
 
 
-def chunks_in(units: Iterable[Unit]) -> list[Chunk]:
-    """All chunks of all units."""
-    return [chunk for unit in units for chunk in unit.group.chunks]
+def chunks_in(groups: Iterable[ManagedGroup]) -> list[Chunk]:
+    """All chunks of all groups."""
+    return [chunk for group in groups for chunk in group.stored.chunks]
 
 
 class Settler(Protocol):
-    """What a unit calls when somebody looks at one of its parameters."""
+    """What a group calls when somebody looks at one of its parameters."""
 
-    def settle_unit(self, unit: Unit) -> None:
-        """Make the unit's parameters true and plain."""
+    def settle_group(self, group: ManagedGroup) -> None:
+        """Make the group's parameters true and plain."""

@@ -1,8 +1,8 @@
-"""Veiled tensors: a parameter or gradient that is not what it seems yet, and becomes so when somebody looks.
+"""Pending tensors: a parameter or gradient that is not what it seems yet, and becomes so when somebody looks.
 
 Between its uses a streamed parameter may have an update under way on the host, a newer value that is still being copied
 back, or a prefetched copy that a write would leave behind. To wait for all of that after each step would undo the
-overlap; so the tensor is veiled instead: its class is exchanged for one whose `__torch_function__` first settles what
+overlap; so the tensor is pending instead: its class is exchanged for one whose `__torch_function__` first settles what
 is pending. A loop that never looks never waits, and one that looks always sees the true value. Inside a group's window
 its parameters are ordinary ones: no operator of the model pays for this.
 """
@@ -20,15 +20,15 @@ from torch import nn
 from lowtide import compat
 
 
-class Lease(Protocol):
-    """Who veiled the tensor, and can lift the veil."""
+class PendingValue(Protocol):
+    """What a pending tensor waits for."""
 
     @property
     def label(self) -> str:
         """What the tensor belongs to, for messages."""
 
     def settle(self) -> None:
-        """Make the tensor's value the true one, and unveil it unless its gradient is still to be guarded."""
+        """Make the tensor's value the true one, and the tensor plain unless its gradient is still to be guarded."""
 
     def check_gradient(self) -> None:
         """Raise if the gradient may not be looked at."""
@@ -37,13 +37,13 @@ class Lease(Protocol):
         """Wait for what the loop has told the device so far."""
 
 
-_LEASES: dict[int, weakref.ref[Lease]] = {}
-"""By the `id` of the veiled tensor. Not an attribute of the tensor: it would travel with pickles and copies. Weak, so that
-a session that is forgotten with its model is freed. Asked about veiled tensors alone, each of which wrote its own entry."""
+_VALUES: dict[int, weakref.ref[PendingValue]] = {}
+"""By the `id` of the pending tensor. Not an attribute of the tensor: it would travel with pickles and copies. Weak, so that
+a session that is forgotten with its model is freed. Asked about pending tensors alone, each of which wrote its own entry."""
 
 
-def _lease_of(tensor: torch.Tensor) -> Lease | None:
-    reference = _LEASES.get(id(tensor))
+def _value_of(tensor: torch.Tensor) -> PendingValue | None:
+    reference = _VALUES.get(id(tensor))
     return None if reference is None else reference()
 
 
@@ -90,21 +90,21 @@ _HARMLESS: frozenset[object] = frozenset(
 def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
     kwargs = kwargs or {}
     if func in _GRADIENT_ACCESS:
-        lease = _lease_of(args[0])
-        if lease is not None:
-            lease.check_gradient()
+        value = _value_of(args[0])
+        if value is not None:
+            value.check_gradient()
     lifted: list[str] = []
     if func not in _HARMLESS and func not in _GRADIENT_ACCESS:
-        for tensor in _veiled_in((args, tuple(kwargs.values()))):
-            lease = _lease_of(tensor)
-            lifted += [] if lease is None else [lease.label]
-            lift(tensor)
+        for tensor in _pending_in((args, tuple(kwargs.values()))):
+            value = _value_of(tensor)
+            lifted += [] if value is None else [value.label]
+            settle(tensor)
     if func is compat.UNSCALE:
         # GradScaler copies its scale and its overflow flag to the host without waiting, and its kernel reads them there.
-        for tensor in _veiled_in(args):
-            lease = _lease_of(tensor)
-            if lease is not None:
-                lease.wait_for_device()
+        for tensor in _pending_in(args):
+            value = _value_of(tensor)
+            if value is not None:
+                value.wait_for_device()
                 break
     try:
         with compat.without_torch_function():
@@ -119,7 +119,7 @@ def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] |
         raise
 
 
-class VeiledTensor(torch.Tensor):
+class PendingTensor(torch.Tensor):
     """A gradient that is still on its way, or that a pending update still reads."""
 
     @classmethod
@@ -129,18 +129,18 @@ class VeiledTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as the plain tensor that it is."""
-        lift(self)
+        settle(self)
         with _plain(self):
             return torch.Tensor.__reduce_ex__(self, protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """Copied as the plain tensor that it is."""
-        lift(self)
+        settle(self)
         with _plain(self):
             return torch.Tensor.__deepcopy__(self, memo)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class VeiledParameter(nn.Parameter):
+class PendingParameter(nn.Parameter):
     """A parameter between two uses of its group, while something is pending."""
 
     is_plain_when_settled = True
@@ -153,13 +153,13 @@ class VeiledParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as the plain parameter that it is."""
-        lift(self)
+        settle(self)
         with compat.without_torch_function():
             return nn.Parameter.__reduce_ex__(self, protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Copied as the plain parameter that it is."""
-        lift(self)
+        settle(self)
         with compat.without_torch_function():
             copied: nn.Parameter = nn.Parameter.__deepcopy__(self, memo)
         copied.__class__ = nn.Parameter
@@ -168,73 +168,73 @@ class VeiledParameter(nn.Parameter):
 
 @contextlib.contextmanager
 def _plain(tensor: torch.Tensor) -> Iterator[None]:
-    """The tensor without its veil for a moment; a gradient on the host keeps it."""
-    veiled = type(tensor)
-    if veiled is VeiledTensor:
+    """The tensor with its plain class inside the block; a gradient on the host is pending again after it."""
+    kind = type(tensor)
+    if kind is PendingTensor:
         tensor.__class__ = torch.Tensor
     try:
         yield
     finally:
-        tensor.__class__ = veiled
+        tensor.__class__ = kind
 
 
-def veil(tensor: torch.Tensor, lease: Lease) -> None:
-    """From now on whoever looks at the tensor settles the lease first."""
-    _LEASES[id(tensor)] = weakref.ref(lease)
+def make_pending(tensor: torch.Tensor, value: PendingValue) -> None:
+    """From now on a look at the tensor settles the value first."""
+    _VALUES[id(tensor)] = weakref.ref(value)
     # Lazy parameters of torch change their class in the same way.
-    tensor.__class__ = VeiledParameter if isinstance(tensor, nn.Parameter) else VeiledTensor
+    tensor.__class__ = PendingParameter if isinstance(tensor, nn.Parameter) else PendingTensor
 
 
-def unveil(tensor: torch.Tensor) -> None:
+def make_plain(tensor: torch.Tensor) -> None:
     """An ordinary tensor again. The caller knows that its value is the true one."""
-    veiled = type(tensor)
-    # The class before the lease: what is veiled has one, wherever an exception comes.
-    if veiled is VeiledParameter:
+    kind = type(tensor)
+    # The class before the entry: what is pending has one, wherever an exception comes.
+    if kind is PendingParameter:
         tensor.__class__ = nn.Parameter
-        _LEASES.pop(id(tensor), None)
-    elif veiled is VeiledTensor:
+        _VALUES.pop(id(tensor), None)
+    elif kind is PendingTensor:
         tensor.__class__ = torch.Tensor
-        _LEASES.pop(id(tensor), None)
+        _VALUES.pop(id(tensor), None)
 
 
-def veil_all(parameters: Iterable[nn.Parameter], lease: Lease) -> None:
-    """`veil`, for parameters that are not veiled yet."""
-    reference = weakref.ref(lease)
+def make_all_pending(parameters: Iterable[nn.Parameter], value: PendingValue) -> None:
+    """`make_pending`, for parameters that are not pending yet."""
+    reference = weakref.ref(value)
     for parameter in parameters:
-        if type(parameter) is not VeiledParameter:
-            _LEASES[id(parameter)] = reference
-            parameter.__class__ = VeiledParameter
+        if type(parameter) is not PendingParameter:
+            _VALUES[id(parameter)] = reference
+            parameter.__class__ = PendingParameter
 
 
-def unveil_all(parameters: Iterable[nn.Parameter]) -> None:
-    """`unveil`, for those that are veiled."""
+def make_all_plain(parameters: Iterable[nn.Parameter]) -> None:
+    """`make_plain`, for those that are pending."""
     for parameter in parameters:
         kind: type[torch.Tensor] = type(parameter)
-        if kind is VeiledParameter:
+        if kind is PendingParameter:
             parameter.__class__ = nn.Parameter
-            _LEASES.pop(id(parameter), None)
+            _VALUES.pop(id(parameter), None)
 
 
-def is_veiled(tensor: torch.Tensor) -> bool:
+def is_pending(tensor: torch.Tensor) -> bool:
     """Whether a look at the tensor would settle something first."""
-    return type(tensor) in (VeiledParameter, VeiledTensor)
+    return type(tensor) in (PendingParameter, PendingTensor)
 
 
-def lift(tensor: torch.Tensor) -> None:
-    """Settle what is pending for the tensor; its lease unveils it, unless there is more to guard."""
-    lease = _lease_of(tensor)
-    if lease is not None:
-        lease.settle()
+def settle(tensor: torch.Tensor) -> None:
+    """Settle what is pending for the tensor; the value makes it plain again, unless there is more to guard."""
+    value = _value_of(tensor)
+    if value is not None:
+        value.settle()
     else:
-        unveil(tensor)
+        make_plain(tensor)
 
 
-def _veiled_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
+def _pending_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
     for value in values:
         if isinstance(value, torch.Tensor):
-            if is_veiled(value):
+            if is_pending(value):
                 yield value
         elif isinstance(value, list | tuple):
-            yield from _veiled_in(value)
+            yield from _pending_in(value)
         elif isinstance(value, dict):
-            yield from _veiled_in(value.values())
+            yield from _pending_in(value.values())

@@ -9,160 +9,160 @@ import torch
 from lowtide.memory.chunk import Chunk, ChunkState, StoredGroup
 from lowtide.memory.mover import Copied, Ticket
 from lowtide.memory.store import ChunkStore
-from lowtide.runtime.parameters.group import Unit
+from lowtide.runtime.parameters.group import ManagedGroup
 from lowtide.runtime.parameters.tensors import beside
 from lowtide.runtime.statistics.recording import Recorder
 
 
 class Residency:
-    """The units of a session over their store. Also the store's listener.
+    """The groups of a session over their store. Also the store's listener.
 
     `store` is set right after both are made: each of the two needs the other.
     """
 
     store: ChunkStore
 
-    def __init__(self, units: Iterable[Unit], recorder: Recorder) -> None:
-        self.units = {unit.name: unit for unit in units}
+    def __init__(self, groups: Iterable[ManagedGroup], recorder: Recorder) -> None:
+        self.groups = {group.name: group for group in groups}
         self._recorder = recorder
 
-    def open(self, unit: Unit) -> None:
+    def open(self, group: ManagedGroup) -> None:
         """Bring the group to the device, and let its parameters look there."""
-        self.store.open(unit.name)
+        self.store.open(group.name)
         try:
-            unit.look_at_device()
-            if unit.shown_memory and not unit.is_resident and unit.group.num_open == 1:
-                unit.fill_in_foreign_data()
+            group.look_at_device()
+            if group.shown_memory and not group.is_resident and group.stored.num_open == 1:
+                group.fill_in_foreign_data()
         except BaseException:
-            self.store.close(unit.name)
+            self.store.close(group.name)
             raise
 
-    def open_all(self, units: Sequence[Unit]) -> None:
+    def open_all(self, groups: Sequence[ManagedGroup]) -> None:
         """All of them or, where one fails, none."""
-        opened: list[Unit] = []
+        opened: list[ManagedGroup] = []
         try:
-            for unit in units:
-                self.open(unit)
-                opened.append(unit)
+            for group in groups:
+                self.open(group)
+                opened.append(group)
         except BaseException:
-            for unit in opened:
-                self.close(unit)
+            for group in opened:
+                self.close(group)
             raise
 
-    def close(self, unit: Unit, at: Ticket | None = None) -> None:
+    def close(self, group: ManagedGroup, at: Ticket | None = None) -> None:
         """One use less; after the last one a look at a parameter is noticed. See `ChunkStore.close` for `at`."""
-        self.store.close(unit.name, at)
-        if unit.group.num_open:
+        self.store.close(group.name, at)
+        if group.stored.num_open:
             return
-        self.forget_old_copy(unit)
-        self.guard(unit)
+        self.forget_old_copy(group)
+        self.guard(group)
 
-    def forget_old_copy(self, unit: Unit) -> None:
+    def forget_old_copy(self, group: ManagedGroup) -> None:
         """Where the host is changing the weights, or somebody may, a copy on the device is the old one."""
-        if unit.is_resident or unit.group.num_open:
+        if group.is_resident or group.stored.num_open:
             return
-        if any(chunk.host_work is not None for chunk in unit.group.chunks) or unit.is_held():
-            self.store.drop(unit.name)
+        if any(chunk.host_work is not None for chunk in group.stored.chunks) or group.is_held():
+            self.store.drop(group.name)
 
-    def keep_writes(self, unit: Unit) -> None:
+    def keep_writes(self, group: ManagedGroup) -> None:
         """The forward wrote to its own weights, on the device: bring that to where the truth is."""
-        for chunk in unit.written_chunks():
-            self.keep_write(unit, chunk)
+        for chunk in group.written_chunks():
+            self.keep_write(group, chunk)
 
-    def keep_write(self, unit: Unit, chunk: Chunk) -> None:
+    def keep_write(self, group: ManagedGroup, chunk: Chunk) -> None:
         """The user's code wrote to weights of the chunk on the device."""
         if chunk.state is ChunkState.RESIDENT:
             chunk.mark_touched()
         elif chunk.state in (ChunkState.IN_USE, ChunkState.WRITING_BACK) and chunk.host_work is None:
-            self.write_back(unit, chunk)
+            self.write_back(group, chunk)
 
-    def write_back(self, unit: Unit, chunk: Chunk) -> None:
+    def write_back(self, group: ManagedGroup, chunk: Chunk) -> None:
         """The computation changed an open chunk of streamed weights: copy it to where the truth is."""
-        unit.is_awaited = unit.is_awaited or unit.is_held(chunk)
-        if unit.shown_memory:
-            self._write_back_beside(unit, chunk)
+        group.is_awaited = group.is_awaited or group.is_held(chunk)
+        if group.shown_memory:
+            self._write_back_beside(group, chunk)
         else:
             self.store.write_back(chunk)
 
-    def _write_back_beside(self, unit: Unit, chunk: Chunk) -> None:
+    def _write_back_beside(self, group: ManagedGroup, chunk: Chunk) -> None:
         """To where parameters show memory of the user's; their homes keep what they have, though chunks are copied whole."""
-        strangers = [bound for bound in unit.bounds if bound.chunk is chunk and bound.foreign is not None]
-        kept = [beside(bound.home).copy_(bound.home) for bound in strangers]
+        foreign = [managed for managed in group.members if managed.chunk is chunk and managed.foreign is not None]
+        kept = [beside(managed.home).copy_(managed.home) for managed in foreign]
         self.store.write_back(chunk)
         assert chunk.written is not None
         chunk.written.ended.wait()
         with torch.no_grad():
-            for bound, values in zip(strangers, kept, strict=True):
-                assert bound.foreign is not None
-                bound.foreign.copy_(bound.home)
-                bound.home.copy_(values)
+            for managed, values in zip(foreign, kept, strict=True):
+                assert managed.foreign is not None
+                managed.foreign.copy_(managed.home)
+                managed.home.copy_(values)
 
     def settle_held(self) -> None:
         """Wait for what is changing memory that somebody holds; see Note [Memory that the user holds] in `parameters.group`."""
-        for unit in self.units.values():
-            if unit.is_awaited and not unit.group.num_open:
-                self.settle(unit)
-                unit.is_awaited = False
+        for group in self.groups.values():
+            if group.is_awaited and not group.stored.num_open:
+                self.settle(group)
+                group.is_awaited = False
 
-    def settle(self, unit: Unit) -> None:
-        """Wait for the unit's true values, and forget copies that a write would leave behind."""
-        for chunk in unit.group.chunks:
+    def settle(self, group: ManagedGroup) -> None:
+        """Wait for the group's true values, and forget copies that a write would leave behind."""
+        for chunk in group.stored.chunks:
             if chunk.state is not ChunkState.RESIDENT:
                 chunk.settle_host()
-        if unit.is_resident:
-            self.store.refresh(unit.name)
-            for chunk in unit.group.chunks:
+        if group.is_resident:
+            self.store.refresh(group.name)
+            for chunk in group.stored.chunks:
                 chunk.mark_touched()
         else:
-            self.store.drop(unit.name)
-            unit.look_at_host()
-        self.guard(unit)
+            self.store.drop(group.name)
+            group.look_at_host()
+        self.guard(group)
 
-    def guard(self, unit: Unit) -> None:
-        """Veil the unit's parameters if something is pending for them, or a write must be noticed; else leave them plain."""
-        if unit.group.num_open:
+    def guard(self, group: ManagedGroup) -> None:
+        """Make the parameters pending if something is under way for them, or a write must be noticed; else plain."""
+        if group.stored.num_open:
             return
-        is_pending = unit.guards_gradients or any(
+        has_pending_work = group.guards_gradients or any(
             chunk.host_work is not None
-            or (unit.is_resident and chunk.host is not None and not chunk.is_touched)
+            or (group.is_resident and chunk.host is not None and not chunk.is_touched)
             or chunk.state in (ChunkState.IDLE, ChunkState.FETCHING)
             or (chunk.written is not None and not chunk.written.ended.is_done())
-            for chunk in unit.group.chunks
+            for chunk in group.stored.chunks
         )
-        if is_pending or (unit.looks_at_device and not unit.is_resident):
-            unit.veil()
+        if has_pending_work or (group.looks_at_device and not group.is_resident):
+            group.make_pending()
         else:
-            unit.unveil()
+            group.make_plain()
 
     def rebuild(self) -> None:
         """Start afresh after an exception: no group is open, parameters and chunks are where they rest. No work may be under
         way on the host.
         """
-        for unit in self.units.values():
+        for group in self.groups.values():
             # A look at a parameter from now on, until all is in order, must not reach memory that goes.
-            unit.veil()
-        for unit in self.units.values():
-            unit.rebuild()
+            group.make_pending()
+        for group in self.groups.values():
+            group.rebuild()
         self.store.rebuild()
-        for unit in self.units.values():
-            self.guard(unit)
+        for group in self.groups.values():
+            self.guard(group)
 
     def rest(self) -> None:
         """No graph was made: parameters look at the host again."""
-        for unit in self.units.values():
-            if not unit.group.num_open and not unit.visits:
-                unit.look_at_host()
-                self.guard(unit)
+        for group in self.groups.values():
+            if not group.stored.num_open and not group.visits:
+                group.look_at_host()
+                self.guard(group)
 
     # -- told by the store ---------------------------------------------------------------------------------------------
 
     def may_fetch_ahead(self, group: StoredGroup) -> bool:
         """Not while somebody may write to the host's bytes unnoticed."""
-        return not self.units[group.name].is_held()
+        return not self.groups[group.name].is_held()
 
     def before_fetch(self, chunk: Chunk) -> None:
         """The user may have given a parameter other memory."""
-        self.units[chunk.spec.group].adopt_foreign_data()
+        self.groups[chunk.spec.group].adopt_foreign_data()
 
     def on_copy(self, chunk: Chunk, copied: Copied, reason: str) -> None:
         """For the statistics."""
@@ -171,9 +171,9 @@ class Residency:
     def on_present(self, chunk: Chunk, at: Ticket) -> None:
         """A copy on the device goes out of date when somebody writes to the parameter: watch it."""
         self._recorder.on_present(chunk, at)
-        unit = self.units[chunk.spec.group]
-        if not unit.group.num_open:
-            unit.veil()
+        group = self.groups[chunk.spec.group]
+        if not group.stored.num_open:
+            group.make_pending()
 
     def on_absent(self, chunk: Chunk, at: Ticket) -> None:
         """For the statistics."""

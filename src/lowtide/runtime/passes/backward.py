@@ -23,7 +23,7 @@ from lowtide import compat
 from lowtide.memory.mover import Mover, Ticket
 from lowtide.planning.plan import Schedule
 from lowtide.runtime.parameters.gradients import GradientMover
-from lowtide.runtime.parameters.group import Bound, Unit
+from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter
 from lowtide.runtime.parameters.residency import Residency
 from lowtide.runtime.passes.backward_task import (
     BackwardTask,
@@ -37,7 +37,7 @@ from lowtide.runtime.passes.backward_task import (
     session_was_closed,
     why_step_is_lost,
 )
-from lowtide.runtime.passes.lock import HELD, SessionLock, alone, other_threads_in_backward, two_threads
+from lowtide.runtime.passes.lock import HELD, SessionLock, locked, other_threads_in_backward, two_threads
 from lowtide.runtime.passes.window import Visit
 from lowtide.runtime.statistics.observer import StepObserver
 from lowtide.runtime.statistics.recording import Recorder
@@ -78,7 +78,7 @@ class BackwardPass:
         """Names of parameters whose gradients the last backward dropped, by their `id`; `step()` does not forget them."""
         self.is_untold = False
         """Whether that step has moved some groups and not others, and the user has not been told which."""
-        self._units = residency.units
+        self._groups = residency.groups
         self._residency = residency
         self._mover = mover
         self._gradients = gradients
@@ -100,10 +100,10 @@ class BackwardPass:
 
     def watch_gradients(self) -> None:
         """Be told when a parameter's gradient is complete, where that is not simply left to autograd."""
-        for unit in self._units.values():
-            if unit.is_resident and self._schedule is Schedule.DEFERRED and not any(map(is_away, unit.bounds)):
+        for group in self._groups.values():
+            if group.is_resident and self._schedule is Schedule.DEFERRED and not any(map(is_away, group.members)):
                 continue
-            self._hooks.watch(unit, self._on_gradient, self._before_gradient)
+            self._hooks.watch(group, self._on_gradient, self._before_gradient)
 
     def stop(self) -> None:
         """The session ends: remove the hooks, and refuse what graphs that outlive it ask for."""
@@ -112,23 +112,23 @@ class BackwardPass:
 
     # -- told by visits ------------------------------------------------------------------------------------------------
 
-    @alone
+    @locked
     def reached(self, visit: Visit, gradient: torch.Tensor) -> None:
         """A gradient arrived at a module's output: open its groups."""
         window = visit.window
         if self._is_stopped:
-            if all(unit.is_resident for unit in window.units):
+            if all(group.is_resident for group in window.groups):
                 return
             raise session_was_closed(window)
         task = self._current_task(gradient)
-        if torch.is_grad_enabled() and any(not unit.is_resident for unit in window.units):
+        if torch.is_grad_enabled() and any(not group.is_resident for group in window.groups):
             raise graph_through_streamed(window)
         if visit.backward == task.number and visit.is_open:
             return
-        for unit, generation, shown in zip(window.units, visit.generations, visit.shown, strict=True):
-            refuse_old_weights(unit, generation)
-            if not unit.looks_at_device or unit.shown_memory != shown:
-                refuse_other_memory(unit, shown)
+        for group, generation, shown in zip(window.groups, visit.generations, visit.shown, strict=True):
+            refuse_old_weights(group, generation)
+            if not group.looks_at_device or group.shown_memory != shown:
+                refuse_other_memory(group, shown)
         self._recorder.phase = "backward"
         if task.late:
             self._close_late(task)
@@ -137,18 +137,18 @@ class BackwardPass:
             if other.first_node >= visit.next_node:
                 self._end_visit(task, other)
         visit.backward = task.number
-        self._residency.open_all(window.units)
-        for unit in window.units:
-            task.enter(unit)
+        self._residency.open_all(window.groups)
+        for group in window.groups:
+            task.enter(group)
         visit.is_open = True
         task.open_visits.append(visit)
         if self._schedule is Schedule.IN_BACKWARD and self.finisher is not None:
-            self.finisher.prefetch(window.units)
+            self.finisher.prefetch(window.groups)
         self._visit_started[id(visit)] = self._mover.now()
         if self._observer is not None:
             self._observer.moment(window.name, "backward")
 
-    @alone
+    @locked
     def left(self, visit: Visit) -> None:
         """The oldest node of a module's call has run: its backward is over."""
         task = self._tasks.get(visit.backward) if visit.backward is not None else None
@@ -161,95 +161,95 @@ class BackwardPass:
         visit.is_open = False
         task.open_visits.remove(visit)
         try:
-            for unit in visit.window.units:
-                unit.visits.discard(visit)
-                self._finish(unit, task, is_last=False)
+            for group in visit.window.groups:
+                group.visits.discard(visit)
+                self._finish(group, task, is_last=False)
         finally:
             started = self._visit_started.pop(id(visit))
-            if visit.window.units:
+            if visit.window.groups:
                 ended = self._mover.now()
-                self._recorder.on_compute(visit.window.units[0].name, "backward", started, ended)
-                for unit in visit.window.units:
-                    if unit.awaits_hooks:
-                        task.late.append(unit)
+                self._recorder.on_compute(visit.window.groups[0].name, "backward", started, ended)
+                for group in visit.window.groups:
+                    if group.awaits_hooks:
+                        task.late.append(group)
                     else:
-                        self._residency.close(unit, ended)
+                        self._residency.close(group, ended)
 
     def _close_late(self, task: BackwardTask) -> None:
         """Gradients of a module's last node are accumulated right after it, and before anything else: hooks have run."""
         while task.late:
-            unit = task.late.pop()
+            group = task.late.pop()
             try:
-                unit.awaits_hooks = False
-                for bound in unit.bounds:
-                    bound.is_hook_awaited = False
-                self._keep_writes(unit)
+                group.awaits_hooks = False
+                for managed in group.members:
+                    managed.is_hook_awaited = False
+                self._keep_writes(group)
             finally:
-                self._residency.close(unit)
+                self._residency.close(group)
 
     # -- told by parameters --------------------------------------------------------------------------------------------
 
-    @alone
-    def _before_gradient(self, unit: Unit, gradient: torch.Tensor) -> None:
+    @locked
+    def _before_gradient(self, group: ManagedGroup, gradient: torch.Tensor) -> None:
         """Of resident weights that the host updates: outside of their module's call too, what the host has is set aside."""
         del gradient
-        if unit.num_tasks == 0 and compat.backward_number() is not None:
-            refuse_old_weights(unit, unit.generation)
-            self._current_task(None).enter(unit)
+        if group.num_tasks == 0 and compat.backward_number() is not None:
+            refuse_old_weights(group, group.generation)
+            self._current_task(None).enter(group)
 
-    @alone
-    def _on_gradient(self, unit: Unit, bound: Bound, parameter: torch.Tensor) -> None:
-        if unit.num_tasks == 0:
-            if not unit.is_resident:
+    @locked
+    def _on_gradient(self, group: ManagedGroup, managed: ManagedParameter, parameter: torch.Tensor) -> None:
+        if group.num_tasks == 0:
+            if not group.is_resident:
                 return  # used outside its module's call, on the host: autograd has put the gradient where it belongs
-            task = self._current_task(None if unit.is_consumed else parameter.grad)
-            refuse_old_weights(unit, unit.generation)
-            task.enter(unit)
+            task = self._current_task(None if group.is_consumed else parameter.grad)
+            refuse_old_weights(group, group.generation)
+            task.enter(group)
         task = self._current_task(None)
         if torch.is_grad_enabled() and self._schedule is Schedule.IN_BACKWARD and self.finisher is not None:
-            raise graph_through_used_up(unit)
-        if bound.chunk.spec.name in unit.consumed:
-            refuse_old_weights(unit, unit.generation)
-        if bound.is_hooked or compat.version_of(parameter) != bound.version_in_backward:
-            self._note_hooks(unit, bound, task)
-        if is_away(bound):
+            raise graph_through_used_up(group)
+        if managed.chunk.spec.name in group.consumed:
+            refuse_old_weights(group, group.generation)
+        if managed.is_hooked or compat.version_of(parameter) != managed.version_in_backward:
+            self._note_hooks(group, managed, task)
+        if is_away(managed):
             with compat.without_torch_function():
                 gradient = parameter.grad
             if gradient is None:
-                bound.stashed = None  # a hook of the user's has used the gradient up, with what was there before
+                managed.stashed = None  # a hook of the user's has used the gradient up, with what was there before
                 return
             if self._is_dropped(parameter):
-                bound.stashed = parameter.grad = None
-                unit.dropped.add(bound.spec.name)
-                self.dropped[id(parameter)] = bound.spec.name
+                managed.stashed = parameter.grad = None
+                group.dropped.add(managed.spec.name)
+                self.dropped[id(parameter)] = managed.spec.name
             else:
-                self._gradients.take(bound)
-        bound.has_fired = True
-        self._finish(unit, task, is_last=False)
+                self._gradients.take(managed)
+        managed.has_fired = True
+        self._finish(group, task, is_last=False)
 
-    def _note_hooks(self, unit: Unit, bound: Bound, task: BackwardTask) -> None:
+    def _note_hooks(self, group: ManagedGroup, managed: ManagedParameter, task: BackwardTask) -> None:
         """Hooks of the user's on the gradient have run, and may have written to the weights on the device."""
-        is_written = compat.version_of(bound.parameter) != bound.version_in_backward
+        is_written = compat.version_of(managed.parameter) != managed.version_in_backward
         # Past autograd (`p.data.add_(...)`) it cannot be seen. Where nobody else updates the parameter, that is what they are for.
-        is_theirs = self.finisher is None or not self.finisher.updater.optimizer.knows(bound.parameter)
-        bound.is_written_in_backward = is_written or is_theirs
-        bound.is_hook_awaited = False
-        unit.awaits_hooks = any(other.is_hook_awaited for other in unit.bounds)
-        self._keep_writes(unit)
-        if unit in task.late and not unit.awaits_hooks:
-            task.late.remove(unit)
-            self._residency.close(unit)
+        is_theirs = self.finisher is None or not self.finisher.updater.optimizer.knows(managed.parameter)
+        managed.is_written_in_backward = is_written or is_theirs
+        managed.is_hook_awaited = False
+        group.awaits_hooks = any(other.is_hook_awaited for other in group.members)
+        self._keep_writes(group)
+        if group in task.late and not group.awaits_hooks:
+            task.late.remove(group)
+            self._residency.close(group)
 
-    def _keep_writes(self, unit: Unit) -> None:
+    def _keep_writes(self, group: ManagedGroup) -> None:
         """Bring what hooks have written to where the truth is, chunk by chunk, when all hooks of the chunk have run."""
-        for chunk in unit.group.chunks:
-            bounds = [bound for bound in unit.bounds if bound.chunk is chunk]
-            if any(bound.is_written_in_backward for bound in bounds) and not any(
-                bound.is_hook_awaited for bound in bounds
+        for chunk in group.stored.chunks:
+            members = [managed for managed in group.members if managed.chunk is chunk]
+            if any(managed.is_written_in_backward for managed in members) and not any(
+                managed.is_hook_awaited for managed in members
             ):
-                for bound in bounds:
-                    bound.is_written_in_backward = False
-                self._residency.keep_write(unit, chunk)
+                for managed in members:
+                    managed.is_written_in_backward = False
+                self._residency.keep_write(group, chunk)
 
     # -- one backward --------------------------------------------------------------------------------------------------
 
@@ -276,28 +276,28 @@ class BackwardPass:
             self._loss.judge(gradient)
         return task
 
-    @alone
+    @locked
     def _end_task(self, number: int) -> None:
         task = self._tasks[number]
         for visit in list(task.open_visits):
             self._end_visit(task, visit)
         self._close_late(task)
-        for unit in task.units.values():
-            self._finish(unit, task, is_last=True)
+        for group in task.groups.values():
+            self._finish(group, task, is_last=True)
         # Not before: what an update raises is the end of a backward that broke off.
         del self._tasks[number]
         if self.finisher is not None:
             self.finisher.updater.optimizer.dismiss()
-        for unit in task.leave():
-            self._show_host(unit)
-            self._residency.guard(unit)
+        for group in task.leave():
+            self._show_host(group)
+            self._residency.guard(group)
         self._residency.settle_held()
         self._gradient_watch.send()
         self._residency.store.prefetch()
         self._recorder.phases.backward_ends(number)
         HELD.rest()
 
-    @alone
+    @locked
     def check_broken(self) -> None:
         """Where something broke off: put everything back where it belongs. In a backward, the step is lost.
 
@@ -309,35 +309,35 @@ class BackwardPass:
             return
         if self._tasks or self._lock.is_backward_broken:
             self._lock.broke_off(is_in_backward=True)
-            self.lose_step(unit for unit in self._units.values() if unit.is_consumed)
+            self.lose_step(group for group in self._groups.values() if group.is_consumed)
         self.put_in_order()
 
     def put_in_order(self) -> None:
         """Start afresh from the truth."""
         self._lock.broke_off()  # until it is done
-        self._gradients.abandon(bound for unit in self._units.values() for bound in unit.bounds)
+        self._gradients.abandon(managed for group in self._groups.values() for managed in group.members)
         self._mover.drain()
-        for unit in self._units.values():
-            if unit.group.num_open:
-                unit.keep_late_writes()
+        for group in self._groups.values():
+            if group.stored.num_open:
+                group.keep_late_writes()
         for task in self._tasks.values():
             for visit in task.open_visits:
                 visit.is_open = False
             task.late.clear()
         self._visit_started.clear()
         self._residency.rebuild()
-        for unit in self._units.values():
-            self._show_gradients(unit)
+        for group in self._groups.values():
+            self._show_gradients(group)
         if self.finisher is not None:
             self.finisher.updater.optimizer.dismiss()
         self._tasks.clear()
         self._lock.put_in_order()
 
-    def lose_step(self, moved: Iterable[Unit], where: str = "the backward of this step") -> None:
+    def lose_step(self, moved: Iterable[ManagedGroup], where: str = "the backward of this step") -> None:
         """The step broke off there when these had moved: `step` refuses until the user gives it up."""
-        labels = sorted({unit.label for unit in moved})
-        self.lost = why_step_is_lost(labels, len(self._units), where)
-        is_whole = all(len(unit.consumed) == len(unit.group.chunks) for unit in self._units.values())
+        labels = sorted({group.label for group in moved})
+        self.lost = why_step_is_lost(labels, len(self._groups), where)
+        is_whole = all(len(group.consumed) == len(group.stored.chunks) for group in self._groups.values())
         self.is_untold = bool(labels) and not is_whole
 
     def has_broken_off(self) -> bool:
@@ -349,7 +349,7 @@ class BackwardPass:
     def why_mixed(self) -> str | None:
         """What a backward that broke off has moved; None where it moved nothing, or none did."""
         moved = self._moved() if self.has_broken_off() else []
-        return why_step_is_lost(moved, len(self._units)) if moved else None
+        return why_step_is_lost(moved, len(self._groups)) if moved else None
 
     def refuse_beside(self, what: str) -> None:
         """Refuse what this thread begins while another runs a backward. See Note [Threads] in `passes.lock`."""
@@ -379,11 +379,11 @@ class BackwardPass:
         self._lock.refuse_beside("a backward")
 
     def _moved(self) -> list[str]:
-        return sorted(unit.label for unit in self._units.values() if unit.is_consumed)
+        return sorted(group.label for group in self._groups.values() if group.is_consumed)
 
-    def _finish(self, unit: Unit, task: BackwardTask, *, is_last: bool) -> None:
+    def _finish(self, group: ManagedGroup, task: BackwardTask, *, is_last: bool) -> None:
         if self._schedule is Schedule.IN_BACKWARD and self.finisher is not None:
-            self.finisher.finish(unit, task.number, is_last=is_last)
+            self.finisher.finish(group, task.number, is_last=is_last)
 
     def _is_dropped(self, parameter: torch.Tensor) -> bool:
         """In backward, of a parameter that the optimizer does not hold: no update would ever give its staging back."""
@@ -391,19 +391,19 @@ class BackwardPass:
             return False
         return not self.finisher.updater.optimizer.knows(parameter)
 
-    def _show_host(self, unit: Unit) -> None:
-        """No backward uses the unit any more: the user finds weights and gradients where they rest."""
-        unit.look_at_host()
-        self._show_gradients(unit)
+    def _show_host(self, group: ManagedGroup) -> None:
+        """No backward uses the group any more: the user finds weights and gradients where they rest."""
+        group.look_at_host()
+        self._show_gradients(group)
 
-    def _show_gradients(self, unit: Unit) -> None:
-        for bound in unit.bounds:
-            if is_away(bound) and self._schedule is Schedule.DEFERRED:
-                self._gradients.expose(bound)
-            elif bound.stashed is not None and not bound.is_whole and not unit.is_resident:
+    def _show_gradients(self, group: ManagedGroup) -> None:
+        for managed in group.members:
+            if is_away(managed) and self._schedule is Schedule.DEFERRED:
+                self._gradients.expose(managed)
+            elif managed.stashed is not None and not managed.is_whole and not group.is_resident:
                 # From a use outside of the module's call, and the call itself brought none: it is left for `step()`.
-                bound.parameter.grad, bound.stashed = bound.stashed, None
-            bound.has_fired = False
+                managed.parameter.grad, managed.stashed = managed.stashed, None
+            managed.has_fired = False
 
     def _has_gradients(self) -> bool:
-        return any(bound.parameter.grad is not None for unit in self._units.values() for bound in unit.bounds)
+        return any(managed.parameter.grad is not None for group in self._groups.values() for managed in group.members)

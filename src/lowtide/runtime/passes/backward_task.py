@@ -10,30 +10,30 @@ import torch
 from lowtide import compat
 from lowtide.errors import HigherOrderError, SecondBackwardError, SessionError, StaleBackwardError
 from lowtide.planning.plan import Schedule
-from lowtide.runtime.parameters.group import Bound, Unit
+from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter
 from lowtide.runtime.passes.window import Visit, Window
 
 
-def refuse_old_weights(unit: Unit, generation: int) -> None:
+def refuse_old_weights(group: ManagedGroup, generation: int) -> None:
     """Refuse a backward through weights as they were in that generation, if they are not that any more."""
-    if unit.is_consumed:
+    if group.is_consumed:
         raise SecondBackwardError(
-            f"a second backward reached group {unit.label} before step(), and the first one has updated its "
+            f"a second backward reached group {group.label} before step(), and the first one has updated its "
             "weights already. Use the schedule 'deferred' to accumulate gradients over several backwards"
         )
-    if unit.generation != generation:
+    if group.generation != generation:
         raise StaleBackwardError(
-            f"this backward goes through the weights of group {unit.label} as they were {unit.generation - generation} "
+            f"this backward goes through the weights of group {group.label} as they were {group.generation - generation} "
             "update(s) ago, and they are gone; run the forward again after optimizer.step(). Nothing was updated"
         )
 
 
-def refuse_other_memory(unit: Unit, shown: tuple[int, ...]) -> None:
+def refuse_other_memory(group: ManagedGroup, shown: tuple[int, ...]) -> None:
     """Refuse a backward through streamed weights whose parameters had other memory in the forward."""
-    unit.adopt_foreign_data()
-    if not unit.is_resident and unit.shown_memory != shown:
+    group.adopt_foreign_data()
+    if not group.is_resident and group.shown_memory != shown:
         raise StaleBackwardError(
-            f"this backward goes through the weights of group {unit.label} as they were before p.data was set to other memory, "
+            f"this backward goes through the weights of group {group.label} as they were before p.data was set to other memory, "
             "and they are not on the device any more; set p.data before the forward or after the backward, or make the group "
             "resident. Nothing was updated"
         )
@@ -55,11 +55,11 @@ def graph_through_streamed(window: Window) -> HigherOrderError:
     )
 
 
-def graph_through_used_up(unit: Unit) -> HigherOrderError:
+def graph_through_used_up(group: ManagedGroup) -> HigherOrderError:
     """Gradients of gradients would need gradients that the update has used up."""
     return HigherOrderError(
         f"backward(create_graph=True) keeps gradients for more gradients, and the schedule 'in_backward' uses up "
-        f"those of group {unit.label} at once; use the schedule 'deferred' with resident groups, or "
+        f"those of group {group.label} at once; use the schedule 'deferred' with resident groups, or "
         "torch.autograd.grad(create_graph=True). Nothing was updated"
     )
 
@@ -97,47 +97,49 @@ class BackwardTask:
         self.number = number
         self.callers = callers
         """Threads of which one has called `backward`."""
-        self.units: dict[str, Unit] = {}
+        self.groups: dict[str, ManagedGroup] = {}
         self.open_visits: list[Visit] = []
-        self.late: list[Unit] = []
-        """Units whose visits have ended, and which stay open for hooks of the user's that are still to come."""
+        self.late: list[ManagedGroup] = []
+        """Groups whose visits have ended, and which stay open for hooks of the user's that are still to come."""
 
-    def enter(self, unit: Unit) -> None:
-        """The backward uses the unit: gradients on the host are set aside, so that autograd starts afresh."""
-        if unit.name in self.units:
+    def enter(self, group: ManagedGroup) -> None:
+        """The backward uses the group: gradients on the host are set aside, so that autograd starts afresh."""
+        if group.name in self.groups:
             return
-        self.units[unit.name] = unit
-        unit.num_tasks += 1
-        if unit.num_tasks == 1:
-            unit.awaits_hooks = False
-            unit.awaited.clear()
-            for bound in unit.bounds:
-                bound.has_fired = False
-                has_other_hooks = bound.hook is not None and compat.make_last_gradient_hook(bound.parameter, bound.hook)
-                bound.is_hooked = has_other_hooks or (
-                    not unit.is_resident and compat.has_gradient_hooks(bound.parameter)
+        self.groups[group.name] = group
+        group.num_tasks += 1
+        if group.num_tasks == 1:
+            group.awaits_hooks = False
+            group.awaited.clear()
+            for managed in group.members:
+                managed.has_fired = False
+                has_other_hooks = managed.hook is not None and compat.make_last_gradient_hook(
+                    managed.parameter, managed.hook
                 )
-                bound.is_hook_awaited = bound.is_hooked
-                unit.awaits_hooks = unit.awaits_hooks or bound.is_hooked
-                bound.is_written_in_backward = False
-                bound.version_in_backward = compat.version_of(bound.parameter)
-                if is_away(bound):
-                    bound.stashed, bound.parameter.grad = _on_host(bound, bound.parameter.grad), None
-                    bound.is_whole = has_other_hooks and bound.stashed is not None
-                    if bound.is_whole and bound.stashed is not None:
+                managed.is_hooked = has_other_hooks or (
+                    not group.is_resident and compat.has_gradient_hooks(managed.parameter)
+                )
+                managed.is_hook_awaited = managed.is_hooked
+                group.awaits_hooks = group.awaits_hooks or managed.is_hooked
+                managed.is_written_in_backward = False
+                managed.version_in_backward = compat.version_of(managed.parameter)
+                if is_away(managed):
+                    managed.stashed, managed.parameter.grad = _on_host(managed, managed.parameter.grad), None
+                    managed.is_whole = has_other_hooks and managed.stashed is not None
+                    if managed.is_whole and managed.stashed is not None:
                         # Hooks of the user's find the sum at the parameter, as in plain torch.
-                        bound.parameter.grad = bound.stashed.to(bound.parameter.device, copy=True)
+                        managed.parameter.grad = managed.stashed.to(managed.parameter.device, copy=True)
                 else:
-                    _bring_gradient(bound.parameter)
+                    _bring_gradient(managed.parameter)
 
-    def leave(self) -> list[Unit]:
-        """The backward is over; the units that no other backward uses."""
-        left: list[Unit] = []
-        for unit in self.units.values():
-            unit.num_tasks -= 1
-            if unit.num_tasks == 0:
-                left.append(unit)
-        self.units.clear()
+    def leave(self) -> list[ManagedGroup]:
+        """The backward is over; the groups that no other backward uses."""
+        left: list[ManagedGroup] = []
+        for group in self.groups.values():
+            group.num_tasks -= 1
+            if group.num_tasks == 0:
+                left.append(group)
+        self.groups.clear()
         return left
 
 
@@ -148,16 +150,16 @@ def _bring_gradient(parameter: torch.Tensor) -> None:
         parameter.grad = gradient.to(parameter.device)
 
 
-def _on_host(bound: Bound, gradient: torch.Tensor | None) -> torch.Tensor | None:
+def _on_host(managed: ManagedParameter, gradient: torch.Tensor | None) -> torch.Tensor | None:
     """What is there already; where the user set it beside resident weights on the device, a copy on the host."""
-    if gradient is None or bound.twin is None or gradient.device == bound.twin.device:
+    if gradient is None or managed.host_target is None or gradient.device == managed.host_target.device:
         return gradient
-    return gradient.detach().to(bound.twin.device)
+    return gradient.detach().to(managed.host_target.device)
 
 
-def is_away(bound: Bound) -> bool:
+def is_away(managed: ManagedParameter) -> bool:
     """Whether the gradient goes to the host."""
-    return bound.twin is not None
+    return managed.host_target is not None
 
 
 class GradientHooks:
@@ -168,24 +170,24 @@ class GradientHooks:
 
     def watch(
         self,
-        unit: Unit,
-        on_gradient: Callable[[Unit, Bound, torch.Tensor], None],
-        before_gradient: Callable[[Unit, torch.Tensor], None],
+        group: ManagedGroup,
+        on_gradient: Callable[[ManagedGroup, ManagedParameter, torch.Tensor], None],
+        before_gradient: Callable[[ManagedGroup, torch.Tensor], None],
     ) -> None:
-        """Hook the unit's parameters.
+        """Hook the group's parameters.
 
         Args:
-            unit: Whose parameters that are trained are hooked.
+            group: Whose parameters that are trained are hooked.
             on_gradient: A method; called when a parameter's gradient is complete.
             before_gradient: A method; called before that for resident weights whose gradients go to the host.
         """
-        for bound in unit.bounds:
-            if bound.parameter.requires_grad:
-                hook = _weakly(on_gradient, unit, bound)
-                bound.hook = bound.parameter.register_post_accumulate_grad_hook(hook)
-                self._handles.append(bound.hook)
-                if unit.is_resident and is_away(bound):
-                    self._handles.append(bound.parameter.register_hook(_weakly(before_gradient, unit)))
+        for managed in group.members:
+            if managed.parameter.requires_grad:
+                hook = _weakly(on_gradient, group, managed)
+                managed.hook = managed.parameter.register_post_accumulate_grad_hook(hook)
+                self._handles.append(managed.hook)
+                if group.is_resident and is_away(managed):
+                    self._handles.append(managed.parameter.register_hook(_weakly(before_gradient, group)))
 
     def remove(self) -> None:
         """Parameters are without them. May be repeated."""

@@ -1,4 +1,4 @@
-"""Engine: carries out the plan. Has a forward and a backward pass over the same units, and answers between steps.
+"""Engine: carries out the plan. Has a forward and a backward pass over the same groups, and answers between steps.
 
 Everything here runs in the thread of the training loop, or in autograd's while the loop waits for it; only host updates
 run beside it. See `passes.forward` and `passes.backward` for what opens and closes groups, `passes.window` for what
@@ -16,11 +16,11 @@ from lowtide.errors import StepLostError
 from lowtide.memory.mover import Mover
 from lowtide.planning.plan import Schedule
 from lowtide.runtime.parameters.gradients import GradientMover
-from lowtide.runtime.parameters.group import Bound, Unit
+from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter
 from lowtide.runtime.parameters.residency import Residency
 from lowtide.runtime.passes.backward import BackwardPass
 from lowtide.runtime.passes.forward import ForwardPass
-from lowtide.runtime.passes.lock import Process, SessionLock, alone
+from lowtide.runtime.passes.lock import Process, SessionLock, locked
 from lowtide.runtime.statistics.observer import StepObserver
 from lowtide.runtime.statistics.recording import Recorder
 from lowtide.runtime.updates.finite import GradientWatch, LossWatch
@@ -31,7 +31,7 @@ class Engine:
     """The two passes of one session under one plan, with what they share.
 
     Args:
-        residency: Opens and closes the groups; knows the units.
+        residency: Opens and closes the groups; knows the groups.
         gradients: Takes finished gradients to the host.
         worker: Runs host updates.
         observer: Asked at each opening and closing of a window.
@@ -47,7 +47,7 @@ class Engine:
         schedule: Schedule,
         observer: StepObserver | None,
     ) -> None:
-        self.units = residency.units
+        self.groups = residency.groups
         self.residency = residency
         self.loss = LossWatch(is_immediate=schedule is Schedule.IN_BACKWARD)
         self.gradient_watch = GradientWatch(mover)
@@ -95,7 +95,7 @@ class Engine:
             self.forward.forget_calls()
             self.backward.put_in_order()
 
-    def lose_step(self, moved: Iterable[Unit]) -> None:
+    def lose_step(self, moved: Iterable[ManagedGroup]) -> None:
         """A `step()` broke off when these had moved, and could not be completed."""
         self.backward.lose_step(moved, "step()")
 
@@ -146,34 +146,34 @@ class Engine:
         """Whether no graph is alive and no window open."""
         if self.forward.is_under_way or self.backward.is_under_way or compat.backward_number() is not None:
             return False
-        return not any(unit.visits or unit.group.num_open for unit in self.units.values())
+        return not any(group.visits or group.stored.num_open for group in self.groups.values())
 
     def is_quiet(self) -> bool:
         """Whether it is idle and no work on the host's memory is under way."""
         if not self.is_idle():
             return False
-        for unit in self.units.values():
-            if any(chunk.host_work is not None for chunk in unit.group.chunks):
+        for group in self.groups.values():
+            if any(chunk.host_work is not None for chunk in group.stored.chunks):
                 return False
-            if unit.looks_at_device and not unit.is_resident:
+            if group.looks_at_device and not group.is_resident:
                 return False
-            if any(not waiting.is_done() for bound in unit.bounds for waiting in bound.pending):
+            if any(not waiting.is_done() for managed in group.members for waiting in managed.pending):
                 return False
         self.mover.drain()
         return True
 
-    def settle_unit(self, unit: Unit) -> None:
+    def settle_group(self, group: ManagedGroup) -> None:
         """Somebody looks at a parameter: make its value true."""
         # Before the lock: who holds it may be waiting for this very thread.
-        self.worker.refuse_in_its_thread(f"a parameter of group {unit.label}")
-        self._settle_unit(unit)
+        self.worker.refuse_in_its_thread(f"a parameter of group {group.label}")
+        self._settle_group(group)
 
-    @alone
-    def _settle_unit(self, unit: Unit) -> None:
+    @locked
+    def _settle_group(self, group: ManagedGroup) -> None:
         if compat.backward_number() is None and not self.forward.is_under_way:
             self.backward.check_broken()
-        if not unit.group.num_open:
-            self.residency.settle(unit)
+        if not group.stored.num_open:
+            self.residency.settle(group)
 
     def calling(self, what: str) -> AbstractContextManager[None]:
         """What runs inside is a call of this thread, which no other thread may come between."""
@@ -189,9 +189,9 @@ class Engine:
         """Take the norms of gradients that are added up on the host."""
         self._gradients.takes_totals = True
 
-    def veil_gradient(self, bound: Bound) -> None:
+    def make_gradient_pending(self, managed: ManagedParameter) -> None:
         """An update on the host reads the user's gradient: a look at it waits."""
-        self._gradients.veil(bound)
+        self._gradients.make_pending(managed)
 
     def stop(self) -> None:
         """The session ends: remove the hooks, and refuse what graphs that outlive it ask for."""

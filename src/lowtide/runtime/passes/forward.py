@@ -14,10 +14,10 @@ from lowtide import compat
 from lowtide.memory.eviction import AccessOrder
 from lowtide.memory.mover import Mover
 from lowtide.runtime.parallel import refuse_running_wrapper
-from lowtide.runtime.parameters.group import Unit
+from lowtide.runtime.parameters.group import ManagedGroup
 from lowtide.runtime.parameters.residency import Residency
 from lowtide.runtime.passes.backward import BackwardPass
-from lowtide.runtime.passes.lock import HELD, SessionLock, alone
+from lowtide.runtime.passes.lock import HELD, SessionLock, locked
 from lowtide.runtime.passes.window import Call, Window
 from lowtide.runtime.statistics.observer import StepObserver
 from lowtide.runtime.statistics.recording import Recorder
@@ -75,7 +75,7 @@ class ForwardPass:
         """Whether a module is being called."""
         return bool(self._running)
 
-    @alone
+    @locked
     def begins(self, call: Call) -> None:
         """Open the module's groups."""
         window = call.window
@@ -90,14 +90,14 @@ class ForwardPass:
         # Before the groups are: `ends` finds it there whatever happens.
         self._running.append(call)
         self._recorder.phase = "backward" if is_in_backward else "forward"
-        for unit in window.units:
-            unit.check_unchanged(may_be_given=window.is_given)
-        self._residency.open_all(window.units)
+        for group in window.groups:
+            group.check_unchanged(may_be_given=window.is_given)
+        self._residency.open_all(window.groups)
         if not is_in_backward:
-            for unit in window.units:
-                self._note_first_use(unit)
-                if unit.group.num_open == 1:
-                    unit.remember_versions()
+            for group in window.groups:
+                self._note_first_use(group)
+                if group.stored.num_open == 1:
+                    group.remember_versions()
         call.started = self._mover.now()
         if self._observer is not None:
             self._observer.moment(window.name, self._recorder.phase)
@@ -107,7 +107,7 @@ class ForwardPass:
         if not call.is_over:
             self._end(call)
 
-    @alone
+    @locked
     def _end(self, call: Call) -> None:
         if self._lock.is_broken or call.started is None:
             self._give_up(call)
@@ -157,14 +157,14 @@ class ForwardPass:
         running = self._running[-1]
         assert running is call, f"the call of {window.path} ended before that of {running.window.path} inside it"
         assert call.started is not None
-        if window.units:
+        if window.groups:
             ended = self._mover.now()
-            self._recorder.on_compute(window.units[0].name, self._recorder.phase, call.started, ended)
+            self._recorder.on_compute(window.groups[0].name, self._recorder.phase, call.started, ended)
             is_in_backward = compat.backward_number() is not None
-            for unit in window.units:
-                if not is_in_backward and unit.group.num_open == 1:
-                    self._residency.keep_writes(unit)
-                self._residency.close(unit, ended)
+            for group in window.groups:
+                if not is_in_backward and group.stored.num_open == 1:
+                    self._residency.keep_writes(group)
+                self._residency.close(group, ended)
         self._running.pop()
         self._rest()
 
@@ -173,10 +173,10 @@ class ForwardPass:
         while call in self._running:
             self._running.pop()
         if compat.backward_number() is None and call.started is not None:
-            for unit in call.window.units:
+            for group in call.window.groups:
                 # What the module wrote to its own weights before it raised is kept, as in plain torch.
                 with contextlib.suppress(Exception):
-                    self._residency.keep_writes(unit)
+                    self._residency.keep_writes(group)
         if not self._running and compat.backward_number() is None:
             self._backward.check_broken()
         self._rest()
@@ -187,11 +187,11 @@ class ForwardPass:
             self._recorder.phases.leave("forward")
             HELD.rest()
 
-    def _note_first_use(self, unit: Unit) -> None:
+    def _note_first_use(self, group: ManagedGroup) -> None:
         """The host updates groups in the order in which a forward first uses them, which modules need not be listed in."""
-        if self._used is not None and unit.name not in self._used:
-            unit.place = len(self._used)
-            self._used.add(unit.name)
+        if self._used is not None and group.name not in self._used:
+            group.place = len(self._used)
+            self._used.add(group.name)
 
     def _begin_cycle(self, window: Window) -> None:
         """The whole model is called: check that it is the managed one, and count a step."""
@@ -199,9 +199,9 @@ class ForwardPass:
         refuse_running_wrapper(window.module.parameters())
         for other in self.windows:
             other.check_in_place()
-        for unit in self._residency.units.values():
-            if unit.is_resident:  # others are asked when their own windows open
-                unit.check_unchanged()
+        for group in self._residency.groups.values():
+            if group.is_resident:  # others are asked when their own windows open
+                group.check_unchanged()
         self._used = set() if torch.is_grad_enabled() else None
         key = (window.module.training, torch.is_grad_enabled())
         store = self._residency.store

@@ -271,11 +271,11 @@ class Locked(Protocol):
 L = TypeVar("L", bound=Locked)
 
 
-def alone(method: Callable[Concatenate[L, P], R]) -> Callable[Concatenate[L, P], R]:
+def locked(method: Callable[Concatenate[L, P], R]) -> Callable[Concatenate[L, P], R]:
     """The method holds the object's lock while it runs; an interrupt waits for its end, and an exception is noted."""
 
     @wraps(method)
-    def locked(self: L, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def run(self: L, /, *args: P.args, **kwargs: P.kwargs) -> R:
         lock = self._lock
         with HELD, lock.momentary():
             try:
@@ -286,4 +286,4 @@ def alone(method: Callable[Concatenate[L, P], R]) -> Callable[Concatenate[L, P],
                 lock.broke_off()
                 raise
 
-    return locked
+    return run

@@ -15,10 +15,10 @@ from lowtide.activations.policy import Keep
 from lowtide.memory.mover import Copied, Mover, Ticket
 from lowtide.memory.tier import Tier
 from lowtide.planning.plan import Plan, Schedule
-from lowtide.runtime.assembly import Basis
+from lowtide.runtime.assembly import SessionSetup
 from lowtide.runtime.emulation.memory import TrackedMemory
 from lowtide.runtime.host_memory import Tiers
-from lowtide.runtime.parameters.group import Unit, chunks_in
+from lowtide.runtime.parameters.group import ManagedGroup, chunks_in
 from lowtide.runtime.passes.backward_task import is_away
 from lowtide.runtime.passes.engine import Engine
 from lowtide.runtime.passes.window import Window
@@ -160,12 +160,12 @@ class ActivationMover:
 class ModelCalls:
     """Of one model under one plan, from `enter` to `remove`. The engine is told by the windows."""
 
-    def __init__(self, basis: Basis, plan: Plan, engine: Engine) -> None:
-        self._basis = basis
+    def __init__(self, setup: SessionSetup, plan: Plan, engine: Engine) -> None:
+        self._setup = setup
         self._plan = plan
         self._engine = engine
-        self.windows = engine.forward.windows = _make_windows(basis.model, engine)
-        self._watch = None if self.windows else CallWatch(basis.model, engine.recorder.phases, engine.forward.call_over)
+        self.windows = engine.forward.windows = _make_windows(setup.model, engine)
+        self._watch = None if self.windows else CallWatch(setup.model, engine.recorder.phases, engine.forward.call_over)
         self.applied: Applied | None = None
         """Activation policies; None where all keep what they save."""
         self._tables: list[HostEmbedding] = []
@@ -177,12 +177,12 @@ class ModelCalls:
 
     def enter(self, tiers: Tiers) -> None:
         """Go around the modules' calls; what policies take to the host is charged to the tiers."""
-        basis, units = self._basis, self._engine.units.values()
-        self.applied = _apply_activations(basis, self._plan, units, tiers, self._engine.recorder)
-        for unit in units:
-            if unit.is_on_host:
+        setup, groups = self._setup, self._engine.groups.values()
+        self.applied = _apply_activations(setup, self._plan, groups, tiers, self._engine.recorder)
+        for group in groups:
+            if group.is_on_host:
                 self._tables.append(
-                    put_on_host(basis.model, unit.name, device=basis.mover.device, on_host=basis.on_host)
+                    put_on_host(setup.model, group.name, device=setup.mover.device, on_host=setup.on_host)
                 )
         for window in self.windows:
             window.install()  # outside of the policies: a group is open while its forward runs again
@@ -203,31 +203,31 @@ class ModelCalls:
 
 def _make_windows(model: nn.Module, engine: Engine) -> list[Window]:
     """One for each module whose call must be known, not installed yet. Resident groups that the device updates need none."""
-    by_path: dict[str, list[Unit]] = {}
-    for unit in engine.units.values():
-        if unit.is_on_host or (unit.is_resident and not any(map(is_away, unit.bounds))):
+    by_path: dict[str, list[ManagedGroup]] = {}
+    for group in engine.groups.values():
+        if group.is_on_host or (group.is_resident and not any(map(is_away, group.members))):
             continue
-        for path in unit.group.spec.modules:
-            by_path.setdefault(path, []).append(unit)
-    if by_path or engine.schedule is Schedule.IN_BACKWARD or any(unit.is_on_host for unit in engine.units.values()):
+        for path in group.stored.spec.modules:
+            by_path.setdefault(path, []).append(group)
+    if by_path or engine.schedule is Schedule.IN_BACKWARD or any(group.is_on_host for group in engine.groups.values()):
         by_path.setdefault("", [])
     return [
-        Window(model.get_submodule(path), path, tuple(units), engine.forward, engine.backward)
-        for path, units in by_path.items()
+        Window(model.get_submodule(path), path, tuple(groups), engine.forward, engine.backward)
+        for path, groups in by_path.items()
     ]
 
 
 def _apply_activations(
-    basis: Basis, plan: Plan, units: Collection[Unit], tiers: Tiers, recorder: Recorder
+    setup: SessionSetup, plan: Plan, groups: Collection[ManagedGroup], tiers: Tiers, recorder: Recorder
 ) -> Applied | None:
     policies = {group.name: group.activation for group in plan.groups if not isinstance(group.activation, Keep)}
     if not policies:
         return None
-    storages = {compat.storage_key(chunk.device) for chunk in chunks_in(units)}
+    storages = {compat.storage_key(chunk.device) for chunk in chunks_in(groups)}
     return apply(
-        basis.model,
+        setup.model,
         policies,
-        mover=ActivationMover(basis.mover, (tiers.host, tiers.pinned), basis.tracked, recorder),
+        mover=ActivationMover(setup.mover, (tiers.host, tiers.pinned), setup.tracked, recorder),
         is_weight=lambda tensor: compat.storage_key(tensor) in storages,
-        poison=basis.poison,
+        poison=setup.poison,
     )

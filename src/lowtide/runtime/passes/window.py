@@ -28,8 +28,8 @@ from lowtide import compat
 from lowtide.activations.group_call import tensors_in
 from lowtide.errors import ModelChangedError, SessionError
 from lowtide.memory.mover import Ticket
-from lowtide.runtime.parameters.group import Unit
-from lowtide.runtime.parameters.pending import is_veiled, lift
+from lowtide.runtime.parameters.group import ManagedGroup
+from lowtide.runtime.parameters.pending import is_pending, settle
 
 
 class Visit:
@@ -37,8 +37,8 @@ class Visit:
 
     def __init__(self, window: Window, listener: BackwardListener) -> None:
         self.window = window
-        self.generations = tuple(unit.generation for unit in window.units)
-        self.shown = tuple(unit.shown_memory for unit in window.units)
+        self.generations = tuple(group.generation for group in window.groups)
+        self.shown = tuple(group.shown_memory for group in window.groups)
         self.backward: int | None = None
         """The backward that opened it last; it may be run again by another, where the graph was retained."""
         self.is_open = False
@@ -122,7 +122,7 @@ class Window:
 
     Args:
         path: Of the module, "" for the whole model.
-        units: The groups that the module needs.
+        groups: The groups that the module needs.
         forward: Told of the module's calls.
         backward: Told of backwards through them.
     """
@@ -131,20 +131,20 @@ class Window:
         self,
         module: nn.Module,
         path: str,
-        units: tuple[Unit, ...],
+        groups: tuple[ManagedGroup, ...],
         forward: ForwardListener,
         backward: BackwardListener,
     ) -> None:
         self.module = module
         self.path = path
-        self.units = units
+        self.groups = groups
         self._forward = forward
         self._backward = backward
         self._inner: Callable[..., Any] | None = None
         self._is_installed = False
         self.oldest_node = compat.OldestNode()
         self._known: dict[int, str] = {}
-        self._streamed: dict[int, Unit] | None = None
+        self._streamed: dict[int, ManagedGroup] | None = None
         """By the storage of a chunk on the device, which is the same for the whole session; made at the first call."""
         self.is_given = False
         """Whether it stands for one call, in which `functional_call` gives the module tensors of the user's."""
@@ -154,7 +154,7 @@ class Window:
     @property
     def name(self) -> str:
         """That of its first group, where it has one: under which moments are written down."""
-        return self.units[0].name if self.units else self.path
+        return self.groups[0].name if self.groups else self.path
 
     def install(self) -> None:
         """Take the module's calls."""
@@ -218,7 +218,7 @@ class Window:
         return output
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        if self.units and compat.is_in_transform():
+        if self.groups and compat.is_in_transform():
             return self._part()._run_given(args, kwargs)
         call = Call(self)
         try:
@@ -236,7 +236,7 @@ class Window:
         try:
             try:
                 self._forward.begins(call)
-                makes_graph = torch.is_grad_enabled() and bool(self.units)
+                makes_graph = torch.is_grad_enabled() and bool(self.groups)
                 output = self._visit(inner, args, kwargs) if makes_graph else inner(*args, **kwargs)
             finally:
                 self._forward.ends(call)
@@ -248,22 +248,22 @@ class Window:
 
     def _part(self) -> Window:
         """For one call: a window on the groups of which the module has a parameter of the session's in this call."""
-        rest: list[Unit] = []
-        for unit in self.units:
-            if not unit.is_wholly_given:
-                rest.append(unit)
-            for tensor in unit.given_instead():
-                self._check_given(unit, compat.unwrapped(tensor))
+        rest: list[ManagedGroup] = []
+        for group in self.groups:
+            if not group.is_wholly_given:
+                rest.append(group)
+            for tensor in group.given_instead():
+                self._check_given(group, compat.unwrapped(tensor))
         part = Window(self.module, self.path, tuple(rest), self._forward, self._backward)
         part._inner, part.is_given = self._inner, True
         return part
 
-    def _check_given(self, unit: Unit, tensor: torch.Tensor) -> None:
+    def _check_given(self, group: ManagedGroup, tensor: torch.Tensor) -> None:
         """Tensors of the user's are used as they are; where one is a parameter of the session's, its value must be true."""
-        device = unit.bounds[0].device_view.device
-        if is_veiled(tensor):
+        device = group.members[0].device_view.device
+        if is_pending(tensor):
             with compat.outside_transforms():
-                lift(tensor)
+                settle(tensor)
         if tensor.device != device:
             raise SessionError(
                 f"functional_call gives {type(self.module).__name__} at {self.path or 'the top'} a tensor "
@@ -272,12 +272,12 @@ class Window:
             )
 
     def _run_given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.units:
+        if not self.groups:
             return (self._inner or compat.plain_call(self.module))(*args, **kwargs)
         if compat.is_in_transform():
             raise SessionError(
                 f"a transform of torch.func calls {type(self.module).__name__} at {self.path or 'the top'}, around whose "
-                f"calls the session moves weights (group {self.units[0].label}); give it weights of your own for the call: "
+                f"calls the session moves weights (group {self.groups[0].label}); give it weights of your own for the call: "
                 "torch.func.functional_call(model, {name: value.detach().clone() for name, value in "
                 "model.named_parameters()}, ...), or make the group resident and update it on the device. Nothing was updated"
             )
@@ -290,18 +290,18 @@ class Window:
         """What shares memory with streamed weights would be read after they have left the device."""
         if self._streamed is None:
             self._streamed = {
-                compat.storage_key(chunk.device): unit
-                for unit in self.units
-                if not unit.is_resident
-                for chunk in unit.group.chunks
+                compat.storage_key(chunk.device): group
+                for group in self.groups
+                if not group.is_resident
+                for chunk in group.stored.chunks
             }
         streamed = self._streamed
         for tensor in tensors_in(output) if streamed else ():
-            unit = streamed.get(compat.storage_key(tensor)) if tensor.layout is torch.strided else None
-            if unit is not None:
+            group = streamed.get(compat.storage_key(tensor)) if tensor.layout is torch.strided else None
+            if group is not None:
                 raise SessionError(
                     f"{type(self.module).__name__} at {self.path or 'the top'} returns its own weights or a view of them "
-                    f"({tuple(tensor.shape)}), and group {unit.label} is streamed: they leave the device after the call. "
+                    f"({tuple(tensor.shape)}), and group {group.label} is streamed: they leave the device after the call. "
                     "Make the group resident, or return a copy. Nothing was updated"
                 )
 
@@ -316,6 +316,6 @@ class Window:
             for tensor in tensors_in(output)
             if id(tensor) not in entered or tensor.grad_fn is not entered[id(tensor)]
         ):
-            for unit in self.units:
-                unit.visits.add(visit)
+            for group in self.groups:
+                group.visits.add(visit)
         return output

@@ -12,9 +12,9 @@ from lowtide.memory.chunk import Chunk
 from lowtide.memory.store import ChunkStore
 from lowtide.memory.tier import Tier
 from lowtide.planning.plan import Plan
-from lowtide.runtime.assembly import Basis
+from lowtide.runtime.assembly import SessionSetup
 from lowtide.runtime.host_memory import HostPool, Tiers
-from lowtide.runtime.parameters.group import Unit, chunks_in
+from lowtide.runtime.parameters.group import ManagedGroup, chunks_in
 from lowtide.runtime.statistics.observer import Gauge
 from lowtide.runtime.statistics.recording import Recorder, is_resident
 from lowtide.runtime.statistics.session_stats import CacheRow, ChunkRow, SessionStats, TierRow
@@ -26,13 +26,13 @@ class DevicePeak:
     """Remembers what a reset makes the device forget.
 
     Args:
-        basis: Knows the device.
+        setup: Knows the device.
         before_bytes: The most under the plans before; None under the first.
         gauge: Of an observer, which resets the device's record too.
     """
 
-    def __init__(self, basis: Basis, before_bytes: int | None, gauge: Gauge | None) -> None:
-        self._basis = basis
+    def __init__(self, setup: SessionSetup, before_bytes: int | None, gauge: Gauge | None) -> None:
+        self._setup = setup
         self._before_bytes = before_bytes
         self._gauge = gauge
         self._taken_bytes = 0
@@ -40,10 +40,10 @@ class DevicePeak:
 
     def take(self) -> int:
         """The most in use since this was last called, or since the start; a new peak begins."""
-        if self._basis.tracked is not None:
-            peak_bytes = shown_bytes = self._basis.tracked.reset_peak()
+        if self._setup.tracked is not None:
+            peak_bytes = shown_bytes = self._setup.tracked.reset_peak()
         else:
-            device = self._basis.mover.device
+            device = self._setup.mover.device
             peak_bytes, shown_bytes = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
             torch.cuda.reset_peak_memory_stats(device)
         self._taken_bytes = max(self._taken_bytes, shown_bytes)
@@ -51,10 +51,10 @@ class DevicePeak:
 
     def highest_bytes(self) -> int | None:
         """The most of the whole session, on CUDA as reserved by the allocator; None where only chunks are known."""
-        if self._basis.tracked is not None:
-            peaks = [self._basis.tracked.peak_bytes, self._taken_bytes]
-        elif self._basis.is_on_cuda:
-            peaks = [torch.cuda.max_memory_reserved(self._basis.mover.device), self._taken_bytes]
+        if self._setup.tracked is not None:
+            peaks = [self._setup.tracked.peak_bytes, self._taken_bytes]
+        elif self._setup.is_on_cuda:
+            peaks = [torch.cuda.max_memory_reserved(self._setup.mover.device), self._taken_bytes]
         else:
             peaks = []
         if self._before_bytes is not None:
@@ -102,7 +102,7 @@ def tier_rows(
     )
 
 
-def chunk_rows(plan: Plan, units: Mapping[str, Unit], timeline: Timeline) -> tuple[ChunkRow, ...]:
+def chunk_rows(plan: Plan, groups: Mapping[str, ManagedGroup], timeline: Timeline) -> tuple[ChunkRow, ...]:
     """One row a chunk, in the order of the plan."""
     length_s = max(timeline.end_s - timeline.start_s, 1e-12)
     present: dict[str, float] = {}
@@ -119,7 +119,7 @@ def chunk_rows(plan: Plan, units: Mapping[str, Unit], timeline: Timeline) -> tup
             resident_share=min(1.0, present.get(chunk.spec.name, 0.0) / length_s),
         )
         for group in plan.groups
-        for chunk, site in zip(units[group.name].group.chunks, group.sites, strict=True)
+        for chunk, site in zip(groups[group.name].stored.chunks, group.sites, strict=True)
     )
 
 
@@ -127,9 +127,9 @@ def chunk_rows(plan: Plan, units: Mapping[str, Unit], timeline: Timeline) -> tup
 class Reporter:
     """Over the parts that know what happened."""
 
-    basis: Basis
+    setup: SessionSetup
     plan: Plan
-    units: Mapping[str, Unit]
+    groups: Mapping[str, ManagedGroup]
     recorder: Recorder
     pool: HostPool
     store: ChunkStore
@@ -141,10 +141,10 @@ class Reporter:
 
     def timeline(self) -> Timeline:
         """What the lanes did in the last steps. Waits for the work that is under way."""
-        self.basis.mover.drain()
-        resident = [chunk for chunk in chunks_in(self.units.values()) if is_resident(chunk)]
+        self.setup.mover.drain()
+        resident = [chunk for chunk in chunks_in(self.groups.values()) if is_resident(chunk)]
         return self.recorder.timeline(
-            self.basis.mover.now(), is_emulated=self.basis.tracked is not None, resident=resident
+            self.setup.mover.now(), is_emulated=self.setup.tracked is not None, resident=resident
         )
 
     def stats(self) -> SessionStats:
@@ -157,10 +157,10 @@ class Reporter:
             exposed_copy_s=self.recorder.exposed_copy_s(timeline),
             seconds=self.recorder.phases.seconds(),
             host_update_s=self.recorder.host_update_s(),
-            chunks=chunk_rows(self.plan, self.units, timeline),
+            chunks=chunk_rows(self.plan, self.groups, timeline),
             cache=CacheRow(hits=cache.num_hits, misses=cache.num_misses, held_bytes=cache.held_bytes),
             tiers=self._tiers(),
-            is_emulated=self.basis.tracked is not None,
+            is_emulated=self.setup.tracked is not None,
             activations=None if self.applied is None else self.applied.stats(),
         )
 
@@ -171,7 +171,7 @@ class Reporter:
     def _tiers(self) -> tuple[TierRow, ...]:
         return tier_rows(
             self.store,
-            chunks_in(self.units.values()),
+            chunks_in(self.groups.values()),
             device_peak_bytes=self.peak.highest_bytes(),
             device_budget_bytes=self.plan.budgets.device_bytes,
             host=self.tiers.host,

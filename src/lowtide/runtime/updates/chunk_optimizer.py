@@ -113,7 +113,7 @@ class Update:
 
     parameter: torch.Tensor
     target: torch.Tensor
-    """The parameter itself, or its twin on the host; its `.grad` is the gradient."""
+    """The parameter itself, or its host target; its `.grad` is the gradient."""
 
 
 class ChunkOptimizer:

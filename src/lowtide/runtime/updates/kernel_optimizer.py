@@ -286,7 +286,7 @@ class KernelOptimizer(ChunkOptimizer):
             return self.pages.new(update.target, rule, self.numerics)
         if update.target is update.parameter:
             return new_state(update.target, rule, self.numerics)
-        with compat.without_modes():  # a twin on the host: what it keeps is the host's
+        with compat.without_modes():  # on the host, what it keeps is the host's
             state = new_state(update.target, rule, self.numerics)
         for tensor in state.all_tensors():
             self._on_host_memory(tensor)

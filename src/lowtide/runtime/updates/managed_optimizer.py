@@ -20,8 +20,8 @@ from lowtide import compat
 from lowtide.errors import NonFiniteGradientError, UnsupportedOptimizerError
 from lowtide.planning.plan import Schedule, Site
 from lowtide.runtime.parameters.gradients import norm_of
-from lowtide.runtime.parameters.group import Bound, Unit
-from lowtide.runtime.parameters.pending import unveil
+from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter
+from lowtide.runtime.parameters.pending import make_plain
 from lowtide.runtime.passes.backward_task import is_away
 from lowtide.runtime.passes.engine import Engine
 from lowtide.runtime.passes.lock import HELD
@@ -38,7 +38,7 @@ class ManagedOptimizer:
 
     Args:
         optimizer: The user's.
-        engine: Knows the units and their condition.
+        engine: Knows the groups and their condition.
         finisher: Runs the updates.
         max_grad_norm: Clip the gradients to this norm before each step; None leaves them.
         num_closure_calls: How often the optimizer's own step calls a closure that it is given.
@@ -163,8 +163,8 @@ class ManagedOptimizer:
 
     def settle(self) -> None:
         """Wait until every update has been made."""
-        for unit in self._engine.units.values():
-            self._engine.settle_unit(unit)
+        for group in self._engine.groups.values():
+            self._engine.settle_group(group)
         self._engine.worker.check()
         self._engine.gradient_watch.check(waits=True)
         self._updater.optimizer.forget_empty_state()
@@ -209,7 +209,7 @@ class ManagedOptimizer:
             self.runner.kept.load_accepted()
         self._guard_state()
         self._updater.optimizer.refresh_groups()
-        self._updater.place_state(list(self._engine.units.values()), self._engine.mover.device)
+        self._updater.place_state(list(self._engine.groups.values()), self._engine.mover.device)
 
     # -- the two methods -----------------------------------------------------------------------------------------------
 
@@ -253,10 +253,10 @@ class ManagedOptimizer:
         self._updater.optimizer.refresh_groups()
         self._update()
         engine.residency.settle_held()
-        for unit in engine.units.values():
-            if unit.guards_gradients:
-                unit.forget_backward()
-                engine.residency.guard(unit)
+        for group in engine.groups.values():
+            if group.guards_gradients:
+                group.forget_backward()
+                engine.residency.guard(group)
         for hook in after:
             hook(self._optimizer, arguments, {})
         compat.mark_stepped(self._optimizer)
@@ -274,43 +274,43 @@ class ManagedOptimizer:
     def _clear_gradients(self, set_to_none: bool) -> None:
         self._engine.check_broken()
         self._engine.forget_step()
-        for unit in self._engine.units.values():
-            if unit.guards_gradients:
+        for group in self._engine.groups.values():
+            if group.guards_gradients:
                 # Given up between backward and step: the weights have moved, the gradients are gone.
-                unit.forget_backward()
-                self._engine.residency.guard(unit)
-        bounds = {} if set_to_none else self._bounds()
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
+                group.forget_backward()
+                self._engine.residency.guard(group)
+        members = {} if set_to_none else self._members()
+        for param_group in self._optimizer.param_groups:
+            for parameter in param_group["params"]:
                 if parameter.grad is None:
                     continue
                 if set_to_none:
                     parameter.grad = None
                 else:
-                    bound = bounds.get(id(parameter))
-                    was_seen = bound is not None and bound.was_seen
+                    managed = members.get(id(parameter))
+                    was_seen = managed is not None and managed.was_seen
                     if parameter.grad.grad_fn is not None:
                         parameter.grad.detach_()
                     else:
                         parameter.grad.requires_grad_(False)
                     parameter.grad.zero_()
-                    if bound is not None:
+                    if managed is not None:
                         # Nobody but this has looked, and nothing of it is kept.
-                        bound.was_seen, bound.norm = was_seen, None
+                        managed.was_seen, managed.norm = was_seen, None
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _update(self) -> None:
         optimizer = self._updater.optimizer
         settings = optimizer.settings()
-        units = list(self._engine.units.values())
-        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        groups = list(self._engine.groups.values())
+        parameters = [parameter for params in self._optimizer.param_groups for parameter in params["params"]]
         if isinstance(optimizer, KernelOptimizer) and self._engine.schedule is Schedule.DEFERRED:
             # All of them before the first update.
-            bounds = self._bounds()
+            members = self._members()
             for parameter in parameters:
-                bound = bounds.get(id(parameter))
-                optimizer.check_gradient(parameter, parameter.grad, None if bound is None else bound.spec.name)
+                managed = members.get(id(parameter))
+                optimizer.check_gradient(parameter, parameter.grad, None if managed is None else managed.spec.name)
         if self._max_grad_norm is not None:
             if isinstance(optimizer, KernelOptimizer):
                 scale = settings.scaler.get("grad_scale")  # gradients that a scaler leaves to the kernel to unscale
@@ -328,55 +328,55 @@ class ManagedOptimizer:
             refuse_non_finite_gradients(
                 *self._norms(parameters),
                 partial(self._name, parameters),
-                is_after_updates=any(unit.is_consumed for unit in units),
+                is_after_updates=any(group.is_consumed for group in groups),
             )
-        managed = {id(bound.parameter) for unit in units for bound in unit.bounds}
-        loose = [parameter for parameter in parameters if id(parameter) not in managed]
+        managed_ids = {id(managed.parameter) for group in groups for managed in group.members}
+        loose = [parameter for parameter in parameters if id(parameter) not in managed_ids]
         self._updater.begin_step()
         advance = optimizer.prepare_advance()
         try:
-            self._update_all(units, loose, settings)
+            self._update_all(groups, loose, settings)
             advance()
         except BaseException:
-            if self._completes(units, loose, settings):
+            if self._completes(groups, loose, settings):
                 advance()
             raise
 
-    def _update_all(self, units: Sequence[Unit], loose: Sequence[torch.Tensor], settings: Settings) -> None:
+    def _update_all(self, groups: Sequence[ManagedGroup], loose: Sequence[torch.Tensor], settings: Settings) -> None:
         """All that was not updated yet in this step."""
         if self._engine.schedule is Schedule.IN_BACKWARD:
             if not self._updater.has_updated(LOOSE):
                 self._updater.update_here((), loose, settings)
-            for unit in units:
+            for group in groups:
                 # Streamed weights that the model used outside of their module's call: their gradients are on the host.
-                if not unit.is_resident:
-                    unit.forget_backward()
-                    self._update_unit(unit, settings)
+                if not group.is_resident:
+                    group.forget_backward()
+                    self._update_group(group, settings)
             return
-        self._update_resident(units, loose, settings)
+        self._update_resident(groups, loose, settings)
         # The worker takes the oldest first where gradients are still on their way, and the next forward waits for this order.
-        for unit in sorted(units, key=lambda unit: unit.place):
-            self._update_unit(unit, settings)
+        for group in sorted(groups, key=lambda group: group.place):
+            self._update_group(group, settings)
 
-    def _completes(self, units: Sequence[Unit], loose: Sequence[torch.Tensor], settings: Settings) -> bool:
+    def _completes(self, groups: Sequence[ManagedGroup], loose: Sequence[torch.Tensor], settings: Settings) -> bool:
         """An exception has broken the updates off: make those that are missing, so that weights and state are of one step.
 
         Where none was made, weights and optimizer stay as before the step. Where the exception comes again, or has torn an
         update on the device, the step is lost, and the next `step` says which groups moved.
         """
         updater = self._updater
-        names = {LOOSE: None, **{chunk.spec.name: unit for unit in units for chunk in unit.group.chunks}}
+        names = {LOOSE: None, **{chunk.spec.name: group for group in groups for chunk in group.stored.chunks}}
         self._engine.put_in_order()
-        has_moved = any(map(updater.has_updated, names)) or any(unit.is_consumed for unit in units)
+        has_moved = any(map(updater.has_updated, names)) or any(group.is_consumed for group in groups)
         if not updater.is_torn and not has_moved:
             return False
         try:
             if not updater.is_torn:
-                self._update_all(units, loose, settings)
+                self._update_all(groups, loose, settings)
                 return True
         except BaseException:
             self._engine.put_in_order()
-        moved = {id(unit): unit for name, unit in names.items() if unit is not None and updater.has_begun(name)}
+        moved = {id(group): group for name, group in names.items() if group is not None and updater.has_begun(name)}
         self._engine.lose_step(moved.values())
         return False
 
@@ -391,85 +391,87 @@ class ManagedOptimizer:
             self._engine.lose_step(())
             raise
 
-    def _bounds(self) -> dict[int, Bound]:
+    def _members(self) -> dict[int, ManagedParameter]:
         """By the `id` of the parameter."""
-        return {id(bound.parameter): bound for unit in self._engine.units.values() for bound in unit.bounds}
+        return {id(managed.parameter): managed for group in self._engine.groups.values() for managed in group.members}
 
     def _norms(self, parameters: Sequence[torch.Tensor]) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
         """By the parameters' numbers: norms that were taken when gradients passed by, and the gradients of all others."""
-        bounds = self._bounds()
+        members = self._members()
         taken: dict[int, torch.Tensor] = {}
         others: dict[int, torch.Tensor] = {}
         for number, parameter in enumerate(parameters):
-            bound = bounds.get(id(parameter))
+            managed = members.get(id(parameter))
             with compat.without_torch_function():
                 # Past the guard of groups that a backward has updated: what it used up was judged there, and is gone.
                 gradient = parameter.grad
             if gradient is None:
                 continue
-            if bound is not None and is_away(bound) and gradient is bound.gradient:
-                if bound.known_norm is None:
-                    bound.settle_gradient()  # the worker takes it after the last addition
-                if (norm := bound.known_norm) is not None:
+            if managed is not None and is_away(managed) and gradient is managed.gradient:
+                if managed.known_norm is None:
+                    managed.settle_gradient()  # the worker takes it after the last addition
+                if (norm := managed.known_norm) is not None:
                     taken[number] = norm
                     continue
             others[number] = gradient.detach()
         return taken, others
 
     def _name(self, parameters: Sequence[torch.Tensor], number: int) -> str:
-        bound = self._bounds().get(id(parameters[number]))
-        return f"parameter {number} of the optimizer" if bound is None else bound.spec.name
+        managed = self._members().get(id(parameters[number]))
+        return f"parameter {number} of the optimizer" if managed is None else managed.spec.name
 
-    def _update_resident(self, units: Sequence[Unit], loose: Sequence[torch.Tensor], settings: Settings) -> None:
+    def _update_resident(
+        self, groups: Sequence[ManagedGroup], loose: Sequence[torch.Tensor], settings: Settings
+    ) -> None:
         """All that stays on the device in one step, as plain torch takes it."""
         known = self._updater.optimizer
-        bounds = [
-            bound
-            for unit in units
-            if unit.is_resident
-            for bound in unit.bounds
-            if bound.site is Site.DEVICE and known.knows(bound.parameter)
+        members = [
+            managed
+            for group in groups
+            if group.is_resident
+            for managed in group.members
+            if managed.site is Site.DEVICE and known.knows(managed.parameter)
         ]
-        if any(map(self._updater.has_updated, (LOOSE, *(bound.chunk.spec.name for bound in bounds)))):
+        if any(map(self._updater.has_updated, (LOOSE, *(managed.chunk.spec.name for managed in members)))):
             return  # all of them were, in one step
-        for unit in units:
-            if unit.is_resident and any(bound.parameter.grad is not None for bound in unit.bounds):
-                unit.generation += 1
-        for bound in bounds:
-            unveil(bound.parameter)  # torch's foreach kernels are for plain tensors only
-        self._updater.update_here(bounds, loose, settings)
+        for group in groups:
+            if group.is_resident and any(managed.parameter.grad is not None for managed in group.members):
+                group.generation += 1
+        for managed in members:
+            make_plain(managed.parameter)  # torch's foreach kernels are for plain tensors only
+        self._updater.update_here(members, loose, settings)
 
-    def _update_unit(self, unit: Unit, settings: Settings) -> None:
-        """A unit's chunks on the host, and its streamed ones on the device."""
+    def _update_group(self, group: ManagedGroup, settings: Settings) -> None:
+        """A group's chunks on the host, and its streamed ones on the device."""
         engine, known = self._engine, self._updater.optimizer
-        unit.adopt_foreign_data()
+        group.adopt_foreign_data()
         is_updated = False
-        for chunk in unit.group.chunks:
+        for chunk in group.stored.chunks:
             with compat.without_torch_function():
-                bounds = [
-                    bound
-                    for bound in unit.bounds
-                    if bound.chunk is chunk and known.knows(bound.parameter) and bound.parameter.grad is not None
+                members = [
+                    managed
+                    for managed in group.members
+                    if managed.chunk is chunk and known.knows(managed.parameter) and managed.parameter.grad is not None
                 ]
-            if not bounds or self._updater.has_updated(chunk.spec.name):
+            if not members or self._updater.has_updated(chunk.spec.name):
                 continue
             # Before it is: a backward through older weights must be refused, wherever this breaks off.
-            if not unit.is_resident and not is_updated:
+            if not group.is_resident and not is_updated:
                 is_updated = True
-                unit.generation += 1
-            if bounds[0].site is Site.HOST:
-                if unit.is_on_host:
-                    for bound in bounds:
-                        # Autograd made it where it belongs: it is used in place, and veiled until it has been.
-                        bound.gradient = bound.parameter.grad
-                self._updater.update_on_host(unit, chunk, bounds, settings)
-                engine.residency.store.drop(unit.name)
-                for bound in bounds:
-                    engine.veil_gradient(bound)
-            elif not unit.is_resident:
-                self._finisher.update_streamed_on_device(unit, chunk, bounds, settings)
-            elif bounds[0].site is Site.PAGED:
-                for bound in bounds:
-                    unveil(bound.parameter)
-                self._updater.update_here(bounds, (), settings)
-        engine.residency.guard(unit)
+                group.generation += 1
+            if members[0].site is Site.HOST:
+                if group.is_on_host:
+                    for managed in members:
+                        # Autograd made it where it belongs: it is used in place, and pending until it has been.
+                        managed.gradient = managed.parameter.grad
+                self._updater.update_on_host(group, chunk, members, settings)
+                engine.residency.store.drop(group.name)
+                for managed in members:
+                    engine.make_gradient_pending(managed)
+            elif not group.is_resident:
+                self._finisher.update_streamed_on_device(group, chunk, members, settings)
+            elif members[0].site is Site.PAGED:
+                for managed in members:
+                    make_plain(managed.parameter)
+                self._updater.update_here(members, (), settings)
+        engine.residency.guard(group)

@@ -339,11 +339,11 @@ def _copied(
     optimizer: torch.optim.Optimizer, indices: Sequence[int], members: Sequence[Sequence[nn.Parameter]]
 ) -> torch.optim.Optimizer:
     """An optimizer of the same class, attributes and settings over other parameters, without state and without hooks."""
-    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
+    host_target: torch.optim.Optimizer = object.__new__(type(optimizer))
     groups: list[dict[str, Any]] = [{"params": list(parameters)} for parameters in members]
     state: dict[torch.Tensor, Any] = defaultdict(dict)
     # What else refers to the optimizer, its groups, its state or its parameters shall refer to the copy's.
-    known: dict[int, Any] = {id(optimizer): twin, id(optimizer.param_groups): groups, id(optimizer.state): state}
+    known: dict[int, Any] = {id(optimizer): host_target, id(optimizer.param_groups): groups, id(optimizer.state): state}
     for index, copied in zip(indices, groups, strict=True):
         known[id(optimizer.param_groups[index])] = copied
     some = next((parameter for parameters in members for parameter in parameters), None)
@@ -355,9 +355,9 @@ def _copied(
         copied.update({name: _copy(value, known) for name, value in settings if name != "params"})
     for name, value in vars(optimizer).items():
         if name not in compat.OPTIMIZER_BOOKKEEPING:
-            vars(twin)[name] = _copy(value, known)
-    compat.complete_optimizer(twin, groups, state)
-    return twin
+            vars(host_target)[name] = _copy(value, known)
+    compat.complete_optimizer(host_target, groups, state)
+    return host_target
 
 
 def _state_for(optimizer: torch.optim.Optimizer, stand_in: torch.Tensor) -> dict[str, Any]:

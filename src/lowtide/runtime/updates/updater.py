@@ -15,7 +15,7 @@ from lowtide.memory.mover import Mover
 from lowtide.memory.store import ChunkStore
 from lowtide.planning.plan import Site
 from lowtide.runtime.parameters.gradients import norm_of
-from lowtide.runtime.parameters.group import Bound, Unit
+from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter
 from lowtide.runtime.parameters.residency import Residency
 from lowtide.runtime.parameters.tensors import beside, same_memory
 from lowtide.runtime.statistics.recording import Recorder
@@ -75,16 +75,18 @@ class Updater:
         """Whether its update was made, or may be half made."""
         return self.has_updated(chunk) or (self.is_torn and self._marks.get(chunk) == self._num_made)
 
-    def update_here(self, bounds: Sequence[Bound], loose: Sequence[torch.Tensor], settings: Settings) -> None:
+    def update_here(
+        self, members: Sequence[ManagedParameter], loose: Sequence[torch.Tensor], settings: Settings
+    ) -> None:
         """One step on parameters that look at the device, gradients beside them, and on unmanaged ones."""
-        for bound in bounds:
-            self.optimizer.check_gradient(bound.parameter, bound.parameter.grad, bound.spec.name)
-        parameters = [bound.parameter for bound in bounds] + list(loose)
+        for managed in members:
+            self.optimizer.check_gradient(managed.parameter, managed.parameter.grad, managed.spec.name)
+        parameters = [managed.parameter for managed in members] + list(loose)
         updates = [Update(parameter, parameter) for parameter in parameters if parameter.grad is not None]
         if not updates:
             return
         take_step = self.optimizer.prepare(updates, settings)
-        self._marks.update(dict.fromkeys(_names(bounds), self._num_made))
+        self._marks.update(dict.fromkeys(_names(members), self._num_made))
         try:
             # In one line: there is no place between the two at which an exception could leave one without the other.
             self._num_made += take_step()
@@ -92,22 +94,24 @@ class Updater:
             self.is_torn = True
             raise
 
-    def update_on_host(self, unit: Unit, chunk: Chunk, bounds: Sequence[Bound], settings: Settings) -> None:
+    def update_on_host(
+        self, group: ManagedGroup, chunk: Chunk, members: Sequence[ManagedParameter], settings: Settings
+    ) -> None:
         """One step on the host for a chunk whose gradients are there or on their way. Returns at once."""
         settings = self._on_host(settings)
         updates: list[Update] = []
         gradients: list[torch.Tensor | None] = []
-        if unit.is_held(chunk):
-            unit.is_awaited = True
+        if group.is_held(chunk):
+            group.is_awaited = True
             chunk.mark_touched()
         self._store.take_over(chunk)
-        awaited = [waiting for bound in bounds for waiting in bound.pending]
-        for bound in bounds:
-            assert bound.twin is not None
-            # Another object over the same memory: the user's gradient may be veiled, and would wait for this very job.
-            unit.is_awaited = unit.is_awaited or _is_gradient_held(bound)
-            gradients.append(_gradient_of(bound))
-            updates.append(Update(bound.parameter, _target_on_host(bound)))
+        awaited = [waiting for managed in members for waiting in managed.pending]
+        for managed in members:
+            assert managed.host_target is not None
+            # Another object over the same memory: the user's gradient may be pending, and would wait for this very job.
+            group.is_awaited = group.is_awaited or _is_gradient_held(managed)
+            gradients.append(_gradient_of(managed))
+            updates.append(Update(managed.parameter, _target_on_host(managed)))
         # A fetch may still be reading the bytes that the update is about to change, or a write-back be filling them.
         copies = [copied.ended for copied in (chunk.fetched, chunk.written) if copied is not None]
         if self.optimizer.needs_values(updates):
@@ -118,9 +122,9 @@ class Updater:
         job = self._jobs[chunk.spec.name] = self._worker.new_job()
         staging = chunk.take_staging()
         # Deferred, `step()` has judged them all.
-        verdict = judge_sent(bounds, self._gradient_watch) if staging is not None else None
-        for bound in bounds:
-            bound.norm = None
+        verdict = judge_sent(members, self._gradient_watch) if staging is not None else None
+        for managed in members:
+            managed.norm = None
         step = self._recorder.step
 
         def update() -> None:
@@ -128,7 +132,7 @@ class Updater:
             if verdict is not None and not verdict.is_finite():
                 return  # the loop is told by the watch
             try:
-                # Not before: the update ahead of this one takes its own gradients off the same twins.
+                # Not before: the update ahead of this one takes its own gradients off the same host targets.
                 for item, gradient in zip(updates, gradients, strict=True):
                     item.target.grad = gradient
                 with compat.outside_compilation():
@@ -151,24 +155,24 @@ class Updater:
             if staging is not None:
                 self._cache.give_back(staging)
 
-        self._worker.submit(update, after=[*awaited, *copies], lastly=give_back, place=unit.place, job=job)
-        self._store.host_changes(chunk, job, unit.place)
-        for bound, item in zip(bounds, updates, strict=True):
-            if bound.foreign is not None and item.target is not bound.foreign:
+        self._worker.submit(update, after=[*awaited, *copies], lastly=give_back, place=group.place, job=job)
+        self._store.host_changes(chunk, job, group.place)
+        for managed, item in zip(members, updates, strict=True):
+            if managed.foreign is not None and item.target is not managed.foreign:
                 job.wait()
                 with torch.no_grad():
-                    bound.foreign.copy_(item.target)
-        for bound in bounds:
+                    managed.foreign.copy_(item.target)
+        for managed in members:
             if staging is None:
-                bound.pending.append(job)
+                managed.pending.append(job)
             else:
                 # The gradient's memory goes back with the staging buffer.
-                bound.pending.clear()
-                bound.gradient = None
+                managed.pending.clear()
+                managed.gradient = None
 
-    def judge_in_backward(self, bounds: Sequence[Bound]) -> torch.Tensor | None:
+    def judge_in_backward(self, members: Sequence[ManagedParameter]) -> torch.Tensor | None:
         """Gradients on the device, which an update there is about to take; its gate, where it can have one."""
-        return judge_here(bounds, self.optimizer, self._gradient_watch)
+        return judge_here(members, self.optimizer, self._gradient_watch)
 
     def _on_host(self, settings: Settings) -> Settings:
         """Once for all chunks of a step: what lies on the device is waited for."""
@@ -176,72 +180,74 @@ class Updater:
             self._brought = (settings, settings.on_host())
         return self._brought[1]
 
-    def place_state(self, units: Sequence[Unit], device: torch.device) -> None:
+    def place_state(self, groups: Sequence[ManagedGroup], device: torch.device) -> None:
         """Move optimizer state to where each chunk is updated."""
-        for unit in units:
-            for bound in unit.bounds:
-                if self.optimizer.knows(bound.parameter):
-                    site = torch.device("cpu") if bound.site is Site.HOST else device
-                    self.optimizer.place_state(bound.parameter, site)
+        for group in groups:
+            for managed in group.members:
+                if self.optimizer.knows(managed.parameter):
+                    site = torch.device("cpu") if managed.site is Site.HOST else device
+                    self.optimizer.place_state(managed.parameter, site)
 
 
-def _names(bounds: Sequence[Bound]) -> set[str]:
-    return {bound.chunk.spec.name for bound in bounds} or {LOOSE}
+def _names(members: Sequence[ManagedParameter]) -> set[str]:
+    return {managed.chunk.spec.name for managed in members} or {LOOSE}
 
 
-def judge_here(bounds: Sequence[Bound], optimizer: ChunkOptimizer, watch: GradientWatch) -> torch.Tensor | None:
+def judge_here(
+    members: Sequence[ManagedParameter], optimizer: ChunkOptimizer, watch: GradientWatch
+) -> torch.Tensor | None:
     """See `Updater.judge_in_backward`."""
     with compat.without_torch_function():
-        gradients = [(bound, bound.parameter.grad) for bound in bounds]
-    held = [(bound, gradient) for bound, gradient in gradients if gradient is not None]
+        gradients = [(managed, managed.parameter.grad) for managed in members]
+    held = [(managed, gradient) for managed, gradient in gradients if gradient is not None]
     if not held:
         return None
-    names, norms = [bound.spec.name for bound, _ in held], [norm_of(gradient) for _, gradient in held]
-    undo = optimizer.undo_of([bound.parameter for bound, _ in held])
+    names, norms = [managed.spec.name for managed, _ in held], [norm_of(gradient) for _, gradient in held]
+    undo = optimizer.undo_of([managed.parameter for managed, _ in held])
     if undo is None:
         watch.judge(names, norms, is_left_out=False)
         return None
     return watch.judge(names, norms, is_left_out=True, undo=undo).gate()
 
 
-def judge_sent(bounds: Sequence[Bound], watch: GradientWatch) -> Verdict | None:
+def judge_sent(members: Sequence[ManagedParameter], watch: GradientWatch) -> Verdict | None:
     """Gradients on their way to the host, whose norms were taken before they left."""
-    sent = [(bound.spec.name, bound.norm[1]) for bound in bounds if bound.norm is not None]
+    sent = [(managed.spec.name, managed.norm[1]) for managed in members if managed.norm is not None]
     if not sent:
         return None
     names, norms = zip(*sent, strict=True)
     return watch.judge_sent(names, norms)
 
 
-def _target_on_host(bound: Bound) -> torch.Tensor:
-    """The twin; where the user gave the parameter other memory, that, or a copy of it that the update can change."""
-    assert bound.twin is not None
-    foreign = bound.foreign
+def _target_on_host(managed: ManagedParameter) -> torch.Tensor:
+    """The host target; where the user gave the parameter other memory, that, or a copy of it that the update can change."""
+    assert managed.host_target is not None
+    foreign = managed.foreign
     if foreign is None:
-        return bound.twin
-    if foreign.device == bound.twin.device and foreign.stride() == bound.twin.stride():
+        return managed.host_target
+    if foreign.device == managed.host_target.device and foreign.stride() == managed.host_target.stride():
         return foreign
-    return beside(bound.twin).copy_(foreign)
+    return beside(managed.host_target).copy_(foreign)
 
 
-def _is_gradient_held(bound: Bound) -> bool:
+def _is_gradient_held(managed: ManagedParameter) -> bool:
     """Whether somebody else holds the memory of the gradient that the update reads, and may write to it unnoticed."""
-    if bound.chunk.staging is not None or bound.gradient is None:
+    if managed.chunk.staging is not None or managed.gradient is None:
         return False
     with compat.without_torch_function():
-        return bound.parameter.grad is bound.gradient and compat.num_storage_owners(bound.gradient) > 1
+        return managed.parameter.grad is managed.gradient and compat.num_storage_owners(managed.gradient) > 1
 
 
-def _gradient_of(bound: Bound) -> torch.Tensor | None:
-    if bound.chunk.staging is not None:
-        return None if bound.gradient is None else same_memory(bound.gradient)
-    gradient = bound.parameter.grad
-    if gradient is None or gradient is bound.gradient:
-        return None if gradient is None else bound.inner_gradient(gradient)
+def _gradient_of(managed: ManagedParameter) -> torch.Tensor | None:
+    if managed.chunk.staging is not None:
+        return None if managed.gradient is None else same_memory(managed.gradient)
+    gradient = managed.parameter.grad
+    if gradient is None or gradient is managed.gradient:
+        return None if gradient is None else managed.inner_gradient(gradient)
     # Set by the user, who may change it as soon as `step` returns, and who may have put it beside resident weights.
-    assert bound.twin is not None
-    if gradient.device != bound.twin.device:
-        return gradient.detach().to(bound.twin.device)
+    assert managed.host_target is not None
+    if gradient.device != managed.host_target.device:
+        return gradient.detach().to(managed.host_target.device)
     copied = beside(gradient)
     return copied.copy_(gradient)
 
@@ -257,34 +263,36 @@ class Finisher:
         self._taken: tuple[int, Settings] | None = None
         """The settings of a backward, by its number."""
 
-    def finish(self, unit: Unit, backward: int, *, is_last: bool) -> None:
-        """Update the unit's chunks whose gradients this backward has completed.
+    def finish(self, group: ManagedGroup, backward: int, *, is_last: bool) -> None:
+        """Update the group's chunks whose gradients this backward has completed.
 
         Where `is_last`, the backward is over: parameters without a gradient will get none.
         """
-        for chunk in unit.group.chunks:
-            fired = _complete(unit, chunk, is_last=is_last)
+        for chunk in group.stored.chunks:
+            fired = _complete(group, chunk, is_last=is_last)
             if not fired:
                 continue
-            if not is_last and any(visit.backward != backward for visit in unit.visits):
+            if not is_last and any(visit.backward != backward for visit in group.visits):
                 return  # another use of the same weights is still to come
-            if any(self.updater.optimizer.knows(bound.parameter) for bound in fired):
-                self._use_up(unit, chunk, fired, self._settings_in(backward))
+            if any(self.updater.optimizer.knows(managed.parameter) for managed in fired):
+                self._use_up(group, chunk, fired, self._settings_in(backward))
 
-    def prefetch(self, units: Iterable[Unit]) -> None:
+    def prefetch(self, groups: Iterable[ManagedGroup]) -> None:
         """The backward has reached these: optimizer state that visits the device comes beside it."""
         self.updater.optimizer.prefetch(
-            [bound.parameter for unit in units for bound in unit.bounds if bound.site is Site.PAGED]
+            [managed.parameter for group in groups for managed in group.members if managed.site is Site.PAGED]
         )
 
-    def update_streamed_on_device(self, unit: Unit, chunk: Chunk, bounds: Sequence[Bound], settings: Settings) -> None:
+    def update_streamed_on_device(
+        self, group: ManagedGroup, chunk: Chunk, members: Sequence[ManagedParameter], settings: Settings
+    ) -> None:
         """Bring streamed weights to the device for their step there, and write them back."""
         self._recorder.phase = "update"
         try:
-            self._update_open(unit, chunk, bounds, settings)
+            self._update_open(group, chunk, members, settings)
         finally:
-            unit.look_at_host()
-            self._residency.guard(unit)
+            group.look_at_host()
+            self._residency.guard(group)
 
     def _settings_in(self, backward: int) -> Settings:
         """Of its first update: a rate that lies on the device is waited for once, not at every chunk."""
@@ -292,65 +300,69 @@ class Finisher:
             self._taken = (backward, self.updater.optimizer.settings())
         return self._taken[1]
 
-    def _use_up(self, unit: Unit, chunk: Chunk, fired: list[Bound], settings: Settings) -> None:
-        trained = [bound for bound in fired if self.updater.optimizer.knows(bound.parameter)]
-        for bound in fired:
-            bound.has_fired = False
-        unit.generation += 1
+    def _use_up(self, group: ManagedGroup, chunk: Chunk, fired: list[ManagedParameter], settings: Settings) -> None:
+        trained = [managed for managed in fired if self.updater.optimizer.knows(managed.parameter)]
+        for managed in fired:
+            managed.has_fired = False
+        group.generation += 1
         try:
             # Before it is: a group that has moved is named, wherever this breaks off.
-            unit.consumed.add(chunk.spec.name)
-            self._update(unit, chunk, trained, settings)
+            group.consumed.add(chunk.spec.name)
+            self._update(group, chunk, trained, settings)
         except BaseException:
             if not self.updater.is_torn and not self.updater.has_updated(chunk.spec.name):
-                unit.consumed.discard(chunk.spec.name)
+                group.consumed.discard(chunk.spec.name)
             raise
 
-    def _update(self, unit: Unit, chunk: Chunk, trained: Sequence[Bound], settings: Settings) -> None:
+    def _update(
+        self, group: ManagedGroup, chunk: Chunk, trained: Sequence[ManagedParameter], settings: Settings
+    ) -> None:
         if trained[0].site is Site.HOST:
-            self.updater.update_on_host(unit, chunk, trained, settings)
-            self._residency.forget_old_copy(unit)
+            self.updater.update_on_host(group, chunk, trained, settings)
+            self._residency.forget_old_copy(group)
             # Its last gradients come after its window has closed: whoever looks from now on waits for the update.
-            self._residency.guard(unit)
+            self._residency.guard(group)
             return
         gate = self.updater.judge_in_backward(trained)
-        self._update_open(unit, chunk, trained, settings if gate is None else replace(settings, gate=gate))
+        self._update_open(group, chunk, trained, settings if gate is None else replace(settings, gate=gate))
         with compat.without_torch_function():
-            for bound in trained:
-                bound.parameter.grad = None
+            for managed in trained:
+                managed.parameter.grad = None
 
-    def _update_open(self, unit: Unit, chunk: Chunk, bounds: Sequence[Bound], settings: Settings) -> None:
+    def _update_open(
+        self, group: ManagedGroup, chunk: Chunk, members: Sequence[ManagedParameter], settings: Settings
+    ) -> None:
         """One step on the device, in a window of its own; streamed weights are written back."""
-        self._residency.open(unit)
+        self._residency.open(group)
         try:
             started = self._mover.now()
-            if not unit.is_resident:
+            if not group.is_resident:
                 # Before they are changed: where the update breaks off, its state goes with what the device has.
                 self._residency.store.device_changes(chunk)
-            self.updater.update_here(bounds, (), settings)
-            if not unit.is_resident:
-                self._residency.write_back(unit, chunk)
-            self._recorder.on_compute(unit.name, "update", started, self._mover.now())
+            self.updater.update_here(members, (), settings)
+            if not group.is_resident:
+                self._residency.write_back(group, chunk)
+            self._recorder.on_compute(group.name, "update", started, self._mover.now())
         finally:
-            self._residency.close(unit)
+            self._residency.close(group)
 
 
-def _complete(unit: Unit, chunk: Chunk, *, is_last: bool) -> list[Bound]:
+def _complete(group: ManagedGroup, chunk: Chunk, *, is_last: bool) -> list[ManagedParameter]:
     """The chunk's parameters with a gradient, once all of them that are trained have one, or will get none."""
     if not is_last:
         # This is asked at every gradient: as long as the same one is missing, the chunk is not complete.
-        awaited = unit.awaited.get(chunk.spec.name)
+        awaited = group.awaited.get(chunk.spec.name)
         if awaited is not None and not awaited.has_fired:
             return []
-    fired: list[Bound] = []
+    fired: list[ManagedParameter] = []
     with compat.without_torch_function():  # parameters may be guarded; nobody reads a value here
-        for bound in unit.bounds:
-            if bound.chunk is not chunk:
+        for managed in group.members:
+            if managed.chunk is not chunk:
                 continue
-            if bound.has_fired:
-                if bound.parameter.requires_grad:
-                    fired.append(bound)
-            elif not is_last and bound.parameter.requires_grad:
-                unit.awaited[chunk.spec.name] = bound
+            if managed.has_fired:
+                if managed.parameter.requires_grad:
+                    fired.append(managed)
+            elif not is_last and managed.parameter.requires_grad:
+                group.awaited[chunk.spec.name] = managed
                 return []
     return fired
