@@ -76,7 +76,7 @@ def _comparison(comparison: Comparison, index: int) -> str:
         *(f'<p class="hint">{escape(sentence)}</p>' for sentence in sentences if sentence),
         _optional(tables.published_table(comparison)),
         _sources(rows),
-        _optional(tables.moments_table(comparison)),
+        _optional(tables.perplexity_table(comparison)),
         _breakdown(comparison),
         _steps(comparison, index),
         _phases(comparison),

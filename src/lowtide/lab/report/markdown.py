@@ -9,7 +9,7 @@ from lowtide.lab.report.comparison import Comparison
 from lowtide.lab.report.rows import alike_endings, error_line
 from lowtide.lab.report.sentences import fastest_words, provenance, remarks
 from lowtide.lab.report.sweep import Sweep
-from lowtide.lab.report.tables import breakdown_table, moments_table, published_table, result_table, sweep_table
+from lowtide.lab.report.tables import breakdown_table, perplexity_table, published_table, result_table, sweep_table
 from lowtide.report.table import escape_markdown as escape
 from lowtide.report.table import to_markdown
 
@@ -48,8 +48,8 @@ def _comparison(comparison: Comparison, *, has_title: bool) -> list[str]:
         parts += [f"### {published.caption}", to_markdown(published)]
         sources = dict.fromkeys(row.published.source for row in comparison.rows if row.published)
         parts.append(f"Published: {escape('; '.join(sources))}.")
-    if (moments := moments_table(comparison)) is not None:
-        parts += [f"### {moments.caption}", to_markdown(moments)]
+    if (perplexities := perplexity_table(comparison)) is not None:
+        parts += [f"### {perplexities.caption}", to_markdown(perplexities)]
     if (breakdown := breakdown_table(comparison)) is not None:
         parts += [f"### {breakdown.caption}", to_markdown(breakdown)]
     endings = [

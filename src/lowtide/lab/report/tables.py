@@ -118,7 +118,7 @@ def result_table(comparison: Comparison) -> Table:
     return _table("Results", comparison, rows, _said(columns))
 
 
-def moments_table(comparison: Comparison) -> Table | None:
+def perplexity_table(comparison: Comparison) -> Table | None:
     """Perplexities by the step that they are of; None where no row has any but the last."""
     rows = tuple(row for row in comparison.rows if row.perplexities)
     if not rows:
