@@ -193,5 +193,4 @@ def sweep_table(sweep: BudgetSweep) -> Table:
         for point in sweep.points
     ]
     heads = ("budget", "saved", "peak", "peak unfused", "recomputed", "seconds")
-    title = f"{sweep.model}, {sweep.batch}, {sweep.dtype}, torch {sweep.torch}"
-    return make_table(title, [Column(head=head) for head in heads], rows)
+    return make_table(sweep.title, [Column(head=head) for head in heads], rows)

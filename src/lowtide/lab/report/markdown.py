@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lowtide.lab.budget import BudgetSweep, reversals
 from lowtide.lab.record import RunRecord
 from lowtide.lab.report.comparison import Comparison
 from lowtide.lab.report.rows import alike_endings, error_line
 from lowtide.lab.report.sentences import fastest_words, provenance, remarks
-from lowtide.lab.report.sweep import Sweep
 from lowtide.lab.report.tables import breakdown_table, perplexity_table, published_table, result_table, sweep_table
 from lowtide.report.table import escape_markdown as escape
 from lowtide.report.table import to_markdown
@@ -20,7 +20,7 @@ def render_markdown(
     *,
     title: str,
     skipped: Sequence[str] = (),
-    sweeps: Sequence[Sweep] = (),
+    sweeps: Sequence[BudgetSweep] = (),
     num_older: int = 0,
 ) -> str:
     """The whole report as text."""
@@ -72,7 +72,7 @@ def _front_words(comparison: Comparison) -> str:
     return f" In bold: no other row is as small and as fast{kind}."
 
 
-def _sweep(sweep: Sweep) -> list[str]:
-    reversals = [f"- {escape(reversal.words)}" for reversal in sweep.reversals]
-    verdict = "\n".join(reversals) if reversals else "No smaller budget has a larger peak."
+def _sweep(sweep: BudgetSweep) -> list[str]:
+    beaten = [f"- {escape(reversal.words)}" for reversal in reversals(sweep.points)]
+    verdict = "\n".join(beaten) if beaten else "No smaller budget has a larger peak."
     return [f"### {escape(sweep.title)}", to_markdown(sweep_table(sweep)), verdict]
