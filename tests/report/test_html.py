@@ -94,8 +94,8 @@ def test_tables_hold_the_numbers_without_the_script() -> None:
         ["backward", "18.0 MiB", "94.7%"],
         ["update", "12.0 MiB", "63.2%"],
     ]
-    moments = table_with(outline, "moment")
-    assert [row[1:4] for row in moments[4:7]] == [
+    instants = table_with(outline, "instant")
+    assert [row[1:4] for row in instants[4:7]] == [
         ["start", "2", "19.0 MiB"],
         ["highest", "2", "19.0 MiB"],
         ["end", "3", "15.0 MiB"],
@@ -178,7 +178,7 @@ def test_hostile_names_stay_text() -> None:
     outline = Outline(page)
     assert not [name for name, _ in outline.attributes if name.startswith("on")]
     assert page.count("<script") == 2
-    assert json.loads(outline.data)[0]["moments"][1] == [evil, evil, evil]
+    assert json.loads(outline.data)[0]["instants"][1] == [evil, evil, evil]
     assert outline.text.count(evil) >= 8
 
 

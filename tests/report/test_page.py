@@ -68,7 +68,7 @@ def readout(page: Page) -> dict[str, Any] | None:
             head: box.querySelector('h4').textContent,
             rows: Object.fromEntries([...box.querySelectorAll('dd')].map(
                 dd => [dd.dataset.name, [Number(dd.dataset.bytes), dd.textContent]])),
-            moment: box.querySelector('.moment')?.textContent,
+            instant: box.querySelector('.instant')?.textContent,
             change: box.querySelector('.change')?.textContent,
         })(document.querySelector('.readout'))"""
     )
@@ -117,7 +117,7 @@ def test_hovering_the_peak_shows_it_exactly(page: Page) -> None:
     assert sizes["reserved"] == TRACE.events[position - 1].reserved_bytes
     assert sizes["observed here"] == OBSERVED.peak_bytes
     assert all(text == format_bytes(size) for size, text in shown["rows"].values())
-    assert shown["moment"] == "aten._log_softmax (outside the model) loss.py:13"
+    assert shown["instant"] == "aten._log_softmax (outside the model) loss.py:13"
     assert shown["change"] == "allocates 1.5 GiB of activations, [8192, 50257] float32"
 
 
@@ -133,7 +133,7 @@ def test_hovering_anywhere_shows_a_state_of_the_step(page: Page, share: float) -
     sizes = {name: size for name, (size, _) in shown["rows"].items()}
     assert {k: v for k, v in sizes.items() if k not in ("reserved", "observed here")} == expected_rows(TRACE, event)
     op = TRACE.ops[TRACE.events[event - 1].op]
-    assert shown["moment"] == f"{op.name} {op.module or '(outside the model)'} {op.source}"
+    assert shown["instant"] == f"{op.name} {op.module or '(outside the model)'} {op.source}"
 
 
 def test_leaving_the_chart_hides_the_readout(page: Page) -> None:
@@ -336,7 +336,7 @@ def test_hostile_names_run_nothing(browser: Browser, tmp_path: Path) -> None:
     page.hover(*point(page, 60, trace.peak_bytes // 4))
     shown = readout(page)
     assert shown is not None
-    assert evil in shown["moment"]
+    assert evil in shown["instant"]
     assert page.run("window.hurt") is None
     assert page.requests() == []
     page.close()

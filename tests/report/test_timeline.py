@@ -249,7 +249,7 @@ def test_each_point_knows_its_op_and_its_tensor() -> None:
         "temporaries",
         "temporaries",
     ]
-    assert data["moments"][data["moment"][2]] == ["aten._log_softmax", "", "tiny.py:20"]
+    assert data["instants"][data["instant"][2]] == ["aten._log_softmax", "", "tiny.py:20"]
     assert data["tensors"][data["tensor"][5]] == ["head aten.mm", "[768, 1024] float32"]  # freed in the backward
 
 

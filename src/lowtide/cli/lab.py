@@ -16,7 +16,6 @@ from lowtide.cli.lab_results import sweep_command, sweep_table
 from lowtide.cli.lab_runs import display_of, records_words, run_row, run_table
 from lowtide.errors import ConfigError
 from lowtide.hardware import find_hardware
-from lowtide.lab.budget import sweep_data
 from lowtide.lab.catalogue import choose_recipes, known_recipes, matching_recipes
 from lowtide.lab.recipe_file import read_recipe
 from lowtide.lab.record import Outcome
@@ -142,14 +141,13 @@ def report_command(
             from lowtide.cli.lab_results import summary_of
             from lowtide.lab.report import write_report
 
-            sweeps = [sweep_data(sweep) for sweep in found.sweeps]
             comparisons = write_report(
                 found.records,
                 html=out,
                 markdown=markdown,
                 png=png,
                 skipped=found.skipped,
-                sweeps=sweeps,
+                sweeps=found.sweeps,
                 with_older=all_,
             )
         for comparison in comparisons:

@@ -55,7 +55,7 @@ def summary_of(comparison: Comparison) -> Iterator[RenderableType]:
     sentences = [f"[{mark}] {settings}" for settings, mark in marks.items()]
     sentences += _reasons(comparison, labels)
     sentences += [words] if (words := fastest_words(comparison)) else []
-    sentences += _moments(comparison, labels)
+    sentences += _perplexities(comparison, labels)
     sentences += [f"Note: {remark}" for remark in run_remarks(comparison)]
     if sentences:
         yield Text("\n".join(sentences) + "\n")
@@ -80,7 +80,7 @@ def _reasons(comparison: Comparison, labels: Sequence[str]) -> list[str]:
     ]
 
 
-def _moments(comparison: Comparison, labels: Sequence[str]) -> list[str]:
+def _perplexities(comparison: Comparison, labels: Sequence[str]) -> list[str]:
     """A line for each row that was evaluated on the way: `control: perplexity 160.0, 152.1 after 80, 100 steps`."""
     return [
         f"{label}: perplexity {', '.join(number(spread.mean) for spread in row.perplexities.values())} "
@@ -193,5 +193,4 @@ def sweep_table(sweep: BudgetSweep) -> Table:
         for point in sweep.points
     ]
     heads = ("budget", "saved", "peak", "peak unfused", "recomputed", "seconds")
-    title = f"{sweep.model}, {sweep.batch}, {sweep.dtype}, torch {sweep.torch}"
-    return make_table(title, [Column(head=head) for head in heads], rows)
+    return make_table(sweep.title, [Column(head=head) for head in heads], rows)

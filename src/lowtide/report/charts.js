@@ -113,8 +113,9 @@ function placeNames(points, sizes, dots, lines, bounds) {
         const left = x + Math.cos(angle) * (distance + width / 2) - width / 2;
         const top = y + Math.sin(angle) * (distance + height / 2) - height / 2;
         const box = { left, top, right: left + width, bottom: top + height };
+        // Two names in a line must not read as one.
         const roomy = { left: left - 7, top, right: box.right + 7, bottom: box.bottom };
-        const taken = [...dots, ...placed.filter(Boolean)].filter((other) => meet(roomy, other)).length;
+        const taken = dots.filter((dot) => meet(box, dot)).length + placed.filter((other) => other && meet(roomy, other)).length;
         const isOut = box.left < bounds.left || box.right > bounds.right || top < bounds.top || box.bottom > bounds.bottom;
         const crossed = lines.filter((each) => crosses(each, box)).length;
         const apart = ([a, b]) => Math.hypot(clamp(a, left, box.right) - a, clamp(b, top, box.bottom) - b);

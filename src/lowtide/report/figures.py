@@ -149,13 +149,13 @@ def _draw_phases(axes: Axes, trace: StepTrace, axis: Axis) -> None:
 
 def _draw_peak(axes: Axes, trace: StepTrace, axis: Axis, factor: int, top: float) -> None:
     place = float(axis.place(trace.peak_event + 1))
-    height, moment = trace.peak_bytes / factor, instant_of(trace, trace.peak_event)
-    phase = f" in {moment.phase.value}" if moment.phase else ""
+    height, instant = trace.peak_bytes / factor, instant_of(trace, trace.peak_event)
+    phase = f" in {instant.phase.value}" if instant.phase else ""
     on_left = place > 0.6 * axis.places[-1]
     # The name stands above every curve, beside a line that leads down to the peak.
     axes.plot([place, place], [height, top], color=PEAK_COLOUR, linewidth=0.8)
     axes.annotate(
-        f"peak {format_bytes(trace.peak_bytes)}{phase}\n{shorten(moment.place, 72, placeholder=' …')}",
+        f"peak {format_bytes(trace.peak_bytes)}{phase}\n{shorten(instant.place, 72, placeholder=' …')}",
         xy=(place, top),
         xytext=(-4 if on_left else 4, 0),
         textcoords="offset points",

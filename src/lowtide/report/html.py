@@ -200,11 +200,11 @@ def _folded(summary: str, html: str) -> str:
 
 def _trace_figures(trace: StepTrace) -> str:
     """The handful of numbers at the top of a section."""
-    moment = instant_of(trace, trace.peak_event)
-    where = f"The peak is {moment.place}."
-    if moment.phase is not None:
-        source = f' <span class="quiet">{escape(moment.source)}</span>' if moment.source else ""
-        where = f"The peak is in <b>{moment.phase.value}</b>, at <code>{escape(moment.place)}</code>{source}"
+    instant = instant_of(trace, trace.peak_event)
+    where = f"The peak is {instant.place}."
+    if instant.phase is not None:
+        source = f' <span class="quiet">{escape(instant.source)}</span>' if instant.source else ""
+        where = f"The peak is in <b>{instant.phase.value}</b>, at <code>{escape(instant.place)}</code>{source}"
     items: list[tuple[str, Value, Value]] = [
         ("Peak allocated", size(trace.peak_bytes), Value(f"{trace.peak_bytes:,} bytes")),
         ("Peak reserved", size(trace.peak_reserved_bytes), Value("what the allocator holds on to")),

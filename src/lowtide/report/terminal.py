@@ -96,12 +96,12 @@ def headline(trace: StepTrace) -> Panel:
     if trace.target.context_bytes:
         facts.add_row("context beside it", format_bytes(trace.target.context_bytes))
     facts.add_row("hardware", _fit_line(trace))
-    moment = instant_of(trace, trace.peak_event)
-    facts.add_row("the peak is in", Text(moment.phase.value if moment.phase else moment.place, style="bold"))
-    if moment.phase is not None:
-        facts.add_row("at", Text(moment.place))
-        if moment.source:
-            facts.add_row("line", Text(moment.source))
+    instant = instant_of(trace, trace.peak_event)
+    facts.add_row("the peak is in", Text(instant.phase.value if instant.phase else instant.place, style="bold"))
+    if instant.phase is not None:
+        facts.add_row("at", Text(instant.place))
+        if instant.source:
+            facts.add_row("line", Text(instant.source))
     uses = attention_use(trace)
     for use in uses:
         facts.add_row("attention" if use is uses[0] else "", Text(use.text))

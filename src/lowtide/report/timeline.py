@@ -164,11 +164,11 @@ def timeline_data(
     """
     positions = kept_positions(trace, limit=max_points)
     reserved = np.array([trace.start_reserved_bytes, *(event.reserved_bytes for event in trace.events)], dtype=np.int64)
-    moments, tensors = _Table[tuple[str, str, str]](), _Table[tuple[str, str]]()
-    columns: dict[str, list[int]] = {"moment": [], "tensor": [], "category": [], "change": []}
+    instants, tensors = _Table[tuple[str, str, str]](), _Table[tuple[str, str]]()
+    columns: dict[str, list[int]] = {"instant": [], "tensor": [], "category": [], "change": []}
     for position in positions.tolist():
-        moment = instant_of(trace, position - 1)
-        columns["moment"].append(moments.index((moment.op, moment.module, moment.source)))
+        instant = instant_of(trace, position - 1)
+        columns["instant"].append(instants.index((instant.op, instant.module, instant.source)))
         if position == 0:
             tensor, category, change = ("", ""), STACK_ORDER[0], 0
         else:
@@ -193,7 +193,7 @@ def timeline_data(
         "x": _differences(positions),
         "stack": [_differences(trace.stacked[category][positions]) for category in STACK_ORDER],
         "reserved": _differences(reserved[positions]),
-        "moments": moments.rows,
+        "instants": instants.rows,
         "tensors": tensors.rows,
         **columns,
         "observed": None if observed is None else _observed_line(observed, trace, max_points),
@@ -201,13 +201,13 @@ def timeline_data(
 
 
 def _peak(trace: StepTrace) -> dict[str, object]:
-    moment = instant_of(trace, trace.peak_event)
+    instant = instant_of(trace, trace.peak_event)
     return {
         "position": trace.peak_event + 1,
         "bytes": trace.peak_bytes,
-        "phase": moment.phase.value if moment.phase else "",
-        "place": moment.place,
-        "source": moment.source,
+        "phase": instant.phase.value if instant.phase else "",
+        "place": instant.place,
+        "source": instant.source,
     }
 
 

@@ -168,16 +168,16 @@ class TimelineInput {
       rows,
     );
     if (!event) return;
-    const [op, module, source] = data.moments[data.moment[index]], [tensor, kind] = data.tensors[data.tensor[index]];
+    const [op, module, source] = data.instants[data.instant[index]], [tensor, kind] = data.tensors[data.tensor[index]];
     const change = data.change[index];
     readout.append(
-      element("p", { class: "moment" }, element("code", {}, op), ` ${module || "(outside the model)"}`, ...(source ? [element("span", { class: "quiet" }, ` ${source}`)] : [])),
+      element("p", { class: "instant" }, element("code", {}, op), ` ${module || "(outside the model)"}`, ...(source ? [element("span", { class: "quiet" }, ` ${source}`)] : [])),
       element("p", { class: "quiet change", "data-bytes": change }, `${change < 0 ? "frees" : "allocates"} ${formatBytes(Math.abs(change))} of ${data.categories[data.category[index]]}, ${kind}${change < 0 ? `, made by ${tensor}` : ""}`),
     );
   }
 
   sentence(index) {
-    const { data, x, total } = this.timeline, [op, module] = data.moments[data.moment[index]];
+    const { data, x, total } = this.timeline, [op, module] = data.instants[data.instant[index]];
     return `Event ${formatCount(x[index])}, ${this.phaseAt(x[index])}: ${formatBytes(total[index])} allocated, ${op} ${module}`;
   }
 }

@@ -203,11 +203,11 @@ def timeline_table(trace: StepTrace) -> Table:
     """The timeline as a table: each phase's start, summit and end, by category."""
     rows: list[list[Cell | str]] = []
     for run in phase_runs(trace)[:_MAX_RUNS]:
-        for moment, position in (("start", run.first), ("highest", run_peak(trace, run)), ("end", run.last)):
+        for instant, position in (("start", run.first), ("highest", run_peak(trace, run)), ("end", run.last)):
             sizes = [format_bytes(int(trace.stacked[category][position])) for category in STACK_ORDER]
             total = format_bytes(int(trace.curve[position]))
-            rows.append([run.phase.value, moment, f"{position:,}", total, *sizes])
-    columns = (words("phase"), words("moment"), number("event"), number("allocated"))
+            rows.append([run.phase.value, instant, f"{position:,}", total, *sizes])
+    columns = (words("phase"), words("instant"), number("event"), number("allocated"))
     by_category = (number(category.value) for category in STACK_ORDER)
     return make_table("The timeline as a table", (*columns, *by_category), rows, kind="wide")
 

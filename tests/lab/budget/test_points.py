@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowtide.lab.budget import BudgetPoint, not_monotone, pareto
+from lowtide.lab.budget import BudgetPoint, not_monotone, pareto, reversals
 from lowtide.units import GiB
 
 
@@ -51,3 +51,15 @@ def test_pareto_against_the_definition() -> None:
     assert {(kept.peak_bytes, kept.recomputed_flops_share) for kept in pareto(points)} == {
         one for one in figures if not is_beaten(one)
     }
+
+
+def test_a_smaller_budget_with_a_larger_peak_is_found_and_said() -> None:
+    found = reversals([point(0.6, 15.0), point(0.05, 13.5), point(0.1, 13.25), point(0.3, 13.0)])
+    assert [reversal.point.budget for reversal in found] == [0.05, 0.1]
+    assert found[0].words == (
+        "Budget 0.05 has a larger peak, 13.500 GiB, than budget 0.3 with 13.000 GiB: 512.0 MiB more (static)."
+    )
+
+
+def test_equal_peaks_are_no_reversal() -> None:
+    assert reversals([point(0.1, 5.0), point(0.5, 5.0)]) == ()

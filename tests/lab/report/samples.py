@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
+from lowtide.lab.budget import BudgetPoint, BudgetSweep
 from lowtide.lab.record import MemoryFigures, Outcome, PredictedFigures, RunRecord, SpeedFigures, Surroundings
 from lowtide.units import GiB, MiB
 
@@ -106,23 +107,25 @@ def experiment(*, seed: int = 0) -> list[RunRecord]:
     return [*runs, out_of_memory, killed]
 
 
-def budget_sweep(*, is_monotone: bool = False) -> dict[str, Any]:
+def budget_sweep(*, is_monotone: bool = False, model: str = "deep-one") -> BudgetSweep:
     """A sweep of which the smallest budgets are not the best."""
     peaks = (13.561, 13.1, 13.4, 14.2, 14.9, 15.636, 18.2, 19.712)
     budgets = (0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0)
     ordered = sorted(peaks) if is_monotone else peaks
     points = [
-        {
-            "budget": budget,
-            "saved_bytes": int((0.77 + 12.4 * budget) * GiB),
-            "peak_bytes": int(peak * GiB),
-            "recomputed_flops_share": round(0.95 * (1 - budget) ** 2, 4),
-            "kind": "real",
-        }
+        BudgetPoint(
+            budget=budget,
+            saved_bytes=int((0.77 + 12.4 * budget) * GiB),
+            peak_bytes=int(peak * GiB),
+            unfused_peak_bytes=int(peak * GiB) + 300 * MiB,
+            recomputed_flops_share=round(0.95 * (1 - budget) ** 2, 4),
+            seconds=0.5,
+        )
         for budget, peak in zip(budgets, ordered, strict=True)
     ]
-    static = [{**point, "kind": "static", "peak_bytes": int(point["peak_bytes"]) - 300 * MiB} for point in points[::2]]
-    return {"schema": "lowtide.budget_sweep/1", "model": "deep-one", "points": [*points, *static]}
+    return BudgetSweep(
+        model=model, batch="4x768", dtype="bfloat16", torch="2.13.0", trace_seconds=1.0, points=tuple(points)
+    )
 
 
 def _run(config: Config, seed: int, random: Random) -> RunRecord:

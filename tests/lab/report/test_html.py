@@ -9,7 +9,6 @@ import pytest
 from lowtide.lab.record import MemoryFigures, Outcome, PredictedFigures, SpeedFigures
 from lowtide.lab.report.comparison import make_comparisons
 from lowtide.lab.report.html import render_html
-from lowtide.lab.report.sweep import read_sweep
 from lowtide.units import GiB
 from tests.lab.report.samples import budget_sweep, experiment, record
 
@@ -52,7 +51,7 @@ def render(*records: object, **more: object) -> str:
 
 
 def test_the_page_is_whole_and_asks_for_nothing() -> None:
-    page = render(*experiment(), skipped=["a: b"], sweeps=[read_sweep(budget_sweep())])
+    page = render(*experiment(), skipped=["a: b"], sweeps=[budget_sweep()])
     outline = Outline(page)
     assert any("default-src 'none'" in value for name, value in outline.attributes if name == "content")
     links = [value for name, value in outline.attributes if name in ("src", "href", "srcset", "action")]
@@ -89,8 +88,7 @@ def test_hostile_names_stay_text() -> None:
         name, memory=memory, speed=speed, predicted=predicted, remarks=(message,), recipe={"published": published}
     )
     lost = record(name + "2", outcome=Outcome.FAILED, message=message)
-    sweep = {**budget_sweep(), "model": message}
-    page = render(hostile, lost, skipped=[message], sweeps=[read_sweep(sweep)])
+    page = render(hostile, lost, skipped=[message], sweeps=[budget_sweep(model=message)])
     outline = Outline(page)
     assert "img" not in outline.tags
     assert outline.tags.count("script") == 2
@@ -141,11 +139,11 @@ def test_perplexities_on_the_way_have_a_table() -> None:
 
 
 def test_sweeps_say_where_they_are_not_monotone() -> None:
-    text = Outline(render(record(), sweeps=[read_sweep(budget_sweep())])).text
+    text = Outline(render(record(), sweeps=[budget_sweep()])).text
     assert "Memory budget sweep" in text
     assert "Not monotone." in text
     assert "Budget 0.05 has a larger peak, 13.561 GiB, than budget 0.1 with 13.100 GiB" in text
-    text = Outline(render(record(), sweeps=[read_sweep(budget_sweep(is_monotone=True))])).text
+    text = Outline(render(record(), sweeps=[budget_sweep(is_monotone=True)])).text
     assert "Monotone: no smaller budget has a larger peak." in text
     assert "Memory budget sweep" not in Outline(render(record())).text
 

@@ -6,7 +6,6 @@ from lowtide.lab.record import Outcome
 from lowtide.lab.report.comparison import make_comparisons
 from lowtide.lab.report.html import render_html
 from lowtide.lab.report.markdown import render_markdown
-from lowtide.lab.report.sweep import read_sweep
 from lowtide.report.table import escape_markdown as escape
 from lowtide.units import GiB
 from tests.lab.report.samples import budget_sweep, experiment, record
@@ -29,7 +28,7 @@ def render(*records: object, **more: object) -> str:
 
 
 def test_the_whole_experiment() -> None:
-    text = render(*experiment(), skipped=["runs/a|b.json: no JSON"], sweeps=[read_sweep(budget_sweep())])
+    text = render(*experiment(), skipped=["runs/a|b.json: no JSON"], sweeps=[budget_sweep()])
     results, published, breakdown, sweep = tables(text)
     assert all(len({len(row) for row in table}) == 1 for table in (results, published, breakdown, sweep))
     assert len(results) == 2 + 16
@@ -126,6 +125,4 @@ def test_older_runs_are_said() -> None:
 
 
 def test_a_monotone_sweep_is_said_to_be() -> None:
-    assert "No smaller budget has a larger peak." in render(
-        record(), sweeps=[read_sweep(budget_sweep(is_monotone=True))]
-    )
+    assert "No smaller budget has a larger peak." in render(record(), sweeps=[budget_sweep(is_monotone=True)])

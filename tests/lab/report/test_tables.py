@@ -4,7 +4,7 @@ import math
 
 from lowtide.lab.record import MemoryFigures, Outcome, PredictedFigures, RunRecord, SpeedFigures
 from lowtide.lab.report.comparison import Comparison, make_comparisons
-from lowtide.lab.report.tables import breakdown_table, moments_table, published_table, result_table
+from lowtide.lab.report.tables import breakdown_table, perplexity_table, published_table, result_table
 from lowtide.report.table import Table, Value
 from lowtide.units import GiB, MiB
 from tests.lab.report.samples import experiment, record
@@ -75,7 +75,7 @@ def test_perplexities_on_the_way_are_by_step() -> None:
         run("x/other", 0, 11.0, (3, 30.0)),
         run("x/without", 0, 13.0),
     )
-    table = moments_table(comparison)
+    table = perplexity_table(comparison)
     assert cells(table) == {
         "after 2": ["42.00 ± 2.83", None],
         "after 3": [None, "30.00"],
@@ -83,7 +83,7 @@ def test_perplexities_on_the_way_are_by_step() -> None:
         "after 9": ["11.00 ± 1.41", "11.00"],
     }
     assert names(table) == ["control", "other"]
-    assert moments_table(compare(run("x/without", 0, 13.0))) is None
+    assert perplexity_table(compare(run("x/without", 0, 13.0))) is None
 
 
 def test_the_training_peak_stands_beside_one_that_an_evaluation_sets() -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from lowtide.lab.budget.points import BudgetPoint, Rise, not_monotone, pareto
+from lowtide.lab.budget.points import BudgetPoint, Reversal, Rise, not_monotone, pareto, reversals
 from lowtide.lab.budget.sweep import BudgetSweep, read_sweep, run_sweep, sweep_data, write_sweep
 
 __all__ = [
     "BudgetPoint",
     "BudgetSweep",
+    "Reversal",
     "Rise",
     "not_monotone",
     "pareto",
     "read_sweep",
+    "reversals",
     "run_sweep",
     "sweep_data",
     "write_sweep",

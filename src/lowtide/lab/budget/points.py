@@ -19,10 +19,10 @@ from lowtide.errors import ConfigError, TraceError
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.training import Batch, make_batches
 from lowtide.models import resolve_model
-from lowtide.tracing.attention.kernels import Attention
-from lowtide.tracing.attention.kernels import TargetAttention as CardAttention
+from lowtide.report.table import byte_unit
+from lowtide.tracing.attention.kernels import Attention, TargetAttention
 from lowtide.tracing.attention.use import AttentionChoices
-from lowtide.units import MiB
+from lowtide.units import MiB, format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +74,38 @@ def not_monotone(points: Iterable[BudgetPoint]) -> list[Rise]:
         else:
             rises.append(Rise(low, high))
     return rises
+
+
+@dataclass(frozen=True, slots=True)
+class Reversal:
+    """A budget that a larger one beats."""
+
+    point: BudgetPoint
+    better: BudgetPoint
+    """The larger budget with the smallest peak."""
+
+    @property
+    def words(self) -> str:
+        """The reversal as a sentence, with the numbers."""
+        unit = byte_unit(self.point.peak_bytes)
+        peak, less = unit.text(self.point.peak_bytes), unit.text(self.better.peak_bytes)
+        more = format_bytes(self.point.peak_bytes - self.better.peak_bytes)
+        return (
+            f"Budget {self.point.budget:g} has a larger peak, {peak} {unit.name}, than budget {self.better.budget:g} with "
+            f"{less} {unit.name}: {more} more ({self.point.kind})."
+        )
+
+
+def reversals(points: Iterable[BudgetPoint]) -> tuple[Reversal, ...]:
+    """Each budget that has a larger peak than a larger budget, the smallest first."""
+    ordered = sorted(points, key=lambda point: point.budget)
+    found = []
+    for index, point in enumerate(ordered):
+        larger = [other for other in ordered[index + 1 :] if other.budget > point.budget]
+        better = min(larger, key=lambda other: other.peak_bytes, default=point)
+        if better.peak_bytes < point.peak_bytes:
+            found.append(Reversal(point, better))
+    return tuple(found)
 
 
 def pareto(points: Sequence[BudgetPoint]) -> list[BudgetPoint]:
@@ -135,7 +167,7 @@ def trace_recipe(recipe: Recipe) -> tuple[compat.JointGraph, tuple[str, ...]]:
         return trace_model(model, batch, name=recipe.model), ("attention as on the host",)
     major, minor = torch.__version__.split(".")[:2]
     choices = AttentionChoices(_capability(), (int(major), int(minor)))
-    with CardAttention(Attention(choices, lambda: "")):
+    with TargetAttention(Attention(choices, lambda: "")):
         joint = trace_model(model, batch, name=recipe.model)
     return joint, tuple(choices.notes())
 

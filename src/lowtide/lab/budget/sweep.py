@@ -46,6 +46,11 @@ class BudgetSweep:
     """By budget, the smallest first."""
     remarks: tuple[str, ...] = ()
 
+    @property
+    def title(self) -> str:
+        """The model with the batch, the type and the version of torch."""
+        return f"{self.model}, {self.batch}, {self.dtype}, torch {self.torch}"
+
 
 def run_sweep(recipe: Recipe, budgets: Sequence[float], *, on_progress: OnProgress) -> BudgetSweep:
     """What the recipe's model, compiled as a whole, would save and need at its peak under each budget.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+from lowtide.lab.budget import BudgetPoint, BudgetSweep, reversals
 from lowtide.lab.recipe import PublishedFigures
 from lowtide.lab.report.comparison import Comparison, published_speed, unit_for
 from lowtide.lab.report.rows import Row
-from lowtide.lab.report.sweep import Sweep, SweepPoint
 from lowtide.lab.report.tables import outcome_words
 from lowtide.plain_text import Plain
 from lowtide.report.charts import Axis, Mark, Panel, Scatter, StepCurve, axis_over
@@ -163,13 +163,13 @@ def _spans(timeline: Sequence[tuple[str, int]]) -> tuple[tuple[str, float, float
     return tuple((timeline[start][0], start / whole, end / whole) for start, end in pairwise([*edges, whole]))
 
 
-def sweep_lines(sweep: Sweep) -> dict[str, Plain]:
+def sweep_lines(sweep: BudgetSweep) -> dict[str, Plain]:
     """Peak and saved bytes over the budget, for the page's script; peaks that a larger budget beats are marked."""
     largest = max(max(point.peak_bytes, point.saved_bytes) for point in sweep.points)
     unit = byte_unit(largest)
-    beaten = {id(reversal.point) for reversal in sweep.reversals}
+    beaten = {id(reversal.point) for reversal in reversals(sweep.points)}
 
-    def line(kind: str, points: Sequence[SweepPoint], *, is_peak: bool) -> list[Plain]:
+    def line(*, is_peak: bool) -> list[Plain]:
         places: list[Plain] = [
             [
                 point.budget,
@@ -177,20 +177,20 @@ def sweep_lines(sweep: Sweep) -> dict[str, Plain]:
                 _point_words(point),
                 is_peak and id(point) in beaten,
             ]
-            for point in points
+            for point in sweep.points
         ]
-        return [f"{'peak' if is_peak else 'saved'} {kind}", places]
+        return [f"{'peak' if is_peak else 'saved'} static", places]
 
     return {
         "words": f"{sweep.title}: peak and saved bytes by budget",
         "names": ["activation memory budget", unit.name],
         "x": Axis(0.0, 1.0).plain(),
         "y": Axis(0.0, 1.1 * largest / unit.num_bytes or 1.0).plain(),
-        "lines": [line(kind, points, is_peak=each) for kind, points in sweep.curves.items() for each in (False, True)],
+        "lines": [line(is_peak=False), line(is_peak=True)],
     }
 
 
-def _point_words(point: SweepPoint) -> str:
+def _point_words(point: BudgetPoint) -> str:
     unit = byte_unit(point.peak_bytes)
     return (
         f"budget {point.budget:g} ({point.kind}): peak {unit.text(point.peak_bytes)}, saved "

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
 
+from lowtide.lab.budget import BudgetSweep, reversals
 from lowtide.lab.record import RunRecord
 from lowtide.lab.report import charts, tables
 from lowtide.lab.report.comparison import Comparison, unit_for
 from lowtide.lab.report.rows import Row, alike_endings
 from lowtide.lab.report.sentences import fastest_words, provenance, remarks
-from lowtide.lab.report.sweep import Sweep
 from lowtide.lab.report.tables import number, outcome_words, speed_text
 from lowtide.plain_text import Plain
 from lowtide.report import page
@@ -33,7 +33,7 @@ def render_html(
     *,
     title: str,
     skipped: Sequence[str] = (),
-    sweeps: Sequence[Sweep] = (),
+    sweeps: Sequence[BudgetSweep] = (),
     num_older: int = 0,
 ) -> str:
     """The page as text to be written to a `.html` file."""
@@ -76,7 +76,7 @@ def _comparison(comparison: Comparison, index: int) -> str:
         *(f'<p class="hint">{escape(sentence)}</p>' for sentence in sentences if sentence),
         _optional(tables.published_table(comparison)),
         _sources(rows),
-        _optional(tables.moments_table(comparison)),
+        _optional(tables.perplexity_table(comparison)),
         _breakdown(comparison),
         _steps(comparison, index),
         _phases(comparison),
@@ -231,7 +231,7 @@ def _unfinished(rows: Sequence[Row]) -> str:
     return f'<aside class="notes unfinished"><h3>Runs that did not finish</h3><ul>{items}</ul></aside>' if items else ""
 
 
-def _sweep_section(sweeps: Sequence[Sweep]) -> str:
+def _sweep_section(sweeps: Sequence[BudgetSweep]) -> str:
     """All sweeps, each with its curve, its table and where it is not monotone."""
     return "".join(
         [
@@ -248,19 +248,18 @@ _BUDGET_WORDS = (
     "torch.compile keeps this share of what it would save for the backward, and recomputes the rest. A smaller budget should "
     "never have a larger peak."
 )
-_KINDS = {"static": "read off the graphs", "real": "measured in a run"}
 
 
-def _sweep(sweep: Sweep, index: int) -> str:
-    reversals = "".join(f"<li>{escape(reversal.words)}</li>" for reversal in sweep.reversals)
+def _sweep(sweep: BudgetSweep, index: int) -> str:
+    beaten = "".join(f"<li>{escape(reversal.words)}</li>" for reversal in reversals(sweep.points))
     verdict = (
-        f'<div class="reversals"><p><b class="bad">Not monotone.</b></p><ul>{reversals}</ul></div>'
-        if reversals
+        f'<div class="reversals"><p><b class="bad">Not monotone.</b></p><ul>{beaten}</ul></div>'
+        if beaten
         else '<p class="reversals"><b class="good">Monotone:</b> no smaller budget has a larger peak.</p>'
     )
     legend = "".join(f'<li><i class="key {what}"></i>{what}</li>' for what in ("peak", "saved"))
-    legend += "".join(f'<li><i class="key {kind}"></i>{_KINDS[kind]}</li>' for kind in sweep.curves)
-    if reversals:
+    legend += '<li><i class="key static"></i>read off the graphs</li>'
+    if beaten:
         legend += '<li><i class="key reversal"></i>beaten by a larger budget</li>'
     return (
         f'<figure class="sweep" data-sweep="{index}" aria-label="{escape(sweep.title)}"><h3>{escape(sweep.title)}</h3>'

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lowtide.lab.budget import BudgetSweep, reversals
 from lowtide.lab.record import RunRecord
 from lowtide.lab.report.comparison import Comparison
 from lowtide.lab.report.rows import alike_endings, error_line
 from lowtide.lab.report.sentences import fastest_words, provenance, remarks
-from lowtide.lab.report.sweep import Sweep
-from lowtide.lab.report.tables import breakdown_table, moments_table, published_table, result_table, sweep_table
+from lowtide.lab.report.tables import breakdown_table, perplexity_table, published_table, result_table, sweep_table
 from lowtide.report.table import escape_markdown as escape
 from lowtide.report.table import to_markdown
 
@@ -20,7 +20,7 @@ def render_markdown(
     *,
     title: str,
     skipped: Sequence[str] = (),
-    sweeps: Sequence[Sweep] = (),
+    sweeps: Sequence[BudgetSweep] = (),
     num_older: int = 0,
 ) -> str:
     """The whole report as text."""
@@ -48,8 +48,8 @@ def _comparison(comparison: Comparison, *, has_title: bool) -> list[str]:
         parts += [f"### {published.caption}", to_markdown(published)]
         sources = dict.fromkeys(row.published.source for row in comparison.rows if row.published)
         parts.append(f"Published: {escape('; '.join(sources))}.")
-    if (moments := moments_table(comparison)) is not None:
-        parts += [f"### {moments.caption}", to_markdown(moments)]
+    if (perplexities := perplexity_table(comparison)) is not None:
+        parts += [f"### {perplexities.caption}", to_markdown(perplexities)]
     if (breakdown := breakdown_table(comparison)) is not None:
         parts += [f"### {breakdown.caption}", to_markdown(breakdown)]
     endings = [
@@ -72,7 +72,7 @@ def _front_words(comparison: Comparison) -> str:
     return f" In bold: no other row is as small and as fast{kind}."
 
 
-def _sweep(sweep: Sweep) -> list[str]:
-    reversals = [f"- {escape(reversal.words)}" for reversal in sweep.reversals]
-    verdict = "\n".join(reversals) if reversals else "No smaller budget has a larger peak."
+def _sweep(sweep: BudgetSweep) -> list[str]:
+    beaten = [f"- {escape(reversal.words)}" for reversal in reversals(sweep.points)]
+    verdict = "\n".join(beaten) if beaten else "No smaller budget has a larger peak."
     return [f"### {escape(sweep.title)}", to_markdown(sweep_table(sweep)), verdict]

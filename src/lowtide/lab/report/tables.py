@@ -9,9 +9,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from lowtide.lab.budget import BudgetSweep, reversals
 from lowtide.lab.report.comparison import Beside, BesidePublished, Comparison, beside_published, unit_for
 from lowtide.lab.report.rows import Row, Spread, error_line
-from lowtide.lab.report.sweep import Sweep
 from lowtide.report.palette import STACK_ORDER
 from lowtide.report.table import Bar, ByteUnit, Column, Table, Tone, Value, byte_unit, make_table, words
 from lowtide.report.table import number as number_column
@@ -118,7 +118,7 @@ def result_table(comparison: Comparison) -> Table:
     return _table("Results", comparison, rows, _said(columns))
 
 
-def moments_table(comparison: Comparison) -> Table | None:
+def perplexity_table(comparison: Comparison) -> Table | None:
     """Perplexities by the step that they are of; None where no row has any but the last."""
     rows = tuple(row for row in comparison.rows if row.perplexities)
     if not rows:
@@ -209,10 +209,10 @@ def phase_table(comparison: Comparison) -> Table | None:
     return _table("Highest in each phase", comparison, rows, columns)
 
 
-def sweep_table(sweep: Sweep) -> Table:
+def sweep_table(sweep: BudgetSweep) -> Table:
     """The points of a sweep; a peak that a larger budget beats stands out."""
     unit = byte_unit(max(point.peak_bytes for point in sweep.points))
-    beaten = {id(reversal.point) for reversal in sweep.reversals}
+    beaten = {id(reversal.point) for reversal in reversals(sweep.points)}
     rows = [
         [
             f"{point.budget:g}",

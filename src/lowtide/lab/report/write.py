@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from lowtide.errors import ConfigError
+from lowtide.lab.budget import BudgetSweep
 from lowtide.lab.record import RunRecord
 from lowtide.lab.records import newest_records
 from lowtide.lab.report.charts import panel_of
@@ -13,7 +14,6 @@ from lowtide.lab.report.comparison import Comparison, make_comparisons
 from lowtide.lab.report.html import render_html
 from lowtide.lab.report.markdown import render_markdown
 from lowtide.lab.report.sentences import report_title
-from lowtide.lab.report.sweep import read_sweep
 
 
 def write_report(
@@ -23,7 +23,7 @@ def write_report(
     markdown: Path | None,
     png: Path | None,
     skipped: Sequence[str] = (),
-    sweeps: Sequence[Mapping[str, object]] = (),
+    sweeps: Sequence[BudgetSweep] = (),
     with_older: bool = False,
 ) -> tuple[Comparison, ...]:
     """Write the report in each form that has a path; folders are made. Returns what was compared.
@@ -34,13 +34,12 @@ def write_report(
         markdown: Tables for a README or an issue.
         png: Charts as one picture; a name that ends in `.pdf` or `.svg` gives vectors.
         skipped: Files that could not be read, a line each with the reason.
-        sweeps: Plain data of `lowtide.budget_sweep/1`, shown on the page and in the markdown.
+        sweeps: Sweeps of torch's activation budget, shown on the page and in the markdown.
         with_older: Whether runs that a newer one of the same configuration and seed replaces get rows too.
 
     Raises:
         ConfigError: There is neither a record nor a sweep, no path, a picture of sweeps alone, or the picture's name ends in no
             known format.
-        BadRecordError: A sweep is of another kind or lacks something.
     """
     if html is None and markdown is None and png is None:
         raise ConfigError("there is nothing to write: give a path for html, markdown or png")
@@ -57,14 +56,17 @@ def write_report(
     # What the figures were made with is said of those that count.
     counted = records if with_older else newest_records(records)
     num_older = len(records) - len(counted)
-    read = [read_sweep(sweep) for sweep in sweeps]
-    title = report_title([row for comparison in comparisons for row in comparison.rows], [each.model for each in read])
+    title = report_title(
+        [row for comparison in comparisons for row in comparison.rows], [sweep.model for sweep in sweeps]
+    )
     if html is not None:
-        _write(html, render_html(comparisons, counted, title=title, skipped=skipped, sweeps=read, num_older=num_older))
+        _write(
+            html, render_html(comparisons, counted, title=title, skipped=skipped, sweeps=sweeps, num_older=num_older)
+        )
     if markdown is not None:
         _write(
             markdown,
-            render_markdown(comparisons, counted, title=title, skipped=skipped, sweeps=read, num_older=num_older),
+            render_markdown(comparisons, counted, title=title, skipped=skipped, sweeps=sweeps, num_older=num_older),
         )
     if png is not None:
         from lowtide.report.figures import save_panels

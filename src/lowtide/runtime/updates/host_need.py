@@ -241,7 +241,7 @@ def host_need(
     numerics: Numerics | None,
     parameters: Mapping[str, torch.Tensor],
 ) -> HostNeed:
-    """What the host must hold: weights of streamed chunks, copies of resident ones that it updates, deferred gradients, staging, state.
+    """What the host must hold: streamed weights, copies of resident ones that it updates, deferred gradients, staging, state.
 
     Args:
         layout: Of the model.
