@@ -77,7 +77,7 @@ def test_groups_that_are_open_together_and_do_not_fit(monkeypatch: pytest.Monkey
             whole = outer.forward
             patch.setattr(outer, "forward", lambda x: whole(inner(x)))
             message = (
-                r"group layers.0 needs 5.0 KiB of the device's window.*has 6.0 KiB and 6.0 KiB in use "
+                r"group layers.0 needs 5.0 KiB of the device's room.*has 6.0 KiB and 6.0 KiB in use "
                 r"\(open groups: layers.1, \(rest\)\); raise window_memory \(of a WarmUp or a StaticPartition device_memory\)"
             )
             with pytest.raises(BudgetError, match=message) as caught:

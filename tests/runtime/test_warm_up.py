@@ -247,7 +247,7 @@ class TestTheChange:
                 is_quiet=lambda: True,
                 switch=lambda plan: None,
             )
-            observer.moment("blocks.0", "forward")
+            observer.take_sample("blocks.0", "forward")
             assert [sample.used_bytes for sample in observer.samples] == [0]
             run.remove()
 

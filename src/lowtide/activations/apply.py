@@ -87,7 +87,7 @@ class Applied:
         }
         refuse_compiled_holders(model, self._governed)
         with contextlib.ExitStack() as undo:
-            self._caches_off = CachesOff(model) if turn_off_caches else None
+            self._caches_off = _CachesOff(model) if turn_off_caches else None
             if self._caches_off is not None:
                 undo.callback(self._caches_off.end)
             for call in self._calls:
@@ -187,7 +187,7 @@ def _runs_again(policy: Policy) -> bool:
     return not isinstance(policy, Keep | CompileBudget) and (not isinstance(policy, Offload) or policy.recompute)
 
 
-class CachesOff:
+class _CachesOff:
     """From when it is made until `end`, no configuration in the model keeps keys and values of past tokens."""
 
     def __init__(self, model: nn.Module) -> None:

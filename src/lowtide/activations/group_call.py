@@ -41,7 +41,7 @@ from lowtide import compat
 from lowtide.activations.saved import version_of
 
 Run = Callable[..., Any]
-Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+_Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 """Gives the contexts of the first run and of a later one."""
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """What norms move in training, torch's and those made after them."""
@@ -75,7 +75,7 @@ class GroupCall:
         self._structure = structure
         self._buffers = buffers
         self._modes = modes
-        self._moved: list[Moved] = []
+        self._moved: list[_Moved] = []
         self._on_again = on_again
 
     def __call__(self, *leaves: Any) -> Any:
@@ -90,11 +90,11 @@ class GroupCall:
     def again(self, run: Run, leaves: Sequence[Any]) -> Any:
         """Run it again through `run`; buffers and training modes stay as they are."""
         args, kwargs = compat.unflatten(leaves, self._structure)
-        with self._modes.again(), as_before(self._moved):
+        with self._modes.again(), _as_before(self._moved):
             return run(*args, **kwargs)
 
 
-def checkpointed(call: GroupCall, leaves: Sequence[Any], contexts: Contexts | None = None) -> Any:
+def checkpointed(call: GroupCall, leaves: Sequence[Any], contexts: _Contexts | None = None) -> Any:
     """The call's output; what its backward needs is computed again then, with the same random numbers and autocast."""
     if contexts is None:
         return checkpoint(call, *leaves, use_reentrant=False)
@@ -109,7 +109,7 @@ class MovingBuffers:
         self._expected: dict[tuple[bool, ...], set[tuple[int, str]]] = {}
 
     @contextmanager
-    def noted(self, moved: list[Moved]) -> Iterator[None]:
+    def noted(self, moved: list[_Moved]) -> Iterator[None]:
         """While the group runs for the first time: what has moved is put into `moved` at the end."""
         modes = tuple(part.training for part in self._parts)
         is_new = modes not in self._expected
@@ -133,13 +133,13 @@ class MovingBuffers:
             if has_moved or (is_new and _differs(buffer, value)):
                 expected.add((index, name))
             if (index, name) in expected:
-                moved.append(Moved(holder=holder, name=name, before=value))
+                moved.append(_Moved(holder=holder, name=name, before=value))
         # Only now: a run that broke off has not shown everything.
         self._expected.setdefault(modes, set()).update(expected)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moved:
+class _Moved:
     """A buffer that the first run of a call has moved."""
 
     holder: dict[str, torch.Tensor | None]
@@ -149,7 +149,7 @@ class Moved:
 
 
 @contextmanager
-def as_before(moved: list[Moved]) -> Iterator[None]:
+def _as_before(moved: list[_Moved]) -> Iterator[None]:
     """While the group runs again: its buffers are copies of what they were, and themselves afterwards."""
     now = [(entry, entry.holder.get(entry.name)) for entry in moved]
     for entry, buffer in now:
@@ -217,7 +217,7 @@ class RunContext:
             devices, self._device_states = get_device_states(*tensors)
             self._devices = list(devices)
         self._autocasts = [
-            Autocast(
+            _Autocast(
                 device_type=kind,
                 is_enabled=torch.is_autocast_enabled(kind),
                 dtype=torch.get_autocast_dtype(kind),
@@ -241,8 +241,8 @@ class RunContext:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Autocast:
-    """Autocast's settings for one device type."""
+class _Autocast:
+    """_Autocast's settings for one device type."""
 
     device_type: str
     is_enabled: bool

@@ -209,7 +209,7 @@ class _LookupsOnHost(TorchFunctionMode):
                 torch.embedding_renorm_(weight.detach(), input.to("cpu", torch.int64).contiguous(), max_norm, norm_type)
         if padding_idx is not None and padding_idx < 0:
             padding_idx += weight.shape[0]
-        lookup = Lookup(
+        lookup = _Lookup(
             device=self.owner.device,
             row_sums=self.owner.row_sums,
             padding_idx=padding_idx,
@@ -217,7 +217,7 @@ class _LookupsOnHost(TorchFunctionMode):
             sparse=sparse,
             on_host=self.owner.on_host,
         )
-        return look_up(input, weight, lookup)
+        return _look_up(input, weight, lookup)
 
 
 def _move(weight: Tensor, device: torch.device) -> None:
@@ -229,7 +229,7 @@ def _move(weight: Tensor, device: torch.device) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lookup:
+class _Lookup:
     """How a table is looked up: the arguments of `torch.nn.functional.embedding`, and what is ours."""
 
     device: torch.device
@@ -267,7 +267,7 @@ def find_repeats(ids: Tensor) -> Repeats | None:
     return Repeats(rows=rows, positions=positions) if rows.numel() <= MOST_UNIQUE * ids.numel() else None
 
 
-def look_up(ids: Tensor, weight: Tensor, lookup: Lookup) -> Tensor:
+def _look_up(ids: Tensor, weight: Tensor, lookup: _Lookup) -> Tensor:
     """`F.embedding(ids.cpu(), weight).to(device)`, with less to copy. The ids may be on either side."""
     ids = ids.to("cpu", torch.int64)
     repeats = find_repeats(ids)
@@ -278,7 +278,7 @@ def look_up(ids: Tensor, weight: Tensor, lookup: Lookup) -> Tensor:
 
 class _HostLookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, ids: Tensor, repeats: Repeats | None, lookup: Lookup) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, repeats: Repeats | None, lookup: _Lookup) -> Tensor:
         ctx.ids, ctx.repeats, ctx.lookup = ids, repeats, lookup
         # Held, not saved: its values are not needed, and an update before the backward does no harm.
         ctx.weight = weight
@@ -315,7 +315,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(device, non_blocking=True)
 
 
-def to_host(tensor: Tensor) -> Tensor:
+def _to_host(tensor: Tensor) -> Tensor:
     """A copy on the host, complete: through locked memory where that is faster."""
     if tensor.device.type != "cuda":
         return tensor.cpu()
@@ -325,15 +325,15 @@ def to_host(tensor: Tensor) -> Tensor:
     return staging
 
 
-def _table_gradient(weight: Tensor, gradient: Tensor, ids: Tensor, repeats: Repeats | None, lookup: Lookup) -> Tensor:
+def _table_gradient(weight: Tensor, gradient: Tensor, ids: Tensor, repeats: Repeats | None, lookup: _Lookup) -> Tensor:
     """The gradient of the table from those of the looked-up rows, which are `[ids, width]` on the device."""
     if lookup.sparse:
         # As torch gives it: a row for each id, not summed.
-        return _embedding_backward(to_host(gradient), ids, weight.shape[0], lookup)
+        return _embedding_backward(_to_host(gradient), ids, weight.shape[0], lookup)
     adds_in_place = _can_add_rows(weight)
     sums_on_device = repeats is not None and lookup.row_sums is RowSums.ON_DEVICE and not lookup.scale_grad_by_freq
     if not adds_in_place and not sums_on_device:
-        return _embedding_backward(to_host(gradient), ids, weight.shape[0], lookup)
+        return _embedding_backward(_to_host(gradient), ids, weight.shape[0], lookup)
     if repeats is None:
         rows, positions = torch.unique(ids, return_inverse=True)
         repeats = Repeats(rows=rows, positions=positions)
@@ -354,28 +354,28 @@ def _can_add_rows(weight: Tensor) -> bool:
     return is_dense and not compat.has_gradient_hooks(weight) and compat.accumulates_into(weight)
 
 
-def _summed(gradient: Tensor, repeats: Repeats, lookup: Lookup) -> Tensor:
+def _summed(gradient: Tensor, repeats: Repeats, lookup: _Lookup) -> Tensor:
     """One gradient row for each different id, by the kernel that torch uses for the whole table."""
     padding_idx = -1
     if lookup.padding_idx is not None:
         found = (repeats.rows == lookup.padding_idx).nonzero()
         padding_idx = int(found[0]) if found.numel() else -1
     return _dense_backward(
-        to_host(gradient), repeats.positions, repeats.rows.numel(), padding_idx, lookup.scale_grad_by_freq
+        _to_host(gradient), repeats.positions, repeats.rows.numel(), padding_idx, lookup.scale_grad_by_freq
     )
 
 
-def _summed_on_device(gradient: Tensor, repeats: Repeats, lookup: Lookup) -> Tensor:
+def _summed_on_device(gradient: Tensor, repeats: Repeats, lookup: _Lookup) -> Tensor:
     positions = to_device(repeats.positions.reshape(-1), gradient.device)
     sums = torch.zeros((repeats.rows.numel(), gradient.shape[1]), dtype=torch.float32, device=gradient.device)
     sums.index_add_(0, positions, gradient.float())
-    on_host = to_host(sums.to(gradient.dtype))
+    on_host = _to_host(sums.to(gradient.dtype))
     if lookup.padding_idx is not None:
         on_host[repeats.rows == lookup.padding_idx] = 0.0
     return on_host
 
 
-def _embedding_backward(gradient: Tensor, ids: Tensor, num_rows: int, lookup: Lookup) -> Tensor:
+def _embedding_backward(gradient: Tensor, ids: Tensor, num_rows: int, lookup: _Lookup) -> Tensor:
     padding_idx = -1 if lookup.padding_idx is None else lookup.padding_idx
     backward = torch.ops.aten.embedding_backward
     found: Tensor = backward(

@@ -113,7 +113,7 @@ class PolicyCall:
 
     def _check(self) -> None:
         label = f"{type(self._module).__name__} at {self._path or 'the top'}"
-        call = call_inside(self._module)
+        call = _call_inside(self._module)
         if isinstance(getattr(call, "__self__", None), PolicyCall):
             raise ActivationError(
                 f"{label} has an activation policy already; remove() the first one before you apply another"
@@ -138,7 +138,7 @@ class PolicyCall:
             return run(*args, **kwargs)
         if isinstance(self._policy, Keep):
             return run(*args, **kwargs)
-        refuse_compiled_around(self._module, self._path)
+        _refuse_compiled_around(self._module, self._path)
         if self._compiled is not None:
             return self._compiled(*args, **kwargs)
         if not torch.is_grad_enabled():
@@ -335,7 +335,7 @@ class CompileCheck:
         return run(*args, **kwargs)
 
 
-def refuse_compiled_around(module: nn.Module, path: str) -> None:
+def _refuse_compiled_around(module: nn.Module, path: str) -> None:
     """Raise where the call of a module with a policy is inside of compiled code."""
     if compat.is_compiled_around():
         raise ActivationError(
@@ -357,7 +357,7 @@ def refuse_compiled_holders(model: nn.Module, paths: Iterable[str]) -> None:
                 )
 
 
-def call_inside(module: nn.Module) -> Callable[..., Any] | None:
+def _call_inside(module: nn.Module) -> Callable[..., Any] | None:
     """What `module(...)` runs, a check around it left out."""
     call = compat.call_of(module)
     owner = getattr(call, "__self__", None)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 MAX_CYCLE = 100_000
 """Uses after which a cycle ends by itself: a model whose parts are called by themselves never says that one ended."""
 
-NEVER = 1 << 62
+_NEVER = 1 << 62
 """The next use of a group that the known cycle does not use: later than any other."""
 
 
@@ -84,10 +84,10 @@ class AccessOrder:
         return found
 
     def next_use(self, group: str) -> int:
-        """The number of the use at which the group is next expected; `NEVER` where none is."""
+        """The number of the use at which the group is next expected; `_NEVER` where none is."""
         place = self._next_place(group)
         if place is None:
-            return NEVER
+            return _NEVER
         return self.num_uses + (place - self._position) % len(self._known)
 
     def _next_place(self, group: str) -> int | None:

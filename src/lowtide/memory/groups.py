@@ -190,14 +190,14 @@ def _small_ones_to_the_rest(
 
 def _called_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules that may have groups: blocks, and outside them the smallest modules that are surely called."""
-    if is_compiled(model):
+    if _is_compiled(model):
         return  # one piece: all of it is the rest group
     blocks = {id(block) for _, block in repeated_blocks(model)}
 
     def visit(path: str, module: nn.Module, in_block: bool) -> Iterator[tuple[str, nn.Module]]:
         in_block = in_block or id(module) in blocks
         # The model itself is the rest group's module.
-        if path and is_called(module) and (in_block or is_leaf(module)):
+        if path and is_called(module) and (in_block or _is_leaf(module)):
             yield path, module
             return
         for name, child in module.named_children():
@@ -211,7 +211,7 @@ def _equal_blocks(model: nn.Module) -> set[int]:
     """Ids of the blocks that there are several of; a norm or a head at the end of their container is none."""
     blocks = [(block, type(compat.compiled_original(block) or block)) for _, block in repeated_blocks(model)]
     kinds = Counter(kind for _, kind in blocks)
-    return {id(block) for block, kind in blocks if kinds[kind] > 1 and not issubclass(kind, SIMPLE_KINDS)}
+    return {id(block) for block, kind in blocks if kinds[kind] > 1 and not issubclass(kind, _SIMPLE_KINDS)}
 
 
 def is_called(module: nn.Module) -> bool:
@@ -220,12 +220,12 @@ def is_called(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
-def is_compiled(module: nn.Module) -> bool:
+def _is_compiled(module: nn.Module) -> bool:
     """Whether `torch.compile` or `Module.compile` made one piece of the module: nothing inside is called by itself."""
     return compat.compiled_original(module) is not None or compat.uncompiled(compat.call_of(module)) is not None
 
 
-def is_leaf(module: nn.Module) -> bool:
+def _is_leaf(module: nn.Module) -> bool:
     """Whether nothing inside the module is sure to be called by itself.
 
     So for modules that hold all their parameters themselves, and for those that read their children's weights instead
@@ -234,7 +234,7 @@ def is_leaf(module: nn.Module) -> bool:
     """
     if isinstance(module, nn.MultiheadAttention | nn.RNNBase | nn.TransformerEncoderLayer):
         return True
-    if is_compiled(module):
+    if _is_compiled(module):
         return True
     skipped = () if compat.parametrized_names(module) is None else ("parametrizations",)
     return not any(
@@ -293,12 +293,12 @@ def _given_by_names(model: nn.Module, automatic: Sequence[GroupSpec], wanted: It
 def _is_called_by_itself(modules: dict[str, nn.Module], path: str) -> bool:
     # The inside of a compiled module, or of attention, is not.
     outer = ["", *(path.rsplit(".", depth)[0] for depth in range(1, path.count(".") + 1))]
-    return is_called(modules[path]) and not any(is_leaf(modules[other]) for other in outer)
+    return is_called(modules[path]) and not any(_is_leaf(modules[other]) for other in outer)
 
 
-SIMPLE_KINDS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.LayerNorm, nn.BatchNorm2d, nn.Embedding)
+_SIMPLE_KINDS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.LayerNorm, nn.BatchNorm2d, nn.Embedding)
 """Several of these in a row are a chain of plain layers, not a stack of blocks."""
-BLOCK_NAME = re.compile(r"(block|layer|cell)_?\d*$", re.IGNORECASE)
+_BLOCK_NAME = re.compile(r"(block|layer|cell)_?\d*$", re.IGNORECASE)
 """How the name of a block, or of its class, ends."""
 
 _Named = tuple[str, nn.Module]
@@ -342,13 +342,13 @@ def _members(path: str, container: nn.Module) -> Iterator[_Named]:
 
 def _repeats(members: list[_Named]) -> bool:
     kinds = Counter(_kind(member) for _, member in members)
-    return any(count > 1 for kind, count in kinds.items() if not issubclass(kind, SIMPLE_KINDS))
+    return any(count > 1 for kind, count in kinds.items() if not issubclass(kind, _SIMPLE_KINDS))
 
 
 def _named_so(path: str, module: nn.Module) -> Iterator[_Named]:
     for name, child in module.named_children():
         is_list = isinstance(child, nn.ModuleList | nn.ModuleDict)  # never called itself
-        names_say_so = any(BLOCK_NAME.search(word) for word in (name, _kind(child).__name__))
+        names_say_so = any(_BLOCK_NAME.search(word) for word in (name, _kind(child).__name__))
         if names_say_so and not is_list and _is_composed(child):
             yield _joined(path, name), child
         else:

@@ -207,7 +207,7 @@ class ChunkStore:
 
         The truth of a streamed chunk is on the host, unless it is dirty; that of a resident one that the host updates is
         there too, unless user code may have touched it. No work on the host may be under way, nor may a parameter look at a
-        streamed chunk's memory on the device unveiled. May be repeated.
+        streamed chunk's memory on the device without a guard. May be repeated.
         """
         for group in self.groups.values():
             group.num_open = 0
@@ -274,7 +274,7 @@ class ChunkStore:
             needed = sum(chunk.spec.nbytes for chunk in missing)
             held = ", ".join(other.name or "(rest)" for other in self.groups.values() if other.num_open) or "none"
             raise BudgetError(
-                f"group {group.name or '(rest)'} needs {format_bytes(needed)} of the device's window for streamed "
+                f"group {group.name or '(rest)'} needs {format_bytes(needed)} of the device's room for streamed "
                 f"groups, which has {format_bytes(self.window_bytes)} and {format_bytes(self.used_bytes)} in use "
                 f"(open groups: {held}); raise window_memory (of a WarmUp or a StaticPartition device_memory), or keep "
                 "an open group resident",

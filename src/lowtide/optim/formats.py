@@ -13,17 +13,17 @@ from lowtide.optim.update_types import BLOCK, UNSIGNED, Moments
 _MASK = 0xFFFFFFFF
 _HALF = 0x8000
 _NAN_BITS = 0x7FC0
-SIGNED_STEPS = 127
-UNSIGNED_STEPS = 255
+_SIGNED_STEPS = 127
+_UNSIGNED_STEPS = 255
 SMALLEST_SCALE = 2.0**-124
 """A block whose largest magnitude is below this is a block of zeros: one over its scale is too large."""
-LARGEST_TINY = 2.0**-126 - 2.0**-149
+_LARGEST_TINY = 2.0**-126 - 2.0**-149
 """Up to this magnitude numbers count as zero: processors compute with them slowly, or take them for zero themselves."""
 # Roots are counted in parts of these: powers of two, which keep the quotients below in the range of fp32.
 SIGNED_UNIT = 32
 UNSIGNED_UNIT = 128
-SIGNED_SHARE = SIGNED_STEPS**2 / SIGNED_UNIT**2
-UNSIGNED_SHARE = UNSIGNED_STEPS**4 / UNSIGNED_UNIT**4
+SIGNED_SHARE = _SIGNED_STEPS**2 / SIGNED_UNIT**2
+UNSIGNED_SHARE = _UNSIGNED_STEPS**4 / UNSIGNED_UNIT**4
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
@@ -147,11 +147,11 @@ def decode_blocks(codes: Tensor, scales: Tensor) -> Tensor:
     """The fp32 numbers of codes; which kind they are, their dtype says."""
     spread = scales.repeat_interleave(BLOCK)[: codes.numel()]
     if codes.dtype is torch.uint8:
-        return _flush((codes.float() * (1 / UNSIGNED_STEPS)).square_().square_().mul_(spread))
-    roots = codes.float() * (1 / SIGNED_STEPS)
+        return _flush((codes.float() * (1 / _UNSIGNED_STEPS)).square_().square_().mul_(spread))
+    roots = codes.float() * (1 / _SIGNED_STEPS)
     return _flush((roots * roots.abs()).mul_(spread))
 
 
 def _flush(values: Tensor) -> Tensor:
     # By its name a function for networks: zero up to a magnitude, and everything else, a NaN too, as it is.
-    return torch.nn.functional.hardshrink(values, LARGEST_TINY)
+    return torch.nn.functional.hardshrink(values, _LARGEST_TINY)

@@ -231,7 +231,7 @@ class LossScaler:
         )
 
     def _unscaled(self, optimizer: torch.optim.Optimizer) -> Tensor:
-        flag = unscale_gradients(optimizer, self._state.scale, device=self._device)
+        flag = _unscale_gradients(optimizer, self._state.scale, device=self._device)
         if flag is not None:
             return flag
         if self._reduce is None:
@@ -287,7 +287,7 @@ def _refuse_closures(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kw
         )
 
 
-def unscale_gradients(optimizer: torch.optim.Optimizer, scale: float, *, device: torch.device | None) -> Tensor | None:
+def _unscale_gradients(optimizer: torch.optim.Optimizer, scale: float, *, device: torch.device | None) -> Tensor | None:
     """Divide the gradients in place; a flag that is 1 where one was not finite, None where there are none.
 
     The arithmetic is in fp32, whatever the gradients are. Waits for no device, except where gradients are on several.

@@ -52,13 +52,13 @@ def update(
     if is_left_out(gradient_factor):
         return
     for piece in pieces:
-        master = read_master(piece, rounding)
+        master = _read_master(piece, rounding)
         gradient = piece.gradient.float() * gradient_factor
         state = {name: read_moment(name, piece.state, moments) for name in state_names(piece.rule)}
-        apply_rule(piece.rule, master, gradient, state, piece.step)
+        _apply_rule(piece.rule, master, gradient, state, piece.step)
         for name, value in state.items():
             write_moment(name, value, piece.state, moments)
-        write_master(piece, master, rounding)
+        _write_master(piece, master, rounding)
 
 
 @torch.no_grad()
@@ -89,7 +89,7 @@ def update_matrices(
             _land(band, _direction(band, gradient_factor, scales).mul_(step), rounding)
 
 
-def apply_rule(rule: ElementwiseRule, weight: Tensor, gradient: Tensor, state: dict[str, Tensor], step: int) -> None:
+def _apply_rule(rule: ElementwiseRule, weight: Tensor, gradient: Tensor, state: dict[str, Tensor], step: int) -> None:
     """One step of a rule on fp32 tensors, in place: weight and state are moved, the gradient is used up."""
     if rule.maximize:
         gradient.neg_()
@@ -189,9 +189,9 @@ def _step(piece: MatrixPiece, size: Tensor | None, mean: Tensor) -> Tensor:
 
 
 def _land(band: MatrixPiece, moved: Tensor, rounding: Rounding) -> None:
-    master = read_master(band, rounding)
+    master = _read_master(band, rounding)
     master.mul_(1.0 - band.rule.lr * band.rule.weight_decay).sub_(moved.view(-1))
-    write_master(band, master, rounding)
+    _write_master(band, master, rounding)
 
 
 def _gradient(band: MatrixPiece, factor: float | Tensor) -> Tensor:
@@ -218,7 +218,7 @@ def _bands(piece: MatrixPiece) -> Iterator[MatrixPiece]:
         )
 
 
-def read_master(piece: Piece | MatrixPiece, rounding: Rounding) -> Tensor:
+def _read_master(piece: Piece | MatrixPiece, rounding: Rounding) -> Tensor:
     """The weight in fp32: the stored tensor itself where there is one."""
     if piece.weight.dtype is torch.float32:
         return piece.weight
@@ -231,7 +231,7 @@ def read_master(piece: Piece | MatrixPiece, rounding: Rounding) -> Tensor:
     return piece.weight.float()
 
 
-def write_master(piece: Piece | MatrixPiece, master: Tensor, rounding: Rounding) -> None:
+def _write_master(piece: Piece | MatrixPiece, master: Tensor, rounding: Rounding) -> None:
     """The fp32 result lands in the weight, and what is kept beside it follows."""
     if piece.weight.dtype is torch.float32:
         return

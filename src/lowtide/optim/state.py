@@ -221,7 +221,7 @@ def read_state_dict(state_dict: Mapping[str, Any], groups: Sequence[Sequence[Loa
     saved_groups = state_dict["param_groups"]
     return [
         [
-            read_entries(state_dict["state"].get(key, {}), target)
+            _read_entries(state_dict["state"].get(key, {}), target)
             for key, target in zip(saved["params"], group, strict=True)
         ]
         for saved, group in zip(saved_groups, groups, strict=True)
@@ -248,7 +248,7 @@ def check_form(state_dict: object, sizes: Sequence[int]) -> None:
         )
 
 
-def read_entries(entries: Mapping[str, Any], target: LoadTarget) -> SavedState:
+def _read_entries(entries: Mapping[str, Any], target: LoadTarget) -> SavedState:
     """Check the entries of one parameter; nothing is written.
 
     Raises:

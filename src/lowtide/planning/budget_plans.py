@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from lowtide.activations.policy import Policies, check_policies
 from lowtide.errors import ConfigError, PlanError
 from lowtide.memory.layout import Layout
-from lowtide.planning.group_names import activations_by_group
+from lowtide.planning.group_settings import activations_by_group
 from lowtide.planning.placement import (
     assemble,
     by_first_use,
@@ -298,7 +298,7 @@ def plan_after(
     return assemble(
         layout,
         resident=always | chosen,
-        on_device=first_chunks(
+        on_device=_first_chunks(
             layout, math.floor(config.margin_share * margin), state_bytes_per_parameter_byte, config.schedule
         ),
         schedule=config.schedule,
@@ -315,7 +315,7 @@ def plan_after(
     )
 
 
-def first_chunks(
+def _first_chunks(
     layout: Layout, room_bytes: int, state_bytes_per_parameter_byte: float, schedule: Schedule
 ) -> frozenset[str]:
     """Names of the first trained chunks whose gradients and optimizer state together fit the room."""

@@ -8,7 +8,7 @@ from lowtide.activations.policy import KEEP
 from lowtide.errors import PlanError
 from lowtide.memory.groups import REST
 from lowtide.memory.layout import Layout
-from lowtide.planning.group_names import is_one_module
+from lowtide.planning.group_settings import is_one_module
 from lowtide.planning.placement import largest_window, visitor_bytes_on_device, window_bytes_needed
 from lowtide.planning.plan import Plan, Site, Weights
 from lowtide.units import format_bytes

@@ -11,7 +11,7 @@ from lowtide.errors import ConfigError
 from lowtide.memory.groups import find_named_groups
 from lowtide.memory.layout import ChunkSpec, Layout, lay_out
 from lowtide.planning.check_plan import check_plan
-from lowtide.planning.group_names import DEFAULT, activations_by_group, by_group
+from lowtide.planning.group_settings import DEFAULT, activations_by_group, by_group
 from lowtide.planning.placement import assemble, is_always_open, is_trained
 from lowtide.planning.plan import Budgets, Plan, Schedule, Site, Weights, word_of
 from lowtide.units import parse_bytes

@@ -36,7 +36,7 @@ def visitor_bytes_on_device(layout: Layout, plan: Plan, *, state_bytes_per_param
             by_window[group.name] = sum(needed)
         else:
             largest = max(largest, *needed, 0)
-    return largest + most_visitors(layout, by_window)
+    return largest + _most_visitors(layout, by_window)
 
 
 def gradient_bytes(updated: dict[str, int], schedule: Schedule) -> int:
@@ -174,7 +174,7 @@ def largest_window(
     return max(needs, key=lambda need: need[1], default=("", 0))
 
 
-def most_visitors(layout: Layout, by_group: Mapping[str, int]) -> int:
+def _most_visitors(layout: Layout, by_group: Mapping[str, int]) -> int:
     """Device bytes of what visits beside a backward, at once, from the bytes of each group's visitors.
 
     They are sent for when the backward reaches a window, and go when the group's gradients are complete: those of a tied

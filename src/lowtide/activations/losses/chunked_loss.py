@@ -91,7 +91,7 @@ def chunked_loss(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | 
     flat_hidden, flat_target = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
     check_target(flat_target, weight.shape[0], settings.ignore_index)
     if settings.implementation == "torch":
-        loss = torch_loss(flat_hidden, weight, flat_target, bias, settings)
+        loss = _torch_loss(flat_hidden, weight, flat_target, bias, settings)
     else:
         dtype = _autocast_dtype(hidden)
         job = Job(settings=settings, dtype=dtype or hidden.dtype, makes_graph=torch.is_grad_enabled())
@@ -177,7 +177,7 @@ class ChunkedHead(nn.Linear):
         return chunked_loss(hidden, self.weight, target, self.bias, self.settings)
 
 
-def torch_loss(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, settings: LossSettings) -> Tensor:
+def _torch_loss(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, settings: LossSettings) -> Tensor:
     """The loss by `torch.nn.functional.linear_cross_entropy`, in the dtype of the hidden states.
 
     Raises:

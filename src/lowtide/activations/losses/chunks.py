@@ -28,7 +28,7 @@ from lowtide import compat
 from lowtide.activations.losses.settings import LossSettings, choose_chunk_tokens
 from lowtide.errors import ChunkedBackwardError
 
-Wanted = tuple[bool, ...]
+_Wanted = tuple[bool, ...]
 """For hidden states, weight and bias: whether its gradient is to be made."""
 LossKernel = Callable[[Tensor, Tensor, Tensor | None, Tensor, LossSettings], None]
 """Given logits, targets, the gradient of each token's loss (None: the logits stay as they are), and where the losses go.
@@ -76,8 +76,8 @@ class ChunkedLoss(torch.autograd.Function):
         reduction = job.settings.reduction
         row_scale = None
         if any(ctx.wanted) and reduction != "none":
-            row_scale = torch.ones(len(hidden), dtype=loss_dtype(job.dtype), device=hidden.device)
-        losses, gradients = run_chunks(hidden, weight, bias, target, job, row_scale, ctx.wanted)
+            row_scale = torch.ones(len(hidden), dtype=_loss_dtype(job.dtype), device=hidden.device)
+        losses, gradients = _run_chunks(hidden, weight, bias, target, job, row_scale, ctx.wanted)
         if reduction == "none":
             ctx.save_for_backward(hidden, weight, bias, target)
             return losses
@@ -100,7 +100,7 @@ class ChunkedLoss(torch.autograd.Function):
             )
         if ctx.job.settings.reduction == "none":
             hidden, weight, bias, target = ctx.saved_tensors
-            _, made = run_chunks(hidden, weight, bias, target, ctx.job, gradient, ctx.wanted)
+            _, made = _run_chunks(hidden, weight, bias, target, ctx.job, gradient, ctx.wanted)
             factor, is_ours = None, True
         else:
             made, is_ours = ctx.gradients, not compat.keeps_graph()
@@ -118,18 +118,18 @@ class ChunkedLoss(torch.autograd.Function):
             if buffer is None or factor is None:
                 given.append(buffer if buffer is None else buffer.to(dtype))
             else:
-                given.append(scaled(buffer, factor, dtype, may_overwrite=is_ours))
+                given.append(_scaled(buffer, factor, dtype, may_overwrite=is_ours))
         return (*given, None, None)
 
 
-def run_chunks(
+def _run_chunks(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
     job: Job,
     row_scale: Tensor | None,
-    wanted: Wanted,
+    wanted: _Wanted,
 ) -> tuple[Tensor, Gradients]:
     """Each token's loss, 0 for ignored ones, and gradients.
 
@@ -142,7 +142,7 @@ def run_chunks(
         row_scale: (tokens,) The gradient of each token's loss; None makes no gradients.
         wanted: Which gradients to make.
     """
-    settings, wide = job.settings, loss_dtype(job.dtype)
+    settings, wide = job.settings, _loss_dtype(job.dtype)
     num_tokens, vocab_size = hidden.shape[0], weight.shape[0]
     # The kernel reads targets one after the other, and labels may come as a column of a batch.
     target = target.contiguous()
@@ -178,7 +178,7 @@ def run_chunks(
         else:
             kernel(logits, target[start:stop], scale, losses[start:stop], settings)
         if gradients.hidden is not None:
-            multiply_into(gradients.hidden[start:stop], logits, weight_now)
+            _multiply_into(gradients.hidden[start:stop], logits, weight_now)
         if gradients.weight is not None:
             accumulate_product(gradients.weight, logits, rows, is_first=start == 0)
         if gradients.bias is not None:
@@ -186,10 +186,10 @@ def run_chunks(
     return losses.masked_fill_(~is_counted, 0.0), gradients
 
 
-def _empty_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, job: Job, wanted: Wanted) -> Gradients:
+def _empty_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, job: Job, wanted: _Wanted) -> Gradients:
     """Buffers for the gradients that are wanted. Not zeros, apart from the bias: the first chunk writes all of them."""
     make = torch.empty if len(hidden) else torch.zeros
-    wide = loss_dtype(job.dtype)
+    wide = _loss_dtype(job.dtype)
     sums_wide = job.settings.accumulation == "float32" or job.dtype == torch.float16
     sum_dtype = wide if sums_wide else weight.dtype
     return Gradients(
@@ -199,7 +199,7 @@ def _empty_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, job: J
     )
 
 
-def loss_dtype(dtype: torch.dtype) -> torch.dtype:
+def _loss_dtype(dtype: torch.dtype) -> torch.dtype:
     """What losses of such logits are computed in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -297,7 +297,7 @@ def loss_in_place(
     return loss[:, 0]
 
 
-def multiply_into(result: Tensor, left: Tensor, right: Tensor) -> None:
+def _multiply_into(result: Tensor, left: Tensor, right: Tensor) -> None:
     """`result` becomes `left @ right`."""
     if result.dtype == left.dtype:
         torch.mm(left, right, out=result)
@@ -334,7 +334,7 @@ def accumulate_product(total: Tensor, left: Tensor, right: Tensor, *, is_first: 
                 part.addmm_(factor, wide)
 
 
-def scaled(buffer: Tensor, factor: Tensor, dtype: torch.dtype, *, may_overwrite: bool) -> Tensor:
+def _scaled(buffer: Tensor, factor: Tensor, dtype: torch.dtype, *, may_overwrite: bool) -> Tensor:
     """`buffer * factor` in a dtype, multiplied in the wider of both dtypes and rounded once.
 
     A factor without dimensions would be rounded to the buffer's dtype first: 1/3 in bf16 makes every gradient wrong by

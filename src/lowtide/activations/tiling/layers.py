@@ -40,16 +40,16 @@ class TiledLinear(nn.Module):
         self.tiles = nn.ModuleList(tiles)
         self.in_features = tiles[0].in_features
         self.out_features = sum(tile.out_features for tile in tiles)
-        keep_ordinary_state(self)
+        _keep_ordinary_state(self)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, num_tiles: int) -> TiledLinear:
         """Split a layer. Its values are copied, its gradients too; the layer itself is left as it is."""
         sizes = tile_sizes(linear.out_features, num_tiles)
-        weights = split_parameter(linear.weight, sizes)
+        weights = _split_parameter(linear.weight, sizes)
         # torch's own types say that there is always a bias.
         bias_of: Tensor | None = linear.bias
-        biases = [None] * num_tiles if bias_of is None else split_parameter(bias_of, sizes)
+        biases = [None] * num_tiles if bias_of is None else _split_parameter(bias_of, sizes)
         tiles = []
         for size, weight, bias in zip(sizes, weights, biases, strict=True):
             tile = nn.Linear(linear.in_features, size, bias=False, device="meta")
@@ -62,10 +62,10 @@ class TiledLinear(nn.Module):
         """The ordinary layer, with copies of the values and gradients."""
         tiles = [tile for tile in self.tiles if isinstance(tile, nn.Linear)]
         linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
-        linear.weight = join_parameters([tile.weight for tile in tiles])
+        linear.weight = _join_parameters([tile.weight for tile in tiles])
         biases: list[Tensor | None] = [tile.bias for tile in tiles]
         if present := [bias for bias in biases if bias is not None]:
-            linear.register_parameter("bias", join_parameters(present))
+            linear.register_parameter("bias", _join_parameters(present))
         return linear.train(self.training)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class TiledEmbedding(nn.Module):
         self.num_embeddings = sum(tile.num_embeddings for tile in tiles)
         self.embedding_dim = tiles[0].embedding_dim
         self.padding_idx = padding_idx
-        keep_ordinary_state(self)
+        _keep_ordinary_state(self)
 
     @classmethod
     def from_embedding(cls, table: nn.Embedding, num_tiles: int) -> TiledEmbedding:
@@ -115,7 +115,7 @@ class TiledEmbedding(nn.Module):
         sizes = tile_sizes(table.num_embeddings, num_tiles)
         tiles = []
         start = 0
-        for size, weight in zip(sizes, split_parameter(table.weight, sizes), strict=True):
+        for size, weight in zip(sizes, _split_parameter(table.weight, sizes), strict=True):
             padding_idx = None if table.padding_idx is None else table.padding_idx - start
             inside = padding_idx is not None and 0 <= padding_idx < size
             tile = nn.Embedding(size, table.embedding_dim, padding_idx if inside else None, device="meta")
@@ -127,7 +127,7 @@ class TiledEmbedding(nn.Module):
     def to_embedding(self) -> nn.Embedding:
         """The ordinary table, with copies of the values and gradients."""
         table = nn.Embedding(self.num_embeddings, self.embedding_dim, self.padding_idx, device="meta")
-        table.weight = join_parameters([tile.weight for tile in self.tiles if isinstance(tile, nn.Embedding)])
+        table.weight = _join_parameters([tile.weight for tile in self.tiles if isinstance(tile, nn.Embedding)])
         return table.train(self.training)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -280,7 +280,7 @@ def within_tile(ids: Tensor, rows: range, num_rows: int) -> Tensor:
     return local if lowest is None and highest is None else local.clamp(lowest, highest)
 
 
-def joined(tiles: Sequence[Tensor]) -> Tensor:
+def _joined(tiles: Sequence[Tensor]) -> Tensor:
     """The rows of all tiles in one tensor, a copy; on the host where the tiles are on several devices."""
     with torch.no_grad():
         if len({tile.device for tile in tiles}) > 1:
@@ -288,7 +288,7 @@ def joined(tiles: Sequence[Tensor]) -> Tensor:
         return torch.cat([tile.detach() for tile in tiles])
 
 
-def split_parameter(parameter: Tensor, sizes: Sequence[int]) -> list[nn.Parameter]:
+def _split_parameter(parameter: Tensor, sizes: Sequence[int]) -> list[nn.Parameter]:
     """A Parameter of its own for each tile, with its rows of the values and of the gradient."""
     gradients = [None] * len(sizes) if parameter.grad is None else list(parameter.grad.split(list(sizes)))
     tiles = []
@@ -300,16 +300,16 @@ def split_parameter(parameter: Tensor, sizes: Sequence[int]) -> list[nn.Paramete
     return tiles
 
 
-def join_parameters(tiles: Sequence[Tensor]) -> nn.Parameter:
-    """Undo `split_parameter`."""
-    whole = nn.Parameter(joined(tiles), requires_grad=tiles[0].requires_grad)
+def _join_parameters(tiles: Sequence[Tensor]) -> nn.Parameter:
+    """Undo `_split_parameter`."""
+    whole = nn.Parameter(_joined(tiles), requires_grad=tiles[0].requires_grad)
     gradients = [tile.grad for tile in tiles if tile.grad is not None]
     if len(gradients) == len(tiles):
-        whole.grad = joined(gradients)
+        whole.grad = _joined(gradients)
     return whole
 
 
-def keep_ordinary_state(layer: nn.Module) -> None:
+def _keep_ordinary_state(layer: nn.Module) -> None:
     """Let a layer with a `tiles` child save and load as if it had one weight and one bias.
 
     What `state_dict` gives is a copy: the joined rows exist nowhere else. Missing keys and sizes that do not fit are
@@ -329,7 +329,7 @@ def _join_saved(layer: nn.Module, state: dict[str, Any], prefix: str, local_meta
     for name in NAMES:
         keys = [f"{prefix}tiles.{index}.{name}" for index in range(num_tiles)]
         if keys[0] in state:
-            state[prefix + name] = joined([state.pop(key) for key in keys])
+            state[prefix + name] = _joined([state.pop(key) for key in keys])
     metadata: dict[str, Any] = getattr(state, "_metadata", {})
     for path in [path for path in metadata if path == f"{prefix}tiles" or path.startswith(f"{prefix}tiles.")]:
         del metadata[path]

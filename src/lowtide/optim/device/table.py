@@ -28,13 +28,13 @@ from lowtide.optim.update_types import (
     state_names,
 )
 
-MAX_STATES = 3
+_MAX_STATES = 3
 COLUMNS = (
     "weight",
     "gradient",
     "kept",
-    *(f"state_{slot}" for slot in range(MAX_STATES)),
-    *(f"scale_{slot}" for slot in range(MAX_STATES)),
+    *(f"state_{slot}" for slot in range(_MAX_STATES)),
+    *(f"scale_{slot}" for slot in range(_MAX_STATES)),
     "size",
     "key",
     "first_element",
@@ -46,7 +46,7 @@ NUM_FLOATS = 8
 """What a rule needs at most; their order is that of `_floats`."""
 TILE = 2048
 """Elements that one program updates: 16 blocks of the 8-bit format."""
-ALIGNMENT = 16
+_ALIGNMENT = 16
 MATRIX_COLUMNS = (
     *COLUMNS,
     "rows",
@@ -146,13 +146,13 @@ def rows_of(pieces: Sequence[Piece], gradient_factor: float) -> tuple[list[list[
 
 def _is_aligned(piece: Piece) -> bool:
     addresses = (tensor.data_ptr() for tensor in _tensors(piece) if tensor is not None)
-    return piece.weight.numel() % ALIGNMENT == 0 and all(address % ALIGNMENT == 0 for address in addresses)
+    return piece.weight.numel() % _ALIGNMENT == 0 and all(address % _ALIGNMENT == 0 for address in addresses)
 
 
 def _tensors(piece: Piece) -> list[torch.Tensor | None]:
     """The piece's tensors in the order of the addresses."""
     names = state_names(piece.rule)
-    gap = [None] * (MAX_STATES - len(names))
+    gap = [None] * (_MAX_STATES - len(names))
     states = [piece.state[name] for name in names]
     scales = [piece.state.get(f"{name}_scale") for name in names]
     kept = piece.master if piece.remainder is None else piece.remainder
@@ -186,7 +186,7 @@ def matrix_variant_of(piece: MatrixPiece, rounding: Rounding) -> MatrixVariant:
         weight=piece.weight.dtype,
         gradient=piece.gradient.dtype,
         is_vector=not piece.is_matrix,
-        is_aligned=row_length % VECTOR_ELEMENTS == 0 and all(address % ALIGNMENT == 0 for address in addresses),
+        is_aligned=row_length % VECTOR_ELEMENTS == 0 and all(address % _ALIGNMENT == 0 for address in addresses),
     )
 
 

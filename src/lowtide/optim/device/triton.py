@@ -291,7 +291,7 @@ def _update_kernel(
     write_weight(weight, row, where, inside, WEIGHT, ROUNDING, IS_ALIGNED)
 
 
-def constants_of(variant: Variant, *, has_factor: bool) -> dict[str, object]:
+def _constants_of(variant: Variant, *, has_factor: bool) -> dict[str, object]:
     """What a kernel is compiled for, by the names of its arguments."""
     return {
         "RULE": variant.rule,
@@ -314,7 +314,7 @@ def launch(variant: Variant, table: Tensor, floats: Tensor, factor: Tensor | Non
         floats,
         floats if factor is None else factor,
         table.shape[0],
-        **constants_of(variant, has_factor=factor is not None),
+        **_constants_of(variant, has_factor=factor is not None),
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,
     )

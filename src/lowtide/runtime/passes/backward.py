@@ -146,7 +146,7 @@ class BackwardPass:
             self.finisher.prefetch(window.groups)
         self._visit_started[id(visit)] = self._mover.now()
         if self._observer is not None:
-            self._observer.moment(window.name, "backward")
+            self._observer.take_sample(window.name, "backward")
 
     @locked
     def left(self, visit: Visit) -> None:
@@ -157,7 +157,7 @@ class BackwardPass:
 
     def _end_visit(self, task: BackwardTask, visit: Visit) -> None:
         if self._observer is not None:
-            self._observer.moment(visit.window.name, "backward")
+            self._observer.take_sample(visit.window.name, "backward")
         visit.is_open = False
         task.open_visits.remove(visit)
         try:

@@ -100,7 +100,7 @@ class ForwardPass:
                     group.remember_versions()
         call.started = self._mover.now()
         if self._observer is not None:
-            self._observer.moment(window.name, self._recorder.phase)
+            self._observer.take_sample(window.name, self._recorder.phase)
 
     def ends(self, call: Call) -> None:
         """Close them, where they were opened."""
@@ -114,7 +114,7 @@ class ForwardPass:
         else:
             try:
                 if self._observer is not None:
-                    self._observer.moment(call.window.name, self._recorder.phase)
+                    self._observer.take_sample(call.window.name, self._recorder.phase)
             finally:
                 self._leave(call)
         call.is_over = True

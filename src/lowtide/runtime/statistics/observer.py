@@ -87,7 +87,7 @@ class StepObserver:
         self._mode = mode
         self._store: ChunkStore | None = None
         self._resident_bytes = 0
-        self._moment = 0
+        self._num_samples = 0
         self._last = ("", "forward")
         self._fullest: dict[tuple[str, str], StepSample] = {}
 
@@ -106,7 +106,7 @@ class StepObserver:
         """Whatever the device held before this is no part of the step: an earlier training in the same process."""
         self.gauge.take_peak()
 
-    def moment(self, group: str, phase: str) -> None:
+    def take_sample(self, group: str, phase: str) -> None:
         """A window has opened or is about to close."""
         if not self.is_watching:
             return
@@ -131,7 +131,7 @@ class StepObserver:
         if not self.is_watching:
             yield
             return
-        if self._moment:
+        if self._num_samples:
             self.chunks_change()
         self.is_watching = False
         try:
@@ -143,19 +143,19 @@ class StepObserver:
     def stop(self) -> None:
         """The step is over."""
         if self.is_watching:
-            self.moment("", "update")
+            self.take_sample("", "update")
             self.is_watching = False
 
     def _write(self, group: str, phase: str, used_bytes: int) -> None:
         assert self._store is not None
         sample = StepSample(
-            number=self._moment,
+            number=self._num_samples,
             group=group,
             phase=phase,
             used_bytes=used_bytes,
             chunk_bytes=self._resident_bytes + self._store.used_bytes,
         )
-        self._moment += 1
+        self._num_samples += 1
         fullest = self._fullest.get((group, phase))
         if fullest is None or sample.other_bytes > fullest.other_bytes:
             self._fullest[group, phase] = sample

@@ -16,7 +16,7 @@ from lowtide.memory.layout import GroupSpec, Layout
 
 DEFAULT = "*"
 """The key of a mapping that stands for all groups that it does not name."""
-REST_LABEL = "'' (the rest of the model)"
+_REST_LABEL = "'' (the rest of the model)"
 V = TypeVar("V")
 
 
@@ -77,7 +77,7 @@ def _group_of(layout: Layout, groups: list[str], name: str, key: str) -> str:
     rest = next((group for group in layout.groups if group.name == REST), None)
     if rest is not None and any(f"{parameter.name}.".startswith(f"{name}.") for parameter in rest.parameters):
         raise ConfigError(
-            f"{key}[{name!r}]: it has no group of its own here and belongs to the group {REST_LABEL}, because its call "
+            f"{key}[{name!r}]: it has no group of its own here and belongs to the group {_REST_LABEL}, because its call "
             "cannot be told from that of the model, or because the layout was made without it; name '', or lay the model "
             "out by find_named_groups",
             key=key,
@@ -86,7 +86,7 @@ def _group_of(layout: Layout, groups: list[str], name: str, key: str) -> str:
 
 
 def _shown(groups: list[str]) -> list[str]:
-    return [group or REST_LABEL for group in groups]
+    return [group or _REST_LABEL for group in groups]
 
 
 def activations_by_group(layout: Layout, policies: Policies | None) -> dict[str, Policy]:
