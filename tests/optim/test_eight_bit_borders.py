@@ -13,6 +13,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from lowtide import compat
 from lowtide.optim import reference
 from lowtide.optim.device import kernel as device_kernel
 from lowtide.optim.formats import decode_blocks, encode_blocks
@@ -49,7 +50,7 @@ def _device(piece: Piece, device: str) -> Piece:
 
 def _implementations() -> list[object]:
     isas = host_kernel.available_isas() if host_library.why_missing() is None else ()
-    can_interpret = device_kernel.has_triton() and os.environ.get("TRITON_INTERPRET") == "1"
+    can_interpret = compat.has_triton() and os.environ.get("TRITON_INTERPRET") == "1"
     return [
         pytest.param(_reference, id="reference"),
         *(pytest.param(functools.partial(_host, isa=isa), id=isa) for isa in isas),

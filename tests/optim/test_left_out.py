@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from lowtide import compat
 from lowtide.optim import reference
 from lowtide.optim.device import kernel as device_kernel
 from lowtide.optim.host import kernel as host_kernel
@@ -20,7 +21,7 @@ from tests.optim.device.test_kernel import FORMATS, RULES, items, pieces
 
 Update = Callable[..., None]
 
-has_interpreter = device_kernel.has_triton() and os.environ.get("TRITON_INTERPRET") == "1"
+has_interpreter = compat.has_triton() and os.environ.get("TRITON_INTERPRET") == "1"
 needs_interpreter = pytest.mark.skipif(not has_interpreter, reason="needs Triton and TRITON_INTERPRET=1")
 PLACES = [
     pytest.param("cpu", reference.update, id="reference"),

@@ -44,6 +44,7 @@ from lowtide.compat.devices import allocator_history as allocator_history
 from lowtide.compat.devices import allocator_segments as allocator_segments
 from lowtide.compat.devices import allow_foreach_on as allow_foreach_on
 from lowtide.compat.devices import current_stream as current_stream
+from lowtide.compat.devices import has_triton as has_triton
 from lowtide.compat.devices import is_profiling as is_profiling
 from lowtide.compat.devices import register_python_backend as register_python_backend
 from lowtide.compat.devices import start_allocator_history as start_allocator_history

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -125,3 +127,9 @@ def allocator_segments() -> list[dict[str, Any]]:
     """The CUDA allocator's segments, each with its `blocks` in order of address."""
     segments: list[dict[str, Any]] = torch.cuda.memory_snapshot()
     return segments
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether kernels can be compiled for a GPU."""
+    return importlib.util.find_spec("triton") is not None

@@ -65,7 +65,7 @@ class Mover(Protocol):
         """Give a `device_buffer` its memory back, with no meaning in it."""
 
     def shrink(self, buffer: torch.Tensor, after: Sequence[Ticket]) -> None:
-        """Take its memory away as soon as `after` has happened. See Note [Who frees a chunk's device memory]."""
+        """Take its memory away as soon as `after` has happened. See Note [Who frees a chunk's device memory, and when]."""
 
     def to_device(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Ticket] = ()) -> Copied:
         """Copy from host to device; the source must stay unchanged until it is done."""

@@ -441,7 +441,7 @@ def test_settings_out_of_range(key: str, values: tuple[float, ...], advice: str)
 @pytest.fixture
 def without_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a process that has warned of nothing."""
-    monkeypatch.setattr(chunks, "has_triton", lambda: False)
+    monkeypatch.setattr(compat, "has_triton", lambda: False)
     chunks._warn_once.cache_clear()
     yield
     chunks._warn_once.cache_clear()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from lowtide import compat
 from lowtide.errors import BadPieceError
 from lowtide.optim import reference
 from lowtide.optim.device import kernel as device_kernel
@@ -161,7 +162,7 @@ def test_200_steps_go_where_torch_goes(name: str, place: str) -> None:
 def test_one_step_equals_the_reference(
     rule: ElementwiseRule, dtype: torch.dtype, rounding: Rounding, moments: Moments
 ) -> None:
-    assert device_kernel.has_triton()
+    assert compat.has_triton()
     theirs = items(rule, dtype, Numerics(rounding=rounding, moments=moments), "cuda")
     is_low = dtype is not torch.float32 and rounding in (Rounding.NEAREST, Rounding.STOCHASTIC)
     for step, gradient_dtype in itertools.product((1, 2), (torch.float32, torch.bfloat16, torch.float16)):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lowtide import compat
 from lowtide.optim import reference
 from lowtide.optim.device import kernel as device_kernel
 from lowtide.optim.device.table import TILE, Variant
@@ -80,7 +81,7 @@ def test_nothing_to_update_is_no_launch(launches: Launches) -> None:
 @pytest.fixture
 def without_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a process that has warned of nothing."""
-    monkeypatch.setattr(device_kernel, "has_triton", lambda: False)
+    monkeypatch.setattr(compat, "has_triton", lambda: False)
     device_kernel._warn_once.cache_clear()
     yield
     device_kernel._warn_once.cache_clear()
@@ -103,7 +104,7 @@ def test_a_gpu_without_triton_is_warned_of_once() -> None:
 
 
 def test_a_gpu_with_triton_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_kernel, "has_triton", lambda: True)
+    monkeypatch.setattr(compat, "has_triton", lambda: True)
     assert device_kernel.can_launch(torch.device("cuda"))
     assert not device_kernel.can_launch(torch.device("cpu"))
 

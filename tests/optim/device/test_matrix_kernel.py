@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from lowtide import compat
 from lowtide.errors import BadPieceError
 from lowtide.optim import reference
 from lowtide.optim.device import kernel as device_kernel
-from lowtide.optim.device.kernel import has_triton
 from lowtide.optim.device.table import (
     COLUMNS,
     MATRIX_COLUMNS,
@@ -30,7 +30,7 @@ from lowtide.optim.update_types import Adafactor, MatrixPiece, Rounding
 from tests.optim.matrix_cases import FORMATS, RULE, SHAPES, gradient_for, items, piece_of, pieces, value_of
 from tests.waiting import no_waiting
 
-has_interpreter = has_triton() and os.environ.get("TRITON_INTERPRET") == "1"
+has_interpreter = compat.has_triton() and os.environ.get("TRITON_INTERPRET") == "1"
 on_each_place = pytest.mark.parametrize(
     "place",
     [

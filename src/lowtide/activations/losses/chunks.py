@@ -15,7 +15,6 @@ parameter's `.grad`), multiplied in place. Where the graph is retained it gives 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -215,18 +214,12 @@ def find_kernel(hidden: Tensor, dtype: torch.dtype) -> LossKernel | None:
         return _predicted
     if hidden.device.type != "cuda":
         return None
-    if not has_triton():
+    if not compat.has_triton():
         _warn_once()
         return None
     from lowtide.activations.losses import triton
 
     return triton.loss_in_place
-
-
-@functools.cache
-def has_triton() -> bool:
-    """Whether kernels can be compiled for a GPU."""
-    return importlib.util.find_spec("triton") is not None
 
 
 @functools.cache

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import math
 import warnings
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from lowtide import compat
 from lowtide.errors import BadPieceError
 from lowtide.optim import reference
 from lowtide.optim.device.table import Variant, batches_of, rows_of, variant_of
@@ -33,17 +33,11 @@ from lowtide.optim.update_types import (
 )
 
 
-@functools.cache
-def has_triton() -> bool:
-    """Whether kernels can be compiled for a GPU."""
-    return importlib.util.find_spec("triton") is not None
-
-
 def can_launch(device: torch.device) -> bool:
     """Whether updates there are launches; on a GPU without Triton they are not, and a warning says so once."""
     if device.type != "cuda":
         return False
-    if not has_triton():
+    if not compat.has_triton():
         _warn_once()
         return False
     return True
