@@ -117,6 +117,49 @@ def test_annotations_are_never_evaluated(path: Path) -> None:
     assert not code or ast.unparse(code[0]) == "from __future__ import annotations"
 
 
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    """Imports for types alone count too: a cycle means that two files are one idea, or that one knows too much."""
+    edges = {name: imports_of(path) for name, path in MODULES.items()}
+    assert cycles_in(edges) == []
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(("lowtide", *(parts[:-1] if parts[-1] == "__init__" else parts)))
+
+
+MODULES = {module_name(path): path for path in FILES}
+
+
+def imports_of(path: Path) -> set[str]:
+    """The package's own modules that a file imports, wherever in the file."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            # A name of a package may be a module of it.
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name if name in MODULES else node.module for name in names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return (found & MODULES.keys()) - {module_name(path)}
+
+
+def cycles_in(edges: dict[str, set[str]]) -> list[list[str]]:
+    """What is left when modules that import none of the others are taken away again and again, from both ends."""
+    left = {name: set(targets) for name, targets in edges.items()}
+    while True:
+        imported = {target for targets in left.values() for target in targets}
+        leaving = {name for name, targets in left.items() if not targets or name not in imported}
+        if not leaving:
+            return [[name, *sorted(targets)] for name, targets in sorted(left.items())]
+        left = {name: targets - leaving for name, targets in left.items() if name not in leaving}
+
+
+def test_the_cycle_check_sees_cycles() -> None:
+    assert cycles_in({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+    assert cycles_in({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [["b", "c"], ["c", "b"]]
+
+
 def test_every_folder_is_a_package() -> None:
     folders = {path.parent for path in FILES}
     assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import typing
+
 from lowtide import errors
 from lowtide.planning.budget_plans import StaticPartition, WarmUp
 from lowtide.planning.hand_plan import make_plan
@@ -9,14 +12,26 @@ from lowtide.planning.plan import Plan
 from lowtide.runtime.manage import manage
 from lowtide.runtime.parameters.weight_file import empty_weights
 from lowtide.runtime.session import Session
-from lowtide.tracing.explanation.compare import compare
-from lowtide.tracing.explanation.explain import explain
-from lowtide.tracing.leaks.find import find_leaks
-from lowtide.tracing.observation.monitor import MemoryMonitor
-from lowtide.tracing.observation.observe import observe
-from lowtide.tracing.prediction.trace import trace
 from lowtide.tracing.settings import StepSettings
 from lowtide.tracing.step_trace import StepTrace
+
+if typing.TYPE_CHECKING:
+    from lowtide.tracing.explanation.compare import compare
+    from lowtide.tracing.explanation.explain import explain
+    from lowtide.tracing.leaks.find import find_leaks
+    from lowtide.tracing.observation.monitor import MemoryMonitor
+    from lowtide.tracing.observation.observe import observe
+    from lowtide.tracing.prediction.trace import trace
+
+_AT_FIRST_USE = {
+    "compare": "lowtide.tracing.explanation.compare",
+    "explain": "lowtide.tracing.explanation.explain",
+    "find_leaks": "lowtide.tracing.leaks.find",
+    "MemoryMonitor": "lowtide.tracing.observation.monitor",
+    "observe": "lowtide.tracing.observation.observe",
+    "trace": "lowtide.tracing.prediction.trace",
+}
+"""Predicting, observing and explaining are a third of the package: training alone does not load them."""
 
 __all__ = [
     "MemoryMonitor",
@@ -36,3 +51,16 @@ __all__ = [
     "observe",
     "trace",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Load what `_AT_FIRST_USE` names."""
+    if name not in _AT_FIRST_USE:
+        raise AttributeError(f"module 'lowtide' has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(_AT_FIRST_USE[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_AT_FIRST_USE})
