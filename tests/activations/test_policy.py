@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from lowtide.activations import CompileBudget, Keep, Offload, Policy, Recompute, Selective, policy_of
-from lowtide.activations import policy as resolve
+from lowtide.activations import CompileBudget, Keep, Offload, Policy, Recompute, Selective, policy_of, resolve
 from lowtide.errors import ConfigError, UnknownNameError
 from tests.activations.measured import stack
 
