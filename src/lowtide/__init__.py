@@ -16,12 +16,12 @@ from lowtide.tracing.settings import StepSettings
 from lowtide.tracing.step_trace import StepTrace
 
 if typing.TYPE_CHECKING:
+    from lowtide.runtime.prediction.trace import trace
     from lowtide.tracing.explanation.compare import compare
     from lowtide.tracing.explanation.explain import explain
     from lowtide.tracing.leaks.find import find_leaks
     from lowtide.tracing.observation.monitor import MemoryMonitor
     from lowtide.tracing.observation.observe import observe
-    from lowtide.tracing.prediction.trace import trace
 
 _AT_FIRST_USE = {
     "compare": "lowtide.tracing.explanation.compare",
@@ -29,7 +29,7 @@ _AT_FIRST_USE = {
     "find_leaks": "lowtide.tracing.leaks.find",
     "MemoryMonitor": "lowtide.tracing.observation.monitor",
     "observe": "lowtide.tracing.observation.observe",
-    "trace": "lowtide.tracing.prediction.trace",
+    "trace": "lowtide.runtime.prediction.trace",
 }
 """Predicting, observing and explaining are a third of the package: training alone does not load them."""
 

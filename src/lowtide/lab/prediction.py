@@ -6,29 +6,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-import torch
 from torch import nn
 
 from lowtide.errors import LowtideError
 from lowtide.hardware import Hardware, find_hardware, parse_cublas_workspace_config
-from lowtide.lab.footprint.session import MakeOptimizer, SessionFootprint
 from lowtide.lab.inputs import check_inputs
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.recipe_parts import PlanRecipe, plan_of
 from lowtide.lab.record import PredictedFigures
 from lowtide.lab.training import Batch, optimizer_over
-from lowtide.memory.groups import find_groups, find_named_groups
-from lowtide.memory.layout import lay_out
 from lowtide.models import resolve_model
-from lowtide.optim.update_types import Numerics, numerics_of
-from lowtide.planning.budget_plans import StaticPartition, WarmUp, partition
-from lowtide.planning.plan import Plan, Site
-from lowtide.runtime.updates.host_need import state_bytes_per_parameter_byte
-from lowtide.tracing.allocator import AllocatorFullError, AllocatorSettings
-from lowtide.tracing.prediction.trace import trace
+from lowtide.planning.budget_plans import StaticPartition, WarmUp
+from lowtide.planning.plan import Site
+from lowtide.runtime.prediction.trace import trace
 from lowtide.tracing.settings import StepSettings
 from lowtide.tracing.step_trace import StepTrace
-from lowtide.units import parse_bytes
 
 AFTER_A_STEP = "a warm-up's plan is made from the first step of the run, and is not known before"
 
@@ -69,56 +61,18 @@ def trace_recipe(
     recipe: Recipe, model: nn.Module, batch: Batch, *, hardware: Hardware, say: Callable[[str], None]
 ) -> StepTrace:
     """The traced step: plain where there is no plan, else with a session around it."""
-    make: MakeOptimizer = partial(optimizer_over, recipe.optimizer)
     settings = StepSettings(accumulate=recipe.accumulation, max_grad_norm=recipe.max_grad_norm)
-    if recipe.plan is None:
-        return trace(model, batch, optimizer=make, settings=settings, hardware=hardware, on_progress=say)
-    numerics = None if recipe.precision is None else numerics_of(recipe.precision, recipe.moments)[1]
-    plan = _plan_on(hardware, recipe, model, numerics)
-    session = SessionFootprint(
-        plan,
-        lay_out(find_named_groups(model, [group.name for group in plan.groups]), chunk_bytes=plan.chunk_bytes),
-        make_optimizer=make,
-        numerics=numerics,
-    )
-    under = partial(
-        trace,
+    return trace(
         model,
         batch,
-        optimizer=session.optimizer,
+        optimizer=partial(optimizer_over, recipe.optimizer),
         settings=settings,
+        plan=plan_of(recipe.plan, model) if isinstance(recipe.plan, PlanRecipe) else recipe.plan,
+        precision=None if recipe.plan is None else recipe.precision,
+        moments=recipe.moments,
         hardware=hardware,
-        context=session,
         on_progress=say,
     )
-    try:
-        return under(allocator=AllocatorSettings(allowed_bytes=plan.budgets.device_bytes))
-    except AllocatorFullError:
-        # What the run would need is worth knowing all the more.
-        say("the budget does not hold the step; tracing it without")
-        return under()
-
-
-def _plan_on(hardware: Hardware, recipe: Recipe, model: nn.Module, numerics: Numerics | None) -> Plan:
-    """The plan that a session would have on some hardware."""
-    match recipe.plan:
-        case PlanRecipe():
-            return plan_of(recipe.plan, model)
-        case StaticPartition(device_memory=given):
-            # One number seen in every place: shapes and types as the model's, without its memory. Not on meta, where torch
-            # refuses fused optimizers.
-            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            stand_ins = [torch.zeros((), dtype=each.dtype).expand(each.shape).requires_grad_() for each in trained]
-            return partition(
-                lay_out(find_groups(model)),
-                hardware.memory_bytes if given is None else parse_bytes(given),
-                recipe.plan,
-                state_bytes_per_parameter_byte=state_bytes_per_parameter_byte(
-                    optimizer_over(recipe.optimizer, stand_ins), numerics
-                ),
-            )
-        case _:
-            raise UnpredictedError(AFTER_A_STEP)
 
 
 def predict_recipe(recipe: Recipe, *, hardware: str, say: Callable[[str], None]) -> PredictedFigures:

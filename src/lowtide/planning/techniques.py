@@ -23,7 +23,7 @@ from lowtide.tracing.attention.rules import Backend
 from lowtide.tracing.attention.use import WRITTEN_OUT, attention_use, backend_of
 from lowtide.tracing.explanation.explain import is_foreach_copy, logits_shape
 from lowtide.tracing.explanation.instant import Place
-from lowtide.tracing.prediction.trace import trace
+from lowtide.tracing.prediction.trace import trace_step
 from lowtide.tracing.settings import Implementation, StepSettings, UpdateSchedule
 from lowtide.tracing.step_trace import Category, Phase, StepTrace
 from lowtide.tracing.training_step import Loss, OptimizerFactory
@@ -63,7 +63,7 @@ class Problem:
 
     def trace(self, on_progress: Callable[[str], None] | None = None) -> StepTrace:
         """Predict the step; seconds for a large model."""
-        return trace(
+        return trace_step(
             self.model,
             self.batch,
             optimizer=self.optimizer,

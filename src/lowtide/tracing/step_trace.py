@@ -143,6 +143,11 @@ class StepTrace:
     about: Mapping[str, str] = field(default_factory=dict)
     """What was traced and what traced it, in words: `batch`, `optimizer`, `dtype`, `torch`, `lowtide`, `python`, `commit`. Empty
     for traces of older versions."""
+    host_bytes: int | None = None
+    """What a session under the plan holds of the host: weights, gradients, staging and optimizer state, without activations
+    that are offloaded. None for a step without a plan."""
+    pinned_bytes: int | None = None
+    """The part of `host_bytes` that is locked for copies. None for a step without a plan."""
     schema_version: int = field(default=SCHEMA_VERSION)
 
     def __repr__(self) -> str:

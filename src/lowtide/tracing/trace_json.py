@@ -38,7 +38,9 @@ _TABLES = {
 }
 _KEYS = ("format", "schema_version", *_SCALARS, "target", "settings", "notes", *_TABLES, "uses", "strings", "shapes")
 _ABOUT = "about"
-"""The part that older files do not have."""
+_ON_HOST = ("host_bytes", "pinned_bytes")
+_LATER: dict[str, object] = {_ABOUT: {}, **dict.fromkeys(_ON_HOST)}
+"""The parts that older files do not have, and what they stand for there."""
 _AGAIN = "save the trace again, or take it from an undamaged copy"
 T = TypeVar("T")
 _Decoder = Callable[[object], T]
@@ -141,6 +143,7 @@ def trace_to_dict(trace: StepTrace) -> dict[str, object]:
         "settings": trace.settings,
         "notes": list(trace.notes),
         _ABOUT: dict(trace.about),
+        **{key: getattr(trace, key) for key in _ON_HOST},
         **tables,
         "uses": [use for allocation in allocations for use in allocation.uses],
         "strings": strings.values,
@@ -254,7 +257,7 @@ class _TraceReader:
                 f"its schema version is {found!r} and this version of lowtide reads {SCHEMA_VERSION}",
                 advice="trace the step again, or read it with the version of lowtide that wrote it",
             )
-        self.record = self._keyed("the record", {_ABOUT: {}, **record}, (*_KEYS, _ABOUT))
+        self.record = self._keyed("the record", {**_LATER, **record}, (*_KEYS, *_LATER))
         self.tables = {name: self._keyed(name, self.record[name], columns) for name, columns in _TABLES.items()}
         self.num_rows = {name: self._count_rows(name) for name in _TABLES}
         strings = self._each("strings", self.record["strings"], _exactly(str))
@@ -292,6 +295,8 @@ class _TraceReader:
             events=tuple(self._events()),
             notes=tuple(self._each("notes", record["notes"], _exactly(str))),
             about=self._words(_ABOUT),
+            host_bytes=self._each("host_bytes", [record["host_bytes"]], _or_none(_exactly(int)))[0],
+            pinned_bytes=self._each("pinned_bytes", [record["pinned_bytes"]], _or_none(_exactly(int)))[0],
         )
 
     def _words(self, name: str) -> dict[str, str]:

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.accuracy.cases import OPTIMIZERS, Case, suite
 from benchmarks.render import RESULTS, newest
-from lowtide.tracing.prediction.trace import trace
+from lowtide.runtime.prediction.trace import trace
 from lowtide.tracing.settings import StepSettings
 from lowtide.tracing.step_trace import StepTrace
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lowtide.errors import ConfigError, ObserveError
 from lowtide.models.gpt import GPT, GPTConfig
+from lowtide.runtime.prediction.trace import trace
 from lowtide.tracing.observation.observe import device_of, move_batch, observe
-from lowtide.tracing.prediction.trace import trace
 from lowtide.tracing.settings import StepSettings, UpdateSchedule
 from lowtide.tracing.step_trace import Category, Phase, StepTrace
 

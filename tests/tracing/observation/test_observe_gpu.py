@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from lowtide.errors import ObserveError
 from lowtide.models.gpt import GPT, GPTConfig
 from lowtide.models.resnet import ResNet, ResNetConfig
+from lowtide.runtime.prediction.trace import trace
 from lowtide.tracing.explanation.compare import compare
 from lowtide.tracing.observation.observe import observe
-from lowtide.tracing.prediction.trace import trace
 from lowtide.tracing.settings import StepSettings, UpdateSchedule
 from lowtide.tracing.step_trace import Category, Phase
 from lowtide.tracing.training_step import OptimizerFactory, TrainingStep

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from lowtide.hardware import find_hardware
 from lowtide.models import resolve_model
+from lowtide.runtime.prediction.trace import trace
 from lowtide.tracing.allocator import AllocatorSettings
 from lowtide.tracing.observation.observe import observe
 from lowtide.tracing.prediction.job import Contents, Job, pack
 from lowtide.tracing.prediction.sandbox import Sandbox
-from lowtide.tracing.prediction.trace import trace
 from lowtide.tracing.settings import StepSettings
 from lowtide.tracing.step_trace import StepTrace
 

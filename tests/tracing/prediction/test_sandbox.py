@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from lowtide.errors import TraceError, ValueReadError
 from lowtide.hardware import find_hardware
+from lowtide.runtime.prediction.trace import trace
 from lowtide.tracing.allocator import AllocatorSettings
 from lowtide.tracing.prediction.job import Contents, Job, pack
 from lowtide.tracing.prediction.sandbox import Sandbox, portable, receive, send, shared_sandbox
-from lowtide.tracing.prediction.trace import trace
 from lowtide.tracing.settings import StepSettings
 
 
@@ -131,7 +131,7 @@ def test_classes_of_a_script_travel(tmp_path: Path) -> None:
             """
             import torch
             from torch import nn
-            from lowtide.tracing.prediction.trace import trace
+            from lowtide.runtime.prediction.trace import trace
 
             class Output:
                 def __init__(self, loss):

@@ -25,7 +25,7 @@ from lowtide.errors import (
     UnknownNameError,
     ValueReadError,
 )
-from lowtide.tracing.prediction.trace import trace
+from lowtide.runtime.prediction.trace import trace
 from lowtide.tracing.settings import Implementation, StepSettings, UpdateSchedule
 from lowtide.tracing.step_trace import Category, Phase, StepTrace
 from tests.tracing.ghost.step_bytes import after, peak_in, real_peak, requested_curve

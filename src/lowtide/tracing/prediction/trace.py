@@ -1,4 +1,4 @@
-"""`lowtide.trace`: the memory of a training step, before it runs and without the device it is for."""
+"""trace_step: the memory of a training step, before it runs and without the device it is for."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lowtide.tracing.training_step import Loss, OptimizerFactory
 from lowtide.units import format_bytes
 
 
-def trace(
+def trace_step(
     model: nn.Module,
     batch: Any,
     *,
@@ -38,33 +38,8 @@ def trace(
     context: StepContext | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> StepTrace:
-    """Predict a steady-state training step: what it allocates, when, and for which module.
-
-    Nothing is trained and no weight is touched: the model may be real, or live on the meta device at any size. The step
-    runs on tensors without memory in a subprocess, some seconds for a model of eight billion parameters.
-
-    Args:
-        model: In the precision and the mode (`train()`) it will be trained in.
-        batch: A mapping, for which `model(**batch).loss` is the loss; anything else together with `loss`. Integer inputs
-            are sent with their values, since models look at masks and positions.
-        optimizer: The optimizer, or a function from parameters to one; None traces forward and backward alone.
-        loss: `lambda model, batch: ...`, where the batch alone does not say.
-        autocast: `bfloat16` or `float16`, as text or as torch's own, if forward and loss run under `torch.autocast`.
-        settings: Everything else about the step.
-        hardware: The kind of device to predict for.
-        torch_version: The version it will run under; the installed one by default.
-        allocator: The allocator's settings, as in `PYTORCH_ALLOC_CONF`.
-        name: Shown in reports; the model's class by default.
-        context: What the step runs inside of, where something else than torch holds its weights.
-        on_progress: Is told what is being done.
-
-    Example:
-        >>> import torch
-        >>> from lowtide.models import resolve_model
-        >>> source = resolve_model("gpt-tiny")
-        >>> result = trace(source.build(torch.bfloat16), source.make_batch("2x64"), optimizer=torch.optim.AdamW)
-        >>> result.peak_bytes == sum(result.at_peak.values())
-        True
+    """Predict one step. `lowtide.trace` says what the arguments are; `context` is what the step runs inside of, where
+    something else than torch holds its weights.
     """
     _check_arguments(model, optimizer)
     settings = settings or StepSettings()

@@ -1,5 +1,7 @@
-"""SessionFootprint: a session around a traced step. Its forward and backward pass, its store and its updates by chunk are the
-runtime's own; what they handle has no memory, and what they take shows in the trace.
+"""SessionFootprint: a session around a traced step.
+
+Its forward and backward pass, its store and its updates by chunk are the runtime's own; what they handle has no memory, and
+what they take shows in the trace.
 """
 
 from __future__ import annotations
@@ -9,17 +11,15 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lowtide import compat
 from lowtide.activations.apply import Applied, apply
+from lowtide.activations.host_embedding import find_repeats
 from lowtide.activations.policy import Keep, Policy
-from lowtide.lab.footprint.kernels import KernelFootprint
-from lowtide.lab.footprint.lookup import FootprintLookup
-from lowtide.lab.footprint.loss import FootprintLoss
-from lowtide.lab.footprint.mover import FootprintMover
-from lowtide.lab.footprint.residency import FootprintResidency
-from lowtide.lab.footprint.updates import FootprintGradients, FootprintUpdater, FootprintWatch
+from lowtide.errors import TraceError
 from lowtide.memory.chunk import Chunk, ChunkState, StoredGroup
 from lowtide.memory.layout import Layout
 from lowtide.memory.store import ChunkStore
@@ -34,12 +34,118 @@ from lowtide.runtime.passes.backward_task import is_away
 from lowtide.runtime.passes.forward import ForwardPass
 from lowtide.runtime.passes.lock import SessionLock
 from lowtide.runtime.passes.window import Window
+from lowtide.runtime.prediction.without_memory import (
+    FootprintGradients,
+    FootprintMover,
+    FootprintResidency,
+    FootprintUpdater,
+    FootprintWatch,
+    KernelFootprint,
+)
 from lowtide.runtime.statistics.recording import Recorder
 from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer
 from lowtide.runtime.updates.finite import LossWatch
 from lowtide.runtime.updates.updater import Finisher, Updater
 from lowtide.runtime.updates.worker import HostWorker
 from lowtide.tracing.prediction.context import DeviceMemory
+
+
+class FootprintLookup:
+    """Stands in the embedding's calls until `remove`. What `activations.host_embedding.HostEmbedding` is in a session."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._inner = compat.replace_call(module, self._call)
+
+    def remove(self) -> None:
+        """The embedding is called as before."""
+        compat.replace_call(self._module, self._inner)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        with _Lookups(self._module):
+            return (self._inner or compat.plain_call(self._module))(*args, **kwargs)
+
+
+class _Lookups(TorchFunctionMode):
+    """Takes the lookups of the table out of whatever the module computes around them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._module = module
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.embedding or args[1] is not self._module.weight:
+            return func(*args, **(kwargs or {}))
+        ids, weight = args[:2]
+        return _Rows.apply(weight, ids, _num_different(ids))  # type: ignore[no-untyped-call]  # torch's has no types
+
+
+class _Rows(torch.autograd.Function):
+    """Makes what a lookup on the host makes on the device. The table's gradient is made on the host, and so is none here."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, num_different: int | None) -> Tensor:
+        del ctx
+        width, device = weight.shape[1], weight.device
+        rows = torch.empty(
+            ids.numel() if num_different is None else num_different, width, dtype=weight.dtype, device=device
+        )
+        if num_different is not None:
+            positions = torch.empty(ids.numel(), dtype=torch.int64, device=device)
+            rows = rows.index_select(0, positions)
+        return rows.view(*ids.shape, width)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        del ctx
+        gradient.reshape(-1, gradient.shape[-1])  # a copy where it does not lie in rows
+        return None, None, None
+
+
+def _num_different(ids: Tensor) -> int | None:
+    """How many rows are sent, where those that repeat are sent once; None where each id has its own, as `look_up` does it."""
+    try:
+        values = ids.tolist()
+    except TraceError:  # computed in the model: at worst all are different
+        return None
+    repeats = find_repeats(torch.tensor(values))
+    return None if repeats is None else repeats.rows.numel()
+
+
+class FootprintLoss:
+    """What `LossWatch` is in a session.
+
+    Args:
+        is_immediate: As there; the verdict is gone at once then.
+    """
+
+    def __init__(self, *, is_immediate: bool) -> None:
+        self._watch = LossWatch(is_immediate=False)
+        self._is_immediate = is_immediate
+
+    @property
+    def has_verdict(self) -> bool:
+        """As in a session."""
+        return self._watch.has_verdict
+
+    def remember(self, output: object) -> None:
+        """As in a session."""
+        self._watch.remember(output)
+
+    def forget_loss(self) -> None:
+        """As in a session."""
+        self._watch.forget_loss()
+
+    def forget(self) -> None:
+        """As in a session; also for the check in `step()`."""
+        self._watch.forget()
+
+    def judge(self, gradient: torch.Tensor | None) -> None:
+        """As in a session, but for the answer."""
+        self._watch.judge(gradient)
+        if self._is_immediate:
+            self._watch.forget()
+
 
 MakeOptimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from lowtide.lab.footprint.kernels import KernelFootprint
 from lowtide.optim.device.table import MATRIX_COLUMNS, MATRIX_FLOATS, WORKSPACE_BYTES, num_partials
 from lowtide.optim.optimizers import Adafactor
 from lowtide.optim.update_types import numerics_of
 from lowtide.runtime.emulation.memory import TrackedMemory
+from lowtide.runtime.prediction.without_memory import KernelFootprint
 from lowtide.runtime.updates.chunk_optimizer import Update
 
 

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.errors import BudgetError, PlanError
-from lowtide.lab.footprint.session import SessionFootprint
 from lowtide.memory.groups import find_groups
 from lowtide.memory.layout import Layout, lay_out
 from lowtide.optim.update_types import numerics_of
 from lowtide.planning.hand_plan import make_plan
 from lowtide.planning.plan import Plan
 from lowtide.runtime.manage import manage
-from lowtide.tracing.prediction.trace import trace
+from lowtide.runtime.prediction.session import SessionFootprint
+from lowtide.tracing.prediction.trace import trace_step
 from lowtide.tracing.step_trace import Category, StepTrace
 
 WIDTH = 128
@@ -88,7 +88,7 @@ def predicted_bytes(
     numerics = None if precision is None else numerics_of(precision, "fp32")[1]
     session = SessionFootprint(plan, layout, make_optimizer=make, numerics=numerics)
     model, inputs = (Reader(), batch) if isinstance(batch, Tensor) else (Stack(), torch.zeros(batch, WIDTH))
-    found = trace(model, inputs, optimizer=session.optimizer, loss=run, context=session)
+    found = trace_step(model, inputs, optimizer=session.optimizer, loss=run, context=session)
     return asked_for(found)
 
 

@@ -1,0 +1,215 @@
+"""`lowtide.trace`: the memory of a training step, before it runs and without the device it is for, plain or under a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.errors import ConfigError
+from lowtide.hardware import Hardware, find_hardware
+from lowtide.memory.groups import find_groups, find_named_groups
+from lowtide.memory.layout import lay_out
+from lowtide.optim.update_types import Numerics, numerics_of
+from lowtide.planning.budget_plans import StaticPartition, WarmUp, partition
+from lowtide.planning.check_plan import check_plan
+from lowtide.planning.plan import Plan, Site
+from lowtide.runtime.prediction.session import SessionFootprint
+from lowtide.runtime.updates.host_need import HostNeed, host_need, state_bytes_per_parameter_byte
+from lowtide.tracing.allocator import AllocatorFullError, AllocatorSettings
+from lowtide.tracing.prediction.trace import trace_step
+from lowtide.tracing.settings import StepSettings, UpdateSchedule
+from lowtide.tracing.step_trace import StepTrace
+from lowtide.tracing.training_step import Loss, OptimizerFactory
+from lowtide.units import format_bytes, parse_bytes
+
+Optimizer = torch.optim.Optimizer | OptimizerFactory
+
+
+def trace(
+    model: nn.Module,
+    batch: Any,
+    *,
+    optimizer: Optimizer | None = None,
+    loss: Loss | None = None,
+    autocast: str | torch.dtype | None = None,
+    settings: StepSettings | None = None,
+    plan: Plan | StaticPartition | WarmUp | None = None,
+    precision: str | None = None,
+    moments: str = "fp32",
+    hardware: str | Hardware = "h200",
+    torch_version: str | None = None,
+    allocator: AllocatorSettings | None = None,
+    name: str | None = None,
+    on_progress: Callable[[str], None] | None = None,
+) -> StepTrace:
+    """Predict a steady-state training step: what it allocates, when, and for which module.
+
+    Nothing is trained and no weight is touched: the model may be real, or live on the meta device at any size. The step
+    runs on tensors without memory in a subprocess, some seconds for a model of eight billion parameters.
+
+    Args:
+        model: In the precision and the mode (`train()`) it will be trained in.
+        batch: A mapping, for which `model(**batch).loss` is the loss; anything else together with `loss`. Integer inputs
+            are sent with their values, since models look at masks and positions.
+        optimizer: The optimizer, or a function from parameters to one; None traces forward and backward alone.
+        loss: `lambda model, batch: ...`, where the batch alone does not say.
+        autocast: `bfloat16` or `float16`, as text or as torch's own, if forward and loss run under `torch.autocast`.
+        settings: Everything else about the step.
+        plan: Trace the step as `lowtide.manage` runs it under this plan: its groups come and go, its policies are applied,
+            and `host_bytes` and `pinned_bytes` say what it holds of the host. A `WarmUp` is refused: its plan is made
+            from a step of the run. The allocator may reserve as much as the
+            plan's `device_memory`; a step that does not fit is traced without that limit, and a note says so.
+        precision: As for `manage`, with a plan.
+        moments: As for `manage`, with a precision.
+        hardware: The kind of device to predict for.
+        torch_version: The version it will run under; the installed one by default.
+        allocator: The allocator's settings, as in `PYTORCH_ALLOC_CONF`.
+        name: Shown in reports; the model's class by default.
+        on_progress: Is told what is being done.
+
+    Raises:
+        ConfigError: An argument does not fit the others; the message says which and why.
+        PlanError: The plan is for another model.
+
+    Example:
+        >>> import lowtide, torch
+        >>> from lowtide.models import resolve_model
+        >>> source = resolve_model("gpt-tiny")
+        >>> model, batch = source.build(torch.bfloat16), source.make_batch("2x64")
+        >>> plain = lowtide.trace(model, batch, optimizer=torch.optim.AdamW)
+        >>> plain.peak_bytes == sum(plain.at_peak.values())
+        True
+        >>> plan = lowtide.make_plan(model, weights="streamed", update="host")
+        >>> managed = lowtide.trace(model, batch, optimizer=torch.optim.AdamW, plan=plan)
+        >>> managed.peak_bytes < plain.peak_bytes, managed.host_bytes > 0
+        (True, True)
+    """
+    step = partial(
+        trace_step,
+        model,
+        batch,
+        loss=loss,
+        autocast=autocast,
+        settings=settings,
+        hardware=hardware,
+        torch_version=torch_version,
+        name=name,
+        on_progress=on_progress,
+    )
+    if plan is None:
+        if precision is not None:
+            raise ConfigError(
+                f"precision={precision!r} says how a session updates the weights, and there is no plan; give plan=, or convert "
+                "the model with settings=StepSettings(precision=...)",
+                key="precision",
+            )
+        return step(optimizer=optimizer, allocator=allocator)
+    if optimizer is None:
+        raise ConfigError(
+            "a plan places what an optimizer needs; give the optimizer that manage() will get", key="optimizer"
+        )
+    _refuse_in_settings(settings or StepSettings())
+    numerics = None if precision is None else numerics_of(precision, moments)[1]
+    target = find_hardware(hardware) if isinstance(hardware, str) else hardware
+    named = dict(model.named_parameters()) if isinstance(optimizer, torch.optim.Optimizer) else _stand_ins(model)
+    own = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(_trained(named.values()))
+    found = _plan_on(target, plan, model, own, numerics)
+    layout = lay_out(find_named_groups(model, [group.name for group in found.groups]), chunk_bytes=found.chunk_bytes)
+    check_plan(found, layout)
+    session = SessionFootprint(
+        found,
+        layout,
+        make_optimizer=_Given(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer,
+        numerics=numerics,
+    )
+    under = partial(step, optimizer=session.optimizer, context=session)
+    allowed_bytes = found.budgets.device_bytes
+    try:
+        result = under(allocator=replace(allocator or AllocatorSettings(), allowed_bytes=allowed_bytes))
+    except AllocatorFullError:
+        # What the run would need is worth knowing all the more.
+        if on_progress is not None:
+            on_progress("the budget does not hold the step; tracing it without")
+        assert allowed_bytes is not None, "only a budget makes the allocator full"
+        note = f"the plan's device_memory of {format_bytes(allowed_bytes)} does not hold the step: traced without that limit"
+        result = under(allocator=allocator)
+        result = replace(result, notes=(*result.notes, note))
+    return _with_host(result, host_need(layout, found, own, numerics, named))
+
+
+class _Given:
+    """Gives an optimizer that exists; it travels with the model, whose parameters it holds."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def __call__(self, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+        del parameters
+        return self._optimizer
+
+
+def _with_host(result: StepTrace, need: HostNeed) -> StepTrace:
+    notes = result.notes
+    if need.useful_staging_bytes > need.staging_bytes:
+        more = format_bytes(need.useful_staging_bytes - need.staging_bytes)
+        notes = (*notes, f"a host with room takes up to {more} more for gradients that wait for their updates")
+    pinned_bytes = need.total_bytes + need.paged_bytes
+    return replace(result, notes=notes, host_bytes=need.everything_bytes, pinned_bytes=pinned_bytes)
+
+
+def _refuse_in_settings(settings: StepSettings) -> None:
+    """What a plan says itself."""
+    if settings.activations is not None:
+        raise ConfigError(
+            f"settings say activations={settings.activations!r}, and so does a plan; give them to make_plan(activations=...)",
+            key="activations",
+        )
+    if settings.update is not UpdateSchedule.DEFERRED:
+        raise ConfigError(
+            "settings say when weights are updated, and so does a plan; give make_plan(schedule='in_backward')",
+            key="update",
+        )
+
+
+def _stand_ins(model: nn.Module) -> dict[str, torch.Tensor]:
+    """One number seen in every place: shapes and types as the model's, without its memory. Not on meta, where torch refuses
+    fused optimizers.
+    """
+    return {
+        name: torch.zeros((), dtype=each.dtype).expand(each.shape).requires_grad_(each.requires_grad)
+        for name, each in model.named_parameters()
+    }
+
+
+def _trained(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [parameter for parameter in parameters if parameter.requires_grad]
+
+
+def _plan_on(
+    hardware: Hardware,
+    plan: Plan | StaticPartition | WarmUp,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    numerics: Numerics | None,
+) -> Plan:
+    """The plan that a session would have on some hardware."""
+    if isinstance(plan, StaticPartition):
+        return partition(
+            lay_out(find_groups(model)),
+            hardware.memory_bytes if plan.device_memory is None else parse_bytes(plan.device_memory),
+            plan,
+            state_bytes_per_parameter_byte=state_bytes_per_parameter_byte(optimizer, numerics),
+        )
+    if isinstance(plan, WarmUp):
+        raise ConfigError("a WarmUp's plan is made from the first step of the run, and is not known before", key="plan")
+    if any(site is Site.PAGED for group in plan.groups for site in group.sites):
+        raise ConfigError(
+            "the plan updates chunks on the device with state that visits it ('paged'), which is not predicted",
+            key="plan",
+        )
+    return plan
