@@ -33,7 +33,7 @@ class Prediction:
 
     figures: PredictedFigures | None
     why_not: str = ""
-    """Where there are no figures."""
+    """Why there are no figures."""
     budget: str = ""
     """The recipe's own of the device, as it is written there; "" where it has none."""
 
@@ -55,7 +55,7 @@ class Prediction:
         return f"{shown_bytes(self.figures.peak_bytes)} in {self.figures.peak_phase} ({made_of})"
 
     def plain(self, gpu: str) -> dict[str, Plain]:
-        """For scripts."""
+        """The prediction for scripts."""
         figures: Plain = None
         if self.figures is not None:
             figures = {"gpu": gpu, **config.to_plain(self.figures), "fits_device_memory": not self.is_over}

@@ -67,7 +67,7 @@ def _name(row: Row, label: str, comparison: Comparison) -> Value:
 
 
 def _plain(cell: Cell) -> Cell:
-    """Without what the files say smaller."""
+    """The cell without what the files say smaller."""
     return Value(cell.text) if isinstance(cell, Value) else cell
 
 
@@ -97,7 +97,7 @@ def _shown(comparison: Comparison) -> list[Column]:
 
 
 def _fitting(columns: list[Column], labels: Sequence[str]) -> list[Column]:
-    """Without those that leave the names no room on 80 columns."""
+    """The columns without those that leave the names no room on 80 columns."""
     for kind in DISPENSABLE:
         # Two spaces between columns.
         used = max(map(len, labels)) + sum(2 + _width(column) for column in columns)
@@ -180,7 +180,7 @@ def parse_budgets(text: str) -> list[float]:
 
 
 def sweep_table(sweep: BudgetSweep) -> Table:
-    """The points for people."""
+    """The points of a sweep, one a row."""
     rows = [
         [
             f"{point.budget:g}",

@@ -36,7 +36,7 @@ STYLES = {
 
 
 class Display(Protocol):
-    """Told of everything that happens."""
+    """Shows what it is told of running recipes."""
 
     def progressed(self, run: Run, progress: RunProgress) -> None:
         """A run is somewhere; the first call of a run is its start."""
@@ -106,7 +106,7 @@ class LineDisplay:
         self._said_s = 0.0
 
     def progressed(self, run: Run, progress: RunProgress) -> None:
-        """Say it, if it is worth a line."""
+        """Print a line, if the progress is worth one."""
         # Numbers count something up, such as batches of an evaluation: no line for each.
         words = re.sub(r"\d+", "", progress.words)
         tenth = progress.step * LINES_A_RUN // progress.steps if progress.steps else 0
@@ -117,7 +117,7 @@ class LineDisplay:
         _print(self._console, f"{self._titles[run.title]}: {describe(progress)}")
 
     def ended(self, ended: EndedRun) -> None:
-        """Say how."""
+        """Print how the run ended."""
         self._words = ""
         _print_end(self._console, self._titles[ended.run.title], ended)
 
@@ -128,7 +128,7 @@ def numbered(runs: Sequence[Run]) -> dict[str, str]:
 
 
 def outcome_words(ended: EndedRun) -> str:
-    """In a line: how it ended, and the peak or the first line of the error."""
+    """How a run ended, in a line, and the peak or the first line of the error."""
     record = ended.record
     if record.outcome is not Outcome.FINISHED:
         return f"{record.outcome}: {record.message.partition(chr(10))[0]}"

@@ -88,7 +88,7 @@ class TraceRequest:
         )
 
     def run(self, on_progress: Callable[[str], None]) -> StepTrace:
-        """Trace it."""
+        """Trace the step."""
         shared_sandbox().warm()
         on_progress(f"building {self.model}")
         return self.problem().trace(on_progress)

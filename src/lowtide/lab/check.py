@@ -58,24 +58,24 @@ class CheckReport:
     """One for each update."""
     managed_losses: tuple[float, ...]
     differing_weights: tuple[TensorDifference, ...]
-    """In the order of the model's state dict; empty when every bit is the same."""
+    """The weights that differ, in the order of the model's state dict; empty when every bit is the same."""
     stats: SessionStats
     """What the managed run's session measured."""
 
     @property
     def tolerance(self) -> float:
-        """What the recipe accepts."""
+        """The difference that the recipe accepts."""
         return self.recipe.tolerance
 
     @property
     def max_loss_difference(self) -> float:
-        """Over all updates."""
+        """The largest difference of two losses, over all updates."""
         pairs = zip(self.plain_losses, self.managed_losses, strict=True)
         return max((_distance(plain, managed) for plain, managed in pairs), default=0.0)
 
     @property
     def max_weight_difference(self) -> float:
-        """Over all parameters and buffers after the last update."""
+        """The largest difference over all parameters and buffers after the last update."""
         return max((tensor.max_difference for tensor in self.differing_weights), default=0.0)
 
     @property

@@ -17,15 +17,15 @@ from lowtide.models import ModelSource
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """Batches on the host."""
+    """What a run reads: batches on the host."""
 
     train: Callable[[int], Batch]
-    """By number, without end."""
+    """Gives the batch of any number."""
     evaluation: Sequence[Batch]
     batch_size: int
-    """Samples of a training batch."""
+    """How many samples a training batch has."""
     remarks: tuple[str, ...] = ()
-    """What is otherwise than the recipe asks."""
+    """What differs from what the recipe asks for."""
 
 
 def check_vocabulary(recipe: Recipe, source: ModelSource) -> None:

@@ -43,7 +43,7 @@ class Meter:
         return max(self._by_phase.values(), default=0)
 
     def begin(self) -> None:
-        """Forget what was before."""
+        """Begin to measure: what was held before does not count."""
         self._note_reserved()
         self._take_peak()
 
@@ -53,7 +53,7 @@ class Meter:
         self._by_phase[phase] = max(self._by_phase.get(phase, 0), self._take_peak())
 
     def figures(self, timeline: tuple[tuple[str, int], ...] = ()) -> MemoryFigures:
-        """All that was found."""
+        """The figures of the run."""
         return MemoryFigures(
             peak_bytes=self.peak_bytes,
             by_phase=dict(self._by_phase),

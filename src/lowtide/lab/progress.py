@@ -25,17 +25,17 @@ from lowtide.units import GiB, MiB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Where a run is."""
+    """How far a run is."""
 
     words: str
     """What is being done: `preparing the corpus`, `training`, `evaluating`."""
     step: int = 0
-    """Updates made."""
+    """How many updates are made."""
     steps: int = 0
-    """Updates of the whole run."""
+    """How many updates the whole run has."""
     loss: float | None = None
     peak_bytes: int | None = None
-    """The device's, so far."""
+    """The device's peak so far."""
     samples_per_s: float | None = None
     """The speed of the last step."""
     evaluation_loss: float | None = None
@@ -46,7 +46,7 @@ OnProgress = Callable[[Progress], None]
 
 
 class SoFar:
-    """Collects progress."""
+    """What a run has told so far, for the record of one that could not write its own."""
 
     def __init__(self) -> None:
         self.last: Progress | None = None
@@ -54,7 +54,7 @@ class SoFar:
         self._evaluations: list[tuple[int, float]] = []
 
     def add(self, progress: Progress) -> None:
-        """One more word from the run."""
+        """Take in one more word from the run."""
         self.last = progress
         # A loss counts once, and only where none before it is missing: its place says of which step it is.
         if progress.loss is not None and progress.step == len(self._losses) + 1:
@@ -126,18 +126,18 @@ class Request:
     """One run, as the worker is asked for it."""
 
     name: str
-    """The recipe's."""
+    """The name of the recipe."""
     recipe: Recipe
     record: Path
     """Where the record goes; whole, or not at all."""
     tensorboard: Path
-    """The run's own folder."""
+    """The folder for the run's TensorBoard files."""
     experiment: str
     """What runs it, as `package.module:function`; called as `lowtide.lab.experiment.run_experiment` is."""
     import_paths: tuple[str, ...]
     """`sys.path` of the asker, for models of its own."""
     progress_fd: int
-    """The pipe's end for writing."""
+    """The end of the pipe that the worker writes to."""
     is_alone: bool = True
     """Whether the asker knows of no other work on the device."""
 

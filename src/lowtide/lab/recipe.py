@@ -63,7 +63,7 @@ class PublishedFigures:
     """What others reported for this configuration, shown beside our own."""
 
     source: str
-    """Who, on what."""
+    """Who reported it, and on which hardware."""
     peak_gib: float | None = None
     samples_per_s: float | None = None
     steps_10_to_100_s: float | None = None
@@ -89,9 +89,9 @@ class Recipe:
     device: str | None = None
     """`cuda` or `cpu`, where the device of the managed run is emulated; None: cuda where there is one."""
     steps: int = 20
-    """Updates."""
+    """How many updates are made."""
     seed: int = 0
-    """For the first weights and the dropout masks."""
+    """Seeds the first weights and the dropout masks."""
     accumulation: int = 1
     """Backward calls to an update, each on a batch of its own; each loss is divided by it."""
     max_grad_norm: float | None = None
@@ -105,7 +105,7 @@ class Recipe:
     """How optimizer state is stored; needs a precision."""
     compile: CompileRecipe | None = None
     plan: PlanRecipe | StaticPartition | WarmUp | None = field(default_factory=PlanRecipe)
-    """By hand, or `kind: static-partition` with its `share`, or `kind: warm-up`; None: plain torch, nothing is managed."""
+    """The plan by hand, or `kind: static-partition` with its `share`, or `kind: warm-up`; None: plain torch, nothing is managed."""
     evaluation: EvaluationRecipe | None = None
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """The precision of fp32 matrix products, as `torch.set_float32_matmul_precision` takes it."""

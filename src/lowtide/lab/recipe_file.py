@@ -184,7 +184,7 @@ def _find_extended(path: Path, other: str) -> Path:
 
 
 def _kinds(plain: Mapping[str, Plain]) -> dict[str, str]:
-    """By dotted key; only parts of the whole have kinds."""
+    """The kinds of the recipe's parts, by dotted key."""
     return {
         f"{key}.kind": str(part["kind"]) for key, part in plain.items() if isinstance(part, dict) and "kind" in part
     }

@@ -101,7 +101,7 @@ class EvaluationRecipe:
     """The loss on the validation samples after the last step, and after others that are named."""
 
     samples: int = 500
-    """From the beginning of the validation part; stories must be as many, of a text with fewer all are taken, with a remark."""
+    """How many of the first validation samples; stories must be as many, a text with fewer gives all, with a remark."""
     batch: int | None = None
     """Samples at a time; None: as many as a training batch has, so that the evaluation does not set the peak."""
     after: tuple[int, ...] = ()

@@ -69,9 +69,9 @@ class Surroundings:
     python: str
     platform: str
     processor: str = "unknown"
-    """The host's, with the number of its cores."""
+    """The host's processor, with the number of its cores."""
     memory_bytes: int | None = None
-    """The host's; None in older records."""
+    """The host's memory; None in older records."""
     driver: str | None = None
     """Version of the GPU's driver; None where there is no GPU, or in older records."""
 
@@ -129,7 +129,7 @@ class SpeedFigures:
 
     @property
     def samples_per_s(self) -> float:
-        """Over all steps, the first with its compilation among them."""
+        """The speed over all steps, the first with its compilation among them."""
         return len(self.step_s) * self.samples_per_step / sum(self.step_s)
 
     @property
@@ -140,7 +140,7 @@ class SpeedFigures:
         return len(self.step_s) * self.samples_per_step / (sum(self.step_s) + self.evaluation_s)
 
     def warm_samples_per_s(self, skipped: int = 10) -> float | None:
-        """Without the first steps; None for a run that has no more."""
+        """The speed without the first steps; None for a run that has no more."""
         kept = self.step_s[skipped:]
         return len(kept) * self.samples_per_step / sum(kept) if kept else None
 

@@ -22,10 +22,10 @@ SWEEPS = "sweeps"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collection:
-    """What was found."""
+    """The records and sweeps that were found."""
 
     records: tuple[RunRecord, ...]
-    """In the order of the places given, and of their paths in each."""
+    """The records in the order of the places given, and of their paths in each."""
     sweeps: tuple[BudgetSweep, ...]
     """Sweeps of torch's activation budget, in the same order."""
     skipped: tuple[str, ...]

@@ -45,7 +45,7 @@ class Run:
 
     @property
     def title(self) -> str:
-        """For people, and different for each run of a list."""
+        """The name of the run for people, different for each run of a list."""
         return f"{self.name}, seed {self.recipe.seed}"
 
 
@@ -233,7 +233,7 @@ def _make_folder(folder: Path) -> None:
 
 POLL_S = 0.1
 CLOSING_LIMIT_S = 60.0
-"""For a worker that has written its record and does not end: some thread of the run may hang."""
+"""How long a worker that has written its record may take to end: some thread of the run may hang."""
 STDERR_TAIL_BYTES = 1 << 16
 
 
@@ -295,7 +295,7 @@ class _WorkerProcess:
 
     @property
     def elapsed_s(self) -> float:
-        """Since it was started."""
+        """Seconds since the worker was started."""
         return time.monotonic() - self._begun_s
 
     @property

@@ -21,7 +21,7 @@ class Axis:
     is_log: bool = False
 
     def plain(self) -> list[Plain]:
-        """For the page's script."""
+        """The data for the page's script."""
         return [self.low, self.high, self.is_log]
 
 
@@ -74,7 +74,7 @@ class Scatter:
     """What is not drawn, and why."""
 
     def plain(self) -> dict[str, Plain]:
-        """For the page's script."""
+        """The data for the page's script."""
         return {
             "x": self.x.plain(),
             "y": self.y.plain(),
@@ -92,7 +92,7 @@ class StepCurve:
     words: str
     """The peak, its phase and its prediction."""
     points: tuple[float, ...]
-    """At even distances, in the chart's unit."""
+    """The values at even distances, in the chart's unit."""
     spans: tuple[tuple[str, float, float], ...]
     """Phase, start and end, as shares of the step."""
     predicted: float | None
@@ -108,7 +108,7 @@ class StepCurve:
         return max(*self.points, self.predicted or 0.0) or 1.0
 
     def plain(self) -> dict[str, Plain]:
-        """For the page's script."""
+        """The data for the page's script."""
         return {
             "points": [round(point, 4) for point in self.points],
             "spans": [list(span) for span in self.spans],

@@ -40,9 +40,9 @@ class BudgetPoint:
     recomputed_flops_share: float
     """The share of the forward's operations that the backward does again."""
     seconds: float
-    """To find the point."""
+    """How long the point took to find."""
     kind: Literal["static"] = "static"
-    """Read off the graph, not measured."""
+    """The point is read off the graph, not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +50,12 @@ class Rise:
     """A stretch on which a smaller budget gives a larger peak."""
 
     low: BudgetPoint
-    """The smaller budget, of the larger peak."""
+    """The smaller budget, with the larger peak."""
     high: BudgetPoint
 
     @property
     def words(self) -> str:
-        """For people."""
+        """The stretch as a sentence, with the numbers."""
         return (
             f"from budget {self.high.budget:g} down to {self.low.budget:g} the peak rises from "
             f"{self.high.peak_bytes / MiB:,.1f} to {self.low.peak_bytes / MiB:,.1f} MiB"

@@ -39,11 +39,11 @@ class BudgetSweep:
     batch: str
     dtype: str
     torch: str
-    """Version of the partitioner."""
+    """The version of torch whose partitioner cut the graph."""
     trace_seconds: float
-    """To trace the graph, once."""
+    """How long the graph took to trace, once."""
     points: tuple[BudgetPoint, ...]
-    """By budget, the smallest first."""
+    """The points, the smallest budget first."""
     remarks: tuple[str, ...] = ()
 
     @property
@@ -104,7 +104,7 @@ def make_point(joint: compat.JointGraph, budget: float, *, on_host: bool) -> Bud
 
 
 def peak_bytes(partition: Partition, *, on_host: bool) -> int:
-    """Over forward and backward, as compiled code runs them; for the host with fusion alone, its code has other rules."""
+    """The peak over forward and backward as compiled code runs them; for the host with fusion only, its code has other rules."""
     if on_host:
         forward, backward = (fuse(half, on_host=True) for half in (partition.forward, partition.backward))
     else:
@@ -118,7 +118,7 @@ def peak_bytes(partition: Partition, *, on_host: bool) -> int:
 
 
 def unfused_peak_bytes(partition: Partition) -> int:
-    """Over forward and backward, every result in a buffer of its own."""
+    """The peak over forward and backward with every result in a buffer of its own."""
     forward = find_peak(partition.forward, kept=partition.kept)
     backward = find_peak(partition.backward, kept=(*partition.kept, *partition.tangents))
     return max(forward.num_bytes, backward.num_bytes)
@@ -141,7 +141,7 @@ SCHEMA = "lowtide.budget_sweep/1"
 
 
 def sweep_data(sweep: BudgetSweep) -> dict[str, Plain]:
-    """What a file of it holds."""
+    """The sweep as plain data, with its schema."""
     return {"schema": SCHEMA, **config.to_plain(sweep)}
 
 

@@ -25,7 +25,7 @@ _SAMPLE = Path(__file__).parent / "stories"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Texts:
-    """One text a sample."""
+    """The texts of a corpus, one a sample."""
 
     train: Sequence[str]
     validation: Sequence[str]

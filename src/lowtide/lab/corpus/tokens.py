@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 SPECIAL_TOKENS = ("<bos>", "<pad>", "<eos>", "<unk>")
-"""By id. Only the first two are ever used: a text begins with the first, and no token ends it."""
+"""The special tokens by id. Only the first two are ever used: a text begins with the first, and no token ends it."""
 BOS_ID, PAD_ID, EOS_ID, UNKNOWN_ID = range(4)
 CHUNK = 1000
 """Texts encoded at a time."""
@@ -194,9 +194,9 @@ class TextBatches:
     samples: Samples
     _: KW_ONLY
     batch: int
-    """Samples at a time."""
+    """How many samples a batch has."""
     length: int
-    """Tokens of each row."""
+    """How many tokens each row has."""
     pad_id: int = PAD_ID
 
     def __post_init__(self) -> None:

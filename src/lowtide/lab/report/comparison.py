@@ -36,7 +36,7 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> tuple[int, ...]:
 
 
 _TIMED_STEPS = 90
-"""From the end of step 10 to that of step 100."""
+"""How many steps lie between the end of step 10 and that of step 100."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class BesidePublished:
     source: str
     peak_bytes: Beside
     samples_per_s: Beside
-    """Over all steps with their compilation, and over the evaluation where theirs is of a run that had one."""
+    """The speed over all steps with their compilation, and over the evaluation where theirs is of a run that had one."""
     steps_10_to_100_s: Beside
     perplexity: Beside
 
@@ -126,7 +126,7 @@ class Comparison:
     rows: tuple[Row, ...]
     """The control first, then by falling peak; those that did not finish last."""
     control: Row | None
-    """None where no run finished with a peak."""
+    """The row that others are measured against; None where no run finished with a peak."""
     control_words: str
     """Which row it is and why, as a sentence."""
     front: tuple[Row, ...]
@@ -233,7 +233,7 @@ def unit_for(rows: Iterable[Row]) -> ByteUnit:
 
 
 MOST_NAMES = 3
-"""In a title; of more the rest is counted."""
+"""How many names a title has; the rest is counted."""
 
 
 def _group_words(rows: Sequence[Row]) -> str:

@@ -132,10 +132,10 @@ class Row:
     num_older: int = 0
     """Runs of the same seeds that were made before, and do not count."""
     is_older: bool = False
-    """Whether it is of such runs itself."""
+    """Whether the row is of such older runs."""
     unfinished: tuple[Ending, ...] = ()
     peak_bytes: int | None = None
-    """The largest of all seeds."""
+    """The largest peak of all seeds."""
     training_peak_bytes: int | None = None
     """The largest peak of all seeds without the evaluation; None where phases are not known."""
     peak_phase: str | None = None
@@ -144,7 +144,7 @@ class Row:
     breakdown: Breakdown | None = None
     timeline: tuple[tuple[str, int], ...] = ()
     reserved_bytes: int | None = None
-    """The largest of all seeds, as the next."""
+    """The largest of all seeds, as the host's bytes are."""
     host_bytes: int | None = None
     samples_per_s: Spread | None = None
     """The speed of runs that finished, as all figures below are; with first allocations, and compilation where there is any."""
@@ -154,10 +154,10 @@ class Row:
     """Samples of all steps over the time of the steps and of the evaluation."""
     samples_per_step: int | None = None
     steps: int | None = None
-    """Made."""
+    """How many steps were made."""
     perplexity: Spread | None = None
     perplexities: Mapping[int, Spread]
-    """By the step that an evaluation came after, the last one too; empty where that is the only one."""
+    """The perplexities by the step that an evaluation came after, the last one too; empty where that is the only one."""
     predicted: PredictedFigures | None = None
     published: PublishedFigures | None = None
     parameters: int | None = None

@@ -301,7 +301,7 @@ def _table(caption: str, comparison: Comparison, rows: Sequence[Row], columns: I
 
 
 def _bars(rows: Sequence[Row]) -> tuple[Bar, ...]:
-    """All of one scale."""
+    """What each peak is made of, as bars of one scale."""
     sizes = [row.breakdown.by_category if row.breakdown else {} for row in rows]
     largest = max(max(sum(each.values()) for each in sizes), 1)
     return tuple(
