@@ -23,6 +23,7 @@ from lowtide.tracing.training_step import (
     about_step,
     activations_applied,
     choose_implementation,
+    tensors_in,
     update_in_backward,
 )
 from tests.tracing.gelu_blocks import INNER, WIDE, WIDER, WIDTH, Block, batch
@@ -476,3 +477,15 @@ def test_modules_are_heard_in_order_and_only_inside() -> None:
         "enter 'ReLU'",
         "leave False",
     ]
+
+
+@dataclass
+class Labelled:
+    images: Tensor
+    names: list[str]
+
+
+def test_tensors_of_a_batch_are_found_in_every_nest() -> None:
+    images, mask, ids = torch.ones(1), torch.ones(2), torch.ones(3)
+    nest = {"batch": (Labelled(images, ["a", "b"]), [mask, None]), "ids": ids, "kind": Labelled, "raw": b"12"}
+    assert [len(tensor) for tensor in tensors_in(nest)] == [1, 2, 3]

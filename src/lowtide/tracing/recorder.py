@@ -1,4 +1,4 @@
-"""Recorder: who allocated what, when, for which module, and when it was freed.
+"""StorageRecorder: who allocated what, when, for which module, and when it was freed.
 
 The mode that watches operators (ghost or real) tells the recorder of every operator and every new storage; the storages
 tell of their own death through a weak reference. The recorder never holds a tensor. Roles say which tensors are weights,

@@ -43,11 +43,11 @@ class GhostCompiler:
         mode = self._mode
         tensors = [*call.weights.values(), *call.inputs]
         if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
-            mode.notes.setdefault("compiled groups that are called without gradients are taken to run uncompiled there")
+            mode.note("compiled groups that are called without gradients are taken to run uncompiled there")
             return compat.plain_call(call.module)(*args, **kwargs)
         self._refuse(call, tensors)
         captured = self._captures.of(call, share)
-        mode.notes.setdefault(self._note())
+        mode.note(self._note())
         mode.recorder.enter_module(call.path)
         try:
             results = _Node.apply(_Run(captured, mode), *tensors)  # type: ignore[no-untyped-call]  # torch's has no types

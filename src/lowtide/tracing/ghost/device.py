@@ -28,7 +28,7 @@ from lowtide.hardware import Hardware
 NAME = "ghost"
 
 
-class GhostModule:
+class _GhostModule:
     """What torch expects to find as `torch.ghost`: one device, no random state worth keeping."""
 
     def is_initialized(self) -> bool:
@@ -78,7 +78,7 @@ def register_device() -> torch.device:
     """Make the ghost device known to torch, once, and return it."""
     module = getattr(torch, NAME, None)
     if module is None:
-        compat.register_python_backend(NAME, GhostModule())
+        compat.register_python_backend(NAME, _GhostModule())
     return torch.device(NAME, 0)
 
 

@@ -142,7 +142,7 @@ class GhostMachine:
 
     def _note(self, text: str) -> None:
         if self._mode is not None:
-            self._mode.notes.setdefault(text)
+            self._mode.note(text)
 
     def _attend(self, *args: Any, **kwargs: Any) -> Any:
         assert self._attention is not None, "no trace has begun"

@@ -189,12 +189,12 @@ class ValueReader:
 
     Args:
         maker: Makes the ghosts of what was read.
-        notes: Assumptions made on the way, each once, in order.
+        note: Is told of assumptions made on the way.
     """
 
-    def __init__(self, maker: Maker, notes: dict[str, None]) -> None:
+    def __init__(self, maker: Maker, note: Note) -> None:
         self._maker = maker
-        self._notes = notes
+        self._note = note
 
     def values(self, func: Any, op: Operator, args: Any, kwargs: Any) -> Any:
         """A maker of the outputs' values, None where they are not known."""
@@ -242,7 +242,7 @@ class ValueReader:
                 return self._maker.ghost(torch.empty(count, dtype=args[0].dtype, device=META), None, on_device=True)
             if op.name == "aten._local_scalar_dense" and self._maker.recorder.phase is Phase.UPDATE:
                 # Adafactor scales by the norm of the weights: a number that changes no shape and no lifetime.
-                self._notes["numbers that the optimizer reads back from the card were taken to be 1"] = None
+                self._note("numbers that the optimizer reads back from the card were taken to be 1")
                 return 1.0
             module = self._maker.recorder.op_modules[-1]
             source = self._maker.recorder.op_sources[-1] or self._maker.recorder.line()
@@ -282,7 +282,7 @@ class ValueReader:
 
     def assume(self, op: Operator, args: Any, result: Any) -> None:
         """Take values for known that a trained model would have, where the step goes on by them."""
-        found = assumed(op, args, result, lambda text: self._notes.setdefault(text))
+        found = assumed(op, args, result, self._note)
         if found is not None:
             ghost, known = found
             ghost.know(known)

@@ -81,12 +81,16 @@ class GhostMode(compat.TorchDispatchMode):
         """Assumptions made on the way, each once, in order."""
         self._on_fatal = on_fatal
         self._maker = Maker(recorder, device)
-        self._reader = ValueReader(self._maker, self.notes)
+        self._reader = ValueReader(self._maker, self.note)
         self._sums = GradientSums(self._maker)
 
     def place(self, inner: Tensor, *, known: Known | None = None, is_logged: bool = True) -> Ghost:
         """A ghost on the device for a meta tensor: of a new storage, or of one placed before."""
         return self._maker.place(inner, known=known, is_logged=is_logged)
+
+    def note(self, text: str) -> None:
+        """An assumption was made; each is told once."""
+        self.notes.setdefault(text)
 
     # -- dispatch ----------------------------------------------------------------------------------------------------
 
