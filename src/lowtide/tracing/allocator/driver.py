@@ -12,6 +12,7 @@ matched every call of the recordings in tests/tracing/allocator; with increasing
 from __future__ import annotations
 
 import enum
+from bisect import insort
 from dataclasses import dataclass, field
 
 from lowtide.tracing.allocator.settings import SEGMENT_ROUND_BYTES
@@ -32,10 +33,12 @@ class AddressPolicy(enum.Enum):
     """Above every earlier one: the simplest, for examples and for other drivers."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Chunk:
     start: int
     size: int
+    age: int
+    """Number of chunks made before it."""
     gaps: list[tuple[int, int]] = field(default_factory=list)
     """(first byte, size) of what no segment uses, lowest first."""
 
@@ -74,6 +77,12 @@ class DriverMemory:
         self._policy = address_policy
         self._top = SEGMENT_ROUND_BYTES  # not 0, so that an address is never mistaken for "none"
         self._chunks: list[_Chunk] = []
+        """In order of age."""
+        self._open: list[_Chunk] = []
+        """Those with a gap, in order of age: a model of many layers has thousands of chunks, and few of them."""
+        self._num_made = 0
+        self._has_holes = False
+        """Whether a chunk has been given up: until then each new one lies below all others."""
         if address_policy is AddressPolicy.CUDA:
             self._new_chunk(_CONTEXT_BYTES)
 
@@ -94,9 +103,11 @@ class DriverMemory:
         if self._policy is AddressPolicy.INCREASING:
             self._top += size
             return self._top - size
-        for chunk in reversed(self._chunks):
+        for chunk in reversed(self._open):
             start = chunk.take(size)
             if start is not None:
+                if not chunk.gaps:
+                    self._open.remove(chunk)
                 return start
         return self._new_chunk(size)
 
@@ -105,20 +116,32 @@ class DriverMemory:
         if self._policy is AddressPolicy.INCREASING:
             return
         chunk = next(chunk for chunk in self._chunks if chunk.start <= start < chunk.start + chunk.size)
+        if not chunk.gaps:
+            insort(self._open, chunk, key=lambda other: other.age)
         chunk.put_back(start, size)
         if chunk.is_unused:
             self._chunks.remove(chunk)
+            self._open.remove(chunk)
+            self._has_holes = True
 
     def _new_chunk(self, size: int) -> int:
-        """Start of `size` bytes in a chunk of their own; `_chunks` stays in order of age."""
+        """Start of `size` bytes in a chunk of their own."""
         chunk_bytes = -(-size // _CHUNK_BYTES) * _CHUNK_BYTES
+        chunk = _Chunk(self._end_for(chunk_bytes) - chunk_bytes, chunk_bytes, self._num_made)
+        self._num_made += 1
+        self._chunks.append(chunk)
+        if chunk_bytes > size:
+            chunk.gaps.append((chunk.start + size, chunk_bytes - size))
+            self._open.append(chunk)
+        return chunk.start
+
+    def _end_for(self, chunk_bytes: int) -> int:
+        """Where a new chunk ends: in the highest hole that is larger than itself, else below all others."""
+        if not self._has_holes:
+            return self._chunks[-1].start if self._chunks else _TOP_ADDRESS
         end = _TOP_ADDRESS
         for other in sorted(self._chunks, key=lambda chunk: -chunk.start):
             if end - (other.start + other.size) > chunk_bytes:
                 break
             end = other.start
-        chunk = _Chunk(end - chunk_bytes, chunk_bytes)
-        if chunk_bytes > size:
-            chunk.gaps.append((chunk.start + size, chunk_bytes - size))
-        self._chunks.append(chunk)
-        return chunk.start
+        return end
