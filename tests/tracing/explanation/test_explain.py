@@ -84,7 +84,7 @@ def test_a_step_that_does_nothing_is_explained_too() -> None:
 def test_a_real_step_peaks_in_the_backward_of_its_loss(gpt: StepTrace) -> None:
     explanation = explain(gpt)
     assert explanation.place is Place.LOSS_BACKWARD
-    assert explanation.headline.startswith("The peak of 362.8 MiB is in the backward of the loss (GPT, losses.py:")
+    assert explanation.headline.startswith("The peak of 362.8 MiB is in the backward of the loss (GPT, layers.py:")
     assert explanation.at_peak[Category.GRADIENTS] == 0
 
 
