@@ -11,7 +11,6 @@ from lowtide.compat.autograd import backward_number as backward_number
 from lowtide.compat.autograd import call_after_backward as call_after_backward
 from lowtide.compat.autograd import current_node_number as current_node_number
 from lowtide.compat.autograd import has_gradient_hooks as has_gradient_hooks
-from lowtide.compat.autograd import has_saved_tensor_hooks as has_saved_tensor_hooks
 from lowtide.compat.autograd import is_autograd_holder as is_autograd_holder
 from lowtide.compat.autograd import keeps_graph as keeps_graph
 from lowtide.compat.autograd import make_last_gradient_hook as make_last_gradient_hook
@@ -88,7 +87,6 @@ from lowtide.compat.operators import without_dispatch as without_dispatch
 from lowtide.compat.operators import without_modes as without_modes
 from lowtide.compat.operators import without_torch_function as without_torch_function
 from lowtide.compat.optimizers import OPTIMIZER_BOOKKEEPING as OPTIMIZER_BOOKKEEPING
-from lowtide.compat.optimizers import SCALER_ATTRIBUTES as SCALER_ATTRIBUTES
 from lowtide.compat.optimizers import UNSCALE as UNSCALE
 from lowtide.compat.optimizers import complete_optimizer as complete_optimizer
 from lowtide.compat.optimizers import copy_scheduler_mark as copy_scheduler_mark

@@ -123,11 +123,6 @@ def accumulates_into(leaf: torch.Tensor) -> bool:
         return False
 
 
-def has_saved_tensor_hooks() -> bool:
-    """Whether what autograd saves now goes through `saved_tensors_hooks` (offloading, checkpointing)."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
 ENGINE_FUNCTION = "_engine_run_backward"
 """The Python function that enters autograd's engine: under it, until the next Python frame, everything is C++."""
 
