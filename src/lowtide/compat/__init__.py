@@ -105,3 +105,4 @@ from lowtide.compat.storages import reference_count as reference_count
 from lowtide.compat.storages import storage_key as storage_key
 from lowtide.compat.storages import storage_over as storage_over
 from lowtide.compat.storages import unlock_host_memory as unlock_host_memory
+from lowtide.compat.storages import without_memory as without_memory

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 def plain_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
@@ -80,6 +81,20 @@ def lock_host_memory(buffer: torch.Tensor) -> str | None:
 def unlock_host_memory(address: int) -> None:
     """Undo `lock_host_memory` of the memory that begins there."""
     torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def without_memory(parameter: torch.Tensor) -> torch.Tensor:
+    """A tensor on the host that looks like the parameter and has no memory. Not on meta: there torch 2.11 refuses fused
+    optimizers.
+    """
+    with FakeTensorMode():
+        return torch.empty_strided(
+            parameter.shape,
+            parameter.stride(),
+            dtype=parameter.dtype,
+            device="cpu",
+            requires_grad=parameter.requires_grad,
+        )
 
 
 def has_no_values(tensor: torch.Tensor) -> bool:

@@ -101,6 +101,19 @@ def test_a_precision_has_its_state() -> None:
     assert 5.5 * num_parameters < saved < 6 * num_parameters  # two moments of 4 bytes or of 1, and their scales
 
 
+@pytest.mark.parametrize("precision", [None, "bf16 exact"])
+def test_a_model_on_meta_and_an_optimizer_to_be_made(precision: str | None) -> None:
+    with torch.device("meta"):
+        empty = Layers().bfloat16()
+    plan = lowtide.make_plan(empty, weights="streamed", update="host")
+    fused = partial(torch.optim.AdamW, fused=True)
+    batch = BATCH.bfloat16()
+    on_meta = traced(empty, batch, optimizer=fused, plan=plan, precision=precision)
+    on_host = traced(Layers().bfloat16(), batch, optimizer=fused, plan=plan, precision=precision)
+    assert on_meta.peak_bytes == on_host.peak_bytes
+    assert (on_meta.host_bytes, on_meta.pinned_bytes) == (on_host.host_bytes, on_host.pinned_bytes)
+
+
 def test_a_static_partition_is_that_of_the_hardware() -> None:
     model = Layers()
     result = traced(model, BATCH, optimizer=adamw, plan=lowtide.StaticPartition(share=0.5, device_memory="4MiB"))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide import compat
 from lowtide.errors import ConfigError
 from lowtide.hardware import Hardware, find_hardware
 from lowtide.memory.groups import find_groups, find_named_groups
@@ -116,8 +117,12 @@ def trace(
     _refuse_in_settings(settings or StepSettings())
     numerics = None if precision is None else numerics_of(precision, moments)[1]
     target = find_hardware(hardware) if isinstance(hardware, str) else hardware
-    named = dict(model.named_parameters()) if isinstance(optimizer, torch.optim.Optimizer) else _stand_ins(model)
-    own = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(_trained(named.values()))
+    named: dict[str, torch.Tensor] = dict(model.named_parameters())
+    if isinstance(optimizer, torch.optim.Optimizer):
+        own = optimizer
+    else:
+        named = {name: compat.without_memory(parameter) for name, parameter in named.items()}
+        own = optimizer([parameter for parameter in named.values() if parameter.requires_grad])
     found = _plan_on(target, plan, model, own, numerics)
     layout = lay_out(find_named_groups(model, [group.name for group in found.groups]), chunk_bytes=found.chunk_bytes)
     check_plan(found, layout)
@@ -174,20 +179,6 @@ def _refuse_in_settings(settings: StepSettings) -> None:
             "settings say when weights are updated, and so does a plan; give make_plan(schedule='in_backward')",
             key="update",
         )
-
-
-def _stand_ins(model: nn.Module) -> dict[str, torch.Tensor]:
-    """One number seen in every place: shapes and types as the model's, without its memory. Not on meta, where torch refuses
-    fused optimizers.
-    """
-    return {
-        name: torch.zeros((), dtype=each.dtype).expand(each.shape).requires_grad_(each.requires_grad)
-        for name, each in model.named_parameters()
-    }
-
-
-def _trained(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return [parameter for parameter in parameters if parameter.requires_grad]
 
 
 def _plan_on(
