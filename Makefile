@@ -7,12 +7,13 @@ STAMP := $(VENV)/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test exhaustive check format lint types sizes docs chromium clean
+.PHONY: help setup demo test slow exhaustive check format lint types sizes docs chromium clean
 
 help:
 	@echo 'make demo     predict a step, and train a small GPT inside a budget on this machine'
-	@echo 'make test     the tests'
-	@echo 'make exhaustive  exceptions at every line of a session, some hours'
+	@echo 'make test     the tests, but for the slow ones'
+	@echo 'make slow     the slow tests'
+	@echo 'make exhaustive  exceptions at every line of a session, half an hour'
 	@echo 'make check    format, lint, types, tests and documentation examples, as CI does'
 	@echo 'make format   rewrite the sources in the one style'
 	@echo 'make docs     fill the tables and draw the chart of README.md and docs/ from benchmarks/results'
@@ -34,13 +35,17 @@ demo: $(STAMP)
 	$(BIN)/lowtide demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 -m 'not slow and not exhaustive'
+
+# Whole lab runs, compiled models, collections of the whole process: what CI runs besides.
+slow: $(STAMP)
+	$(BIN)/python -m pytest -n 2 -m 'slow and not exhaustive'
 
 # Each line of a session's code raises once, and what is left is compared with plain torch. `make test` takes a sample.
 exhaustive: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -m exhaustive tests/runtime/test_interrupts.py
 
-check: $(STAMP) chromium lint types test sizes
+check: $(STAMP) chromium lint types test slow sizes
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -91,6 +91,7 @@ def test_examples_run(path: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, f"{path.name}: {done.stderr[-3000:]}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", having(commands), ids=named)
 def test_commands_run(path: Path, tmp_path: Path) -> None:
     script = commands(path.read_text(encoding="utf-8"))

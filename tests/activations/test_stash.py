@@ -219,6 +219,7 @@ class CollectingMover(EmulatedMover):
             self.lock.release()
 
 
+@pytest.mark.slow
 def test_a_graph_that_dies_in_the_middle_of_anything() -> None:
     class Knot:
         def __init__(self, held: Tensor) -> None:

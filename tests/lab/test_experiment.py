@@ -222,6 +222,7 @@ EVALUATED = replace(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler reads it
 @pytest.mark.parametrize(
     "changes",

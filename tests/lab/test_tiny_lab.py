@@ -17,6 +17,8 @@ from lowtide.lab.record import Outcome, RunRecord
 from lowtide.lab.records import collect
 from lowtide.models import resolve_model
 
+pytestmark = pytest.mark.slow
+
 NAMES = [name for name in recipe_names() if name.startswith("peak_memory_tiny/")]
 SAME_NUMBERS = ("fused", "checkpoint", "fused_checkpoint", "selective", "math_attention")
 """These differ from control in memory and time alone."""

@@ -95,6 +95,7 @@ def test_on_top_of_recompute_it_saves_about_the_gradients(deep_one: Problem, ans
     assert (skipped.technique, skipped.reason) == ("recompute", "it is on already")
 
 
+@pytest.mark.slow
 def test_all_techniques_on_a_step_whose_peak_is_in_the_update() -> None:
     source = resolve_model("gpt-tiny")
     problem = Problem(

@@ -29,6 +29,7 @@ POLICIES: dict[str, Policy] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "place",
     [{"weights": "streamed", "update": "host"}, {"weights": "streamed", "update": "device", "schedule": "in_backward"}],

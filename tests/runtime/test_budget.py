@@ -200,6 +200,7 @@ def run(place: str, schedule: str, budget_bytes: int | None, num_steps: int = 3)
     return values(model), found
 
 
+@pytest.mark.slow
 @every_place
 @every_schedule
 @pytest.mark.usefixtures("prompt_worker")

@@ -282,6 +282,7 @@ def bad_loss(model: SmallNet, where: str, value: float) -> torch.Tensor:
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @every_place
 @every_schedule
 def test_out_of_memory_in_forward(place: str, schedule: str) -> None:
@@ -312,6 +313,7 @@ class Inflate(torch.autograd.Function):
         return gradient + torch.zeros(ctx.num_bytes // 4).sum(), None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", AWAY)
 def test_out_of_memory_in_a_deferred_backward(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with twins(place) as both:
@@ -335,6 +337,7 @@ def test_out_of_memory_in_a_deferred_backward(place: str, monkeypatch: pytest.Mo
         both.step(3)
 
 
+@pytest.mark.slow
 @every_place
 def test_out_of_memory_in_a_backward_that_updates(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with twins(place, "in_backward") as both:

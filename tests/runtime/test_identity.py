@@ -104,6 +104,7 @@ def test_deferred_with_dropout_clipping_and_schedule(name: str, place: dict[str,
     check(name, Loop(clip=1.0), place)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES, ids=place_name)
 @pytest.mark.parametrize("name", MODELS)
 def test_deferred_bf16_accumulating(name: str, place: dict[str, Any]) -> None:
@@ -116,6 +117,7 @@ def test_in_backward(name: str, place: dict[str, Any]) -> None:
     check(name, Loop(), {**place, "schedule": "in_backward"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES, ids=place_name)
 @pytest.mark.parametrize("name", MODELS)
 def test_in_backward_bf16(name: str, place: dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ def test_the_record_has_all_classes_that_are_installed() -> None:
     assert not any(DIFFERENT in row.values() for row in RECORDED.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECORDED)
 def test_the_class_is_identical_or_refused_as_recorded(name: str) -> None:
     if name.partition(".")[0] not in installed_packages_by_name():

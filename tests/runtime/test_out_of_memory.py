@@ -123,6 +123,7 @@ def fail(*_: object) -> None:
     raise BrokenError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("weights", "update"), [("streamed", "host"), ("resident", "device")])
 @pytest.mark.parametrize("moment", ["forward", "loss", "backward", "step", None])
 def test_what_is_computed_beside_the_model_does_not_count(weights: str, update: str, moment: str | None) -> None:

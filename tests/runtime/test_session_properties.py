@@ -12,6 +12,8 @@ from lowtide.errors import LowtideError, PlanError
 from tests.runtime.random_training import Loop, Training, promptly, trainings
 from tests.zoo import assert_same_tensors
 
+pytestmark = pytest.mark.slow
+
 
 def assert_same_loops(plain: Loop, managed: Loop) -> None:
     assert len(plain.seen) == len(managed.seen)

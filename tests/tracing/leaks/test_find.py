@@ -19,6 +19,8 @@ from lowtide.errors import ConfigError, ObserveError
 from lowtide.tracing.leaks.find import find_leaks, in_every_third, keeps_growing
 from lowtide.tracing.leaks.report import CYCLE, GRAPH, Leak, LeakKind
 
+pytestmark = pytest.mark.slow
+
 BATCH, WIDTH = 8, 32
 ROW_BYTES = WIDTH * 4
 OUTPUT_BYTES = BATCH * ROW_BYTES
