@@ -215,6 +215,36 @@ def test_a_half_step_that_nobody_was_told_of_is_told_by_zero_grad() -> None:
     both.session.close()
 
 
+def test_the_last_update_of_a_backward_that_is_torn_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All groups have moved by then, but one of them perhaps by half."""
+    both = Twins("resident-device", "in_backward")
+    both.step(0)
+    with monkeypatch.context() as patch:
+        break_update(both, patch, after=4, times=1)
+        with pytest.raises(TrippedError):
+            both.model(*make_batch(1)).backward()
+    with pytest.warns(RuntimeWarning, match=r"5 of 5 groups .*these have taken the step, one of them perhaps by half"):
+        both.optimizer.zero_grad()
+    both.session.close()
+
+
+def test_a_verdict_is_sent_before_it_is_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception between the two leaves nothing that `close` would wait for in vain."""
+
+    class Tripping(list[object]):
+        def append(self, item: object) -> None:
+            raise TrippedError("broken")
+
+    both = Twins("resident-device", "in_backward")
+    both.step(0)
+    watch = both.session._open()._engine.gradient_watch
+    with monkeypatch.context() as patch:
+        patch.setattr(watch, "_unsent", Tripping())
+        with pytest.raises(TrippedError):
+            both.model(*make_batch(1)).backward()
+    both.session.close()
+
+
 def test_a_half_step_that_ends_the_session_is_noted_at_the_exception() -> None:
     both = Twins("streamed-host", "in_backward")
     both.step(0)

@@ -336,9 +336,10 @@ class BackwardPass:
     def lose_step(self, moved: Iterable[ManagedGroup], where: str = "the backward of this step") -> None:
         """The step broke off there when these had moved: `step` refuses until the user gives it up."""
         labels = sorted({group.label for group in moved})
-        self.lost = why_step_is_lost(labels, len(self._groups), where)
+        is_torn = self._is_torn
+        self.lost = why_step_is_lost(labels, len(self._groups), where, is_torn=is_torn)
         is_whole = all(len(group.consumed) == len(group.stored.chunks) for group in self._groups.values())
-        self.is_untold = bool(labels) and not is_whole
+        self.is_untold = bool(labels) and (is_torn or not is_whole)
 
     def has_broken_off(self) -> bool:
         """Whether the last backward raised, and the step was not given up since."""
@@ -349,7 +350,12 @@ class BackwardPass:
     def why_mixed(self) -> str | None:
         """What a backward that broke off has moved; None where it moved nothing, or none did."""
         moved = self._moved() if self.has_broken_off() else []
-        return why_step_is_lost(moved, len(self._groups)) if moved else None
+        return why_step_is_lost(moved, len(self._groups), is_torn=self._is_torn) if moved else None
+
+    @property
+    def _is_torn(self) -> bool:
+        """Whether an update on the device broke off in the middle."""
+        return self.finisher is not None and self.finisher.updater.is_torn
 
     def refuse_beside(self, what: str) -> None:
         """Refuse what this thread begins while another runs a backward. See Note [Threads] in `passes.lock`."""

@@ -76,13 +76,19 @@ def second_backward_in_step(schedule: Schedule) -> str:
     )
 
 
-def why_step_is_lost(moved: Sequence[str], num_groups: int, where: str = "the backward of this step") -> str:
-    """After a backward, or a `step()`, that raised when it had updated these groups, of so many."""
+def why_step_is_lost(
+    moved: Sequence[str], num_groups: int, where: str = "the backward of this step", *, is_torn: bool = False
+) -> str:
+    """After a backward, or a `step()`, that raised when it had updated these groups, of so many.
+
+    Where it `is_torn`, it raised in the middle of an update on the device.
+    """
     if moved:
+        by_half = ", one of them perhaps by half" if is_torn else ""
         return (
             f"{where} raised after it had updated "
             f"{len(moved)} of {num_groups} groups ({', '.join(moved[:8])}{', ...' if len(moved) > 8 else ''}); "
-            "these have taken the step, the others have not. Load a checkpoint, or call zero_grad() to go on"
+            f"these have taken the step{by_half}, the others have not. Load a checkpoint, or call zero_grad() to go on"
         )
     return (
         f"{where} raised, so its gradients are incomplete; weights and optimizer are as "

@@ -155,8 +155,9 @@ class GradientWatch:
     ) -> Verdict:
         """Gradients with these norms are about to be used for an update on the device. Waits for nothing."""
         verdict = Verdict(tuple(names), is_left_out, self._here(norms), undo)
-        self._open.append(verdict)
+        # First to be sent: one that is asked about and never sent would never be known.
         self._unsent.append(verdict)
+        self._open.append(verdict)
         return verdict
 
     def judge_sent(self, names: Iterable[str], norms: Sequence[torch.Tensor]) -> Verdict:
