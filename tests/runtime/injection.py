@@ -37,6 +37,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.errors import StepLostError
 from lowtide.runtime.emulation.device import living_trackers
+from lowtide.runtime.updates.worker import FAILED
 from tests.runtime.twins import PLACES, SmallNet, adamw, flat_state, make_batch, make_net, off_the_books, usual_peak
 
 ROOT = Path(lowtide.__file__).parent
@@ -281,6 +282,7 @@ def perform(injection: Injection) -> str | None:
 
     is_armed = [False]
     raised: str | None = None
+    was_told = False
     unraisable: list[object] = []
     sys.unraisablehook = unraisable.append
     with LineTrace(maybe_raise, [] if injection.thread == "main" else ["worker"]):
@@ -292,6 +294,7 @@ def perform(injection: Injection) -> str | None:
             run.traced(injection.part)
         except (InjectedError, KeyboardInterrupt) as error:
             raised = type(error).__name__
+            was_told = FAILED in getattr(error, "__notes__", ())
     phase = run.phase
     gc.collect()
     if not was_hit and injection.thread == "main":
@@ -302,7 +305,7 @@ def perform(injection: Injection) -> str | None:
         run.session.close()
         return f"swallowed: the interrupt in {phase} raised {raised}"
     try:
-        problem = _aftermath(run, injection, phase)
+        problem = _aftermath(run, injection, phase, was_told=was_told)
     finally:
         if run.session.is_open:
             with contextlib.suppress(Exception):
@@ -315,9 +318,11 @@ def perform(injection: Injection) -> str | None:
 class _Aftermath:
     """What the loop does after the exception, and what it hears."""
 
-    def __init__(self, run: Run, injection: Injection) -> None:
+    def __init__(self, run: Run, injection: Injection, *, was_told: bool) -> None:
         self._run = run
         self._injection = injection
+        self.was_told = was_told
+        """Whether an error said that some groups may have taken the step: the worker's own."""
         self.said: str | None = None
         """Which groups moved, in an error or a warning."""
         self.is_workers = False
@@ -331,10 +336,11 @@ class _Aftermath:
                 call()
             except StepLostError as error:
                 self.said = str(error)
-            except InjectedError:
+            except InjectedError as error:
                 self.is_workers = True
                 if self._injection.thread != "worker":
                     return f"{what} raised the injected error again"
+                self.was_told = self.was_told or FAILED in getattr(error, "__notes__", ())
             except BaseException as error:
                 last = traceback.extract_tb(error.__traceback__)[-1]
                 where = f"{Path(last.filename).name}:{last.lineno}"
@@ -349,14 +355,14 @@ class _Aftermath:
         try:
             with off_the_books():
                 taken = steps_taken(self._run.model, self._run.optimizer)
-        except InjectedError:
+        except InjectedError as error:
+            if self._injection.thread != "worker":
+                return "a look at the weights raised the injected error again"
             self.is_workers = True
-            return (
-                None if self._injection.thread == "worker" else "a look at the weights raised the injected error again"
-            )
+            return None if FAILED in getattr(error, "__notes__", ()) else "the worker's error says nothing of the step"
         pairs = set(taken.values())
-        if self.is_workers:
-            return None  # it says that chunks may have taken the step
+        if self.was_told:
+            return None
         torn = {name: pair for name, pair in taken.items() if pair[0] is None or pair[0] != pair[1]}
         if self.said is None and len(pairs) == 1 and not torn:
             return None
@@ -375,8 +381,8 @@ def _label(name: str) -> str:
     return {"head": "(rest of the model)", "stem": "stem"}.get(name.split(".")[0], ".".join(name.split(".")[:2]))
 
 
-def _aftermath(run: Run, injection: Injection, phase: str) -> str | None:
-    after = _Aftermath(run, injection)
+def _aftermath(run: Run, injection: Injection, phase: str, *, was_told: bool) -> str | None:
+    after = _Aftermath(run, injection, was_told=was_told)
     if injection.after == "step" and phase in ("forward", "backward"):
         problem = after.attempt("step()", run.optimizer.step)
         if problem or (after.said is not None and (problem := after.verdict())):

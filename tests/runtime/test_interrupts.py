@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -303,6 +304,22 @@ def test_a_job_that_waits_for_itself_raises() -> None:
     with pytest.raises(SessionError):
         worker.check()
     worker.close()
+
+
+def test_an_update_on_the_host_that_fails_says_that_others_may_have_been_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = Twins("streamed-host", "in_backward")
+    both.step(0)
+    with monkeypatch.context() as patch:
+        break_update(both, patch, after=4, times=1)
+        with pytest.raises(TrippedError) as caught:  # noqa: PT012  # whichever call hears of it first
+            both.model(*make_batch(1)).backward()
+            both.optimizer.step()
+            both.session.settle()
+    assert [note for note in caught.value.__notes__ if "some groups may have taken this step" in note] != []
+    assert len(caught.value.__notes__) == 1
+    with contextlib.suppress(TrippedError):  # it is told by the next call as well
+        both.session.close()
+    assert not both.session.is_open
 
 
 class Nosy(torch.optim.SGD):

@@ -41,6 +41,12 @@ from lowtide.runtime.passes.lock import Process
 BEFORE_UPDATES = -1
 """The place of what updates depend on."""
 
+FAILED = (
+    "This came from the thread that updates weights on the host, beside the loop: some groups may have taken this step, and "
+    "others not. Load a checkpoint before you go on"
+)
+"""Noted at whatever a job raised."""
+
 
 class Awaited(Protocol):
     """What a job can come after: a copy's ticket, or another job."""
@@ -184,6 +190,9 @@ class _Queue:
 
     def finish(self, error: BaseException | None) -> None:
         """The job that was running has ended; where the thread stumbled between two jobs, there is none."""
+        # Once: jobs that come after a failed one raise the same.
+        if error is not None and FAILED not in getattr(error, "__notes__", ()):
+            error.add_note(FAILED)
         with self.condition:
             self.error = self.error or error
             # Inside: who is told that a job is done finds the counts right. Repeated where it breaks off.
