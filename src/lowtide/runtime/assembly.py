@@ -40,15 +40,15 @@ class SessionSetup:
     optimizer: torch.optim.Optimizer | None
     """None where the model is run and not trained."""
     layout: Layout
-    """Of the model."""
+    """How the model's groups lie in chunks."""
     mover: Mover
-    """Of the device; an emulated one comes with `tracked`."""
+    """Copies to and from the device; an emulated one comes with `tracked`."""
     tracked: TrackedMemory | None
     """The emulated device's books; None on a real one."""
     max_grad_norm: float | None
     """Clip the gradients to this norm before each step; None leaves them."""
     numerics: Numerics | None
-    """Of updates through our own kernels; None for the optimizer's own."""
+    """How our own kernels update; None for the optimizer's own step."""
     poison: bool
     """Fill memory that holds nothing with NaN."""
 

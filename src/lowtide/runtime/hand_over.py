@@ -36,7 +36,7 @@ class HandOver:
     num_fetches: dict[str, int]
     """By chunk."""
     peak_bytes: int
-    """Of the device so far."""
+    """The most that the device held so far."""
 
 
 def forget_device_memory(groups: Iterable[ManagedGroup], books: Books) -> None:

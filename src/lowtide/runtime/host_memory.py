@@ -136,7 +136,7 @@ class HostPool:
 
 
 _ENDLESS_BYTES = 1 << 62
-"""Of a device without a budget."""
+"""The budget of a device that has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +147,7 @@ class Tiers:
     pinned: Tier
     """What is locked of the host."""
     device: Tier
-    """Of chunks alone; an emulated device keeps books of its own."""
+    """Counts chunks alone; an emulated device keeps books of its own."""
     need: HostNeed
     """What the host was charged with: all of the staging that there is room for."""
 

@@ -76,7 +76,7 @@ class ManagedParameter:
         self.lent: weakref.ref[torch.UntypedStorage] | None = None
         """The user's last gradient in that home; while it lives, somebody may hold it."""
         self.pending_gradient: PendingValue | None = None
-        """Of the user's gradient, while it is pending."""
+        """What the user's gradient waits for, while it is pending."""
         self.hook: torch.utils.hooks.RemovableHandle | None = None
         """Tells when the gradient is complete."""
         self.is_whole = False
@@ -92,11 +92,11 @@ class ManagedParameter:
         self.was_seen = False
         """Whether somebody has looked at the gradient on the host since it began, and may write to it through a view."""
         self.norm: tuple[int, torch.Tensor] | None = None
-        """Of the gradient on the host, and after which take."""
+        """The norm of the gradient on the host, and after which take."""
         self.pending: list[Ticket | Job] = []
         """What must happen before the gradient on the host is complete."""
         self.version = 0
-        """Of the parameter, when its window opened."""
+        """The parameter's version when its window opened."""
         self.is_hook_awaited = False
         """Whether hooks of the user's on the gradient are still to run in this backward; they may write to the weights."""
         self.is_hooked = False
@@ -331,7 +331,7 @@ class ManagedGroup:
         make_all_plain(self.parameters)
 
     def settle(self) -> None:
-        """Somebody looks at a parameter of the group: make its value true."""
+        """Make the values of the group's parameters true: user code looks at one of them."""
         assert self.settler is not None
         self.settler.settle_group(self)
 

@@ -191,7 +191,7 @@ class BackwardPass:
 
     @locked
     def _before_gradient(self, group: ManagedGroup, gradient: torch.Tensor) -> None:
-        """Of resident weights that the host updates: outside of their module's call too, what the host has is set aside."""
+        """Set aside what the host has of the gradient: resident weights that it updates may be used outside of their module."""
         del gradient
         if group.num_tasks == 0 and compat.backward_number() is not None:
             refuse_old_weights(group, group.generation)

@@ -163,7 +163,7 @@ class Engine:
         return True
 
     def settle_group(self, group: ManagedGroup) -> None:
-        """Somebody looks at a parameter: make its value true."""
+        """Make the values of the group's parameters true: user code looks at one of them."""
         # Before the lock: who holds it may be waiting for this very thread.
         self.worker.refuse_in_its_thread(f"a parameter of group {group.label}")
         self._settle_group(group)

@@ -158,7 +158,7 @@ class ActivationMover:
 
 
 class ModelCalls:
-    """Of one model under one plan, from `enter` to `remove`. The engine is told by the windows."""
+    """Stands in the calls of one model under one plan, from `enter` to `remove`. Its windows tell the engine."""
 
     def __init__(self, setup: SessionSetup, plan: Plan, engine: Engine) -> None:
         self._setup = setup

@@ -170,13 +170,13 @@ class FootprintResidency:
         self.store.write_back(chunk)
 
     def settle_held(self) -> None:
-        """Nobody looks."""
+        """Does nothing: no user code looks at weights without memory."""
 
     def guard(self, group: ManagedGroup) -> None:
-        """Nobody looks."""
+        """Does nothing: no user code looks at weights without memory."""
 
     def rest(self) -> None:
-        """Nobody looks."""
+        """Does nothing: no user code looks at weights without memory."""
 
     def rebuild(self) -> None:
         """A trace that broke off is over."""
@@ -190,7 +190,7 @@ class FootprintResidency:
         """A trace has room for everything."""
 
     def may_fetch_ahead(self, group: StoredGroup) -> bool:
-        """Nobody writes to weights without memory."""
+        """Always: no user code writes to weights without memory."""
         return True
 
     def clear(self, owners: Collection[str]) -> None:
@@ -316,7 +316,7 @@ class FootprintWatch(GradientWatch):
 
 
 class _LatePoint(Point):
-    """Of a copy that is over when somebody waits for it, at the beginning of the next backward, and holds its source."""
+    """A copy that holds its source until it is waited for, at the beginning of the next backward."""
 
     def __init__(self, source: Tensor) -> None:
         self._source = source

@@ -33,7 +33,7 @@ class Gauge(Protocol):
 
 
 class TrackedGauge:
-    """Of an emulated device."""
+    """Reads what an emulated device counts."""
 
     def __init__(self, tracked: TrackedMemory) -> None:
         self.highest_bytes = 0
@@ -51,7 +51,7 @@ class TrackedGauge:
 
 
 class CudaGauge:
-    """Of a CUDA device, from the allocator's own counters; nothing waits for the device."""
+    """Reads the allocator's own counters of a CUDA device; nothing waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self.highest_bytes = 0

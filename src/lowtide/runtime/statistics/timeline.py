@@ -69,9 +69,9 @@ class LaneSpan:
     start_s: float
     end_s: float
     num_bytes: int = 0
-    """Of a copy; of an update, the bytes of the weights updated; 0 where it says nothing."""
+    """What a copy moved, or the weights that an update changed; 0 where it says nothing."""
     reason: Reason | None = None
-    """Of a copy; None on the other lanes."""
+    """Why a copy was made; None on the other lanes."""
 
     def __post_init__(self) -> None:
         _check_times(f"the {self.lane} span {self.name!r} of step {self.step}", self.start_s, self.end_s)

@@ -90,7 +90,7 @@ class Settings:
     """What an update needs to know of the optimizer, at one moment: the update itself may run later."""
 
     groups: tuple[Mapping[str, Any], ...]
-    """Of each param group: learning rate, decay, and the rest."""
+    """Learning rate, decay and the rest, for each param group."""
     scaler: Mapping[str, Any]
     """What a GradScaler leaves to the kernels."""
     clip: ClipFactor | None = None

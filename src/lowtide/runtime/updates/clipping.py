@@ -37,7 +37,7 @@ class ClipFactor:
 def clip_factor(
     norms: Sequence[torch.Tensor], max_norm: float, mover: Mover, scale: torch.Tensor | None = None
 ) -> ClipFactor:
-    """Of gradients with these norms, which are `scale` times too large.
+    """The factor for gradients with these norms, which are `scale` times too large.
 
     Called where the computation is told what to do; waits for nothing on the device.
     """

@@ -99,7 +99,7 @@ class Verdict:
     is_left_out: bool
     """Whether the update is not made where they are not."""
     norms: tuple[torch.Tensor, ...]
-    """Of each gradient, on the device. They live as long as this: who called `backward` may be on another stream than the
+    """One for each gradient, on the device. They live as long as this: who called `backward` may be on another stream than the
     one that made them, whose next tensor would otherwise get their memory before they were read.
     """
     undo: Callable[[], None] = lambda: None

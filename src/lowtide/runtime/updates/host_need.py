@@ -101,7 +101,7 @@ def _ratios(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, fl
 
 
 def _ratio_of_formats(optimizer: torch.optim.Optimizer, numerics: Numerics) -> float:
-    """Of each kind of parameter together: one number beside a tensor of one element would pass for the whole model's."""
+    """The largest ratio of a kind of parameters, taken together: one small tensor must not stand for the whole model."""
     held: dict[tuple[int, torch.dtype, int], tuple[int, int]] = {}
     for index, group in enumerate(optimizer.param_groups):
         rule = require_rule(optimizer, group)
@@ -146,7 +146,7 @@ def _bytes_in(state: Mapping[str, Any]) -> int:
 ENOUGH_BYTES = 1 << 31
 """Where the host updates all."""
 SHARE_OF_REST = 0.25
-"""Of what the plan leaves of the host: what may be taken for more than is needed."""
+"""The share of what the plan leaves of the host that may be taken for more than is needed."""
 
 
 def staging_for(wanted: int | None, *, least: int, on_host: int, on_device: int, waits: bool) -> tuple[int, int]:
@@ -206,15 +206,15 @@ class HostNeed:
     useful_staging_bytes: int
     """As much staging as makes a difference; see Note [Gradients that wait]."""
     state_bytes: int
-    """Of the optimizer, beside the parameters that the host updates: in memory of its own that is not locked."""
+    """Optimizer state beside the parameters that the host updates: in memory of its own that is not locked."""
     paged_bytes: int
-    """Of optimizer state that visits the device: locked, and not in the buffer."""
+    """Optimizer state that visits the device: locked, and not in the buffer."""
     table_bytes: int
-    """Of weights that never leave the host, and of their gradients: not locked, and not in the buffer."""
+    """Weights that never leave the host, and their gradients: not locked, and not in the buffer."""
 
     @property
     def total_bytes(self) -> int:
-        """Of the locked buffer for weights, gradients and staging."""
+        """The size of the locked buffer for weights, gradients and staging."""
         return self.weight_bytes + self.gradient_bytes + self.staging_bytes
 
     @property

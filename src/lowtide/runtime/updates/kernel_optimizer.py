@@ -231,7 +231,7 @@ class KernelOptimizer(ChunkOptimizer):
         return taken
 
     def _rules(self, settings: Settings) -> list[Rule]:
-        """Of each param group, as of the moment when the settings were taken: the user may have changed them since."""
+        """The rule of each param group when the settings were taken: the user may have changed them since."""
         return [require_rule(self.optimizer, {**group, "params": ()}) for group in settings.groups]
 
     def _check_parameters(self) -> None:

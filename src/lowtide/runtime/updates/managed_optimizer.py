@@ -178,7 +178,7 @@ class ManagedOptimizer:
         return self._without_session(plain) if isinstance(plain, dict) else plain
 
     def _without_session(self, plain: dict[str, Any]) -> dict[str, Any]:
-        """Of a class whose copies take all attributes along: one with this session's `step` would step this optimizer."""
+        """What a copy may take along: with this session's `step` among its attributes it would step this optimizer."""
         ours = {handle.id for handle in self._handles}
         rest: dict[str, Any] = {}
         for name, value in plain.items():

@@ -87,7 +87,7 @@ class Pages:
         self._home[id(state)] = copied.ended
 
     def dismiss(self) -> None:
-        """Nobody needs those that are on the device: they leave without having changed."""
+        """Let the states on the device leave without a change: no update needs them."""
         for visitor in self._visitors.values():
             # The copy writes into memory that is about to be free.
             self._mover.compute_after(visitor.arrived)

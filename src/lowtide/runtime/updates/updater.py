@@ -295,7 +295,7 @@ class Finisher:
             self._residency.guard(group)
 
     def _settings_in(self, backward: int) -> Settings:
-        """Of its first update: a rate that lies on the device is waited for once, not at every chunk."""
+        """The settings of the backward's first update: a rate on the device is waited for once, not at every chunk."""
         if self._taken is None or self._taken[0] != backward:
             self._taken = (backward, self.updater.optimizer.settings())
         return self._taken[1]
