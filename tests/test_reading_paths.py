@@ -20,7 +20,7 @@ import lowtide
 ROOT = str(Path(lowtide.__file__).parent)
 EMULATION = ("/runtime/emulation/", "/memory/emulated_mover.py")
 """Stands for the device in tests; a reader who follows a step does not open it."""
-MOST_OF_A_STEP = 33
+MOST_OF_A_STEP = 36
 MOST_OF_MANAGE = 51
 MOST_IMPORTED = 120
 
@@ -64,8 +64,12 @@ def test_a_streamed_step_and_manage_itself(update: str, schedule: str) -> None:
         session = lowtide.manage(model, optimizer, plan, device="cpu")
     with session:
         step()
+        # Which files a single step runs through depends on how far the worker is; these are all that a step may need.
         with files_that_run() as in_step:
-            step()
+            for _ in range(8):
+                step()
+                session.settle()
+                step()
     assert len(in_step) <= MOST_OF_A_STEP, sorted(in_step)
     assert len(in_manage) <= MOST_OF_MANAGE, sorted(in_manage)
 
