@@ -10,9 +10,9 @@ import torch
 import lowtide
 from lowtide import WarmUp
 from lowtide.errors import BudgetError, LowtideError, PlanError
-from lowtide.memory.arena import ArenaCounts
 from lowtide.memory.groups import find_groups
 from lowtide.memory.layout import lay_out
+from lowtide.memory.pools import ArenaCounts
 from lowtide.planning.budget_plans import MonitorMode
 from lowtide.runtime import plan_run as plan_run_module
 from lowtide.runtime.host_memory import HostPool

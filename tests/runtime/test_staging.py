@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowtide.errors import PlanError
-from lowtide.memory.capacity import HostMemory
+from lowtide.memory.tier import HostMemory
 from lowtide.planning.plan import Budgets
-from lowtide.runtime.host_memory import charged_tiers
-from lowtide.runtime.updates.host_need import ENOUGH_BYTES, SHARE_OF_REST, HostNeed, granted, staging_for
+from lowtide.runtime.host_memory import ENOUGH_BYTES, SHARE_OF_REST, HostNeed, charged_tiers, granted, staging_for
 from lowtide.units import GiB
 
 ROUNDING = 4096 + 512

@@ -15,11 +15,10 @@ from torch import nn
 from lowtide.errors import ConfigError, HardwareError, SessionError, UnsupportedOptimizerError
 from lowtide.memory.cuda_mover import CudaMover
 from lowtide.memory.emulated_mover import EmulatedMover
-from lowtide.memory.groups import find_named_groups
+from lowtide.memory.groups import find_named_groups, unmanaged_parameters
 from lowtide.memory.layout import Layout, lay_out
 from lowtide.memory.mover import Mover
 from lowtide.memory.tier import DeviceLimit
-from lowtide.memory.unmanaged import unmanaged_parameters
 from lowtide.optim.optimizers import Adafactor
 from lowtide.optim.rules import reason_without_rule
 from lowtide.optim.update_types import Moments, Numerics, numerics_of
@@ -29,15 +28,15 @@ from lowtide.planning.placement import is_trained
 from lowtide.planning.plan import Plan, Schedule, Site
 from lowtide.runtime.assembly import SessionSetup
 from lowtide.runtime.emulation.memory import TrackedMemory
-from lowtide.runtime.parallel import refuse_parallel
+from lowtide.runtime.host_memory import state_bytes_per_parameter_byte
 from lowtide.runtime.parameters.binding import copy_values
 from lowtide.runtime.parameters.gradients import refuse_sparse_tables
 from lowtide.runtime.parameters.weight_file import WeightFile
+from lowtide.runtime.passes.lock import refuse_parallel
 from lowtide.runtime.plan_run import PlanRun
 from lowtide.runtime.session import Management, ObjectsAside, Session, refuse_managed
 from lowtide.runtime.statistics.observer import CudaGauge, StepObserver, TrackedGauge
 from lowtide.runtime.updates.chunk_optimizer import unwrapped
-from lowtide.runtime.updates.host_need import state_bytes_per_parameter_byte
 from lowtide.runtime.warm_up import WarmUpPlans, partition_plan
 from lowtide.units import format_bytes
 

@@ -25,7 +25,7 @@ from lowtide.runtime.hand_over import (
     return_rest,
     settle_for_good,
 )
-from lowtide.runtime.host_memory import HostPool, Tiers, charged_tiers
+from lowtide.runtime.host_memory import HostNeed, HostPool, Tiers, charged_tiers, host_need
 from lowtide.runtime.parameters.binding import Binder, Fill, copy_values, is_gradient_held, move_part, release
 from lowtide.runtime.parameters.group import ManagedGroup, chunks_in
 from lowtide.runtime.passes.engine import Engine
@@ -34,7 +34,6 @@ from lowtide.runtime.passes.model_calls import ModelCalls
 from lowtide.runtime.statistics.observer import StepObserver
 from lowtide.runtime.statistics.recording import Recorder
 from lowtide.runtime.statistics.reporting import DevicePeak, Reporter
-from lowtide.runtime.updates.host_need import HostNeed, host_need
 from lowtide.runtime.updates.kernel_optimizer import KernelOptimizer
 from lowtide.runtime.updates.managed_optimizer import ManagedOptimizer
 from lowtide.runtime.updates.proof import Proof

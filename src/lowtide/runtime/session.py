@@ -29,8 +29,7 @@ from lowtide.errors import SessionError
 from lowtide.planning.budget_plans import StepSample
 from lowtide.planning.check_plan import check_plan
 from lowtide.planning.plan import Plan
-from lowtide.runtime.parallel import refuse_wrapping
-from lowtide.runtime.passes.lock import HELD
+from lowtide.runtime.passes.lock import HELD, refuse_wrapping
 from lowtide.runtime.plan_run import switch_plan
 from lowtide.runtime.statistics.observer import StepObserver
 from lowtide.runtime.statistics.session_stats import SessionStats

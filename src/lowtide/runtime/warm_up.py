@@ -10,14 +10,14 @@ import torch
 
 from lowtide import compat
 from lowtide.errors import ConfigError
-from lowtide.memory.capacity import device_capacity_bytes, host_capacity_bytes, resolve_budget
 from lowtide.memory.layout import Layout
+from lowtide.memory.tier import device_capacity_bytes, host_capacity_bytes, resolve_budget
 from lowtide.optim.update_types import Numerics
 from lowtide.planning.budget_plans import StaticPartition, StepSample, WarmUp, partition, plan_after, warm_up_plan
 from lowtide.planning.plan import Plan
+from lowtide.runtime.host_memory import state_bytes_per_parameter_byte
 from lowtide.runtime.passes.window import Window
 from lowtide.runtime.statistics.observer import StepObserver
-from lowtide.runtime.updates.host_need import state_bytes_per_parameter_byte
 from lowtide.units import parse_bytes
 
 

@@ -15,9 +15,8 @@ from lowtide.memory.mover import Mover
 from lowtide.memory.store import Books
 from lowtide.planning.plan import GroupPlan, Plan, Schedule, Site, Weights
 from lowtide.runtime.host_memory import HostPool
-from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter
+from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter, own_storage
 from lowtide.runtime.parameters.pending import make_plain
-from lowtide.runtime.parameters.tensors import own_storage
 
 Fill = Callable[[ParameterSpec, nn.Parameter, torch.Tensor], None]
 """Writes a parameter's values into a view: from the parameter itself, or from a file."""

@@ -17,15 +17,15 @@ from torch import nn
 
 from lowtide import compat
 from lowtide.errors import ConfigError, SessionError
-from lowtide.memory.allocation_cache import AllocationCache
 from lowtide.memory.chunk import Chunk, view_of
+from lowtide.memory.groups import SPARSE_GRADIENT, unmanaged_parameters
 from lowtide.memory.mover import Mover, Ticket
-from lowtide.memory.unmanaged import SPARSE_GRADIENT, unmanaged_parameters
+from lowtide.memory.pools import AllocationCache
 from lowtide.planning.plan import Schedule
-from lowtide.runtime.parameters.group import ManagedParameter
+from lowtide.runtime.parameters.group import ManagedParameter, beside, own_storage
 from lowtide.runtime.parameters.pending import is_pending, make_pending, make_plain
-from lowtide.runtime.parameters.tensors import beside, own_storage
 from lowtide.runtime.statistics.recording import Recorder
+from lowtide.runtime.updates.norms import norm_of
 from lowtide.runtime.updates.worker import HostWorker, Job
 
 
@@ -255,17 +255,6 @@ class GradientMover:
 def _earlier(managed: ManagedParameter) -> tuple[Ticket | Job, ...]:
     """What an addition comes after: the copies and additions before it, and an update that reads what they made."""
     return tuple(waiting for waiting in managed.pending if not waiting.is_done())
-
-
-def norm_of(gradient: torch.Tensor) -> torch.Tensor:
-    """In fp32, of doubles and complex numbers in their own precision; on their device, without a copy of the gradient."""
-    with torch.no_grad():
-        if gradient.layout is not torch.strided:
-            gradient = gradient.coalesce().values()
-        # torch narrows none of these, and would refuse.
-        is_own = gradient.is_complex() or gradient.dtype is torch.float64
-        norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=None if is_own else torch.float32)
-    return norm
 
 
 def _home_in(chunk: Chunk, buffer: torch.Tensor, managed: ManagedParameter) -> torch.Tensor:

@@ -9,8 +9,7 @@ import torch
 from lowtide.memory.chunk import Chunk, ChunkState, StoredGroup
 from lowtide.memory.mover import Copied, Ticket
 from lowtide.memory.store import ChunkStore
-from lowtide.runtime.parameters.group import ManagedGroup
-from lowtide.runtime.parameters.tensors import beside
+from lowtide.runtime.parameters.group import ManagedGroup, beside
 from lowtide.runtime.statistics.recording import Recorder
 
 

@@ -41,7 +41,7 @@ from lowtide.runtime.passes.lock import HELD, SessionLock, locked, other_threads
 from lowtide.runtime.passes.window import Visit
 from lowtide.runtime.statistics.observer import StepObserver
 from lowtide.runtime.statistics.recording import Recorder
-from lowtide.runtime.updates.finite import GradientWatch, LossWatch
+from lowtide.runtime.updates.norms import GradientWatch, LossWatch
 from lowtide.runtime.updates.updater import Finisher
 
 

@@ -23,7 +23,7 @@ from lowtide.runtime.passes.forward import ForwardPass
 from lowtide.runtime.passes.lock import Process, SessionLock, locked
 from lowtide.runtime.statistics.observer import StepObserver
 from lowtide.runtime.statistics.recording import Recorder
-from lowtide.runtime.updates.finite import GradientWatch, LossWatch
+from lowtide.runtime.updates.norms import GradientWatch, LossWatch
 from lowtide.runtime.updates.worker import HostWorker
 
 

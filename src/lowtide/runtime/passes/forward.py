@@ -11,17 +11,16 @@ from collections.abc import Sequence
 import torch
 
 from lowtide import compat
-from lowtide.memory.eviction import AccessOrder
 from lowtide.memory.mover import Mover
-from lowtide.runtime.parallel import refuse_running_wrapper
+from lowtide.memory.store import AccessOrder
 from lowtide.runtime.parameters.group import ManagedGroup
 from lowtide.runtime.parameters.residency import Residency
 from lowtide.runtime.passes.backward import BackwardPass
-from lowtide.runtime.passes.lock import HELD, SessionLock, locked
+from lowtide.runtime.passes.lock import HELD, SessionLock, locked, refuse_running_wrapper
 from lowtide.runtime.passes.window import Call, Window
 from lowtide.runtime.statistics.observer import StepObserver
 from lowtide.runtime.statistics.recording import Recorder
-from lowtide.runtime.updates.finite import GradientWatch, LossWatch
+from lowtide.runtime.updates.norms import GradientWatch, LossWatch
 from lowtide.runtime.updates.worker import HostWorker
 
 

@@ -22,8 +22,7 @@ from lowtide.runtime.parameters.group import ManagedGroup, chunks_in
 from lowtide.runtime.passes.backward_task import is_away
 from lowtide.runtime.passes.engine import Engine
 from lowtide.runtime.passes.window import Window
-from lowtide.runtime.statistics.phase_clock import PhaseClock
-from lowtide.runtime.statistics.recording import Recorder
+from lowtide.runtime.statistics.recording import PhaseClock, Recorder
 from lowtide.runtime.statistics.timeline import Reason
 
 

@@ -44,7 +44,7 @@ from lowtide.runtime.prediction.without_memory import (
 )
 from lowtide.runtime.statistics.recording import Recorder
 from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer
-from lowtide.runtime.updates.finite import LossWatch
+from lowtide.runtime.updates.norms import LossWatch
 from lowtide.runtime.updates.updater import Finisher, Updater
 from lowtide.runtime.updates.worker import HostWorker
 from lowtide.tracing.prediction.context import DeviceMemory

@@ -19,8 +19,8 @@ from lowtide.optim.update_types import Numerics, numerics_of
 from lowtide.planning.budget_plans import StaticPartition, WarmUp, partition
 from lowtide.planning.check_plan import check_plan
 from lowtide.planning.plan import Plan, Site
+from lowtide.runtime.host_memory import HostNeed, host_need, state_bytes_per_parameter_byte
 from lowtide.runtime.prediction.session import SessionFootprint
-from lowtide.runtime.updates.host_need import HostNeed, host_need, state_bytes_per_parameter_byte
 from lowtide.tracing.allocator import AllocatorFullError, AllocatorSettings
 from lowtide.tracing.prediction.trace import trace_step
 from lowtide.tracing.settings import StepSettings, UpdateSchedule

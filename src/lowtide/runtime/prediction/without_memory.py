@@ -18,11 +18,10 @@ from lowtide.optim.rules import require_rule
 from lowtide.optim.state import ParameterState, new_state
 from lowtide.optim.update_types import Adafactor, Numerics, Rounding, rounding_for
 from lowtide.planning.plan import Schedule
-from lowtide.runtime.parameters.gradients import norm_of
 from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter
 from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer, Settings, Update
-from lowtide.runtime.updates.finite import GradientWatch, Verdict
 from lowtide.runtime.updates.kernel_optimizer import follow_writes
+from lowtide.runtime.updates.norms import GradientWatch, Verdict, norm_of
 from lowtide.runtime.updates.updater import judge_here, judge_sent
 from lowtide.tracing.prediction.context import DeviceMemory
 from lowtide.tracing.recorder import Life

@@ -19,16 +19,20 @@ import torch
 from lowtide import compat
 from lowtide.errors import NonFiniteGradientError, UnsupportedOptimizerError
 from lowtide.planning.plan import Schedule, Site
-from lowtide.runtime.parameters.gradients import norm_of
 from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter
 from lowtide.runtime.parameters.pending import make_plain
 from lowtide.runtime.passes.backward_task import is_away
 from lowtide.runtime.passes.engine import Engine
 from lowtide.runtime.passes.lock import HELD
 from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer, Settings
-from lowtide.runtime.updates.clipping import clip_by_norm, clip_factor, refuse_non_finite
-from lowtide.runtime.updates.finite import refuse_non_finite_gradients
 from lowtide.runtime.updates.kernel_optimizer import KernelOptimizer
+from lowtide.runtime.updates.norms import (
+    clip_by_norm,
+    clip_factor,
+    norm_of,
+    refuse_non_finite,
+    refuse_non_finite_gradients,
+)
 from lowtide.runtime.updates.state import AbsentState, LiveState, check_loaded_settings, check_loaded_state
 from lowtide.runtime.updates.updater import LOOSE, Finisher
 

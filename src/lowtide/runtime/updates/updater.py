@@ -9,18 +9,16 @@ from dataclasses import replace
 import torch
 
 from lowtide import compat
-from lowtide.memory.allocation_cache import AllocationCache
 from lowtide.memory.chunk import Chunk
 from lowtide.memory.mover import Mover
+from lowtide.memory.pools import AllocationCache
 from lowtide.memory.store import ChunkStore
 from lowtide.planning.plan import Site
-from lowtide.runtime.parameters.gradients import norm_of
-from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter
+from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter, beside, same_memory
 from lowtide.runtime.parameters.residency import Residency
-from lowtide.runtime.parameters.tensors import beside, same_memory
 from lowtide.runtime.statistics.recording import Recorder
 from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer, Settings, Update
-from lowtide.runtime.updates.finite import GradientWatch, Verdict
+from lowtide.runtime.updates.norms import GradientWatch, Verdict, norm_of
 from lowtide.runtime.updates.worker import HostWorker, Job
 
 LOOSE = "(unmanaged)"

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from lowtide.errors import ConfigError, ObserveError
-from lowtide.memory.capacity import HostMemory
+from lowtide.memory.tier import HostMemory
 
 SCHEMA = "lowtide.memory_monitor/1"
 MAX_SAMPLES = 20_000

@@ -1,11 +1,18 @@
-"""Losses and gradients that are not finite: noticed before they reach the weights, where that is possible.
+"""Norms of gradients: judged, so that none that is not finite reaches the weights, and clipped.
 
-Their norms are taken on the device, which has the gradients in hand: one that is not finite says that the gradient is not.
-An update on the host waits for its gradients anyway; their norms follow them, so that it knows, and is left out. On the
-device our own kernels are told there, and leave the update out. torch's own step does not ask: it is made. The norms of
-updates on the device go to the host together, at the end of the backward, because a copy for each chunk would cost the loop
-more than the update itself. The loop is told as soon as they are there, at the next backward at the latest. `Deferred`
-judges all gradients before the first update: see `managed_optimizer`.
+Losses and gradients that are not finite are noticed before they reach the weights, where that is possible.
+
+Their norms are taken on the device, which has the gradients in hand: one that is not finite says that the gradient is
+not. An update on the host waits for its gradients anyway; their norms follow them, so that it knows, and is left out.
+On the device our own kernels are told there, and leave the update out. torch's own step does not ask: it is made. The
+norms of updates on the device go to the host together, at the end of the backward, because a copy for each chunk would
+cost the loop more than the update itself. The loop is told as soon as they are there, at the next backward at the
+latest. `Deferred` judges all gradients before the first update: see `managed_optimizer`.
+
+Clipping multiplies gradients so that their global norm is at most `max_grad_norm`. The norm of a gradient that leaves
+for the host is taken on the device, before it leaves. Where gradients are added up on the host, over several backwards,
+the worker takes it there after each addition. The total is the fp32 norm of the gradients' fp32 norms, in the order of
+the parameters, wherever each lies.
 """
 
 from __future__ import annotations
@@ -22,7 +29,17 @@ from lowtide import compat
 from lowtide.activations.group_call import tensors_in
 from lowtide.errors import NonFiniteGradientError, NonFiniteLossError
 from lowtide.memory.mover import Mover, Ticket
-from lowtide.runtime.parameters.gradients import norm_of
+
+
+def norm_of(gradient: torch.Tensor) -> torch.Tensor:
+    """In fp32, of doubles and complex numbers in their own precision; on their device, without a copy of the gradient."""
+    with torch.no_grad():
+        if gradient.layout is not torch.strided:
+            gradient = gradient.coalesce().values()
+        # torch narrows none of these, and would refuse.
+        is_own = gradient.is_complex() or gradient.dtype is torch.float64
+        norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=None if is_own else torch.float32)
+    return norm
 
 
 class LossWatch:
@@ -118,8 +135,8 @@ class Verdict:
         """For `Settings.gate`: 1, or a NaN."""
         with torch.no_grad():
             norms = self.norms[0] if len(self.norms) == 1 else torch.stack(self.norms)
-            # Of a number that is not finite, less itself, nothing is left that is one. Each for itself, as `is_finite` asks:
-            # finite ones may have a sum that is not, and an update would be left out that nobody hears of.
+            # `x - x` is 0, or NaN where x is NaN or infinite. Each norm for itself, as `is_finite` asks: finite norms may have
+            # an infinite sum, and an update would be left out that nobody hears of.
             nothing = norms - norms
             return (nothing.sum() if nothing.ndim else nothing).add_(1.0).to(torch.float32)
 
@@ -298,3 +315,86 @@ def _message(spoiled: Sequence[Verdict]) -> str:
         f"and would have changed nothing. {TOO_LARGE}"
     )
     return " ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class ClipFactor:
+    """What each update multiplies its gradients by."""
+
+    total: torch.Tensor
+    """The norm before clipping, on the device."""
+    on_device: torch.Tensor
+    """The factor, one number, for updates there."""
+    _on_host: torch.Tensor
+    _arrived: Ticket
+
+    def on_host(self) -> float:
+        """The number; waits for the gradients that it depends on."""
+        self._arrived.wait()
+        return float(self._on_host)
+
+
+def clip_factor(
+    norms: Sequence[torch.Tensor], max_norm: float, mover: Mover, scale: torch.Tensor | None = None
+) -> ClipFactor:
+    """The factor for gradients with these norms, which are `scale` times too large.
+
+    Called where the computation is told what to do; waits for nothing on the device.
+    """
+    device = mover.device
+    with torch.no_grad():
+        stacked = torch.stack([norm.to(device) for norm in norms]) if norms else torch.zeros(1, device=device)
+        total: torch.Tensor = torch.linalg.vector_norm(stacked)
+        if scale is not None:
+            total = total / scale.to(device)
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        # From torch's own pool of locked memory: it is given to somebody else only when nobody holds it any more.
+        on_host = torch.empty((), dtype=torch.float32, device="cpu", pin_memory=device.type == "cuda")
+        copied = mover.to_host(on_host, factor, [mover.now()])
+    return ClipFactor(total, factor, on_host, copied.ended)
+
+
+def clip_by_norm(parameters: Iterable[torch.Tensor], max_norm: float, *, is_judged: bool = False) -> torch.Tensor:
+    """Scale the gradients in place so that their norm is at most `max_norm`; returns the norm they had.
+
+    The norm is that of the gradients' norms, in the order of the parameters, wherever each gradient lies, in fp32 unless they
+    are wider; the factor is torch's. Waits for gradients that are still on their way to the host.
+
+    Args:
+        parameters: With gradients, or without.
+        max_norm: The norm afterwards.
+        is_judged: Somebody else, such as a scaler, decides about gradients that are not finite.
+
+    Raises:
+        NonFiniteGradientError: The norm is NaN or infinite; no gradient was scaled.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        return torch.tensor(0.0)
+    with torch.no_grad():
+        norms = [norm_of(gradient) for gradient in gradients]
+        device = next((norm.device for norm in norms if norm.device.type != "cpu"), norms[0].device)
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
+        if not is_judged:
+            refuse_non_finite(total, max_norm)
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        by_device = {gradient.device: factor.to(gradient.device) for gradient in gradients}
+        for gradient in gradients:
+            gradient.mul_(by_device[gradient.device].to(gradient.dtype))
+    return total
+
+
+def refuse_non_finite(norm: torch.Tensor, max_norm: float) -> None:
+    """Refuse a step whose gradients cannot be clipped: times a factor of such a norm they would spoil every weight.
+
+    Waits for the norm, which is the end of the backward; the loss was waited for just before.
+
+    Raises:
+        NonFiniteGradientError: The norm is NaN or infinite.
+    """
+    if not bool(torch.isfinite(norm)):
+        raise NonFiniteGradientError(
+            f"the norm of the gradients is {float(norm)}, by which max_grad_norm={max_norm} would clip them; nothing was "
+            "updated, weights and optimizer are as before the step. Call zero_grad(), look at the batch and the learning "
+            "rate, and go on"
+        )
