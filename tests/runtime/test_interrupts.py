@@ -154,7 +154,7 @@ def test_an_interrupt_in_a_step_waits_until_all_groups_have_taken_it(place: str)
         both.step(0)
         model, optimizer = both.model, both.optimizer
         both.each(lambda model, _: model(*make_batch(1)).backward())
-        finisher = both.session._open()._engine.backward.finisher
+        finisher = both.session._open()._executor.finisher
         assert finisher is not None
         updater, num_calls = finisher.updater, 0
         settings = updater.optimizer.settings
@@ -238,7 +238,7 @@ def test_a_verdict_is_sent_before_it_is_asked_about(monkeypatch: pytest.MonkeyPa
 
     both = Twins("resident-device", "in_backward")
     both.step(0)
-    watch = both.session._open()._engine.gradient_watch
+    watch = both.session._open()._executor.gradient_watch
     with monkeypatch.context() as patch:
         patch.setattr(watch, "_unsent", Tripping())
         with pytest.raises(TrippedError):

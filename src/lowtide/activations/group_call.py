@@ -27,7 +27,6 @@ number at best, or as many with other values, which nobody notices.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -254,18 +253,3 @@ class _Autocast:
         return torch.amp.autocast(
             self.device_type, dtype=self.dtype, enabled=self.is_enabled, cache_enabled=self.uses_cache
         )
-
-
-def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """Every tensor in nested lists, tuples, dictionaries and dataclasses, depth first."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for entry in value:
-            yield from tensors_in(entry)
-    elif isinstance(value, dict):
-        for entry in value.values():
-            yield from tensors_in(entry)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))

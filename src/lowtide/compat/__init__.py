@@ -79,6 +79,7 @@ from lowtide.compat.operators import operators_with_fallback as operators_with_f
 from lowtide.compat.operators import outside_transforms as outside_transforms
 from lowtide.compat.operators import push_mode_below as push_mode_below
 from lowtide.compat.operators import remove_mode as remove_mode
+from lowtide.compat.operators import tensors_in as tensors_in
 from lowtide.compat.operators import unflatten as unflatten
 from lowtide.compat.operators import unscale_in_place as unscale_in_place
 from lowtide.compat.operators import unwrapped as unwrapped

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -197,3 +198,18 @@ def unflatten(leaves: Sequence[Any], structure: Any) -> Any:
     from torch.utils import _pytree
 
     return _pytree.tree_unflatten(leaves, structure)
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """Every tensor in nested lists, tuples, dictionaries and dataclasses, depth first."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from tensors_in(entry)
+    elif isinstance(value, dict):
+        for entry in value.values():
+            yield from tensors_in(entry)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))

@@ -47,6 +47,12 @@ class StoreListener(Protocol):
     def before_fetch(self, chunk: Chunk) -> None:
         """The host's bytes are about to be copied to the device: they must be the true ones."""
 
+    def chunks_change(self) -> None:
+        """Chunks are about to come to the device or to leave it; `chunks_changed` follows."""
+
+    def chunks_changed(self) -> None:
+        """They have."""
+
     def on_copy(self, chunk: Chunk, copied: Copied, reason: str) -> None:
         """A copy was issued: `weights` or `upload` to the device, `write back` to the host."""
 
@@ -317,6 +323,7 @@ class ChunkStore:
         return sum(chunk.spec.nbytes for chunk in group.chunks if chunk.state in (ChunkState.IDLE, ChunkState.FETCHING))
 
     def _fetch(self, chunks: list[Chunk]) -> None:
+        self._listener.chunks_change()
         for chunk in chunks:
             chunk.settle_work()
             assert chunk.host is not None
@@ -328,6 +335,7 @@ class ChunkStore:
             chunk.num_fetches += 1
             self._listener.on_present(chunk, chunk.fetched.started)
             self._listener.on_copy(chunk, chunk.fetched, "weights")
+        self._listener.chunks_changed()
 
     def _take_memory(self, chunk: Chunk) -> None:
         """All or nothing: where one of the books or the device itself refuses, nothing is counted."""
@@ -353,6 +361,7 @@ class ChunkStore:
                 chunk.become(ChunkState.IN_USE)
 
     def _release(self, chunk: Chunk) -> None:
+        self._listener.chunks_change()
         after = chunk.pending_device_reads
         self._listener.on_absent(chunk, after[0])
         # Before the memory goes: nobody may take it for the weights any more.
@@ -361,6 +370,7 @@ class ChunkStore:
         self.used_bytes -= chunk.spec.nbytes
         for books in self._books:
             books.credit(chunk.spec.nbytes, chunk.spec.name)
+        self._listener.chunks_changed()
 
 
 def _missing(group: StoredGroup) -> list[Chunk]:

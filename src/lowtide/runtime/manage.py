@@ -181,7 +181,7 @@ def manage(
             torch.cuda.synchronize(target)
             # Not before: a model that came from the device has left it only now.
             torch.cuda.empty_cache()
-            plan_run.limit = DeviceLimit(target, plan.budgets.device_bytes)
+            plan_run.limit_device(DeviceLimit(target, plan.budgets.device_bytes))
         management = Management(plan_run, observer, None if plans is None else plans.after, aside)
         session = Session(management)
         plan_run.keep()
@@ -213,7 +213,7 @@ def _numerics(
 ) -> Numerics | None:
     """What the words mean; the model's weights must be of that type already."""
     if precision is None:
-        if numerics_of("fp32", moments)[1].moments is not Moments.FP32:
+        if moments != "fp32" and numerics_of("fp32", moments)[1].moments is not Moments.FP32:
             raise ConfigError(
                 f"moments={moments!r} is for updates through Lowtide's own kernels; give precision= as well, such as "
                 "'bf16 exact' or 'fp32'",

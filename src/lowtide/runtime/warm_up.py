@@ -16,7 +16,7 @@ from lowtide.optim.update_types import Numerics
 from lowtide.planning.budget_plans import StaticPartition, StepSample, WarmUp, partition, plan_after, warm_up_plan
 from lowtide.planning.plan import Plan
 from lowtide.runtime.host_memory import state_bytes_per_parameter_byte
-from lowtide.runtime.passes.window import Window
+from lowtide.runtime.passes.forward import Window
 from lowtide.runtime.statistics.observer import StepObserver
 from lowtide.units import parse_bytes
 
@@ -118,7 +118,7 @@ class WarmUpRun:
     Args:
         window: Of the whole model.
         optimizer: Its step ends the observed one.
-        observer: Told of the windows by the engine.
+        observer: Told of the windows by the executor.
         plan_after: Makes the plan from what was seen.
         is_quiet: Whether the plan may be changed now.
         switch: Changes it.
@@ -143,7 +143,7 @@ class WarmUpRun:
         """Whether the session has its plan."""
         self._has_stepped = False
         observer.begin()
-        window.gate = self._call
+        window.go_through(self._call)
         self._step_hook = optimizer.register_step_post_hook(self._stepped)
 
     @property
@@ -153,9 +153,9 @@ class WarmUpRun:
 
     def remove(self) -> None:
         """Leave; the session may be over before the step was. May be repeated."""
-        self._observer.is_watching = False
+        self._observer.give_up()
         self._step_hook.remove()
-        self._window.gate = None
+        self._window.go_through(None)
 
     def _stepped(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         del optimizer, args, kwargs

@@ -35,7 +35,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from types import FrameType
@@ -43,9 +45,11 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide import compat
-from lowtide.errors import ModelChangedError, SessionError, TwoThreadsError
+from lowtide.errors import ModelChangedError, SessionError, StepLostError, TwoThreadsError
 
 # What these wrap: both turn numbers into enumerations at each call, which takes longer than all the rest.
 _get_handler: Callable[[int], Any] = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
@@ -368,6 +372,46 @@ def refuse_running_wrapper(parameters: Iterable[torch.Tensor]) -> None:
         )
 
 
+class ProcessListener(Protocol):
+    """Is told what the process does with modules and optimizers of others."""
+
+    optimizer: torch.optim.Optimizer | None
+    """The listener's own."""
+
+    def module_registered(self, module: nn.Module, submodule: nn.Module) -> None:
+        """A module has got a submodule."""
+
+    def other_optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer that is not the listener's is about to step."""
+
+
+def watch_process(listener: weakref.ref[ProcessListener]) -> list[Any]:
+    """Hooks on all modules and all optimizers: what others do with managed parameters is noticed."""
+
+    def module_registered(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        del name
+        living = listener()
+        if living is not None and submodule is not None:
+            living.module_registered(module, submodule)
+
+    def optimizer_steps(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        del args, kwargs
+        living = listener()
+        if living is not None and optimizer is not living.optimizer:
+            living.other_optimizer_steps(optimizer)
+
+    return [
+        register_module_module_registration_hook(module_registered),
+        register_optimizer_step_pre_hook(optimizer_steps),
+    ]
+
+
+def remove_all(hooks: Iterable[Any]) -> None:
+    """Take hooks off again. May be repeated."""
+    for hook in hooks:
+        hook.remove()
+
+
 def _wrappers_in_process(wrappers: tuple[type[nn.Module], ...]) -> Iterator[nn.Module]:
     """All that exist. A module does not know what it is in, and torch keeps no list: Python's collector has one.
 
@@ -390,3 +434,80 @@ def _spreads(wrapper: nn.Module) -> bool:
 def _name(wrapper: nn.Module) -> str:
     kind = next(kind for kind in compat.parallel_wrappers() if isinstance(wrapper, kind))
     return "module under fully_shard" if kind.__name__ == "FSDPModule" else kind.__name__
+
+
+class LostStep:
+    """What became of a step that broke off, until the user gives it up."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        """Why the last step must be repeated; None where nothing broke."""
+        self._is_untold = False
+        """Whether it has moved some groups and not others, and the user has not been told which."""
+
+    def lose(self, moved: Sequence[str], num_groups: int, where: str, *, is_torn: bool, is_whole: bool) -> None:
+        """It broke off there when it had moved these groups; where all have moved whole, it was as good as over."""
+        self.reason = why_step_is_lost(moved, num_groups, where, is_torn=is_torn)
+        self._is_untold = bool(moved) and (is_torn or not is_whole)
+
+    def lose_to_thread(self, *, has_moved: bool) -> None:
+        """Another thread began a backward in the middle of it."""
+        if has_moved:
+            condition = "weights may have taken both. Load a checkpoint, or call zero_grad() to go on"
+        else:
+            condition = "weights and optimizer are as before the step. Call zero_grad() and repeat the step"
+        self.reason = (
+            "another thread began a backward in the middle of this step, and was refused: gradients may hold a part of it; "
+            + condition
+        )
+
+    def refuse(self) -> None:
+        """Refuse an update after a step that broke off.
+
+        Raises:
+            StepLostError: It did. The message says which groups moved.
+        """
+        if self.reason is not None:
+            self._is_untold = False
+            raise StepLostError(self.reason)
+
+    def tell(self, raised: BaseException | None = None) -> None:
+        """The user gives up a step of which some groups have moved, without having asked `step()` about it: warn.
+
+        Args:
+            raised: The exception that ends the session, if one does: it gets a note instead.
+        """
+        if self._is_untold and self.reason is not None:
+            self._is_untold = False
+            if raised is not None:
+                raised.add_note(self.reason)
+            else:
+                warnings.warn(self.reason, RuntimeWarning, stacklevel=2)
+
+    def be_told(self) -> None:
+        """Somebody else tells the user."""
+        self._is_untold = False
+
+    def forget(self) -> None:
+        """The user has given the step up."""
+        self.reason = None
+
+
+def why_step_is_lost(
+    moved: Sequence[str], num_groups: int, where: str = "the backward of this step", *, is_torn: bool = False
+) -> str:
+    """After a backward, or a `step()`, that raised when it had updated these groups, of so many.
+
+    Where it `is_torn`, it raised in the middle of an update on the device.
+    """
+    if moved:
+        by_half = ", one of them perhaps by half" if is_torn else ""
+        return (
+            f"{where} raised after it had updated "
+            f"{len(moved)} of {num_groups} groups ({', '.join(moved[:8])}{', ...' if len(moved) > 8 else ''}); "
+            f"these have taken the step{by_half}, the others have not. Load a checkpoint, or call zero_grad() to go on"
+        )
+    return (
+        f"{where} raised, so its gradients are incomplete; weights and optimizer are as "
+        "before the step. Call zero_grad() and repeat the step"
+    )

@@ -20,7 +20,6 @@ from functools import partial
 import torch
 
 from lowtide import compat
-from lowtide.activations.group_call import tensors_in
 from lowtide.memory.chunk import Chunk, ChunkState, StoredGroup
 from lowtide.memory.mover import Copied, Mover, Ticket
 from lowtide.runtime.statistics.session_stats import MovedRow, PhaseSeconds
@@ -157,7 +156,7 @@ class Recorder:
             span = self._spans.popleft()
             if span.lane is Lane.COMPUTE and span.name.startswith(WAIT_PREFIX):
                 # Steps ago: its events have long passed, and reading them waits for nothing.
-                self._waited_s += _lane_span(span).duration_s
+                self._waited_s += max(ticket.time_s() for ticket in span.ended) - span.started.time_s()
         while self._presences and self._presences[0].step < oldest:
             self._presences.popleft()
         with self._lock:
@@ -322,7 +321,7 @@ class PhaseClock:
 
     def watch_backward(self, output: object) -> None:
         """A backward begins when it reaches what the model has returned. Costs one hook for each such tensor."""
-        for tensor in tensors_in(output):
+        for tensor in compat.tensors_in(output):
             node = tensor.grad_fn if tensor.requires_grad else None
             if node is not None:
                 # On the node, not on the tensor: torch warns of hooks when the user saves a tensor that has some.

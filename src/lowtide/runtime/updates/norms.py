@@ -21,12 +21,12 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.nn.utils import get_total_norm
 
 from lowtide import compat
-from lowtide.activations.group_call import tensors_in
 from lowtide.errors import NonFiniteGradientError, NonFiniteLossError
 from lowtide.memory.mover import Mover, Ticket
 
@@ -40,6 +40,26 @@ def norm_of(gradient: torch.Tensor) -> torch.Tensor:
         is_own = gradient.is_complex() or gradient.dtype is torch.float64
         norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=None if is_own else torch.float32)
     return norm
+
+
+class LossJudge(Protocol):
+    """What the passes tell and ask about losses."""
+
+    @property
+    def has_verdict(self) -> bool:
+        """Whether a backward was judged and no step has asked for it."""
+
+    def remember(self, output: object) -> None:
+        """What the model returned, graph and all."""
+
+    def forget_loss(self) -> None:
+        """The model was called without a graph."""
+
+    def forget(self) -> None:
+        """The user gave the step up or begins the next."""
+
+    def judge(self, gradient: torch.Tensor | None) -> None:
+        """A backward begins, with this gradient."""
 
 
 class LossWatch:
@@ -60,7 +80,7 @@ class LossWatch:
         self._loss = next(
             (
                 tensor.detach()
-                for tensor in tensors_in(output)
+                for tensor in compat.tensors_in(output)
                 if tensor.dim() == 0 and tensor.requires_grad and tensor.is_floating_point()
             ),
             None,

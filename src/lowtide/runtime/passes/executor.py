@@ -1,75 +1,115 @@
-"""Engine: carries out the plan. Has a forward and a backward pass over the same groups, and answers between steps.
+"""Executor: carries out a plan. Puts a forward and a backward pass over the same groups, and answers between steps.
 
 Everything here runs in the thread of the training loop, or in autograd's while the loop waits for it; only host updates
-run beside it. See `passes.forward` and `passes.backward` for what opens and closes groups, `passes.window` for what
-tells them, `parameters.group` for where parameters look.
+run beside it. See `passes.forward` and `passes.backward` for what opens and closes groups, `parameters.group` for where
+parameters look.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
+from torch import nn
+
 from lowtide import compat
-from lowtide.errors import StepLostError
 from lowtide.memory.mover import Mover
+from lowtide.memory.pools import AllocationCache
+from lowtide.memory.store import Books
 from lowtide.planning.plan import Schedule
-from lowtide.runtime.parameters.gradients import GradientMover
+from lowtide.runtime.parameters.gradients import GradientMover, HostGradient
 from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter
-from lowtide.runtime.parameters.residency import Residency
+from lowtide.runtime.parameters.residency import ManagedResidency
 from lowtide.runtime.passes.backward import BackwardPass
-from lowtide.runtime.passes.forward import ForwardPass
-from lowtide.runtime.passes.lock import Process, SessionLock, locked
+from lowtide.runtime.passes.forward import ForwardPass, Window, make_windows
+from lowtide.runtime.passes.lock import LostStep, Process, SessionLock, locked
 from lowtide.runtime.statistics.observer import StepObserver
 from lowtide.runtime.statistics.recording import Recorder
+from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer
 from lowtide.runtime.updates.norms import GradientWatch, LossWatch
+from lowtide.runtime.updates.updater import Finisher, Updater
 from lowtide.runtime.updates.worker import HostWorker
 
 
-class Engine:
+class Executor:
     """The two passes of one session under one plan, with what they share.
 
     Args:
-        residency: Opens and closes the groups; knows the groups.
-        gradients: Takes finished gradients to the host.
+        groups: Bound to the model's parameters.
+        runner: Steps the optimizer by chunks; None where nobody does, or torch's own step runs.
+        books: Where device bytes of streamed chunks are counted.
+        staging: For gradients on their way.
         worker: Runs host updates.
+        takes_totals: Take the norms of gradients that are added up on the host.
+        clock_origin_s: `perf_counter` at the mover's start, so that the host's spans share its clock.
         observer: Asked at each opening and closing of a window.
     """
 
     def __init__(
         self,
-        residency: Residency,
+        groups: Iterable[ManagedGroup],
+        runner: ChunkOptimizer | None,
         mover: Mover,
-        gradients: GradientMover,
+        books: Books,
+        staging: AllocationCache,
         worker: HostWorker,
         recorder: Recorder,
         schedule: Schedule,
+        *,
+        window_bytes: int,
+        prefetch_depth: int,
+        takes_totals: bool,
+        clock_origin_s: float,
         observer: StepObserver | None,
     ) -> None:
-        self.groups = residency.groups
-        self.residency = residency
-        self.loss = LossWatch(is_immediate=schedule is Schedule.IN_BACKWARD)
-        self.gradient_watch = GradientWatch(mover)
         self.mover = mover
         self.recorder = recorder
         self.schedule = schedule
         self.worker = worker
-        self._gradients = gradients
+        self.lost_step = LostStep()
+        self.loss = LossWatch(is_immediate=schedule is Schedule.IN_BACKWARD)
+        self.gradient_watch = GradientWatch(mover)
         self._lock = SessionLock()
-        self.backward = BackwardPass(
-            residency,
+        self._gradients = GradientMover(mover, worker, staging, schedule, recorder, takes_totals=takes_totals)
+        self.residency = ManagedResidency(
+            groups,
             mover,
-            gradients,
+            books,
+            recorder,
+            settler=self,
+            window_bytes=window_bytes,
+            prefetch_depth=prefetch_depth,
+            observer=observer,
+        )
+        self.groups = self.residency.groups
+        self.updater: Updater | None = None
+        self.finisher: Finisher | None = None
+        if runner is not None:
+            self.updater = Updater(
+                runner,
+                self.residency.store,
+                worker,
+                staging,
+                recorder,
+                self.gradient_watch,
+                clock_origin_s=clock_origin_s,
+            )
+            self.finisher = Finisher(self.updater, self.residency, mover, recorder)
+        self.backward = BackwardPass(
+            self.residency,
+            mover,
+            self._gradients,
             recorder,
             schedule,
+            finisher=self.finisher,
             loss=self.loss,
             gradient_watch=self.gradient_watch,
+            lost_step=self.lost_step,
             observer=observer,
             lock=self._lock,
         )
         self.forward = ForwardPass(
-            residency,
+            self.residency,
             mover,
             worker,
             recorder,
@@ -80,10 +120,21 @@ class Engine:
             lock=self._lock,
         )
 
-    @property
-    def lost(self) -> str | None:
-        """Why the last step must be repeated; None where nothing broke."""
-        return self.backward.lost
+    # -- a session begins and ends -------------------------------------------------------------------------------------
+
+    def windows(self, model: nn.Module) -> list[Window]:
+        """The windows that tell the passes of the model's calls, not installed yet."""
+        return make_windows(model, self.groups.values(), self.schedule, self.forward, self.backward)
+
+    def start(self) -> None:
+        """Watch the parameters' gradients, until `stop`."""
+        self.backward.watch_gradients()
+
+    def stop(self) -> None:
+        """The session ends: remove the hooks, and refuse what graphs that outlive it ask for."""
+        self.backward.stop()
+
+    # -- a step that broke off -----------------------------------------------------------------------------------------
 
     def check_broken(self) -> None:
         """After a backward that raised: put everything back where it belongs, and remember that the step is lost."""
@@ -99,38 +150,23 @@ class Engine:
         """A `step()` broke off when these had moved, and could not be completed."""
         self.backward.lose_step(moved, "step()")
 
-    def refuse_lost_step(self) -> None:
-        """Refuse an update after a step that broke off.
-
-        Raises:
-            StepLostError: It did. The message says which groups moved.
-        """
-        if self.lost is not None:
-            self.backward.is_untold = False
-            raise StepLostError(self.lost)
-
-    def tell_lost_step(self, raised: BaseException | None = None) -> None:
-        """The user gives up a step of which some groups have moved, without having asked `step()` about it: warn.
-
-        Args:
-            raised: The exception that ends the session, if one does: it gets a note instead.
-        """
-        if self.backward.is_untold and self.lost is not None:
-            self.backward.is_untold = False
-            if raised is not None:
-                raised.add_note(self.lost)
-            else:
-                warnings.warn(self.lost, RuntimeWarning, stacklevel=2)
-
     def forget_step(self) -> None:
         """The user gave the step up or begins the next: whatever was wrong with the last one is over."""
-        self.tell_lost_step()
-        self.backward.lost = None
+        self.lost_step.tell()
+        self.lost_step.forget()
         self.loss.forget()
 
     def has_raised(self) -> bool:
         """Whether an exception came out of the last call of the model, backward or step, and none went well since."""
         return self.forward.has_raised or self.backward.has_broken_off()
+
+    def tell_why_mixed(self) -> str | None:
+        """Which weights a backward has moved that broke off; None where all weights are those of one step. Told once."""
+        self.check_broken()
+        self.lost_step.be_told()
+        return self.backward.why_mixed()
+
+    # -- between steps -------------------------------------------------------------------------------------------------
 
     def part_of_step(self) -> str | None:
         """In which part of a step this thread is: forward, backward or update; None where its work is not the session's."""
@@ -157,10 +193,20 @@ class Engine:
                 return False
             if group.looks_at_device and not group.is_resident:
                 return False
-            if any(not waiting.is_done() for managed in group.members for waiting in managed.pending):
+            if not all(gradient.is_settled() for gradient in host_gradients(group)):
                 return False
         self.mover.drain()
         return True
+
+    def settle(self) -> None:
+        """Wait until every update is made and every copy is done."""
+        for group in self.groups.values():
+            self.settle_group(group)
+            for gradient in host_gradients(group):
+                gradient.settle()
+        self.worker.check()
+        self.gradient_watch.check(waits=True)
+        self.mover.drain()
 
     def settle_group(self, group: ManagedGroup) -> None:
         """Make the values of the group's parameters true: user code looks at one of them."""
@@ -185,14 +231,12 @@ class Engine:
         """That of the session."""
         return self._lock.process
 
-    def take_totals(self) -> None:
-        """Take the norms of gradients that are added up on the host."""
-        self._gradients.takes_totals = True
-
     def make_gradient_pending(self, managed: ManagedParameter) -> None:
         """An update on the host reads the user's gradient: a look at it waits."""
-        self._gradients.make_pending(managed)
+        if managed.host_gradient is not None:
+            self._gradients.make_pending(managed.host_gradient)
 
-    def stop(self) -> None:
-        """The session ends: remove the hooks, and refuse what graphs that outlive it ask for."""
-        self.backward.stop()
+
+def host_gradients(group: ManagedGroup) -> list[HostGradient]:
+    """Those of the group's parameters that the host updates."""
+    return [managed.host_gradient for managed in group.members if managed.host_gradient is not None]
