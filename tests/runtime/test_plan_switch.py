@@ -7,7 +7,8 @@ import torch
 
 import lowtide
 from lowtide.errors import PlanError
-from lowtide.runtime.plan_run import PlanRun, switch_plan
+from lowtide.runtime.emulation.device import living_trackers
+from lowtide.runtime.plan_run import BROKEN_OFF, PlanRun, switch_plan
 from lowtide.runtime.warm_up import WarmUpPlans
 from tests.runtime.twins import PLACES, Twins, flat_state, make_net, take_step
 from tests.zoo import assert_same_tensors
@@ -34,23 +35,33 @@ def test_training_goes_on(before: str, after: str) -> None:
 
 
 class TestWhereTheSuccessorIsRefused:
-    """Something is refused after the plan run of before was taken apart."""
+    """Something breaks off before, while or after the plan run of before was taken apart."""
 
-    @pytest.fixture
-    def both(self, monkeypatch: pytest.MonkeyPatch) -> Twins:
+    @pytest.fixture(
+        params=[
+            "runtime.plan_run.PlanRun",
+            "runtime.host_memory.HostPool.close",
+            "runtime.emulation.memory.TrackedMemory.start",
+        ]
+    )
+    def both(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Twins:
         both = Twins("mixed")
         both.step(0)
 
         def refuse(*_: object, **__: object) -> PlanRun:
+            context.undo()  # once
             raise RuntimeError("no")
 
-        monkeypatch.setattr("lowtide.runtime.plan_run.PlanRun", refuse)
-        with pytest.raises(RuntimeError, match="no"):
-            switch(both, "resident-device")
+        with monkeypatch.context() as context:
+            context.setattr(f"lowtide.{request.param}", refuse)
+            with pytest.raises(RuntimeError, match="no") as caught:
+                switch(both, "resident-device")
+        assert caught.value.__notes__ == [BROKEN_OFF]
         return both
 
     def test_the_session_is_closed(self, both: Twins) -> None:
         assert not both.session.is_open
+        assert not living_trackers()
 
     def test_model_and_optimizer_train_on_as_plain_ones(self, both: Twins) -> None:
         assert "step" not in vars(both.optimizer)
