@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 import torch
 
 import lowtide
 from lowtide.errors import PlanError
 from lowtide.runtime.emulation.device import living_trackers
+from lowtide.runtime.hand_over import HandOver
 from lowtide.runtime.plan_run import BROKEN_OFF, PlanRun, switch_plan
 from lowtide.runtime.warm_up import WarmUpPlans
 from tests.runtime.twins import PLACES, Twins, flat_state, make_net, take_step
@@ -117,5 +120,34 @@ def test_a_warm_up_whose_plan_is_refused_goes_on_observing(monkeypatch: pytest.M
         losses = [take_step(each, optimizer, seed) for each, optimizer in zip((model, plain), optimizers, strict=True)]
         assert torch.equal(*losses)
     assert not session.is_warming_up
+    session.close()
+    assert_same_tensors(plain.state_dict(), model.state_dict())
+
+
+def test_an_interrupt_in_a_warm_ups_change_of_plan_comes_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = make_net(), make_net()
+    optimizers = [torch.optim.AdamW(each.parameters()) for each in (model, plain)]
+    session = lowtide.manage(model, optimizers[0], lowtide.WarmUp(device_memory="64MiB"), device="cpu")
+    outside = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for each, optimizer in zip((model, plain), optimizers, strict=True):
+            take_step(each, optimizer, 0)
+        hand_over = PlanRun.hand_over
+
+        def interrupted(plan_run: PlanRun) -> HandOver:
+            signal.raise_signal(signal.SIGINT)
+            return hand_over(plan_run)
+
+        monkeypatch.setattr(PlanRun, "hand_over", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            take_step(model, optimizers[0], 1)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert session.is_open
+        assert not session.is_warming_up
+        for seed in (1, 2):
+            losses = [take_step(each, step, seed) for each, step in zip((model, plain), optimizers, strict=True)]
+            assert torch.equal(*losses)
+    finally:
+        signal.signal(signal.SIGINT, outside)
     session.close()
     assert_same_tensors(plain.state_dict(), model.state_dict())
