@@ -19,6 +19,7 @@ import torch
 
 import lowtide
 from lowtide.errors import SessionError, StepLostError
+from lowtide.memory.arena import Arena
 from lowtide.runtime.passes.lock import HELD, HeldInterrupts
 from lowtide.runtime.updates.worker import HostWorker
 from tests.runtime.injection import CASES
@@ -275,6 +276,26 @@ def test_a_checkpoint_that_is_loaded_right_after_a_broken_backward(place: str, s
         both.optimizer.zero_grad()
     both.assert_same()
     both.step(2)
+    both.session.close()
+
+
+def test_staging_that_an_exception_left_is_not_in_the_way_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = Twins("streamed-host", "in_backward")
+    view = Arena.view
+
+    def broken(arena: Arena, key: str) -> torch.Tensor:
+        if key.startswith("staging"):
+            raise TrippedError("broken")
+        return view(arena, key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Arena, "view", broken)
+        with pytest.raises(TrippedError):
+            both.model(*make_batch(0)).backward()
+    both.optimizer.zero_grad()
+    both.step(0)
+    both.step(1)
+    both.assert_same()
     both.session.close()
 
 
