@@ -127,6 +127,24 @@ def test_a_section_that_was_left_without_its_end_holds_nothing() -> None:
     held.rest()
 
 
+def test_a_section_that_was_left_without_its_end_is_forgotten() -> None:
+    """A second interrupt may break the end of a section off; the next sections hold again, and its frame is let go."""
+    held = HeldInterrupts()
+    reached: list[str] = []
+
+    def enter() -> None:
+        held.__enter__()
+
+    enter()
+    held.rest()
+    assert held._owner is None
+    with pytest.raises(KeyboardInterrupt), held:
+        interrupt()
+        reached.append("inside")
+    held.rest()
+    assert reached == ["inside"]
+
+
 def test_sections_of_other_threads_hold_nothing() -> None:
     inside, go_on = threading.Event(), threading.Event()
 
