@@ -26,8 +26,8 @@ from tests.runtime.injection import CASES
 from tests.runtime.twins import TrippedError, Twins, make_batch, twins
 
 ROOT = Path(__file__).parents[2]
-SAMPLE = 4
-"""Injections for each case in the quick form; the whole one has about 4,000."""
+SAMPLE = 2
+"""Injections for each case in the quick form; the whole one has 2,500 to 11,000."""
 
 
 def inject(*arguments: str) -> list[dict[str, object]]:
@@ -53,9 +53,9 @@ def test_a_sample_of_lines() -> None:
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.timeout(14_400)
-@pytest.mark.parametrize(("place", "schedule"), CASES)
-def test_every_line(place: str, schedule: str) -> None:
-    assert inject("--place", place, "--schedule", schedule) == []
+@pytest.mark.parametrize(("setting", "schedule"), CASES)
+def test_every_line(setting: str, schedule: str) -> None:
+    assert inject("--setting", setting, "--schedule", schedule) == []
 
 
 # -- held interrupts ---------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def test_a_section_that_was_left_without_its_end_is_forgotten() -> None:
     enter()
     held.rest()
     assert held._owner is None
-    with pytest.raises(KeyboardInterrupt), held:
+    with pytest.raises(KeyboardInterrupt), held:  # noqa: PT012
         interrupt()
         reached.append("inside")
     held.rest()
