@@ -4,8 +4,9 @@ Each injection runs in a forked process together with others: a crash or a hang 
 injection that was under way. Run as a module it prints what went wrong; see `main`.
 
 A line is hit by a trace function, which raises there, or sends SIGINT there: Python then calls its handler at once, as it
-does for an interrupt that arrives while the line before is running. Nothing is raised where a `with` block is left: Python
-traces the line of the `with` there once more, before it calls `__exit__`, where neither code nor a signal can raise.
+does for an interrupt that arrives while the line before is running. Nothing is raised where neither code nor a signal can:
+where a `with` block is left, Python traces the line of the `with` once more, before it calls `__exit__`; and at a `try`, where
+no block around it in the function would see the exception.
 """
 
 from __future__ import annotations
@@ -43,7 +44,6 @@ from lowtide.optim.state import MASTER, to_torch_state
 from lowtide.optim.update_types import numerics_of
 from lowtide.planning.plan import Schedule
 from lowtide.runtime.emulation.device import living_trackers
-from lowtide.runtime.passes.lock import HELD
 from lowtide.runtime.plan_run import BROKEN_OFF
 from lowtide.runtime.updates.worker import FAILED
 from tests.runtime.kernel_loops import PlainKernels
@@ -175,6 +175,12 @@ def _with_blocks(file: str) -> dict[int, int]:
     return {node.lineno: node.end_lineno or node.lineno for node in ast.walk(tree) if isinstance(node, ast.With)}
 
 
+@functools.cache
+def _tries(file: str) -> set[int]:
+    """The line of each `try`."""
+    return {node.lineno for node in ast.walk(ast.parse(Path(file).read_text())) if isinstance(node, ast.Try)}
+
+
 class LineTrace:
     """Calls `on_line` at each line of the folders, in the loop's thread and that of a worker which starts meanwhile."""
 
@@ -213,8 +219,9 @@ class LineTrace:
             if event == "line":
                 line, last = frame.f_lineno, before
                 before = line
-                if not line < last <= _with_blocks(frame.f_code.co_filename).get(line, 0):
-                    self._on_line(thread, frame.f_code.co_filename, line)
+                file = frame.f_code.co_filename
+                if not line < last <= _with_blocks(file).get(line, 0) and line not in _tries(file):
+                    self._on_line(thread, file, line)
             return on_event
 
         return on_event
@@ -500,8 +507,6 @@ def perform(injection: Injection) -> str | None:
                 run.session.close()  # its budget must not stand in the way of the next
     if problem is None and signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return "swallowed: another handler stayed"
-    if problem is None and HELD._depth:
-        return "swallowed: a section that has ended holds interrupts"
     return problem if was_hit else problem or MISSED
 
 
