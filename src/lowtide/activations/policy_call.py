@@ -292,13 +292,13 @@ class CompileCheck:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._watched: dict[str, nn.Module] = {}
-        self._is_active = True
+        self._is_active = False
         self._refusal = partial(
             ActivationError,
             f"{type(model).__name__} has an activation policy as a whole, which code compiled in its place would leave out; "
             "remove() the policy, call model.compile() first, and apply the policy after that",
         )
-        self.inner = compat.replace_call(model, self._call)
+        self.inner: Callable[..., Any] | None = None
         """What the model's call is without it."""
 
     @classmethod
@@ -308,7 +308,12 @@ class CompileCheck:
         return owner if isinstance(owner, CompileCheck) and owner._is_active else cls(model)
 
     def watch(self, modules: dict[str, nn.Module]) -> None:
-        """From now on these have policies."""
+        """From now on these have policies. With the first of them the model's calls are taken."""
+        if not self._is_active:
+            # Said first: `forget` undoes as much as was done.
+            self.inner = compat.call_of(self._model)
+            self._is_active = True
+            compat.replace_call(self._model, self._call)
         self._watched |= modules
         if "" in modules:
             compat.guard_compile(self._model, self._refusal)

@@ -221,7 +221,8 @@ class CallWatch:
 
     def install(self) -> None:
         """Take the model's calls."""
-        self._inner = compat.replace_call(self._model, self._call)
+        self._inner = compat.call_of(self._model)
+        compat.replace_call(self._model, self._call)
 
     def remove(self) -> None:
         """Give them back, unless the user has put something else there. May be repeated."""

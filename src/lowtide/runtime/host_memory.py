@@ -113,8 +113,10 @@ class HostPool:
             try:
                 with self._lock:
                     key = f"staging {self._num_staged}"
+                    self._num_staged += (
+                        1  # before it is taken: after an exception in between the key is not asked for again
+                    )
                     buffer = self._arena.allocate(key, num_bytes)
-                    self._num_staged += 1
                     self._staged[buffer.data_ptr()] = key
                     return buffer
             except (BudgetError, GraphAliveError):

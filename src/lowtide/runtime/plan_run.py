@@ -44,6 +44,11 @@ from lowtide.runtime.updates.managed_optimizer import ManagedOptimizer
 from lowtide.runtime.updates.proof import Proof
 from lowtide.runtime.updates.worker import HostWorker
 
+BROKEN_OFF = (
+    "the change to another plan broke off: the session is closed, and the model and the optimizer are plain, as after the last "
+    "step. To go on under a plan, call lowtide.manage again"
+)
+
 
 class PlanRun:
     """Everything that a session owns. Built in one go, taken apart by `close`, or by `hand_over` for another plan.
@@ -189,7 +194,15 @@ class PlanRun:
         """Keep the management alive for as long as the model goes through this."""
         self._management = management
 
-    def limit_device(self, limit: DeviceLimit | None) -> None:
+    def follow(self, before: PlanRun) -> None:
+        """The session goes on here, under another plan."""
+        self.limit, self._management = before.limit, before._management
+
+    def be_over(self) -> None:
+        """Everything was given back."""
+        self.is_closed = True
+
+    def limit_device(self, limit: DeviceLimit) -> None:
         """What the allocator may reserve from now on, until `close`; the model has left the device, if it was there."""
         self.limit = limit
 
@@ -398,23 +411,33 @@ def switch_plan(plan_run: PlanRun, plan: Plan) -> PlanRun:
 
     Weights, gradients and optimizer state are carried over exactly, the optimizer stays wrapped, and steps, copies
     and fetches are counted on. The host holds the weights a second time while this runs. A plan that is for another model
-    leaves the plan run as it is; where the new one cannot be made, the model and the optimizer are plain.
+    leaves the plan run as it is; where anything else breaks off, the model and the optimizer are plain, and a note at the
+    exception says so.
     """
     setup = plan_run.setup
     check_plan(plan, setup.layout)
-    handed_over = plan_run.hand_over()
+    handed_over: HandOver | None = None
+    successor: PlanRun | None = None
     try:
+        handed_over = plan_run.hand_over()
         successor = PlanRun(setup, plan, fill=copy_values, handed_over=handed_over)
-    except BaseException:
-        if handed_over.managed is not None:
-            handed_over.managed.remove()
-        return_rest(handed_over.moved_along)
-        bring_state_to_parameters(setup.optimizer)
+        successor.follow(plan_run)
+        if setup.tracked is not None:
+            setup.tracked.start()
+        elif setup.is_on_cuda:
+            # What filled the new buffers must be done before a copy on another stream takes their place.
+            torch.cuda.synchronize(setup.mover.device)
+        return successor
+    except BaseException as error:
+        error.add_note(BROKEN_OFF)
+        if successor is not None:
+            successor.close()
+        elif handed_over is None:
+            plan_run.close()  # goes on where taking it apart broke off
+        else:
+            if handed_over.managed is not None:
+                handed_over.managed.remove()
+            return_rest(handed_over.moved_along)
+            bring_state_to_parameters(setup.optimizer)
+        plan_run.be_over()
         raise
-    successor.limit_device(plan_run.limit)
-    if setup.tracked is not None:
-        setup.tracked.start()
-    elif setup.is_on_cuda:
-        # What filled the new buffers must be done before a copy on another stream takes their place.
-        torch.cuda.synchronize(setup.mover.device)
-    return successor

@@ -168,13 +168,16 @@ class Management:
         return self.plan_run
 
     def switch(self, plan: Plan) -> None:
-        """Go on under another plan; refused, the session goes on as it is."""
+        """Go on under another plan. Refused, the session goes on as it is; broken off, the model is plain."""
         self._checked(plan)
-        with HELD:
-            # Without a plan run where the switch fails: the model is plain then.
-            plan_run, self.plan_run = self.opened(), None
-            self.plan_run = switch_plan(plan_run, plan)
-            self.plan_run.belong_to(self)
+        plan_run = self.opened()
+        try:
+            with HELD:
+                self.plan_run = switch_plan(plan_run, plan)
+        finally:
+            HELD.rest()
+            if self.plan_run is plan_run and plan_run.is_closed:
+                self.plan_run = None
 
     def close(self, raised: BaseException | None = None) -> None:
         """Give the plain model and optimizer back. May be repeated, also where an exception broke it off.

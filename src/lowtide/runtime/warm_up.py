@@ -140,7 +140,7 @@ class WarmUpRun:
         self._is_quiet = is_quiet
         self._switch = switch
         self.is_over = False
-        """Whether the session has its plan."""
+        """Whether the session has its plan, or will get none."""
         self._has_stepped = False
         observer.begin()
         window.go_through(self._call)
@@ -153,6 +153,7 @@ class WarmUpRun:
 
     def remove(self) -> None:
         """Leave; the session may be over before the step was. May be repeated."""
+        self.is_over = True
         self._observer.give_up()
         self._step_hook.remove()
         self._window.go_through(None)
@@ -170,9 +171,11 @@ class WarmUpRun:
         if may_switch and self._is_quiet():
             # A plan that is refused leaves the session as it is: it raises here, and at each call after that.
             plan = self._plan_after(self._observer.samples)
-            self.remove()
-            self._switch(plan)
-            self.is_over = True
+            try:
+                self._switch(plan)
+            finally:
+                # Also where it breaks off: the model is plain then, or an interrupt comes after the switch.
+                self.remove()
             return self._window.module(*args, **kwargs)
         if torch.is_grad_enabled() or compat.backward_number() is not None:
             return run(*args, **kwargs)

@@ -153,8 +153,10 @@ class Window:
     def install(self) -> None:
         """Take the module's calls."""
         self._known = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        self._inner = compat.replace_call(self.module, self._call)
+        # Said first: `remove` undoes as much as was done.
+        self._inner = compat.call_of(self.module)
         self._is_installed = True
+        compat.replace_call(self.module, self._call)
         if self.path == "":
             # Of the others it is found at the next call of the model, which goes through here.
             compat.guard_compile(self.module, _REFUSAL)

@@ -91,7 +91,11 @@ class HeldInterrupts:
 
     def rest(self) -> None:
         """Put the handler back that was there; in the last section of a forward, a backward or a step, or after it."""
-        if threading.get_ident() == self._main and self._is_installed:
+        if threading.get_ident() != self._main:
+            return
+        if self._owner is not None and not self._is_inside(sys._getframe(1)):
+            self._depth, self._owner = 0, None
+        if self._is_installed:
             self._is_installed = False
             # Else somebody has set another one meanwhile.
             if _get_handler(_SIGINT) is self._handler:
@@ -111,15 +115,19 @@ class HeldInterrupts:
         signal.raise_signal(signal.SIGINT)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        while frame is not None and frame is not self._owner:
-            frame = frame.f_back
-        if self._depth and frame is not None and not self._has_come:
+        is_inside = self._is_inside(frame)
+        if self._depth and is_inside and not self._has_come:
             self._has_come = True
             return
-        if frame is None:
-            # An exception has left the outermost section without its end.
+        if not is_inside:
             self._depth, self._owner = 0, None
         self._deliver()
+
+    def _is_inside(self, frame: FrameType | None) -> bool:
+        """Whether the outermost section is under way in this frame; else an exception has left it without its end."""
+        while frame is not None and frame is not self._owner:
+            frame = frame.f_back
+        return frame is not None
 
     def _follow_fork(self) -> None:
         self._main, self._depth, self._has_come, self._owner = threading.get_ident(), 0, False, None
