@@ -13,8 +13,7 @@ from lowtide import compat
 from lowtide.errors import BudgetError, GradientGoneError
 from lowtide.memory.store import Books
 from lowtide.memory.tier import DeviceLimit
-from lowtide.planning.check_plan import check_plan
-from lowtide.planning.placement import by_first_use
+from lowtide.planning.placement import by_first_use, check_plan
 from lowtide.planning.plan import Plan
 from lowtide.runtime.assembly import SessionSetup, make_engine, make_optimizer, needs_managed_step, prove_optimizer
 from lowtide.runtime.hand_over import (

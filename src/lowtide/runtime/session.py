@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide.errors import SessionError
 from lowtide.planning.budget_plans import StepSample
-from lowtide.planning.check_plan import check_plan
+from lowtide.planning.placement import check_plan
 from lowtide.planning.plan import Plan
 from lowtide.runtime.parallel import refuse_wrapping
 from lowtide.runtime.passes.lock import HELD
