@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lowtide.errors import ConfigError
-from lowtide.optim.reference import sign
 
 
 class Lion(Optimizer):
@@ -198,3 +197,8 @@ def _moved(stored: Tensor, target: Tensor, beta2: float) -> Tensor:
     if average.dtype != stored.dtype:
         stored.copy_(average)
     return average
+
+
+def sign(values: Tensor) -> Tensor:
+    """-1, 0 or 1, and NaN for a NaN, for which torch says 0: a broken gradient would go unnoticed."""
+    return torch.where(values.isnan(), values, values.sign())
