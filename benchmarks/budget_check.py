@@ -21,8 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.records import machine
 from lowtide import compat
-from lowtide.lab.budget.points import trace_recipe
-from lowtide.lab.budget.sweep import make_point
+from lowtide.lab.budget import make_point, trace_recipe
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.training import materialise
 from lowtide.models import resolve_model

@@ -18,7 +18,7 @@ from benchmarks.inductor import older_torch  # before Lowtide, whose rules name 
 from benchmarks.inductor.stand_in_card import stand_in_card
 from lowtide import compat
 from lowtide.compat import compiler as partitioning
-from lowtide.lab.budget.points import trace_recipe
+from lowtide.lab.budget import trace_recipe
 from lowtide.lab.recipe import Recipe
 
 CARD = torch.device("cuda", 0)

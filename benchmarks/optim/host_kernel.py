@@ -24,7 +24,8 @@ from benchmarks.records import machine
 from lowtide.hardware.machine import this_machine
 from lowtide.optim import reference
 from lowtide.optim.host import kernel as host_kernel
-from lowtide.optim.update_types import UNSIGNED, Adam, ElementwiseRule, Lion, Moments, Piece, Rounding, Sgd, state_names
+from lowtide.optim.rules import UNSIGNED, Adam, ElementwiseRule, Lion, Sgd, state_names
+from lowtide.optim.update_types import Moments, Piece, Rounding
 
 SCHEMA = "lowtide.host_kernel_benchmark/1"
 ADAMW = Adam(lr=1e-4, weight_decay=0.1)

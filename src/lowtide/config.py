@@ -98,6 +98,18 @@ def write_config(config: object, path: str | Path) -> None:
     path.write_text(plain_text.render(to_plain(config), plain_text.format_of(path)), encoding="utf-8")
 
 
+def require_least(settings: object, least: int, *keys: str) -> None:
+    """Refuse fields of settings that are below a least value; None is taken for what it means there.
+
+    Raises:
+        ConfigError: One is below; the message names the field.
+    """
+    for key in keys:
+        value = getattr(settings, key)
+        if value is not None and value < least:
+            raise ConfigError(f"{key} is {value}; give {least} or more", key=key)
+
+
 def _set(plain: dict[str, Plain], keys: list[str], text: _Typed) -> None:
     """Put text at a dotted path, making the dicts on the way where there is nothing yet."""
     *parents, last = keys

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.optim.formats import join, update_key
+from lowtide.optim.reference import join
+from lowtide.optim.rules import Adafactor
 from lowtide.optim.state import ParameterState, new_state
-from lowtide.optim.update_types import Adafactor, MatrixPiece, Numerics, Rounding
+from lowtide.optim.update_types import MatrixPiece, Numerics, Rounding, update_key
 
 RULE = Adafactor(lr=1e-2, weight_decay=0.1)
 SHAPES: tuple[tuple[int, ...], ...] = ((70, 264), (3, 7), (300,), (5,), (), (4, 3, 2, 5), (0, 4), (2, 600), (70, 3))

@@ -16,10 +16,11 @@ import torch
 from lowtide import compat
 from lowtide.optim import reference
 from lowtide.optim.device import kernel as device_kernel
-from lowtide.optim.formats import decode_blocks, encode_blocks
 from lowtide.optim.host import kernel as host_kernel
 from lowtide.optim.host import library as host_library
-from lowtide.optim.update_types import BLOCK, Adam, Moments, Piece, Rounding, Sgd
+from lowtide.optim.reference import decode_blocks, encode_blocks
+from lowtide.optim.rules import Adam, Sgd
+from lowtide.optim.update_types import BLOCK, Moments, Piece, Rounding
 
 Update = Callable[[Piece], Piece]
 

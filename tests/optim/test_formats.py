@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lowtide.optim import reference
-from lowtide.optim.formats import (
+from lowtide.optim.reference import (
     decode_blocks,
     encode_blocks,
     join,
@@ -19,11 +19,11 @@ from lowtide.optim.formats import (
     read_moment,
     round_stochastic,
     split,
-    update_key,
     write_moment,
 )
+from lowtide.optim.rules import Adam
 from lowtide.optim.state import new_state
-from lowtide.optim.update_types import BLOCK, Adam, Moments, Numerics, Piece, Rounding, random_bits
+from lowtide.optim.update_types import BLOCK, Moments, Numerics, Piece, Rounding, random_bits, update_key
 
 
 def from_bits(*bits: int) -> torch.Tensor:

@@ -15,7 +15,8 @@ from lowtide import compat
 from lowtide.optim import reference
 from lowtide.optim.device import kernel as device_kernel
 from lowtide.optim.host import kernel as host_kernel
-from lowtide.optim.update_types import ElementwiseRule, MatrixPiece, Moments, Numerics, Piece, Rounding
+from lowtide.optim.rules import ElementwiseRule
+from lowtide.optim.update_types import MatrixPiece, Moments, Numerics, Piece, Rounding
 from tests.optim import matrix_cases
 from tests.optim.device.test_kernel import FORMATS, RULES, items, pieces
 

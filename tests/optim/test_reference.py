@@ -12,12 +12,11 @@ from torch import Tensor, nn
 
 from lowtide.optim import Adafactor as AdafactorOptimizer
 from lowtide.optim import Lion, reference
-from lowtide.optim.formats import join, round_stochastic, update_key
-from lowtide.optim.reference import BAND_ELEMENTS
-from lowtide.optim.rules import require_rule
+from lowtide.optim.reference import BAND_ELEMENTS, join, round_stochastic
+from lowtide.optim.rules import Adafactor, Adam, require_rule
+from lowtide.optim.rules import Lion as LionRule
 from lowtide.optim.state import ParameterState, new_state
-from lowtide.optim.update_types import Adafactor, Adam, Moments, Numerics, Piece, Rounding
-from lowtide.optim.update_types import Lion as LionRule
+from lowtide.optim.update_types import Moments, Numerics, Piece, Rounding, update_key
 from tests.models.live_bytes import LiveBytes
 from tests.optim.matrix_cases import RULE, Item, gradient_for, items, pieces, value_of
 from tests.optim.matrix_cases import piece_of as matrix_piece_of

@@ -8,9 +8,8 @@ import torch
 from lowtide.errors import ConfigError, UnsupportedOptimizerError
 from lowtide.optim import Adafactor
 from lowtide.optim import Lion as LionOptimizer
-from lowtide.optim.rules import has_matrix_rule, reason_without_rule, require_rule, rule_of
-from lowtide.optim.update_types import Adafactor as AdafactorRule
-from lowtide.optim.update_types import Adam, Lion, Sgd
+from lowtide.optim.rules import Adafactor as AdafactorRule
+from lowtide.optim.rules import Adam, Lion, Sgd, has_matrix_rule, reason_without_rule, require_rule, rule_of
 
 
 def parameter(dtype: torch.dtype = torch.float32) -> torch.nn.Parameter:

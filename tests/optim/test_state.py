@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from lowtide.errors import OptimizerStateError
 from lowtide.optim import Adafactor, Lion, reference
 from lowtide.optim.device import kernel as device_kernel
-from lowtide.optim.formats import update_key
-from lowtide.optim.rules import require_rule
+from lowtide.optim.rules import Adafactor as AdafactorRule
+from lowtide.optim.rules import Adam, require_rule
 from lowtide.optim.state import (
     LoadTarget,
     ParameterState,
@@ -26,8 +26,7 @@ from lowtide.optim.state import (
     state_bytes,
     to_torch_state,
 )
-from lowtide.optim.update_types import Adafactor as AdafactorRule
-from lowtide.optim.update_types import Adam, Moments, Numerics, Piece, Rounding, rounding_for
+from lowtide.optim.update_types import Moments, Numerics, Piece, Rounding, rounding_for, update_key
 from tests.optim.matrix_cases import piece_of as matrix_piece_of
 
 Make = Callable[[Any], torch.optim.Optimizer]

@@ -21,9 +21,9 @@ from lowtide.planning.budget_plans import (
     plan_after,
     warm_up_plan,
 )
-from lowtide.planning.check_plan import check_plan
 from lowtide.planning.placement import (
     by_first_use,
+    check_plan,
     group_sizes,
     largest_window,
     window_bytes,

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from lowtide.errors import PlanError
-from lowtide.planning.check_plan import check_plan
 from lowtide.planning.hand_plan import make_plan
+from lowtide.planning.placement import check_plan
 from lowtide.planning.plan import Budgets
 from tests.memory.small_layouts import group, layout
 

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from lowtide.planning.reasons import Subject, is_nothing, is_same, reason
+from lowtide.planning.techniques import Subject
+from lowtide.planning.what_if import is_nothing, is_same, reason
 from lowtide.tracing.step_trace import Category, Phase, StepTrace
 from lowtide.units import MiB
 from tests.tracing.samples import TraceBuilder, transformer_trace

@@ -11,16 +11,17 @@ from torch import Tensor, nn
 
 from lowtide.models import resolve_model
 from lowtide.planning.techniques import (
+    ACCUMULATE,
+    BFLOAT16,
+    CHUNKED_LOSS,
+    FUSED_STEP,
+    LOOP_STEP,
     TECHNIQUES,
-    Accumulate,
-    ActivationPolicy,
-    AttentionBackend,
-    Bfloat16,
-    ChunkedLoss,
+    UPDATE_IN_BACKWARD,
     Problem,
     Technique,
-    UpdateImplementation,
-    UpdateInBackward,
+    activation_policy,
+    attention_backend,
     batch_size,
     half_of,
 )
@@ -30,9 +31,7 @@ from lowtide.tracing.step_trace import Category, Phase, StepTrace
 from lowtide.units import MiB
 from tests.tracing.samples import TraceBuilder
 
-FUSED = UpdateImplementation("fused step", Implementation.FUSED)
-MODEL_RECOMPUTES = ActivationPolicy("recompute", "recompute")
-LOOP = UpdateImplementation("for-loop step", Implementation.LOOP)
+MODEL_RECOMPUTES = activation_policy("recompute", "recompute")
 
 
 def problem(**settings: object) -> Problem:
@@ -66,50 +65,50 @@ IN_BACKWARD = {"update": UpdateSchedule.IN_BACKWARD}
 @pytest.mark.parametrize(
     ("technique", "settings", "trace", "refusal"),
     [
-        (Bfloat16(), {}, trace_with(), None),
-        (Bfloat16(), {}, trace_with(dtype="bfloat16"), "no weight is in float32"),
+        (BFLOAT16, {}, trace_with(), None),
+        (BFLOAT16, {}, trace_with(dtype="bfloat16"), "no weight is in float32"),
         (MODEL_RECOMPUTES, {}, trace_with(), None),
         (MODEL_RECOMPUTES, {"activations": "recompute"}, trace_with(), "it is on already"),
         (MODEL_RECOMPUTES, {}, trace_with(recomputed=True), "it is on already"),
-        (AttentionBackend(to_math=True), {}, trace_with(CUDNN), None),
-        (AttentionBackend(to_math=False), {}, trace_with(CUDNN), "it is on already"),
+        (attention_backend(to_math=True), {}, trace_with(CUDNN), None),
+        (attention_backend(to_math=False), {}, trace_with(CUDNN), "it is on already"),
         (
-            AttentionBackend(to_math=True),
+            attention_backend(to_math=True),
             {},
             trace_with("aten.mm"),
             "the model does not call scaled_dot_product_attention",
         ),
-        (AttentionBackend(to_math=True), {"attention": "math"}, trace_with(MATH), "it is on already"),
-        (AttentionBackend(to_math=False), {"attention": "math"}, trace_with(MATH), None),
+        (attention_backend(to_math=True), {"attention": "math"}, trace_with(MATH), "it is on already"),
+        (attention_backend(to_math=False), {"attention": "math"}, trace_with(MATH), None),
         (
-            AttentionBackend(to_math=False),
+            attention_backend(to_math=False),
             {},
             trace_with(MATH, note=FALLBACK),
             "no fused backend takes these calls (flash: it takes no mask)",
         ),
-        (FUSED, {}, trace_with("aten._foreach_mul_"), None),
-        (FUSED, {}, trace_with("aten._fused_adamw_"), "it is on already"),
+        (FUSED_STEP, {}, trace_with("aten._foreach_mul_"), None),
+        (FUSED_STEP, {}, trace_with("aten._fused_adamw_"), "it is on already"),
         # The norm's kernel is not an update's.
-        (FUSED, {}, trace_with("aten._fused_rms_norm"), None),
-        (LOOP, {}, trace_with("aten._foreach_mul_"), None),
-        (LOOP, {}, trace_with("aten._fused_adamw_"), "the update does not use foreach"),
-        (UpdateInBackward(), {}, trace_with(), None),
-        (UpdateInBackward(), IN_BACKWARD, trace_with(), "it is on already"),
+        (FUSED_STEP, {}, trace_with("aten._fused_rms_norm"), None),
+        (LOOP_STEP, {}, trace_with("aten._foreach_mul_"), None),
+        (LOOP_STEP, {}, trace_with("aten._fused_adamw_"), "the update does not use foreach"),
+        (UPDATE_IN_BACKWARD, {}, trace_with(), None),
+        (UPDATE_IN_BACKWARD, IN_BACKWARD, trace_with(), "it is on already"),
         (
-            UpdateInBackward(),
+            UPDATE_IN_BACKWARD,
             {"accumulate": 2},
             trace_with(),
             "accumulation needs the gradients until the last backward",
         ),
         (
-            UpdateInBackward(),
+            UPDATE_IN_BACKWARD,
             {"max_grad_norm": 1.0},
             trace_with(),
             "clipping needs all gradients before the first update",
         ),
-        (Accumulate(), {}, trace_with(), None),
+        (ACCUMULATE, {}, trace_with(), None),
         (
-            Accumulate(),
+            ACCUMULATE,
             IN_BACKWARD,
             trace_with(),
             "the update in the backward needs each gradient complete after one backward",
@@ -125,12 +124,12 @@ def test_when_a_technique_applies(
 @pytest.mark.parametrize(
     ("technique", "changed"),
     [
-        (Bfloat16(), {"precision": "bfloat16"}),
+        (BFLOAT16, {"precision": "bfloat16"}),
         (MODEL_RECOMPUTES, {"activations": "recompute"}),
-        (AttentionBackend(to_math=True), {"attention": "math"}),
-        (FUSED, {"implementation": Implementation.FUSED}),
-        (LOOP, {"implementation": Implementation.LOOP}),
-        (UpdateInBackward(), IN_BACKWARD),
+        (attention_backend(to_math=True), {"attention": "math"}),
+        (FUSED_STEP, {"implementation": Implementation.FUSED}),
+        (LOOP_STEP, {"implementation": Implementation.LOOP}),
+        (UPDATE_IN_BACKWARD, IN_BACKWARD),
     ],
 )
 def test_a_technique_changes_one_setting_on_top_of_the_others(technique: Technique, changed: dict[str, object]) -> None:
@@ -142,12 +141,12 @@ def test_a_technique_changes_one_setting_on_top_of_the_others(technique: Techniq
 
 
 def test_fused_attention_leaves_the_choice_to_torch() -> None:
-    assert AttentionBackend(to_math=False).apply(problem(attention="math")).settings.attention is None
+    assert attention_backend(to_math=False).apply(problem(attention="math")).settings.attention is None
 
 
 def test_accumulation_keeps_the_samples_of_an_update() -> None:
     before = problem(accumulate=3)
-    after = Accumulate().apply(before)
+    after = ACCUMULATE.apply(before)
     assert after.settings.accumulate == 6
     assert after.batch["input_ids"].shape == (2, 16)
     assert before.batch["input_ids"].shape == (4, 16)
@@ -155,24 +154,24 @@ def test_accumulation_keeps_the_samples_of_an_update() -> None:
 
 def test_accumulation_needs_a_batch_that_can_be_halved() -> None:
     odd = replace(problem(), batch={"x": torch.zeros(3, 2)})
-    assert Accumulate().why_not(odd, trace_with()) == "the batch size 3 cannot be halved"
+    assert ACCUMULATE.why_not(odd, trace_with()) == "the batch size 3 cannot be halved"
     ragged = replace(problem(), batch={"x": torch.zeros(4), "y": torch.zeros(6)})
-    assert Accumulate().why_not(ragged, trace_with()) == "the tensors of the batch share no first dimension to halve"
+    assert ACCUMULATE.why_not(ragged, trace_with()) == "the tensors of the batch share no first dimension to halve"
 
 
-@pytest.mark.parametrize("technique", [FUSED, LOOP, UpdateInBackward()])
+@pytest.mark.parametrize("technique", [FUSED_STEP, LOOP_STEP, UPDATE_IN_BACKWARD])
 def test_techniques_of_the_update_need_an_optimizer(technique: Technique) -> None:
     assert technique.why_not(replace(problem(), optimizer=None), trace_with()) == "the step has no optimizer"
 
 
 def test_an_optimizer_without_a_fused_step() -> None:
     by_class = replace(problem(), optimizer=torch.optim.RMSprop)
-    assert FUSED.why_not(by_class, trace_with()) == "RMSprop has no fused implementation"
+    assert FUSED_STEP.why_not(by_class, trace_with()) == "RMSprop has no fused implementation"
     model = nn.Linear(2, 2)
     by_instance = replace(problem(), model=model, optimizer=torch.optim.RMSprop(model.parameters()))
-    assert FUSED.why_not(by_instance, trace_with()) == "RMSprop has no fused implementation"
+    assert FUSED_STEP.why_not(by_instance, trace_with()) == "RMSprop has no fused implementation"
     by_function = replace(problem(), optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4))
-    assert FUSED.why_not(by_function, trace_with()) is None
+    assert FUSED_STEP.why_not(by_function, trace_with()) is None
 
 
 def test_recompute_needs_repeated_blocks() -> None:
@@ -185,7 +184,14 @@ def test_names_are_unique() -> None:
 
 
 COMPILED, SELECTIVE, RECOMPUTE, SEGMENTS, OFFLOAD, OFFLOAD_ALL, CHUNKED = ACTIVATION_TECHNIQUES = TECHNIQUES[1:8]
-POLICIES = (COMPILED, SELECTIVE, RECOMPUTE, SEGMENTS, OFFLOAD, OFFLOAD_ALL)
+POLICIES = {
+    "compile-budget/0.5": COMPILED,
+    "selective": SELECTIVE,
+    "recompute": RECOMPUTE,
+    "recompute/": SEGMENTS,
+    "offload": OFFLOAD,
+    "offload/all": OFFLOAD_ALL,
+}
 
 
 def activation_problem(**settings: object) -> Problem:
@@ -230,7 +236,8 @@ TRIED = {
 @pytest.mark.parametrize("word", TRIED)
 def test_which_policies_are_tried_on_top_of_another(word: str | None) -> None:
     given = activation_problem(activations=word)
-    tried = {technique.word for technique in POLICIES if technique.why_not(given, activation_trace_with()) is None}
+    trace = activation_trace_with()
+    tried = {name for name, technique in POLICIES.items() if technique.why_not(given, trace) is None}
     assert tried == TRIED[word]
 
 
@@ -245,7 +252,7 @@ def test_which_policies_are_tried_on_top_of_another(word: str | None) -> None:
         ("compile-budget/0.3", RECOMPUTE, "compile-budget/0.3 is on in its place"),
     ],
 )
-def test_why_one_is_not(word: str, technique: ActivationPolicy, refusal: str) -> None:
+def test_why_one_is_not(word: str, technique: Technique, refusal: str) -> None:
     assert technique.why_not(activation_problem(activations=word), activation_trace_with()) == refusal
 
 
@@ -287,7 +294,7 @@ def test_when_a_chunked_loss_applies() -> None:
 
 def test_the_logits_are_the_subject_of_a_chunked_loss() -> None:
     trace = activation_trace_with(logits=True)
-    assert ChunkedLoss().subject(trace).bytes_at(trace, trace.peak_event) == MiB
+    assert CHUNKED_LOSS.subject(trace).bytes_at(trace, trace.peak_event) == MiB
 
 
 @pytest.fixture(scope="module")

@@ -13,19 +13,19 @@ from lowtide.models.deep_one import DeepOne, DeepOneConfig
 from lowtide.models.registry import resolve_model
 from lowtide.optim.optimizers import Adafactor
 from lowtide.planning.techniques import (
-    Accumulate,
-    ActivationPolicy,
-    AttentionBackend,
+    ACCUMULATE,
+    FUSED_STEP,
+    UPDATE_IN_BACKWARD,
     Problem,
-    UpdateImplementation,
-    UpdateInBackward,
+    activation_policy,
+    attention_backend,
 )
 from lowtide.planning.what_if import Progress, WhatIf, WhatIfRow, what_if
-from lowtide.tracing.settings import Implementation, StepSettings
+from lowtide.tracing.settings import StepSettings
 from lowtide.tracing.step_trace import Category, StepTrace
 from lowtide.units import MiB
 
-RECOMPUTE = ActivationPolicy("recompute", "recompute")
+RECOMPUTE = activation_policy("recompute", "recompute")
 CONFIG = DeepOneConfig(
     vocab_size=1024, context_length=96, num_layers=6, hidden_size=512, intermediate_size=1344, num_heads=4
 )
@@ -47,7 +47,7 @@ def base(deep_one: Problem) -> StepTrace:
 
 @pytest.fixture(scope="module")
 def answer(deep_one: Problem, base: StepTrace) -> WhatIf:
-    return what_if(deep_one, base, techniques=[RECOMPUTE, UpdateInBackward()])
+    return what_if(deep_one, base, techniques=[RECOMPUTE, UPDATE_IN_BACKWARD])
 
 
 def row(answer: WhatIf, technique: str) -> WhatIfRow:
@@ -87,7 +87,7 @@ def test_together_they_save_the_gradients_too(answer: WhatIf, deep_one: Problem)
 
 def test_on_top_of_recompute_it_saves_about_the_gradients(deep_one: Problem, answer: WhatIf) -> None:
     recomputed = replace(deep_one, settings=StepSettings(activations="recompute"))
-    on_top = what_if(recomputed, recomputed.trace(), techniques=[RECOMPUTE, UpdateInBackward()])
+    on_top = what_if(recomputed, recomputed.trace(), techniques=[RECOMPUTE, UPDATE_IN_BACKWARD])
     [only] = on_top.rows
     assert only.before_bytes == row(answer, "recompute").after_bytes
     assert only.after_bytes == row(answer, "recompute + optimizer in backward").after_bytes
@@ -127,7 +127,7 @@ def test_accumulation_halves_what_grows_with_the_batch() -> None:
     source = resolve_model("gpt-tiny")
     problem = Problem(model=source.build(None), batch=source.make_batch("16x128"), optimizer=torch.optim.SGD)
     base = problem.trace()
-    answer = what_if(problem, base, techniques=[Accumulate(), AttentionBackend(to_math=True)])
+    answer = what_if(problem, base, techniques=[ACCUMULATE, attention_backend(to_math=True)])
     halved = row(answer, "accumulation (half the batch, twice)")
     grows = base.at_peak[Category.ACTIVATIONS] + base.at_peak[Category.TEMPORARIES]
     kept_gradients = sum(parameter.numel() * 4 for parameter in problem.model.parameters())
@@ -150,7 +150,7 @@ def test_a_technique_that_cannot_be_traced_is_skipped_with_the_reason() -> None:
     problem = Problem(
         model=Loose(), batch=torch.ones(2, 4), optimizer=lambda parameters: torch.optim.RMSprop(parameters)
     )
-    answer = what_if(problem, problem.trace(), techniques=[UpdateImplementation("fused step", Implementation.FUSED)])
+    answer = what_if(problem, problem.trace(), techniques=[FUSED_STEP])
     assert answer.rows == ()
     assert answer.skipped[0].reason.startswith("it could not be traced: RMSprop has no fused implementation")
 

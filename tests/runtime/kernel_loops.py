@@ -12,11 +12,10 @@ import lowtide
 from lowtide.memory.groups import find_groups
 from lowtide.memory.layout import lay_out
 from lowtide.optim import reference
-from lowtide.optim.formats import update_key
 from lowtide.optim.host import kernel as host_kernel
 from lowtide.optim.rules import require_rule
 from lowtide.optim.state import new_state
-from lowtide.optim.update_types import Piece, numerics_of, rounding_for
+from lowtide.optim.update_types import Piece, numerics_of, rounding_for, update_key
 
 WIDTH = 64
 PLACES: list[dict[str, Any]] = [

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from lowtide.memory.arena import Arena
 
 import lowtide
 from lowtide.errors import SessionError, StepLostError
+from lowtide.memory.pools import Arena
 from lowtide.runtime.passes.lock import HELD, HeldInterrupts
 from lowtide.runtime.updates.worker import HostWorker
 from tests.runtime.injection import CASES

@@ -16,11 +16,10 @@ from lowtide.memory.groups import find_groups
 from lowtide.memory.layout import lay_out
 from lowtide.optim import Adafactor
 from lowtide.optim.device import kernel as device_kernel
-from lowtide.optim.formats import update_key
+from lowtide.optim.rules import Adafactor as AdafactorRule
 from lowtide.optim.rules import require_rule
 from lowtide.optim.state import ParameterState, new_state
-from lowtide.optim.update_types import Adafactor as AdafactorRule
-from lowtide.optim.update_types import MatrixPiece, numerics_of, rounding_for
+from lowtide.optim.update_types import MatrixPiece, numerics_of, rounding_for, update_key
 from tests.runtime.kernel_loops import PLACES, WIDTH, assert_same, batch, network, one_step, train, trained_in_turn
 from tests.zoo import bf16_safe
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from lowtide.memory.emulated_mover import EmulatedMover
+from lowtide.optim.rules import Adam
 from lowtide.optim.state import ParameterState
-from lowtide.optim.update_types import Adam, Moments, Numerics, Rounding
+from lowtide.optim.update_types import Moments, Numerics, Rounding
 from lowtide.runtime.statistics.recording import Recorder
 from lowtide.runtime.updates.paged_state import Pages
 

@@ -26,7 +26,7 @@ from lowtide.memory.groups import find_groups
 from lowtide.memory.layout import lay_out
 from lowtide.models import ModelSource, resolve_model
 from lowtide.optim.rules import require_rule
-from lowtide.planning.group_settings import activations_by_group
+from lowtide.planning.hand_plan import activations_by_group
 from lowtide.runtime.warm_up import device_size
 from lowtide.units import MiB
 

@@ -17,6 +17,7 @@ from typing import Literal
 
 import torch
 
+from lowtide.config import require_least
 from lowtide.errors import ConfigError
 from lowtide.lab.recipe_parts import (
     Constant,
@@ -29,7 +30,6 @@ from lowtide.lab.recipe_parts import (
     RiseFromZero,
     Stories,
     TextFiles,
-    at_least,
 )
 from lowtide.optim.update_types import numerics_of
 from lowtide.planning.budget_plans import StaticPartition, WarmUp
@@ -118,10 +118,8 @@ class Recipe:
     def __post_init__(self) -> None:
         # One name for each type, so that the same settings are the same recipe; frozen, so set past the guard.
         object.__setattr__(self, "dtype", parse_dtype(self.dtype, key="dtype"))
-        at_least("steps", self.steps, 1)
-        at_least("accumulation", self.accumulation, 1)
-        at_least("seed", self.seed, 0)
-        at_least("tolerance", self.tolerance, 0)
+        require_least(self, 1, "steps", "accumulation")
+        require_least(self, 0, "seed", "tolerance")
         if self.max_grad_norm is not None and self.max_grad_norm <= 0:
             raise ConfigError(
                 f"max_grad_norm is {self.max_grad_norm}; give a number above 0, or leave it out", key="max_grad_norm"

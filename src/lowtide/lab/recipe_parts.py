@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from lowtide.activations.policy import check_policies
+from lowtide.config import require_least
 from lowtide.errors import ConfigError, UnknownNameError, did_you_mean
 from lowtide.memory.groups import find_named_groups
 from lowtide.memory.layout import lay_out
@@ -22,17 +23,6 @@ from lowtide.planning.budget_plans import StaticPartition, WarmUp
 from lowtide.planning.hand_plan import make_plan, names_in
 from lowtide.planning.plan import Plan, Schedule, Site, Weights, require_sizes
 from lowtide.units import parse_bytes
-
-
-def at_least(key: str, value: float, least: int) -> None:
-    """Refuse a setting below its least value.
-
-    Raises:
-        ConfigError: It is below.
-    """
-    if value < least:
-        raise ConfigError(f"{key} is {value}; give {least} or more", key=key)
-
 
 LEAST_VOCABULARY = 260
 """256 bytes, and the four tokens for beginning, padding, end and unknown."""
@@ -58,10 +48,9 @@ class Stories:
     """How many tokens the tokenizer has."""
 
     def __post_init__(self) -> None:
-        at_least("seed", self.seed, 0)
-        at_least("num_stories", self.num_stories, 1)
-        at_least("num_validation", self.num_validation, 0)
-        at_least("vocab_size", self.vocab_size, LEAST_VOCABULARY)
+        require_least(self, 0, "seed", "num_validation")
+        require_least(self, 1, "num_stories")
+        require_least(self, LEAST_VOCABULARY, "vocab_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +63,7 @@ class TextFiles:
     vocab_size: int = 8000
 
     def __post_init__(self) -> None:
-        at_least("vocab_size", self.vocab_size, LEAST_VOCABULARY)
+        require_least(self, LEAST_VOCABULARY, "vocab_size")
         if not 0.0 <= self.validation_share < 1.0:
             raise ConfigError(
                 f"validation_share is {self.validation_share}; give a number from 0 up to, not including, 1",
@@ -93,7 +82,7 @@ class HubDataset:
     vocab_size: int = 8000
 
     def __post_init__(self) -> None:
-        at_least("vocab_size", self.vocab_size, LEAST_VOCABULARY)
+        require_least(self, LEAST_VOCABULARY, "vocab_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +97,7 @@ class EvaluationRecipe:
     """Steps, counted from 1, after which the model is evaluated as well; the training goes on as if it had not been."""
 
     def __post_init__(self) -> None:
-        at_least("samples", self.samples, 1)
-        at_least("batch", 1 if self.batch is None else self.batch, 1)
+        require_least(self, 1, "samples", "batch")
         if any(step <= before for before, step in pairwise((0, *self.after))):
             raise ConfigError(
                 f"after is {list(self.after)}; give numbers of steps from 1 on, each larger than the one before",
@@ -177,7 +165,7 @@ class LinearWarmup:
     """Steps of the rise; the first step has 1/warmup_steps of the learning rate."""
 
     def __post_init__(self) -> None:
-        at_least("warmup_steps", self.warmup_steps, 1)
+        require_least(self, 1, "warmup_steps")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +176,7 @@ class RiseFromZero:
     """The step numbered so, from 0, is the first with the whole learning rate."""
 
     def __post_init__(self) -> None:
-        at_least("rise_steps", self.rise_steps, 1)
+        require_least(self, 1, "rise_steps")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,9 +209,7 @@ class PlanRecipe:
     """Steps between two defragmentations of the host arena; None or 0: only when a request fails for fragmentation."""
 
     def __post_init__(self) -> None:
-        for key in ("prefetch_depth", "cached_buffers", "defragment_every"):
-            if (count := getattr(self, key)) is not None:
-                at_least(key, count, 0)
+        require_least(self, 0, "prefetch_depth", "cached_buffers", "defragment_every")
         for update in self.update.values() if isinstance(self.update, dict) else (self.update,):
             if isinstance(update, float) and not 0.0 <= update <= 1.0:
                 raise ConfigError(f"an update share of {update} is not between 0 and 1", key="update")
@@ -233,22 +219,12 @@ class PlanRecipe:
 
 def plan_of(recipe: PlanRecipe, model: nn.Module) -> Plan:
     """The plan by hand for a model."""
-    counts = {key: getattr(recipe, key) for key in ("cached_buffers", "defragment_every")}
-    return make_plan(
-        lay_out(
-            find_named_groups(model, names_in(recipe.weights, recipe.update, recipe.activations)),
-            chunk_bytes=None if recipe.chunk_memory is None else parse_bytes(recipe.chunk_memory),
-        ),
-        weights=recipe.weights,
-        update=recipe.update,
-        schedule=recipe.schedule,
-        activations=recipe.activations,
-        prefetch_depth=recipe.prefetch_depth,
-        device_memory=recipe.device_memory,
-        host_memory=recipe.host_memory,
-        window_memory=recipe.window_memory,
-        **{key: count for key, count in counts.items() if count is not None},
-    )
+    named = find_named_groups(model, names_in(recipe.weights, recipe.update, recipe.activations))
+    layout = lay_out(named, chunk_bytes=None if recipe.chunk_memory is None else parse_bytes(recipe.chunk_memory))
+    given: dict[str, Any] = {each.name: getattr(recipe, each.name) for each in fields(recipe)}
+    del given["chunk_memory"]
+    # All others are arguments of the same name; what is left out is as `make_plan` has it.
+    return make_plan(layout, **{name: value for name, value in given.items() if value is not None})
 
 
 def session_plan(recipe: PlanRecipe | StaticPartition | WarmUp, model: nn.Module) -> Plan | StaticPartition | WarmUp:

@@ -8,6 +8,7 @@ difference), ten times its own gradient.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,10 +17,30 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lowtide.errors import ConfigError
-from lowtide.optim.reference import sign
 
 
-class Lion(Optimizer):
+class _OneByOne(Optimizer):
+    """Goes over the parameters one by one."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # as torch's own do
+        """Update every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+        return loss
+
+    @abc.abstractmethod
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        """Take one step of one parameter."""
+
+
+class Lion(_OneByOne):
     """The sign of an interpolated momentum (Chen et al. 2023, algorithm 2), with decoupled decay.
 
     One state of the parameter's own dtype: half of Adam's. Rates are usually 3 to 10 times smaller than Adam's, and
@@ -57,21 +78,7 @@ class Lion(Optimizer):
             raise ConfigError(f"weight_decay is {weight_decay}; give a number of 0 or more", key="weight_decay")
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # as torch's own do
-        """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
-        return loss
-
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        gradient: Tensor = parameter.grad  # type: ignore[assignment]  # the caller has checked
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         if gradient.is_sparse:
             raise ConfigError("Lion has no rule for sparse gradients; make the embedding with sparse=False")
         state = self.state[parameter]
@@ -85,7 +92,7 @@ class Lion(Optimizer):
         state["exp_avg"].lerp_(gradient, 1 - beta2)
 
 
-class Adafactor(Optimizer):
+class Adafactor(_OneByOne):
     """Adafactor (Shazeer and Stern 2018) without momentum and without relative steps, in eager ops.
 
     The second moment of a matrix is kept as its row and column sums, that of a vector whole, in the parameter's own
@@ -133,21 +140,9 @@ class Adafactor(Optimizer):
         }
         super().__init__(params, defaults)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # as torch's own do
-        """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                # One without elements has no rows whose sums could be kept.
-                if parameter.grad is not None and parameter.numel():
-                    self._update(parameter, group)
-        return loss
-
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        if not parameter.numel():
+            return  # it has no rows whose sums could be kept
         state = self.state[parameter]
         if not state:
             state.update(_initial_state(parameter))
@@ -155,7 +150,7 @@ class Adafactor(Optimizer):
         lr = group["lr"]
         parameter.mul_(1.0 - lr * group["weight_decay"])
 
-        gradient = parameter.grad.float()  # type: ignore[union-attr]  # the caller has checked
+        gradient = gradient.float()
         beta2 = min(1.0 - state["step"] ** group["decay_rate"], group["max_beta2"])
         update = _normalised(gradient, state, beta2, group["eps"])
         root_mean_square = update.square().mean().sqrt()
@@ -198,3 +193,8 @@ def _moved(stored: Tensor, target: Tensor, beta2: float) -> Tensor:
     if average.dtype != stored.dtype:
         stored.copy_(average)
     return average
+
+
+def sign(values: Tensor) -> Tensor:
+    """-1, 0 or 1, and NaN for a NaN, for which torch says 0: a broken gradient would go unnoticed."""
+    return torch.where(values.isnan(), values, values.sign())

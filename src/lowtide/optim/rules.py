@@ -1,8 +1,27 @@
-"""From a torch optimizer to the rule that the kernels run: read anew for each step, so that schedulers are heard."""
+"""The rules that kernels run, as plain data with the states that each keeps, and the rule of a torch optimizer: read anew
+for each step, so that schedulers are heard.
+
+Note [Adafactor in two vectors]
+A tensor with two dimensions or more is a matrix, of rows as long as its last dimension; its second moment is kept as the
+sums of its rows and of its columns. Step t takes the gradient g, in fp32 and with its factor, and `s = g * g + eps`:
+
+    beta2 = min(1 - t ** decay_rate, max_beta2)
+    row  <- beta2 * row + (1 - beta2) * (sums of s over each row);    col likewise
+    d     = g * (row ** -0.5 * col ** -0.5)                            the direction, up to a factor
+    size  = sqrt(sum of row)                                           that factor
+    step  = lr * size / max(1, size * sqrt(mean of d * d) / clip_threshold)
+    weight <- weight * (1 - lr * weight_decay) - step * d
+
+A vector or a number keeps its second moment whole, under `row`: there `d = g / sqrt(row)`, and `size` is 1. Nothing of the
+weight's size is made: d is computed twice, from the gradient, and lands in the weight as the rounding says. The vectors
+are fp32 whatever the weight is, and whatever format was chosen for moments: they are a thousandth of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +31,11 @@ from lowtide.errors import ConfigError, UnsupportedOptimizerError
 from lowtide.memory.groups import is_dense
 from lowtide.optim.optimizers import Adafactor as AdafactorOptimizer
 from lowtide.optim.optimizers import Lion as LionOptimizer
-from lowtide.optim.update_types import Adafactor, Adam, Lion, Rule, Sgd
+
+ROW = "row"
+COLUMN = "col"
+STATISTICS = frozenset({ROW, COLUMN})
+"""States that are fp32 whatever format was chosen for moments; named as `lowtide.optim.Adafactor` names them."""
 
 ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, LionOptimizer)
 MATRIX = (torch.optim.Adafactor, torch.optim.Muon, AdafactorOptimizer)
@@ -20,6 +43,73 @@ WEIGHT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What the kernels update."""
 _LARGEST = float(torch.finfo(torch.float32).max)
 """The largest setting that kernels can take: they compute in fp32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adam:
+    """Adam and AdamW as torch writes them."""
+
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    is_decoupled: bool = True
+    """AdamW: decay multiplies the weight; else it is added to the gradient."""
+    amsgrad: bool = False
+    maximize: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sgd:
+    """SGD with momentum as torch writes it; the first step takes the gradient itself for the momentum."""
+
+    lr: float
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    maximize: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lion:
+    """The sign of an interpolated momentum, with decoupled decay. The sign of zero is zero, that of a NaN is NaN."""
+
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.99
+    weight_decay: float = 0.0
+    maximize: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adafactor:
+    """`lowtide.optim.Adafactor`; see Note [Adafactor in two vectors]."""
+
+    lr: float
+    weight_decay: float = 0.0
+    eps: float = 1e-30
+    decay_rate: float = -0.8
+    max_beta2: float = 0.999
+    clip_threshold: float = 1.0
+
+    def beta2(self, step: int) -> float:
+        """How much of the second moment stays in this step."""
+        return min(1.0 - math.pow(step, self.decay_rate), self.max_beta2)
+
+
+ElementwiseRule = Adam | Sgd | Lion
+Rule = ElementwiseRule | Adafactor
+"""What the kernels run."""
+STATE_NAMES: dict[type, tuple[str, ...]] = {
+    Adam: ("exp_avg", "exp_avg_sq"),
+    Sgd: ("momentum_buffer",),
+    Lion: ("exp_avg",),
+}
+"""As torch's optimizers call them; Adam with amsgrad has `max_exp_avg_sq` too, SGD without momentum has none."""
+UNSIGNED = frozenset({"exp_avg_sq", "max_exp_avg_sq"})
+"""States that are never negative: second moments."""
 
 
 def has_matrix_rule(optimizer: Optimizer) -> bool:
@@ -159,3 +249,39 @@ def _as_number(key: str, value: object) -> float:
             key=key,
         )
     return float(value)
+
+
+def state_names(rule: ElementwiseRule) -> tuple[str, ...]:
+    """The states that a rule keeps for each element."""
+    if isinstance(rule, Sgd) and not rule.momentum:
+        return ()
+    more = ("max_exp_avg_sq",) if isinstance(rule, Adam) and rule.amsgrad else ()
+    return STATE_NAMES[type(rule)] + more
+
+
+def names_of_states(rule: Rule, shape: Sequence[int]) -> tuple[str, ...]:
+    """The states that a rule keeps for a parameter of this shape."""
+    return tuple(statistic_sizes(shape)) if isinstance(rule, Adafactor) else state_names(rule)
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns of a tensor of two dimensions or more, as `lowtide.optim.Adafactor` sees it.
+
+    Example:
+        >>> matrix_shape((4, 3, 2, 5))
+        (24, 5)
+    """
+    return math.prod(shape[:-1]), shape[-1]
+
+
+def statistic_sizes(shape: Sequence[int]) -> dict[str, int]:
+    """The states of a parameter of this shape, and how many numbers each has.
+
+    Example:
+        >>> statistic_sizes((2048, 5400)), statistic_sizes((7,)), statistic_sizes(())
+        ({'row': 2048, 'col': 5400}, {'row': 7}, {'row': 1})
+    """
+    if len(shape) < 2:
+        return {ROW: math.prod(shape)}
+    rows, columns = matrix_shape(shape)
+    return {ROW: rows, COLUMN: columns}

@@ -18,30 +18,29 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import OptimizerStateError
-from lowtide.optim.formats import join, read_moment, split, write_moment
-from lowtide.optim.update_types import (
-    BLOCK,
+from lowtide.optim.reference import join, read_moment, split, write_moment
+from lowtide.optim.rules import (
     COLUMN,
     STATE_NAMES,
     STATISTICS,
-    UNSIGNED,
     Adafactor,
     Adam,
+    Rule,
+    Sgd,
+    names_of_states,
+    statistic_sizes,
+)
+from lowtide.optim.update_types import (
+    SCALE,
     Moments,
     Numerics,
     Rounding,
-    Rule,
-    Sgd,
     kept_bytes,
-    moment_bytes,
-    names_of_states,
     rounding_for,
-    statistic_sizes,
+    state_tensors,
     stored_as,
 )
 
-SCALE = "_scale"
-"""After the name of an 8-bit state: its scales."""
 STEP = "step"
 MASTER = "master"
 MOMENTS = "moments"
@@ -121,14 +120,14 @@ class SavedState:
 
 def new_state(weight: torch.Tensor, rule: Rule, numerics: Numerics) -> ParameterState:
     """Before the first update: all zero, and the master is the weight itself."""
-    num_elements, device = weight.numel(), weight.device
-    tensors: dict[str, torch.Tensor] = {}
-    for name in names_of_states(rule, weight.shape):
-        tensors |= _empty_state(name, weight, rule, numerics.moments)
+    state = ParameterState()
+    complete(state, weight, rule, numerics)
     rounding = rounding_for(weight, numerics)
-    remainder = _zeros(num_elements, torch.int16, device) if rounding is Rounding.EXACT else None
-    master = weight.detach().as_strided((num_elements,), (1,)).float() if rounding is Rounding.MASTER else None
-    return ParameterState(tensors=tensors, remainder=remainder, master=master)
+    if rounding is Rounding.EXACT:
+        state.remainder = torch.zeros(weight.numel(), dtype=torch.int16, device=weight.device)
+    elif rounding is Rounding.MASTER:
+        state.master = _flat(weight.detach()).float()
+    return state
 
 
 def state_bytes(shape: Sequence[int], dtype: torch.dtype, rule: Rule, numerics: Numerics) -> int:
@@ -138,36 +137,18 @@ def state_bytes(shape: Sequence[int], dtype: torch.dtype, rule: Rule, numerics: 
         >>> state_bytes((32, 64), torch.bfloat16, Adafactor(lr=1e-3), Numerics())  # 2 * 2048 + 4 * (32 + 64)
         4480
     """
-    num_elements = math.prod(shape)
-    kept = kept_bytes(num_elements, dtype, numerics)
-    if isinstance(rule, Adafactor):
-        return kept + 4 * sum(statistic_sizes(shape).values())
-    return kept + len(names_of_states(rule, shape)) * moment_bytes(num_elements, numerics.moments)
+    states = state_tensors(rule, shape, numerics.moments).values()
+    return kept_bytes(math.prod(shape), dtype, numerics) + sum(count * kind.itemsize for kind, count in states)
 
 
 def complete(state: ParameterState, weight: torch.Tensor, rule: Rule, numerics: Numerics) -> None:
     """Add what a setting that was changed since asks for: a momentum, amsgrad's maximum."""
-    for name in names_of_states(rule, weight.shape):
+    for name, (dtype, count) in state_tensors(rule, weight.shape, numerics.moments).items():
         if name not in state.tensors:
             state.lacks_momentum = state.lacks_momentum or (isinstance(rule, Sgd) and state.step > 0)
-            state.tensors |= _empty_state(name, weight, rule, numerics.moments)
-
-
-def _empty_state(name: str, weight: torch.Tensor, rule: Rule, moments: Moments) -> dict[str, torch.Tensor]:
-    num_elements, device = weight.numel(), weight.device
-    if isinstance(rule, Adafactor):
-        return {name: _zeros(statistic_sizes(weight.shape)[name], torch.float32, device)}
-    if moments is Moments.INT8:
-        code = torch.uint8 if name in UNSIGNED else torch.int8
-        scales = _zeros(-(-num_elements // BLOCK), torch.float32, device)
-        return {name: _zeros(num_elements, code, device), f"{name}{SCALE}": scales}
-    return {name: _zeros(num_elements, torch.float32 if moments is Moments.FP32 else torch.bfloat16, device)}
-
-
-def _zeros(num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    # In pages as they come: large ones, which begin at the same offset for every tensor of an update, made it 12% slower
-    # (`benchmarks.optim.host_kernel`).
-    return torch.zeros(num_elements, dtype=dtype, device=device)
+            # In pages as they come: large ones, which begin at the same offset for every tensor of an update, made it 12%
+            # slower (`benchmarks.optim.host_kernel`).
+            state.tensors[name] = torch.zeros(count, dtype=dtype, device=weight.device)
 
 
 def to_torch_state(weight: Tensor, state: ParameterState, numerics: Numerics) -> dict[str, Any]:

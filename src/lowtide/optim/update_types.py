@@ -1,4 +1,5 @@
-"""What an update is made of, as plain data: the rule, how it rounds, how its state is stored, and the pieces it works on.
+"""What an update is made of, as plain data: how it rounds, how its state is stored, and the pieces it works on, which are
+checked before a kernel gets their addresses.
 
 Three implementations take the same `Piece`s and agree within fp32 rounding: the reference in torch's own operators, the
 host kernel in C++, and the device kernel.
@@ -36,21 +37,6 @@ the left and each result rounded. The largest code has r = 1 exactly: what is wr
 Numbers below `2**-126`, which kernels take for zero, count as zero before and after. A block whose largest is below
 `2**-124` is one of zeros, because the quotient would leave that range.
 
-Note [Adafactor in two vectors]
-A tensor with two dimensions or more is a matrix, of rows as long as its last dimension; its second moment is kept as the
-sums of its rows and of its columns. Step t takes the gradient g, in fp32 and with its factor, and `s = g * g + eps`:
-
-    beta2 = min(1 - t ** decay_rate, max_beta2)
-    row  <- beta2 * row + (1 - beta2) * (sums of s over each row);    col likewise
-    d     = g * (row ** -0.5 * col ** -0.5)                            the direction, up to a factor
-    size  = sqrt(sum of row)                                           that factor
-    step  = lr * size / max(1, size * sqrt(mean of d * d) / clip_threshold)
-    weight <- weight * (1 - lr * weight_decay) - step * d
-
-A vector or a number keeps its second moment whole, under `row`: there `d = g / sqrt(row)`, and `size` is 1. Nothing of the
-weight's size is made: d is computed twice, from the gradient, and lands in the weight as the rounding says. The vectors
-are fp32 whatever the weight is, and whatever format was chosen for moments: they are a thousandth of it.
-
 Note [The order of sums]
 A sum in fp32 depends on its order. The reference sums bands of rows, `BAND_ELEMENTS` elements long, and adds the bands
 from the first to the last; the device sums tiles, and then the tiles. So each gives the same bits every time, wherever
@@ -63,19 +49,30 @@ from __future__ import annotations
 import enum
 import math
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from lowtide.errors import ConfigError, UnknownNameError
+from lowtide.errors import BadPieceError, ConfigError, UnknownNameError
+from lowtide.optim.rules import (
+    STATISTICS,
+    UNSIGNED,
+    Adafactor,
+    ElementwiseRule,
+    Rule,
+    names_of_states,
+    state_names,
+    statistic_sizes,
+)
 
 BLOCK = 128
 """Elements that share a scale in the 8-bit format."""
-ROW = "row"
-COLUMN = "col"
-STATISTICS = frozenset({ROW, COLUMN})
-"""States that are fp32 whatever format was chosen for moments; named as `lowtide.optim.Adafactor` names them."""
+SCALE = "_scale"
+"""After the name of an 8-bit state: its scales."""
+MASK = 0xFFFFFFFF
+"""The lower 32 bits, in which random bits are mixed."""
 
 
 class Rounding(enum.StrEnum):
@@ -107,130 +104,8 @@ class Numerics:
 
     rounding: Rounding = Rounding.EXACT
     moments: Moments = Moments.FP32
-    seed: int = field(default=0)
+    seed: int = 0
     """Seeds stochastic rounding."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Adam:
-    """Adam and AdamW as torch writes them."""
-
-    lr: float
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    is_decoupled: bool = True
-    """AdamW: decay multiplies the weight; else it is added to the gradient."""
-    amsgrad: bool = False
-    maximize: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sgd:
-    """SGD with momentum as torch writes it; the first step takes the gradient itself for the momentum."""
-
-    lr: float
-    momentum: float = 0.0
-    dampening: float = 0.0
-    nesterov: bool = False
-    weight_decay: float = 0.0
-    maximize: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lion:
-    """The sign of an interpolated momentum, with decoupled decay. The sign of zero is zero, that of a NaN is NaN."""
-
-    lr: float
-    beta1: float = 0.9
-    beta2: float = 0.99
-    weight_decay: float = 0.0
-    maximize: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Adafactor:
-    """`lowtide.optim.Adafactor`; see Note [Adafactor in two vectors]."""
-
-    lr: float
-    weight_decay: float = 0.0
-    eps: float = 1e-30
-    decay_rate: float = -0.8
-    max_beta2: float = 0.999
-    clip_threshold: float = 1.0
-
-    def beta2(self, step: int) -> float:
-        """How much of the second moment stays in this step."""
-        return min(1.0 - math.pow(step, self.decay_rate), self.max_beta2)
-
-
-ElementwiseRule = Adam | Sgd | Lion
-Rule = ElementwiseRule | Adafactor
-"""What the kernels run."""
-STATE_NAMES: dict[type, tuple[str, ...]] = {
-    Adam: ("exp_avg", "exp_avg_sq"),
-    Sgd: ("momentum_buffer",),
-    Lion: ("exp_avg",),
-}
-"""As torch's optimizers call them; Adam with amsgrad has `max_exp_avg_sq` too, SGD without momentum has none."""
-UNSIGNED = frozenset({"exp_avg_sq", "max_exp_avg_sq"})
-"""States that are never negative: second moments."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Piece:
-    """One parameter, or a slice of it, to be updated in place. All tensors are flat, dense and of one device."""
-
-    weight: torch.Tensor
-    """fp32, bf16 or fp16."""
-    gradient: torch.Tensor
-    """fp32, bf16 or fp16; not changed."""
-    state: dict[str, torch.Tensor]
-    """By name. In 8 bits: int8 or, for `UNSIGNED` names, uint8; its scales are under `NAME_scale`, one for each block."""
-    rule: ElementwiseRule
-    step: int
-    """The number of this update, from 1."""
-    remainder: torch.Tensor | None = None
-    """int16, with EXACT."""
-    master: torch.Tensor | None = None
-    """fp32, with MASTER."""
-    key: int = 0
-    """32 bits, with STOCHASTIC: another for each parameter and step; see `random_bits`."""
-    first_element: int = 0
-    """Where the slice begins in its parameter: a multiple of `BLOCK`."""
-
-
-@dataclass(slots=True, kw_only=True)
-class MatrixPiece:
-    """One whole parameter to be updated in place. All tensors are flat, dense and of one device."""
-
-    weight: torch.Tensor
-    """fp32, bf16 or fp16; in the order of its memory."""
-    gradient: torch.Tensor
-    """fp32, bf16 or fp16, in the weight's order; not changed."""
-    state: dict[str, torch.Tensor]
-    """By name, fp32: of the sizes that `statistic_sizes` says."""
-    rule: Adafactor
-    step: int
-    """The number of this update, from 1."""
-    shape: tuple[int, ...]
-    """The parameter's."""
-    stride: tuple[int, ...]
-    """In elements: a dense weight may lie in another order than its shape says."""
-    remainder: torch.Tensor | None = None
-    """int16, with EXACT; in the weight's order."""
-    master: torch.Tensor | None = None
-    """fp32, with MASTER; in the weight's order."""
-    key: int = 0
-    """32 bits, with STOCHASTIC: another for each parameter and step; see `random_bits`."""
-    first_element: int = 0
-    """Where a band of it begins; a whole parameter begins at 0."""
-
-    @property
-    def is_matrix(self) -> bool:
-        """Whether its second moment is two vectors."""
-        return len(self.shape) > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,7 +152,7 @@ def numerics_of(precision: str, moments: str | Moments = Moments.FP32, *, seed: 
     return found, Numerics(rounding=found.rounding, moments=stored, seed=whole)
 
 
-def rounding_for(weight: torch.Tensor, numerics: Numerics) -> Rounding:
+def rounding_for(weight: Tensor, numerics: Numerics) -> Rounding:
     """How results land in this weight: in fp32 there is nothing to round.
 
     Raises:
@@ -294,45 +169,9 @@ def rounding_for(weight: torch.Tensor, numerics: Numerics) -> Rounding:
     return numerics.rounding
 
 
-def state_names(rule: ElementwiseRule) -> tuple[str, ...]:
-    """The states that a rule keeps for each element."""
-    if isinstance(rule, Sgd) and not rule.momentum:
-        return ()
-    more = ("max_exp_avg_sq",) if isinstance(rule, Adam) and rule.amsgrad else ()
-    return STATE_NAMES[type(rule)] + more
-
-
-def names_of_states(rule: Rule, shape: Sequence[int]) -> tuple[str, ...]:
-    """The states that a rule keeps for a parameter of this shape."""
-    return tuple(statistic_sizes(shape)) if isinstance(rule, Adafactor) else state_names(rule)
-
-
 def stored_as(name: str, moments: Moments) -> Moments:
     """The format of a state, where `moments` was asked for."""
     return Moments.FP32 if name in STATISTICS else moments
-
-
-def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns of a tensor of two dimensions or more, as `lowtide.optim.Adafactor` sees it.
-
-    Example:
-        >>> matrix_shape((4, 3, 2, 5))
-        (24, 5)
-    """
-    return math.prod(shape[:-1]), shape[-1]
-
-
-def statistic_sizes(shape: Sequence[int]) -> dict[str, int]:
-    """The states of a parameter of this shape, and how many numbers each has.
-
-    Example:
-        >>> statistic_sizes((2048, 5400)), statistic_sizes((7,)), statistic_sizes(())
-        ({'row': 2048, 'col': 5400}, {'row': 7}, {'row': 1})
-    """
-    if len(shape) < 2:
-        return {ROW: math.prod(shape)}
-    rows, columns = matrix_shape(shape)
-    return {ROW: rows, COLUMN: columns}
 
 
 def kept_bytes(num_elements: int, dtype: torch.dtype, numerics: Numerics) -> int:
@@ -342,11 +181,24 @@ def kept_bytes(num_elements: int, dtype: torch.dtype, numerics: Numerics) -> int
     return {Rounding.EXACT: 2, Rounding.MASTER: 4}.get(numerics.rounding, 0) * num_elements
 
 
-def moment_bytes(num_elements: int, moments: Moments) -> int:
-    """Bytes of one state with a number for each element."""
-    if moments is Moments.INT8:
-        return num_elements + 4 * -(-num_elements // BLOCK)
-    return (4 if moments is Moments.FP32 else 2) * num_elements
+def state_tensors(rule: Rule, shape: Sequence[int], moments: Moments) -> dict[str, tuple[torch.dtype, int]]:
+    """The type and the number of elements of each tensor that a rule keeps for a parameter, by name, scales among them.
+
+    Example:
+        >>> state_tensors(Adafactor(lr=1e-3), (4, 3), Moments.INT8)
+        {'row': (torch.float32, 4), 'col': (torch.float32, 3)}
+    """
+    if isinstance(rule, Adafactor):
+        return {name: (torch.float32, size) for name, size in statistic_sizes(shape).items()}
+    num_elements = math.prod(shape)
+    if moments is not Moments.INT8:
+        dtype = torch.float32 if moments is Moments.FP32 else torch.bfloat16
+        return dict.fromkeys(state_names(rule), (dtype, num_elements))
+    found: dict[str, tuple[torch.dtype, int]] = {}
+    for name in state_names(rule):
+        found[name] = (torch.uint8 if name in UNSIGNED else torch.int8, num_elements)
+        found[f"{name}{SCALE}"] = (torch.float32, -(-num_elements // BLOCK))
+    return found
 
 
 def random_bits(key: int, index: int) -> int:
@@ -356,21 +208,170 @@ def random_bits(key: int, index: int) -> int:
         >>> random_bits(1, 0) == random_bits(1, 0), random_bits(1, 0) == random_bits(2, 0)
         (True, False)
     """
-    mask = 0xFFFFFFFF
-    x = (index * 0x9E3779B9 + key) & mask
+    x = (index * 0x9E3779B9 + key) & MASK
     x ^= x >> 16
-    x = (x * 0x85EBCA6B) & mask
+    x = (x * 0x85EBCA6B) & MASK
     x ^= x >> 13
-    x = (x * 0xC2B2AE35) & mask
+    x = (x * 0xC2B2AE35) & MASK
     x ^= x >> 16
     return x & 0xFFFF
 
 
-def is_left_out(gradient_factor: float | torch.Tensor) -> bool:
+def update_key(seed: int, parameter_index: int, step: int) -> int:
+    """The `key` of a parameter's update in a step: 32 bits in which every argument shows.
+
+    Example:
+        >>> update_key(0, 3, 1) == update_key(0, 3, 1), update_key(0, 3, 1) == update_key(0, 1, 3)
+        (True, False)
+    """
+    key = 0
+    for part in (seed, parameter_index, step):
+        key = (key ^ (part & MASK)) * 0x9E3779B1 + 0x85EBCA77 & MASK
+        key ^= key >> 15
+        key = key * 0xC2B2AE3D & MASK
+        key ^= key >> 13
+    return key
+
+
+def is_left_out(gradient_factor: float | Tensor) -> bool:
     """Whether an update with this factor changes nothing: a NaN, by which gradients that are not finite are kept out.
 
     Waits for one that lies on a device.
     """
-    if isinstance(gradient_factor, torch.Tensor):
+    if isinstance(gradient_factor, Tensor):
         return bool(gradient_factor.isnan())
     return math.isnan(gradient_factor)
+
+
+@dataclass(slots=True, kw_only=True)
+class _UpdatedTensors:
+    """What every piece has. All tensors are flat, dense and of one device; those beside the weight are in its order."""
+
+    weight: Tensor
+    """fp32, bf16 or fp16."""
+    gradient: Tensor
+    """fp32, bf16 or fp16; not changed."""
+    state: dict[str, Tensor]
+    """By name, as `state_tensors` says."""
+    step: int
+    """The number of this update, from 1."""
+    remainder: Tensor | None = None
+    """int16, with EXACT."""
+    master: Tensor | None = None
+    """fp32, with MASTER."""
+    key: int = 0
+    """32 bits, with STOCHASTIC: another for each parameter and step; see `random_bits`."""
+    first_element: int = 0
+    """Where the slice begins in its parameter: a multiple of `BLOCK`; where a band begins of a whole one."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Piece(_UpdatedTensors):
+    """One parameter, or a slice of it, to be updated in place."""
+
+    rule: ElementwiseRule
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The slice's own: its rule looks at single elements."""
+        return (self.weight.numel(),)
+
+
+@dataclass(slots=True, kw_only=True)
+class MatrixPiece(_UpdatedTensors):
+    """One whole parameter to be updated in place."""
+
+    rule: Adafactor
+    shape: tuple[int, ...]
+    """The parameter's."""
+    stride: tuple[int, ...]
+    """In elements: a dense weight may lie in another order than its shape says."""
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether its second moment is two vectors."""
+        return len(self.shape) > 1
+
+
+AnyPiece = Piece | MatrixPiece
+MOST_STATES = 3
+"""How many states a rule may keep."""
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""What weights and gradients may be."""
+
+
+def addresses_of(piece: AnyPiece) -> list[int]:
+    """Where a kernel finds the piece's tensors, 0 for those that it lacks.
+
+    In this order: weight, gradient, what the rounding keeps, `MOST_STATES` states, and as many scales.
+    """
+    names = names_of_states(piece.rule, piece.shape)
+    gap = [None] * (MOST_STATES - len(names))
+    states = [piece.state[name] for name in names]
+    scales = [piece.state.get(f"{name}{SCALE}") for name in names]
+    kept = piece.master if piece.remainder is None else piece.remainder
+    tensors = (piece.weight, piece.gradient, kept, *states, *gap, *scales, *gap)
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+def check_pieces(
+    pieces: Sequence[AnyPiece], *, rounding: Rounding, moments: Moments = Moments.FP32, device: torch.device
+) -> None:
+    """Look at types, sizes and places; nothing is read. What is not caught would be written where it must not.
+
+    Raises:
+        BadPieceError: A tensor is missing, of another type or size, not flat and dense, or elsewhere; or a rule that looks
+            at whole parameters has a part of one.
+        ConfigError: The rounding is not for weights of this type.
+    """
+    numerics = Numerics(rounding=rounding, moments=moments)
+    for index, piece in enumerate(pieces):
+        if piece.weight.dtype not in FLOATS or piece.gradient.dtype not in FLOATS:
+            raise BadPieceError(
+                f"piece {index} has a weight of {piece.weight.dtype} and a gradient of {piece.gradient.dtype}; updates "
+                "take fp32, bf16 and fp16"
+            )
+        if piece.step < 1:
+            raise BadPieceError(f"piece {index} is at step {piece.step}; the first step is 1")
+        _check_part(piece, index)
+        for what, tensor, dtype, num_elements in _needed(piece, rounding_for(piece.weight, numerics), moments):
+            if tensor is None:
+                raise BadPieceError(
+                    f"the {what} of piece {index} is missing; its format needs {num_elements} elements of {dtype}"
+                )
+            if tensor.dtype is not dtype or tensor.shape != (num_elements,) or not tensor.is_contiguous():
+                raise BadPieceError(
+                    f"the {what} of piece {index} is {tensor.dtype} of shape {tuple(tensor.shape)} and stride "
+                    f"{tensor.stride()}; it must be flat and dense, with {num_elements} elements of {dtype}"
+                )
+            if tensor.device != device:
+                raise BadPieceError(
+                    f"the {what} of piece {index} is on {tensor.device}, and the update on {device}; bring them together"
+                )
+
+
+def _check_part(piece: AnyPiece, index: int) -> None:
+    if isinstance(piece, Piece):
+        if piece.first_element % BLOCK or piece.first_element < 0:
+            raise BadPieceError(f"piece {index} begins at element {piece.first_element}; cut at multiples of {BLOCK}")
+    elif piece.first_element or piece.weight.numel() != math.prod(piece.shape):
+        raise BadPieceError(
+            f"piece {index} begins at element {piece.first_element} and has {piece.weight.numel()} of the "
+            f"{math.prod(piece.shape)} elements of its shape {piece.shape}; {type(piece.rule).__name__} looks at whole "
+            "parameters: do not cut them"
+        )
+
+
+def _needed(
+    piece: AnyPiece, rounding: Rounding, moments: Moments
+) -> Iterator[tuple[str, Tensor | None, torch.dtype, int]]:
+    """Every tensor of a piece: what it is, itself, its type and its number of elements."""
+    num_elements = piece.weight.numel()
+    yield "weight", piece.weight, piece.weight.dtype, num_elements
+    yield "gradient", piece.gradient, piece.gradient.dtype, num_elements
+    if rounding is Rounding.EXACT:
+        yield "remainder", piece.remainder, torch.int16, num_elements
+    if rounding is Rounding.MASTER:
+        yield "master", piece.master, torch.float32, num_elements
+    for name, (dtype, count) in state_tensors(piece.rule, piece.shape, moments).items():
+        yield name, piece.state.get(name), dtype, count

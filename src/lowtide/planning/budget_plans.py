@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lowtide.activations.policy import Policies, check_policies
+from lowtide.config import require_least
 from lowtide.errors import ConfigError, PlanError
 from lowtide.memory.layout import Layout
-from lowtide.planning.group_settings import activations_by_group
+from lowtide.planning.hand_plan import activations_by_group
 from lowtide.planning.placement import (
     assemble,
     by_first_use,
@@ -336,9 +337,7 @@ def _check_common(config: StaticPartition | WarmUp, *sizes: str) -> None:
     """Check what both kinds of settings have. The word of a schedule becomes the schedule itself."""
     # Frozen, so set past the guard.
     object.__setattr__(config, "schedule", word_of(Schedule, config.schedule, "schedule"))
-    for key in ("prefetch_depth", "cached_buffers", "defragment_every"):
-        if getattr(config, key) < 0:
-            raise ConfigError(f"{key} is {getattr(config, key)}; give 0 or more", key=key)
+    require_least(config, 0, "prefetch_depth", "cached_buffers", "defragment_every")
     require_sizes(config, *sizes)
     check_policies(config.activations)
 

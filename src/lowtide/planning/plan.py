@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from lowtide import plain_text
 from lowtide.activations.policy import KEEP, CompileBudget, Keep, Offload, Policy, Recompute, Selective
-from lowtide.config import from_plain, to_plain
+from lowtide.config import from_plain, require_least, to_plain
 from lowtide.errors import BadRecordError, ConfigError
 from lowtide.units import format_bytes, parse_bytes
 
@@ -110,10 +110,7 @@ class Budgets:
     and with an optimizer that keeps state, whose updates take longer, up to 2 GiB."""
 
     def __post_init__(self) -> None:
-        for key in ("device_bytes", "host_bytes", "pinned_bytes", "window_bytes", "staging_bytes"):
-            size = getattr(self, key)
-            if size is not None and size < 0:
-                raise ConfigError(f"{key} is {size}; give 0 or more", key=key)
+        require_least(self, 0, "device_bytes", "host_bytes", "pinned_bytes", "window_bytes", "staging_bytes")
         for part, whole in (
             ("pinned_bytes", "host_bytes"),
             ("window_bytes", "device_bytes"),

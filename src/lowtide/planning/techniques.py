@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lowtide.activations.policy import Offload
 from lowtide.hardware import Hardware
 from lowtide.memory.groups import repeated_blocks
-from lowtide.planning.reasons import Subject
 from lowtide.tracing.allocator import AllocatorSettings
 from lowtide.tracing.attention.rules import Backend
 from lowtide.tracing.attention.use import WRITTEN_OUT, attention_use, backend_of
@@ -25,8 +26,8 @@ from lowtide.tracing.explanation.explain import is_foreach_copy, logits_shape
 from lowtide.tracing.explanation.instant import Place
 from lowtide.tracing.prediction.trace import trace_step
 from lowtide.tracing.settings import Implementation, StepSettings, UpdateSchedule
-from lowtide.tracing.step_trace import Category, Phase, StepTrace
-from lowtide.tracing.training_step import Loss, OptimizerFactory
+from lowtide.tracing.step_trace import Allocation, Bytes, Category, Phase, StepTrace
+from lowtide.tracing.training_step import Loss, OptimizerFactory, tensors_in
 from lowtide.units import format_bytes
 
 _FEWEST_FOR_SEGMENTS = 4
@@ -77,191 +78,51 @@ class Problem:
         )
 
 
-class Technique(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """The tensors a technique acts on."""
+
+    noun: str
+    """In the plural: `gradients`."""
+    matches: Callable[[Allocation], bool]
+    when_absent: Callable[[Place], str] = lambda place: "where none of them is alive"
+    """Why none of them is alive at a peak there; follows "the peak is at the loss, "."""
+    when_ineffective: str = "not one allocation of the step changes"
+    """What to say when the step is the same with the technique as without."""
+    what_stays: Callable[[Allocation], bool] = lambda item: False
+    """Those of them that the technique should have changed and did not; told with the saving."""
+    why_stays: str = ""
+    """Follows their bytes: `stay in float32`."""
+
+    def bytes_at(self, trace: StepTrace, event: int) -> int:
+        """Bytes of the subject alive right after an event."""
+        return sum(allocation.bytes for allocation in trace.alive_at(event) if self.matches(allocation))
+
+    def curve(self, trace: StepTrace) -> Bytes:
+        """Bytes of the subject at each position of `trace.curve`."""
+        matching = [self.matches(allocation) for allocation in trace.allocations]
+        start = sum(
+            item.bytes for item, fits in zip(trace.allocations, matching, strict=True) if fits and item.born is None
+        )
+        changes = [
+            (-1 if event.is_free else 1) * trace.allocations[event.allocation].bytes * matching[event.allocation]
+            for event in trace.events
+        ]
+        return np.cumsum(np.array([start, *changes], dtype=np.int64))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Technique:
     """One way to change the memory of a step."""
 
-    @property
-    def name(self) -> str:
-        """Shown in the table."""
-        ...
-
-    def why_not(self, problem: Problem, trace: StepTrace) -> str | None:
-        """Why it cannot be added to a step, given its trace; None where it can."""
-        ...
-
-    def apply(self, problem: Problem) -> Problem:
-        """The step with it."""
-        ...
-
-    def subject(self, trace: StepTrace) -> Subject:
-        """The tensors it acts on."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Bfloat16:
-    """Weights, gradients, optimizer state and activations in bfloat16. Changes the numerics."""
-
-    name: str = "bf16"
-
-    def why_not(self, problem: Problem, trace: StepTrace) -> str | None:
-        """Needs fp32 weights."""
-        weights = [item for item in trace.alive_at(-1) if item.category is Category.WEIGHTS]
-        if any(item.dtype == "float32" for item in weights):
-            return None
-        return "no weight is in float32"
-
-    def apply(self, problem: Problem) -> Problem:
-        """Convert the model before the step."""
-        return _with(problem, precision="bfloat16")
-
-    def subject(self, trace: StepTrace) -> Subject:
-        """All floating point tensors."""
-        return Subject(
-            noun="floating point tensors",
-            matches=lambda item: item.dtype in ("float32", "bfloat16", "float16"),
-            what_stays=lambda item: item.dtype == "float32",
-            why_stays="stay in float32",
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionBackend:
-    """The kind of attention backend that is not in use: fused where attention runs on math, math where it is fused."""
-
-    to_math: bool
-
-    @property
-    def name(self) -> str:
-        """`math attention` or `fused attention`."""
-        return "math attention" if self.to_math else "fused attention"
-
-    def why_not(self, problem: Problem, trace: StepTrace) -> str | None:
-        """Needs calls of SDPA, and one that runs on the other kind."""
-        uses = [use for use in attention_use(trace) if use.backend != WRITTEN_OUT]
-        if not uses:
-            return "the model does not call scaled_dot_product_attention"
-        if {use.backend == Backend.MATH for use in uses} == {self.to_math}:
-            return "it is on already"
-        if not self.to_math and problem.settings.attention is None:
-            # Nobody asked for math: torch fell back to it, and the note says what each fused backend refuses.
-            refused = next((use.reason for use in uses if use.backend == Backend.MATH), "")
-            return f"no fused backend takes these calls{f' ({refused})' if refused else ''}"
-        return None
-
-    def apply(self, problem: Problem) -> Problem:
-        """Allow math alone, or leave the choice to torch."""
-        return _with(problem, attention="math" if self.to_math else None)
-
-    def subject(self, trace: StepTrace) -> Subject:
-        """What the modules that call attention allocate beside weights and gradients."""
-        modules = {op.module for op in trace.ops if backend_of(op.name) is not None}
-        kinds = (Category.ACTIVATIONS, Category.TEMPORARIES, Category.WORKSPACE)
-        return Subject(
-            noun="tensors of the attention",
-            matches=lambda item: item.module in modules and item.category in kinds,
-            when_absent=lambda place: "where hardly any tensor of the attention is alive",
-            when_ineffective="the model chooses the backend of its attention itself, so nothing changes",
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateImplementation:
-    """Another of torch's implementations of the same update, in place of foreach."""
-
     name: str
-    implementation: Implementation
-
-    def why_not(self, problem: Problem, trace: StepTrace) -> str | None:
-        """Needs an optimizer that has it and does not use it yet."""
-        if problem.optimizer is None:
-            return "the step has no optimizer"
-        if self.implementation is Implementation.FUSED:
-            if any(op.name.startswith(_FUSED_UPDATES) for op in trace.ops):
-                return "it is on already"
-            return _why_not_fused(problem)
-        if not any(op.name.startswith("aten._foreach") for op in trace.ops):
-            return "the update does not use foreach"
-        return None
-
-    def apply(self, problem: Problem) -> Problem:
-        """Choose it."""
-        return _with(problem, implementation=self.implementation)
-
-    def subject(self, trace: StepTrace) -> Subject:
-        """The temporary lists of foreach."""
-        return Subject(
-            noun="temporary copies of the foreach update",
-            matches=is_foreach_copy,
-            when_absent=lambda place: (
-                "where the update has freed its copies"
-                if place is Place.UPDATE
-                else "before the update makes its copies"
-            ),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateInBackward:
-    """Update each parameter as soon as its gradient is complete, and free the gradient."""
-
-    name: str = "optimizer in backward"
-
-    def why_not(self, problem: Problem, trace: StepTrace) -> str | None:
-        """Needs an optimizer, and each gradient once and complete."""
-        if problem.optimizer is None:
-            return "the step has no optimizer"
-        if problem.settings.update is UpdateSchedule.IN_BACKWARD:
-            return "it is on already"
-        if problem.settings.accumulate > 1:
-            return "accumulation needs the gradients until the last backward"
-        if problem.settings.max_grad_norm is not None:
-            return "clipping needs all gradients before the first update"
-        return None
-
-    def apply(self, problem: Problem) -> Problem:
-        """Move the update."""
-        return _with(problem, update=UpdateSchedule.IN_BACKWARD)
-
-    def subject(self, trace: StepTrace) -> Subject:
-        """Gradients."""
-        return Subject(
-            noun="gradients",
-            matches=lambda item: item.category is Category.GRADIENTS,
-            when_absent=lambda place: (
-                "before any gradient exists" if place.is_before_gradients else "where hardly any gradient is alive"
-            ),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Accumulate:
-    """Half the batch, twice: as many samples per update, and half as many at a time."""
-
-    name: str = "accumulation (half the batch, twice)"
-
-    def why_not(self, problem: Problem, trace: StepTrace) -> str | None:
-        """Needs a batch with an even first dimension."""
-        if problem.settings.update is UpdateSchedule.IN_BACKWARD:
-            return "the update in the backward needs each gradient complete after one backward"
-        size = batch_size(problem.batch)
-        if size is None:
-            return "the tensors of the batch share no first dimension to halve"
-        return None if size % 2 == 0 else f"the batch size {size} cannot be halved"
-
-    def apply(self, problem: Problem) -> Problem:
-        """Halve the batch and double the passes."""
-        changed = _with(problem, accumulate=2 * problem.settings.accumulate)
-        return replace(changed, batch=half_of(problem.batch))
-
-    def subject(self, trace: StepTrace) -> Subject:
-        """What grows with the batch."""
-        kinds = (Category.ACTIVATIONS, Category.TEMPORARIES)
-        return Subject(
-            noun="activations and temporaries",
-            matches=lambda item: item.category in kinds and not is_foreach_copy(item),
-            when_absent=lambda place: "where hardly anything that grows with the batch is alive",
-        )
+    """Shown in the table."""
+    why_not: Callable[[Problem, StepTrace], str | None]
+    """Why it cannot be added to a step, given its trace; None where it can."""
+    apply: Callable[[Problem], Problem]
+    """The step with it."""
+    subject: Callable[[StepTrace], Subject]
+    """The tensors it acts on."""
 
 
 def _with(problem: Problem, **changes: object) -> Problem:
@@ -269,8 +130,76 @@ def _with(problem: Problem, **changes: object) -> Problem:
     return replace(problem, settings=settings)
 
 
-def _why_not_fused(problem: Problem) -> str | None:
+def _weights_are_rounded(problem: Problem, trace: StepTrace) -> str | None:
+    weights = [item for item in trace.alive_at(-1) if item.category is Category.WEIGHTS]
+    return None if any(item.dtype == "float32" for item in weights) else "no weight is in float32"
+
+
+BFLOAT16 = Technique(
+    name="bf16",
+    why_not=_weights_are_rounded,
+    apply=lambda problem: _with(problem, precision="bfloat16"),
+    subject=lambda trace: Subject(
+        noun="floating point tensors",
+        matches=lambda item: item.dtype in ("float32", "bfloat16", "float16"),
+        what_stays=lambda item: item.dtype == "float32",
+        why_stays="stay in float32",
+    ),
+)
+"""Weights, gradients, optimizer state and activations in bfloat16. Changes the numerics."""
+
+
+def attention_backend(*, to_math: bool) -> Technique:
+    """The kind of attention backend that is not in use: fused where attention runs on math, math where it is fused."""
+
+    def why_not(problem: Problem, trace: StepTrace) -> str | None:
+        uses = [use for use in attention_use(trace) if use.backend != WRITTEN_OUT]
+        if not uses:
+            return "the model does not call scaled_dot_product_attention"
+        if {use.backend == Backend.MATH for use in uses} == {to_math}:
+            return "it is on already"
+        if not to_math and problem.settings.attention is None:
+            # Nobody asked for math: torch fell back to it, and the note says what each fused backend refuses.
+            refused = next((use.reason for use in uses if use.backend == Backend.MATH), "")
+            return f"no fused backend takes these calls{f' ({refused})' if refused else ''}"
+        return None
+
+    return Technique(
+        name="math attention" if to_math else "fused attention",
+        why_not=why_not,
+        # Without a word the choice is torch's.
+        apply=lambda problem: _with(problem, attention="math" if to_math else None),
+        subject=_attention_tensors,
+    )
+
+
+def _attention_tensors(trace: StepTrace) -> Subject:
+    """What the modules that call attention allocate beside weights and gradients."""
+    modules = {op.module for op in trace.ops if backend_of(op.name) is not None}
+    kinds = (Category.ACTIVATIONS, Category.TEMPORARIES, Category.WORKSPACE)
+    return Subject(
+        noun="tensors of the attention",
+        matches=lambda item: item.module in modules and item.category in kinds,
+        when_absent=lambda place: "where hardly any tensor of the attention is alive",
+        when_ineffective="the model chooses the backend of its attention itself, so nothing changes",
+    )
+
+
+_FOREACH_COPIES = Subject(
+    noun="temporary copies of the foreach update",
+    matches=is_foreach_copy,
+    when_absent=lambda place: (
+        "where the update has freed its copies" if place is Place.UPDATE else "before the update makes its copies"
+    ),
+)
+
+
+def _why_not_fused(problem: Problem, trace: StepTrace) -> str | None:
     optimizer = problem.optimizer
+    if optimizer is None:
+        return "the step has no optimizer"
+    if any(op.name.startswith(_FUSED_UPDATES) for op in trace.ops):
+        return "it is on already"
     if isinstance(optimizer, torch.optim.Optimizer):
         return None if "fused" in optimizer.defaults else f"{type(optimizer).__name__} has no fused implementation"
     # A class says by its signature; any other factory is tried.
@@ -279,87 +208,128 @@ def _why_not_fused(problem: Problem) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class ActivationPolicy:
-    """A policy for what the repeated blocks save for their backward. Changes no number, unless it compiles; costs time."""
+def _why_not_a_loop(problem: Problem, trace: StepTrace) -> str | None:
+    if problem.optimizer is None:
+        return "the step has no optimizer"
+    if not any(op.name.startswith("aten._foreach") for op in trace.ops):
+        return "the update does not use foreach"
+    return None
 
-    name: str
-    word: str
-    """As in `StepSettings.activations`; `recompute/` stands for segments of about the square root of the blocks."""
 
-    def why_not(self, problem: Problem, trace: StepTrace) -> str | None:
-        """Needs repeated blocks, and a policy that holds more."""
-        before = problem.settings.activations or "keep"
-        if before == "keep" and _is_recomputed(trace):
-            if self.word == "recompute":
-                return "it is on already"
-            return "the model recomputes its layers itself; build it without that and let a policy do it"
-        if before == self.word or (self.word == "recompute/" and before.startswith(self.word)):
+FUSED_STEP = Technique(
+    name="fused step",
+    why_not=_why_not_fused,
+    apply=lambda problem: _with(problem, implementation=Implementation.FUSED),
+    subject=lambda trace: _FOREACH_COPIES,
+)
+LOOP_STEP = Technique(
+    name="for-loop step",
+    why_not=_why_not_a_loop,
+    apply=lambda problem: _with(problem, implementation=Implementation.LOOP),
+    subject=lambda trace: _FOREACH_COPIES,
+)
+
+
+def _why_not_in_backward(problem: Problem, trace: StepTrace) -> str | None:
+    if problem.optimizer is None:
+        return "the step has no optimizer"
+    if problem.settings.update is UpdateSchedule.IN_BACKWARD:
+        return "it is on already"
+    if problem.settings.accumulate > 1:
+        return "accumulation needs the gradients until the last backward"
+    if problem.settings.max_grad_norm is not None:
+        return "clipping needs all gradients before the first update"
+    return None
+
+
+UPDATE_IN_BACKWARD = Technique(
+    name="optimizer in backward",
+    why_not=_why_not_in_backward,
+    apply=lambda problem: _with(problem, update=UpdateSchedule.IN_BACKWARD),
+    subject=lambda trace: Subject(
+        noun="gradients",
+        matches=lambda item: item.category is Category.GRADIENTS,
+        when_absent=lambda place: (
+            "before any gradient exists" if place.is_before_gradients else "where hardly any gradient is alive"
+        ),
+    ),
+)
+"""Each parameter is updated as soon as its gradient is complete, and the gradient is freed."""
+
+
+def _why_not_halved(problem: Problem, trace: StepTrace) -> str | None:
+    if problem.settings.update is UpdateSchedule.IN_BACKWARD:
+        return "the update in the backward needs each gradient complete after one backward"
+    size = batch_size(problem.batch)
+    if size is None:
+        return "the tensors of the batch share no first dimension to halve"
+    return None if size % 2 == 0 else f"the batch size {size} cannot be halved"
+
+
+ACCUMULATE = Technique(
+    name="accumulation (half the batch, twice)",
+    why_not=_why_not_halved,
+    apply=lambda problem: replace(
+        _with(problem, accumulate=2 * problem.settings.accumulate), batch=half_of(problem.batch)
+    ),
+    subject=lambda trace: Subject(
+        noun="activations and temporaries",
+        matches=lambda item: (
+            item.category in (Category.ACTIVATIONS, Category.TEMPORARIES) and not is_foreach_copy(item)
+        ),
+        when_absent=lambda place: "where hardly anything that grows with the batch is alive",
+    ),
+)
+"""As many samples per update, and half as many at a time."""
+
+
+def activation_policy(name: str, word: str) -> Technique:
+    """A policy for what the repeated blocks save for their backward. Changes no number, unless it compiles; costs time.
+
+    Args:
+        name: Shown in the table.
+        word: As in `StepSettings.activations`; `recompute/` stands for segments of about the square root of the blocks.
+    """
+    ineffective = "not one allocation of the step changes"
+    if word.startswith("offload"):
+        least = format_bytes(Offload().min_bytes)
+        ineffective = f"every saved tensor has less than {least}, below which none goes to the host"
+    subject = Subject(
+        noun="activations",
+        matches=lambda item: item.category is Category.ACTIVATIONS,
+        when_ineffective=ineffective,
+        when_absent=lambda place: (
+            "after the last activation is freed" if place is Place.UPDATE else "where hardly any activation is alive"
+        ),
+    )
+    return Technique(
+        name=name,
+        why_not=partial(_why_not_policy, word),
+        apply=lambda problem: _with(problem, activations=_whole_word(word, problem.model)),
+        subject=lambda trace: subject,
+    )
+
+
+def _whole_word(word: str, model: nn.Module) -> str:
+    return f"{word}{round(math.sqrt(len(repeated_blocks(model))))}" if word == "recompute/" else word
+
+
+def _why_not_policy(word: str, problem: Problem, trace: StepTrace) -> str | None:
+    before = problem.settings.activations or "keep"
+    if before == "keep" and _is_recomputed(trace):
+        if word == "recompute":
             return "it is on already"
-        if before not in _BETTER_THAN[self.word]:
-            return f"{before} is on in its place"
-        blocks = repeated_blocks(problem.model)
-        if not blocks:
-            return f"{type(problem.model).__name__} has no repeated blocks"
-        if self.word == "recompute/" and len(blocks) < _FEWEST_FOR_SEGMENTS:
-            return f"{len(blocks)} blocks are too few for segments"
-        return None
-
-    def apply(self, problem: Problem) -> Problem:
-        """Put the policy on the blocks."""
-        word = self.word
-        if word == "recompute/":
-            word = f"recompute/{round(math.sqrt(len(repeated_blocks(problem.model))))}"
-        return _with(problem, activations=word)
-
-    def subject(self, trace: StepTrace) -> Subject:
-        """Activations."""
-        least = (
-            f"every saved tensor has less than {format_bytes(Offload().min_bytes)}, below which none goes to the host"
-        )
-        return Subject(
-            noun="activations",
-            matches=lambda item: item.category is Category.ACTIVATIONS,
-            when_ineffective=least if self.word.startswith("offload") else "not one allocation of the step changes",
-            when_absent=lambda place: (
-                "after the last activation is freed"
-                if place is Place.UPDATE
-                else "where hardly any activation is alive"
-            ),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkedLoss:
-    """The loss of a language model in chunks of tokens: its logits never exist for all tokens at once."""
-
-    name: str = "chunked loss"
-
-    def why_not(self, problem: Problem, trace: StepTrace) -> str | None:
-        """Needs a model that computes its loss from logits itself."""
-        if problem.settings.chunked_loss:
-            return "it is on already"
-        if problem.loss is not None:
-            return "the loss is given from outside of the model: call lowtide.activations.linear_cross_entropy in it"
-        if logits_shape(trace) is None:
-            return "the step has no cross entropy over logits"
-        if not callable(getattr(problem.model, "get_output_embeddings", None)):
-            return f"{type(problem.model).__name__} is no Hugging Face model whose head is known"
-        return None
-
-    def apply(self, problem: Problem) -> Problem:
-        """Exchange the head."""
-        return _with(problem, chunked_loss=True)
-
-    def subject(self, trace: StepTrace) -> Subject:
-        """Tensors as wide as the logits."""
-        shape = logits_shape(trace)
-        kinds = (Category.ACTIVATIONS, Category.TEMPORARIES)
-        return Subject(
-            noun="tensors as wide as the logits",
-            matches=lambda item: shape is not None and item.category in kinds and item.shape[-1:] == shape[-1:],
-            when_absent=lambda place: "where hardly any of the logits is alive",
-        )
+        return "the model recomputes its layers itself; build it without that and let a policy do it"
+    if before == word or (word == "recompute/" and before.startswith(word)):
+        return "it is on already"
+    if before not in _BETTER_THAN[word]:
+        return f"{before} is on in its place"
+    blocks = repeated_blocks(problem.model)
+    if not blocks:
+        return f"{type(problem.model).__name__} has no repeated blocks"
+    if word == "recompute/" and len(blocks) < _FEWEST_FOR_SEGMENTS:
+        return f"{len(blocks)} blocks are too few for segments"
+    return None
 
 
 def _is_recomputed(trace: StepTrace) -> bool:
@@ -367,9 +337,40 @@ def _is_recomputed(trace: StepTrace) -> bool:
     return any(item.category is Category.ACTIVATIONS and item.phase is Phase.BACKWARD for item in trace.allocations)
 
 
+def _why_not_chunked(problem: Problem, trace: StepTrace) -> str | None:
+    if problem.settings.chunked_loss:
+        return "it is on already"
+    if problem.loss is not None:
+        return "the loss is given from outside of the model: call lowtide.activations.linear_cross_entropy in it"
+    if logits_shape(trace) is None:
+        return "the step has no cross entropy over logits"
+    if not callable(getattr(problem.model, "get_output_embeddings", None)):
+        return f"{type(problem.model).__name__} is no Hugging Face model whose head is known"
+    return None
+
+
+def _logits(trace: StepTrace) -> Subject:
+    shape = logits_shape(trace)
+    kinds = (Category.ACTIVATIONS, Category.TEMPORARIES)
+    return Subject(
+        noun="tensors as wide as the logits",
+        matches=lambda item: shape is not None and item.category in kinds and item.shape[-1:] == shape[-1:],
+        when_absent=lambda place: "where hardly any of the logits is alive",
+    )
+
+
+CHUNKED_LOSS = Technique(
+    name="chunked loss",
+    why_not=_why_not_chunked,
+    apply=lambda problem: _with(problem, chunked_loss=True),
+    subject=_logits,
+)
+"""The loss of a language model in chunks of tokens: its logits never exist for all tokens at once."""
+
+
 def batch_size(batch: Any) -> int | None:
     """The first dimension that all tensors of a batch share, apart from those of size 1; None if they share none."""
-    sizes = {tensor.shape[0] for tensor in _tensors(batch) if tensor.dim()}
+    sizes = {tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()}
     if len(sizes) > 1:
         sizes.discard(1)
     return sizes.pop() if len(sizes) == 1 else None
@@ -388,17 +389,6 @@ def half_of(batch: Any) -> Any:
     )
 
 
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _tensors(value)
-    elif isinstance(batch, list | tuple):
-        for value in batch:
-            yield from _tensors(value)
-
-
 def _map(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(batch, Tensor):
         return change(batch)
@@ -411,20 +401,20 @@ def _map(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return batch
 
 
-TECHNIQUES: tuple[Technique, ...] = (
-    Bfloat16(),
-    ActivationPolicy("blocks compiled, half the budget", "compile-budget/0.5"),
-    ActivationPolicy("selective recompute", "selective"),
-    ActivationPolicy("recompute", "recompute"),
-    ActivationPolicy("recompute in segments", "recompute/"),
-    ActivationPolicy("offload", "offload"),
-    ActivationPolicy("offload without recompute", "offload/all"),
-    ChunkedLoss(),
-    AttentionBackend(to_math=False),
-    AttentionBackend(to_math=True),
-    UpdateImplementation("fused step", Implementation.FUSED),
-    UpdateImplementation("for-loop step", Implementation.LOOP),
-    UpdateInBackward(),
-    Accumulate(),
+TECHNIQUES = (
+    BFLOAT16,
+    activation_policy("blocks compiled, half the budget", "compile-budget/0.5"),
+    activation_policy("selective recompute", "selective"),
+    activation_policy("recompute", "recompute"),
+    activation_policy("recompute in segments", "recompute/"),
+    activation_policy("offload", "offload"),
+    activation_policy("offload without recompute", "offload/all"),
+    CHUNKED_LOSS,
+    attention_backend(to_math=False),
+    attention_backend(to_math=True),
+    FUSED_STEP,
+    LOOP_STEP,
+    UPDATE_IN_BACKWARD,
+    ACCUMULATE,
 )
 """All techniques, in the order of the table; of those that act alike, the ones that cost less time first."""

@@ -2,6 +2,9 @@
 
 Savings do not add: a technique that saves nothing alone may save gigabytes once another has moved the peak. So every
 row is traced, and techniques that save nothing are tried again together with those that save most.
+
+Why a technique saves what it saves is read off the traces before and after it: how much of its *subject*, the tensors it
+acts on, is alive at the peak, and where the peak goes. Nothing is looked up in a table of savings.
 """
 
 from __future__ import annotations
@@ -10,10 +13,12 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from lowtide.errors import LowtideError
-from lowtide.planning.reasons import NOTHING_SHARE, is_nothing, is_same, reason
-from lowtide.planning.techniques import TECHNIQUES, Problem, Technique
-from lowtide.tracing.step_trace import StepTrace
+from lowtide.planning.techniques import TECHNIQUES, Problem, Subject, Technique
+from lowtide.tracing.explanation.instant import place_of, where
+from lowtide.tracing.step_trace import Category, StepTrace
 from lowtide.units import format_bytes
 
 
@@ -33,6 +38,8 @@ class WhatIfRow:
         return self.before_bytes - self.after_bytes
 
 
+NOTHING_SHARE = 0.005
+"""The share of the peak below which a saving counts as nothing."""
 _NUM_PARTNERS = 2
 """A technique that saves nothing alone is tried with this many of those that save most, and with both of them."""
 _ABOUT_AS_GOOD = 0.05
@@ -95,10 +102,10 @@ def what_if(
     Example:
         >>> import torch
         >>> from lowtide.models import resolve_model
-        >>> from lowtide.planning.techniques import UpdateInBackward
+        >>> from lowtide.planning.techniques import UPDATE_IN_BACKWARD
         >>> source = resolve_model("gpt-tiny")
         >>> problem = Problem(model=source.build(None), batch=source.make_batch("8x128"), optimizer=torch.optim.AdamW)
-        >>> answer = what_if(problem, problem.trace(), techniques=[UpdateInBackward()])
+        >>> answer = what_if(problem, problem.trace(), techniques=[UPDATE_IN_BACKWARD])
         >>> answer.rows[0].reason.startswith("the peak is in the backward of the loss, before any gradient exists")
         True
     """
@@ -229,3 +236,94 @@ def _partners(singles: Sequence[_Tried], base: StepTrace) -> list[_Tried]:
         best = min(tried.trace.peak_bytes for tried in alike)
         chosen.append(next(tried for tried in alike if tried.trace.peak_bytes <= best * (1 + _ABOUT_AS_GOOD)))
     return sorted(chosen, key=lambda tried: tried.trace.peak_bytes)
+
+
+def is_nothing(before: StepTrace, after: StepTrace) -> bool:
+    """Whether two peaks are the same for all that matters."""
+    return abs(before.peak_bytes - after.peak_bytes) < NOTHING_SHARE * before.peak_bytes
+
+
+def is_same(before: StepTrace, after: StepTrace) -> bool:
+    """Whether two steps allocate the same at every instant: the technique never took effect."""
+    return bool(np.array_equal(before.curve, after.curve))
+
+
+def reason(subject: Subject, before: StepTrace, after: StepTrace) -> str:
+    """One sentence on what the technique with this subject did to the peak."""
+    held, left = (subject.bytes_at(trace, trace.peak_event) for trace in (before, after))
+    if is_same(before, after):
+        return f"{subject.when_ineffective}."
+    if is_nothing(before, after):
+        return _why_nothing(subject, before, after, held, left)
+    noun = subject.noun
+    if held < NOTHING_SHARE * before.peak_bytes and left < NOTHING_SHARE * after.peak_bytes:
+        # Not the subject itself but what comes with it changed the peak.
+        sentence = f"hardly any {noun} are alive at either peak, but other tensors change with them"
+    else:
+        verb = "fall" if left < held else "rise"
+        sentence = f"the {noun} alive at the peak {verb} from {format_bytes(held)} to {format_bytes(left)}"
+        sentence += _what_stays(subject, after)
+    return f"{sentence}{_other_changes(subject, before, after)}; {_move(before, after)}."
+
+
+def _what_stays(subject: Subject, after: StepTrace) -> str:
+    stays = sum(item.bytes for item in after.alive_at(after.peak_event) if subject.what_stays(item))
+    return f", of which {format_bytes(stays)} {subject.why_stays}" if stays >= 0.05 * after.peak_bytes else ""
+
+
+def _why_nothing(subject: Subject, before: StepTrace, after: StepTrace, held: int, left: int) -> str:
+    here = f"the peak is {where(before, before.peak_event)}"
+    if held < NOTHING_SHARE * before.peak_bytes:
+        absent = subject.when_absent(place_of(before, before.peak_event))
+        return f"{here}, {absent}{_elsewhere(subject, before)}."
+    if held - left < NOTHING_SHARE * before.peak_bytes:
+        return f"{here}, and the {subject.noun} alive there stay the same ({format_bytes(left)})."
+    return (
+        f"it takes {format_bytes(held - left)} of {subject.noun} away from the peak, but {_move(before, after)}, "
+        f"as high as before{_other_changes(subject, before, after)}."
+    )
+
+
+def _elsewhere(subject: Subject, trace: StepTrace) -> str:
+    """Where the subject does fill memory, and why that is not the peak."""
+    curve = subject.curve(trace)
+    most = int(curve.max())
+    if most < NOTHING_SHARE * trace.peak_bytes:
+        return f", and no more than {format_bytes(most)} of {subject.noun} exist at any time"
+    # The instant with the highest memory, of those at which nearly all of the subject is alive.
+    highest = int(np.argmax(np.where(curve >= 0.9 * most, trace.curve, 0)))
+    total = format_bytes(int(trace.curve[highest]))
+    place = where(trace, highest - 1)
+    return f"; the {subject.noun} reach {format_bytes(most)} {place}, where only {total} are alive in all"
+
+
+def _other_changes(subject: Subject, before: StepTrace, after: StepTrace) -> str:
+    """The categories outside the subject that change most at the peak, when they matter beside the saving."""
+    least = 0.1 * max(abs(before.peak_bytes - after.peak_bytes), NOTHING_SHARE * before.peak_bytes)
+    old, new = (_outside(subject, trace) for trace in (before, after))
+    partly = {item.category for item in before.allocations if subject.matches(item)}
+    told = [
+        f"{'other ' if category in partly else ''}{category.value} from {format_bytes(old[category])} "
+        f"to {format_bytes(new[category])}"
+        for category in sorted(Category, key=lambda category: -abs(new[category] - old[category]))
+        if abs(new[category] - old[category]) >= least
+    ]
+    return f" ({', '.join(told[:2])})" if told else ""
+
+
+def _outside(subject: Subject, trace: StepTrace) -> dict[Category, int]:
+    """Bytes at the peak by category, without the subject's."""
+    totals = dict.fromkeys(Category, 0)
+    for item in trace.alive_at(trace.peak_event):
+        totals[item.category] += 0 if subject.matches(item) else item.bytes
+    return totals
+
+
+def _move(before: StepTrace, after: StepTrace) -> str:
+    old, new = where(before, before.peak_event), where(after, after.peak_event)
+    return f"the peak stays {new}" if old == new else f"the peak moves from {_bare(old)} to {_bare(new)}"
+
+
+def _bare(place: str) -> str:
+    """`in the backward of x` as `the backward of x`."""
+    return place.removeprefix("in ").removeprefix("at ").replace("before the step begins", "the start of the step")

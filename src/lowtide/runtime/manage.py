@@ -23,8 +23,7 @@ from lowtide.optim.optimizers import Adafactor
 from lowtide.optim.rules import reason_without_rule
 from lowtide.optim.update_types import Moments, Numerics, numerics_of
 from lowtide.planning.budget_plans import StaticPartition, WarmUp
-from lowtide.planning.check_plan import check_plan
-from lowtide.planning.placement import is_trained
+from lowtide.planning.placement import check_plan, is_trained
 from lowtide.planning.plan import Plan, Schedule, Site
 from lowtide.runtime.assembly import SessionSetup
 from lowtide.runtime.emulation.memory import TrackedMemory

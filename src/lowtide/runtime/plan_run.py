@@ -12,8 +12,7 @@ from torch import nn
 from lowtide.errors import BudgetError
 from lowtide.memory.store import Books
 from lowtide.memory.tier import DeviceLimit
-from lowtide.planning.check_plan import check_plan
-from lowtide.planning.placement import by_first_use
+from lowtide.planning.placement import by_first_use, check_plan
 from lowtide.planning.plan import Plan
 from lowtide.runtime.assembly import (
     ModelCalls,

@@ -25,7 +25,7 @@ from torch import nn
 
 from lowtide.errors import SessionError
 from lowtide.planning.budget_plans import StepSample
-from lowtide.planning.check_plan import check_plan
+from lowtide.planning.placement import check_plan
 from lowtide.planning.plan import Plan
 from lowtide.runtime.passes.lock import HELD, refuse_wrapping, remove_all, watch_process
 from lowtide.runtime.plan_run import switch_plan

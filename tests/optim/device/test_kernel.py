@@ -14,10 +14,10 @@ from lowtide.errors import BadPieceError
 from lowtide.optim import reference
 from lowtide.optim.device import kernel as device_kernel
 from lowtide.optim.device.table import COLUMNS, NUM_FLOATS, TILE, rows_of, variant_of
-from lowtide.optim.formats import join, update_key
-from lowtide.optim.rules import require_rule
+from lowtide.optim.reference import join
+from lowtide.optim.rules import Adam, ElementwiseRule, Lion, Sgd, require_rule
 from lowtide.optim.state import ParameterState, new_state
-from lowtide.optim.update_types import Adam, ElementwiseRule, Lion, Moments, Numerics, Piece, Rounding, Sgd
+from lowtide.optim.update_types import Moments, Numerics, Piece, Rounding, update_key
 from tests.optim.test_reference import OPTIMIZERS, SHAPE, gradients, piece_of
 
 RULES: list[ElementwiseRule] = [
@@ -121,7 +121,7 @@ def test_on_the_host_it_is_the_reference() -> None:
         ({"state": {"exp_avg": torch.zeros(128)}}, "the exp_avg_sq of piece 0 is missing"),
         ({"first_element": 64}, "begins at element 64; cut at multiples of 128"),
         ({"step": 0}, "at step 0"),
-        ({"gradient": torch.zeros(128, device="meta")}, "on meta, and the first piece on cpu"),
+        ({"gradient": torch.zeros(128, device="meta")}, "on meta, and the update on cpu"),
     ],
 )
 def test_pieces_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:

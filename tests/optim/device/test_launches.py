@@ -13,8 +13,9 @@ from lowtide import compat
 from lowtide.optim import reference
 from lowtide.optim.device import kernel as device_kernel
 from lowtide.optim.device.table import TILE, Variant
+from lowtide.optim.rules import Adam, ElementwiseRule
 from lowtide.optim.state import new_state
-from lowtide.optim.update_types import Adam, ElementwiseRule, Moments, Numerics, Piece, Rounding
+from lowtide.optim.update_types import Moments, Numerics, Piece, Rounding
 from tests.optim import matrix_cases
 from tests.optim.device.counted_launches import Launches, counted_launches
 from tests.optim.test_reference import piece_of

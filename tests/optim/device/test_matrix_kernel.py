@@ -26,7 +26,8 @@ from lowtide.optim.device.table import (
     batches_of,
     matrix_variant_of,
 )
-from lowtide.optim.update_types import Adafactor, MatrixPiece, Rounding
+from lowtide.optim.rules import Adafactor
+from lowtide.optim.update_types import MatrixPiece, Rounding
 from tests.optim.matrix_cases import FORMATS, RULE, SHAPES, gradient_for, items, piece_of, pieces, value_of
 from tests.waiting import no_waiting
 
@@ -163,7 +164,7 @@ def test_memory_in_another_order_changes_nothing(
         ({"remainder": None}, "the remainder of piece 0 is missing; its format needs 40 elements"),
         ({"gradient": torch.zeros(39)}, r"the gradient of piece 0 is torch.float32 of shape \(39,\)"),
         ({"gradient": torch.zeros(40, dtype=torch.float64)}, "a gradient of torch.float64"),
-        ({"gradient": torch.zeros(40, device="meta")}, "on meta, and the first piece on cpu"),
+        ({"gradient": torch.zeros(40, device="meta")}, "on meta, and the update on cpu"),
         ({"state": {"row": torch.zeros(5)}}, "the col of piece 0 is missing; its format needs 8 elements"),
         ({"state": {"row": torch.zeros(5).bfloat16(), "col": torch.zeros(8)}}, "the row of piece 0 is torch.bfloat16"),
         ({"shape": (5, 9)}, r"has 40 of the 45 elements of its shape \(5, 9\); Adafactor looks at whole"),

@@ -14,7 +14,8 @@ from lowtide.errors import ConfigError
 from lowtide.optim import reference
 from lowtide.optim.host import kernel as host_kernel
 from lowtide.optim.host import library as host_library
-from lowtide.optim.update_types import Adam, ElementwiseRule, Lion, Moments, Piece, Rounding, Sgd
+from lowtide.optim.rules import Adam, ElementwiseRule, Lion, Sgd
+from lowtide.optim.update_types import Moments, Piece, Rounding
 from tests.optim.host.cases import (
     FORMATS,
     RULES,

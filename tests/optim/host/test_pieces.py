@@ -11,8 +11,9 @@ import torch
 
 from lowtide.errors import BadPieceError, ConfigError
 from lowtide.optim.host import library as host_library
-from lowtide.optim.host.pieces import PIECE_BYTES, pack
-from lowtide.optim.update_types import Adam, Moments, Piece, Rounding, Sgd
+from lowtide.optim.host.kernel import PIECE_BYTES, pack
+from lowtide.optim.rules import Adam, Sgd
+from lowtide.optim.update_types import Moments, Piece, Rounding
 from tests.optim.host.cases import RULES, clone, make_piece, needs_kernel, tensors_of
 
 Change = Callable[[Piece], None]
@@ -37,20 +38,19 @@ def set_field(name: str, value: object) -> Change:
 
 
 BAD: list[tuple[str, Change]] = [
-    ("the gradient of piece 1 is torch.float64; it must be fp32, bf16 or fp16", set_field("gradient", torch.ones(300).double())),
-    ("the gradient of piece 1 has 299 elements; it must have 300", set_field("gradient", torch.ones(299))),
-    ("the gradient of piece 1 is not dense in memory", set_field("gradient", torch.ones(600)[::2])),
-    ("the gradient of piece 1 is on meta; the host kernel updates host memory", set_field("gradient", torch.ones(300).to("meta"))),
-    ("the weight of piece 1 is torch.float16, for which there is no exact update", set_field("weight", torch.ones(300).half())),
-    ("the weight of piece 1 is torch.float64, for which there is no exact update", set_field("weight", torch.ones(300).double())),
-    ("piece 1 has no remainder, which its rounding needs", set_field("remainder", None)),
-    ("the remainder of piece 1 is torch.int32; it must be torch.int16", set_field("remainder", torch.ones(300).int())),
-    ("the exp_avg of piece 1 is torch.uint8; it must be torch.int8", set_state("exp_avg", torch.ones(300).byte())),
-    ("the exp_avg_sq of piece 1 is torch.float32; it must be torch.uint8", set_state("exp_avg_sq", torch.ones(300))),
-    ("the max_exp_avg_sq_scale of piece 1 has 2 elements; it must have 3", set_state("max_exp_avg_sq_scale", torch.ones(2))),
-    ("piece 1 has no state 'exp_avg_scale', which Adam keeps; it has exp", lambda piece: piece.state.__delitem__("exp_avg_scale")),
+    ("piece 1 has a weight of torch.bfloat16 and a gradient of torch.float64", set_field("gradient", torch.ones(300).double())),
+    ("the gradient of piece 1 is torch.float32 of shape (299,)", set_field("gradient", torch.ones(299))),
+    ("stride (2,); it must be flat and dense, with 300 elements", set_field("gradient", torch.ones(600)[::2])),
+    ("the gradient of piece 1 is on meta, and the update on cpu", set_field("gradient", torch.ones(300).to("meta"))),
+    ("piece 1 has a weight of torch.float64", set_field("weight", torch.ones(300).double())),
+    ("the remainder of piece 1 is missing; its format needs 300 elements", set_field("remainder", None)),
+    ("the remainder of piece 1 is torch.int32", set_field("remainder", torch.ones(300).int())),
+    ("the exp_avg of piece 1 is torch.uint8", set_state("exp_avg", torch.ones(300).byte())),
+    ("the exp_avg_sq of piece 1 is torch.float32", set_state("exp_avg_sq", torch.ones(300))),
+    ("it must be flat and dense, with 3 elements of torch.float32", set_state("max_exp_avg_sq_scale", torch.ones(2))),
+    ("the exp_avg_scale of piece 1 is missing", lambda piece: piece.state.__delitem__("exp_avg_scale")),
     ("piece 1 is at step 0; the first step is 1", set_field("step", 0)),
-    ("piece 1 begins at element 100, which is no multiple of 128", set_field("first_element", 100)),
+    ("piece 1 begins at element 100; cut at multiples of 128", set_field("first_element", 100)),
     ("the weight of piece 1 and the gradient of piece 1 share memory", lambda piece: setattr(piece, "gradient", piece.weight)),
 ]  # fmt: skip
 
@@ -66,11 +66,18 @@ def test_a_bad_piece_is_named(message: str, change: Change) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in tensors_of(good).items())
 
 
+def test_the_exact_format_is_for_bf16() -> None:
+    piece = good_piece()
+    piece.weight = torch.ones(300).half()
+    with pytest.raises(ConfigError, match="a exact update is for bf16 weights, and this one is torch.float16"):
+        packed(piece)
+
+
 def test_a_master_is_needed() -> None:
     piece = make_piece(300, RULES["sgd"], dtype=torch.bfloat16, rounding=Rounding.MASTER)
     packed(piece, rounding=Rounding.MASTER, moments=Moments.FP32)
     piece.master = None
-    with pytest.raises(BadPieceError, match=r"piece 0 has no master"):
+    with pytest.raises(BadPieceError, match=r"the master of piece 0 is missing"):
         packed(piece, rounding=Rounding.MASTER, moments=Moments.FP32)
 
 

@@ -140,7 +140,8 @@ def test_threads_end_and_begin_again_and_the_process_ends() -> None:
 import torch
 from lowtide.optim.host import kernel as host_kernel
 from lowtide.optim.host import library as host_library
-from lowtide.optim.update_types import Moments, Piece, Rounding, Sgd
+from lowtide.optim.update_types import Moments, Piece, Rounding
+from lowtide.optim.rules import Sgd
 def step():
     n = 1 << 18
     piece = Piece(weight=torch.ones(n), gradient=torch.ones(n), state={}, rule=Sgd(lr=0.5), step=1)

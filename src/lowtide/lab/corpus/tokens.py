@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lowtide.config import require_least
 from lowtide.errors import ConfigError, MissingExtraError
-from lowtide.lab.recipe_parts import at_least
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -200,9 +200,9 @@ class TextBatches:
     pad_id: int = PAD_ID
 
     def __post_init__(self) -> None:
-        at_least("batch", self.batch, 1)
+        require_least(self, 1, "batch")
         # One token has no next one to predict.
-        at_least("length", self.length, 2)
+        require_least(self, 2, "length")
         if not len(self.samples):
             raise ConfigError(
                 "there are no samples to make batches of: for an evaluation, ask the data for a validation part "

@@ -14,27 +14,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lowtide.optim.update_types import (
-    COLUMN,
-    ROW,
-    Adam,
-    ElementwiseRule,
-    MatrixPiece,
-    Moments,
-    Piece,
-    Rounding,
-    Sgd,
-    matrix_shape,
-    state_names,
-)
+from lowtide.optim.rules import Adam, ElementwiseRule, Sgd, matrix_shape, state_names
+from lowtide.optim.update_types import MOST_STATES, AnyPiece, MatrixPiece, Moments, Piece, Rounding, addresses_of
 
-_MAX_STATES = 3
 COLUMNS = (
     "weight",
     "gradient",
     "kept",
-    *(f"state_{slot}" for slot in range(_MAX_STATES)),
-    *(f"scale_{slot}" for slot in range(_MAX_STATES)),
+    *(f"state_{slot}" for slot in range(MOST_STATES)),
+    *(f"scale_{slot}" for slot in range(MOST_STATES)),
     "size",
     "key",
     "first_element",
@@ -128,8 +116,12 @@ def variant_of(piece: Piece, rounding: Rounding, moments: Moments) -> Variant:
         num_states=len(state_names(rule)),
         is_decoupled=isinstance(rule, Adam) and rule.is_decoupled,
         nesterov=isinstance(rule, Sgd) and rule.nesterov,
-        is_aligned=_is_aligned(piece),
+        is_aligned=piece.weight.numel() % _ALIGNMENT == 0 and _has_aligned_addresses(piece),
     )
+
+
+def _has_aligned_addresses(piece: AnyPiece) -> bool:
+    return all(address % _ALIGNMENT == 0 for address in addresses_of(piece))
 
 
 def rows_of(pieces: Sequence[Piece], gradient_factor: float) -> tuple[list[list[int]], list[list[float]], int]:
@@ -138,25 +130,9 @@ def rows_of(pieces: Sequence[Piece], gradient_factor: float) -> tuple[list[list[
     for piece in pieces:
         num_elements = piece.weight.numel()
         num_tiles += -(-num_elements // TILE)
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in _tensors(piece)]
-        integers.append([*addresses, num_elements, piece.key, piece.first_element, num_tiles])
+        integers.append([*addresses_of(piece), num_elements, piece.key, piece.first_element, num_tiles])
         floats.append(_floats(piece.rule, piece.step, gradient_factor))
     return integers, floats, num_tiles
-
-
-def _is_aligned(piece: Piece) -> bool:
-    addresses = (tensor.data_ptr() for tensor in _tensors(piece) if tensor is not None)
-    return piece.weight.numel() % _ALIGNMENT == 0 and all(address % _ALIGNMENT == 0 for address in addresses)
-
-
-def _tensors(piece: Piece) -> list[torch.Tensor | None]:
-    """The piece's tensors in the order of the addresses."""
-    names = state_names(piece.rule)
-    gap = [None] * (_MAX_STATES - len(names))
-    states = [piece.state[name] for name in names]
-    scales = [piece.state.get(f"{name}_scale") for name in names]
-    kept = piece.master if piece.remainder is None else piece.remainder
-    return [piece.weight, piece.gradient, kept, *states, *gap, *scales, *gap]
 
 
 def _floats(rule: ElementwiseRule, step: int, gradient_factor: float) -> list[float]:
@@ -179,14 +155,13 @@ def _padded(numbers: list[float]) -> list[float]:
 
 def matrix_variant_of(piece: MatrixPiece, rounding: Rounding) -> MatrixVariant:
     """The kernels that a piece needs. A weight in fp32 is not rounded."""
-    addresses = [tensor.data_ptr() for tensor in _matrix_tensors(piece) if tensor is not None]
     row_length = piece.shape[-1] if piece.is_matrix else piece.weight.numel()
     return MatrixVariant(
         rounding=Rounding.NEAREST if piece.weight.dtype is torch.float32 else rounding,
         weight=piece.weight.dtype,
         gradient=piece.gradient.dtype,
         is_vector=not piece.is_matrix,
-        is_aligned=row_length % VECTOR_ELEMENTS == 0 and all(address % _ALIGNMENT == 0 for address in addresses),
+        is_aligned=row_length % VECTOR_ELEMENTS == 0 and _has_aligned_addresses(piece),
     )
 
 
@@ -220,9 +195,7 @@ def _batch(variant: MatrixVariant, pieces: Sequence[MatrixPiece], gradient_facto
             batch.num_partials += count
         if piece.is_matrix:
             batch.num_statistics += -(-rows // STATISTICS) - (-columns // STATISTICS)
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in _matrix_tensors(piece)]
-        addresses += [0] * (COLUMNS.index("size") - len(addresses))
-        elementwise = [*addresses, piece.weight.numel(), piece.key, 0, batch.num_tiles]
+        elementwise = [*addresses_of(piece), piece.weight.numel(), piece.key, 0, batch.num_tiles]
         batch.integers.append([*elementwise, rows, columns, *offsets, batch.num_statistics])
         batch.floats.append(_matrix_floats(piece, gradient_factor))
     return batch
@@ -260,12 +233,6 @@ def _tiles_down(rows: int) -> int:
 
 def _tiles_across(columns: int) -> int:
     return -(-columns // TILE_COLUMNS)
-
-
-def _matrix_tensors(piece: MatrixPiece) -> list[torch.Tensor | None]:
-    """The piece's tensors in the order of the addresses."""
-    kept = piece.master if piece.remainder is None else piece.remainder
-    return [piece.weight, piece.gradient, kept, piece.state[ROW], piece.state.get(COLUMN)]
 
 
 def _matrix_floats(piece: MatrixPiece, gradient_factor: float) -> list[float]:

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowtide.optim.device.table import COLUMNS, NUM_FLOATS, TILE, Variant
-from lowtide.optim.formats import SIGNED_SHARE, SIGNED_UNIT, SMALLEST_SCALE, UNSIGNED_SHARE, UNSIGNED_UNIT
+from lowtide.optim.reference import SIGNED_SHARE, SIGNED_UNIT, SMALLEST_SCALE, UNSIGNED_SHARE, UNSIGNED_UNIT
 from lowtide.optim.update_types import BLOCK, Moments, Rounding
 
 NUM_WARPS = 4

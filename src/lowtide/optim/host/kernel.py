@@ -17,19 +17,46 @@ from __future__ import annotations
 import functools
 import math
 import os
+import struct
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from lowtide.errors import ConfigError
+from lowtide.errors import BadPieceError, ConfigError
 from lowtide.optim.host import library as host_library
-from lowtide.optim.host.pieces import PIECE_BYTES, pack
-from lowtide.optim.update_types import Moments, Piece, Rounding, is_left_out
+from lowtide.optim.rules import Adam, ElementwiseRule, Lion, Sgd, state_names
+from lowtide.optim.update_types import BLOCK, MASK, Moments, Piece, Rounding, addresses_of, check_pieces, is_left_out
 
 _ROOT = Path("/")
+_HEAD = struct.Struct("=9Qq2I6i")
+_CONSTANTS = struct.Struct("=10f")
+PIECE_BYTES = _HEAD.size + _CONSTANTS.size
+"""Size of one packed piece, as abi.h has it."""
+_TABLE = np.dtype(
+    [("addresses", "u8", 9), ("num_elements", "i8"), ("ids", "u4", 2), ("formats", "i4", 6), ("constants", "f4", 10)]
+)
+_TENSOR_NAMES = ("weight", "gradient", "remainder or master", *[f"state {i}" for i in range(3)], *["scale"] * 3)
+
+_GRADIENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_WEIGHTS = {
+    (torch.bfloat16, Rounding.NEAREST): 1,
+    (torch.float16, Rounding.NEAREST): 2,
+    (torch.bfloat16, Rounding.STOCHASTIC): 3,
+    (torch.bfloat16, Rounding.EXACT): 4,
+    (torch.bfloat16, Rounding.MASTER): 5,
+    (torch.float16, Rounding.MASTER): 6,
+}
+_WEIGHT_BYTES = np.array([4, 2, 2, 2, 2, 2, 2])
+_EXTRA_BYTES = np.array([0, 0, 0, 0, 2, 4, 4])
+_GRADIENT_BYTES = np.array([4, 2, 2])
+_STATE_BYTES = np.array([4, 2, 1])
+_STATES = {Moments.FP32: 0, Moments.BF16: 1, Moments.INT8: 2}
+_RULES: dict[type, int] = {Adam: 0, Sgd: 1, Lion: 2}
+_AMSGRAD, _NESTEROV, _FIRST_STEP = 1, 2, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +97,7 @@ def update(
         HostKernelError: The library cannot be built or loaded.
     """
     library = host_library.load()
-    assert library.piece_bytes == PIECE_BYTES, "abi.h and pieces.py disagree"
+    assert library.piece_bytes == PIECE_BYTES, "abi.h and the packing disagree"
     cpus = _pinned_cpus(library, os.getpid())
     wanted = cpus.num_threads if num_threads is None else num_threads
     if wanted < 1:
@@ -126,6 +153,109 @@ def _pinned_cpus(library: host_library.HostLibrary, process: int) -> WorkerCpus:
     cpus = _cpus()
     library.pin_threads(cpus.pinned)
     return cpus
+
+
+def pack(pieces: Sequence[Piece], *, rounding: Rounding, moments: Moments, gradient_factor: float) -> bytearray:
+    """The pieces as the kernel reads them; valid for as long as their tensors live. Some microseconds a piece.
+
+    Raises:
+        BadPieceError: A tensor has the wrong device, type, size or layout, or overlaps with another.
+        ConfigError: A number of a rule does not fit in fp32, or the rounding is not for weights of this type.
+    """
+    check_pieces(pieces, rounding=rounding, moments=moments, device=torch.device("cpu"))
+    packed = bytearray(PIECE_BYTES * len(pieces))
+    # Most pieces of an update share their rule and step.
+    seen: dict[tuple[ElementwiseRule, int], tuple[bytes, int]] = {}
+    for index, piece in enumerate(pieces):
+        key = (piece.rule, piece.step)
+        if key not in seen:
+            seen[key] = _constants(piece.rule, piece.step, gradient_factor), _flags(piece.rule, piece.step)
+        constants, flags = seen[key]
+        begin = index * PIECE_BYTES
+        _HEAD.pack_into(
+            packed,
+            begin,
+            *addresses_of(piece),
+            piece.weight.numel(),
+            piece.key & MASK,
+            piece.first_element & MASK,
+            _RULES[type(piece.rule)],
+            # An fp32 weight is its own master.
+            0 if piece.weight.dtype is torch.float32 else _WEIGHTS[piece.weight.dtype, rounding],
+            _GRADIENTS[piece.gradient.dtype],
+            _STATES[moments],
+            len(state_names(piece.rule)),
+            flags,
+        )
+        packed[begin + _HEAD.size : begin + PIECE_BYTES] = constants
+    _refuse_overlaps(packed)
+    return packed
+
+
+def _flags(rule: ElementwiseRule, step: int) -> int:
+    if isinstance(rule, Adam):
+        return _AMSGRAD if rule.amsgrad else 0
+    if isinstance(rule, Sgd):
+        return (_NESTEROV if rule.nesterov else 0) | (_FIRST_STEP if step == 1 else 0)
+    return 0
+
+
+def _constants(rule: ElementwiseRule, step: int, gradient_factor: float) -> bytes:
+    """The numbers of a rule at a step, in the order of abi.h: computed in double, as torch does, and rounded once."""
+    factor = -gradient_factor if rule.maximize else gradient_factor
+    decay = 1 - rule.lr * rule.weight_decay
+    if isinstance(rule, Adam):
+        weight_factor, gradient_decay = (decay, 0.0) if rule.is_decoupled else (1.0, rule.weight_decay)
+        correction = (1 - rule.beta2**step) ** 0.5
+        step_size = rule.lr / (1 - rule.beta1**step)
+        moving = (1 - rule.beta1, 0.0, 1 - rule.beta2, rule.beta2, correction, rule.eps, step_size)
+    elif isinstance(rule, Sgd):
+        weight_factor, gradient_decay = 1.0, rule.weight_decay
+        moving = (0.0, rule.momentum, 1 - rule.dampening, 0.0, 0.0, 0.0, rule.lr)
+    else:
+        weight_factor, gradient_decay = decay, 0.0
+        moving = (1 - rule.beta1, 0.0, 1 - rule.beta2, 0.0, 0.0, 0.0, rule.lr)
+    try:
+        return _CONSTANTS.pack(factor, weight_factor, gradient_decay, *moving)
+    except OverflowError as error:
+        raise ConfigError(
+            f"a number of {rule} at step {step}, or the gradient factor {gradient_factor:g}, is beyond fp32's 3.4e38"
+        ) from error
+
+
+def _refuse_overlaps(packed: bytearray) -> None:
+    """Threads write in any order: two places in the same memory would give a result by chance."""
+    table = np.frombuffer(packed, dtype=_TABLE)
+    count = table["num_elements"]
+    formats = table["formats"]
+    state = count * _STATE_BYTES[formats[:, 3]]
+    widths = [
+        count * _WEIGHT_BYTES[formats[:, 1]],
+        count * _GRADIENT_BYTES[formats[:, 2]],
+        count * _EXTRA_BYTES[formats[:, 1]],
+        *[state] * 3,
+        *[-(-count // BLOCK) * 4] * 3,
+    ]
+    begins = table["addresses"].astype(np.int64)
+    ends = begins + np.stack(widths, axis=1)
+    used = (begins != 0) & (ends > begins)
+    place = np.flatnonzero(used)
+    order = place[np.argsort(begins.ravel()[place], kind="stable")]
+    sorted_begins, sorted_ends = begins.ravel()[order], ends.ravel()[order]
+    is_read_only = order % 9 == 1
+    # Gradients may share memory with each other: they are only read.
+    last_written = np.maximum.accumulate(np.where(is_read_only, 0, sorted_ends))
+    last_any = np.maximum.accumulate(sorted_ends)
+    reach = np.where(is_read_only[1:], last_written[:-1], last_any[:-1])
+    clash = np.flatnonzero(sorted_begins[1:] < reach)
+    if clash.size:
+        later = int(clash[0]) + 1
+        earlier = int(np.flatnonzero(sorted_ends[:later] > sorted_begins[later])[-1])
+        first, second = (divmod(int(order[i]), 9) for i in (earlier, later))
+        raise BadPieceError(
+            f"the {_TENSOR_NAMES[first[1]]} of piece {first[0]} and the {_TENSOR_NAMES[second[1]]} of piece {second[0]} "
+            "share memory; every element may be updated once only"
+        )
 
 
 def worker_cpus(root: Path = _ROOT) -> WorkerCpus:

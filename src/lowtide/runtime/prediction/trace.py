@@ -17,7 +17,7 @@ from lowtide.memory.groups import find_groups, find_named_groups
 from lowtide.memory.layout import lay_out
 from lowtide.optim.update_types import Numerics, numerics_of
 from lowtide.planning.budget_plans import StaticPartition, WarmUp, partition
-from lowtide.planning.check_plan import check_plan
+from lowtide.planning.placement import check_plan
 from lowtide.planning.plan import Plan, Site
 from lowtide.runtime.host_memory import HostNeed, host_need, state_bytes_per_parameter_byte
 from lowtide.runtime.prediction.session import SessionFootprint

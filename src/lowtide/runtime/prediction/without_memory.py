@@ -14,9 +14,9 @@ from lowtide.memory.mover import Copied, Ticket
 from lowtide.memory.store import ChunkStore
 from lowtide.optim.device import table as device_table
 from lowtide.optim.device.table import WORKSPACE_BYTES, num_partials
-from lowtide.optim.rules import require_rule
+from lowtide.optim.rules import Adafactor, require_rule
 from lowtide.optim.state import ParameterState, new_state
-from lowtide.optim.update_types import Adafactor, Numerics, Rounding, rounding_for
+from lowtide.optim.update_types import Numerics, Rounding, rounding_for
 from lowtide.planning.plan import Schedule
 from lowtide.runtime.parameters.gradients import GradientState, HostGradient
 from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter

@@ -18,9 +18,8 @@ from lowtide import compat
 from lowtide.errors import ConfigError
 from lowtide.optim import reference
 from lowtide.optim.device import kernel as device_kernel
-from lowtide.optim.formats import update_key
 from lowtide.optim.host import kernel as host_kernel
-from lowtide.optim.rules import as_numbers, require_rule
+from lowtide.optim.rules import Adafactor, ElementwiseRule, Rule, Sgd, as_numbers, names_of_states, require_rule
 from lowtide.optim.state import (
     MASTER,
     MOMENTS,
@@ -34,18 +33,7 @@ from lowtide.optim.state import (
     read_state_dict,
     to_torch_state,
 )
-from lowtide.optim.update_types import (
-    Adafactor,
-    ElementwiseRule,
-    MatrixPiece,
-    Numerics,
-    Piece,
-    Rounding,
-    Rule,
-    Sgd,
-    names_of_states,
-    rounding_for,
-)
+from lowtide.optim.update_types import MatrixPiece, Numerics, Piece, Rounding, rounding_for, update_key
 from lowtide.runtime.parameters.gradients import refuse_sparse_gradient
 from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer, Settings, Update
 from lowtide.runtime.updates.paged_state import Pages

@@ -15,8 +15,9 @@ import torch
 
 from lowtide import compat
 from lowtide.memory.mover import Mover, Ticket
+from lowtide.optim.rules import Rule
 from lowtide.optim.state import ParameterState, new_state
-from lowtide.optim.update_types import Numerics, Rule
+from lowtide.optim.update_types import Numerics
 from lowtide.runtime.statistics.recording import Recorder
 from lowtide.runtime.statistics.timeline import Reason
 
