@@ -18,7 +18,7 @@ from lowtide.tracing.attention.kernels import Attention
 from lowtide.tracing.attention.use import AttentionChoices
 from lowtide.tracing.ghost import autocast, recurrent
 from lowtide.tracing.ghost.accepting import accept_ghosts
-from lowtide.tracing.ghost.costs import CudaCosts, HostCosts
+from lowtide.tracing.ghost.costs import Costs
 from lowtide.tracing.ghost.device import register_device
 from lowtide.tracing.ghost.mode import GhostMode
 from lowtide.tracing.ghost.shapes import HOST_SHAPES, SHAPES
@@ -76,7 +76,7 @@ class GhostMachine:
         self._attention = Attention(choices, lambda: recorder.module)
         self._casts.begin_trace((major, minor))
         self._register_for(is_host=hardware.is_host)
-        costs = (HostCosts if hardware.is_host else CudaCosts)(hardware, torch_version)
+        costs = Costs(hardware, torch_version)
         mode = self._mode = GhostMode(
             recorder, self.device, costs, HOST_SHAPES if hardware.is_host else SHAPES, on_fatal
         )
