@@ -17,38 +17,17 @@ from torch import Tensor
 from lowtide.tracing.ghost.tensor import MAX_ELEMENTS, Ghost, Known
 
 _CHANCE = (
-    "rand",
-    "bernoulli",
-    "dropout",
-    "normal",
-    "uniform",
-    "multinomial",
-    "exponential",
-    "geometric",
-    "cauchy",
-    "poisson",
-)
+    "rand", "bernoulli", "dropout", "normal", "uniform", "multinomial", "exponential", "geometric", "cauchy", "poisson",
+)  # fmt: skip
 
 _OTHER_STORAGE = ("resize_", "resize_as_", "set_", "set_data", "_resize_output_")
 """Tagged by torch as in-place views, and give their argument other bytes as well."""
 
-READERS = frozenset(
-    {
-        "aten._local_scalar_dense",
-        "aten.equal",
-        "aten.nonzero",
-        "aten.masked_select",
-        "aten.unique_consecutive",
-        "aten.unique_dim",
-        "aten._unique",
-        "aten._unique2",
-        "aten.repeat_interleave",
-        "aten.bincount",
-        "aten.allclose",
-    }
-)
+READERS = frozenset(f"aten.{name}" for name in (
+    "_local_scalar_dense", "equal", "nonzero", "masked_select", "unique_consecutive", "unique_dim", "_unique", "_unique2",
+    "repeat_interleave", "bincount", "allclose",
+))  # fmt: skip
 """Operators whose result or whose result's shape depends on values."""
-
 
 FREE = -1
 """In a course: free the scratch memory that was taken last."""
@@ -133,19 +112,19 @@ def to_known(value: Any) -> Any:
     if isinstance(value, Tensor):
         return Known(value.detach())
     if isinstance(value, list | tuple):
-        items = []
-        for item in value:
-            known = to_known(item)
-            if known is None and item is not None:
-                return None
-            items.append(known)
-        return tuple(items) if isinstance(value, tuple) else items
+        items = _each_known(value)
+        return tuple(items) if items is not None and isinstance(value, tuple) else items
     if isinstance(value, dict):
-        resolved = {}
-        for key, item in value.items():
-            known = to_known(item)
-            if known is None and item is not None:
-                return None
-            resolved[key] = known
-        return resolved
+        items = _each_known(value.values())
+        return None if items is None else dict(zip(value, items, strict=True))
     return value
+
+
+def _each_known(values: Iterable[Any]) -> list[Any] | None:
+    found = []
+    for value in values:
+        known = to_known(value)
+        if known is None and value is not None:
+            return None
+        found.append(known)
+    return found
