@@ -129,7 +129,7 @@ class Hardware:
         """Bytes that a thread keeps beside it from its first product with a fused bias (`addmm`) on; 0 if none."""
         if not self.is_nvidia:
             return self.cublaslt_workspace_bytes
-        return LT_WORKSPACE_BYTES if _version(torch_version) < (2, 12) else 0
+        return LT_WORKSPACE_BYTES if release_of(torch_version) < (2, 12) else 0
 
 
 def cublas_workspace_bytes(compute_capability: tuple[int, int], torch_version: str = "2.13") -> int:
@@ -140,7 +140,7 @@ def cublas_workspace_bytes(compute_capability: tuple[int, int], torch_version: s
         (33554432, 8519680)
     """
     major = compute_capability[0]
-    is_large = compute_capability == (9, 0) if _version(torch_version) < (2, 12) else major in (9, 10, 12)
+    is_large = compute_capability == (9, 0) if release_of(torch_version) < (2, 12) else major in (9, 10, 12)
     return LARGE_WORKSPACE_BYTES if is_large else WORKSPACE_BYTES
 
 
@@ -160,7 +160,8 @@ def parse_cublas_workspace_config(config: str) -> int:
     return sum(int(kib) * 1024 * int(count) for kib, count in pairs)
 
 
-def _version(text: str) -> tuple[int, int]:
+def release_of(text: str) -> tuple[int, int]:
+    """The first two numbers of a version of torch."""
     match = re.match(r"(\d+)\.(\d+)", text)
     if match is None:
         raise ConfigError(f"{text!r} is not a torch version; write it as 2.13.0")

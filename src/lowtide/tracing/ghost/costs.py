@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowtide.hardware import Hardware
 from lowtide.tracing.ghost import convolutions, recurrent
-from lowtide.tracing.ghost.operators import FREE, Course, Operator
+from lowtide.tracing.ghost.operators import FREE, Course, Operator, tensors_in
 
 MATRIX_PRODUCTS = frozenset(
     f"aten.{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "_addmm_activation", "mv", "addmv", "dot")
@@ -84,7 +84,7 @@ class Costs:
     def seconds(self, op: Operator, args: tuple[Any, ...], out: Any) -> float:
         """Roofline: the longer of arithmetic and memory traffic."""
         hardware = self._hardware
-        tensors = [*_tensors(args), *_tensors(out)]
+        tensors = [*tensors_in(args), *tensors_in(out)]
         moved = sum(_nbytes(tensor) for tensor in tensors)
         seconds = moved / (hardware.memory_bytes_per_s * EFFICIENCY) if hardware.memory_bytes_per_s else 0.0
         flops = num_flops(op.name, args, out)
@@ -93,14 +93,6 @@ class Costs:
             if rate:
                 seconds = max(seconds, flops / (rate * EFFICIENCY))
         return seconds
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return []
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lowtide import compat
-from lowtide.hardware import Hardware
+from lowtide.hardware import Hardware, release_of
 from lowtide.tracing.attention.kernels import Attention
 from lowtide.tracing.attention.use import AttentionChoices
 from lowtide.tracing.ghost import autocast, recurrent
@@ -69,10 +69,10 @@ class GhostMachine:
         on_fatal: Callable[[BaseException], None] | None = None,
     ) -> GhostMode:
         """The dispatch mode of a trace on a device under a torch version; `on_fatal` as for the mode."""
-        major, minor = (int(part) for part in torch_version.split("+")[0].split(".")[:2])
-        choices = AttentionChoices(hardware.compute_capability, (major, minor))
+        release = release_of(torch_version)
+        choices = AttentionChoices(hardware.compute_capability, release)
         self._attention = Attention(choices, lambda: recorder.module)
-        self._casts.begin_trace((major, minor))
+        self._casts.begin_trace(release)
         self._register_for(is_host=hardware.is_host)
         costs = Costs(hardware, torch_version)
         mode = self._mode = GhostMode(

@@ -94,6 +94,13 @@ def collect_ghosts(values: Iterable[Any], found: list[Ghost]) -> None:
             collect_ghosts(value, found)
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of an argument, or of what an operator returned."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for item in value for tensor in tensors_in(item)] if isinstance(value, list | tuple) else []
+
+
 def to_meta(value: Any) -> Any:
     """The argument with every tensor replaced by one on meta: what torch's shape functions take."""
     if isinstance(value, Ghost):

@@ -21,10 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.tracing.ghost.operators import FREE, Course
+from lowtide.tracing.ghost.operators import FREE, META, Course
 
 aten = torch.ops.aten
-META = torch.device("meta")
 
 RNN_RELU, RNN_TANH, LSTM, GRU = range(4)
 RESERVE_UNITS = {RNN_RELU: 2, RNN_TANH: 2, LSTM: 6, GRU: 7}

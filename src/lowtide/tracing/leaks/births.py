@@ -13,7 +13,7 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from lowtide.activations.group_call import tensors_in
 from lowtide.compat import WatchingMode, autograd_references, is_autograd_holder, plain_storage
 
 # Frames of these files are not where a person would look for a tensor's birth.
@@ -195,7 +196,7 @@ class _BirthMode(WatchingMode):  # torch's __init_subclass__ has no types
         # Of `aten.add.Tensor` the overload says little; a higher-order operator has none.
         op = str(getattr(func, "overloadpacket", func))
         result = func(*args, **(kwargs or {}))
-        for tensor in _tensors_in(result):
+        for tensor in tensors_in(result):
             self._log.see(tensor, op)
         return result
 
@@ -235,14 +236,6 @@ def _with_graphs(tensors: list[torch.Tensor]) -> list[object]:
 def _is_wrapper(kind: type) -> bool:
     # The protocol of tensor subclasses that are made of other tensors (DTensor, quantised and nested ones).
     return hasattr(kind, "__tensor_flatten__")
-
-
-def _tensors_in(result: object) -> Iterable[torch.Tensor]:
-    if isinstance(result, torch.Tensor):
-        yield result
-    elif isinstance(result, list | tuple):
-        for entry in result:
-            yield from _tensors_in(entry)
 
 
 def _calling_line() -> str:

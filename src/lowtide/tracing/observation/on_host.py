@@ -19,7 +19,7 @@ from lowtide.errors import ObserveError
 from lowtide.tracing.assemble import assemble, exact
 from lowtide.tracing.recorder import BATCH, Life, Role, StorageRecorder, state_roles, weight_roles
 from lowtide.tracing.step_trace import Category, Phase, StepTrace, Target
-from lowtide.tracing.training_step import GradientWatch, ModulePaths, TrainingStep, about_step, tensors_in
+from lowtide.tracing.training_step import TrainingStep, about_step, tensors_in, watch_gradients, watch_modules
 from lowtide.units import format_bytes
 
 NUM_LAST_EVENTS = 5
@@ -161,7 +161,7 @@ def observe_on_host(
     first_event = first_op = 0
     try:
         _place_all(mode, step)
-        with mode, ModulePaths(step.model, recorder), GradientWatch(step.model, mode.mark_gradient):
+        with mode, watch_modules(step.model, recorder), watch_gradients(step.model, mode.mark_gradient):
             for number in range(1, steps + 1):
                 on_progress(f"running step {number} of {steps}")
                 first_event, first_op = recorder.begin_step(is_detailed=number == steps)

@@ -24,8 +24,6 @@ from lowtide.tracing.recorder import BATCH, StorageRecorder, state_roles, weight
 from lowtide.tracing.settings import UpdateSchedule
 from lowtide.tracing.step_trace import Category, StepTrace, Target
 from lowtide.tracing.training_step import (
-    GradientWatch,
-    ModulePaths,
     TrainingStep,
     about_step,
     activations_applied,
@@ -33,6 +31,8 @@ from lowtide.tracing.training_step import (
     choose_as_on_host,
     choose_implementation,
     update_in_backward,
+    watch_gradients,
+    watch_modules,
 )
 
 
@@ -101,7 +101,7 @@ def _run_steps(
 ) -> tuple[int, int]:
     """Run all steps; returns where in the record the events and the ops of the last begin."""
     recorder, device_type = mode.recorder, mode.device.type
-    with ModulePaths(step.model, recorder), GradientWatch(step.model, _mark_gradient):
+    with watch_modules(step.model, recorder), watch_gradients(step.model, _mark_gradient):
         recorder.begin_step(is_detailed=False)
         on_progress("tracing the first step")
         for _ in range(1 if context is None else context.num_warm_up_steps):
