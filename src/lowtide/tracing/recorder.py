@@ -288,15 +288,6 @@ class StorageRecorder:
             return rerun
         return self._forward_nodes.get(node, (self.root, ""))
 
-    def is_called_from_engine(self) -> bool:
-        """Whether the running operator was called by autograd's C++ code and not by any Python function."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if not frame.f_code.co_filename.startswith(_PLUMBING):
-                return False
-            frame = frame.f_back
-        return True
-
     def line(self) -> str:
         """`file.py:line` of the innermost frame that is neither torch's nor the tracer's; "" where there is none."""
         return users_line(_running_lines(sys._getframe(1)))
@@ -375,6 +366,18 @@ class StorageRecorder:
         """An operator reads or writes a storage."""
         if not life.uses or life.uses[-1] != op:
             life.uses.append(op)
+
+
+def is_called_from_engine(*, in_its_thread: bool = True) -> bool:
+    """Whether the running operator was called by autograd's C++ code and not by any Python function.
+
+    Args:
+        in_its_thread: The engine runs in a thread of its own; else in the one that called the backward, as for the host.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_PLUMBING):
+        frame = frame.f_back
+    return frame is None or (not in_its_thread and frame.f_code.co_name == compat.ENGINE_FUNCTION)
 
 
 def users_line(frames: Iterable[tuple[str, int]]) -> str:

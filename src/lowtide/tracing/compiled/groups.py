@@ -227,16 +227,4 @@ def _charge(step: Step, tensors: list[Tensor], mode: GhostMode) -> None:
     if step.call is not None and hasattr(step.call.operator, "_schema"):
         mode.charge(describe(step.call.operator), step.call.args, step.call.out)
     else:
-        mode.charge(_fused(_name(step)), tuple(tensors), None)
-
-
-def _fused(name: str) -> Operator:
-    return Operator(
-        name=name,
-        writes=(),
-        returns_written=(),
-        written_names=(),
-        is_chance=False,
-        reads_values=False,
-        is_view_in_place=False,
-    )
+        mode.charge(Operator(_name(step)), tuple(tensors), None)

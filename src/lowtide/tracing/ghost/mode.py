@@ -134,10 +134,9 @@ class GhostMode(compat.TorchDispatchMode):
             special = self._reader.read(func, op, args, kwargs)
             if special is not NotImplemented:
                 return special
-        if self._sums.is_one(func):
-            summed = self._sums.in_place(args)
-            if summed is not None:
-                return summed
+        summed = self._sums.in_place(func, args)
+        if summed is not None:
+            return summed
         if op.name in ("aten.is_pinned", "aten.record_stream"):
             return False
         if op.is_view_in_place:
@@ -206,7 +205,7 @@ class GhostMode(compat.TorchDispatchMode):
         for step in course:
             if isinstance(step, Tensor):
                 if makes_outputs:
-                    self._maker.begin(step, on_device=True)
+                    self._maker.life_of(step, on_device=True)  # ahead of `wrap`, which has the schema's order
             elif step == FREE:
                 self.recorder.free(taken.pop())
             elif step:

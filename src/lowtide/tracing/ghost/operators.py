@@ -43,15 +43,15 @@ class Operator:
     """An operator's schema, reduced to what the trace asks."""
 
     name: str
-    writes: tuple[int, ...]
+    writes: tuple[int, ...] = ()
     """Positions of the arguments it writes to."""
-    returns_written: tuple[int | None, ...]
+    returns_written: tuple[int | None, ...] = ()
     """For each output the position of the argument it is, None for a new tensor or a view."""
-    written_names: tuple[str, ...]
+    written_names: tuple[str, ...] = ()
     """Written arguments that are keyword-only (`out=`)."""
-    is_chance: bool
-    reads_values: bool
-    is_view_in_place: bool
+    is_chance: bool = False
+    reads_values: bool = False
+    is_view_in_place: bool = False
     """Changes the shape of its argument, not its bytes: `unsqueeze_`."""
 
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -17,15 +15,21 @@ from torch import Tensor
 from lowtide import compat, config
 from lowtide.errors import ObserveError
 from lowtide.tracing.assemble import assemble, exact
-from lowtide.tracing.recorder import BATCH, Life, Role, StorageRecorder, state_roles, weight_roles
+from lowtide.tracing.recorder import (
+    BATCH,
+    Life,
+    Role,
+    StorageRecorder,
+    is_called_from_engine,
+    state_roles,
+    weight_roles,
+)
 from lowtide.tracing.step_trace import Category, Phase, StepTrace, Target
 from lowtide.tracing.training_step import TrainingStep, about_step, tensors_in, watch_gradients, watch_modules
 from lowtide.units import format_bytes
 
 NUM_LAST_EVENTS = 5
 """How many allocations an out-of-memory error tells of."""
-_PLUMBING = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent / "utils" / "_python_dispatch.py"))
-"""Frames between an operator and the mode that sees it."""
 
 
 class HostMode(compat.WatchingMode):
@@ -116,7 +120,7 @@ class HostMode(compat.WatchingMode):
         """
         if func is not torch.ops.aten.add.Tensor or self.recorder.phase is not Phase.BACKWARD:
             return None
-        if not _is_called_from_engine():
+        if not is_called_from_engine(in_its_thread=False):
             return None
         old = args[0]
         if compat.num_storage_owners(old) > 1 or not _is_dense(old):
@@ -220,14 +224,6 @@ def _out_of_memory(recorder: StorageRecorder, error: RuntimeError) -> str:
         f"of the step. Last allocations: {'; '.join(last)}. Use a smaller batch, or lowtide.trace, which "
         "needs no memory."
     )
-
-
-def _is_called_from_engine() -> bool:
-    """Whether autograd's C++ code called the running operator: on the host it runs in the thread that asked for it."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_PLUMBING):
-        frame = frame.f_back
-    return frame is None or frame.f_code.co_name == compat.ENGINE_FUNCTION
 
 
 def _is_dense(tensor: Tensor) -> bool:
