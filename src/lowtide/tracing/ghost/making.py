@@ -89,7 +89,7 @@ class Maker:
     def ghost(self, inner: Tensor, known: Known | None, on_device: bool) -> Ghost:
         """For a meta tensor that the operator at hand returns: of new memory, or of what it shares."""
         life = self.life_of(inner, on_device=on_device)
-        self.recorder.use(life, len(self.recorder.op_names) - 1)
+        self.recorder.use(life, len(self.recorder.ops) - 1)
         return Ghost(inner, self.device if life.on_device else HOST, life, known)
 
     def written(self, target: Any, op: Operator, values: Any) -> None:
@@ -187,8 +187,8 @@ class ValueReader:
                 # Adafactor scales by the norm of the weights: a number that changes no shape and no lifetime.
                 self._note("numbers that the optimizer reads back from the card were taken to be 1")
                 return 1.0
-            module = self._maker.recorder.op_modules[-1]
-            source = self._maker.recorder.op_sources[-1] or self._maker.recorder.line()
+            module = self._maker.recorder.ops[-1].module
+            source = self._maker.recorder.ops[-1].source or self._maker.recorder.line()
             raise ValueReadError(
                 f"{op.name} reads the values of a tensor in {module!r}{f' ({source})' if source else ''}, and they depend on "
                 "weights or chance, which a prediction does not have. Use lowtide.observe on a machine with a GPU, or "
