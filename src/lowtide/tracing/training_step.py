@@ -31,13 +31,6 @@ OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 _FULL = "float32"
 """What torch's autocast does not compute in: it switches itself off for it."""
 
-_BACKENDS = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
-
-
 PhaseListener = Callable[[Phase], None]
 """Is told of each phase before it begins."""
 
@@ -147,7 +140,8 @@ class TrainingStep:
         word = self.settings.attention
         if word is None:
             return contextlib.nullcontext()
-        return sdpa_kernel([*([_BACKENDS[word]] if word in _BACKENDS else []), SDPBackend.MATH])
+        fused = [] if word == "math" else [getattr(SDPBackend, f"{word.upper()}_ATTENTION")]
+        return sdpa_kernel([*fused, SDPBackend.MATH])
 
 
 def _own_loss(model: nn.Module, batch: Any) -> Tensor:

@@ -13,12 +13,13 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import nn
@@ -146,24 +147,20 @@ class BirthLog:
     def _follow(self, storage: torch.UntypedStorage) -> StorageRef:
         return weakref.ref(storage, partial(self._forget, id(storage)))
 
-    def _forget(self, key: int, ref: StorageRef) -> None:
-        del ref
+    def _forget(self, key: int, _: StorageRef) -> None:
         self._older.pop(key, None)
         born = self.alive.pop(key, None)
         outlived_its_step = born is not None and (born.step < self._step or not self._in_step)
         if born is not None and self._collecting and outlived_its_step:
             self.collected.append(Collected(born.site, born.step, born.bytes))
 
-    def _on_collection(self, phase: str, info: Mapping[str, int]) -> None:
-        del info
+    def _on_collection(self, phase: str, _: Mapping[str, int]) -> None:
         self._collecting = phase == "start"
 
-    def _enter_module(self, module: nn.Module, args: object) -> None:
-        del args
+    def _enter_module(self, module: nn.Module, _: object) -> None:
         self._module_stack.append(self._path_of(module))
 
-    def _leave_module(self, module: nn.Module, args: object, output: object) -> None:
-        del module, args, output
+    def _leave_module(self, *_: object) -> None:
         if self._module_stack:
             self._module_stack.pop()
 
@@ -183,13 +180,7 @@ class _BirthMode(WatchingMode):  # torch's __init_subclass__ has no types
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self._log = log
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # A wrapper subclass first takes itself apart; its inner tensors come back here and are the ones with memory.
         if any(_is_wrapper(kind) for kind in types):
             return NotImplemented
