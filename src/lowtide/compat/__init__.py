@@ -2,108 +2,11 @@
 
 from __future__ import annotations
 
-from lowtide.compat.autograd import ENGINE_FUNCTION as ENGINE_FUNCTION
-from lowtide.compat.autograd import OldestNode as OldestNode
-from lowtide.compat.autograd import SavedTensor as SavedTensor
-from lowtide.compat.autograd import accumulates_into as accumulates_into
-from lowtide.compat.autograd import autograd_references as autograd_references
-from lowtide.compat.autograd import backward_number as backward_number
-from lowtide.compat.autograd import call_after_backward as call_after_backward
-from lowtide.compat.autograd import current_node_number as current_node_number
-from lowtide.compat.autograd import has_gradient_hooks as has_gradient_hooks
-from lowtide.compat.autograd import is_autograd_holder as is_autograd_holder
-from lowtide.compat.autograd import keeps_graph as keeps_graph
-from lowtide.compat.autograd import make_last_gradient_hook as make_last_gradient_hook
-from lowtide.compat.autograd import next_node_number as next_node_number
-from lowtide.compat.autograd import post_accumulate_hooks as post_accumulate_hooks
-from lowtide.compat.autograd import register_first_gradient_hook as register_first_gradient_hook
-from lowtide.compat.autograd import tensor_hooks as tensor_hooks
-from lowtide.compat.autograd import version_of as version_of
-from lowtide.compat.autograd import versions_of as versions_of
-from lowtide.compat.compiler import BudgetedCompiler as BudgetedCompiler
-from lowtide.compat.compiler import ForwardBackward as ForwardBackward
-from lowtide.compat.compiler import JointGraph as JointGraph
-from lowtide.compat.compiler import compiled_original as compiled_original
-from lowtide.compat.compiler import fusible_operators as fusible_operators
-from lowtide.compat.compiler import guard_compile as guard_compile
-from lowtide.compat.compiler import is_compiled_around as is_compiled_around
-from lowtide.compat.compiler import is_view as is_view
-from lowtide.compat.compiler import outside_compilation as outside_compilation
-from lowtide.compat.compiler import partition as partition
-from lowtide.compat.compiler import trace_joint_graph as trace_joint_graph
-from lowtide.compat.compiler import uncompiled as uncompiled
-from lowtide.compat.compiler import uncompiled_hook as uncompiled_hook
-from lowtide.compat.compiler import unguard_compile as unguard_compile
-from lowtide.compat.compiler import waiting as waiting
-from lowtide.compat.compiler import without_compilation as without_compilation
-from lowtide.compat.compiler import writes_argument as writes_argument
-from lowtide.compat.devices import MemoryProfile as MemoryProfile
-from lowtide.compat.devices import OnStream as OnStream
-from lowtide.compat.devices import allocator_history as allocator_history
-from lowtide.compat.devices import allocator_segments as allocator_segments
-from lowtide.compat.devices import allow_foreach_on as allow_foreach_on
-from lowtide.compat.devices import current_stream as current_stream
-from lowtide.compat.devices import has_triton as has_triton
-from lowtide.compat.devices import is_profiling as is_profiling
-from lowtide.compat.devices import register_python_backend as register_python_backend
-from lowtide.compat.devices import start_allocator_history as start_allocator_history
-from lowtide.compat.devices import stop_allocator_history as stop_allocator_history
-from lowtide.compat.devices import treat_cuda_as as treat_cuda_as
-from lowtide.compat.modules import buffers_of as buffers_of
-from lowtide.compat.modules import call_of as call_of
-from lowtide.compat.modules import has_module_hooks as has_module_hooks
-from lowtide.compat.modules import is_functional_call as is_functional_call
-from lowtide.compat.modules import parallel_wrappers as parallel_wrappers
-from lowtide.compat.modules import parametrized_names as parametrized_names
-from lowtide.compat.modules import plain_call as plain_call
-from lowtide.compat.modules import rebuild_parametrized as rebuild_parametrized
-from lowtide.compat.modules import replace_call as replace_call
-from lowtide.compat.modules import restore_registrations as restore_registrations
-from lowtide.compat.modules import running_data_parallel as running_data_parallel
-from lowtide.compat.modules import sharding_of as sharding_of
-from lowtide.compat.modules import show_call_to_compiler as show_call_to_compiler
-from lowtide.compat.operators import TorchDispatchMode as TorchDispatchMode
-from lowtide.compat.operators import WatchingMode as WatchingMode
-from lowtide.compat.operators import assert_on_device as assert_on_device
-from lowtide.compat.operators import find_overload as find_overload
-from lowtide.compat.operators import flatten as flatten
-from lowtide.compat.operators import forget_kernels as forget_kernels
-from lowtide.compat.operators import has_mode as has_mode
-from lowtide.compat.operators import is_in_transform as is_in_transform
-from lowtide.compat.operators import operator_arguments as operator_arguments
-from lowtide.compat.operators import operator_at as operator_at
-from lowtide.compat.operators import operator_name as operator_name
-from lowtide.compat.operators import operator_path as operator_path
-from lowtide.compat.operators import operators_cast_on_host as operators_cast_on_host
-from lowtide.compat.operators import operators_with_fallback as operators_with_fallback
-from lowtide.compat.operators import outside_transforms as outside_transforms
-from lowtide.compat.operators import push_mode_below as push_mode_below
-from lowtide.compat.operators import remove_mode as remove_mode
-from lowtide.compat.operators import tensors_in as tensors_in
-from lowtide.compat.operators import unflatten as unflatten
-from lowtide.compat.operators import unscale_in_place as unscale_in_place
-from lowtide.compat.operators import unwrapped as unwrapped
-from lowtide.compat.operators import without_autocast as without_autocast
-from lowtide.compat.operators import without_dispatch as without_dispatch
-from lowtide.compat.operators import without_modes as without_modes
-from lowtide.compat.operators import without_torch_function as without_torch_function
-from lowtide.compat.optimizers import OPTIMIZER_BOOKKEEPING as OPTIMIZER_BOOKKEEPING
-from lowtide.compat.optimizers import UNSCALE as UNSCALE
-from lowtide.compat.optimizers import complete_optimizer as complete_optimizer
-from lowtide.compat.optimizers import copy_scheduler_mark as copy_scheduler_mark
-from lowtide.compat.optimizers import mark_stepped as mark_stepped
-from lowtide.compat.optimizers import scaler_values as scaler_values
-from lowtide.compat.optimizers import shallow_optimizer as shallow_optimizer
-from lowtide.compat.optimizers import step_hooks as step_hooks
-from lowtide.compat.optimizers import step_without_hooks as step_without_hooks
-from lowtide.compat.storages import has_no_values as has_no_values
-from lowtide.compat.storages import lock_host_memory as lock_host_memory
-from lowtide.compat.storages import num_owners as num_owners
-from lowtide.compat.storages import num_storage_owners as num_storage_owners
-from lowtide.compat.storages import nums_of_owners as nums_of_owners
-from lowtide.compat.storages import plain_storage as plain_storage
-from lowtide.compat.storages import reference_count as reference_count
-from lowtide.compat.storages import storage_key as storage_key
-from lowtide.compat.storages import storage_over as storage_over
-from lowtide.compat.storages import unlock_host_memory as unlock_host_memory
-from lowtide.compat.storages import without_memory as without_memory
+# The public names of these files are the package's: `compat.plain_call` says all that a reader needs.
+from lowtide.compat.autograd import *  # noqa: F403
+from lowtide.compat.compiler import *  # noqa: F403
+from lowtide.compat.devices import *  # noqa: F403
+from lowtide.compat.modules import *  # noqa: F403
+from lowtide.compat.operators import *  # noqa: F403
+from lowtide.compat.optimizers import *  # noqa: F403
+from lowtide.compat.storages import *  # noqa: F403

@@ -101,14 +101,7 @@ def plain_call(module: torch.nn.Module) -> Callable[..., Any]:
 
 def has_module_hooks(module: torch.nn.Module) -> bool:
     """Whether somebody registered forward or backward hooks on the module itself."""
-    return any(
-        (
-            module._forward_hooks,
-            module._forward_pre_hooks,
-            module._backward_hooks,
-            module._backward_pre_hooks,
-        )
-    )
+    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
 
 
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:

@@ -25,8 +25,12 @@ def plain_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         except (NotImplementedError, RuntimeError):  # torch raises either for tensors without a storage, by their kind
             return None
     # A tensor of a trace has no bytes: a meta storage stands for them, and is shared as theirs would be.
-    is_stand_in = getattr(type(tensor), "has_storage_of_its_own", False)
-    return None if storage.device.type == "meta" and not is_stand_in else storage
+    return None if storage.device.type == "meta" and not is_stand_in(tensor) else storage
+
+
+def is_stand_in(tensor: torch.Tensor) -> bool:
+    """Whether a tensor belongs to a trace: it says so of its class, and stands for a plain one."""
+    return getattr(type(tensor), "has_storage_of_its_own", False)
 
 
 def reference_count(tensor: torch.Tensor) -> int:

@@ -32,7 +32,6 @@ TENSOR = object()
 """Stands for a tensor."""
 _STANDARD = frozenset(vars(nn.Module())) | {"_hf_hook", "_is_hf_initialized", "_compiled_call_impl"}
 """The last holds an activation policy, the same for all blocks of a trace; a user's compiled code does not travel."""
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLAIN_SETTINGS = (bool, float, complex, str, bytes, type(None), type, torch.dtype, torch.device, torch.memory_format)
 _CACHE_STORES = frozenset({"layers", "is_updated", "key_cache", "value_cache"})
 """Attributes of caches of keys and values that a layer looks itself up in."""
@@ -241,7 +240,7 @@ def signature_of(block: nn.Module) -> Signature | None:
     numbers: list[tuple[type, str, int]] = []
     structure: list[Any] = []
     for path, module in block.named_modules():
-        if _has_hooks(module):
+        if compat.has_module_hooks(module):
             return None
         for kind in ("_parameters", "_buffers"):
             for name, tensor in getattr(module, kind).items():
@@ -259,11 +258,6 @@ def signature_of(block: nn.Module) -> Signature | None:
         described = tuple((name, words.describe(settings[name], type(module), name)) for name in sorted(names))
         structure.append((path, type(module), module.training, tuple(module._modules), described))
     return Signature(tuple(structure), tuple(numbers))
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """Whether anything but the module's own code runs when it is called."""
-    return any(getattr(module, name) for name in _HOOKS)
 
 
 def without_own_numbers(signature: Signature) -> tuple[Any, ...]:

@@ -1,9 +1,8 @@
-"""Code outside of torch that has to accept ghosts: scipy's matching, the chunked loss, and what offloads activations."""
+"""Code outside of torch that has to accept ghosts: scipy's matching, and what offloads activations."""
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,12 +11,9 @@ import scipy.optimize
 import torch
 from torch import Tensor
 
-from lowtide.activations import saved, stash
-from lowtide.activations.losses import chunks
-from lowtide.activations.saved import MAX_STORAGE_SHARE, Geometry, Span
+from lowtide.activations.saved import Geometry
 from lowtide.memory.mover import Copied, Ticket
-from lowtide.tracing.ghost.device import NAME
-from lowtide.tracing.ghost.tensor import Ghost
+from lowtide.tracing.ghost.tensor import Ghost, meta_over
 
 MATCHING_NOTE = (
     "the loss matches predictions with targets by costs that depend on weights: "
@@ -28,9 +24,8 @@ CHUNKED_LOSS_NOTE = "the chunked loss is taken to run its kernel for CUDA, which
 
 
 def accept_ghosts(note: Callable[[str], None]) -> None:
-    """Make scipy's matching, the chunked loss and stashes take ghosts in this process; `note` hears of what is assumed."""
+    """Make scipy's matching and stashes take ghosts in this process; `note` hears of what is assumed."""
     _accept_in_matching(note)
-    _accept_in_chunked_loss()
     _accept_in_stashes()
 
 
@@ -53,51 +48,17 @@ def _accept_in_matching(note: Callable[[str], None]) -> None:
     scipy.optimize.linear_sum_assignment = linear_sum_assignment
 
 
-def _accept_in_chunked_loss() -> None:
-    """Let products of half precision into fp32, which CUDA has and the host has not, need no temporary in this process."""
-    plain = chunks.accumulate_product
-
-    def accumulate_product(total: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
-        if total.device.type != NAME or total.dtype == left.dtype:
-            plain(total, left, right, is_first=is_first)
-        else:
-            total.zero_()  # whatever is written: values are not known, and nothing else is allocated
-
-    chunks.accumulate_product = accumulate_product
-
-
 def _accept_in_stashes() -> None:
-    """Make stashes take ghosts in this process: they take plain tensors only, whose storages they copy byte by byte."""
-    plain_span, plain_over = saved.span_of, Geometry.over
-
-    def span_of(tensor: Tensor) -> Span | None:
-        return _span_of(tensor) if isinstance(tensor, Ghost) else plain_span(tensor)
+    """Make stashes bring ghosts back: they set plain tensors over a storage, byte by byte."""
+    plain = Geometry.over
 
     def over(geometry: Geometry, memory: Tensor) -> Tensor:
         if not isinstance(memory, Ghost):
-            return plain_over(geometry, memory)
-        inner = torch.empty(0, dtype=geometry.dtype, device="meta").set_(
-            memory.untyped_storage(), geometry.offset, geometry.size, geometry.stride
-        )
+            return plain(geometry, memory)
+        inner = meta_over(memory.untyped_storage(), geometry.dtype, geometry.size, geometry.stride, geometry.offset)
         return Ghost(inner, memory.device, memory.life)
 
-    stash.span_of = span_of  # type: ignore[attr-defined]  # imported there by name
     Geometry.over = over  # type: ignore[method-assign, assignment]  # its first argument has another name
-
-
-def _span_of(ghost: Ghost) -> Span | None:
-    """As `activations.saved.span_of`, but for ghosts."""
-    size = tuple(1 if stride == 0 else count for count, stride in zip(ghost.size(), ghost.stride(), strict=True))
-    num_bytes = ghost.untyped_storage().nbytes()
-    part_bytes = math.prod(size) * ghost.element_size()
-    if not num_bytes or not part_bytes:
-        return None
-    if num_bytes <= MAX_STORAGE_SHARE * part_bytes:
-        return Span(num_bytes=num_bytes, part=None)
-    if saved.overlaps(size, tuple(ghost.stride())):
-        return None
-    part = Geometry(dtype=ghost.dtype, size=size, stride=tuple(ghost.stride()), offset=int(ghost.storage_offset()))
-    return Span(num_bytes=part_bytes, part=part)
 
 
 class _Point:

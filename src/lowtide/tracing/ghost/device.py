@@ -28,57 +28,37 @@ from lowtide.hardware import Hardware
 NAME = "ghost"
 
 
-class _GhostModule:
-    """What torch expects to find as `torch.ghost`: one device, no random state worth keeping."""
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
 
-    def is_initialized(self) -> bool:
-        return True
 
-    def is_available(self) -> bool:
-        return True
+def _no_random_state(device: object = None) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8)  # recompute asks for it; there is no randomness to replay
 
-    def current_device(self) -> int:
-        return 0
 
-    def set_device(self, device: object) -> None:
-        pass
-
-    def device_count(self) -> int:
-        return 1
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def manual_seed_all(self, seed: int) -> None:
-        pass
-
-    def manual_seed(self, seed: int) -> None:
-        pass
-
-    def synchronize(self, device: object = None) -> None:
-        pass
-
-    def empty_cache(self) -> None:
-        pass
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16, torch.float32]
-
-    def get_rng_state(self, device: object = None) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.uint8)  # recompute asks for it; there is no randomness to replay
-
-    def set_rng_state(self, state: object, device: object = None) -> None:
-        pass
-
-    def device(self, device: Any) -> Any:
-        return torch.device(NAME, 0)
+_ONE_DEVICE: dict[str, Callable[..., Any]] = {
+    "is_initialized": lambda: True,
+    "is_available": lambda: True,
+    "current_device": lambda: 0,
+    "device_count": lambda: 1,
+    "get_rng_state": _no_random_state,
+    **dict.fromkeys(
+        ("set_device", "synchronize", "empty_cache", "manual_seed", "manual_seed_all", "set_rng_state"), _nothing
+    ),
+}
+"""What both `torch.ghost` and `torch.cuda` answer: one device, no random state worth keeping."""
 
 
 def register_device() -> torch.device:
     """Make the ghost device known to torch, once, and return it."""
-    module = getattr(torch, NAME, None)
-    if module is None:
-        compat.register_python_backend(NAME, _GhostModule())
+    if getattr(torch, NAME, None) is None:
+        module = SimpleNamespace(
+            **_ONE_DEVICE,
+            _is_in_bad_fork=lambda: False,
+            get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16, torch.float32],
+            device=lambda device: torch.device(NAME, 0),
+        )
+        compat.register_python_backend(NAME, module)
     return torch.device(NAME, 0)
 
 
@@ -99,10 +79,6 @@ def cuda_functions(hardware: Hardware) -> Iterator[None]:
             setattr(place, name, original)
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    pass
-
-
 def _answers(hardware: Hardware) -> dict[str, Callable[..., Any]]:
     major, minor = hardware.compute_capability
     properties = SimpleNamespace(
@@ -114,24 +90,16 @@ def _answers(hardware: Hardware) -> dict[str, Callable[..., Any]]:
     )
     # A model that logs its memory must not fail; what it logs does not matter here.
     logged = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
-    without_effect = (
-        "set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "manual_seed", "manual_seed_all",
-        "set_rng_state",
-    )  # fmt: skip
     return {
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
+        **_ONE_DEVICE,
+        "reset_peak_memory_stats": _nothing,
         "is_bf16_supported": lambda including_emulation=True: major >= 8 or including_emulation,
         "is_current_stream_capturing": lambda: False,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
         "get_device_capability": lambda device=None: (major, minor),
         "get_device_name": lambda device=None: hardware.label,
         "get_device_properties": lambda device=None: properties,
         "mem_get_info": lambda device=None: (hardware.memory_bytes, hardware.memory_bytes),
-        "get_rng_state": lambda device="cuda": torch.empty(0, dtype=torch.uint8),  # there is no randomness to replay
         **{name: lambda device=None: 0 for name in logged},
-        **dict.fromkeys(without_effect, _nothing),
     }
 
 

@@ -15,16 +15,15 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowtide.tracing.ghost.operators import FREE, Course
+from lowtide.tracing.ghost.operators import FREE, META, Course
 
 aten = torch.ops.aten
-META = torch.device("meta")
 
 RNN_RELU, RNN_TANH, LSTM, GRU = range(4)
 RESERVE_UNITS = {RNN_RELU: 2, RNN_TANH: 2, LSTM: 6, GRU: 7}
@@ -46,42 +45,40 @@ PAGE_BYTES = 4096
 """To which oneDNN rounds each part of a workspace."""
 
 
-def lstm(
-    inputs: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], has_biases: bool, num_layers: int, dropout: float,
-    train: bool, bidirectional: bool, batch_first: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Stands in for `aten::lstm.input` on the ghost device."""
-    projected = hx[0].size(2) if hx[0].size(2) != hx[1].size(2) else 0
-    stride = (4 if has_biases else 2) + bool(projected)
-    out = aten._cudnn_rnn(
-        inputs, list(params), stride, None, hx[0], hx[1], LSTM, hx[1].size(2), projected, num_layers, batch_first,
-        dropout, train, bidirectional, [], None,
-    )  # fmt: skip
-    return out[0], out[1], out[2]
-
-
-def plain(mode: int) -> Any:
-    """Stands in for `aten::gru.input`, `rnn_tanh.input` and `rnn_relu.input`."""
+def _layer(mode: int) -> Any:
+    """Stands in for one of torch's layers on the ghost device."""
 
     def run(
-        inputs: Tensor, hx: Tensor, params: Sequence[Tensor], has_biases: bool, num_layers: int, dropout: float,
+        inputs: Tensor, hx: Any, params: Sequence[Tensor], has_biases: bool, num_layers: int, dropout: float,
         train: bool, bidirectional: bool, batch_first: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> Any:  # fmt: skip
+        state, cells = hx if mode == LSTM else (hx, None)
+        hidden = state.size(2) if cells is None else cells.size(2)
+        projected = state.size(2) if state.size(2) != hidden else 0
+        stride = (4 if has_biases else 2) + bool(projected)
         out = aten._cudnn_rnn(
-            inputs, list(params), 4 if has_biases else 2, None, hx, None, mode, hx.size(2), 0, num_layers, batch_first,
-            dropout, train, bidirectional, [], None,
+            inputs, list(params), stride, None, state, cells, mode, hidden, projected, num_layers, batch_first, dropout,
+            train, bidirectional, [], None,
         )  # fmt: skip
-        return out[0], out[1]
+        return out[:2] if cells is None else out[:3]
 
     return run
 
 
 KERNELS = {
-    "lstm.input": lstm,
-    "gru.input": plain(GRU),
-    "rnn_tanh.input": plain(RNN_TANH),
-    "rnn_relu.input": plain(RNN_RELU),
+    "lstm.input": _layer(LSTM),
+    "gru.input": _layer(GRU),
+    "rnn_tanh.input": _layer(RNN_TANH),
+    "rnn_relu.input": _layer(RNN_RELU),
 }
+
+
+def _parts_of(flat: Tensor, weights: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Views of one buffer, one after the other in the shapes of the weights."""
+    offset = 0
+    for weight in weights:
+        yield flat.narrow(0, offset, weight.numel()).view(weight.shape)
+        offset += weight.numel()
 
 
 class _FlatCast(torch.autograd.Function):
@@ -90,10 +87,7 @@ class _FlatCast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
         flat = torch.empty(sum(weight.numel() for weight in weights), dtype=dtype, device=weights[0].device)
-        parts, offset = [], 0
-        for weight in weights:
-            parts.append(flat.narrow(0, offset, weight.numel()).view(weight.shape).copy_(weight))
-            offset += weight.numel()
+        parts = [part.copy_(weight) for part, weight in zip(_parts_of(flat, weights), weights, strict=True)]
         ctx.mark_non_differentiable(flat)
         ctx.set_materialize_grads(False)
         ctx.dtypes = [weight.dtype for weight in weights]
@@ -120,10 +114,12 @@ def cast_flat(
 def lstm_on_host(
     inputs: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], has_biases: bool, num_layers: int, dropout: float,
     train: bool, bidirectional: bool, batch_first: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The same for the host, as torch's `mkldnn_rnn` spells it."""
+) -> Any:  # fmt: skip
+    """An LSTM on the host, as torch's `mkldnn_rnn` spells it."""
     if hx[0].size(2) != hx[1].size(2):
-        return lstm(inputs, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first)
+        return KERNELS["lstm.input"](
+            inputs, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
+        )
     hidden = (inputs.transpose(0, 1) if batch_first else inputs).contiguous()
     states, cells, directions, stride = [], [], 2 if bidirectional else 1, 4 if has_biases else 2
     for layer in range(num_layers):
@@ -215,10 +211,6 @@ def backward_shapes(
 ) -> tuple[Any, ...]:
     """Gradients of `_cudnn_rnn_backward`: the input's has time first, those of the weights are views of one buffer."""
     flat = torch.empty(sum(w.numel() for w in weight), dtype=inputs.dtype, device=META)
-    parts, offset = [], 0
-    for part in weight:
-        parts.append(flat.narrow(0, offset, part.numel()).view(part.shape))
-        offset += part.numel()
     batch_first = bool(args[8])
     given = inputs.transpose(0, 1) if batch_first else inputs
     gradient = torch.empty(given.shape, dtype=given.dtype, device=META)
@@ -226,7 +218,7 @@ def backward_shapes(
         gradient.transpose(0, 1) if batch_first else gradient,
         torch.empty_like(hx),
         None if cx is None else torch.empty_like(cx),
-        parts,
+        list(_parts_of(flat, weight)),
     )
 
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from lowtide import compat
 from lowtide.errors import ValueReadError
 from lowtide.tracing.ghost import convolutions, recurrent
+from lowtide.tracing.ghost.operators import META
 from lowtide.tracing.ghost.tensor import Ghost
 
 aten = torch.ops.aten
-META = torch.device("meta")
 
 
 def _like_query(query: Tensor, heads: int, length: int, size: int) -> Tensor:

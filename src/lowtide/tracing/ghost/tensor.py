@@ -67,6 +67,13 @@ def _resolve(value: Any) -> Any:
     return value
 
 
+def meta_over(
+    storage: torch.UntypedStorage, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int = 0
+) -> Tensor:
+    """A meta tensor of this form over a storage."""
+    return torch.empty(0, dtype=dtype, device="meta").set_(storage, offset, size, stride)
+
+
 def balanced_choice(rows: torch.Size, choices: int, count: int) -> Callable[[], Tensor]:
     """Indices as a router in balance would pick them: every choice equally often, `count` different ones a row."""
 
@@ -118,6 +125,8 @@ class Ghost(Tensor):
         ghost.life = life
         ghost.known = known
         ghost.known_version = life.version
+        if known is not None and life.version == 0 and life.content is None and ghost._is_whole():
+            life.fill((known, ghost.dtype))  # the first tensor of a new storage
         return ghost
 
     def __init__(self, *args: Any) -> None:
@@ -135,12 +144,6 @@ class Ghost(Tensor):
     def value(self) -> Known | None:
         """How to compute the values, or None where they are not known (any more)."""
         return self.known if self.known_version == self.life.version else self._seen_through()
-
-    def begin_content(self) -> None:
-        """A new storage: where its first tensor has known values and fills it, its content is known."""
-        life = self.life
-        if life.version == 0 and life.content is None and self.known is not None and self._is_whole():
-            life.fill((self.known, self.dtype))
 
     def write(self, known: Known | None) -> None:
         """The tensor was written to, with these values; None where they are not known."""

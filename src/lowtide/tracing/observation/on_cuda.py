@@ -26,7 +26,7 @@ from lowtide.tracing.observation.cuda_record import Block, Request, StepRecord
 from lowtide.tracing.observation.profile import Change, Marks, read_profile
 from lowtide.tracing.recorder import BATCH, Role, StorageRecorder, state_roles, users_line, weight_roles
 from lowtide.tracing.step_trace import Category, StepTrace, Target
-from lowtide.tracing.training_step import GradientWatch, ModulePaths, TrainingStep, about_step, tensors_in
+from lowtide.tracing.training_step import TrainingStep, about_step, tensors_in, watch_gradients, watch_modules
 from lowtide.units import format_bytes
 
 MAX_ENTRIES = 10_000_000
@@ -56,7 +56,7 @@ def observe_on_cuda(
     if compat.is_profiling():
         raise ObserveError("a torch profiler is running, and observing would end it; observe before or after it")
     marks = Marks()
-    with torch.cuda.device(device), ModulePaths(step.model, marks), GradientWatch(step.model, marks.mark_gradient):
+    with torch.cuda.device(device), watch_modules(step.model, marks), watch_gradients(step.model, marks.mark_gradient):
         with _history(device), _memory_errors(marks, device):
             for number in range(1, steps):
                 on_progress(f"running step {number} of {steps}")
