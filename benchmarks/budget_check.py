@@ -8,7 +8,6 @@ A row takes as long as compiling does. Bytes are those of the allocator of the h
 from __future__ import annotations
 
 import gc
-import json
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from lowtide import compat
 from lowtide.lab.budget.points import trace_recipe
 from lowtide.lab.budget.sweep import make_point
 from lowtide.lab.recipe import Recipe
+from lowtide.lab.record import write_json
 from lowtide.lab.training import materialise
 from lowtide.models import resolve_model
 
@@ -114,8 +114,7 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "rows": rows,
     }
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / f"{time.strftime('%Y-%m-%dT%H%M')}_host_{commit}.json").write_text(json.dumps(record, indent=1))
+    write_json(RESULTS / f"{time.strftime('%Y-%m-%dT%H%M')}_host_{commit}.json", record)
 
 
 if __name__ == "__main__":

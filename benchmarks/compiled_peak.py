@@ -8,7 +8,6 @@ Meant for compiled recipes: their lines are those of the code that torch generat
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import time
@@ -26,6 +25,7 @@ from lowtide.lab.experiment import run_experiment
 from lowtide.lab.progress import Progress
 from lowtide.lab.recipe_file import find_recipe, read_recipe
 from lowtide.lab.recipe_parts import RandomInputs
+from lowtide.lab.record import write_json
 from lowtide.units import GiB, MiB
 
 SCHEMA = "lowtide.compiled_peak/1"
@@ -120,9 +120,8 @@ def main() -> None:
         "replayed_bytes": peak.num_bytes,
         "rows": rows_of(peak),
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
     stem = f"{arguments.name.rpartition('/')[2]}_{record['budget']}_{arguments.commit}"
-    (arguments.out / f"{stem}.json").write_text(json.dumps(record, indent=1))
+    write_json(arguments.out / f"{stem}.json", record)
     lines = {row["asked_by"].partition(":")[0] for row in record["rows"]}
     for block in peak.blocks:
         for frame in block.get("frames", ()):

@@ -6,7 +6,6 @@ python -m benchmarks.lab_predict --commit 0123abc
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import torch
 
 from lowtide.lab.prediction import predict_recipe
 from lowtide.lab.recipe_file import find_recipe, resolve_recipe
+from lowtide.lab.record import write_json
 
 SCHEMA = "lowtide.lab_predictions/1"
 HARDWARE = "h200"
@@ -45,9 +45,8 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "rows": rows,
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"{time.strftime('%Y-%m-%dT%H%M')}_{arguments.commit}.json"
-    path.write_text(json.dumps(record, indent=1))
+    write_json(path, record)
     print(f"wrote {path}")
 
 

@@ -8,7 +8,6 @@ fusion as well, which its text leaves out. Fusion means the update in the backwa
 
 from __future__ import annotations
 
-import json
 import subprocess
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import torch
 
 import lowtide
+from lowtide.lab.record import write_json
 from lowtide.models import resolve_model
 from lowtide.optim.optimizers import Adafactor
 from lowtide.tracing.settings import UpdateSchedule
@@ -75,9 +75,8 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "rows": rows,
     }
-    RESULTS.mkdir(parents=True, exist_ok=True)
     stamp = time.strftime("%Y-%m-%dT%H%M")
-    (RESULTS / f"{stamp}_rtx-4090_{commit}.json").write_text(json.dumps(record, indent=1))
+    write_json(RESULTS / f"{stamp}_rtx-4090_{commit}.json", record)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.records import machine
+from lowtide.lab.record import write_json
 from lowtide.models.deep_one import AttentionKind, Block, DeepOneConfig, initial_slopes
 from lowtide.models.registry import BUILT_INS
 
@@ -163,10 +163,7 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "rows": rows,
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / f"repeats_{arguments.commit}.json").write_text(
-        json.dumps(record, indent=1) + "\n", encoding="utf-8"
-    )
+    write_json(arguments.out / f"repeats_{arguments.commit}.json", record)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import gc
 import gzip
-import json
 import os
 import pickle
 import signal
@@ -35,6 +34,7 @@ from torch.utils._pytree import tree_flatten
 
 from benchmarks.accuracy.cases import Case, held_out, policies, suite
 from benchmarks.records import machine
+from lowtide.lab.record import write_json
 
 PHASES = ("forward", "backward", "update")
 WARMUP_STEPS = 2
@@ -271,7 +271,7 @@ def main() -> None:
     results = measure(cases, options.runs.split(","), options.out, options.jobs, options.limit, options.deadline)
     facts = provenance()
     peaks = {name: runs.pop("peaks") for name, runs in results.items() if "peaks" in runs}
-    (options.out / "peaks.json").write_text(json.dumps({**facts, "cases": peaks}, indent=1))
+    write_json(options.out / "peaks.json", {**facts, "cases": peaks})
     with gzip.open(options.out / "details.pickle.gz", "wb", compresslevel=6) as file:
         pickle.dump(results, file)
 

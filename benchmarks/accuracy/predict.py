@@ -19,6 +19,7 @@ import torch
 
 import lowtide
 from benchmarks.accuracy.cases import OPTIMIZERS, Case, held_out, policies, suite
+from lowtide.lab.record import write_json
 from lowtide.tracing.step_trace import Phase
 
 SUITES = {"accuracy": suite, "held_out": held_out, "policies": policies}
@@ -129,10 +130,8 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "cases": rows,
     }
-    folder = RESULTS / options.suite
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{record['date'].replace(' ', 'T').replace(':', '')}_h200_{commit}.json"
-    path.write_text(json.dumps(record, indent=1))
+    path = RESULTS / options.suite / f"{record['date'].replace(' ', 'T').replace(':', '')}_h200_{commit}.json"
+    write_json(path, record)
     print(path)
 
 

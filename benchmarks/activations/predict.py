@@ -8,7 +8,6 @@ Writes a record to benchmarks/results/activations_predicted. Nothing measured is
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 import lowtide
 from benchmarks.activations.suites import SUITES
 from benchmarks.session.row import SIZES, build
+from lowtide.lab.record import write_json
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "activations_predicted"
 TORCH = "2.11.0"
@@ -70,8 +70,7 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "rows": rows,
     }
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / f"{time.strftime('%Y-%m-%dT%H%M')}_{commit}.json").write_text(json.dumps(record, indent=1))
+    write_json(RESULTS / f"{time.strftime('%Y-%m-%dT%H%M')}_{commit}.json", record)
 
 
 if __name__ == "__main__":

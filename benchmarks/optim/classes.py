@@ -14,7 +14,6 @@ import importlib.metadata
 import importlib.util
 import inspect
 import io
-import json
 import random
 import sys
 import time
@@ -32,6 +31,7 @@ from torch import Tensor, nn
 import lowtide
 from benchmarks.records import machine
 from lowtide.errors import LowtideError
+from lowtide.lab.record import write_json
 
 SCHEMA = "lowtide.optimizer_classes/1"
 PACKAGES = {
@@ -378,9 +378,8 @@ def main() -> None:
         "versions": versions,
         "rows": found,
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
     name = f"classes_{time.strftime('%Y-%m-%dT%H%M')}_{arguments.commit}.json"
-    (arguments.out / name).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_json(arguments.out / name, record)
 
 
 if __name__ == "__main__":
