@@ -113,12 +113,12 @@ def accuracy_summary(results: Path, folder: str = "accuracy") -> str:
 
 def fresh(results: Path, name: str = "fresh") -> str:
     """Steps in fresh processes: the prediction made before the measurement, and that of the rules fixed after it."""
-    measured = newest(results / f"{name}_measured", "lowtide.fresh/1")
+    measured = newest(results / "fresh", "lowtide.fresh/1", f"{name}_measured_*")
     sides = {side: f"{side}_life" for side in _SIDES}
     rows = [
         row for row in measured.rows("rows", ("name",)) if all(isinstance(row.get(key), int) for key in sides.values())
     ]
-    predictions = [newest(results / f"{name}_{kind}", "lowtide.fresh_predicted/1") for kind in _FRESH]
+    predictions = [newest(results / "fresh", "lowtide.fresh_predicted/1", f"{name}_{kind}_*") for kind in _FRESH]
     guesses = [{str(row["name"]): row for row in each.rows("rows", ("name",))} for each in predictions]
     cells: list[list[str]] = []
     errors: dict[tuple[str, int], list[float]] = {}
@@ -152,11 +152,11 @@ def fresh_summary(results: Path) -> str:
     errors: dict[tuple[str, str, str], list[float]] = {}
     records = []
     for name, words in (("fresh", "first list"), ("fresh2", "second list")):
-        measured = newest(results / f"{name}_measured", "lowtide.fresh/1")
+        measured = newest(results / "fresh", "lowtide.fresh/1", f"{name}_measured_*")
         truths = {str(row["name"]): row for row in measured.rows("rows", ("name", "family"))}
         records.append(measured)
         for kind in _FRESH:
-            predicted = newest(results / f"{name}_{kind}", "lowtide.fresh_predicted/1")
+            predicted = newest(results / "fresh", "lowtide.fresh_predicted/1", f"{name}_{kind}_*")
             records.append(predicted)
             for row in predicted.rows("rows", ("name",)):
                 truth = truths[str(row["name"])]

@@ -308,10 +308,10 @@ def test_failed_cases_are_shown_and_not_counted(tmp_path: Path) -> None:
     assert " ".join(summary.split()).endswith("1 of 2 cases did not run to their end and are not counted.</sub>")
 
 
-def write_fresh(results: Path, folder: str, schema: str, rows: list[dict[str, object]]) -> None:
-    head = {"schema": schema, "commit": folder, "hardware": "H200", "torch": "2.11", "date": "2026-01-01"}
-    (results / folder).mkdir()
-    (results / folder / "a.json").write_text(json.dumps({**head, "rows": rows}), encoding="utf-8")
+def write_fresh(results: Path, kind: str, schema: str, rows: list[dict[str, object]]) -> None:
+    head = {"schema": schema, "commit": kind, "hardware": "H200", "torch": "2.11", "date": "2026-01-01"}
+    (results / "fresh").mkdir(exist_ok=True)
+    (results / "fresh" / f"{kind}_a.json").write_text(json.dumps({**head, "rows": rows}), encoding="utf-8")
 
 
 def records_named(lines: list[str]) -> int:
@@ -322,16 +322,14 @@ def records_named(lines: list[str]) -> int:
 def test_fresh_table_sets_both_predictions_beside_the_measurement(tmp_path: Path) -> None:
     truth = [{"name": "a", "allocated_life": GiB, "reserved_life": 2 * GiB}, {"name": "oom", "failed": "out of memory"}]
     write_fresh(tmp_path, "fresh_measured", "lowtide.fresh/1", truth)  # type: ignore[arg-type]
-    for folder, share in (("fresh_predicted", 1.10), ("fresh_repredicted", 0.99)):
+    for kind, share in (("fresh_predicted", 1.10), ("fresh_repredicted", 0.99)):
         row = {"name": "a", "allocated": round(share * GiB), "reserved": round(2 * share * GiB)}
-        write_fresh(tmp_path, folder, "lowtide.fresh_predicted/1", [row])
+        write_fresh(tmp_path, kind, "lowtide.fresh_predicted/1", [row])
     lines = render.fresh(tmp_path).split("\n")
     assert lines[2] == "| a | 1.000 | +10.00% | -1.00% | 2.000 | +10.00% | -1.00% |"
     assert lines[4] == "| **95th percentile** |  | 10.00% | 1.00% |  | 10.00% | 1.00% |"
     assert records_named(lines) == 3
 
-    (tmp_path / "fresh_repredicted" / "a.json").unlink()
-    (tmp_path / "fresh_repredicted").rmdir()
     write_fresh(tmp_path, "fresh_repredicted", "lowtide.fresh_predicted/1", [{"name": "a", "failed": "no kernel"}])
     with pytest.raises(BadRecordError, match="'a' needs a number in allocated"):
         render.fresh(tmp_path)
@@ -385,26 +383,25 @@ def test_own_rows_and_peers_are_each_beside_the_plain_row_of_their_own_run(tmp_p
     peer = "torchao CPUOffloadOptimizer, all bf16"
     head = {"hardware": "H200", "torch": "2.11", "date": "2026-01-01"}
     runs = {
-        "optimizer": [
+        "session/optimizer_2026": [
             optimizer_row(plain, step_s=1.0, gib=2, host_gib=1, parameters=GiB),
             optimizer_row(own, step_s=1.5, gib=3, host_gib=13, parameters=GiB),
         ],
-        "optimizer_peers": [
+        "optim/peers_2026": [
             optimizer_row(plain, step_s=2.0, gib=2, host_gib=2, peer="none"),
             optimizer_row(peer, step_s=5.0, gib=4, host_gib=12, peer="torchao"),
         ],
     }
-    for (folder, rows), schema in zip(runs.items(), ("session", "optimizer"), strict=True):
+    for (name, rows), schema in zip(runs.items(), ("session", "optimizer"), strict=True):
         record = {"schema": f"lowtide.{schema}_benchmark/1", **head, "commit": schema, "rows": rows}
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / f"{folder}_a.json").write_text(json.dumps(record), encoding="utf-8")
+        file = tmp_path / f"{name}.json"
+        file.parent.mkdir()
+        file.write_text(json.dumps(record), encoding="utf-8")
     header, _, first, second, blank, *said = readme(tmp_path).split("\n")
     assert header.startswith("| AdamW on one H200 | ms a step |")
     assert first == "| **Lowtide**, in backward, fp32 masters | 1500 | 1.50 | 3.0 | 12.0 |"
     assert second == "| torchao, `CPUOffloadOptimizer`, all bf16 | 5000 | 2.50 | 4.0 | 10.0 |"
-    runs_named = (
-        "2 runs at 2 commits, each with its own baseline: `optimizer_a`: Lowtide; `optimizer_peers_a`: torchao."
-    )
+    runs_named = "2 runs at 2 commits, each with its own baseline: `optimizer_2026`: Lowtide; `peers_2026`: torchao."
     assert (blank, " ".join(said)) == ("", f"<sub>{runs_named}</sub>")
 
 
@@ -416,8 +413,8 @@ def write_streaming(folder: Path, date: str, names: Iterable[str], *, plain_s: f
         if row["name"] in names
     ]
     record = {"schema": "lowtide.session_benchmark/1", "commit": "abc", "hardware": "none", "torch": "2.8"}
-    (folder / "session_streaming").mkdir(exist_ok=True)
-    file = folder / "session_streaming" / f"{date}.json"
+    (folder / "session").mkdir(exist_ok=True)
+    file = folder / "session" / f"streaming_{date}.json"
     file.write_text(json.dumps(record | {"date": date, "rows": rows}), encoding="utf-8")
 
 
@@ -425,7 +422,7 @@ def test_rows_of_several_runs_are_each_compared_with_the_plain_steps_of_their_ow
     names = [str(row["name"]) for row in SUITES["streaming"]]
     resident, last = "managed, all resident, SGD", names[-2]
     write_streaming(tmp_path, "2026-01-01", [name for name in names if name != last], plain_s=1.0, other_s=1.1)
-    with pytest.raises(BadRecordError, match=rf"session_streaming: no record has the rows {last}; run the suite again"):
+    with pytest.raises(BadRecordError, match=rf"session: no record has the rows {last}; run the suite again"):
         streaming(tmp_path)
     write_streaming(tmp_path, "2026-01-02", names, plain_s=1.0, other_s=1.1)
     write_streaming(tmp_path, "2026-01-03", ["plain torch, SGD", resident], plain_s=2.0, other_s=2.1)
@@ -454,6 +451,8 @@ def test_bad_record_is_named(tmp_path: Path, changes: dict[str, Any], message: s
 def test_missing_and_broken_records(tmp_path: Path) -> None:
     with pytest.raises(BadRecordError, match="there are no records in .*accuracy; run the benchmark"):
         render.accuracy(tmp_path)
+    with pytest.raises(BadRecordError, match="there are no records named streaming_.* in .*session; run the benchmark"):
+        streaming(tmp_path)
     write_accuracy(tmp_path, "2026-01-01", [])
     (tmp_path / "accuracy" / "cut.json").write_text("{", encoding="utf-8")
     with pytest.raises(BadRecordError, match=r"cut\.json is not JSON"):

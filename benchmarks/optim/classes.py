@@ -360,7 +360,7 @@ def main() -> None:
     """Survey all classes, and write the record beside the other results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results/optimizer_classes")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results/optim")
     arguments = parser.parse_args()
     found = []
     for name, kind in all_classes().items():

@@ -14,7 +14,7 @@ from benchmarks.records import newest
 from benchmarks.render import RESULTS
 
 RECORDED = {
-    str(row["name"]): row for row in newest(RESULTS / "optimizer_classes", SCHEMA).rows("rows", ("name", *PLANS))
+    str(row["name"]): row for row in newest(RESULTS / "optim", SCHEMA, "classes_*").rows("rows", ("name", *PLANS))
 }
 found = functools.cache(all_classes)
 
