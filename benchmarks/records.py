@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -13,13 +14,20 @@ from lowtide.errors import BadRecordError
 from lowtide.hardware.machine import this_machine
 from lowtide.units import GiB
 
+RESULTS = Path(__file__).resolve().parent / "results"
 WIDTH = 100
 """Columns of the text in Markdown files."""
 
 
 def machine() -> dict[str, object]:
-    """The host of a measurement, for its record: `processor`, `memory_bytes` and the card's `driver`."""
+    """The host of a measurement, for its record: `processor`, `memory_bytes` and the GPU's `driver`."""
     return asdict(this_machine())
+
+
+def checkout() -> str:
+    """The commit of this checkout, and whether it was changed since."""
+    git = ["git", "-C", str(RESULTS), "describe", "--always", "--dirty"]
+    return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
 
 
 @dataclass(frozen=True, kw_only=True)

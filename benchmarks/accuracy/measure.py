@@ -45,7 +45,7 @@ MARKER_BYTES = 1001
 def set_up(case: Case) -> tuple[torch.nn.Module, dict[str, Tensor], torch.optim.Optimizer]:
     """Model, batch and optimizer as a plain script would have them, over an allocator that has seen nothing else."""
     torch.manual_seed(0)
-    with torch.device("cuda"):  # initialising on the card is fast; the detour over the host empties the allocator again
+    with torch.device("cuda"):  # initialising on the GPU is fast; the detour over the host empties the allocator again
         model = case.build()
     model = model.cpu()
     gc.collect()

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
-from benchmarks.records import machine
+from benchmarks.records import RESULTS, machine
 from lowtide.errors import LowtideError
 from lowtide.lab.record import write_json
 
@@ -360,7 +360,7 @@ def main() -> None:
     """Survey all classes, and write the record beside the other results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results/optim")
+    parser.add_argument("--out", type=Path, default=RESULTS / "optim")
     arguments = parser.parse_args()
     found = []
     for name, kind in all_classes().items():

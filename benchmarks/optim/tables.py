@@ -140,7 +140,7 @@ def _steps(found: Found, names: Sequence[str]) -> str:
 
 
 def scale(results: Path) -> str:
-    """Models that do not fit the card, and how far a peer comes on the same machine."""
+    """Models that do not fit the GPU, and how far a peer comes on the same machine."""
     found: Found = newest_rows(results / "session", _SESSION, "scale_*")
     names = [str(row["name"]) for row in SUITES["scale"]]
     if any((results / "optim").glob("largest_*.json")):
@@ -167,7 +167,7 @@ def scale(results: Path) -> str:
 
 
 def shares(results: Path) -> str:
-    """What each share of the host costs, and beside it static partitions of the card, each against its model's plain row."""
+    """What each share of the host costs, and beside it static partitions of the device, each against its model's plain row."""
     found = _shares(results)
     suites = ("host_share_3b", "partition_3b", "host_share_8b", "host_share_staging_8b", "partition_8b")
     names = list(dict.fromkeys(str(row["name"]) for suite in suites for row in SUITES[suite]))

@@ -1,6 +1,6 @@
 """Predict the six eager rows of the published Peak Memory table (RTX 4090, torch 2.8, norms as separate operators).
 
-    python -m benchmarks.peak_memory
+    python -m benchmarks.lab.peak_memory
 
 The published runs are reproduced as they were: Deep One, batch 4 x 768, Adafactor without momentum, and for the `bfloat16` row
 fusion as well, which its text leaves out. Fusion means the update in the backward.
@@ -8,19 +8,16 @@ fusion as well, which its text leaves out. Fusion means the update in the backwa
 
 from __future__ import annotations
 
-import subprocess
 import time
-from pathlib import Path
 
 import torch
 
 import lowtide
+from benchmarks.records import RESULTS, checkout
 from lowtide.lab.record import write_json
 from lowtide.models import resolve_model
 from lowtide.optim.optimizers import Adafactor
 from lowtide.tracing.settings import UpdateSchedule
-
-RESULTS = Path(__file__).resolve().parent / "results" / "peak_memory"
 
 ROWS: dict[str, tuple[float, bool, bool, bool]] = {
     # name: published GiB, bf16, recompute, fused
@@ -34,7 +31,7 @@ ROWS: dict[str, tuple[float, bool, bool, bool]] = {
 
 
 def trace(bf16: bool, recompute: bool, fused: bool) -> lowtide.StepTrace:
-    """One configuration of the experiment on its own card and torch version."""
+    """One configuration of the experiment on its own GPU and torch version."""
     source = resolve_model("deep-one-1.6b", recompute=recompute)
     return lowtide.trace(
         source.build(torch.bfloat16 if bf16 else torch.float32),
@@ -65,8 +62,7 @@ def main() -> None:
                 "at_peak": {str(category): nbytes for category, nbytes in result.at_peak.items()},
             }
         )
-    git = ["git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    commit = checkout()
     record = {
         "schema": "lowtide.peak_memory/1",
         "commit": commit,
@@ -76,7 +72,7 @@ def main() -> None:
         "rows": rows,
     }
     stamp = time.strftime("%Y-%m-%dT%H%M")
-    write_json(RESULTS / f"{stamp}_rtx-4090_{commit}.json", record)
+    write_json(RESULTS / "peak_memory" / f"{stamp}_rtx-4090_{commit}.json", record)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Compile small models with inductor on the host, and compare what they save and need with what a sweep reads off the graph.
 
-    python -m benchmarks.budget_check
+    python -m benchmarks.compiled.check
 
 A row takes as long as compiling does. Bytes are those of the allocator of the host, watched by torch's profiler.
 """
@@ -8,17 +8,15 @@ A row takes as long as compiling does. Bytes are those of the allocator of the h
 from __future__ import annotations
 
 import gc
-import subprocess
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from benchmarks.records import machine
+from benchmarks.records import RESULTS, checkout, machine
 from lowtide import compat
 from lowtide.lab.budget.points import trace_recipe
 from lowtide.lab.budget.sweep import make_point
@@ -28,7 +26,6 @@ from lowtide.lab.training import materialise
 from lowtide.models import resolve_model
 
 SCHEMA = "lowtide.budget_check/1"
-RESULTS = Path(__file__).resolve().parent / "results" / "budget_check"
 MODELS = {"deep-one-tiny": "16x96", "gpt-tiny": "16x128", "llama-tiny": "16x128"}
 BUDGETS = (1.0, 0.6, 0.3, 0.05, 0.0)
 
@@ -103,8 +100,7 @@ def main() -> None:
             }
             rows.append(row)
             print(row, flush=True)
-    git = ["git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    commit = checkout()
     record = {
         "schema": SCHEMA,
         "commit": commit,
@@ -114,7 +110,7 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "rows": rows,
     }
-    write_json(RESULTS / f"{time.strftime('%Y-%m-%dT%H%M')}_host_{commit}.json", record)
+    write_json(RESULTS / "budget_check" / f"{time.strftime('%Y-%m-%dT%H%M')}_host_{commit}.json", record)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.compiled_peak import asked_by, find_peak, main, rows_of
+from benchmarks.compiled.peak import asked_by, find_peak, main, rows_of
 
 OURS = [
     {"filename": "/torch/_inductor/runtime.py", "line": 1, "name": "empty"},
@@ -52,9 +52,9 @@ def test_blocks_of_one_line_are_one_row() -> None:
     assert rows == [(2, 8), (1, 10)]
 
 
-@pytest.mark.parametrize(("has_card", "message"), [(False, "torch sees no CUDA device"), (True, "is not compiled")])
-def test_what_cannot_be_asked_is_said(monkeypatch: pytest.MonkeyPatch, has_card: bool, message: str) -> None:
+@pytest.mark.parametrize(("has_gpu", "message"), [(False, "torch sees no CUDA device"), (True, "is not compiled")])
+def test_what_cannot_be_asked_is_said(monkeypatch: pytest.MonkeyPatch, has_gpu: bool, message: str) -> None:
     monkeypatch.setattr(sys, "argv", ["compiled_peak", "peak_memory/control", "--out", "unused", "--budget", "0.5"])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_card)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     with pytest.raises(SystemExit, match=message):
         main()

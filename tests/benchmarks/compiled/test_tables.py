@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.budget_tables import sweep
+from benchmarks.compiled.tables import sweep
 from lowtide.lab.budget import BudgetPoint, BudgetSweep, write_sweep
 from lowtide.lab.record import MemoryFigures, RunRecord, write_record
 from lowtide.units import GiB

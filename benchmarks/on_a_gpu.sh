@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# What is measured on a card, part by part, within a time limit:
+# What is measured on a GPU, part by part, within a time limit:
 #
-#     benchmarks/on_a_card.sh OUT COMMIT SECONDS PART...
+#     benchmarks/on_a_gpu.sh OUT COMMIT SECONDS PART...
 #
 # Records, logs and the lab's runs come under OUT. A part that the time does not reach is left out and said to be; what runs
 # when it is over is ended, with its records so far in place. DRY=1 prints the commands instead.
@@ -126,12 +126,12 @@ curve() {
 }
 
 compiled() {
-  within peak_60 "$PYTHON" -m benchmarks.compiled_peak $published/memory_budget_60 --out "$out/peaks" --commit "$commit"
-  within peak_bf16 "$PYTHON" -m benchmarks.compiled_peak $published/bf16_budget_60 --out "$out/peaks" --commit "$commit"
+  within peak_60 "$PYTHON" -m benchmarks.compiled.peak $published/memory_budget_60 --out "$out/peaks" --commit "$commit"
+  within peak_bf16 "$PYTHON" -m benchmarks.compiled.peak $published/bf16_budget_60 --out "$out/peaks" --commit "$commit"
 }
 
 repeats() {
-  within repeats "$PYTHON" -m benchmarks.repeats --out "$out/repeats" --commit "$commit"
+  within repeats "$PYTHON" -m benchmarks.lab.repeats --out "$out/repeats" --commit "$commit"
 }
 
 for part in "$@"; do

@@ -1,6 +1,6 @@
 """Sweep torch's activation memory budget over Deep One at 4 x 768, from 0 to 1, without a GPU.
 
-python -m benchmarks.budget_sweep [float32 | bfloat16]
+python -m benchmarks.compiled.sweep [float32 | bfloat16]
 """
 
 from __future__ import annotations
@@ -8,14 +8,13 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
+from benchmarks.records import RESULTS
 from lowtide.lab.budget import run_sweep, write_sweep
 from lowtide.lab.progress import Progress
 from lowtide.lab.recipe import Recipe
 from lowtide.units import GiB
 
-RESULTS = Path(__file__).resolve().parent / "results" / "budget_sweep"
 RECIPE = Recipe(model="deep-one-1.6b", batch="4x768", plan=None)
 # Finer where the peak is smallest.
 BUDGETS = (*(number / 20 for number in range(21)), 0.06, 0.07, 0.08, 0.09)
@@ -35,7 +34,10 @@ def main(dtype: str = "float32") -> None:
         )
     print("\n".join(sweep.remarks))
     version = sweep.torch.partition("+")[0]
-    write_sweep(sweep, RESULTS / f"{time.strftime('%Y-%m-%d')}_{sweep.model}_{sweep.dtype}_torch-{version}.json")
+    write_sweep(
+        sweep,
+        RESULTS / "budget_sweep" / f"{time.strftime('%Y-%m-%d')}_{sweep.model}_{sweep.dtype}_torch-{version}.json",
+    )
 
 
 if __name__ == "__main__":

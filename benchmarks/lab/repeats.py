@@ -1,6 +1,6 @@
-"""Whether one backward gives the same bits each time, alone on a card and beside other work.
+"""Whether one backward gives the same bits each time, alone on a GPU and beside other work.
 
-python -m benchmarks.repeats --out FOLDER --commit 0123abc [--seconds 15] [--beside 4]
+python -m benchmarks.lab.repeats --out FOLDER --commit 0123abc [--seconds 15] [--beside 4]
 
 Torch says of its memory-efficient attention that its backward is not deterministic. Two runs of Deep One differed from their
 repetitions, both beside others (docs/lab.md); this asks whether attention by itself does, and whether anything else in a layer.
@@ -105,13 +105,13 @@ def deterministic() -> Iterator[None]:
 
 @contextlib.contextmanager
 def beside(num_others: int) -> Iterator[None]:
-    """So many processes that keep the card busy."""
+    """So many processes that keep the GPU busy."""
     spawn = multiprocessing.get_context("spawn")
     others = [spawn.Process(target=_keep_busy, daemon=True) for _ in range(num_others)]
     for other in others:
         other.start()
     try:
-        # Imports, a context on the card and the first kernels.
+        # Imports, a context on the GPU and the first kernels.
         time.sleep(20 if others else 0)
         yield
     finally:
@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--beside", type=int, default=4)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("whether a card repeats itself is asked of a card, and torch sees no CUDA device here")
+        raise SystemExit("whether a GPU repeats itself is asked of a GPU, and torch sees no CUDA device here")
     device, config = torch.device("cuda"), config_of(MODEL)
     cases: list[tuple[str, Callable[[], Backward], Callable[[], contextlib.AbstractContextManager[None]]]] = [
         ("layer", lambda: layer_with(config, device), contextlib.nullcontext),

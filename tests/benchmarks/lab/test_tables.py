@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.lab_tables import batches, compiled, curve, memory, moments, newest_peak, other_budgets, quality
+from benchmarks.lab.tables import batches, compiled, curve, memory, moments, newest_peak, other_budgets, quality
 from benchmarks.render import RESULTS
 from lowtide.errors import BadRecordError
 from lowtide.lab.recipe_file import find_recipe, read_recipe, recipe_names
@@ -71,7 +71,7 @@ def test_a_table_that_no_record_belongs_to(tmp_path: Path, render: Callable[[Pat
         render(write(tmp_path, record()))
 
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = Path(__file__).resolve().parents[3] / "docs"
 RENDERED = re.compile(r"<!-- rendered: .*?<!-- end -->", re.DOTALL)
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lab_predict import SCHEMA
-from benchmarks.records import footnote, newest, percent, sources, table
+from benchmarks.lab.predict import SCHEMA
+from benchmarks.records import footnote, gib, newest, percent, sources, table
 from lowtide.errors import BadRecordError
 from lowtide.lab.record import MemoryFigures, Outcome, RunRecord, SpeedFigures, read_record
 from lowtide.lab.records import seed_of
@@ -192,6 +192,20 @@ def predicted(results: Path) -> str:
     rows: list[dict[str, Any]] = record.rows("rows", ("name", "setting", "peak_bytes", "peak_phase"))
     lines = [[row["name"], f"`{row['setting']}`", row["peak_phase"], f"{row['peak_bytes'] / GiB:.3f}"] for row in rows]
     return table(["recipe", "--set", "in", "predicted GiB"], lines, num_text=3) + f"\n\n{sources([record])}"
+
+
+def peak_memory(results: Path) -> str:
+    """The rows of the published Peak Memory table, predicted for its GPU and torch."""
+    record = newest(results / "peak_memory", "lowtide.peak_memory/1")
+    rows = []
+    for row in record.rows("rows", ("name", "published_gib", "predicted_bytes", "peak_phase")):
+        published, predicted = row["published_gib"], row["predicted_bytes"]
+        if not isinstance(published, int | float) or not isinstance(predicted, int) or published <= 0:
+            raise BadRecordError(f"{record.path}: {row['name']!r} needs numbers in published_gib and predicted_bytes")
+        error = percent(predicted / GiB / published - 1)
+        rows.append([str(row["name"]), str(row["peak_phase"]), f"{published:.3f}", gib(predicted), error])
+    header = ["configuration", "peak in", "published GiB", "predicted GiB", "error"]
+    return table(header, rows, num_text=2) + f"\n\n{sources([record])}"
 
 
 def _measured(results: Path, folder: str) -> list[Measured]:

@@ -1,6 +1,6 @@
 """An H200 that inductor can ask about its properties, on a machine without one. Nothing runs on it.
 
-Needs a build of torch for CUDA, which need not find a card, and Triton beside it. Checked in 2.8.0 and 2.11.0. A torch that asks
+Needs a build of torch for CUDA, which need not find a GPU, and Triton beside it. Checked in 2.8.0 and 2.11.0. A torch that asks
 more than these raises from within its call of the driver; the traceback names the function whose answer is to be added.
 """
 
@@ -33,8 +33,8 @@ PROPERTIES = SimpleNamespace(
 
 
 @contextlib.contextmanager
-def stand_in_card() -> Iterator[None]:
-    """Within it inductor generates code for the card above, as long as nobody loads the code."""
+def stand_in_gpu() -> Iterator[None]:
+    """Within it inductor generates code for the GPU above, as long as nobody loads the code."""
     import torch.utils._triton as triton_support
     from torch._dynamo.device_interface import CudaInterface
     from torch._inductor.fx_passes import reinplace

@@ -63,7 +63,7 @@ def test_the_older_compiler_reuses_all_that_it_can() -> None:
     assert older.keys() == newer.keys()
     assert all(each.backward_bytes == each.all_reused_bytes for each in older.values())
     off = max(abs(older[key].backward_bytes - newer[key].all_reused_bytes) for key in older)
-    page = " ".join((Path(__file__).parents[2] / "docs" / "peak_memory.md").read_text(encoding="utf-8").split())
+    page = " ".join((Path(__file__).parents[3] / "docs" / "peak_memory.md").read_text(encoding="utf-8").split())
     assert f"in all rows, within {off // KiB} KiB" in page
 
 

@@ -1,6 +1,6 @@
 """What recipes of the lab are predicted to need under other settings, without a GPU: one record.
 
-python -m benchmarks.lab_predict --commit 0123abc
+python -m benchmarks.lab.predict --commit 0123abc
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.records import RESULTS
 from lowtide.lab.prediction import predict_recipe
 from lowtide.lab.recipe_file import find_recipe, resolve_recipe
 from lowtide.lab.record import write_json
@@ -27,7 +28,7 @@ def main() -> None:
     """Predict each row, and write them beside the other results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/lab_predicted")
+    parser.add_argument("--out", type=Path, default=RESULTS / "lab_predicted")
     arguments = parser.parse_args()
     rows = []
     for name, setting in ROWS:

@@ -30,7 +30,7 @@ def sweep(results: Path, dtype: str = "float32") -> str:
     paths = sorted((results / "budget_sweep").glob(f"*_{dtype}_*.json"))
     if not paths:
         raise BadRecordError(
-            f"there are no records of {dtype} in {results / 'budget_sweep'}; run benchmarks.budget_sweep first"
+            f"there are no records of {dtype} in {results / 'budget_sweep'}; run benchmarks.compiled.sweep first"
         )
     found = read_sweep(paths[-1])
     best = {point.budget for point in pareto(found.points)}

@@ -1,6 +1,6 @@
-"""What is alive at the peak of a recipe's steps on a card, by size and by the line of code that asked for it.
+"""What is alive at the peak of a recipe's steps on a GPU, by size and by the line of code that asked for it.
 
-python -m benchmarks.compiled_peak peak_memory/memory_budget_60 --out FOLDER --commit 0123abc [--budget 0.05]
+python -m benchmarks.compiled.peak peak_memory/memory_budget_60 --out FOLDER --commit 0123abc [--budget 0.05]
 
 Meant for compiled recipes: their lines are those of the code that torch generated, which is kept beside the record.
 """
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, help="another activation budget than the recipe's")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("what is alive on a card is asked of its allocator, and torch sees no CUDA device here")
+        raise SystemExit("what is alive on a GPU is asked of its allocator, and torch sees no CUDA device here")
     recipe = replace(read_recipe(find_recipe(arguments.name)), steps=2, evaluation=None, data=RandomInputs())
     if arguments.budget is not None:
         if recipe.compile is None:

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks.repeats import count_different, layer_with, main
+from benchmarks.lab.repeats import count_different, layer_with, main
 from lowtide.models.deep_one import DeepOneConfig
 
 SMALL = DeepOneConfig(vocab_size=64, context_length=8, num_layers=2, hidden_size=32, intermediate_size=40, num_heads=2)
@@ -32,7 +32,7 @@ def test_one_bit_of_one_gradient_counts() -> None:
     assert different == calls // 3
 
 
-def test_without_a_card_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["repeats", "--out", "unused"])
     with pytest.raises(SystemExit, match="sees no CUDA device"):
