@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from benchmarks.render import RESULTS
+from benchmarks.records import RESULTS
 from lowtide.lab.record import json_text
 
 RECORDS = sorted(RESULTS.rglob("*.json"))

@@ -12,7 +12,7 @@ import torch
 from benchmarks.inductor import record, run
 from benchmarks.inductor.record import CodeRecord, budget_of
 from benchmarks.inductor.tables import generated
-from benchmarks.render import RESULTS
+from benchmarks.records import RESULTS
 from lowtide.errors import BadRecordError
 from lowtide.lab.recipe_file import find_recipe, read_recipe
 from lowtide.lab.record import write_json, write_record

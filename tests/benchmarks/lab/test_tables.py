@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.lab.tables import batches, compiled, curve, memory, moments, newest_peak, other_budgets, quality
-from benchmarks.render import RESULTS
+from benchmarks.records import RESULTS
 from lowtide.errors import BadRecordError
 from lowtide.lab.recipe_file import find_recipe, read_recipe, recipe_names
 from lowtide.lab.record import (
