@@ -100,7 +100,7 @@ def _staging_rows(model: str, batch: str, staging: str) -> list[Row]:
 
 
 def _partition_rows(model: str, batch: str, shares: tuple[float, ...]) -> list[Row]:
-    """A static partition of the card: what is outside its share is streamed, and updated on the host."""
+    """A static partition of the device: what is outside its share is streamed, and updated on the host."""
     llama = {**LLAMA, "model": model, "batch": batch, "steps": 4, "warm_up": 2, "stays_on_device": True}
     row = {**llama, **EXACT, "kind": "managed", "schedule": "in_backward"}
     return [

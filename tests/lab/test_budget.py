@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.budget_check import measure
+from benchmarks.compiled.check import measure
 from lowtide import compat
 from lowtide.errors import BadRecordError, ConfigError, TraceError
 from lowtide.lab.budget import (

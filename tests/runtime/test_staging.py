@@ -19,7 +19,7 @@ from lowtide.units import GiB
 
 ROUNDING = 4096 + 512
 CHUNKS = 200
-RECORDS = Path(__file__).parents[2] / "benchmarks/results/optimizer_shares"
+RECORDS = Path(__file__).parents[2] / "benchmarks/results/session"
 WITH_LITTLE = RECORDS / "host_share_8b_2026-11-16T1138_h200_93a108e.json"
 """2 GiB, whatever the share."""
 WITH_MORE = RECORDS / "host_share_8b_2026-11-16T1433_h200_b9ecfc3.json"
