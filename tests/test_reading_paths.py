@@ -20,8 +20,8 @@ import lowtide
 ROOT = str(Path(lowtide.__file__).parent)
 EMULATION = ("/runtime/emulation/", "/memory/emulated_mover.py")
 """Stands for the device in tests; a reader who follows a step does not open it."""
-MOST_OF_A_STEP = 36
-MOST_OF_MANAGE = 51
+MOST_OF_A_STEP = 20
+MOST_OF_MANAGE = 30
 MOST_IMPORTED = 120
 
 

@@ -7,9 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from lowtide.errors import BudgetError
-from lowtide.memory.chunk import LEGAL, Chunk, ChunkState, StoredGroup
+from lowtide.memory.chunk import LEGAL, Chunk, ChunkSpec, ChunkState, StoredGroup, lay_out
 from lowtide.memory.emulated_mover import EmulatedMover
-from lowtide.memory.layout import ChunkSpec, lay_out
 from lowtide.memory.mover import Copied, Ticket
 from lowtide.memory.store import ChunkStore
 from tests.memory.small_layouts import group

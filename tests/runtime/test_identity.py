@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import lowtide
+from lowtide.memory.chunk import lay_out
 from lowtide.memory.groups import find_groups
-from lowtide.memory.layout import lay_out
 from tests.zoo import ZOO, Scheduler, ZooModel, assert_same_tensors, bf16_safe, train, zoo
 
 MODELS = tuple(ZOO)

@@ -12,8 +12,8 @@ from torch import nn
 
 import lowtide
 from lowtide.errors import OptimizerStateError, UnsupportedOptimizerError
+from lowtide.memory.chunk import lay_out
 from lowtide.memory.groups import find_groups
-from lowtide.memory.layout import lay_out
 from lowtide.optim import Adafactor
 from lowtide.optim.device import kernel as device_kernel
 from lowtide.optim.rules import Adafactor as AdafactorRule

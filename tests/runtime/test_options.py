@@ -10,8 +10,8 @@ import torch
 import lowtide
 from lowtide import WarmUp
 from lowtide.errors import BudgetError, LowtideError, PlanError
+from lowtide.memory.chunk import lay_out
 from lowtide.memory.groups import find_groups
-from lowtide.memory.layout import lay_out
 from lowtide.memory.pools import ArenaCounts
 from lowtide.planning.budget_plans import MonitorMode
 from lowtide.runtime import plan_run as plan_run_module

@@ -12,8 +12,8 @@ from torch import nn
 
 import lowtide
 from lowtide.errors import PlanError
+from lowtide.memory.chunk import lay_out
 from lowtide.memory.groups import find_groups
-from lowtide.memory.layout import lay_out
 from lowtide.optim.update_types import numerics_of
 from lowtide.planning.placement import visitor_bytes_on_device
 from lowtide.planning.plan import Budgets

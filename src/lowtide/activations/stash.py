@@ -37,7 +37,7 @@ import torch
 from lowtide import compat
 from lowtide.activations.saved import Geometry, Span, changed, geometry_of, span_of, version_of
 from lowtide.errors import BudgetError
-from lowtide.memory.layout import POISON, aligned
+from lowtide.memory.chunk import POISON, aligned
 from lowtide.memory.mover import Copied, Mover, Ticket
 
 MAX_SLACK = 2

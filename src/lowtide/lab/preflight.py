@@ -22,8 +22,8 @@ from lowtide.lab.inputs import check_inputs, check_vocabulary
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.recipe_parts import HubDataset, PlanRecipe, RandomInputs, Stories, TextFiles, plan_of
 from lowtide.lab.training import compiled_modules, find_device, optimizer_over
+from lowtide.memory.chunk import lay_out
 from lowtide.memory.groups import find_groups
-from lowtide.memory.layout import lay_out
 from lowtide.models import ModelSource, resolve_model
 from lowtide.optim.rules import require_rule
 from lowtide.planning.hand_plan import activations_by_group

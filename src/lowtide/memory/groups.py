@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lowtide import compat
 from lowtide.errors import ConfigError, UnknownNameError
-from lowtide.memory.layout import GroupSpec, ParameterSpec
+from lowtide.memory.chunk import GroupSpec, ParameterSpec
 from lowtide.units import MiB
 
 REST = ""

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from lowtide.errors import BudgetError, ConfigError, GraphAliveError, OwnershipError
-from lowtide.memory.layout import ALIGNMENT_BYTES, POISON, aligned
+from lowtide.memory.chunk import ALIGNMENT_BYTES, POISON, aligned
 from lowtide.units import MiB, format_bytes
 
 STAGING_BYTES = 16 * MiB

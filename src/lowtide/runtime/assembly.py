@@ -18,7 +18,7 @@ from lowtide import compat
 from lowtide.activations.apply import Applied, apply
 from lowtide.activations.host_embedding import HostEmbedding, put_on_host
 from lowtide.activations.policy import Keep
-from lowtide.memory.layout import Layout
+from lowtide.memory.chunk import Layout
 from lowtide.memory.mover import Copied, Mover, Ticket
 from lowtide.memory.store import Books
 from lowtide.memory.tier import Tier

@@ -25,7 +25,7 @@ import torch
 from lowtide import compat
 from lowtide.activations.policy import Offload
 from lowtide.errors import BudgetError, GraphAliveError, PlanError, UnsupportedOptimizerError
-from lowtide.memory.layout import LARGEST_CHUNK_BYTES, Layout, ParameterSpec
+from lowtide.memory.chunk import LARGEST_CHUNK_BYTES, Layout, ParameterSpec
 from lowtide.memory.mover import Mover
 from lowtide.memory.pools import AllocationCache, Arena, ArenaCounts, CacheCounts
 from lowtide.memory.tier import HostMemory, Tier, host_capacity_bytes, pinned_capacity_bytes, resolve_budget

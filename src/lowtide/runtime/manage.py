@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from lowtide.errors import ConfigError, HardwareError, SessionError, UnsupportedOptimizerError
+from lowtide.memory.chunk import Layout, lay_out
 from lowtide.memory.cuda_mover import CudaMover
 from lowtide.memory.emulated_mover import EmulatedMover
 from lowtide.memory.groups import find_named_groups, unmanaged_parameters
-from lowtide.memory.layout import Layout, lay_out
 from lowtide.memory.mover import Mover
 from lowtide.memory.tier import DeviceLimit
 from lowtide.optim.optimizers import Adafactor

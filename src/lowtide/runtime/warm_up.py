@@ -10,7 +10,7 @@ import torch
 
 from lowtide import compat
 from lowtide.errors import ConfigError
-from lowtide.memory.layout import Layout
+from lowtide.memory.chunk import Layout
 from lowtide.memory.tier import device_capacity_bytes, host_capacity_bytes, resolve_budget
 from lowtide.optim.update_types import Numerics
 from lowtide.planning.budget_plans import StaticPartition, StepSample, WarmUp, partition, plan_after, warm_up_plan

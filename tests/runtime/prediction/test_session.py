@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.errors import BudgetError, PlanError
+from lowtide.memory.chunk import Layout, lay_out
 from lowtide.memory.groups import find_groups
-from lowtide.memory.layout import Layout, lay_out
 from lowtide.optim.update_types import numerics_of
 from lowtide.planning.hand_plan import make_plan
 from lowtide.planning.plan import Plan

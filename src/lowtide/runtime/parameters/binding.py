@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from lowtide.memory.chunk import Chunk, ChunkState, StoredGroup, view_of
-from lowtide.memory.layout import ChunkSpec, GroupSpec, Layout, ParameterSpec
+from lowtide.memory.chunk import Chunk, ChunkSpec, ChunkState, GroupSpec, Layout, ParameterSpec, StoredGroup, view_of
 from lowtide.memory.mover import Mover
 from lowtide.memory.store import Books
 from lowtide.planning.plan import GroupPlan, Plan, Schedule, Site, Weights

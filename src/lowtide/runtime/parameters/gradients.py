@@ -19,9 +19,8 @@ from torch import nn
 
 from lowtide import compat
 from lowtide.errors import ConfigError, GradientStateError, SessionError
-from lowtide.memory.chunk import Chunk, view_of
+from lowtide.memory.chunk import Chunk, ParameterSpec, view_of
 from lowtide.memory.groups import SPARSE_GRADIENT, unmanaged_parameters
-from lowtide.memory.layout import ParameterSpec
 from lowtide.memory.mover import Mover, Ticket
 from lowtide.memory.pools import AllocationCache
 from lowtide.planning.plan import Schedule

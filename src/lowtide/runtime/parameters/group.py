@@ -31,8 +31,7 @@ from torch import nn
 
 from lowtide import compat
 from lowtide.errors import GradientGoneError, ModelChangedError
-from lowtide.memory.chunk import Chunk, StoredGroup
-from lowtide.memory.layout import ParameterSpec
+from lowtide.memory.chunk import Chunk, ParameterSpec, StoredGroup
 from lowtide.planning.plan import Site
 from lowtide.runtime.parameters.gradients import HostGradient
 from lowtide.runtime.parameters.pending import beside, make_all_pending, make_all_plain, make_plain

@@ -20,8 +20,7 @@ from lowtide.activations.apply import Applied, apply
 from lowtide.activations.host_embedding import find_repeats
 from lowtide.activations.policy import Keep, Policy
 from lowtide.errors import TraceError
-from lowtide.memory.chunk import Chunk, ChunkState, StoredGroup
-from lowtide.memory.layout import Layout
+from lowtide.memory.chunk import Chunk, ChunkState, Layout, StoredGroup
 from lowtide.optim.update_types import Numerics
 from lowtide.planning.placement import window_bytes_needed
 from lowtide.planning.plan import GroupPlan, Plan, Schedule, Site, Weights

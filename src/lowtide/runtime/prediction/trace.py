@@ -13,8 +13,8 @@ from torch import nn
 from lowtide import compat
 from lowtide.errors import ConfigError
 from lowtide.hardware import Hardware, find_hardware
+from lowtide.memory.chunk import lay_out
 from lowtide.memory.groups import find_groups, find_named_groups
-from lowtide.memory.layout import lay_out
 from lowtide.optim.update_types import Numerics, numerics_of
 from lowtide.planning.budget_plans import StaticPartition, WarmUp, partition
 from lowtide.planning.placement import check_plan

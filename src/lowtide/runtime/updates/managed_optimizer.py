@@ -20,7 +20,7 @@ from lowtide import compat
 from lowtide.errors import NonFiniteGradientError, UnsupportedOptimizerError
 from lowtide.planning.plan import Schedule, Site
 from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter
-from lowtide.runtime.parameters.pending import make_plain
+from lowtide.runtime.parameters.pending import AbsentState, LiveState, make_plain
 from lowtide.runtime.passes.executor import Executor
 from lowtide.runtime.passes.lock import HELD
 from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer, Settings
@@ -32,7 +32,7 @@ from lowtide.runtime.updates.norms import (
     refuse_non_finite,
     refuse_non_finite_gradients,
 )
-from lowtide.runtime.updates.state import AbsentState, LiveState, check_loaded_settings, check_loaded_state
+from lowtide.runtime.updates.state import check_loaded_settings, check_loaded_state
 from lowtide.runtime.updates.updater import LOOSE
 
 
