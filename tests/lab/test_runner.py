@@ -64,7 +64,6 @@ def ended(folder: Path, listener: Listener) -> dict[str, EndedRun]:
     return {result.run.name.rpartition("/")[2]: result for result in results}
 
 
-@pytest.mark.slow
 def test_all_have_records_that_can_be_read_again(ended: dict[str, EndedRun], folder: Path) -> None:
     for name, result in ended.items():
         assert result.path.parent == folder / "records" / "pretended" / name
