@@ -308,6 +308,7 @@ class TestRun:
         assert "".join(message.split()) in "".join(result.stderr.split())
         assert not list(Path().rglob("*.json"))
 
+    @pytest.mark.slow
     def test_ctrl_c_ends_the_worker_and_records_it(self, tmp_path: Path) -> None:
         write_recipes(tmp_path)
         script = f"from lowtide.cli import lab, main; lab.EXPERIMENT = {DOTTED!r}; main.app()"
