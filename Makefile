@@ -37,7 +37,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -m 'not slow and not exhaustive'
 
-# Whole lab runs, compiled models, collections of the whole process: what CI runs besides.
+# Whole lab runs, compiled models, examples of the documentation, tests of processes: what CI runs besides.
 slow: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -m 'slow and not exhaustive'
 

@@ -72,7 +72,17 @@ def having(script_of: Callable[[str], str]) -> list[Path]:
     return [path for path in DOCUMENTS if script_of(path.read_text(encoding="utf-8")).strip()]
 
 
-@pytest.mark.parametrize("path", having(as_script), ids=named)
+by_script = pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=() if path == README else pytest.mark.slow, id=named(path))
+        for path in having(as_script)
+    ],
+)
+"""Each takes seconds, most of them for imports: `make test` runs the README's."""
+
+
+@by_script
 def test_examples_run(path: Path, tmp_path: Path) -> None:
     script = as_script(path.read_text(encoding="utf-8"))
     file = tmp_path / f"{path.stem}.py"
