@@ -29,8 +29,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -163,12 +164,9 @@ def _as_before(moved: list[_Moved]) -> Iterator[None]:
 
 
 def _copy(buffer: torch.Tensor) -> torch.Tensor:
-    if type(buffer) is not torch.Tensor:
-        # A tensor of another kind may live by its mode, as the ghosts of a trace do.
-        with torch.no_grad():
-            return buffer.detach().clone()
-    # Without modes: a selective checkpoint counts the operators that it sees.
-    with torch.no_grad(), compat.without_modes():
+    # Without modes: a selective checkpoint counts the operators that it sees. But a tensor of another kind may live by its
+    # mode, as the ghosts of a trace do.
+    with torch.no_grad(), compat.without_modes() if type(buffer) is torch.Tensor else nullcontext():
         return buffer.detach().clone()
 
 
@@ -217,11 +215,12 @@ class RunContext:
             devices, self._device_states = get_device_states(*tensors)
             self._devices = list(devices)
         self._autocasts = [
-            _Autocast(
-                device_type=kind,
-                is_enabled=torch.is_autocast_enabled(kind),
+            partial(
+                torch.amp.autocast,
+                kind,
                 dtype=torch.get_autocast_dtype(kind),
-                uses_cache=torch.is_autocast_cache_enabled(),
+                enabled=torch.is_autocast_enabled(kind),
+                cache_enabled=torch.is_autocast_cache_enabled(),
             )
             for kind in dict.fromkeys((self._device_type, "cpu"))
             if torch.amp.is_autocast_available(kind)
@@ -236,24 +235,8 @@ class RunContext:
             if self._devices:
                 set_device_states(self._devices, self._device_states, device_type=self._device_type)
             for autocast in self._autocasts:
-                stack.enter_context(autocast.again())
+                stack.enter_context(autocast())
             yield
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Autocast:
-    """_Autocast's settings for one device type."""
-
-    device_type: str
-    is_enabled: bool
-    dtype: torch.dtype
-    uses_cache: bool
-
-    def again(self) -> torch.amp.autocast:
-        """A context with these settings."""
-        return torch.amp.autocast(
-            self.device_type, dtype=self.dtype, enabled=self.is_enabled, cache_enabled=self.uses_cache
-        )
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:

@@ -6,6 +6,7 @@ import pytest
 
 from lowtide.tracing.allocator import AllocatorFullError, AllocatorSettings, CachingAllocator
 from lowtide.units import MiB
+from tests.tracing.allocator.looking import address, segments
 
 
 def test_expandable_segment_grows_by_pages() -> None:
@@ -13,11 +14,11 @@ def test_expandable_segment_grows_by_pages() -> None:
     first = allocator.malloc(int(63.28125 * MiB))
     assert (allocator.block_bytes(first), allocator.reserved_bytes) == (int(63.28125 * MiB), 80 * MiB)
     second = allocator.malloc(20 * MiB)  # 16.7 MiB are mapped already; one page more
-    assert allocator.address(second) == allocator.address(first) + allocator.block_bytes(first)
+    assert address(allocator, second) == address(allocator, first) + allocator.block_bytes(first)
     assert allocator.reserved_bytes == 100 * MiB
     allocator.malloc(1)
     assert allocator.reserved_bytes == 102 * MiB
-    assert len(allocator.snapshot()) == 2
+    assert len(segments(allocator)) == 2
 
 
 def test_expandable_segment_gives_back_whole_pages_only() -> None:
@@ -28,24 +29,24 @@ def test_expandable_segment_gives_back_whole_pages_only() -> None:
     allocator.empty_cache()
     assert allocator.reserved_bytes == 20 * MiB
     low = allocator.malloc(45 * MiB)  # fills the hole again, from its lowest address
-    assert (allocator.reserved_bytes, allocator.address(low)) == (60 * MiB, allocator.snapshot()[0].address)
+    assert (allocator.reserved_bytes, address(allocator, low)) == (60 * MiB, segments(allocator)[0].address)
 
 
 def test_a_block_that_can_grow_is_the_last_choice() -> None:
     allocator = CachingAllocator(AllocatorSettings(expandable_segments=True))
     hole = allocator.malloc(19 * MiB)
     allocator.malloc(3 * MiB)  # ends in the second page, of which 18 MiB stay free before unmapped pages
-    address = allocator.address(hole)
+    before = address(allocator, hole)
     allocator.free(hole)
     # Both free blocks fit and the one at the end is smaller, but it counts as large as all that it could become.
-    assert allocator.address(allocator.malloc(10 * MiB)) == address
+    assert address(allocator, allocator.malloc(10 * MiB)) == before
 
 
 def test_growth_starts_in_the_free_block_before_the_unmapped_pages() -> None:
     allocator = CachingAllocator(AllocatorSettings(expandable_segments=True))
     first = allocator.malloc(15 * MiB)
     second = allocator.malloc(10 * MiB)
-    assert allocator.address(second) == allocator.address(first) + 15 * MiB
+    assert address(allocator, second) == address(allocator, first) + 15 * MiB
     assert allocator.reserved_bytes == 40 * MiB
 
 

@@ -11,26 +11,15 @@ matched every call of the recordings in tests/tracing/allocator; with increasing
 
 from __future__ import annotations
 
-import enum
 from bisect import insort
 from dataclasses import dataclass, field
 
-from lowtide.tracing.allocator.settings import SEGMENT_ROUND_BYTES
 from lowtide.units import MiB
 
 _CHUNK_BYTES = 32 * MiB
 _TOP_ADDRESS = 1 << 47
 _CONTEXT_BYTES = 6 * MiB
 """What the CUDA context itself has taken of the first chunk before torch allocates anything."""
-
-
-class AddressPolicy(enum.Enum):
-    """Where a fresh segment lies in the address space."""
-
-    CUDA = "cuda"
-    """Where the CUDA driver puts it: see Note [Addresses]."""
-    INCREASING = "increasing"
-    """Above every earlier one: the simplest, for examples and for other drivers."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,12 +59,10 @@ class DriverMemory:
     Fragmentation of physical memory is not modelled: the driver maps pages, so what is free can be had in one piece.
     """
 
-    def __init__(self, capacity_bytes: int | None, address_policy: AddressPolicy = AddressPolicy.CUDA) -> None:
+    def __init__(self, capacity_bytes: int | None) -> None:
         self.taken_bytes = 0
         self.peak_taken_bytes = 0
         self._capacity_bytes = capacity_bytes
-        self._policy = address_policy
-        self._top = SEGMENT_ROUND_BYTES  # not 0, so that an address is never mistaken for "none"
         self._chunks: list[_Chunk] = []
         """In order of age."""
         self._open: list[_Chunk] = []
@@ -83,8 +70,7 @@ class DriverMemory:
         self._num_made = 0
         self._has_holes = False
         """Whether a chunk has been given up: until then each new one lies below all others."""
-        if address_policy is AddressPolicy.CUDA:
-            self._new_chunk(_CONTEXT_BYTES)
+        self._new_chunk(_CONTEXT_BYTES)
 
     def take(self, size: int) -> bool:
         """Count `size` bytes as taken; False, and nothing happens, when they do not fit."""
@@ -100,9 +86,6 @@ class DriverMemory:
 
     def reserve_addresses(self, size: int) -> int:
         """Start of `size` bytes of address space for a segment."""
-        if self._policy is AddressPolicy.INCREASING:
-            self._top += size
-            return self._top - size
         for chunk in reversed(self._open):
             start = chunk.take(size)
             if start is not None:
@@ -113,8 +96,6 @@ class DriverMemory:
 
     def release_addresses(self, start: int, size: int) -> None:
         """Give up the address space of a segment."""
-        if self._policy is AddressPolicy.INCREASING:
-            return
         chunk = next(chunk for chunk in self._chunks if chunk.start <= start < chunk.start + chunk.size)
         if not chunk.gaps:
             insort(self._open, chunk, key=lambda other: other.age)

@@ -309,8 +309,8 @@ class _SettingsWords:
         if isinstance(value, types.MethodType):
             return "method", value.__func__, self.describe(value.__self__, kind, name)
         if isinstance(value, functools.partial):
-            bound = (value.func, list(value.args), dict(value.keywords))
-            return "partial", *(self.describe(part, kind, name) for part in bound)
+            held = (value.func, list(value.args), dict(value.keywords))
+            return "partial", *(self.describe(part, kind, name) for part in held)
         if isinstance(value, types.FunctionType):
             cells = [cell.cell_contents for cell in value.__closure__ or ()]
             parts = (cells, list(value.__defaults__ or ()), dict(value.__kwdefaults__ or {}))

@@ -222,7 +222,7 @@ def out_of_memory(marks: Marks, entries: list[dict[str, Any]], allocated: int, c
     requests = requests_in(entries)[-NUM_LAST_EVENTS:]
     last = "; ".join(f"{format_bytes(request.bytes)} {request.source}".rstrip() for request in requests)
     return (
-        f"the card ran out of memory in the {marks.phase or 'preparation'}{f' at {source}' if source else ''}, the "
+        f"the device ran out of memory in the {marks.phase or 'preparation'}{f' at {source}' if source else ''}, the "
         f"last module entered being {marks.last_module or '(none)'!r}: {size} was asked for with "
         f"{format_bytes(allocated)} allocated of {format_bytes(capacity)}. Last "
         f"allocations: {last or 'none'}. Use a smaller batch or activations='recompute', or lowtide.trace, which needs no memory."
