@@ -33,6 +33,11 @@ class Saved(Protocol):
         """The tensor, for its use in this backward."""
 
 
+def take(saved: Saved) -> torch.Tensor:
+    """The tensor, for its use in this backward: what hooks on saved tensors call."""
+    return saved.take()
+
+
 class Held:
     """The tensor itself, on the device."""
 
