@@ -49,6 +49,21 @@ class Block:
         self.size -= size
         return front
 
+    def split_back(self, size: int) -> Block:
+        """A new block of what lies behind the first `size` bytes, which this one keeps."""
+        back = Block(self.pool, self.address + size, self.size - size, is_mapped=self.is_mapped)
+        back.insert_between(self, self.next)
+        self.size = size
+        return back
+
+    def begin_use(self, requested: int) -> None:
+        """A caller asked for so many bytes and got this block."""
+        self.is_allocated, self.requested = True, requested
+
+    def end_use(self) -> None:
+        """The caller has given it back."""
+        self.is_allocated, self.requested = False, 0
+
     def merge(self) -> None:
         """Take over the free neighbours on either side, which leave their pool. This block must not be in it.
 

@@ -123,8 +123,7 @@ class CachingAllocator:
         if block.size - size >= pool.min_remainder and (self._is_plain or self._may_split(pool, size)):
             rest, block = block, block.split_front(size)
             self._keep(rest)
-        block.is_allocated = True
-        block.requested = requested_bytes
+        block.begin_use(requested_bytes)
         self._live[handle] = block
         self._count(block.size, requested_bytes)
         return handle
@@ -143,8 +142,7 @@ class CachingAllocator:
             return
         self.allocated_bytes -= block.size
         self.requested_bytes -= block.requested
-        block.is_allocated = False
-        block.requested = 0
+        block.end_use()
         block.merge()
         self._keep(block)
 

@@ -76,10 +76,7 @@ class ExpandableSegments:
             return False
         pool.remove_unmapped(block)
         if mapped_bytes < block.size:
-            rest = Block(pool, block.address + mapped_bytes, block.size - mapped_bytes, is_mapped=False)
-            rest.insert_between(block, block.next)
-            pool.add_unmapped(rest)
-            block.size = mapped_bytes
+            pool.add_unmapped(block.split_back(mapped_bytes))
         block.is_mapped = True
         block.merge()
         pool.add(block)
@@ -97,10 +94,7 @@ class ExpandableSegments:
         if first > block.address:
             pool.add(block.split_front(first - block.address))
         if block.address + block.size > last:
-            after = Block(pool, last, block.address + block.size - last)
-            after.insert_between(block, block.next)
-            pool.add(after)
-            block.size = last - first
+            pool.add(block.split_back(last - first))
         block.is_mapped = False
         self._driver.give_back(block.size)
         block.merge()

@@ -76,13 +76,9 @@ def _record(step: TrainingStep, marks: Marks, device: torch.device, *, name: str
     )
     start_reserved_bytes = torch.cuda.memory_reserved(device)
     record = StepRecord(recorder, blocks, start_reserved_bytes)
-    marks.is_on = True
-    try:
-        with compat.MemoryProfile() as profile:
-            step("cuda", marks.begin_phase)
-            torch.cuda.synchronize(device)
-    finally:
-        marks.is_on = False
+    with marks.on(), compat.MemoryProfile() as profile:
+        step("cuda", marks.begin_phase)
+        torch.cuda.synchronize(device)
     peaks = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     history = compat.allocator_history(device)
     seen = read_profile(profile.roots, device)

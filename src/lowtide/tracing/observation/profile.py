@@ -12,6 +12,7 @@ those of a prediction.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,9 +30,18 @@ class Marks:
     """Leaves the marks; also remembers the last place for an error message, which needs no profiler."""
 
     def __init__(self) -> None:
-        self.is_on = False
+        self._is_on = False
         self.phase: Phase | None = None
         self.last_module = ""
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """While active, marks are left."""
+        self._is_on = True
+        try:
+            yield
+        finally:
+            self._is_on = False
 
     def begin_phase(self, phase: Phase) -> None:
         """A phase begins."""
@@ -49,11 +59,11 @@ class Marks:
 
     def mark_gradient(self, gradient: Tensor) -> None:
         """A gradient is complete."""
-        if self.is_on and gradient.layout is torch.strided:
+        if self._is_on and gradient.layout is torch.strided:
             self._leave(f"gradient {gradient.untyped_storage().data_ptr()}")
 
     def _leave(self, text: str) -> None:
-        if self.is_on:
+        if self._is_on:
             with torch.profiler.record_function(_MARK + text):
                 pass
 
