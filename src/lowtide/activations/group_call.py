@@ -30,7 +30,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -48,50 +48,35 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """What norms move in training, torch's and those made after them."""
 
 
+@dataclass(slots=True, eq=False)
 class GroupCall:
-    """See the module's docstring. It holds no tensor of its own after its first run; its graph holds it.
+    """See the module's docstring. It holds no tensor of its own after its first run; its graph holds it."""
 
-    Args:
-        run: Runs the group.
-        args: The call's positional arguments.
-        kwargs: The call's keyword arguments.
-        structure: How both are nested, by `compat.flatten`.
-        buffers: Watches the group's.
-        modes: Those of the group's modules now.
-        on_again: Called before each later run.
-    """
-
-    def __init__(
-        self,
-        run: Run,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        structure: Any,
-        buffers: MovingBuffers,
-        modes: TrainingModes,
-        on_again: Callable[[], None],
-    ) -> None:
-        self._run = run
-        self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
-        self._structure = structure
-        self._buffers = buffers
-        self._modes = modes
-        self._moved: list[_Moved] = []
-        self._on_again = on_again
+    run: Run
+    """Runs the group."""
+    given: tuple[tuple[Any, ...], dict[str, Any]] | None
+    """The call's positional and keyword arguments, until its first run."""
+    structure: Any
+    """How both are nested, by `compat.flatten`."""
+    buffers: MovingBuffers
+    modes: TrainingModes
+    on_again: Callable[[], None]
+    """Called before each later run."""
+    moved: list[_Moved] = field(default_factory=list)
 
     def __call__(self, *leaves: Any) -> Any:
         """The first run, and every later one that the checkpoint asks for."""
-        if self._given is not None:
-            (args, kwargs), self._given = self._given, None
-            with self._buffers.noted(self._moved):
-                return self._run(*args, **kwargs)
-        self._on_again()
-        return self.again(self._run, leaves)
+        if self.given is not None:
+            (args, kwargs), self.given = self.given, None
+            with self.buffers.noted(self.moved):
+                return self.run(*args, **kwargs)
+        self.on_again()
+        return self.again(self.run, leaves)
 
     def again(self, run: Run, leaves: Sequence[Any]) -> Any:
         """Run it again through `run`; buffers and training modes stay as they are."""
-        args, kwargs = compat.unflatten(leaves, self._structure)
-        with self._modes.again(), _as_before(self._moved):
+        args, kwargs = compat.unflatten(leaves, self.structure)
+        with self.modes.again(), _as_before(self.moved):
             return run(*args, **kwargs)
 
 

@@ -163,7 +163,7 @@ class PolicyCall:
         if isinstance(policy, Selective):
             run = functools.partial(self._explained, run)
         modes = TrainingModes(self._parts)
-        call = GroupCall(run, args, kwargs, structure, self._buffers, modes, self._counts.count_recomputed)
+        call = GroupCall(run, (args, kwargs), structure, self._buffers, modes, self._counts.count_recomputed)
         if isinstance(policy, Offload):
             with self._offloading.hooks(policy, self._module, leaves):
                 return checkpointed(call, leaves)

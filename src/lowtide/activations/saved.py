@@ -54,9 +54,7 @@ class Held:
             raise changed(self._tensor.dtype, self._tensor.shape)
         return self._tensor
 
-    def take(self) -> torch.Tensor:
-        """The tensor, unless it was written to since."""
-        return self.peek()
+    take = peek
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -235,9 +235,7 @@ class Stashed:
         """Bring it back."""
         return self._stash.bring(self)
 
-    def take(self) -> torch.Tensor:
-        """Bring it back."""
-        return self._stash.bring(self)
+    take = peek
 
 
 class Slot:

@@ -51,25 +51,12 @@ def scaler_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in found.items()}
 
 
-OPTIMIZER_BOOKKEEPING = frozenset(
-    {
-        *SCALER_ATTRIBUTES,
-        "__getstate__",
-        "_need_device_dtype_check_for_fused",
-        "_opt_called",
-        "_optimizer_load_state_dict_post_hooks",
-        "_optimizer_load_state_dict_pre_hooks",
-        "_optimizer_state_dict_post_hooks",
-        "_optimizer_state_dict_pre_hooks",
-        "_optimizer_step_post_hooks",
-        "_optimizer_step_pre_hooks",
-        "_warned_capturable_if_run_uncaptured",
-        "param_groups",
-        "state",
-        "step",
-        "zero_grad",
-    }
-)
+OPTIMIZER_BOOKKEEPING = frozenset({
+    *SCALER_ATTRIBUTES, "__getstate__", "_need_device_dtype_check_for_fused", "_opt_called",
+    "_optimizer_load_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks",
+    "_optimizer_state_dict_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_step_pre_hooks",
+    "_warned_capturable_if_run_uncaptured", "param_groups", "state", "step", "zero_grad",
+})  # fmt: skip
 """Attributes of an optimizer that are torch's own, or a session's: all others say something about its rule."""
 
 

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+from operator import attrgetter
 
+_ADDRESS = attrgetter("address")
 _ADDRESS_BITS = 56
 _ADDRESS_MASK = (1 << _ADDRESS_BITS) - 1
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Block:
     """A stretch of a segment: in use, free, or (in an expandable segment) address space without memory behind it."""
 
-    __slots__ = ("address", "free_since", "is_allocated", "is_mapped", "next", "pool", "prev", "requested", "size")
-
-    def __init__(self, pool: Pool, address: int, size: int, *, is_mapped: bool = True) -> None:
-        self.pool = pool
-        self.address = address
-        self.size = size
-        """In bytes."""
-        self.requested = 0
-        """Bytes the caller asked for; 0 while it is free."""
-        self.is_allocated = False
-        self.is_mapped = is_mapped
-        self.prev: Block | None = None
-        """Neighbour below in the same segment."""
-        self.next: Block | None = None
-        self.free_since = 0
-        """Searches for large blocks there had been when this one became free: its age, for garbage collection."""
+    pool: Pool
+    address: int
+    size: int
+    """In bytes."""
+    is_mapped: bool = True
+    is_allocated: bool = False
+    requested: int = 0
+    """Bytes the caller asked for; 0 while it is free."""
+    prev: Block | None = None
+    """Neighbour below in the same segment."""
+    next: Block | None = None
+    free_since: int = 0
+    """Searches for large blocks there had been when this one became free: its age, for garbage collection."""
 
     @property
     def is_whole_segment(self) -> bool:
@@ -88,10 +89,7 @@ class Block:
             self.pool.remove_unmapped(self)
 
 
-def _address(block: Block) -> int:
-    return block.address
-
-
+@dataclass(slots=True, eq=False, repr=False, kw_only=True)
 class Pool:
     """The free blocks of one kind (small or large) on one stream: smallest first, lowest address first among equals.
 
@@ -99,18 +97,14 @@ class Pool:
     for the few thousand free blocks that a training step leaves.
     """
 
-    __slots__ = ("_by_address", "_keys", "is_small", "min_remainder", "stream", "unmapped")
-
-    def __init__(self, *, is_small: bool, stream: int, min_remainder: int) -> None:
-        self.is_small = is_small
-        self.stream = stream
-        self.min_remainder = min_remainder
-        """Smallest rest, in bytes, that is worth splitting off a block of this pool."""
-        # Size and address in one int, because comparing ints is several times faster than comparing tuples.
-        self._keys: list[int] = []
-        self._by_address: dict[int, Block] = {}
-        self.unmapped: list[Block] = []
-        """Address space without memory behind it, lowest address first."""
+    is_small: bool
+    min_remainder: int
+    """Smallest rest, in bytes, that is worth splitting off a block of this pool."""
+    # Size and address in one int, because comparing ints is several times faster than comparing tuples.
+    _keys: list[int] = field(default_factory=list)
+    _by_address: dict[int, Block] = field(default_factory=dict)
+    unmapped: list[Block] = field(default_factory=list)
+    """Address space without memory behind it, lowest address first."""
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -151,8 +145,8 @@ class Pool:
 
     def add_unmapped(self, block: Block) -> None:
         """Keep address space that memory can be mapped into."""
-        insort(self.unmapped, block, key=_address)
+        insort(self.unmapped, block, key=_ADDRESS)
 
     def remove_unmapped(self, block: Block) -> None:
         """Let go of address space."""
-        del self.unmapped[bisect_left(self.unmapped, block.address, key=_address)]
+        del self.unmapped[bisect_left(self.unmapped, block.address, key=_ADDRESS)]

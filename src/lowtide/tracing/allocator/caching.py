@@ -169,8 +169,8 @@ class CachingAllocator:
 
     def _add_stream(self, stream: int) -> tuple[Pool, Pool]:
         large_remainder = SMALL_REQUEST_BYTES + 1 if self._expandable is None else BLOCK_BYTES
-        small = Pool(is_small=True, stream=stream, min_remainder=BLOCK_BYTES)
-        large = Pool(is_small=False, stream=stream, min_remainder=large_remainder)
+        small = Pool(is_small=True, min_remainder=BLOCK_BYTES)
+        large = Pool(is_small=False, min_remainder=large_remainder)
         self._pools[stream] = (small, large)
         return small, large
 
