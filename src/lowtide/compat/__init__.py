@@ -8,5 +8,3 @@ from lowtide.compat.compiler import *  # noqa: F403
 from lowtide.compat.devices import *  # noqa: F403
 from lowtide.compat.modules import *  # noqa: F403
 from lowtide.compat.operators import *  # noqa: F403
-from lowtide.compat.optimizers import *  # noqa: F403
-from lowtide.compat.storages import *  # noqa: F403

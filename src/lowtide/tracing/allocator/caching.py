@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from lowtide.errors import ConfigError, TraceError
 from lowtide.tracing.allocator.blocks import Block, Pool
-from lowtide.tracing.allocator.driver import DriverMemory
-from lowtide.tracing.allocator.expandable import ExpandableSegments
+from lowtide.tracing.allocator.driver import DriverMemory, ExpandableSegments
 from lowtide.tracing.allocator.settings import BLOCK_BYTES, SMALL_REQUEST_BYTES, AllocatorSettings
 from lowtide.units import format_bytes
 
