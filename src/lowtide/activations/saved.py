@@ -33,6 +33,11 @@ class Saved(Protocol):
         """The tensor, for its use in this backward."""
 
 
+def take(saved: Saved) -> torch.Tensor:
+    """The tensor, for its use in this backward: what hooks on saved tensors call."""
+    return saved.take()
+
+
 class Held:
     """The tensor itself, on the device."""
 
@@ -49,9 +54,7 @@ class Held:
             raise changed(self._tensor.dtype, self._tensor.shape)
         return self._tensor
 
-    def take(self) -> torch.Tensor:
-        """The tensor, unless it was written to since."""
-        return self.peek()
+    take = peek
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide import compat
 from lowtide.activations.group_call import GroupCall, Run, RunContext, checkpointed
-from lowtide.activations.saved import Held, Saved, version_of
+from lowtide.activations.saved import Held, Saved, take, version_of
 from lowtide.errors import ActivationError
 
 
@@ -173,7 +173,7 @@ class Segments:
         places: dict[int, list[int]] = {}
         for index, leaf in enumerate(leaves):
             places.setdefault(id(leaf), []).append(index)
-        with saved_tensors_hooks(lambda tensor: link.save(tensor, places.get(id(tensor), [])), _take):
+        with saved_tensors_hooks(lambda tensor: link.save(tensor, places.get(id(tensor), [])), take):
             output = checkpointed(link, leaves)  # type: ignore[arg-type]  # called as the call is
         places.clear()
         link.finish(output)
@@ -183,10 +183,6 @@ class Segments:
     def _last(self) -> Link | None:
         last: weakref.ref[Link] | None = getattr(self._thread, "last", None)
         return None if last is None else last()
-
-
-def _take(saved: Saved) -> torch.Tensor:
-    return saved.take()
 
 
 def _drop(tensor: torch.Tensor) -> None:

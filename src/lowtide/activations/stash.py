@@ -79,13 +79,6 @@ class Stash:
             self._sweep()
             return self._buffers.lent_bytes
 
-    @property
-    def kept_bytes(self) -> int:
-        """In host buffers that wait for the next tensors."""
-        with self._lock:
-            self._sweep()
-            return self._buffers.held_bytes
-
     def accepts(self, tensor: torch.Tensor, min_bytes: int) -> bool:
         """Whether a tensor can and should go."""
         device = self._mover.device
@@ -242,9 +235,7 @@ class Stashed:
         """Bring it back."""
         return self._stash.bring(self)
 
-    def take(self) -> torch.Tensor:
-        """Bring it back."""
-        return self._stash.bring(self)
+    take = peek
 
 
 class Slot:

@@ -38,10 +38,8 @@ def profile_step(step: TrainingStep, *, warm_up: int = 2) -> tuple[StepTrace, in
             for address, (tensor, role) in named_tensors(step, recorder.root).items()
         ]
         record = StepRecord(recorder, blocks, 0)
-        marks.is_on = True
-        with compat.MemoryProfile() as profile:
+        with marks.on(), compat.MemoryProfile() as profile:
             step("cpu", marks.begin_phase)
-        marks.is_on = False
     record.walk(read_profile(profile.roots, CPU), None)
     record.finish({})
     trace = assemble(

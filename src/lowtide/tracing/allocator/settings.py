@@ -220,15 +220,15 @@ def _parse_divisions(key: str, value: str) -> tuple[int, ...]:
     divisions = [0] * _NUM_DIVISION_INTERVALS
     last: int | None = None
     for pair in value.strip("[]").split(","):
-        bound, _, count = pair.partition(":")
+        limit, _, count = pair.partition(":")
         steps = _parse_int(key, count)
-        if bound == ">":
+        if limit == ">":
             start = 1 if last is None else last + 1
             divisions[start:] = [steps] * len(divisions[start:])
             continue
-        size_mb = _parse_int(key, bound)
+        size_mb = _parse_int(key, limit)
         if size_mb <= 0 or not _is_power2_or_0(size_mb):
-            raise ConfigError(f"the intervals of {key} must be powers of two, got {bound}", key=key)
+            raise ConfigError(f"the intervals of {key} must be powers of two, got {limit}", key=key)
         index = min(size_mb.bit_length() - 1, _NUM_DIVISION_INTERVALS - 1)
         if last is None:
             divisions[:index] = [steps] * index

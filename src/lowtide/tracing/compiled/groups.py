@@ -33,11 +33,7 @@ class GhostCompiler:
 
     def __call__(self, module: nn.Module, path: str, share: float) -> Callable[..., Any]:
         """What takes the calls of a module that is compiled with a share of what it would save."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return self._call(GroupCall.of(module, path, args, kwargs), share, args, kwargs)
-
-        return call
+        return lambda *args, **kwargs: self._call(GroupCall.of(module, path, args, kwargs), share, args, kwargs)
 
     def _call(self, call: GroupCall, share: float, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mode = self._mode
@@ -114,14 +110,7 @@ class _Run:
                 kept.append(buffer)  # autograd holds it
             else:
                 given[buffer] = gradient.contiguous()
-        made = play(
-            captured.backward,
-            given,
-            partition.forms,
-            mode=self.mode,
-            kept=kept,
-            donated=partition.donated,
-        )
+        made = play(captured.backward, given, partition.forms, mode=self.mode, kept=kept, donated=partition.donated)
         return tuple(None if result is None else self._seen(made, result) for result in partition.gradients)
 
     @property

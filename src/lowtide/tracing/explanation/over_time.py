@@ -36,7 +36,7 @@ class Clock:
     starts: Seconds
     """Start of each op, and the end of the step as last value: `len(ops) + 1` values."""
     is_timed: bool
-    """False where the trace holds no times: then each op counts as one unit."""
+    """False where the trace holds no times: then each op counts as one."""
 
     @property
     def total(self) -> float:

@@ -1,4 +1,4 @@
-"""The ghost device, and `torch.cuda` as it would answer on a machine with one device of the target kind.
+"""The ghost device with its mover, and `torch.cuda` as it would answer on a machine with one device of the target kind.
 
 The ghost device is torch's spare backend slot, registered as an accelerator that has no memory and runs nothing. A spare
 backend, not `meta` or `cpu`, because C++ code asks tensors for their kind of device: dropout takes its fused form, the
@@ -14,7 +14,7 @@ memory of a step (side streams, graphs) is not pretended.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from lowtide import compat
 from lowtide.hardware import Hardware
+from lowtide.memory.mover import Copied, Ticket
 
 NAME = "ghost"
 
@@ -130,3 +131,78 @@ class LiteralDevices(TorchFunctionMode):
 
     def _to_device(self, tensor: Tensor, device: Any = None, non_blocking: bool = False, **options: Any) -> Tensor:
         return tensor.to(self._device, non_blocking=non_blocking, **options)
+
+
+class _Point:
+    """Ghosts have no clock: what is asked for has happened."""
+
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+    def time_s(self) -> float:
+        return 0.0
+
+
+class GhostMover:
+    """Carries ghosts between the ghost device and the host (see `memory.mover`).
+
+    Copies happen at once. It holds nothing: a stash holds what it sends by itself.
+
+    Args:
+        device: The ghost device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @property
+    def device(self) -> torch.device:
+        """The ghost device."""
+        return self._device
+
+    def device_buffer(self, num_bytes: int) -> Tensor:
+        """Memory of the ghost device."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        """A ghost on the host; a small one is real."""
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def free_host_buffer(self, buffer: Tensor) -> None:
+        """Nothing is locked."""
+
+    def grow(self, buffer: Tensor) -> None:
+        """Not for ghosts."""
+        raise AssertionError("a ghost's storage cannot be taken away and given back")
+
+    def shrink(self, buffer: Tensor, after: Sequence[Ticket]) -> None:
+        """Not for ghosts."""
+        raise AssertionError("a ghost's storage cannot be taken away and given back")
+
+    def to_device(self, target: Tensor, source: Tensor, after: Sequence[Ticket] = ()) -> Copied:
+        """Copy at once."""
+        return _copy(target, source)
+
+    def to_host(self, target: Tensor, source: Tensor, after: Sequence[Ticket] = (), *, keep: bool = True) -> Copied:
+        """Copy at once."""
+        assert not keep, "ghosts are sent by stashes alone, which hold them"
+        return _copy(target, source)
+
+    def now(self) -> _Point:
+        """A point that has been reached."""
+        return _Point()
+
+    def compute_after(self, ticket: Ticket) -> None:
+        """There is nothing to wait for."""
+
+    def drain(self) -> None:
+        """No copy is under way."""
+
+
+def _copy(target: Tensor, source: Tensor) -> Copied:
+    with torch.no_grad():
+        target.copy_(source)
+    return Copied(_Point(), _Point())

@@ -1,7 +1,8 @@
 """GhostMachine: a process in which torch believes in a CUDA device of a given kind.
 
 Installs, once per process: the ghost device, its choice of attention, and the optimizers' defaults for CUDA. Autocast rules and
-kernels that only CUDA or only the host has change with the target. Only the tracing subprocess becomes one.
+kernels that only CUDA or only the host has change with the target. Code outside of torch that has to accept ghosts does: scipy's
+matching, and what offloads activations. Only the tracing subprocess becomes one.
 """
 
 from __future__ import annotations
@@ -10,23 +11,29 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import scipy.optimize
 import torch
 from torch import Tensor
 
 from lowtide import compat
+from lowtide.activations.saved import Geometry
 from lowtide.hardware import Hardware, release_of
 from lowtide.tracing.attention.kernels import Attention
 from lowtide.tracing.attention.use import AttentionChoices
 from lowtide.tracing.ghost import autocast, recurrent
-from lowtide.tracing.ghost.accepting import accept_ghosts
 from lowtide.tracing.ghost.costs import Costs
 from lowtide.tracing.ghost.device import register_device
 from lowtide.tracing.ghost.mode import GhostMode
 from lowtide.tracing.ghost.shapes import HOST_SHAPES, SHAPES
-from lowtide.tracing.ghost.tensor import Ghost, Known
+from lowtide.tracing.ghost.tensor import Ghost, Known, meta_over
 from lowtide.tracing.recorder import StorageRecorder
 
 aten = torch.ops.aten
+MATCHING_NOTE = (
+    "the loss matches predictions with targets by costs that depend on weights: "
+    "some matching of the right size was taken"
+)
 
 
 class GhostMachine:
@@ -53,7 +60,8 @@ class GhostMachine:
         self._libraries.append(library)
         compat.allow_foreach_on(Ghost)
         compat.treat_cuda_as(self.device.type, self._casts.clear)
-        accept_ghosts(self._note)
+        _accept_in_matching(self._note)
+        _accept_in_stashes()
 
     @classmethod
     @functools.cache
@@ -160,3 +168,35 @@ def _group_norm_on_cuda(
 
 def _never_called(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("a ghost operator reached its backend kernel")
+
+
+def _accept_in_matching(note: Callable[[str], None]) -> None:
+    """`scipy.optimize.linear_sum_assignment`, the Hungarian matching in the loss of detection models, wants numbers.
+
+    How many pairs it returns follows from the shape of the costs alone, and so do all shapes that come after it. On ghosts,
+    whose costs depend on weights, the pairs are the first rows with the first columns.
+    """
+    original = scipy.optimize.linear_sum_assignment
+
+    @functools.wraps(original)
+    def linear_sum_assignment(cost_matrix: Any, maximize: bool = False) -> Any:
+        if not isinstance(cost_matrix, Ghost) or cost_matrix.value() is not None:
+            return original(cost_matrix, maximize)
+        note(MATCHING_NOTE)
+        pairs = min(cost_matrix.shape)
+        return np.arange(pairs), np.arange(pairs)
+
+    scipy.optimize.linear_sum_assignment = linear_sum_assignment
+
+
+def _accept_in_stashes() -> None:
+    """Make stashes bring ghosts back: they set plain tensors over a storage, byte by byte."""
+    plain = Geometry.over
+
+    def over(geometry: Geometry, memory: Tensor) -> Tensor:
+        if not isinstance(memory, Ghost):
+            return plain(geometry, memory)
+        inner = meta_over(memory.untyped_storage(), geometry.dtype, geometry.size, geometry.stride, geometry.offset)
+        return Ghost(inner, memory.device, memory.life)
+
+    Geometry.over = over  # type: ignore[method-assign, assignment]  # its first argument has another name

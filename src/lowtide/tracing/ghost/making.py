@@ -185,7 +185,7 @@ class ValueReader:
                 return self._maker.ghost(torch.empty(count, dtype=args[0].dtype, device=META), None, on_device=True)
             if op.name == "aten._local_scalar_dense" and self._maker.recorder.phase is Phase.UPDATE:
                 # Adafactor scales by the norm of the weights: a number that changes no shape and no lifetime.
-                self._note("numbers that the optimizer reads back from the card were taken to be 1")
+                self._note("numbers that the optimizer reads back from the device were taken to be 1")
                 return 1.0
             module = self._maker.recorder.ops[-1].module
             source = self._maker.recorder.ops[-1].source or self._maker.recorder.line()

@@ -1,13 +1,13 @@
 """LSTM, GRU and RNN layers as cuDNN runs them: one operator forward, one backward, and a reserve kept between them.
 
-In units of one level's output, the output and the reserve together are 6 a level for an LSTM (four gates, the cell, the output), 7
+Counted in outputs of one level, the output and the reserve together are 6 a level for an LSTM (four gates, the cell, the output), 7
 for a GRU, 2 for a plain RNN; dropout keeps one bit for each number of a level, for each direction of the next. Torch copies the
 weights into one buffer, kept for the backward, unless they lie in one already: it lays fp32 and fp16 weights so when a model comes
 to the device, and bf16 ones never. Under autocast the cast weights are that buffer.
 
-The workspace is a rule, read off measured layers on an H200 (cuDNN 9.19), 576 of them in fp32: some units, one more a level, and a
-share of the weights. Within 2.5% for the layers of both `fresh` lists; narrow layers (256) take up to twice that. Of plain RNNs and
-GRUs in half precision only layers of both ways were measured.
+The workspace is a rule, read off measured layers on an H200 (cuDNN 9.19), 576 of them in fp32: some outputs, one more a level, and
+a share of the weights. Within 2.5% for the layers of both `fresh` lists; narrow layers (256) take up to twice that. Only layers of
+both ways were measured of plain RNNs and GRUs in half precision.
 
 On the host an LSTM runs level by level in oneDNN, with a workspace kept for the backward; other layers are traced as if cuDNN ran
 them.
@@ -26,14 +26,14 @@ from lowtide.tracing.ghost.operators import FREE, META, Course
 aten = torch.ops.aten
 
 RNN_RELU, RNN_TANH, LSTM, GRU = range(4)
-RESERVE_UNITS = {RNN_RELU: 2, RNN_TANH: 2, LSTM: 6, GRU: 7}
+RESERVE_OUTPUTS = {RNN_RELU: 2, RNN_TANH: 2, LSTM: 6, GRU: 7}
 """Outputs' worth of memory that each level keeps for the backward, its own output included."""
-WORKSPACE_UNITS = {RNN_RELU: 7.0, RNN_TANH: 7.0, LSTM: 7.0, GRU: 5.25}
+WORKSPACE_OUTPUTS = {RNN_RELU: 7.0, RNN_TANH: 7.0, LSTM: 7.0, GRU: 5.25}
 WEIGHT_SHARES = {RNN_RELU: 0.3, RNN_TANH: 0.3, LSTM: 0.3, GRU: 0.42}
-"""What the kernels need beside one unit per level in fp32, and the share of the weights' bytes that the workspace holds as well."""
-HALF_UNITS, HALF_WEIGHT_SHARE = {RNN_RELU: 4.5, RNN_TANH: 4.5, LSTM: 6.0, GRU: 5.8}, 1.1
+"""What the kernels need beside one output per level in fp32, and the share of the weights' bytes that the workspace holds too."""
+HALF_OUTPUTS, HALF_WEIGHT_SHARE = {RNN_RELU: 4.5, RNN_TANH: 4.5, LSTM: 6.0, GRU: 5.8}, 1.1
 """The same in half precision, the share for all kinds of layers."""
-BOTH_WAYS_UNITS = {2: 0.5, 4: 1.0}
+BOTH_WAYS_OUTPUTS = {2: 0.5, 4: 1.0}
 """What layers of both ways need beside, by the bytes of a number; a GRU needs nothing."""
 RESERVE_HEAD_BYTES = 256
 """Each reserve has these beside the numbers it keeps."""
@@ -173,7 +173,7 @@ def _line(count: int) -> int:
     return rounded + 16 if rounded % 256 == 0 else rounded
 
 
-def _unit(inputs: Tensor, hidden: int, bidirectional: bool) -> int:
+def _output_bytes(inputs: Tensor, hidden: int, bidirectional: bool) -> int:
     """Bytes of one level's output."""
     return inputs.size(0) * inputs.size(1) * hidden * (2 if bidirectional else 1) * inputs.element_size()
 
@@ -191,11 +191,11 @@ def forward_shapes(
     first, second = (inputs.size(1), inputs.size(0)) if batch_first else (inputs.size(0), inputs.size(1))
     width = (projected or hidden) * (2 if bidirectional else 1)
     out = torch.empty(first, second, width, dtype=inputs.dtype, device=META)
-    unit = _unit(inputs, hidden, bidirectional)
-    kept = (RESERVE_UNITS[mode] * layers - 1) * unit + RESERVE_HEAD_BYTES if train else 0
+    level_bytes = _output_bytes(inputs, hidden, bidirectional)
+    kept = (RESERVE_OUTPUTS[mode] * layers - 1) * level_bytes + RESERVE_HEAD_BYTES if train else 0
     if train and dropout > 0:
         # Each direction of the next level drops numbers of its own.
-        kept += (layers - 1) * (2 if bidirectional else 1) * unit // inputs.element_size() // 8
+        kept += (layers - 1) * (2 if bidirectional else 1) * level_bytes // inputs.element_size() // 8
     is_flat = buffer is not None or len({part.untyped_storage()._cdata for part in weight}) == 1
     return (
         out.transpose(0, 1) if batch_first else out,
@@ -248,9 +248,12 @@ def _copies(batch_first: bool, *tensors: Tensor | None) -> list[int]:
 def _workspace(
     inputs: Tensor, weight: Sequence[Tensor], mode: int, hidden: int, layers: int, bidirectional: bool
 ) -> int:
-    unit, weights = _unit(inputs, hidden, bidirectional), sum(part.numel() * part.element_size() for part in weight)
+    level_bytes, weights = (
+        _output_bytes(inputs, hidden, bidirectional),
+        sum(part.numel() * part.element_size() for part in weight),
+    )
     is_half = inputs.element_size() == 2
-    units = (HALF_UNITS if is_half else WORKSPACE_UNITS)[mode] + layers
+    outputs = (HALF_OUTPUTS if is_half else WORKSPACE_OUTPUTS)[mode] + layers
     if bidirectional and mode != GRU:
-        units += BOTH_WAYS_UNITS[2 if is_half else 4]
-    return int(units * unit + (HALF_WEIGHT_SHARE if is_half else WEIGHT_SHARES[mode]) * weights)
+        outputs += BOTH_WAYS_OUTPUTS[2 if is_half else 4]
+    return int(outputs * level_bytes + (HALF_WEIGHT_SHARE if is_half else WEIGHT_SHARES[mode]) * weights)

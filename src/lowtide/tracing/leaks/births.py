@@ -55,22 +55,13 @@ StorageRef = weakref.ref[torch.UntypedStorage]
 
 @dataclass(slots=True)
 class Born:
-    """One living storage that was born while the log watched."""
+    """One storage that was born while the log watched."""
 
     ref: StorageRef
     site: BirthSite
     step: int
     bytes: int
     """As of the last `end_step`, because a storage may be resized."""
-
-
-@dataclass(frozen=True, slots=True)
-class Collected:
-    """One storage that outlived its step and was freed by the garbage collector, so by nothing else."""
-
-    site: BirthSite
-    step: int
-    bytes: int
 
 
 class BirthLog:
@@ -82,7 +73,8 @@ class BirthLog:
     def __init__(self) -> None:
         self.alive: dict[int, Born] = {}
         """By the `id` of the storage's Python object."""
-        self.collected: list[Collected] = []
+        self.collected: list[Born] = []
+        """What outlived its step and was freed by the garbage collector, so by nothing else."""
         self._older: dict[int, StorageRef] = {}
         self._step = 0
         self._in_step = False
@@ -152,7 +144,7 @@ class BirthLog:
         born = self.alive.pop(key, None)
         outlived_its_step = born is not None and (born.step < self._step or not self._in_step)
         if born is not None and self._collecting and outlived_its_step:
-            self.collected.append(Collected(born.site, born.step, born.bytes))
+            self.collected.append(born)
 
     def _on_collection(self, phase: str, _: Mapping[str, int]) -> None:
         self._collecting = phase == "start"

@@ -1,13 +1,13 @@
 """`find_leaks`: runs a training step a few times and reports the memory that survives from step to step.
 
 Note [What counts as a leak]
-    A storage that is alive after its step is not yet a leak: gradients, caches, a window of recent losses and the last
+    A storage that is alive after its step is not yet a leak: gradients, caches, a queue of recent losses and the last
     output all are. What they have in common is that the number of *different steps* they still hold memory of stops
     growing. So storages are counted by the line of their birth, and after each step its depth is noted: how many of the
     measured steps it still holds something of. A line leaks when its depth reaches a new height in each third of the
     measured steps. Sizes do not matter for that, so that batches of varying length do not mislead.
-    What grows for longer than the window lasts (a deque of 100 under 12 steps) does look like a leak, and what grows
-    more rarely than once in a third of the window is missed: more `steps` settle both.
+    What grows for longer than the steps last (a deque of 100 under 12 steps) does look like a leak, and what grows
+    more rarely than once in a third of the steps is missed: more `steps` settle both.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def find_leaks(
 
     Args:
         step: Runs one training step; takes no arguments, and its result is dropped.
-        steps: How many steps to measure. More find slower leaks and tell longer windows from leaks.
+        steps: How many steps to measure. More find slower leaks and tell longer queues from leaks.
         warmup: How many to run before: the first ones allocate what stays (optimizer state, workspaces).
         min_bytes_per_step: Growth below this is not reported; by default one detached scalar a step may be kept.
 

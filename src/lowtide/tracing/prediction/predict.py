@@ -13,8 +13,7 @@ from lowtide.errors import ConfigError
 from lowtide.tracing.assemble import assemble, exact, replay
 from lowtide.tracing.compiled.groups import GhostCompiler
 from lowtide.tracing.ghost import recurrent
-from lowtide.tracing.ghost.accepting import CHUNKED_LOSS_NOTE, GhostMover
-from lowtide.tracing.ghost.device import LiteralDevices, cuda_functions
+from lowtide.tracing.ghost.device import GhostMover, LiteralDevices, cuda_functions
 from lowtide.tracing.ghost.machine import GhostMachine
 from lowtide.tracing.ghost.mode import GhostMode
 from lowtide.tracing.ghost.tensor import Ghost, Known, meta_over
@@ -34,6 +33,9 @@ from lowtide.tracing.training_step import (
     watch_gradients,
     watch_modules,
 )
+
+CHUNKED_LOSS_NOTE = "the chunked loss is taken to run its kernel for CUDA, which needs Triton"
+"""For a trace with a chunked loss."""
 
 
 def predict(
