@@ -10,7 +10,6 @@ import contextlib
 import datetime as dt
 import itertools
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing import Pipe
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -25,7 +25,7 @@ from typing import Self
 from lowtide import config
 from lowtide.errors import BadRecordError, ConfigError
 from lowtide.lab.preflight import refuse_mistakes, unmet_requirements
-from lowtide.lab.progress import Done, Message, Progress, Request, SoFar, decode, named_surroundings
+from lowtide.lab.progress import Done, Message, Progress, Request, SoFar, named_surroundings
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.record import Outcome, RunRecord, Surroundings, read_record, write_record
 from lowtide.units import format_seconds
@@ -93,7 +93,10 @@ def run_all(
     # Of all before the first begins: a wrong device of the last one should not show after hours.
     lacking = [unmet_requirements(run.recipe) for run in runs]
     _refuse_mistakes([run for run, unmet in zip(runs, lacking, strict=True) if not unmet])
-    _make_folder(folder)
+    try:
+        (folder / "records").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"records cannot go to {str(folder)!r}: {error.strerror}", key="out") from error
     for run, unmet in zip(runs, lacking, strict=True):
         turn = _Turn(run, folder, on_progress, is_alone=is_alone)
         if unmet:
@@ -224,13 +227,6 @@ def _out_log(folder: Path, name: str) -> Path:
     return folder / "logs" / f"{name}.out"
 
 
-def _make_folder(folder: Path) -> None:
-    try:
-        (folder / "records").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"records cannot go to {str(folder)!r}: {error.strerror}", key="out") from error
-
-
 POLL_S = 0.1
 CLOSING_LIMIT_S = 60.0
 """How long a worker that has written its record may take to end: some thread of the run may hang."""
@@ -248,17 +244,15 @@ class _WorkerProcess:
 
     def __init__(self, request: Request, *, stdout: Path, stderr: Path) -> None:
         self._logs = (stdout, stderr)
-        self._unread = b""
         self.is_late = False
         """Whether `messages` ended because its limit had passed."""
         for path in (stdout, stderr):
             path.parent.mkdir(parents=True, exist_ok=True)
         self._folder = tempfile.TemporaryDirectory(prefix="lowtide-lab-")
         request_file = Path(self._folder.name) / "request.json"
-        self._pipe, workers_end = os.pipe()
-        os.set_blocking(self._pipe, False)
+        self._pipe, workers_end = Pipe(duplex=False)
         try:
-            config.write_config(replace(request, progress_fd=workers_end), request_file)
+            config.write_config(replace(request, progress_fd=workers_end.fileno()), request_file)
             with stdout.open("wb") as out, stderr.open("wb") as err:
                 self._begun_s = time.monotonic()
                 self._process = subprocess.Popen(
@@ -267,17 +261,17 @@ class _WorkerProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=err,
-                    pass_fds=(workers_end,),
+                    pass_fds=(workers_end.fileno(),),
                     env=_environment(Path(self._folder.name)),
                     # Ctrl-C on the terminal must come to the runner alone, which then ends the worker and says so.
                     start_new_session=True,
                 )
         except BaseException:
-            os.close(self._pipe)
+            self._pipe.close()
             self._folder.cleanup()
             raise
         finally:
-            os.close(workers_end)
+            workers_end.close()
 
     def __enter__(self) -> Self:
         return self
@@ -285,9 +279,10 @@ class _WorkerProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trail: TracebackType | None
     ) -> None:
-        self._kill_group()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        os.close(self._pipe)
+        self._pipe.close()
         self._folder.cleanup()
         for log in self._logs:
             if log.stat().st_size == 0:
@@ -330,23 +325,16 @@ class _WorkerProcess:
 
     def _read(self, timeout_s: float) -> Iterator[Message]:
         """The messages that are there, or come within that time."""
-        ready, _, _ = select.select([self._pipe], [], [], timeout_s)
-        data = b""
-        with contextlib.suppress(BlockingIOError):
-            while ready and (part := os.read(self._pipe, 1 << 16)):
-                data += part
-        if ready and not data:
-            time.sleep(timeout_s)  # the worker has closed its end, and select no longer waits
-        *lines, self._unread = (self._unread + data).split(b"\n")
-        yield from (message for line in lines if (message := decode(line)) is not None)
+        try:
+            while self._pipe.poll(timeout_s):
+                yield self._pipe.recv()
+                timeout_s = 0.0
+        except (EOFError, OSError):
+            time.sleep(timeout_s)  # the worker has closed its end, and nothing waits for it any more
 
     def _has_ended(self) -> bool:
         # Without taking the exit status: until that is taken no other process can get the number that the group is killed by.
         return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-    def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def _crash_report(lines: list[str]) -> list[str]:
@@ -368,9 +356,5 @@ def _environment(folder: Path) -> dict[str, str]:
     has looked for its cache, as this one may have.
     """
     caches = {name: str(folder / name.lower()) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
-    return {**os.environ, **caches, "PYTHONPATH": _python_path()}
-
-
-def _python_path() -> str:
-    package_folder = str(Path(__file__).resolve().parents[2])
-    return os.pathsep.join(part for part in (package_folder, os.environ.get("PYTHONPATH", "")) if part)
+    folders = (str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", ""))
+    return {**os.environ, **caches, "PYTHONPATH": os.pathsep.join(filter(None, folders))}

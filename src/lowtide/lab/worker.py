@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -27,7 +28,6 @@ from lowtide.lab.progress import (
     Progress,
     Request,
     SoFar,
-    encode,
     find_surroundings,
     finite_evaluations,
     finite_part,
@@ -67,10 +67,11 @@ def main(request_path: str) -> None:
     sys.path[:] = [*request.import_paths, *(path for path in sys.path if path not in request.import_paths)]
     # Processes that the run starts must not keep the pipe open after it.
     os.set_inheritable(request.progress_fd, False)
+    pipe = Connection(request.progress_fd, readable=False)
 
     def send(message: Message) -> None:
         try:
-            os.write(request.progress_fd, encode(message))
+            pipe.send(message)
         except BrokenPipeError as error:
             raise RunnerGoneError from error
 
