@@ -16,8 +16,8 @@ from lowtide.cli.lab_results import sweep_command, sweep_table
 from lowtide.cli.lab_runs import display_of, records_words, run_row, run_table
 from lowtide.errors import ConfigError
 from lowtide.hardware import find_hardware
-from lowtide.lab.catalogue import choose_recipes, known_recipes, matching_recipes
-from lowtide.lab.recipe_file import read_recipe
+from lowtide.lab.catalogue import choose_recipes, matching_recipes
+from lowtide.lab.recipe_file import known_recipes, read_recipe
 from lowtide.lab.record import Outcome
 from lowtide.lab.records import collect
 from lowtide.lab.runner import EXPERIMENT, EndedRun, Run, run_all

@@ -15,11 +15,11 @@ from lowtide import config
 from lowtide.cli.console import friendly_errors, progress
 from lowtide.errors import ConfigError, LowtideError, PlanError
 from lowtide.hardware import Hardware, find_hardware
-from lowtide.lab.catalogue import annotated_yaml, choose_recipes, known_recipes, recipe_differences
+from lowtide.lab.catalogue import annotated_yaml, choose_recipes, recipe_differences
 from lowtide.lab.prediction import UnpredictedError, predict_recipe
 from lowtide.lab.progress import shown_bytes
 from lowtide.lab.recipe import Recipe
-from lowtide.lab.recipe_file import read_recipe, resolve_recipe
+from lowtide.lab.recipe_file import known_recipes, read_recipe, resolve_recipe
 from lowtide.lab.record import PredictedFigures
 from lowtide.lab.records import folder_of
 from lowtide.plain_text import Plain

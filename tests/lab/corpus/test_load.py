@@ -18,7 +18,7 @@ from lowtide.lab.corpus import Corpus, load, load_corpus, stories_folder
 from lowtide.lab.corpus.load import Stored, cache_folder, read_stored, write_stored
 from lowtide.lab.corpus.texts import read_stories
 from lowtide.lab.corpus.tokens import Samples, pack
-from lowtide.lab.recipe_file import find_recipe, read_recipe, recipe_names
+from lowtide.lab.recipe_file import find_recipe, known_recipes, read_recipe
 from lowtide.lab.recipe_parts import HubDataset, Stories, TextFiles
 
 STORIES = Stories(num_stories=60, num_validation=7, vocab_size=600)
@@ -95,7 +95,7 @@ def test_missing_stories_say_the_command_that_writes_them(data: Stories, command
 
 
 def test_the_package_has_the_stories_of_the_tiny_recipes() -> None:
-    for name in recipe_names():
+    for name in known_recipes():
         if name.startswith("peak_memory_tiny/") and isinstance(data := read_recipe(find_recipe(name)).data, Stories):
             texts = read_stories(data)
             assert texts.train == list(make_stories(0, 400))
