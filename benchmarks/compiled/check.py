@@ -21,7 +21,7 @@ from lowtide import compat
 from lowtide.lab.budget import make_point, trace_recipe
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.record import write_json
-from lowtide.lab.training import materialise
+from lowtide.lab.training import make_model
 from lowtide.models import resolve_model
 
 SCHEMA = "lowtide.budget_check/1"
@@ -32,7 +32,7 @@ BUDGETS = (1.0, 0.6, 0.3, 0.05, 0.0)
 def measure(recipe: Recipe, budget: float) -> tuple[int, int]:
     """Bytes that the compiled model saves, and those of its peak with weights and batch, in its second step."""
     source = resolve_model(recipe.model, settings=recipe.model_settings)
-    model = materialise(source.build(recipe.torch_dtype), name=recipe.model, dtype=recipe.torch_dtype)
+    model = make_model(recipe, source)
     batch = source.make_batch(recipe.batch or source.default_batch)
     model.compile(backend=compat.BudgetedCompiler(budget), dynamic=False)
     lasting = (*model.parameters(), *model.buffers(), *batch.values())

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.records import RESULTS
-from lowtide.lab.prediction import predict_recipe
+from lowtide.lab.preflight import predict
 from lowtide.lab.recipe_file import find_recipe, resolve_recipe
 from lowtide.lab.record import write_json
 
@@ -33,7 +33,7 @@ def main() -> None:
     rows = []
     for name, setting in ROWS:
         recipe = resolve_recipe(find_recipe(f"peak_memory/{name}"), [setting]).recipe
-        figures = predict_recipe(recipe, hardware=HARDWARE, say=lambda _: None)
+        figures = predict(recipe, hardware=HARDWARE, say=lambda _: None)
         rows.append(
             {"name": name, "setting": setting, "peak_bytes": figures.peak_bytes, "peak_phase": figures.peak_phase}
         )

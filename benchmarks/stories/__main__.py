@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 
 from benchmarks.stories.generator import Part, make_stories
-from lowtide.lab.corpus import stories_folder, story_file
+from lowtide.lab.corpus.texts import stories_folder, story_file
 
 
 def write_stories(folder: Path, *, seed: int, training: int, validation: int) -> list[Path]:

@@ -24,6 +24,7 @@ from lowtide.errors import ConfigError
 from lowtide.hardware import find_hardware
 from lowtide.lab.progress import named_surroundings
 from lowtide.lab.record import Outcome, PredictedFigures, RunRecord, read_record, write_record
+from lowtide.lab.report.lab_report import LabReport
 from lowtide.report.table import Value
 from lowtide.units import GiB
 from tests.lab.pretend_runs import DOTTED
@@ -364,11 +365,11 @@ class TestReport:
         """What the report package is asked for, instead of a report."""
         calls: list[tuple[Sequence[RunRecord], dict[str, Any]]] = []
 
-        def write_nothing(records: Sequence[RunRecord], **words: Any) -> tuple[()]:
+        def write_nothing(records: Sequence[RunRecord], **words: Any) -> LabReport:
             calls.append((records, words))
-            return ()
+            return LabReport(comparisons=(), records=())
 
-        monkeypatch.setattr("lowtide.lab.report.write_report", write_nothing)
+        monkeypatch.setattr("lowtide.lab.report.write.write_report", write_nothing)
         return calls
 
     def test_records_reach_the_report_and_bad_ones_are_named(

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lowtide.cli.main import app
-from lowtide.lab.prediction import predict_recipe
+from lowtide.lab.preflight import predict
 from lowtide.lab.progress import shown_bytes
 from lowtide.lab.recipe_file import find_recipe, read_recipe
 
@@ -46,9 +46,7 @@ def test_what_is_shown_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_the_predicted_peak_is_shown_when_asked_for() -> None:
     result = show("peak_memory_tiny/control", "--predict", "--gpu", "a100-40gb")
     assert result.exit_code == 0, result.stderr
-    expected = predict_recipe(
-        read_recipe(find_recipe("peak_memory_tiny/control")), hardware="a100-40gb", say=lambda _: None
-    )
+    expected = predict(read_recipe(find_recipe("peak_memory_tiny/control")), hardware="a100-40gb", say=lambda _: None)
     line = result.stdout.splitlines()[1]
     assert line.startswith(
         f"# predicted peak on a100-40gb: {shown_bytes(expected.peak_bytes)} in {expected.peak_phase} ("

@@ -11,12 +11,11 @@ from lowtide.errors import ConfigError, UnknownNameError
 from lowtide.lab.catalogue import (
     annotated_yaml,
     choose_recipes,
-    known_recipes,
     matching_recipes,
     recipe_differences,
     source_name,
 )
-from lowtide.lab.recipe_file import FOLDER, find_recipe, read_recipe, recipe_names, resolve_recipe
+from lowtide.lab.recipe_file import FOLDER, find_recipe, known_recipes, read_recipe, resolve_recipe
 
 FILES = {
     "_base.yaml": "model: gpt-tiny\nsteps: 4\noptimizer: {name: sgd, settings: {lr: 0.1, momentum: 0.9}}\n",
@@ -244,7 +243,7 @@ def test_no_near_name_is_given_twice(known: dict[str, Path]) -> None:
     assert len(set(nearest)) == len(nearest) == 3
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", known_recipes())
 def test_every_recipe_of_the_package_can_be_read_again(name: str, tmp_path: Path) -> None:
     resolved = resolve_recipe(find_recipe(name), ["seed=3"])
     again = tmp_path / "again.yaml"

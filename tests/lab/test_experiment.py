@@ -15,11 +15,12 @@ from torch import nn
 from lowtide import config
 from lowtide.errors import ConfigError
 from lowtide.lab import experiment
-from lowtide.lab.experiment import first_weights, run_experiment, thinned
+from lowtide.lab.experiment import run_experiment, thinned
 from lowtide.lab.progress import Progress
 from lowtide.lab.recipe import CompileRecipe, Recipe
 from lowtide.lab.recipe_parts import EvaluationRecipe, OptimizerRecipe, PlanRecipe, RiseFromZero, Stories, TextFiles
 from lowtide.lab.record import Outcome, RunRecord
+from lowtide.lab.training import make_model
 from lowtide.models import ModelSource, resolve_model
 from lowtide.planning.budget_plans import StaticPartition, WarmUp
 from lowtide.planning.plan import Schedule, Site, Weights
@@ -45,7 +46,7 @@ def test_a_plain_run_is_the_plain_loop() -> None:
     recipe = replace(SMALL, plan=None, scheduler=RiseFromZero(rise_steps=10))
     record = run(recipe)
     source = resolve_model(recipe.model)
-    model = first_weights(recipe, source)
+    model = make_model(recipe, source)
     ids = source.make_batch("2x32")["input_ids"]
     from lowtide.optim import Adafactor
 
@@ -179,8 +180,8 @@ def test_offloading_nothing_is_remarked() -> None:
 
 def test_all_types_begin_at_the_same_weights() -> None:
     source = resolve_model("deep-one-tiny")
-    single = first_weights(SMALL, source)
-    half = first_weights(replace(SMALL, dtype="bfloat16"), source)
+    single = make_model(SMALL, source)
+    half = make_model(replace(SMALL, dtype="bfloat16"), source)
     for one, other in zip(single.parameters(), half.parameters(), strict=True):
         assert torch.equal(one.bfloat16(), other)
 
@@ -266,12 +267,12 @@ def test_evaluations_within_a_run_are_those_of_shorter_runs_and_change_nothing(c
 
 def test_a_model_that_draws_while_it_is_evaluated_is_trained_on_the_same_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     def with_dropout_that_is_never_off(recipe: Recipe, source: ModelSource) -> nn.Module:
-        model = first_weights(recipe, source)
+        model = make_model(recipe, source)
         embedding = next(module for module in model.modules() if isinstance(module, nn.Embedding))
         embedding.register_forward_hook(lambda _, inputs, output: nn.functional.dropout(output, 0.5))
         return model
 
-    monkeypatch.setattr(experiment, "first_weights", with_dropout_that_is_never_off)
+    monkeypatch.setattr(experiment, "make_model", with_dropout_that_is_never_off)
     recipe = replace(EVALUATED, plan=None)
     within = run(replace(recipe, evaluation=EvaluationRecipe(samples=5, batch=2, after=(1,))))
     assert within.losses == run(recipe).losses
@@ -361,7 +362,7 @@ def test_a_run_that_diverges_is_seen() -> None:
 
 def test_buffers_keep_the_type_that_the_model_gives_them() -> None:
     source = resolve_model("llama-tiny")
-    made = first_weights(replace(SMALL, model="llama-tiny", dtype="bfloat16"), source)
+    made = make_model(replace(SMALL, model="llama-tiny", dtype="bfloat16"), source)
     expected = source.build(torch.bfloat16)
     assert [tensor.dtype for tensor in made.buffers()] == [tensor.dtype for tensor in expected.buffers()]
     assert {tensor.dtype for tensor in made.parameters()} == {torch.bfloat16}

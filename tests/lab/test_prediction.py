@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lowtide import config
-from lowtide.lab.prediction import UnpredictedError, predict_recipe
+from lowtide.lab.preflight import UnpredictedError, predict
 from lowtide.lab.recipe import CompileRecipe, Recipe
 from lowtide.lab.recipe_parts import OptimizerRecipe, PlanRecipe, RandomInputs
 from lowtide.lab.record import EVALUATION, RunRecord, read_record
@@ -37,7 +37,7 @@ def test_measured_peaks_are_predicted(records: list[RunRecord]) -> None:
     recipe = config.from_plain(Recipe, records[0].recipe)
     if recipe.compile is not None:
         pytest.skip("compiled code is not predicted")
-    predicted = predict_recipe(recipe, hardware="h200", say=lambda _: None)
+    predicted = predict(recipe, hardware="h200", say=lambda _: None)
     for record in records:
         assert record.memory is not None
         # Of training: an evaluation, where a run had one, is not predicted.
@@ -52,7 +52,7 @@ TINY = Recipe(model="deep-one-tiny", batch="2x32", plan=PlanRecipe(weights=Weigh
 
 def peak(**words: object) -> int:
     plan = replace(PlanRecipe(chunk_memory="1MiB"), **words)  # type: ignore[arg-type]  # fields of it
-    return predict_recipe(replace(TINY, plan=plan), hardware="h200", say=lambda _: None).peak_bytes
+    return predict(replace(TINY, plan=plan), hardware="h200", say=lambda _: None).peak_bytes
 
 
 def test_updates_on_the_host_take_state_off_the_device() -> None:
@@ -64,7 +64,7 @@ def test_updates_on_the_host_take_state_off_the_device() -> None:
 def test_a_budget_that_is_too_small_does_not_hide_the_peak() -> None:
     said: list[str] = []
     plan = PlanRecipe(update=Site.DEVICE, schedule=Schedule.IN_BACKWARD, chunk_memory="1MiB", device_memory="12MiB")
-    found = predict_recipe(replace(TINY, plan=plan), hardware="h200", say=said.append)
+    found = predict(replace(TINY, plan=plan), hardware="h200", say=said.append)
     assert found.peak_bytes == peak(update=Site.DEVICE, schedule=Schedule.IN_BACKWARD)
     assert "the budget does not hold the step; tracing it without" in said
 
@@ -74,14 +74,14 @@ def test_a_static_partition_is_predicted_as_the_plan_that_it_makes(fused: bool) 
     """With room for all it is a plan with everything resident; with little, one that streams."""
     settings = {"optimizer": OptimizerRecipe(settings={"fused": True} if fused else {})}
     ample, tight = (
-        predict_recipe(
+        predict(
             replace(TINY, **settings, plan=StaticPartition(share=0.9, device_memory=memory)),
             hardware="h200",
             say=lambda _: None,
         )
         for memory in (None, "6MiB")
     )
-    by_hand = predict_recipe(replace(TINY, **settings), hardware="h200", say=lambda _: None)
+    by_hand = predict(replace(TINY, **settings), hardware="h200", say=lambda _: None)
     assert (ample.peak_bytes, ample.at_peak) == (by_hand.peak_bytes, by_hand.at_peak)
     assert tight.at_peak["weights"] < ample.at_peak["weights"]
 
@@ -102,4 +102,4 @@ def test_a_static_partition_is_predicted_as_the_plan_that_it_makes(fused: bool) 
 )
 def test_what_is_not_predicted(recipe: Recipe, message: str) -> None:
     with pytest.raises(UnpredictedError, match=message):
-        predict_recipe(recipe, hardware="h200", say=lambda _: None)
+        predict(recipe, hardware="h200", say=lambda _: None)

@@ -14,7 +14,7 @@ from lowtide.errors import ConfigError
 from lowtide.lab import preflight, training
 from lowtide.lab.preflight import refuse_mistakes, unmet_requirements
 from lowtide.lab.recipe import CompileRecipe, Recipe
-from lowtide.lab.recipe_file import find_recipe, read_recipe, recipe_names
+from lowtide.lab.recipe_file import find_recipe, known_recipes, read_recipe
 from lowtide.lab.recipe_parts import EvaluationRecipe, HubDataset, OptimizerRecipe, PlanRecipe, Stories, TextFiles
 from lowtide.planning.budget_plans import StaticPartition, WarmUp
 from lowtide.planning.plan import Site, Weights
@@ -29,7 +29,7 @@ def cache_with_stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", known_recipes())
 def test_recipes_of_the_package_have_none(name: str, cache_with_stories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache_with_stories))
     refuse_mistakes(name, read_recipe(find_recipe(name)))

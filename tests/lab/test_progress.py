@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lowtide.errors import HardwareError
-from lowtide.lab.progress import Done, Progress, SoFar, decode, describe, encode, find_surroundings, named_surroundings
+from lowtide.lab.progress import Progress, SoFar, describe, find_surroundings
 from lowtide.units import GiB
 
 
@@ -47,29 +47,6 @@ def test_words() -> None:
     assert so_far.words == "last heard: preparing the corpus"
     whole = Progress(words="training", step=3, steps=100, loss=5.1234, peak_bytes=4 * GiB, samples_per_s=6.125)
     assert describe(whole) == "training, step 3 of 100, loss 5.1234, peak 4.000 GiB, 6.125 samples/s"
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        Done(),
-        Progress(words='two\nlines and "quotes"', step=1, steps=2, loss=0.1, peak_bytes=1 << 50),
-        Progress(words="diverged", loss=math.inf),
-        named_surroundings("a card"),
-    ],
-)
-def test_messages_travel_in_one_line(message: object) -> None:
-    line = encode(message)
-    assert line.count(b"\n") == 1
-    assert decode(line.removesuffix(b"\n")) == message
-
-
-@pytest.mark.parametrize(
-    "line",
-    [b"", b"{", b"\xff", b"[]", b"3", b'{"kind": "no"}', b'{"kind": "progress"}', b'{"words": "x"}', b'{"kind": [1]}'],
-)
-def test_anything_else_is_no_message(line: bytes) -> None:
-    assert decode(line) is None
 
 
 def test_the_device_the_machine_and_the_versions() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lowtide.errors import ConfigError, UnknownNameError
-from lowtide.lab.recipe_file import FOLDER, find_recipe, read_recipe, recipe_names, resolve_recipe
+from lowtide.lab.recipe_file import FOLDER, find_recipe, known_recipes, read_recipe, resolve_recipe
 from lowtide.lab.recipe_parts import Constant, HubDataset, LinearWarmup, TextFiles
 from lowtide.planning.budget_plans import StaticPartition
 
@@ -167,23 +167,31 @@ def test_what_is_wrong_is_said_with_the_file(tmp_path: Path, text: str, message:
 def test_names_leave_out_what_is_only_extended(tmp_path: Path) -> None:
     for name in ("a/one.yaml", "a/_base.yaml", "b/two.json", "three.yml", "notes.txt"):
         write(tmp_path, name, "")
-    assert recipe_names(tmp_path) == ("a/one", "b/two", "three")
+    assert [name for name, path in known_recipes([tmp_path]).items() if path.is_relative_to(tmp_path)] == [
+        *("a/one", "b/two", "three")
+    ]
+
+
+def test_of_two_files_with_one_name_the_yaml_counts(tmp_path: Path) -> None:
+    for name in ("one.json", "one.yaml", "one.yml"):
+        write(tmp_path, name, "")
+    assert known_recipes([tmp_path])["one"] == tmp_path / "one.yaml"
 
 
 def test_a_name_may_be_its_last_part_where_that_is_unique(tmp_path: Path) -> None:
     for name in ("a/one.yaml", "a/both.yaml", "b/both.yaml"):
         write(tmp_path, name, "")
-    assert find_recipe("one", tmp_path) == tmp_path / "a/one.yaml"
-    assert find_recipe("b/both", tmp_path) == tmp_path / "b/both.yaml"
-    assert find_recipe(str(tmp_path / "a/both.yaml"), tmp_path) == tmp_path / "a/both.yaml"
+    known = known_recipes([tmp_path])
+    assert find_recipe("one", known) == tmp_path / "a/one.yaml"
+    assert find_recipe("b/both", known) == tmp_path / "b/both.yaml"
+    assert find_recipe(str(tmp_path / "a/both.yaml"), known) == tmp_path / "a/both.yaml"
     with pytest.raises(ConfigError, match="end of several recipes: a/both, b/both"):
-        find_recipe("both", tmp_path)
+        find_recipe("both", known)
 
 
 def test_an_unknown_name_gets_the_nearest(tmp_path: Path) -> None:
-    write(tmp_path, "a/control.yaml", "")
     with pytest.raises(UnknownNameError, match="did you mean 'control'"):
-        find_recipe("contrl", tmp_path)
+        find_recipe("contrl", {"a/control": tmp_path / "a/control.yaml"})
 
 
 PUBLISHED = {
@@ -201,7 +209,7 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", known_recipes())
 def test_every_recipe_that_comes_with_the_package_is_right(name: str) -> None:
     recipe = read_recipe(find_recipe(name))
     if name.startswith("peak_memory"):
@@ -217,7 +225,7 @@ def test_the_published_table_is_all_there() -> None:
 
 
 def test_every_recipe_has_a_small_one() -> None:
-    names = recipe_names()
+    names = known_recipes()
     large = {name.rpartition("/")[2] for name in names if name.startswith("peak_memory/")}
     small = {name.rpartition("/")[2] for name in names if name.startswith("peak_memory_tiny/")}
     assert large == small

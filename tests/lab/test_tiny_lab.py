@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from lowtide.cli.main import app
 from lowtide.lab.experiment import run_experiment
-from lowtide.lab.recipe_file import find_recipe, read_recipe, recipe_names
+from lowtide.lab.recipe_file import find_recipe, known_recipes, read_recipe
 from lowtide.lab.recipe_parts import EvaluationRecipe, Stories
 from lowtide.lab.record import Outcome, RunRecord
 from lowtide.lab.records import collect
@@ -19,7 +19,7 @@ from lowtide.models import resolve_model
 
 pytestmark = pytest.mark.slow
 
-NAMES = [name for name in recipe_names() if name.startswith("peak_memory_tiny/")]
+NAMES = [name for name in known_recipes() if name.startswith("peak_memory_tiny/")]
 SAME_NUMBERS = ("fused", "checkpoint", "fused_checkpoint", "selective", "math_attention")
 """These differ from control in memory and time alone."""
 

@@ -14,7 +14,6 @@ from lowtide.errors import ConfigError
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.recipe_parts import LinearWarmup, OptimizerRecipe
 from lowtide.lab.training import (
-    first_model,
     linear_warmup,
     make_batches,
     make_model,
@@ -130,9 +129,8 @@ def test_losses_fall() -> None:
     assert losses[-1] < 0.9 * losses[0]
 
 
-def drawn(spec: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    torch.manual_seed(7)
-    return materialise(resolve_model(spec).build(dtype), name=spec, dtype=dtype)
+def drawn(spec: str, dtype: str = "float32") -> nn.Module:
+    return make_model(Recipe(model=spec, dtype=dtype, seed=7), resolve_model(spec))
 
 
 def same(first: nn.Module, second: nn.Module) -> bool:
@@ -148,7 +146,7 @@ def test_built_in_models(spec: str) -> None:
     loss = model(**source.make_batch("2x16")).loss
     # An untrained model knows nothing: its loss is that of a guess among 256 bytes.
     assert loss.item() == pytest.approx(torch.tensor(256.0).log().item(), rel=0.1)
-    assert {parameter.dtype for parameter in drawn(spec, torch.bfloat16).parameters()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in drawn(spec, "bfloat16").parameters()} == {torch.bfloat16}
 
 
 def test_a_tied_weight_stays_one() -> None:
@@ -186,7 +184,7 @@ def test_hugging_face_models_are_as_their_constructor_makes_them(tmp_path: Path)
     for (name, buffer), (_, other) in zip(model.named_buffers(), built.named_buffers(), strict=True):
         assert torch.equal(buffer, other), name
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert {parameter.dtype for parameter in drawn(spec, torch.bfloat16).parameters()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in drawn(spec, "bfloat16").parameters()} == {torch.bfloat16}
     assert torch.get_default_dtype() == torch.float32
 
 
@@ -213,7 +211,7 @@ def test_other_models_are_drawn_module_by_module() -> None:
     with torch.device("meta"):
         model = Tied()
     torch.manual_seed(7)
-    made = materialise(model, name="tied", dtype=torch.float32)
+    made = materialise(model, name="tied")
     assert made.first.weight is made.second.weight
     assert made.first.weight.abs().max() <= 0.5  # uniform within 1/sqrt(4)
     assert made.first.weight.std() > 0
@@ -224,13 +222,13 @@ def test_a_module_that_cannot_be_drawn_is_named() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), Scale())
     with pytest.raises(ConfigError, match="my-model cannot be given first weights: Scale at 1 holds tensors"):
-        materialise(model, name="my-model", dtype=torch.float32)
+        materialise(model, name="my-model")
 
 
 def test_a_real_model_is_left_alone() -> None:
     model = nn.Linear(3, 3)
     weight = model.weight.detach().clone()
-    assert materialise(model, name="linear", dtype=torch.float32) is model
+    assert materialise(model, name="linear") is model
     assert torch.equal(model.weight, weight)
 
 
@@ -261,25 +259,19 @@ def own_pair() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return own_on_meta(), {"input": torch.zeros(2, 4)}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_factory_has_its_own_weights(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_factory_has_its_own_weights(dtype: str) -> None:
     source = resolve_model(f"{__name__}:own")
-    assert source.build(dtype).tokens.weight.device.type == "meta"  # predictions still need no memory
+    assert source.build(torch.float32).tokens.weight.device.type == "meta"  # predictions still need no memory
+    model = drawn(f"{__name__}:own", dtype)
     torch.manual_seed(7)
-    model = first_model(source, dtype)
-    torch.manual_seed(7)
-    assert same(model, Own().to(dtype))
+    assert same(model, Own().to(getattr(torch, dtype)))
     assert 0 < model.tokens.weight.abs().max() < 0.01
     assert model.training
 
 
 def test_a_factory_that_builds_on_meta_leaves_its_weights_to_its_modules() -> None:
-    model = first_model(resolve_model(f"{__name__}:own_pair"), torch.float32)
+    model = drawn(f"{__name__}:own_pair")
     weight = model[0].weight
     assert weight.device.type == "cpu"
     assert weight.std() > 0
-
-
-def test_built_in_models_are_drawn_as_before() -> None:
-    torch.manual_seed(7)
-    assert same(first_model(resolve_model("gpt-tiny"), torch.float32), drawn("gpt-tiny"))

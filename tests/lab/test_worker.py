@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
 from types import ModuleType
 
@@ -15,7 +16,7 @@ import torch
 
 from lowtide.config import write_config
 from lowtide.errors import BudgetError
-from lowtide.lab.progress import Done, Message, Progress, Request, decode, named_surroundings
+from lowtide.lab.progress import Done, Message, Progress, Request, named_surroundings
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.recipe_parts import EvaluationRecipe
 from lowtide.lab.record import Outcome, RunRecord, Surroundings, read_record
@@ -37,7 +38,7 @@ def work(
     folder: Path, name: str, *, recipe: Recipe = RECIPE, experiment: str = DOTTED
 ) -> tuple[RunRecord, list[Message]]:
     """The record, and what was told."""
-    reading, writing = os.pipe()
+    reading, writing = Pipe(duplex=False)
     request = Request(
         name=name,
         recipe=recipe,
@@ -45,17 +46,14 @@ def work(
         tensorboard=folder / "tensorboard",
         experiment=experiment,
         import_paths=(str(folder), *sys.path),
-        progress_fd=writing,
+        progress_fd=os.dup(writing.fileno()),
     )
     write_config(request, folder / "request.json")
-    try:
+    with reading, writing:
         main(str(folder / "request.json"))
-        lines = os.read(reading, 1 << 16).splitlines()
-    finally:
-        os.close(reading)
-        os.close(writing)
-    messages = [message for line in lines if (message := decode(line)) is not None]
-    assert len(messages) == len(lines)
+        messages = []
+        while reading.poll():
+            messages.append(reading.recv())
     return read_record(request.record), messages
 
 

@@ -16,10 +16,10 @@ from lowtide.cli.lab_results import sweep_command, sweep_table
 from lowtide.cli.lab_runs import display_of, records_words, run_row, run_table
 from lowtide.errors import ConfigError
 from lowtide.hardware import find_hardware
-from lowtide.lab.catalogue import choose_recipes, known_recipes, matching_recipes
-from lowtide.lab.recipe_file import read_recipe
+from lowtide.lab.catalogue import choose_recipes, matching_recipes
+from lowtide.lab.recipe_file import known_recipes, read_recipe
 from lowtide.lab.record import Outcome
-from lowtide.lab.records import collect, newest_records
+from lowtide.lab.records import collect
 from lowtide.lab.runner import EXPERIMENT, EndedRun, Run, run_all
 
 lab_app = typer.Typer(
@@ -139,9 +139,9 @@ def report_command(
             say(f"{len(found.records)} records")
             # It draws, and what draws takes a second to import.
             from lowtide.cli.lab_results import summary_of
-            from lowtide.lab.report import write_report
+            from lowtide.lab.report.write import write_report
 
-            comparisons = write_report(
+            report = write_report(
                 found.records,
                 html=out,
                 markdown=markdown,
@@ -150,13 +150,12 @@ def report_command(
                 sweeps=found.sweeps,
                 with_older=all_,
             )
-        for comparison in comparisons:
+        for comparison in report.comparisons:
             OUT.print(*summary_of(comparison), sep="\n")
-        for sweep in () if comparisons else found.sweeps:
+        for sweep in () if report.comparisons else found.sweeps:
             OUT.print(sweep_table(sweep))
-        num_older = 0 if all_ else len(found.records) - len(newest_records(found.records))
-        if num_older:
-            records = "1 older record" if num_older == 1 else f"{num_older} older records"
+        if report.num_older:
+            records = "1 older record" if report.num_older == 1 else f"{report.num_older} older records"
             ERR.print(f"left out {records} of the same recipe, seed and settings; --all shows them", highlight=False)
         for line in found.skipped:
             ERR.print(f"skipped {line}", style="yellow", markup=False, highlight=False, soft_wrap=True)

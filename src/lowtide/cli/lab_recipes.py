@@ -15,11 +15,11 @@ from lowtide import config
 from lowtide.cli.console import friendly_errors, progress
 from lowtide.errors import ConfigError, LowtideError, PlanError
 from lowtide.hardware import Hardware, find_hardware
-from lowtide.lab.catalogue import annotated_yaml, choose_recipes, known_recipes, recipe_differences
-from lowtide.lab.prediction import UnpredictedError, predict_recipe
+from lowtide.lab.catalogue import annotated_yaml, choose_recipes, recipe_differences
+from lowtide.lab.preflight import UnpredictedError, predict
 from lowtide.lab.progress import shown_bytes
 from lowtide.lab.recipe import Recipe
-from lowtide.lab.recipe_file import read_recipe, resolve_recipe
+from lowtide.lab.recipe_file import known_recipes, read_recipe, resolve_recipe
 from lowtide.lab.record import PredictedFigures
 from lowtide.lab.records import folder_of
 from lowtide.plain_text import Plain
@@ -70,7 +70,7 @@ def _predict_for(recipe: Recipe, gpu: str, say: Callable[[str], None]) -> Predic
         ConfigError: The recipe does not fit its model.
     """
     try:
-        figures = predict_recipe(recipe, hardware=gpu, say=say)
+        figures = predict(recipe, hardware=gpu, say=say)
     except UnpredictedError as error:
         return Prediction(figures=None, why_not=str(error))
     except PlanError as error:

@@ -56,6 +56,13 @@ def software() -> dict[str, str]:
     }
 
 
+def cache_folder() -> Path:
+    """`$XDG_CACHE_HOME/lowtide`, or `~/.cache/lowtide`."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # The standard says that a relative path there is to be ignored.
+    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "lowtide"
+
+
 def lowtide_version() -> str:
     """The version of the installed package; "unknown" where only its sources are there."""
     try:

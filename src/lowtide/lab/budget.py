@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, fx, nn
@@ -158,12 +158,9 @@ def num_flops(node: fx.Node) -> int:
     formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
     if node.op != "call_function" or formula is None:
         return 0
-    args, kwargs = map_arg((node.args, node.kwargs), _value)
+    # Tensors without values, numbers, or tuples of them.
+    args, kwargs = map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
     return int(formula(*args, **kwargs, out_val=node.meta["val"]))
-
-
-def _value(node: fx.Node) -> Any:  # a tensor without values, a number or a tuple of them
-    return node.meta["val"]
 
 
 def trace_recipe(recipe: Recipe) -> tuple[compat.JointGraph, tuple[str, ...]]:
@@ -184,7 +181,8 @@ def trace_recipe(recipe: Recipe) -> tuple[compat.JointGraph, tuple[str, ...]]:
     if recipe.device == "cpu":
         return trace_model(model, batch, name=recipe.model), ("attention as on the host",)
     major, minor = torch.__version__.split(".")[:2]
-    choices = AttentionChoices(_capability(), (int(major), int(minor)))
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else HOPPER
+    choices = AttentionChoices(capability, (int(major), int(minor)))
     with TargetAttention(Attention(choices, lambda: "")):
         joint = trace_model(model, batch, name=recipe.model)
     return joint, tuple(choices.notes())
@@ -216,10 +214,6 @@ def trace_model(model: nn.Module, batch: Batch, *, name: str) -> compat.JointGra
             f"{name} cannot be traced as one graph of forward and backward ({type(error).__name__}: {error}); a sweep needs "
             "a model that torch.compile takes whole (fullgraph=True)"
         ) from error
-
-
-def _capability() -> tuple[int, int]:
-    return torch.cuda.get_device_capability() if torch.cuda.is_available() else HOPPER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,33 +10,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from lowtide import config, plain_text
-from lowtide.errors import ConfigError, LowtideError
+from lowtide.errors import ConfigError
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.recipe_file import (
     FOLDER,
     SUFFIXES,
     Tree,
     extended_files,
-    find_recipe,
     merge,
+    names_like,
+    only_name,
     plain_of,
     read_tree,
-    recipe_names,
     unknown_recipe,
 )
 from lowtide.plain_text import Plain
-
-
-def known_recipes(more: Sequence[Path] = ()) -> dict[str, Path]:
-    """The file of each name, those of the package first; a name that a later folder has too is the later one's.
-
-    Raises:
-        ConfigError: A folder does not exist.
-    """
-    for folder in more:
-        if not folder.is_dir():
-            raise ConfigError(f"there is no folder of recipes {str(folder)!r}", key="recipes")
-    return {name: find_recipe(name, folder) for folder in (FOLDER, *more) for name in recipe_names(folder)}
 
 
 def choose_recipes(words: Sequence[str], known: Mapping[str, Path]) -> dict[str, Path]:
@@ -70,9 +58,12 @@ def matching_recipes(words: Sequence[str], known: Mapping[str, Path]) -> dict[st
     files = [word for word in words if Path(word).suffix in SUFFIXES]
     chosen: set[str] = set()
     for word in words:
-        names = [name for name in known if name.startswith(f"{word.rstrip('/')}/")] + _names(word, known)
+        if _is_pattern(word):
+            chosen.update(_matches(word, known))
+            continue
+        names = [name for name in known if name.startswith(f"{word.rstrip('/')}/")] + names_like(word, known)
         if not names and word not in files:
-            raise _unknown(word, known)
+            raise unknown_recipe(word, known)
         chosen.update(names)
     return {name: path for name, path in known.items() if name in chosen} | choose_recipes(files, known)
 
@@ -85,40 +76,23 @@ def _found(word: str, known: Mapping[str, Path]) -> Iterator[tuple[str, Path]]:
                 f"there is no recipe file {word} in {Path.cwd()}; `lowtide lab ls` has the names of recipes"
             )
         yield next((name for name, file in known.items() if file.resolve() == path.resolve()), path.stem), path
-        return
-    names = _names(word, known)
-    if not names:
-        raise _unknown(word, known)
-    if len(names) > 1 and not _is_pattern(word):
-        raise ConfigError(f"{word!r} is the end of several recipes: {', '.join(names)}; give one of these")
-    yield from ((name, known[name]) for name in names)
-
-
-def _names(word: str, known: Mapping[str, Path]) -> list[str]:
-    if _is_pattern(word):
-        return [name for name in known if any(fnmatch.fnmatchcase(end, word) for end in (name, _last(name)))]
-    return [name for name in known if name == word] or [name for name in known if name.endswith(f"/{word}")]
-
-
-def _unknown(word: str, known: Mapping[str, Path]) -> LowtideError:
-    """A pattern has no near names; a folder, or a file without its suffix, is more likely meant than a near name."""
-    if _is_pattern(word):
-        return ConfigError(f"no recipe matches the pattern {word!r}; see lowtide lab ls")
-    folder = word.rstrip("/")
-    if any(name.startswith(f"{folder}/") for name in known):
-        return ConfigError(f"{word!r} is a folder of recipes: write '{folder}/*' for all of them")
-    here = next((file for suffix in SUFFIXES if (file := Path(f"{word}{suffix}")).is_file()), None)
-    if here is not None:
-        return ConfigError(f"there is no recipe named {word!r}, but a file: write {here}")
-    return unknown_recipe(word, known)
+    elif _is_pattern(word):
+        yield from ((name, known[name]) for name in _matches(word, known))
+    else:
+        name = only_name(word, known)
+        yield name, known[name]
 
 
 def _is_pattern(word: str) -> bool:
     return any(mark in word for mark in "*?[")
 
 
-def _last(name: str) -> str:
-    return name.rpartition("/")[2]
+def _matches(pattern: str, known: Mapping[str, Path]) -> list[str]:
+    ends = {name: (name, name.rpartition("/")[2]) for name in known}
+    found = [name for name in known if any(fnmatch.fnmatchcase(end, pattern) for end in ends[name])]
+    if not found:
+        raise ConfigError(f"no recipe matches the pattern {pattern!r}; see lowtide lab ls")
+    return found
 
 
 NOT_COMPARED = frozenset({"model", "about", "published", "tolerance"})

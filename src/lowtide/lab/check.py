@@ -70,8 +70,7 @@ class CheckReport:
     @property
     def max_loss_difference(self) -> float:
         """The largest difference of two losses, over all updates."""
-        pairs = zip(self.plain_losses, self.managed_losses, strict=True)
-        return max((_distance(plain, managed) for plain, managed in pairs), default=0.0)
+        return _max_difference(*(torch.tensor(losses).double() for losses in (self.plain_losses, self.managed_losses)))
 
     @property
     def max_weight_difference(self) -> float:
@@ -134,16 +133,14 @@ def compare_tensors(plain: Mapping[str, Tensor], managed: Mapping[str, Tensor]) 
 
     A name that only one of them has, or another dtype or shape, is a difference without bound.
     """
-    return tuple(_differences(plain, managed))
-
-
-def _differences(plain: Mapping[str, Tensor], managed: Mapping[str, Tensor]) -> Iterator[TensorDifference]:
+    found = []
     for name in dict.fromkeys([*plain, *managed]):
         first, second = plain.get(name), managed.get(name)
         if first is None or second is None or (first.dtype, first.shape) != (second.dtype, second.shape):
-            yield TensorDifference(name=name, max_difference=math.inf)
+            found.append(TensorDifference(name=name, max_difference=math.inf))
         elif not torch.equal(_bits(first), _bits(second)):
-            yield TensorDifference(name=name, max_difference=_max_difference(first, second))
+            found.append(TensorDifference(name=name, max_difference=_max_difference(first, second)))
+    return tuple(found)
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -156,13 +153,6 @@ def _max_difference(first: Tensor, second: Tensor) -> float:
     wide = (first.detach().cpu().double(), second.detach().cpu().double())
     same = (wide[0] == wide[1]) | (wide[0].isnan() & wide[1].isnan())
     return float((wide[0] - wide[1]).abs().masked_fill(same, 0.0).nan_to_num(nan=math.inf, posinf=math.inf).max())
-
-
-def _distance(first: float, second: float) -> float:
-    if first == second:
-        return 0.0
-    difference = abs(first - second)
-    return math.inf if math.isnan(difference) else difference
 
 
 def _number(value: float) -> float | str:
@@ -193,7 +183,7 @@ def run_check(recipe: Recipe, on_progress: OnProgress | None = None) -> CheckRep
     device = find_device(recipe.device)
     source = resolve_model(recipe.model, settings=recipe.model_settings)
     batch = make_batches(recipe, source)
-    with _comparable(recipe, device):
+    with arithmetic(recipe, device), _deterministic(device):
         plain_losses, plain_weights = _run_plain(recipe, source, batch, device, say)
         _check_finite(plain_losses)
         managed_losses, managed_weights, stats = _run_managed(recipe, source, batch, device, say)
@@ -217,11 +207,10 @@ def _refuse_incomparable(recipe: Recipe) -> None:
             "right in a loss or weight, such as 1e-4 in fp32 and 0.05 in bfloat16",
             key="tolerance",
         )
-    asked = {
-        "compile": recipe.compile is not None,
-        "data": not isinstance(recipe.data, RandomInputs),
-    }
-    for key, is_asked in asked.items():
+    for key, is_asked in (
+        ("compile", recipe.compile is not None),
+        ("data", not isinstance(recipe.data, RandomInputs)),
+    ):
         if is_asked:
             raise ConfigError(
                 f"a check compares with plain torch on random inputs, and the recipe sets {key}: leave it out, or run the "
@@ -278,20 +267,15 @@ def _check_finite(losses: tuple[float, ...]) -> None:
 
 
 @contextlib.contextmanager
-def _comparable(recipe: Recipe, device: torch.device) -> Iterator[None]:
-    """Settings under which two plain runs give the same bits, taken back afterwards."""
-    with arithmetic(recipe, device), _deterministic() if device.type == "cuda" else contextlib.nullcontext():
+def _deterministic(device: torch.device) -> Iterator[None]:
+    """Settings under which two plain runs give the same bits, taken back afterwards; on the host they do without."""
+    if device.type != "cuda":
         yield
-
-
-@contextlib.contextmanager
-def _deterministic() -> Iterator[None]:
+        return
     # cuBLAS reads this when its handle is made, and torch refuses deterministic matmuls without it.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    before, warn_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)
     try:
         yield

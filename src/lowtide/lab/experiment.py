@@ -15,7 +15,7 @@ from lowtide.errors import LowtideError
 from lowtide.hardware import find_hardware
 from lowtide.lab.inputs import Inputs, check_vocabulary, make_inputs
 from lowtide.lab.meter import Meter, Watch, metered, watched, watched_modules
-from lowtide.lab.prediction import UnpredictedError, predict
+from lowtide.lab.preflight import UnpredictedError, predict
 from lowtide.lab.progress import OnProgress, Progress, find_surroundings
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.recipe_parts import session_plan
@@ -25,11 +25,12 @@ from lowtide.lab.training import (
     arithmetic,
     compile_model,
     find_device,
-    first_model,
+    make_model,
     make_optimizer,
     make_scheduler,
+    take_step,
 )
-from lowtide.models import ModelSource, resolve_model
+from lowtide.models import resolve_model
 from lowtide.plain_text import Plain
 from lowtide.runtime.manage import manage
 from lowtide.runtime.session import Session
@@ -60,14 +61,13 @@ def run_experiment(recipe: Recipe, *, name: str, on_progress: OnProgress) -> Run
 def _run(
     recipe: Recipe, name: str, device: torch.device, surroundings: Surroundings, on_progress: OnProgress
 ) -> RunRecord:
-    say = _speaker(on_progress)
     source = resolve_model(recipe.model, settings=recipe.model_settings)
     check_vocabulary(recipe, source)
-    inputs = make_inputs(recipe, source, say)
-    say("drawing the first weights")
-    model = first_weights(recipe, source)
+    inputs = make_inputs(recipe, source, lambda words: on_progress(Progress(words=words)))
+    on_progress(Progress(words="drawing the first weights"))
+    model = make_model(recipe, source)
     remarks = list(inputs.remarks)
-    predicted = _prediction(recipe, source, inputs.train(0), device, say, remarks)
+    predicted = _prediction(recipe, device, on_progress, remarks)
     run = _Run(recipe, model, inputs, device, on_progress)
     with run.prepared() as session:
         run.train()
@@ -119,22 +119,6 @@ def _offloaded_nothing(recipe: Recipe, stats: dict[str, Plain]) -> bool:
     return not is_done and any(policy is not None and isinstance(policy_of(policy), Offload) for policy in asked)
 
 
-def first_weights(recipe: Recipe, source: ModelSource) -> nn.Module:
-    """The model on the host: drawn in fp32 from the seed, then converted, so that all types begin at the same weights."""
-    torch.manual_seed(recipe.seed)
-    model = first_model(source, torch.float32)
-    # Not `model.to`: buffers such as rotary frequencies are of the type that the model itself gives them.
-    types = {name: tensor.dtype for name, tensor in _tensors(source.build(recipe.torch_dtype))}
-    for name, tensor in _tensors(model):
-        tensor.data = tensor.data.to(types[name])
-    return model
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-
-
 class _Run:
     """The state of a run: what was measured so far."""
 
@@ -148,7 +132,6 @@ class _Run:
         self.step_s: list[float] = []
         self.evaluation_s: float | None = None
         self.meter: Meter
-        self._watch: Watch | None = None
         self._groups = watched_modules(model)
 
     @contextlib.contextmanager
@@ -190,7 +173,7 @@ class _Run:
         self.meter.begin()
         for step in range(self.recipe.steps):
             began_s = time.perf_counter()
-            loss = self._step(step)
+            loss = self._step(step, self.meter.phase)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             self.step_s.append(time.perf_counter() - began_s)
@@ -226,13 +209,13 @@ class _Run:
         losses: list[float] = []
         began_s = time.perf_counter()
         # A model may draw in an evaluation too, such as a dropout that is never off.
-        with torch.no_grad(), torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+        draws = torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
+        with self.meter.phase(EVALUATION), torch.no_grad(), draws:
             for number, batch in enumerate(self.inputs.evaluation):
                 losses.append(self.model(**self._moved(batch)).loss.double().item())
                 counted = f"{words}, batch {number + 1} of {len(self.inputs.evaluation)}"
                 self.on_progress(Progress(words=counted, step=step, steps=self.recipe.steps))
         self.evaluation_s = time.perf_counter() - began_s  # each loss was waited for
-        self.meter.end(EVALUATION)
         self.model.train()
         return sum(losses) / len(losses)
 
@@ -241,44 +224,24 @@ class _Run:
 
         Compiled code would be compiled again for a hook on a group: of such a step the peaks of its phases are noted.
         """
-        self._watch = Watch(self.take_peak)
+        watch = Watch(self.take_peak)
         self.take_peak()
-        with watched(() if self.recipe.compile is not None else self._groups, self._watch):
-            self._step(self.recipe.steps)
-        points, self._watch = self._watch.points, None
-        return thinned(points, MOST_POINTS)
+        with watched(() if self.recipe.compile is not None else self._groups, watch):
+            self._step(self.recipe.steps, watch.phase)
+        return thinned(watch.points, MOST_POINTS)
 
-    def _step(self, step: int) -> float:
-        parts = []
-        for part in range(self.recipe.accumulation):
-            batch = self._moved(self.inputs.train(step * self.recipe.accumulation + part))
-            self._enter("forward")
-            loss = self.model(**batch).loss
-            self._leave("forward")
-            self._enter("backward")
-            (loss / self.recipe.accumulation if self.recipe.accumulation > 1 else loss).backward()
-            self._leave("backward")
-            parts.append(loss.detach())
-            del loss
-        self._enter("update")
-        if self.recipe.max_grad_norm is not None and self.recipe.plan is None:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.max_grad_norm)
-        self.optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
-        self.optimizer.zero_grad()
-        self._leave("update")
-        return sum(float(part.double().item()) for part in parts) / len(parts)
-
-    def _enter(self, phase: str) -> None:
-        if self._watch is not None:
-            self._watch.phase = phase
-
-    def _leave(self, phase: str) -> None:
-        if self._watch is not None:
-            self._watch.mark(phase)
-        else:
-            self.meter.end(phase)
+    def _step(self, step: int, phase: Callable[[str], contextlib.AbstractContextManager[None]]) -> float:
+        numbers = range(step * self.recipe.accumulation, (step + 1) * self.recipe.accumulation)
+        return take_step(
+            self.recipe,
+            self.model,
+            self.optimizer,
+            self.scheduler,
+            (self._moved(self.inputs.train(number)) for number in numbers),
+            # A session clips by itself.
+            max_grad_norm=self.recipe.max_grad_norm if self.recipe.plan is None else None,
+            phase=phase,
+        )
 
     def _moved(self, batch: Batch) -> Batch:
         # A copy, also where the host plays the device: what it holds of a batch dies with the step.
@@ -309,24 +272,15 @@ def thinned(points: list[tuple[str, int]], limit: int) -> tuple[tuple[str, int],
 
 
 def _prediction(
-    recipe: Recipe,
-    source: ModelSource,
-    batch: Batch,
-    device: torch.device,
-    say: Callable[[str], None],
-    remarks: list[str],
+    recipe: Recipe, device: torch.device, on_progress: OnProgress, remarks: list[str]
 ) -> PredictedFigures | None:
     if device.type != "cuda":
         return None  # predictions are for GPUs: an emulated device has no allocator and no workspaces
     try:
         hardware = find_hardware(torch.cuda.get_device_name(device).removeprefix("NVIDIA "))
-        return predict(recipe, source.build(recipe.torch_dtype), batch, hardware=hardware.name, say=say)
+        return predict(recipe, hardware=hardware.name, say=lambda words: on_progress(Progress(words=words)))
     except UnpredictedError as error:
         remarks.append(f"no prediction: {error}")
     except LowtideError as error:
         remarks.append(f"the prediction failed: {error}")
     return None
-
-
-def _speaker(on_progress: OnProgress) -> Callable[[str], None]:
-    return lambda words: on_progress(Progress(words=words))

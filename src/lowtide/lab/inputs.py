@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from lowtide.errors import ConfigError
-from lowtide.lab.corpus import TextBatches, load_corpus
+from lowtide.lab.corpus.load import load_corpus
+from lowtide.lab.corpus.tokens import TextBatches
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.recipe_parts import LEAST_VOCABULARY, RandomInputs, Stories, TextFiles
 from lowtide.lab.training import Batch, make_batches
@@ -111,14 +112,10 @@ def make_inputs(recipe: Recipe, source: ModelSource, on_words: Callable[[str], N
         if not len(corpus.validation):
             raise ConfigError("evaluation is asked for, and the data has no validation samples", key="evaluation")
         part = corpus.validation[: recipe.evaluation.samples]
-        if len(part) < recipe.evaluation.samples:
-            remarks = (_fewer_samples(len(part), recipe.evaluation.samples),)
+        if len(part) < (asked := recipe.evaluation.samples):
+            samples = "1 sample" if len(part) == 1 else f"{len(part)} samples"
+            remarks = (f"evaluated on {samples}, all that the data has for it: evaluation.samples asks for {asked}",)
         batches = TextBatches(part, batch=recipe.evaluation.batch or batch_size, length=length)
         evaluation = [batches.partial(number) for number in range(batches.num_batches)]
     train = TextBatches(corpus.train, batch=batch_size, length=length)
     return Inputs(train=train, evaluation=evaluation, batch_size=batch_size, remarks=remarks)
-
-
-def _fewer_samples(count: int, asked: int) -> str:
-    samples = "1 sample" if count == 1 else f"{count} samples"
-    return f"evaluated on {samples}, all that the data has for it: evaluation.samples asks for {asked}"

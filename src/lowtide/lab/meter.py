@@ -6,6 +6,7 @@ import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -47,10 +48,12 @@ class Meter:
         self._note_reserved()
         self._take_peak()
 
-    def end(self, phase: str) -> None:
-        """A phase is over: what was held since the last call was held in it."""
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """At the end, what was held since the end of the phase before was held in this one."""
+        yield
         self._note_reserved()
-        self._by_phase[phase] = max(self._by_phase.get(phase, 0), self._take_peak())
+        self._by_phase[name] = max(self._by_phase.get(name, 0), self._take_peak())
 
     def figures(self, timeline: tuple[tuple[str, int], ...] = ()) -> MemoryFigures:
         """The figures of the run."""
@@ -76,7 +79,7 @@ def metered(model: nn.Module, session: Session | None, device: torch.device) -> 
         yield lambda: 0 if session.is_warming_up else session.take_device_peak()
         return
     if device.type == "cuda":
-        yield lambda: _take_cuda_peak(device)
+        yield partial(_take_cuda_peak, device)
         return
     tracked = TrackedMemory(None)
     tracked.start()
@@ -111,12 +114,19 @@ class Watch:
 
     def __init__(self, take_peak: TakePeak) -> None:
         self._take_peak = take_peak
-        self.phase = "forward"
+        self._phase = "forward"
         self.points: list[tuple[str, int]] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Points in between are of this phase, and one is added at its end."""
+        self._phase = name
+        yield
+        self.mark(name)
 
     def mark(self, phase: str | None = None) -> None:
         """Add a point with the most that was held since the last one."""
-        self.points.append((phase or self.phase, self._take_peak()))
+        self.points.append((phase or self._phase, self._take_peak()))
 
 
 def watched_modules(model: nn.Module) -> list[nn.Module]:

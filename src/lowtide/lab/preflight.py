@@ -1,4 +1,5 @@
-"""What can be known of a recipe before it is run: mistakes, which end the command, and what this machine lacks.
+"""What can be known of a recipe before it is run: mistakes, which end the command, what this machine lacks, and the peak that
+the trace predicts.
 
 A mistake would end the run anywhere, and is no result. What only this machine lacks, and what a budget does not hold, are
 results, with records. A model's own factory runs in the process of its run alone, so that its mistakes show there.
@@ -11,23 +12,30 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import nn
 
 from lowtide.errors import ConfigError, HardwareError, LowtideError, PlanError
-from lowtide.lab.corpus import load_corpus
+from lowtide.hardware import find_hardware, parse_cublas_workspace_config
+from lowtide.lab.corpus.load import load_corpus
 from lowtide.lab.corpus.texts import find_files, read_stories
 from lowtide.lab.inputs import check_inputs, check_vocabulary
 from lowtide.lab.recipe import Recipe
-from lowtide.lab.recipe_parts import HubDataset, PlanRecipe, RandomInputs, Stories, TextFiles, plan_of
+from lowtide.lab.recipe_parts import HubDataset, PlanRecipe, RandomInputs, Stories, TextFiles, plan_of, session_plan
+from lowtide.lab.record import PredictedFigures
 from lowtide.lab.training import compiled_modules, find_device, optimizer_over
 from lowtide.memory.chunk import lay_out
 from lowtide.memory.groups import find_groups
 from lowtide.models import ModelSource, resolve_model
 from lowtide.optim.rules import require_rule
+from lowtide.planning.budget_plans import WarmUp
 from lowtide.planning.hand_plan import activations_by_group
+from lowtide.planning.plan import Site
+from lowtide.runtime.prediction.trace import trace
 from lowtide.runtime.warm_up import device_size
+from lowtide.tracing.settings import StepSettings
 from lowtide.units import MiB
 
 SMALL_TEXT_BYTES = 4 * MiB
@@ -47,21 +55,17 @@ def refuse_mistakes(name: str, recipe: Recipe) -> None:
     Raises:
         ConfigError: The recipe cannot run anywhere; the message names the recipe and the key.
     """
+    keys = {field.name for field in dataclasses.fields(Recipe)}
     for key, check in _checks(recipe):
         try:
             check()
         except Exception as error:  # torch and transformers have errors of their own for settings that do not fit
             said = str(error) if isinstance(error, LowtideError) else f"{type(error).__name__}: {error}"
-            blamed = _blamed(error, key)
+            own = error.key if isinstance(error, ConfigError) else None
+            # Another key than the recipe's is of a part that does not know where it stands.
+            blamed = own if own is not None and own.partition(".")[0] in keys else key
             named = said if said.startswith((blamed, repr(blamed))) else f"{blamed}: {said}"
             raise ConfigError(f"the recipe {name!r} cannot run: {named}", key=blamed) from error
-
-
-def _blamed(error: Exception, key: str) -> str:
-    """The error's own key where it is a recipe's; others are of a part that does not know where it stands."""
-    own = error.key if isinstance(error, ConfigError) else None
-    is_whole = own is not None and own.partition(".")[0] in {field.name for field in dataclasses.fields(Recipe)}
-    return own if own is not None and is_whole else key
 
 
 def _checks(recipe: Recipe) -> Iterator[Check]:
@@ -136,8 +140,8 @@ def _check_plan(plan: PlanRecipe, model: nn.Module) -> None:
             raise
 
 
-CPP_COMPILERS = ("g++", "clang++", "c++")
-C_COMPILERS = ("gcc", "clang", "cc")
+COMPILERS = {"CC": ("C", ("gcc", "clang", "cc")), "CXX": ("C++", ("g++", "clang++", "c++"))}
+"""What each variable names: a compiler of which language, and the usual names of such."""
 
 
 def unmet_requirements(recipe: Recipe) -> tuple[str, ...]:
@@ -146,47 +150,40 @@ def unmet_requirements(recipe: Recipe) -> tuple[str, ...]:
     Raises:
         ConfigError: The recipe's device is none that a run can have anywhere.
     """
-    return (*_lacking_device(recipe), *_lacking_data(recipe), *_lacking_packages(recipe), *_lacking_compiler(recipe))
+    return tuple(_lacking(recipe))
 
 
-def _lacking_device(recipe: Recipe) -> Iterator[str]:
+def _lacking(recipe: Recipe) -> Iterator[str]:
+    device = None
     try:
-        find_device(recipe.device)
+        device = find_device(recipe.device)
     except HardwareError:
         yield (
             f"it needs the device {recipe.device!r}, and torch sees {torch.cuda.device_count()} CUDA devices; run it where "
             "there is one, or set device=cpu, where a device is emulated"
         )
-
-
-def _lacking_data(recipe: Recipe) -> Iterator[str]:
-    data = recipe.data
-    if isinstance(data, HubDataset) and not _has_package("datasets"):
-        yield f"it reads {data.name!r} through the package 'datasets'; run: pip install datasets"
-    if not isinstance(data, RandomInputs) and not _has_package("tokenizers"):
+    if isinstance(recipe.data, HubDataset) and not _has_package("datasets"):
+        yield f"it reads {recipe.data.name!r} through the package 'datasets'; run: pip install datasets"
+    if not isinstance(recipe.data, RandomInputs) and not _has_package("tokenizers"):
         yield "it trains a tokenizer with the package 'tokenizers'; run: pip install tokenizers"
-
-
-def _lacking_packages(recipe: Recipe) -> Iterator[str]:
     if recipe.model.startswith("hf:") and not _has_package("transformers"):
         yield f"it builds {recipe.model!r} with the package 'transformers'; run: pip install \"lowtide[transformers]\""
+    # Other backends than inductor run torch's own operators, and build nothing.
+    if device is not None and recipe.compile is not None and recipe.compile.backend == "inductor":
+        yield from _lacking_compiler(on_cuda=device.type == "cuda")
 
 
-def _lacking_compiler(recipe: Recipe) -> Iterator[str]:
-    if recipe.compile is None or recipe.compile.backend != "inductor":
-        return  # other backends run torch's own operators, and build nothing
-    try:
-        on_cuda = find_device(recipe.device).type == "cuda"
-    except HardwareError:
-        return  # said already, and where it will run is not known
+def _lacking_compiler(*, on_cuda: bool) -> Iterator[str]:
     if on_cuda and not _has_package("triton"):
         yield "it compiles for CUDA with the package 'triton'; run: pip install triton"
     # Triton builds a small C library for each kernel's launch; on the host inductor writes C++.
-    variable, names = ("CC", C_COMPILERS) if on_cuda else ("CXX", CPP_COMPILERS)
-    if not _has_program(variable, names):
+    variable = "CC" if on_cuda else "CXX"
+    language, usual = COMPILERS[variable]
+    named = os.environ.get(variable, "").split()[:1]
+    if not any(shutil.which(name) for name in named or usual):
         yield (
-            f"torch.compile needs a {'C' if on_cuda else 'C++'} compiler: none of {', '.join(names)} is on the path, and "
-            f"{variable} names none; install one, or set compile=null"
+            f"torch.compile needs a {language} compiler: none of {', '.join(usual)} is on the path, and {variable} names "
+            "none; install one, or set compile=null"
         )
 
 
@@ -194,6 +191,49 @@ def _has_package(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def _has_program(variable: str, names: tuple[str, ...]) -> bool:
-    named = os.environ.get(variable, "").split()[:1]
-    return any(shutil.which(name) is not None for name in named or names)
+class UnpredictedError(LowtideError):
+    """The trace does not know this kind of run; the message says what it lacks."""
+
+
+def predict(recipe: Recipe, *, hardware: str, say: Callable[[str], None]) -> PredictedFigures:
+    """The peak of a step of the recipe on some hardware, on a batch of the shape that all of its batches have.
+
+    Args:
+        recipe: What would be run.
+        hardware: The name of the hardware.
+        say: Is told what is being done.
+
+    Raises:
+        UnpredictedError: The recipe compiles, its optimizer state visits the device, or its plan is made from a step of the run.
+        ConfigError: The recipe does not fit its model.
+    """
+    if recipe.compile is not None:
+        raise UnpredictedError("compiled code is not predicted")
+    if isinstance(recipe.plan, WarmUp):
+        raise UnpredictedError("a warm-up's plan is made from the first step of the run, and is not known before")
+    if isinstance(recipe.plan, PlanRecipe) and Site.PAGED in recipe.plan.sites:
+        raise UnpredictedError("optimizer state that visits the device is not predicted")
+    target = find_hardware(hardware)
+    if recipe.cublas_workspace is not None:
+        workspace_bytes = parse_cublas_workspace_config(recipe.cublas_workspace)
+        target = dataclasses.replace(target, configured_workspace_bytes=workspace_bytes)
+    source = resolve_model(recipe.model, settings=recipe.model_settings)
+    batch = check_inputs(recipe, source)
+    model = source.build(recipe.torch_dtype)
+    result = trace(
+        model,
+        batch,
+        optimizer=partial(optimizer_over, recipe.optimizer),
+        settings=StepSettings(accumulate=recipe.accumulation, max_grad_norm=recipe.max_grad_norm),
+        plan=None if recipe.plan is None else session_plan(recipe.plan, model),
+        precision=None if recipe.plan is None else recipe.precision,
+        moments=recipe.moments,
+        hardware=target,
+        on_progress=say,
+    )
+    return PredictedFigures(
+        peak_bytes=result.peak_bytes,
+        peak_phase=str(result.peak_phase),
+        at_peak={str(category): num_bytes for category, num_bytes in result.at_peak.items()},
+        reserved_bytes=result.peak_reserved_bytes,
+    )

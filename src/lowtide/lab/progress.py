@@ -1,17 +1,16 @@
 """What a run tells while it goes on: progress, its sum so far, and the messages between the runner and the worker of one run.
 
-A request goes through a file, and messages as lines through a pipe that is the worker's own, so that nothing a model
-prints can stand between the lines.
+A request goes through a file, and messages through a pipe that is the worker's own, so that nothing a model prints can
+stand between them.
 """
 
 from __future__ import annotations
 
 import datetime as dt
-import json
 import math
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -148,26 +147,6 @@ class Done:
 
 
 Message = Surroundings | Progress | Done
-_KINDS: dict[str, type[Surroundings] | type[Progress] | type[Done]] = {
-    "surroundings": Surroundings,
-    "progress": Progress,
-    "done": Done,
-}
-
-
-def encode(message: Message) -> bytes:
-    """One line. Numbers that are not finite stay what they are, as Python's JSON allows."""
-    kind = next(name for name, known in _KINDS.items() if isinstance(message, known))
-    return json.dumps({"kind": kind, **asdict(message)}).encode() + b"\n"
-
-
-def decode(line: bytes) -> Message | None:
-    """The message of a line; None for anything else, such as the half line of a process that died in it."""
-    try:
-        plain = json.loads(line)
-        return _KINDS[plain.pop("kind")](**plain)
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return None
 
 
 def find_surroundings(device: str | None) -> Surroundings:

@@ -168,8 +168,7 @@ class Recipe:
                 "well, such as 'fp32' or 'bf16 exact', or leave moments out",
                 key="moments",
             )
-        update = self.plan.update if isinstance(self.plan, PlanRecipe) else None
-        if Site.PAGED in (update.values() if isinstance(update, dict) else (update,)):
+        if isinstance(self.plan, PlanRecipe) and Site.PAGED in self.plan.sites:
             raise ConfigError(
                 "plan.update is 'paged', which is for updates through Lowtide's own kernels: give a precision as well, such "
                 "as 'fp32' or 'bf16 exact', or update on the device or the host",

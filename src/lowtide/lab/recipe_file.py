@@ -8,7 +8,7 @@ settings then replace those of the others key by key, and those of a mapping one
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -85,40 +85,69 @@ def extended_files(path: Path) -> list[Path]:
     return _extended(path, _parse(path))
 
 
-def recipe_names(folder: Path = FOLDER) -> tuple[str, ...]:
-    """The names of all recipes in a folder and those below it, such as `peak_memory/control`, in order."""
-    files = (path for path in folder.rglob("*") if path.suffix in SUFFIXES and not path.name.startswith("_"))
-    return tuple(sorted(path.relative_to(folder).with_suffix("").as_posix() for path in files))
+def known_recipes(more: Sequence[Path] = ()) -> dict[str, Path]:
+    """The file of each name, such as `peak_memory/control`, those of the package first; a name that a later folder has too is
+    the later one's.
+
+    Raises:
+        ConfigError: A folder does not exist.
+    """
+    for folder in more:
+        if not folder.is_dir():
+            raise ConfigError(f"there is no folder of recipes {str(folder)!r}", key="recipes")
+    known: dict[str, Path] = {}
+    for folder in (FOLDER, *more):
+        files = [path for path in folder.rglob("*") if path.suffix in SUFFIXES and not path.name.startswith("_")]
+        files.sort(key=lambda path: SUFFIXES.index(path.suffix), reverse=True)
+        found = {path.relative_to(folder).with_suffix("").as_posix(): path for path in files}
+        known |= {name: found[name] for name in sorted(found)}
+    return known
 
 
-def find_recipe(name: str, folder: Path = FOLDER) -> Path:
+def find_recipe(name: str, known: Mapping[str, Path] | None = None) -> Path:
     """The file of a recipe: a path with its suffix, a name such as `peak_memory/control`, or its last part where that is unique.
 
     Raises:
         UnknownNameError: There is none; the nearest name is in the message.
-        ConfigError: Several recipes end so.
+        ConfigError: Several recipes end so, or it is a folder's name.
     """
     if Path(name).suffix in SUFFIXES:
         return Path(name)  # reading it says what is wrong with it
-    names = recipe_names(folder)
-    found = [known for known in names if known == name] or [known for known in names if known.endswith(f"/{name}")]
-    if not found:
-        raise unknown_recipe(name, names)
-    if len(found) > 1:
-        raise ConfigError(f"{name!r} is the end of several recipes: {', '.join(found)}; give one of these")
-    return next(path for suffix in SUFFIXES if (path := folder / f"{found[0]}{suffix}").is_file())
+    known = known_recipes() if known is None else known
+    return known[only_name(name, known)]
 
 
-def unknown_recipe(name: str, names: Iterable[str]) -> UnknownNameError:
-    """Says which names are nearest, whole or by their last part."""
-    known = list(names)
-    return UnknownNameError(
-        # Once each: two folders may have recipes of one last part.
-        "recipe",
-        name,
-        list(dict.fromkeys([*known, *(each.rpartition("/")[2] for each in known)])),
-        listed_by="lowtide lab ls",
-    )
+def names_like(word: str, known: Mapping[str, Path]) -> list[str]:
+    """The name itself, or those that it is the last part of."""
+    return [word] if word in known else [name for name in known if name.endswith(f"/{word}")]
+
+
+def only_name(word: str, known: Mapping[str, Path]) -> str:
+    """The one name that a word stands for.
+
+    Raises:
+        UnknownNameError: There is none; the nearest name is in the message.
+        ConfigError: Several recipes end so, or it is a folder's name.
+    """
+    names = names_like(word, known)
+    if not names:
+        raise unknown_recipe(word, known)
+    if len(names) > 1:
+        raise ConfigError(f"{word!r} is the end of several recipes: {', '.join(names)}; give one of these")
+    return names[0]
+
+
+def unknown_recipe(word: str, known: Mapping[str, Path]) -> LowtideError:
+    """Says which names are nearest, whole or by their last part; a folder, or a file without its suffix, is likelier meant."""
+    folder = word.rstrip("/")
+    if any(name.startswith(f"{folder}/") for name in known):
+        return ConfigError(f"{word!r} is a folder of recipes: write '{folder}/*' for all of them")
+    here = next((file for suffix in SUFFIXES if (file := Path(f"{word}{suffix}")).is_file()), None)
+    if here is not None:
+        return ConfigError(f"there is no recipe named {word!r}, but a file: write {here}")
+    # Once each: two folders may have recipes of one last part.
+    names = list(dict.fromkeys([*known, *(name.rpartition("/")[2] for name in known)]))
+    return UnknownNameError("recipe", word, names, listed_by="lowtide lab ls")
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> Tree:

@@ -210,11 +210,16 @@ class PlanRecipe:
 
     def __post_init__(self) -> None:
         require_least(self, 0, "prefetch_depth", "cached_buffers", "defragment_every")
-        for update in self.update.values() if isinstance(self.update, dict) else (self.update,):
+        for update in self.sites:
             if isinstance(update, float) and not 0.0 <= update <= 1.0:
                 raise ConfigError(f"an update share of {update} is not between 0 and 1", key="update")
         check_policies(self.activations)
         require_sizes(self, "device_memory", "host_memory", "window_memory", "chunk_memory")
+
+    @property
+    def sites(self) -> tuple[Site | float, ...]:
+        """Every word, and every share, of `update`."""
+        return tuple(self.update.values()) if isinstance(self.update, dict) else (self.update,)
 
 
 def plan_of(recipe: PlanRecipe, model: nn.Module) -> Plan:

@@ -148,7 +148,11 @@ def _devices(records: Sequence[RunRecord]) -> list[str]:
     devices = []
     for record in records:
         own = record.surroundings.device
-        others = [name for name in known.get(folder_of(record.name), ()) if _is_word(own) and _may_be(own, name)]
+        others = [
+            name
+            for name in known.get(folder_of(record.name), ())
+            if _is_word(own) and (own == _UNKNOWN or name.startswith("cpu") == (own == "cpu"))
+        ]
         devices.append(others[0] if len(others) == 1 else own)
     return devices
 
@@ -156,10 +160,6 @@ def _devices(records: Sequence[RunRecord]) -> list[str]:
 def _is_word(device: str) -> bool:
     """Whether it is what a recipe says, and no name of a GPU, which the run itself asks for."""
     return device in (_UNKNOWN, "cpu") or device.partition(":")[0] == "cuda"
-
-
-def _may_be(word: str, name: str) -> bool:
-    return word == _UNKNOWN or name.startswith("cpu") == (word == "cpu")
 
 
 def _when(run: RunRecord) -> float:

@@ -10,7 +10,6 @@ import contextlib
 import datetime as dt
 import itertools
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -18,14 +17,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from lowtide import config
 from lowtide.errors import BadRecordError, ConfigError
 from lowtide.lab.preflight import refuse_mistakes, unmet_requirements
-from lowtide.lab.progress import Done, Message, Progress, Request, SoFar, decode, named_surroundings
+from lowtide.lab.progress import Done, Message, Progress, Request, SoFar, named_surroundings
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.record import Outcome, RunRecord, Surroundings, read_record, write_record
 from lowtide.units import format_seconds
@@ -93,7 +92,10 @@ def run_all(
     # Of all before the first begins: a wrong device of the last one should not show after hours.
     lacking = [unmet_requirements(run.recipe) for run in runs]
     _refuse_mistakes([run for run, unmet in zip(runs, lacking, strict=True) if not unmet])
-    _make_folder(folder)
+    try:
+        (folder / "records").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"records cannot go to {str(folder)!r}: {error.strerror}", key="out") from error
     for run, unmet in zip(runs, lacking, strict=True):
         turn = _Turn(run, folder, on_progress, is_alone=is_alone)
         if unmet:
@@ -129,24 +131,24 @@ class _Turn:
         self._path = self._folder / "records" / f"{self._file}.json"
         self._so_far = SoFar()
         self._surroundings: Surroundings | None = None
-        self._process: _WorkerProcess | None = None
+        self._worker: _Worker | None = None
 
     def run(self, limit_s: float | None, experiment: str) -> EndedRun:
         """Start the worker and wait for its end."""
         self._on_progress(self._run, Progress(words="starting"))
         out = _out_log(self._folder, self._file)
         err = out.with_suffix(".err")
-        with _WorkerProcess(self._request(experiment), stdout=out, stderr=err) as process:
-            self._process = process
-            for message in process.messages(limit_s):
+        with _started(self._request(experiment), stdout=out, stderr=err) as worker:
+            self._worker = worker
+            for message in worker.messages(limit_s):
                 if isinstance(message, Surroundings):
                     self._surroundings = message
                 elif isinstance(message, Progress):
                     self._so_far.add(message)
                     self._on_progress(self._run, message)
-        if process.is_late and limit_s is not None:
+        if worker.is_late and limit_s is not None:
             return self.ended(f"was killed at its limit of {format_seconds(limit_s)}")
-        return self.ended(_how(process.exit_code))
+        return self.ended(_how(worker.process.returncode))
 
     def refused(self, unmet: Sequence[str]) -> EndedRun:
         """Not started: the record says what is lacking."""
@@ -159,9 +161,11 @@ class _Turn:
         try:
             return EndedRun(run=self._run, record=read_record(self._path), path=self._path)
         except BadRecordError:
-            elapsed = "" if self._process is None else f" after {format_seconds(self._process.elapsed_s)}"
+            elapsed = tail = ""
+            if self._worker is not None:
+                elapsed = f" after {format_seconds(time.monotonic() - self._worker.begun_s)}"
+                tail = self._worker.stderr_tail(STDERR_LINES)
             message = f"the run {how}{elapsed}; {self._so_far.words}"
-            tail = "" if self._process is None else self._process.stderr_tail(STDERR_LINES)
             return self._write(Outcome.KILLED, f"{message}\nits last errors:\n{tail}" if tail else message)
 
     def _request(self, experiment: str) -> Request:
@@ -224,89 +228,63 @@ def _out_log(folder: Path, name: str) -> Path:
     return folder / "logs" / f"{name}.out"
 
 
-def _make_folder(folder: Path) -> None:
-    try:
-        (folder / "records").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"records cannot go to {str(folder)!r}: {error.strerror}", key="out") from error
-
-
 POLL_S = 0.1
 CLOSING_LIMIT_S = 60.0
 """How long a worker that has written its record may take to end: some thread of the run may hang."""
 STDERR_TAIL_BYTES = 1 << 16
 
 
-class _WorkerProcess:
-    """A worker in a process group of its own; leaving the context kills what is left of the group.
+@contextlib.contextmanager
+def _started(request: Request, *, stdout: Path, stderr: Path) -> Iterator[_Worker]:
+    """A worker in a process group of its own; at the end what is left of the group is killed.
 
     Args:
         request: What to run; the pipe is put into it here.
         stdout: A file for what the run prints.
         stderr: A file for its errors and warnings.
     """
+    stdout.parent.mkdir(parents=True, exist_ok=True)
+    pipe, workers_end = Pipe(duplex=False)
+    with pipe, tempfile.TemporaryDirectory(prefix="lowtide-lab-") as folder:
+        request_file = Path(folder) / "request.json"
+        with workers_end, stdout.open("wb") as out, stderr.open("wb") as err:
+            config.write_config(replace(request, progress_fd=workers_end.fileno()), request_file)
+            process = subprocess.Popen(
+                # A crash in native code then leaves the Python lines that led to it.
+                [sys.executable, "-X", "faulthandler", "-m", "lowtide.lab.worker", str(request_file)],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                pass_fds=(workers_end.fileno(),),
+                env=_environment(Path(folder)),
+                # Ctrl-C on the terminal must come to the runner alone, which then ends the worker and says so.
+                start_new_session=True,
+            )
+        try:
+            yield _Worker(process, pipe, stderr)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            for log in (stdout, stderr):
+                if log.stat().st_size == 0:
+                    log.unlink()
 
-    def __init__(self, request: Request, *, stdout: Path, stderr: Path) -> None:
-        self._logs = (stdout, stderr)
-        self._unread = b""
+
+class _Worker:
+    """A running worker, and what is known of it when it has ended."""
+
+    def __init__(self, process: subprocess.Popen[bytes], pipe: Connection, stderr: Path) -> None:
+        self.process = process
+        self.begun_s = time.monotonic()
         self.is_late = False
         """Whether `messages` ended because its limit had passed."""
-        for path in (stdout, stderr):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        self._folder = tempfile.TemporaryDirectory(prefix="lowtide-lab-")
-        request_file = Path(self._folder.name) / "request.json"
-        self._pipe, workers_end = os.pipe()
-        os.set_blocking(self._pipe, False)
-        try:
-            config.write_config(replace(request, progress_fd=workers_end), request_file)
-            with stdout.open("wb") as out, stderr.open("wb") as err:
-                self._begun_s = time.monotonic()
-                self._process = subprocess.Popen(
-                    # A crash in native code then leaves the Python lines that led to it.
-                    [sys.executable, "-X", "faulthandler", "-m", "lowtide.lab.worker", str(request_file)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=err,
-                    pass_fds=(workers_end,),
-                    env=_environment(Path(self._folder.name)),
-                    # Ctrl-C on the terminal must come to the runner alone, which then ends the worker and says so.
-                    start_new_session=True,
-                )
-        except BaseException:
-            os.close(self._pipe)
-            self._folder.cleanup()
-            raise
-        finally:
-            os.close(workers_end)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trail: TracebackType | None
-    ) -> None:
-        self._kill_group()
-        self._process.wait()
-        os.close(self._pipe)
-        self._folder.cleanup()
-        for log in self._logs:
-            if log.stat().st_size == 0:
-                log.unlink()
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds since the worker was started."""
-        return time.monotonic() - self._begun_s
-
-    @property
-    def exit_code(self) -> int:
-        """The exit code of the ended process: a signal's number, negative, where one ended it. Only after the context."""
-        assert self._process.returncode is not None
-        return self._process.returncode
+        self._pipe = pipe
+        self._stderr = stderr
 
     def messages(self, limit_s: float | None) -> Iterator[Message]:
         """What the worker says, until it ends or the limit passes."""
-        end_s = None if limit_s is None else self._begun_s + limit_s
+        end_s = None if limit_s is None else self.begun_s + limit_s
         # Not until the pipe closes: a process that the worker forked may hold it open for ever.
         while not self._has_ended():
             for message in self._read(POLL_S):
@@ -320,33 +298,25 @@ class _WorkerProcess:
 
     def stderr_tail(self, num_lines: int) -> str:
         """The last lines of what went to the error stream; of a crash in native code the first of its report."""
-        _, stderr = self._logs
-        if not stderr.exists():
+        if not self._stderr.exists():
             return ""
-        with stderr.open("rb") as file:
-            file.seek(max(stderr.stat().st_size - STDERR_TAIL_BYTES, 0))
+        with self._stderr.open("rb") as file:
+            file.seek(max(self._stderr.stat().st_size - STDERR_TAIL_BYTES, 0))
             lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
         return "\n".join(_crash_report(lines)[:num_lines] or lines[-num_lines:])
 
     def _read(self, timeout_s: float) -> Iterator[Message]:
         """The messages that are there, or come within that time."""
-        ready, _, _ = select.select([self._pipe], [], [], timeout_s)
-        data = b""
-        with contextlib.suppress(BlockingIOError):
-            while ready and (part := os.read(self._pipe, 1 << 16)):
-                data += part
-        if ready and not data:
-            time.sleep(timeout_s)  # the worker has closed its end, and select no longer waits
-        *lines, self._unread = (self._unread + data).split(b"\n")
-        yield from (message for line in lines if (message := decode(line)) is not None)
+        try:
+            while self._pipe.poll(timeout_s):
+                yield self._pipe.recv()
+                timeout_s = 0.0
+        except (EOFError, OSError):
+            time.sleep(timeout_s)  # the worker has closed its end, and nothing waits for it any more
 
     def _has_ended(self) -> bool:
         # Without taking the exit status: until that is taken no other process can get the number that the group is killed by.
-        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-    def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _crash_report(lines: list[str]) -> list[str]:
@@ -368,9 +338,5 @@ def _environment(folder: Path) -> dict[str, str]:
     has looked for its cache, as this one may have.
     """
     caches = {name: str(folder / name.lower()) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
-    return {**os.environ, **caches, "PYTHONPATH": _python_path()}
-
-
-def _python_path() -> str:
-    package_folder = str(Path(__file__).resolve().parents[2])
-    return os.pathsep.join(part for part in (package_folder, os.environ.get("PYTHONPATH", "")) if part)
+    folders = (str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", ""))
+    return {**os.environ, **caches, "PYTHONPATH": os.pathsep.join(filter(None, folders))}

@@ -48,9 +48,24 @@ def find_device(name: str | None) -> torch.device:
 
 
 def make_model(recipe: Recipe, source: ModelSource) -> nn.Module:
-    """The model on the host, in training mode, with the first weights that the recipe's seed gives."""
+    """The model on the host: drawn in fp32 from the seed, then converted, so that all types begin at the same weights.
+
+    Raises:
+        ConfigError: As for `materialise`.
+    """
     torch.manual_seed(recipe.seed)
-    return first_model(source, recipe.torch_dtype)
+    # A factory may draw its weights otherwise than its modules would by themselves, or load them: only itself knows.
+    model = materialise((source.build_on_host or source.build)(torch.float32), name=source.name).cpu()
+    # Not `model.to`: buffers such as rotary frequencies are of the type that the model itself gives them.
+    types = {name: tensor.dtype for name, tensor in _tensors(source.build(recipe.torch_dtype))}
+    for name, tensor in _tensors(model):
+        tensor.data = tensor.data.to(types[name])
+    return model
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
 
 
 def make_optimizer(recipe: OptimizerRecipe, model: nn.Module) -> torch.optim.Optimizer:
@@ -143,64 +158,83 @@ def train(
     torch.manual_seed(recipe.seed)
     losses = []
     for step in range(recipe.steps):
-        parts = []
-        for part in range(recipe.accumulation):
-            inputs = {key: value.to(device) for key, value in batch(step * recipe.accumulation + part).items()}
-            loss = model(**inputs).loss
-            (loss / recipe.accumulation).backward()
-            parts.append(loss.detach().double().item())
-        if recipe.max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
-        optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
-        optimizer.zero_grad()
-        losses.append(math.fsum(parts) / len(parts))
+        numbers = range(step * recipe.accumulation, (step + 1) * recipe.accumulation)
+        batches = ({key: value.to(device) for key, value in batch(number).items()} for number in numbers)
+        losses.append(take_step(recipe, model, optimizer, scheduler, batches, max_grad_norm=recipe.max_grad_norm))
         on_step(step, losses[-1])
     return tuple(losses)
 
 
-def first_model(source: ModelSource, dtype: torch.dtype) -> nn.Module:
-    """The model on the host with its first weights: as its own code makes it where there is such, else as below.
+def take_step(
+    recipe: Recipe,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None,
+    batches: Iterable[Batch],
+    *,
+    max_grad_norm: float | None,
+    phase: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+) -> float:
+    """Take one update, and give the mean of the losses of its backward calls.
 
-    A factory may draw its weights otherwise than its modules would by themselves, or load them: nothing but the factory
-    knows. One that puts its model on the meta device itself leaves them to `materialise`.
-
-    Raises:
-        ConfigError: As for `materialise`.
+    Args:
+        recipe: Says how many backward calls there are.
+        model: On its device, or managed.
+        optimizer: Over its parameters.
+        scheduler: Of the learning rate.
+        batches: One for each backward call.
+        max_grad_norm: What gradients are clipped to here; None where a session does it, or nobody.
+        phase: Entered around forward, backward and update.
     """
-    if source.build_on_host is None:
-        return materialise(source.build(dtype), name=source.name, dtype=dtype)
-    model = source.build_on_host(dtype)
-    if any(tensor.device.type == "meta" for tensor in itertools.chain(model.parameters(), model.buffers())):
-        return materialise(model, name=source.name, dtype=dtype)
-    return model.cpu()
+    parts = []
+    for batch in batches:
+        with phase("forward"):
+            loss = model(**batch).loss
+        with phase("backward"):
+            (loss / recipe.accumulation if recipe.accumulation > 1 else loss).backward()
+        parts.append(loss.detach())
+        del loss
+    with phase("update"):
+        if max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        optimizer.zero_grad()
+    return math.fsum(float(part.double().item()) for part in parts) / len(parts)
 
 
-def materialise(model: nn.Module, *, name: str, dtype: torch.dtype) -> nn.Module:
+def materialise(model: nn.Module, *, name: str) -> nn.Module:
     """The model on the host, its weights drawn from torch's generator: the same seed gives the same weights.
 
     A model with a `reset_parameters` of its own is asked to draw all its weights and buffers; a Hugging Face model is
-    built again from its config; of any other model each module that holds parameters or buffers is asked. The weights are
-    drawn in `dtype`, as a constructor under that default dtype would.
+    built again from its config; of any other model each module that holds parameters or buffers is asked.
 
     Args:
-        model: On the meta device; the one to use afterwards is returned.
+        model: On the meta device, or not: then it is as it should be. The one to use afterwards is returned.
         name: What the user calls it, for the error.
-        dtype: Of the weights that a config builds.
 
     Raises:
         ConfigError: A module holds tensors and has no `reset_parameters`, so that its first values are not known.
     """
-    if all(tensor.device.type != "meta" for tensor in itertools.chain(model.parameters(), model.buffers())):
+    if all(tensor.device.type != "meta" for _, tensor in _tensors(model)):
         return model
-    if _is_hugging_face(model):
-        return _build_again(model, dtype)
-    ties = list(_ties(model))
+    if any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__):
+        # Not `to_empty`: rotary frequencies and their like are buffers that only a constructor fills.
+        with torch.device("cpu"):
+            again: nn.Module = type(model)(model.config)
+        return again.train(model.training)
+    first_names: dict[nn.Parameter, str] = {}
+    ties = {
+        other: first_names.setdefault(parameter, other)
+        for other, parameter in model.named_parameters(remove_duplicate=False)
+    }
     model.to_empty(device="cpu")
-    for first, other in ties:
-        # `to_empty` makes two tensors of a tied one.
-        _put(model, other, model.get_parameter(first))
+    for other, first in ties.items():
+        if other != first:
+            # `to_empty` makes two tensors of a tied one.
+            path, _, key = other.rpartition(".")
+            setattr(model.get_submodule(path), key, model.get_parameter(first))
     for path, module in _owners(model):
         reset = getattr(module, "reset_parameters", None)
         if reset is None:
@@ -223,35 +257,6 @@ def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         tensors = itertools.chain(module.parameters(recurse=False), module.buffers(recurse=False))
         if next(tensors, None) is not None:
             yield path, module
-
-
-def _ties(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """(first name, other name) of each parameter that has several."""
-    first_names: dict[nn.Parameter, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if first_names.setdefault(parameter, name) != name:
-            yield first_names[parameter], name
-
-
-def _put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    path, _, key = name.rpartition(".")
-    setattr(model.get_submodule(path), key, parameter)
-
-
-def _is_hugging_face(model: nn.Module) -> bool:
-    return any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__)
-
-
-def _build_again(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    # Not `to_empty`: rotary frequencies and their like are buffers that only a constructor fills.
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device("cpu"):
-            again: nn.Module = type(model)(model.config)
-    finally:
-        torch.set_default_dtype(before)
-    return again.train(model.training)
 
 
 def optimizer_over_masters(recipe: OptimizerRecipe, model: nn.Module) -> torch.optim.Optimizer:

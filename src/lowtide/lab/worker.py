@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -27,7 +28,6 @@ from lowtide.lab.progress import (
     Progress,
     Request,
     SoFar,
-    encode,
     find_surroundings,
     finite_evaluations,
     finite_part,
@@ -63,27 +63,24 @@ class RunnerGoneError(BaseException):
 def main(request_path: str) -> None:
     """Run the request of a file."""
     request = config.read_config(Request, request_path)
-    _set_environment(request.recipe)
+    # cuBLAS reads it when its first handle is made, long after torch is imported. A recipe that names none gets the
+    # library's default, whatever the shell says: the recipe holds everything that changes the numbers.
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+    if request.recipe.cublas_workspace is not None:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = request.recipe.cublas_workspace
     sys.path[:] = [*request.import_paths, *(path for path in sys.path if path not in request.import_paths)]
     # Processes that the run starts must not keep the pipe open after it.
     os.set_inheritable(request.progress_fd, False)
+    pipe = Connection(request.progress_fd, readable=False)
 
     def send(message: Message) -> None:
         try:
-            os.write(request.progress_fd, encode(message))
+            pipe.send(message)
         except BrokenPipeError as error:
             raise RunnerGoneError from error
 
     _write(_run(request, send), request)
     send(Done())
-
-
-def _set_environment(recipe: Recipe) -> None:
-    # cuBLAS reads it when its first handle is made, long after torch is imported. A recipe that names none gets the
-    # library's default, whatever the shell says: the recipe holds everything that changes the numbers.
-    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-    if recipe.cublas_workspace is not None:
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = recipe.cublas_workspace
 
 
 def _run(request: Request, send: Send) -> RunRecord:
@@ -98,7 +95,8 @@ def _run(request: Request, send: Send) -> RunRecord:
 
     try:
         send(surroundings)
-        experiment = _find(request.experiment)
+        module, _, function = request.experiment.partition(":")
+        experiment: Experiment = getattr(importlib.import_module(module), function)
         record = _checked(experiment(request.recipe, name=request.name, on_progress=on_progress))
     except BaseException as error:  # a model may even call sys.exit
         record = _failed_record(request, error, so_far, surroundings)
@@ -125,33 +123,28 @@ def _write(record: RunRecord, request: Request) -> None:
         write_record(replace(bare, losses=losses, evaluations=evaluations), request.record)
 
 
-def _find(experiment: str) -> Experiment:
-    module, _, name = experiment.partition(":")
-    found: Experiment = getattr(importlib.import_module(module), name)
-    return found
-
-
 def _checked(record: RunRecord) -> RunRecord:
     """A run whose loss left the numbers has failed, even if it went on to its last step. Its other figures stay."""
-    losses = finite_part(record.losses)
-    evaluations = finite_evaluations(record.evaluations)
+    losses, evaluations, last = (
+        finite_part(record.losses),
+        finite_evaluations(record.evaluations),
+        record.evaluation_loss,
+    )
     if len(losses) < len(record.losses):
         message = f"the loss of step {len(losses) + 1} is {record.losses[len(losses)]}"
     elif len(evaluations) < len(record.evaluations):
         step, loss = record.evaluations[len(evaluations)]
         message = f"the evaluation's loss after step {step} is {loss}"
-    elif record.evaluation_loss is not None and not math.isfinite(record.evaluation_loss):
-        message = f"the evaluation's loss is {record.evaluation_loss}"
+    elif last is not None and not math.isfinite(last):
+        message = f"the evaluation's loss is {last}"
     else:
         return record
-    advice = "lower optimizer.settings.lr, set max_grad_norm, or use another dtype"
-    evaluated = record.evaluation_loss is not None and math.isfinite(record.evaluation_loss)
     return replace(
         record,
         outcome=Outcome.FAILED,
-        message=f"{message}; {advice}",
+        message=f"{message}; lower optimizer.settings.lr, set max_grad_norm, or use another dtype",
         losses=losses,
-        evaluation_loss=record.evaluation_loss if evaluated else None,
+        evaluation_loss=last if last is not None and math.isfinite(last) else None,
         evaluations=evaluations,
     )
 
@@ -162,7 +155,9 @@ def _failed_record(request: Request, error: BaseException, so_far: SoFar, surrou
         outcome, message = Outcome.KILLED, f"the process that had started the run ended before it; {so_far.words}"
     else:
         outcome = Outcome.OUT_OF_MEMORY if is_out_of_memory(error) else Outcome.FAILED
-        message = f"{type(error).__name__}: {error}\n{so_far.words}\n{_trail(error)}"
+        # Without the last line, which is the error itself.
+        trail = "".join(traceback.format_tb(error.__traceback__)).splitlines()[-TRACEBACK_LINES:]
+        message = "\n".join([f"{type(error).__name__}: {error}", so_far.words, *trail])
     return RunRecord(
         name=request.name,
         outcome=outcome,
@@ -192,12 +187,6 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(link))
         yield link
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
-
-
-def _trail(error: BaseException) -> str:
-    # Without the last line, which is the error itself.
-    lines = "".join(traceback.format_tb(error.__traceback__)).splitlines()
-    return "\n".join(lines[-TRACEBACK_LINES:])
 
 
 NOT_INSTALLED = 'no TensorBoard curves: its package is not installed (pip install "lowtide[tensorboard]")'

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from html import escape
 
 from lowtide.errors import ConfigError
-from lowtide.plain_text import Plain
 from lowtide.planning.what_if import WhatIfRow
 from lowtide.report import page, session_tables, trace_tables
 from lowtide.report.gantt import gantt_data
@@ -101,7 +100,7 @@ def render_page(sections: Sequence[Section | SessionSection], *, title: str, max
     if not sections:
         raise ConfigError("a report needs at least one trace, got none; pass what lowtide.trace or observe returned")
     data = [
-        _session_data(section)
+        gantt_data(section.timeline, chunks=[chunk.name for chunk in section.stats.chunks])
         if isinstance(section, SessionSection)
         else timeline_data(section.trace, observed=section.observed, max_points=max_points)
         for section in sections
@@ -158,11 +157,7 @@ def _trace_section(section: Section, index: int) -> str:
     trace, observed = section.trace, section.observed
     facts = dict(circumstances(trace))
     size = f"{format_count(trace.num_parameters)} parameters"
-    meta = " · ".join([size, *(facts[name] for name in ("weights", "batch", "optimizer") if name in facts)])
-    made = " · ".join([trace.origin, facts["hardware"], facts["versions"]])
     pieces = [
-        f'<section class="trace" id="trace-{index}" aria-labelledby="name-{index}">',
-        f'<header><h2 id="name-{index}">{escape(trace.model)}</h2><p>{escape(meta)}</p><p>{escape(made)}</p></header>',
         _trace_figures(trace),
         f'<figure class="timeline" data-timeline="{index}" aria-label="Memory over the step, by category">',
         "<noscript><p>The timeline is drawn by a script; the tables below hold its numbers.</p></noscript></figure>",
@@ -175,11 +170,18 @@ def _trace_section(section: Section, index: int) -> str:
     pieces.append(f'<div class="pair">{by_category}{by_phase}</div>')
     if observed is not None:
         pieces.append(to_html(trace_tables.comparison_table(trace, observed)))
-    pieces += [to_html(trace_tables.alive_table(trace)), to_html(trace_tables.largest_table(trace))]
-    pieces.append(_folded("The timeline as a table", to_html(trace_tables.timeline_table(trace))))
-    pieces.append(_folded("Settings", to_html(trace_tables.settings_table(trace))))
-    pieces.append(page.notes((*trace.notes, *(observed.notes if observed else ()))))
-    return "".join([*pieces, "</section>"])
+    pieces += [
+        to_html(trace_tables.alive_table(trace)),
+        to_html(trace_tables.largest_table(trace)),
+        page.folded("The timeline as a table", to_html(trace_tables.timeline_table(trace))),
+        page.folded("Settings", to_html(trace_tables.settings_table(trace))),
+        page.notes((*trace.notes, *(observed.notes if observed else ()))),
+    ]
+    lines = [
+        " · ".join([size, *(facts[name] for name in ("weights", "batch", "optimizer") if name in facts)]),
+        " · ".join([trace.origin, facts["hardware"], facts["versions"]]),
+    ]
+    return page.section("trace", f"trace-{index}", trace.model, pieces, lines=lines)
 
 
 def _contents(sections: Sequence[Section | SessionSection]) -> str:
@@ -192,10 +194,6 @@ def _contents(sections: Sequence[Section | SessionSection]) -> str:
         for section in sections
     )
     return page.contents((f"trace-{index}", name, kind) for index, (name, kind) in enumerate(names))
-
-
-def _folded(summary: str, html: str) -> str:
-    return f"<details><summary>{escape(summary)}</summary>{html}</details>"
 
 
 def _trace_figures(trace: StepTrace) -> str:
@@ -227,21 +225,9 @@ def _attention(trace: StepTrace) -> str:
     return f'<p class="where">Attention: {uses}.{told}</p>'
 
 
-def _session_data(section: SessionSection) -> dict[str, Plain]:
-    """What the section's chart is drawn from."""
-    return gantt_data(section.timeline, chunks=[chunk.name for chunk in section.stats.chunks])
-
-
 def _session_section(section: SessionSection, index: int) -> str:
-    """The section as escaped HTML; the script draws the chart into its figure."""
     stats, timeline = section.stats, section.timeline
-    badge = ' <em class="emulated">emulated device</em>' if section.is_emulated else ""
-    steps = f"{stats.num_steps:,} {'step' if stats.num_steps == 1 else 'steps'}"
-    pieces = [
-        f'<section class="trace session" id="trace-{index}" aria-labelledby="name-{index}">',
-        f'<header><h2 id="name-{index}">{escape(section.name)}{badge}</h2><p>{steps}</p></header>',
-        _session_figures(stats),
-    ]
+    pieces = [_session_figures(stats)]
     # An emulated copy runs as late as it may, to show a missing wait: when it began says nothing.
     if not section.is_emulated and (overlap := overlap_line(timeline)):
         pieces.append(f'<p class="where">{escape(overlap)}</p>')
@@ -255,9 +241,12 @@ def _session_section(section: SessionSection, index: int) -> str:
     pieces += [to_html(session_tables.moved_table(stats)), to_html(session_tables.chunk_table(stats))]
     pieces.append(f'<p class="quiet">{escape(cache_line(stats.cache))}</p>')
     if len(stats.chunks) > 1:
-        pieces.append(_folded("Every chunk", to_html(session_tables.every_chunk_table(stats))))
+        pieces.append(page.folded("Every chunk", to_html(session_tables.every_chunk_table(stats))))
     pieces.append(page.notes(section.notes))
-    return "".join([*pieces, "</section>"])
+    steps = f"{stats.num_steps:,} {'step' if stats.num_steps == 1 else 'steps'}"
+    return page.section(
+        "trace session", f"trace-{index}", section.name, pieces, lines=[steps], is_emulated=section.is_emulated
+    )
 
 
 def _session_figures(stats: SessionStats) -> str:

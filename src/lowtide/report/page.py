@@ -53,10 +53,36 @@ def figures(items: Iterable[tuple[str, Value, Value]]) -> str:
     return f'<dl class="figures">{boxes}</dl>'
 
 
-def notes(lines: Sequence[str]) -> str:
+def section(
+    kind: str, key: str, title: str, pieces: Iterable[str], *, lines: Sequence[str] = (), is_emulated: bool = False
+) -> str:
+    """A part of the page: its heading, lines about it, and pieces of escaped HTML.
+
+    Args:
+        kind: Classes of the style sheet.
+        key: The id that links lead to.
+        title: Plain text.
+        pieces: In their order.
+        lines: Plain text, below the title.
+        is_emulated: Whether the device was host memory, which stands out.
+    """
+    badge = ' <em class="emulated">emulated device</em>' if is_emulated else ""
+    said = "".join(f"<p>{escape(line)}</p>" for line in lines)
+    return (
+        f'<section class="{kind}" id="{key}" aria-labelledby="name-{key}">'
+        f'<header><h2 id="name-{key}">{escape(title)}{badge}</h2>{said}</header>{"".join(pieces)}</section>'
+    )
+
+
+def folded(summary: str, html: str) -> str:
+    """What is shown only when it is asked for."""
+    return f"<details><summary>{escape(summary)}</summary>{html}</details>"
+
+
+def notes(lines: Sequence[str], *, title: str = "Notes", kind: str = "notes") -> str:
     """What the reader must know about how the numbers were made; "" without lines."""
     items = "".join(f"<li>{escape(line)}</li>" for line in lines)
-    return f'<aside class="notes"><h3>Notes</h3><ul>{items}</ul></aside>' if lines else ""
+    return f'<aside class="{kind}"><h3>{title}</h3><ul>{items}</ul></aside>' if lines else ""
 
 
 def prose(text: str) -> str:

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.lab.tables import batches, compiled, curve, memory, moments, newest_peak, other_budgets, quality
 from benchmarks.records import RESULTS
 from lowtide.errors import BadRecordError
-from lowtide.lab.recipe_file import find_recipe, read_recipe, recipe_names
+from lowtide.lab.recipe_file import find_recipe, known_recipes, read_recipe
 from lowtide.lab.record import (
     MemoryFigures,
     Outcome,
@@ -88,7 +88,7 @@ def test_prose_has_no_gib_that_no_table_or_recipe_has() -> None:
         name: (DOCS / name).read_text(encoding="utf-8") for name in ("lab.md", "peak_memory.md", "budget_sweep.md")
     }
     known = {figure for text in texts.values() for block in RENDERED.findall(text) for figure in IN_GIB.findall(block)}
-    for name in recipe_names():
+    for name in known_recipes():
         published = read_recipe(find_recipe(name)).published
         known |= {f"{published.peak_gib:.3f}"} if published and published.peak_gib else set()
     for name in ("lab.md", "peak_memory.md"):
@@ -280,6 +280,6 @@ def test_compiled_rows_are_set_against_what_was_published(tmp_path: Path) -> Non
 
 def test_recipes_without_a_record_are_said_not_to_be_measured() -> None:
     measured = {read_record(path).name for folder in ("lab", "lab_curve") for path in (RESULTS / folder).glob("*.json")}
-    left = {name for name in recipe_names() if name.startswith("peak_memory/") and name not in measured}
+    left = {name for name in known_recipes() if name.startswith("peak_memory/") and name not in measured}
     text = (DOCS / "lab.md").read_text(encoding="utf-8").partition("**Not measured yet**")[2]
     assert set(re.findall(r"`(\w+)`", text)) == {name.rpartition("/")[2] for name in left}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,11 +15,12 @@ import pytest
 from benchmarks.stories.__main__ import write_stories
 from benchmarks.stories.generator import Part, make_stories
 from lowtide.errors import ConfigError, MissingExtraError
-from lowtide.lab.corpus import Corpus, load, load_corpus, stories_folder
-from lowtide.lab.corpus.load import Stored, cache_folder, read_stored, write_stored
-from lowtide.lab.corpus.texts import read_stories
-from lowtide.lab.corpus.tokens import Samples, pack
-from lowtide.lab.recipe_file import find_recipe, read_recipe, recipe_names
+from lowtide.hardware.machine import cache_folder
+from lowtide.lab.corpus import load
+from lowtide.lab.corpus.load import Corpus, load_corpus, read_corpus, write_corpus
+from lowtide.lab.corpus.texts import read_stories, stories_folder
+from lowtide.lab.corpus.tokens import Samples, pack, train_tokenizer
+from lowtide.lab.recipe_file import find_recipe, known_recipes, read_recipe
 from lowtide.lab.recipe_parts import HubDataset, Stories, TextFiles
 
 STORIES = Stories(num_stories=60, num_validation=7, vocab_size=600)
@@ -62,7 +64,7 @@ def test_stories(tmp_path: Path) -> None:
     corpus = load_corpus(STORIES, cache=tmp_path, on_progress=said.append)
     assert decoded(corpus, "train") == list(make_stories(0, 60))
     assert decoded(corpus, "validation") == list(make_stories(0, 7, part=Part.VALIDATION))
-    assert (corpus.vocab_size, corpus.name) == (600, "60 stories of seed 0")
+    assert corpus.tokenizer.vocab_size == 600
     assert all(ids[0] == 0 for ids in corpus.train)
     assert corpus.train.ids.dtype == np.uint16
     assert said[0] == "reading stories of seed 0"
@@ -95,7 +97,7 @@ def test_missing_stories_say_the_command_that_writes_them(data: Stories, command
 
 
 def test_the_package_has_the_stories_of_the_tiny_recipes() -> None:
-    for name in recipe_names():
+    for name in known_recipes():
         if name.startswith("peak_memory_tiny/") and isinstance(data := read_recipe(find_recipe(name)).data, Stories):
             texts = read_stories(data)
             assert texts.train == list(make_stories(0, 400))
@@ -113,7 +115,7 @@ def test_the_lengths_of_stories(tmp_path: Path) -> None:
     # None is cut in a batch of the experiment.
     assert lengths.max() < 768
     # The vocabulary is used, not only reached.
-    assert len(np.unique(corpus.train.ids)) > 0.75 * corpus.vocab_size
+    assert len(np.unique(corpus.train.ids)) > 0.75 * corpus.tokenizer.vocab_size
 
 
 def test_the_cache_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +189,6 @@ def test_text_files(texts: Path, tmp_path: Path) -> None:
     corpus = load_corpus(TextFiles(path=texts, validation_share=0.1, vocab_size=280), cache=tmp_path / "cache")
     assert decoded(corpus, "train") == TALES[:36]
     assert decoded(corpus, "validation") == TALES[36:]
-    assert corpus.name == str(texts)
 
 
 def test_text_files_go_by_what_they_hold(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +244,6 @@ def test_a_data_set_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     # The blank one is left out: it has nothing to predict.
     assert decoded(corpus, "train") == TALES[:30]
     assert decoded(corpus, "validation") == TALES[30:]
-    assert corpus.name == "somebody/tales"
     # And again without the package and the network.
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert same(load_corpus(data, cache=tmp_path), corpus)
@@ -261,16 +261,16 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         load_corpus(STORIES, cache=tmp_path)
 
 
-STORED = Stored(
+STORED = Corpus(
     train=pack([[0, 5, 6], [0, 7]], vocab_size=300),
     validation=pack([], vocab_size=300),
-    tokenizer_json='{"é": 1}',
+    tokenizer=train_tokenizer(["é"], vocab_size=260),
 )
 
 
-def same_stored(first: Stored | None, second: Stored) -> bool:
+def same_stored(first: Corpus | None, second: Corpus) -> bool:
     assert first is not None
-    return first.tokenizer_json == second.tokenizer_json and all(
+    return first.tokenizer.to_json() == second.tokenizer.to_json() and all(
         np.array_equal(one.ids, other.ids)
         and np.array_equal(one.offsets, other.offsets)
         and one.ids.dtype == other.ids.dtype
@@ -280,28 +280,28 @@ def same_stored(first: Stored | None, second: Stored) -> bool:
 
 def test_written_and_read(tmp_path: Path) -> None:
     path = tmp_path / "new" / "folder" / "corpus.npz"
-    assert read_stored(path) is None
-    write_stored(path, STORED)
-    assert same_stored(read_stored(path), STORED)
+    assert read_corpus(path) is None
+    write_corpus(path, STORED)
+    assert same_stored(read_corpus(path), STORED)
     assert [file.name for file in path.parent.iterdir()] == ["corpus.npz"]
 
 
 @pytest.mark.parametrize("kept", [0.0, 0.1, 0.5, 0.9, 0.999])
 def test_cut_short(kept: float, tmp_path: Path) -> None:
     path = tmp_path / "corpus.npz"
-    write_stored(path, STORED)
+    write_corpus(path, STORED)
     whole = path.read_bytes()
     path.write_bytes(whole[: int(kept * len(whole))])
-    assert read_stored(path) is None
+    assert read_corpus(path) is None
 
 
 def test_any_bit_of_the_arrays_that_flips(tmp_path: Path) -> None:
     path = tmp_path / "corpus.npz"
-    write_stored(path, STORED)
+    write_corpus(path, STORED)
     whole = path.read_bytes()
     for place in range(0, len(whole), 7):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x40]) + whole[place + 1 :])
-        read = read_stored(path)
+        read = read_corpus(path)
         # Some bytes of the container, such as a file's date, mean nothing.
         assert read is None or same_stored(read, STORED), place
 
@@ -310,27 +310,27 @@ def test_any_bit_of_the_arrays_that_flips(tmp_path: Path) -> None:
 def test_something_else(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "corpus.npz"
     path.write_bytes(content)
-    assert read_stored(path) is None
+    assert read_corpus(path) is None
 
 
 def test_arrays_that_do_not_fit_together(tmp_path: Path) -> None:
     path = tmp_path / "corpus.npz"
     offsets = np.array([0, 3, 9])
-    write_stored(
+    write_corpus(
         path,
-        Stored(train=Samples(ids=STORED.train.ids, offsets=offsets), validation=STORED.validation, tokenizer_json=""),
+        replace(STORED, train=Samples(ids=STORED.train.ids, offsets=offsets)),
     )
-    assert read_stored(path) is None
+    assert read_corpus(path) is None
     np.savez(path, train_ids=STORED.train.ids)
-    assert read_stored(path) is None
+    assert read_corpus(path) is None
 
 
 def test_several_write_at_once_and_readers_find_it_whole(tmp_path: Path) -> None:
     path = tmp_path / "corpus.npz"
-    write_stored(path, STORED)
+    write_corpus(path, STORED)
     with ThreadPoolExecutor(8) as pool:
-        writing = [pool.submit(write_stored, path, STORED) for _ in range(40)]
-        reading = [pool.submit(read_stored, path) for _ in range(40)]
+        writing = [pool.submit(write_corpus, path, STORED) for _ in range(40)]
+        reading = [pool.submit(read_corpus, path) for _ in range(40)]
         assert all(same_stored(future.result(), STORED) for future in reading)
         assert all(future.result() is None for future in writing)
     assert [file.name for file in tmp_path.iterdir()] == ["corpus.npz"]
@@ -342,7 +342,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(np, "savez", full)
     with pytest.raises(OSError, match="No space left"):
-        write_stored(tmp_path / "corpus.npz", STORED)
+        write_corpus(tmp_path / "corpus.npz", STORED)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from benchmarks.stories.generator import make_stories
 from lowtide.errors import ConfigError, MissingExtraError
-from lowtide.lab.corpus import TextBatches
 from lowtide.lab.corpus.tokens import (
     BOS_ID,
     EOS_ID,
     PAD_ID,
     UNKNOWN_ID,
+    TextBatches,
     TextTokenizer,
     library_version,
     pack,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from lowtide.lab.record import MemoryFigures, Outcome, PredictedFigures, SpeedFigures
 from lowtide.lab.report.charts import scatter_of as scatter_and_rows
-from lowtide.lab.report.charts import step_curves, thinned
+from lowtide.lab.report.charts import step_curves
 from lowtide.lab.report.comparison import Comparison, make_comparisons
 from lowtide.lab.report.tables import result_table
 from lowtide.report.charts import Scatter
@@ -135,13 +135,3 @@ def test_spans_and_peak() -> None:
 def test_a_step_that_was_not_watched() -> None:
     [comparison] = make_comparisons([record()])
     assert step_curves(comparison) == ()
-
-
-def test_thinning_keeps_the_peaks() -> None:
-    values = [index % 7 for index in range(1000)]
-    values[613] = 99
-    kept = thinned(values, 50)
-    assert len(kept) == 50
-    assert max(kept) == 99
-    assert kept.index(99) == 613 * 50 // 1000
-    assert thinned([3, 1], 50) == (3, 1)

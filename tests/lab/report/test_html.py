@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 import pytest
 
 from lowtide.lab.record import MemoryFigures, Outcome, PredictedFigures, SpeedFigures
-from lowtide.lab.report.comparison import make_comparisons
 from lowtide.lab.report.html import render_html
+from lowtide.lab.report.lab_report import make_report
 from lowtide.units import GiB
 from tests.lab.report.samples import budget_sweep, experiment, record
 
@@ -47,7 +47,7 @@ class Outline(HTMLParser):
 
 
 def render(*records: object, **more: object) -> str:
-    return render_html(make_comparisons(records), records, title="Lab report", **more)
+    return render_html(make_report(records, **more))
 
 
 def test_the_page_is_whole_and_asks_for_nothing() -> None:

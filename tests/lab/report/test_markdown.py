@@ -3,9 +3,9 @@ from __future__ import annotations
 import re
 
 from lowtide.lab.record import Outcome
-from lowtide.lab.report.comparison import make_comparisons
 from lowtide.lab.report.html import render_html
-from lowtide.lab.report.markdown import render_markdown
+from lowtide.lab.report.lab_report import make_report
+from lowtide.lab.report.write import render_markdown
 from lowtide.report.table import escape_markdown as escape
 from lowtide.units import GiB
 from tests.lab.report.samples import budget_sweep, experiment, record
@@ -24,7 +24,7 @@ def tables(text: str) -> list[list[list[str]]]:
 
 
 def render(*records: object, **more: object) -> str:
-    return render_markdown(make_comparisons(records), records, title="Lab report", **more)
+    return render_markdown(make_report(records, **more))
 
 
 def test_the_whole_experiment() -> None:
@@ -64,9 +64,9 @@ def test_seeds_that_ended_alike_are_said_once() -> None:
         *(record("x/small", seed=seed, outcome=Outcome.FAILED, message="PlanError: too small") for seed in (0, 1)),
         record("x/small", seed=2, outcome=Outcome.KILLED, message="after 3 s"),
     ]
-    text = render_markdown(make_comparisons(records), records, title="Lab report")
+    text = render(*records)
     assert "- small, seeds 0, 1: failed: PlanError: too small\n- small, seed 2: killed: after 3 s" in text
-    assert render_html(make_comparisons(records), records, title="").count("<pre>PlanError: too small</pre>") == 1
+    assert render_html(make_report(records)).count("<pre>PlanError: too small</pre>") == 1
 
 
 def test_a_table_by_hand() -> None:
@@ -117,7 +117,7 @@ def test_remarks_name_who_made_them() -> None:
 
 def test_a_killed_run_has_no_device_of_its_own() -> None:
     records = [record(device="cpu, emulated"), record(seed=1, peak_bytes=None, device="cpu", outcome=Outcome.KILLED)]
-    assert "\n- device: cpu, emulated\n" in render_markdown(make_comparisons(records), records, title="x")
+    assert "\n- device: cpu, emulated\n" in render(*records)
 
 
 def test_older_runs_are_said() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lowtide.lab.report import write_report
+from lowtide.lab.report.write import write_report
 from tests.lab.report.samples import budget_sweep, experiment
 from tests.report.browser import Browser, Page
 

@@ -7,7 +7,7 @@ import pytest
 
 from lowtide.errors import ConfigError
 from lowtide.lab.record import read_record, write_record
-from lowtide.lab.report import write_report
+from lowtide.lab.report.write import write_report
 from lowtide.units import GiB
 from tests.lab.report.samples import SURROUNDINGS, budget_sweep, experiment, record
 
@@ -72,7 +72,7 @@ def test_no_records() -> None:
 
 def test_a_sweep_alone_is_a_report(tmp_path: Path) -> None:
     paths = {"html": tmp_path / "r.html", "markdown": tmp_path / "r.md"}
-    assert write_report([], **paths, png=None, sweeps=[budget_sweep()], skipped=["a.json: no JSON"]) == ()
+    assert write_report([], **paths, png=None, sweeps=[budget_sweep()], skipped=["a.json: no JSON"]).comparisons == ()
     text = (tmp_path / "r.md").read_text()
     assert text.startswith("# Lab report: memory budget of deep-one\n\n## Memory budget sweep\n")
     assert "- records: none, sweeps are read off the graph that torch would compile\n" in text

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from lowtide import config
-from lowtide.lab.corpus.texts import TextRecipe, cache_folder, fingerprint, read_texts
+from lowtide.hardware.machine import cache_folder
+from lowtide.lab.corpus.texts import TextRecipe, fingerprint, read_texts
 from lowtide.lab.corpus.tokens import Samples, TextTokenizer, library_version, pack, read_tokenizer, train_tokenizer
-from lowtide.lab.recipe_parts import HubDataset, Stories, TextFiles
 
 SCHEMA = "lowtide.corpus/1"
 TELL_EVERY = 2000
@@ -29,16 +29,10 @@ OnProgress = Callable[[str], None]
 class Corpus:
     """What a model reads."""
 
-    name: str
     train: Samples
     validation: Samples
     """Empty where the recipe asks for none."""
     tokenizer: TextTokenizer
-
-    @property
-    def vocab_size(self) -> int:
-        """How many tokens there are: the model needs as many rows."""
-        return self.tokenizer.vocab_size
 
 
 def load_corpus(data: TextRecipe, *, cache: Path | None = None, on_progress: OnProgress | None = None) -> Corpus:
@@ -59,25 +53,24 @@ def load_corpus(data: TextRecipe, *, cache: Path | None = None, on_progress: OnP
     """
     say = on_progress or (lambda _: None)
     path = (cache_folder() if cache is None else cache) / f"corpus-{_key(data)}.npz"
-    stored = read_stored(path)
-    tokenizer = None if stored is None else _read_tokenizer(stored)
-    if stored is None or tokenizer is None:
-        tokenizer, stored = _make(data, say)
+    corpus = read_corpus(path)
+    if corpus is None:
+        corpus = _make(data, say)
         try:
-            write_stored(path, stored)
+            write_corpus(path, corpus)
         except OSError as error:
             say(f"the corpus is not cached: cannot write {path}: {error.strerror}")
-    return Corpus(name=_name(data), train=stored.train, validation=stored.validation, tokenizer=tokenizer)
+    return corpus
 
 
-def _make(data: TextRecipe, say: OnProgress) -> tuple[TextTokenizer, Stored]:
+def _make(data: TextRecipe, say: OnProgress) -> Corpus:
     texts = read_texts(data, say)
     say(f"training a tokenizer of {data.vocab_size} tokens on {len(texts.train)} samples")
     tokenizer = train_tokenizer(texts.train, vocab_size=data.vocab_size)
-    return tokenizer, Stored(
+    return Corpus(
         train=_tokenize(tokenizer, texts.train, "training", say),
         validation=_tokenize(tokenizer, texts.validation, "validation", say),
-        tokenizer_json=tokenizer.to_json(),
+        tokenizer=tokenizer,
     )
 
 
@@ -92,13 +85,6 @@ def _tokenize(tokenizer: TextTokenizer, texts: Sequence[str], part: str, say: On
     return pack(told(), vocab_size=tokenizer.vocab_size)
 
 
-def _read_tokenizer(stored: Stored) -> TextTokenizer | None:
-    try:
-        return read_tokenizer(stored.tokenizer_json)
-    except ValueError:
-        return None
-
-
 def _key(data: TextRecipe) -> str:
     # What the files hold, not where they are.
     recipe = {key: value for key, value in config.to_plain(data).items() if key != "path"}
@@ -106,41 +92,22 @@ def _key(data: TextRecipe) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def _name(data: TextRecipe) -> str:
-    match data:
-        case Stories():
-            return f"{data.num_stories:,} stories of seed {data.seed}"
-        case TextFiles():
-            return str(data.path)
-        case HubDataset():
-            return data.name
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
-    """What a file of the cache holds."""
-
-    train: Samples
-    validation: Samples
-    tokenizer_json: str
-
-
-def read_stored(path: Path) -> Stored | None:
-    """The contents of a file; None where it is missing, or damaged in any way."""
+def read_corpus(path: Path) -> Corpus | None:
+    """The corpus of a file of the cache; None where it is missing, or damaged in any way."""
     try:
         # A zip file has a checksum for each array. Opened here: what is no zip file, numpy would leave open.
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-            stored = Stored(
+            corpus = Corpus(
                 train=Samples(ids=arrays["train_ids"], offsets=arrays["train_offsets"]),
                 validation=Samples(ids=arrays["validation_ids"], offsets=arrays["validation_offsets"]),
-                tokenizer_json=arrays["tokenizer"].tobytes().decode("utf-8"),
+                tokenizer=read_tokenizer(arrays["tokenizer"].tobytes().decode("utf-8")),
             )
     except (OSError, ValueError, KeyError, EOFError, TypeError, NotImplementedError, zipfile.BadZipFile):
         return None
-    return stored if _is_whole(stored.train) and _is_whole(stored.validation) else None
+    return corpus if _is_whole(corpus.train) and _is_whole(corpus.validation) else None
 
 
-def write_stored(path: Path, stored: Stored) -> None:
+def write_corpus(path: Path, corpus: Corpus) -> None:
     """Write a file under another name and rename it, so that a reader finds it whole or not at all.
 
     Raises:
@@ -154,11 +121,11 @@ def write_stored(path: Path, stored: Stored) -> None:
         with os.fdopen(handle, "wb") as file:
             np.savez(
                 file,
-                train_ids=stored.train.ids,
-                train_offsets=stored.train.offsets,
-                validation_ids=stored.validation.ids,
-                validation_offsets=stored.validation.offsets,
-                tokenizer=np.frombuffer(stored.tokenizer_json.encode("utf-8"), dtype=np.uint8),
+                train_ids=corpus.train.ids,
+                train_offsets=corpus.train.offsets,
+                validation_ids=corpus.validation.ids,
+                validation_offsets=corpus.validation.offsets,
+                tokenizer=np.frombuffer(corpus.tokenizer.to_json().encode("utf-8"), dtype=np.uint8),
             )
         unfinished.replace(path)
     finally:

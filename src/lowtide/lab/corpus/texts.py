@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from lowtide.errors import ConfigError, MissingExtraError
+from lowtide.hardware.machine import cache_folder
 from lowtide.lab.recipe_parts import HubDataset, Stories, TextFiles
 
 KEY = "data.path"
@@ -70,13 +70,6 @@ def fingerprint(data: TextRecipe) -> str:
             return " ".join(map(_digest, find_files(data.path)))
         case HubDataset():
             return ""
-
-
-def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/lowtide`, or `~/.cache/lowtide`."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    # The standard says that a relative path there is to be ignored.
-    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "lowtide"
 
 
 def stories_folder() -> Path:

@@ -15,9 +15,6 @@ from lowtide.report.charts import Axis, Mark, Panel, Scatter, StepCurve, axis_ov
 from lowtide.report.table import ByteUnit, byte_unit
 from lowtide.units import GiB
 
-MAX_POINTS = 400
-"""Points of one curve: more than a small chart has pixels."""
-
 
 def panel_of(comparison: Comparison) -> Panel:
     """The comparison in a picture."""
@@ -60,12 +57,13 @@ def scatter_of(comparison: Comparison) -> tuple[Scatter, tuple[Row, ...]] | None
         for row, speed, memory in published
     ]
     theirs = [row for row, _, _ in published]
+    kind = "with compilation" if comparison.is_compiled else "over all steps"
     scatter = Scatter(
         marks=tuple(marks),
         front=_stairs([mark for mark in marks if mark.kind == "on-front"]),
         x=axis_over(mark.x for mark in marks),
         y=axis_over(mark.y for mark in marks),
-        x_name=_speed_words(comparison),
+        x_name=f"samples/s {'after 10 steps of warm-up' if comparison.is_warm else kind}",
         y_name=f"peak, {unit.name}",
         notes=_notes(comparison, rows, theirs, undrawn),
     )
@@ -88,12 +86,6 @@ def _published(
         else:
             found.append((row, speed, (published.peak_gib or 0.0) * GiB / unit.num_bytes))
     return found, undrawn
-
-
-def _speed_words(comparison: Comparison) -> str:
-    if comparison.is_warm:
-        return "samples/s after 10 steps of warm-up"
-    return "samples/s with compilation" if comparison.is_compiled else "samples/s over all steps"
 
 
 def _stairs(marks: list[Mark]) -> tuple[tuple[float, float], ...]:
@@ -127,15 +119,14 @@ def _notes(comparison: Comparison, drawn: list[Row], published: list[Row], undra
     return tuple(notes)
 
 
-def step_curves(comparison: Comparison, *, max_points: int = MAX_POINTS) -> tuple[StepCurve, ...]:
+def step_curves(comparison: Comparison) -> tuple[StepCurve, ...]:
     """The steps of the rows of which one was watched."""
     unit = unit_for(comparison.rows)
-    return tuple(_step_curve(row, unit, max_points) for row in comparison.rows if row.timeline)
+    return tuple(_step_curve(row, unit) for row in comparison.rows if row.timeline)
 
 
-def _step_curve(row: Row, unit: ByteUnit, max_points: int) -> StepCurve:
-    held = thinned([num_bytes for _, num_bytes in row.timeline], max_points)
-    spans = _spans(row.timeline)
+def _step_curve(row: Row, unit: ByteUnit) -> StepCurve:
+    held = [num_bytes for _, num_bytes in row.timeline]
     phase = next(phase for phase, num_bytes in row.timeline if num_bytes == max(held))
     predicted = row.predicted.peak_bytes if row.predicted else None
     told = "" if predicted is None else f", predicted {unit.text(predicted)}"
@@ -143,17 +134,9 @@ def _step_curve(row: Row, unit: ByteUnit, max_points: int) -> StepCurve:
         name=row.label,
         words=f"{unit.text(max(held))} {unit.name} in {phase}{told}",
         points=tuple(num_bytes / unit.num_bytes for num_bytes in held),
-        spans=spans,
+        spans=_spans(row.timeline),
         predicted=None if predicted is None else predicted / unit.num_bytes,
     )
-
-
-def thinned(values: Sequence[int], most: int) -> tuple[int, ...]:
-    """At most this many values: the largest of each of as many equal parts, so that no peak is lost."""
-    if len(values) <= most:
-        return tuple(values)
-    edges = [index * len(values) // most for index in range(most + 1)]
-    return tuple(max(values[start:end]) for start, end in pairwise(edges))
 
 
 def _spans(timeline: Sequence[tuple[str, int]]) -> tuple[tuple[str, float, float], ...]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lowtide.lab.recipe import PublishedFigures
 from lowtide.lab.record import RunRecord
 from lowtide.lab.report.rows import Row, Spread, make_rows
 from lowtide.report.table import ByteUnit, byte_unit
@@ -54,57 +53,31 @@ class Beside:
         return self.ours / self.published - 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BesidePublished:
-    """All quantities of a row. Ours of a run that did not finish are left out: they are no results."""
+def beside_published(row: Row) -> dict[str, Beside]:
+    """Each quantity of a row against its published figure, by name; empty where none was published.
 
-    source: str
-    peak_bytes: Beside
-    samples_per_s: Beside
-    """The speed over all steps with their compilation, and over the evaluation where theirs is of a run that had one."""
-    steps_10_to_100_s: Beside
-    perplexity: Beside
-
-
-def beside_published(row: Row) -> BesidePublished | None:
-    """The row against its published figures; None where it has none."""
+    Ours of a run that did not finish are left out, because they are no results. So is a perplexity of fewer steps than
+    theirs: a published time of steps 10 to 100 means that these steps were made. A published perplexity means an
+    evaluation, whose time is in that which the samples are divided by: our speed is then over both too.
+    """
     published = row.published
     if published is None:
-        return None
-    return BesidePublished(
-        source=published.source,
-        peak_bytes=Beside(
+        return {}
+    is_shorter = published.steps_10_to_100_s is not None and (row.steps or 0) < 100
+    speed = row.samples_per_s if published.perplexity is None else row.samples_per_s_with_evaluation
+
+    def beside(ours: Spread | None, theirs: float | None) -> Beside:
+        return Beside(ours=ours.mean if ours else None, published=theirs)
+
+    return {
+        "peak": Beside(
             ours=row.peak_bytes if row.is_finished else None,
             published=None if published.peak_gib is None else published.peak_gib * GiB,
         ),
-        samples_per_s=Beside(
-            ours=speed.mean if (speed := _speed_like(published, row)) else None, published=published.samples_per_s
-        ),
-        steps_10_to_100_s=Beside(
-            ours=row.steps_10_to_100_s.mean if row.steps_10_to_100_s else None, published=published.steps_10_to_100_s
-        ),
-        perplexity=Beside(
-            ours=row.perplexity.mean if row.perplexity and not _is_shorter(row, published) else None,
-            published=published.perplexity,
-        ),
-    )
-
-
-def _speed_like(published: PublishedFigures, row: Row) -> Spread | None:
-    """Our samples/s of the kind of theirs; None for a run that is shorter than theirs, or has no evaluation as theirs has.
-
-    A published perplexity means an evaluation, whose time is in that which the samples are divided by.
-    """
-    if _is_shorter(row, published):
-        return None
-    if published.perplexity is None:
-        return row.samples_per_s
-    return row.samples_per_s_with_evaluation
-
-
-def _is_shorter(row: Row, published: PublishedFigures) -> bool:
-    """Whether theirs has steps that ours has not: a published time of steps 10 to 100 means that these steps were made."""
-    return published.steps_10_to_100_s is not None and (row.steps or 0) < 100
+        "samples/s": beside(None if is_shorter else speed, published.samples_per_s),
+        "steps 10 to 100, s": beside(row.steps_10_to_100_s, published.steps_10_to_100_s),
+        "perplexity": beside(None if is_shorter else row.perplexity, published.perplexity),
+    }
 
 
 def published_speed(row: Row, *, is_warm: bool) -> float | None:
@@ -144,6 +117,12 @@ class Comparison:
         """Whether anything is compiled, so that the first steps of a run wait for it."""
         return any(row.is_compiled for row in self.rows)
 
+    @property
+    def sources(self) -> str:
+        """Who published figures, as a sentence; "" where nobody did."""
+        sources = dict.fromkeys(row.published.source for row in self.rows if row.published)
+        return f"Published: {'; '.join(sources)}." if sources else ""
+
     def speed(self, row: Row) -> Spread | None:
         """The samples/s that rows are compared by; None for a run without such."""
         return row.warm_samples_per_s if self.is_warm else row.samples_per_s
@@ -181,7 +160,12 @@ def make_comparisons(records: Sequence[RunRecord], *, with_older: bool = False) 
     for folder, model, _ in groups:
         models.setdefault(folder, set()).add(model)
     return tuple(
-        _compare(rows, title=f"{_group_words(rows)}{f' ({model})' if len(models[folder]) > 1 else ''} on {device}")
+        _compare(
+            rows,
+            # A recipe without a folder stands for itself.
+            title=(folder or listed(list(dict.fromkeys(row.name for row in rows)), "recipe"))
+            + f"{f' ({model})' if len(models[folder]) > 1 else ''} on {device}",
+        )
         for (folder, model, device), rows in groups.items()
     )
 
@@ -232,13 +216,19 @@ def unit_for(rows: Iterable[Row]) -> ByteUnit:
     return byte_unit(max((row.peak_bytes or 0 for row in rows), default=0))
 
 
+def speed_text(samples_per_s: float) -> str:
+    """Four digits, as published tables have them.
+
+    Example:
+        >>> speed_text(2.518), speed_text(31.234), speed_text(1250.0)
+        ('2.518', '31.23', '1,250.0')
+    """
+    decimals = 3 if samples_per_s < 10 else 2 if samples_per_s < 100 else 1
+    return f"{samples_per_s:,.{decimals}f}"
+
+
 MOST_NAMES = 3
 """How many names a title has; the rest is counted."""
-
-
-def _group_words(rows: Sequence[Row]) -> str:
-    """The rows of one folder: its name, or where there is none those of the recipes."""
-    return rows[0].folder or listed(list(dict.fromkeys(row.name for row in rows)), "recipe")
 
 
 def listed(names: Sequence[str], noun: str) -> str:

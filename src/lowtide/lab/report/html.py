@@ -10,84 +10,77 @@ from dataclasses import replace
 from html import escape
 
 from lowtide.lab.budget import BudgetSweep, reversals
-from lowtide.lab.record import RunRecord
 from lowtide.lab.report import charts, tables
-from lowtide.lab.report.comparison import Comparison, unit_for
+from lowtide.lab.report.comparison import Comparison, speed_text, unit_for
+from lowtide.lab.report.lab_report import LabReport, fastest_words, provenance, remarks
 from lowtide.lab.report.rows import Row, alike_endings
-from lowtide.lab.report.sentences import fastest_words, provenance, remarks
-from lowtide.lab.report.tables import number, outcome_words, speed_text
+from lowtide.lab.report.tables import number, outcome_words
 from lowtide.plain_text import Plain
 from lowtide.report import page
 from lowtide.report.charts import Mark, Scatter
 from lowtide.report.page import fill_page, read_part
-from lowtide.report.table import Table, Tone, Value, make_table, to_html, words
+from lowtide.report.table import Tone, Value, make_table, to_html, words
 from lowtide.units import format_count
 
 _PACKAGE = "lowtide.lab.report"
+_BUDGET_WORDS = (
+    "torch.compile keeps this share of what it would save for the backward, and recomputes the rest. A smaller budget should "
+    "never have a larger peak."
+)
 _NO_SCRIPT = "<noscript><p>The chart is drawn by a script; the tables below hold its numbers.</p></noscript>"
 
 
-def render_html(
-    comparisons: Sequence[Comparison],
-    records: Sequence[RunRecord],
-    *,
-    title: str,
-    skipped: Sequence[str] = (),
-    sweeps: Sequence[BudgetSweep] = (),
-    num_older: int = 0,
-) -> str:
+def render_html(report: LabReport) -> str:
     """The page as text to be written to a `.html` file."""
-    body = [_comparison(comparison, index) for index, comparison in enumerate(comparisons)]
-    if sweeps:
-        body.append(_sweep_section(sweeps))
-    body.append(_origin(records, skipped, num_older))
+    links = [(f"lab-{index}", comparison.title, "") for index, comparison in enumerate(report.comparisons)]
+    body = [_comparison(comparison, index) for index, comparison in enumerate(report.comparisons)]
+    if report.sweeps:
+        links.append(("budget-sweep", "Memory budget sweep", ""))
+        sweeps = "".join(_sweep(sweep, index) for index, sweep in enumerate(report.sweeps))
+        body.append(page.section("trace lab", *links[-1][:2], [f'<p class="where">{_BUDGET_WORDS}</p>', sweeps]))
+    links.append(("origin", "Where the figures come from", ""))
+    body.append(page.section("trace lab", *links[-1][:2], _origin(report)))
     return fill_page(
-        title=title,
-        contents=_contents(comparisons, has_sweeps=bool(sweeps)),
+        title=report.title,
+        contents=page.contents(links),
         body="".join(body),
         styles=[read_part("lab.css", _PACKAGE)],
         data={
-            "comparisons": [_chart_data(comparison) for comparison in comparisons],
-            "sweeps": [charts.sweep_lines(sweep) for sweep in sweeps],
+            "comparisons": [_chart_data(comparison) for comparison in report.comparisons],
+            "sweeps": [charts.sweep_lines(sweep) for sweep in report.sweeps],
         },
         scripts=[read_part("units.js"), read_part("charts.js"), read_part("lab.js", _PACKAGE)],
     )
 
 
-def _contents(comparisons: Sequence[Comparison], *, has_sweeps: bool) -> str:
-    links = [(f"lab-{index}", comparison.title, "") for index, comparison in enumerate(comparisons)]
-    links += [("budget-sweep", "Memory budget sweep", "")] if has_sweeps else []
-    return page.contents([*links, ("origin", "Where the figures come from", "")])
-
-
 def _comparison(comparison: Comparison, index: int) -> str:
     rows = comparison.rows
-    badge = ' <em class="emulated">emulated device</em>' if comparison.is_emulated else ""
     sizes = dict.fromkeys(format_count(row.parameters) for row in rows if row.parameters is not None)
     configurations = f"{len(rows)} {'configuration' if len(rows) == 1 else 'configurations'}"
-    meta = " · ".join([*(f"{size} parameters" for size in sizes), configurations])
-    sentences = (fastest_words(comparison), comparison.control_words)
+    published, perplexities = tables.published_table(comparison), tables.perplexity_table(comparison)
+    phases = tables.phase_table(comparison)
     pieces = [
-        f'<section class="trace lab" id="lab-{index}" aria-labelledby="name-{index}">',
-        f'<header><h2 id="name-{index}">{escape(comparison.title)}{badge}</h2><p>{escape(meta)}</p></header>',
         _headline(comparison),
         _scatter_figure(comparison, index),
         to_html(tables.outcomes_below(tables.result_table(comparison))),
-        *(f'<p class="hint">{escape(sentence)}</p>' for sentence in sentences if sentence),
-        _optional(tables.published_table(comparison)),
-        _sources(rows),
-        _optional(tables.perplexity_table(comparison)),
+        _hints(fastest_words(comparison), comparison.control_words),
+        "" if published is None else to_html(published),
+        _hints(comparison.sources),
+        "" if perplexities is None else to_html(perplexities),
         _breakdown(comparison),
         _steps(comparison, index),
-        _phases(comparison),
+        "" if phases is None else page.folded(phases.caption, to_html(phases)),
         _unfinished(rows),
         page.notes(remarks(comparison)),
     ]
-    return "".join([*pieces, "</section>"])
+    lines = [" · ".join([*(f"{size} parameters" for size in sizes), configurations])]
+    return page.section(
+        "trace lab", f"lab-{index}", comparison.title, pieces, lines=lines, is_emulated=comparison.is_emulated
+    )
 
 
-def _optional(table: Table | None) -> str:
-    return "" if table is None else to_html(table)
+def _hints(*sentences: str) -> str:
+    return "".join(f'<p class="hint">{escape(sentence)}</p>' for sentence in sentences if sentence)
 
 
 def _headline(comparison: Comparison) -> str:
@@ -128,11 +121,10 @@ def _scatter_figure(comparison: Comparison, index: int) -> str:
         keys.append("<li><i class='key ours'></i>another is as small and as fast</li>")
     if "published" in kinds:
         keys.append("<li><i class='key published'></i>published</li>")
-    notes = "".join(f'<p class="hint">{escape(note)}</p>' for note in scatter.notes)
     return (
         f'<figure class="scatter" data-scatter="{index}" aria-label="Memory against speed"><h3>Memory against speed</h3>'
         f'<ul class="legend">{"".join(keys)}</ul><div class="chart">{_NO_SCRIPT}'
-        f'<div class="readout" hidden></div></div><p class="hint">Low and far right is good.</p>{notes}</figure>'
+        f'<div class="readout" hidden></div></div>{_hints("Low and far right is good.", *scatter.notes)}</figure>'
     )
 
 
@@ -173,11 +165,6 @@ def _published_facts(mark: Mark, row: Row, scatter: Scatter) -> list[Plain]:
     return facts
 
 
-def _sources(rows: Sequence[Row]) -> str:
-    sources = dict.fromkeys(row.published.source for row in rows if row.published)
-    return f'<p class="hint">Published: {escape("; ".join(sources))}.</p>' if sources else ""
-
-
 def _breakdown(comparison: Comparison) -> str:
     """What each peak is made of, as bars of one scale and as numbers; "" where nothing is known."""
     table = tables.breakdown_table(comparison)
@@ -214,11 +201,6 @@ def _steps(comparison: Comparison, index: int) -> str:
     )
 
 
-def _phases(comparison: Comparison) -> str:
-    table = tables.phase_table(comparison)
-    return "" if table is None else f"<details><summary>{escape(table.caption)}</summary>{to_html(table)}</details>"
-
-
 def _unfinished(rows: Sequence[Row]) -> str:
     """Runs that did not come to their end, with all that they said; "" where every one did."""
     items = "".join(
@@ -229,25 +211,6 @@ def _unfinished(rows: Sequence[Row]) -> str:
         for seeds, ending in alike_endings(row)
     )
     return f'<aside class="notes unfinished"><h3>Runs that did not finish</h3><ul>{items}</ul></aside>' if items else ""
-
-
-def _sweep_section(sweeps: Sequence[BudgetSweep]) -> str:
-    """All sweeps, each with its curve, its table and where it is not monotone."""
-    return "".join(
-        [
-            '<section class="trace lab" id="budget-sweep" aria-labelledby="name-sweep">',
-            '<header><h2 id="name-sweep">Memory budget sweep</h2></header>',
-            f'<p class="where">{_BUDGET_WORDS}</p>',
-            *(_sweep(sweep, index) for index, sweep in enumerate(sweeps)),
-            "</section>",
-        ]
-    )
-
-
-_BUDGET_WORDS = (
-    "torch.compile keeps this share of what it would save for the backward, and recomputes the rest. A smaller budget should "
-    "never have a larger peak."
-)
 
 
 def _sweep(sweep: BudgetSweep, index: int) -> str:
@@ -268,14 +231,7 @@ def _sweep(sweep: BudgetSweep, index: int) -> str:
     )
 
 
-def _origin(records: Sequence[RunRecord], skipped: Sequence[str], num_older: int) -> str:
-    made_with = make_table(
-        "Made with", (words("what"), words("value")), provenance(records, num_older), kind="narrow origin"
-    )
-    pieces = ['<section class="trace lab" id="origin" aria-labelledby="name-origin">']
-    pieces.append('<header><h2 id="name-origin">Where the figures come from</h2></header>')
-    pieces.append(to_html(made_with))
-    if skipped:
-        items = "".join(f"<li>{escape(line)}</li>" for line in skipped)
-        pieces.append(f'<aside class="notes skipped"><h3>Skipped files</h3><ul>{items}</ul></aside>')
-    return "".join([*pieces, "</section>"])
+def _origin(report: LabReport) -> list[str]:
+    columns = (words("what"), words("value"))
+    made_with = make_table("Made with", columns, provenance(report), kind="narrow origin")
+    return [to_html(made_with), page.notes(report.skipped, title="Skipped files", kind="notes skipped")]

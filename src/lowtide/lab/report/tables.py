@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from lowtide.lab.budget import BudgetSweep, reversals
-from lowtide.lab.report.comparison import Beside, BesidePublished, Comparison, beside_published, unit_for
+from lowtide.lab.report.comparison import Comparison, beside_published, speed_text, unit_for
 from lowtide.lab.report.rows import Row, Spread, error_line
 from lowtide.report.palette import STACK_ORDER
 from lowtide.report.table import Bar, ByteUnit, Column, Table, Tone, Value, byte_unit, make_table, words
@@ -27,93 +28,82 @@ _BESIDE = {
 def result_table(comparison: Comparison) -> Table:
     """All results, one row a configuration."""
     rows, unit = comparison.rows, unit_for(comparison.rows)
+    column = partial(_column, rows)
+    has_unfinished, has_seeds = any(not row.is_finished for row in rows), any(len(row.seeds) > 1 for row in rows)
+    # An evaluation that needs more than training does is worth a column.
+    has_evaluations = any((row.peak_bytes or 0) > (row.training_peak_bytes or row.peak_bytes or 0) for row in rows)
+    steps_differ = len({row.steps for row in rows if row.steps is not None}) > 1
+    control = comparison.control.label if comparison.control else ""
+    early = "; ≥ where a run ended early" if any(row.peak_bytes and not row.is_finished for row in rows) else ""
+    speeds = "over all steps" + (", compilation included" if comparison.is_compiled else "")
+    if _has_several(row.samples_per_s for row in rows):
+        speeds += "; over several seeds: mean (least–largest)"
+    perplexities = "exp of the evaluation loss"
+    if _has_several(row.perplexity for row in rows):
+        perplexities += "; over several seeds: mean ± standard deviation (least–largest)"
     columns = [
-        _column(
+        column(
             "outcome",
-            rows,
-            lambda row: _outcome(row) if any(not each.is_finished for each in rows) else None,
+            lambda row: _outcome(row) if has_unfinished else None,
             "how the runs ended, with the error's words",
             is_number=False,
         ),
-        _column(
+        column(
             "runs",
-            rows,
-            lambda row: (
-                Value(str(len(row.seeds)), len(row.seeds)) if any(len(each.seeds) > 1 for each in rows) else None
-            ),
+            lambda row: Value(str(len(row.seeds)), len(row.seeds)) if has_seeds else None,
             "how many were made, one a seed; speeds and perplexities are means over those that finished",
         ),
-        _column(
+        column(
             f"peak, {unit.name}",
-            rows,
             lambda row: _peak(row, unit),
-            "most bytes of tensors on the device at any time, the evaluation included; the largest of all seeds"
-            + ("; ≥ where a run ended early" if any(row.peak_bytes and not row.is_finished for row in rows) else ""),
+            f"most bytes of tensors on the device at any time, the evaluation included; the largest of all seeds{early}",
         ),
-        _column(
+        column(
             f"training, {unit.name}",
-            rows,
-            lambda row: unit.value(row.training_peak_bytes) if any(map(_evaluation_is_higher, rows)) else None,
+            lambda row: unit.value(row.training_peak_bytes) if has_evaluations else None,
             "the peak without the evaluation, which somewhere is higher than training",
         ),
-        _column(
+        column(
             "reduction",
-            rows,
             lambda row: _share(comparison.reduction(row)),
-            f"share of the peak of {comparison.control.label if comparison.control else ''} that is saved",
+            f"share of the peak of {control} that is saved",
         ),
-        _column("at", rows, _phase, "the part of the step, or the evaluation, in which the peak is", is_number=False),
-        _column(
+        column(
+            "at",
+            lambda row: None if row.peak_phase is None else Value(row.peak_phase, row.peak_phase),
+            "the part of the step, or the evaluation, in which the peak is",
+            is_number=False,
+        ),
+        column(
             "steps",
-            rows,
-            lambda row: Value(str(row.steps), row.steps) if row.steps is not None and _steps_differ(rows) else None,
+            lambda row: Value(str(row.steps), row.steps) if row.steps is not None and steps_differ else None,
             "that were made, which differ: speeds of few steps are those of their first, and perplexities are of models that "
             "were trained for so many",
         ),
-        _column(
-            "samples/s",
-            rows,
-            lambda row: _mean(row.samples_per_s),
-            "over all steps"
-            + (", compilation included" if comparison.is_compiled else "")
-            + ("; over several seeds: mean (least–largest)" if _has_several(row.samples_per_s for row in rows) else ""),
-        ),
-        _column(
-            "warm samples/s", rows, lambda row: _mean(row.warm_samples_per_s), "the same without the first 10 steps"
-        ),
-        _column(
+        column("samples/s", lambda row: _mean(row.samples_per_s), speeds),
+        column("warm samples/s", lambda row: _mean(row.warm_samples_per_s), "the same without the first 10 steps"),
+        column(
             "steps 10 to 100, s",
-            rows,
             lambda row: None if row.steps_10_to_100_s is None else _seconds(row.steps_10_to_100_s.mean),
             "seconds from the end of step 10 to the end of step 100",
         ),
-        _column(
-            "perplexity",
-            rows,
-            lambda row: _perplexity(row.perplexity),
-            "exp of the evaluation loss" + _spread_words(row.perplexity for row in rows),
-        ),
-        _column(
+        column("perplexity", lambda row: _perplexity(row.perplexity), perplexities),
+        column(
             f"predicted, {unit.name}",
-            rows,
             lambda row: None if row.predicted is None else unit.value(row.predicted.peak_bytes),
             "the peak that the trace said before the run",
         ),
-        _column(
+        column(
             "error",
-            rows,
             lambda row: _signed(row.prediction_error, digits=2),
             "predicted over measured peak of training, less 1",
         ),
-        _column(
+        column(
             f"reserved, {unit.name}",
-            rows,
             lambda row: unit.value(row.reserved_bytes),
             "most that the allocator took from the device",
         ),
-        _column(
-            f"host, {unit.name}", rows, lambda row: unit.value(row.host_bytes), "largest resident size of the process"
-        ),
+        column(f"host, {unit.name}", lambda row: unit.value(row.host_bytes), "largest resident size of the process"),
     ]
     return _table("Results", comparison, rows, _said(columns))
 
@@ -123,76 +113,75 @@ def perplexity_table(comparison: Comparison) -> Table | None:
     rows = tuple(row for row in comparison.rows if row.perplexities)
     if not rows:
         return None
-
-    def column(step: int) -> Column:
-        return _column(f"after {step}", rows, lambda row: _perplexity(row.perplexities.get(step)))
-
-    columns = map(column, sorted({step for row in rows for step in row.perplexities}))
+    columns = [
+        Column(head=f"after {step}", values=tuple(_perplexity(row.perplexities.get(step)) for row in rows))
+        for step in sorted({step for row in rows for step in row.perplexities})
+    ]
     return _table("Perplexity after so many steps", comparison, rows, columns)
 
 
 def breakdown_table(comparison: Comparison) -> Table | None:
     """The peak of each row by category; None where no row knows it."""
-    rows = tuple(row for row in comparison.rows if row.breakdown)
-    if not rows:
+    known = [(row, row.breakdown) for row in comparison.rows if row.breakdown]
+    if not known:
         return None
-    unit = unit_for(comparison.rows)
+    rows, unit = [row for row, _ in known], unit_for(comparison.rows)
+    sizes = [breakdown.by_category for _, breakdown in known]
+    totals = [sum(each.values()) for each in sizes]
+    largest, names = max(*totals, 1), categories_of(rows)
+    sources = ["trace" if breakdown.is_predicted else "run" for _, breakdown in known]
     columns = [
-        _column(f"{category}, {unit.name}", rows, lambda row, category=category: _category(row, category, unit))  # type: ignore[misc]
-        for category in categories_of(rows)
-    ]
-    columns.append(
-        _column(
-            f"sum, {unit.name}",
-            rows,
-            lambda row: unit.value(sum(row.breakdown.by_category.values())) if row.breakdown else None,
-            "of all categories; less than the peak where another step, or the evaluation, had more",
-        )
-    )
-    columns.append(
-        _column(
-            "from",
-            rows,
-            lambda row: (
-                Value("trace", "trace") if row.breakdown and row.breakdown.is_predicted else Value("run", "run")
+        # Bars of one scale.
+        Column(
+            head="",
+            values=tuple(
+                Bar(tuple((category_kind(name), each.get(name, 0) / largest) for name in names)) for each in sizes
             ),
-            "run: one more step was watched; trace: as predicted, because none was",
+        ),
+        *_said(
+            Column(head=f"{name}, {unit.name}", values=tuple(unit.value(each.get(name) or None) for each in sizes))
+            for name in names
+        ),
+        Column(
+            head=f"sum, {unit.name}",
+            legend="of all categories; less than the peak where another step, or the evaluation, had more",
+            values=tuple(map(unit.value, totals)),
+        ),
+        Column(
+            head="from",
+            legend="run: one more step was watched; trace: as predicted, because none was",
             is_number=False,
-        )
-    )
-    bars = Column(head="", values=_bars(rows))
-    return _table("What the peak is made of", comparison, rows, [bars, *_said(columns)])
+            values=tuple(Value(source, source) for source in sources),
+        ),
+    ]
+    return _table("What the peak is made of", comparison, rows, columns)
 
 
 def published_table(comparison: Comparison) -> Table | None:
     """Each row beside what was published for it; None where nothing was."""
-    beside = {id(row): beside_published(row) for row in comparison.rows}
-    rows = tuple(row for row in comparison.rows if beside[id(row)] is not None)
+    rows = [row for row in comparison.rows if row.published]
     if not rows:
         return None
-    unit = unit_for(rows)
-    kinds: tuple[tuple[str, Callable[[BesidePublished], Beside], Callable[[float], Value], int], ...] = (
-        (f"peak, {unit.name}", lambda all_: all_.peak_bytes, lambda size: Value(unit.text(size), size), 2),
-        ("samples/s", lambda all_: all_.samples_per_s, _speed, 0),
-        ("steps 10 to 100, s", lambda all_: all_.steps_10_to_100_s, _seconds, 0),
-        ("perplexity", lambda all_: all_.perplexity, lambda value: Value(number(value), value), 1),
-    )
+    unit, beside = unit_for(rows), [beside_published(row) for row in rows]
+    kinds: dict[str, tuple[Callable[[float], Value], int]] = {
+        "peak": (lambda size: Value(unit.text(size), size), 2),
+        "samples/s": (lambda speed: Value(speed_text(speed), speed), 0),
+        "steps 10 to 100, s": (_seconds, 0),
+        "perplexity": (lambda value: Value(number(value), value), 1),
+    }
     columns: list[Column] = []
-    for head, pick, say, digits in kinds:
-        pairs = [pick(each) if (each := beside[id(row)]) is not None else None for row in rows]
-        if not any(pair and pair.published is not None for pair in pairs):
-            continue
-        # The first is there even if it is empty: it says what the published figure is of.
-        columns.append(
-            Column(
-                head=head,
-                legend=_BESIDE.get(head, ""),
-                values=tuple(_said_by(pair.ours if pair else None, say) for pair in pairs),
-            )
+    for name, (say, digits) in kinds.items():
+        pairs = [each[name] for each in beside]
+        ours, theirs = (
+            tuple(None if figure is None else say(figure) for figure in figures)
+            for figures in ([pair.ours for pair in pairs], [pair.published for pair in pairs])
         )
-        theirs = tuple(_said_by(pair.published if pair else None, say) for pair in pairs)
-        differences = tuple(_signed(pair.difference if pair else None, digits=digits) for pair in pairs)
-        columns += _said([Column(head="published", values=theirs), Column(head="differs", values=differences)])
+        if any(theirs):
+            # The first is there even if it is empty: it says what the published figure is of.
+            head = f"peak, {unit.name}" if name == "peak" else name
+            columns.append(Column(head=head, legend=_BESIDE.get(name, ""), values=ours))
+            differences = tuple(_signed(pair.difference, digits=digits) for pair in pairs)
+            columns += _said([Column(head="published", values=theirs), Column(head="differs", values=differences)])
     return _table("Beside the published figures", comparison, rows, columns)
 
 
@@ -261,17 +250,6 @@ def number(value: float) -> str:
     return f"{value:,.1f}" if value >= 100 else f"{value:.2f}"
 
 
-def speed_text(samples_per_s: float) -> str:
-    """Four digits, as published tables have them.
-
-    Example:
-        >>> speed_text(2.518), speed_text(31.234), speed_text(1250.0)
-        ('2.518', '31.23', '1,250.0')
-    """
-    decimals = 3 if samples_per_s < 10 else 2 if samples_per_s < 100 else 1
-    return f"{samples_per_s:,.{decimals}f}"
-
-
 def outcome_words(row: Row) -> str:
     """How the runs of a row ended, in a few words."""
     if row.is_finished:
@@ -300,27 +278,14 @@ def _table(caption: str, comparison: Comparison, rows: Sequence[Row], columns: I
     return Table(caption=caption, columns=(name, *columns), kind="sortable")
 
 
-def _bars(rows: Sequence[Row]) -> tuple[Bar, ...]:
-    """What each peak is made of, as bars of one scale."""
-    sizes = [row.breakdown.by_category if row.breakdown else {} for row in rows]
-    largest = max(max(sum(each.values()) for each in sizes), 1)
-    return tuple(
-        Bar(tuple((category_kind(name), each.get(name, 0) / largest) for name in categories_of(rows))) for each in sizes
-    )
-
-
 def _column(
-    head: str, rows: Sequence[Row], value: Callable[[Row], Value | None], legend: str = "", *, is_number: bool = True
+    rows: Sequence[Row], head: str, value: Callable[[Row], Value | None], legend: str, *, is_number: bool = True
 ) -> Column:
     return Column(head=head, legend=legend, is_number=is_number, values=tuple(map(value, rows)))
 
 
 def _said(columns: Iterable[Column]) -> tuple[Column, ...]:
     return tuple(column for column in columns if any(value is not None for value in column.values))
-
-
-def _said_by(value: float | None, say: Callable[[float], Value]) -> Value | None:
-    return None if value is None else say(value)
 
 
 def _outcome(row: Row) -> Value:
@@ -333,23 +298,6 @@ def _peak(row: Row, unit: ByteUnit) -> Value | None:
     if row.peak_bytes is None:
         return None
     return Value(f"{'' if row.is_finished else '≥ '}{unit.text(row.peak_bytes)}", row.peak_bytes)
-
-
-def _evaluation_is_higher(row: Row) -> bool:
-    return bool(row.peak_bytes and row.training_peak_bytes and row.peak_bytes > row.training_peak_bytes)
-
-
-def _steps_differ(rows: Sequence[Row]) -> bool:
-    return len({row.steps for row in rows if row.steps is not None}) > 1
-
-
-def _phase(row: Row) -> Value | None:
-    return None if row.peak_phase is None else Value(row.peak_phase, row.peak_phase)
-
-
-def _category(row: Row, category: str, unit: ByteUnit) -> Value | None:
-    size = row.breakdown.by_category.get(category, 0) if row.breakdown else 0
-    return Value(unit.text(size), size) if size else None
 
 
 def _share(share: float | None) -> Value | None:
@@ -368,10 +316,6 @@ def _mean(spread: Spread | None) -> Value | None:
     return Value(speed_text(spread.mean), spread.mean, extremes)
 
 
-def _speed(samples_per_s: float) -> Value:
-    return Value(speed_text(samples_per_s), samples_per_s)
-
-
 def _seconds(seconds: float) -> Value:
     return Value(f"{seconds:,.1f}", seconds)
 
@@ -384,10 +328,6 @@ def _perplexity(spread: Spread | None) -> Value | None:
     deviation = f"{spread.deviation:.1f}" if spread.mean >= 100 else f"{spread.deviation:.2f}"
     extremes = f"{number(spread.least)}–{number(spread.largest)}"
     return Value(f"{number(spread.mean)} ± {deviation}", spread.mean, extremes)
-
-
-def _spread_words(spreads: Iterable[Spread | None]) -> str:
-    return "; over several seeds: mean ± standard deviation (least–largest)" if _has_several(spreads) else ""
 
 
 def _has_several(spreads: Iterable[Spread | None]) -> bool:

@@ -1,4 +1,4 @@
-"""`write_report`: records of runs to files that people read."""
+"""`write_report`: records of runs to files that people read; the report as markdown, for a README or an issue."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lowtide.errors import ConfigError
-from lowtide.lab.budget import BudgetSweep
+from lowtide.lab.budget import BudgetSweep, reversals
 from lowtide.lab.record import RunRecord
-from lowtide.lab.records import newest_records
 from lowtide.lab.report.charts import panel_of
-from lowtide.lab.report.comparison import Comparison, make_comparisons
+from lowtide.lab.report.comparison import Comparison
 from lowtide.lab.report.html import render_html
-from lowtide.lab.report.markdown import render_markdown
-from lowtide.lab.report.sentences import report_title
+from lowtide.lab.report.lab_report import LabReport, fastest_words, make_report, provenance, remarks
+from lowtide.lab.report.rows import alike_endings, error_line
+from lowtide.lab.report.tables import breakdown_table, perplexity_table, published_table, result_table, sweep_table
+from lowtide.report.table import escape_markdown as escape
+from lowtide.report.table import to_markdown
 
 
 def write_report(
@@ -25,8 +27,8 @@ def write_report(
     skipped: Sequence[str] = (),
     sweeps: Sequence[BudgetSweep] = (),
     with_older: bool = False,
-) -> tuple[Comparison, ...]:
-    """Write the report in each form that has a path; folders are made. Returns what was compared.
+) -> LabReport:
+    """Write the report in each form that has a path; folders are made.
 
     Args:
         records: Of runs that finished and of those that did not: both are results.
@@ -52,29 +54,57 @@ def write_report(
         from lowtide.report.figures import figure_path  # matplotlib takes a second to import
 
         figure_path(png)  # before anything is written: a wrong name is found at once
-    comparisons = make_comparisons(records, with_older=with_older)
-    # What the figures were made with is said of those that count.
-    counted = records if with_older else newest_records(records)
-    num_older = len(records) - len(counted)
-    title = report_title(
-        [row for comparison in comparisons for row in comparison.rows], [sweep.model for sweep in sweeps]
-    )
-    if html is not None:
-        _write(
-            html, render_html(comparisons, counted, title=title, skipped=skipped, sweeps=sweeps, num_older=num_older)
-        )
-    if markdown is not None:
-        _write(
-            markdown,
-            render_markdown(comparisons, counted, title=title, skipped=skipped, sweeps=sweeps, num_older=num_older),
-        )
+    report = make_report(records, skipped=skipped, sweeps=sweeps, with_older=with_older)
+    for path, render in ((html, render_html), (markdown, render_markdown)):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(render(report), encoding="utf-8")
     if png is not None:
         from lowtide.report.figures import save_panels
 
-        save_panels([panel_of(comparison) for comparison in comparisons], png, title=title)
-    return comparisons
+        save_panels([panel_of(comparison) for comparison in report.comparisons], png, title=report.title)
+    return report
 
 
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+def render_markdown(report: LabReport) -> str:
+    """The whole report as text."""
+    parts = [f"# {escape(report.title)}"]
+    for comparison in report.comparisons:
+        parts += [f"## {escape(comparison.title)}"] if len(report.comparisons) > 1 else []
+        parts += _comparison(comparison)
+    parts += ["## Memory budget sweep"] if report.sweeps else []
+    for sweep in report.sweeps:
+        beaten = "\n".join(f"- {escape(reversal.words)}" for reversal in reversals(sweep.points))
+        verdict = beaten or "No smaller budget has a larger peak."
+        parts += [f"### {escape(sweep.title)}", to_markdown(sweep_table(sweep)), verdict]
+    parts.append("## Where the figures come from")
+    parts.append("\n".join(f"- {name}: {escape(value)}" for name, value in provenance(report)))
+    if report.skipped:
+        parts += ["## Skipped files", "\n".join(f"- {escape(line)}" for line in report.skipped)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _comparison(comparison: Comparison) -> list[str]:
+    kind = " after warm-up" if comparison.is_warm else ""
+    front = f"In bold: no other row is as small and as fast{kind}."
+    if not comparison.front:
+        front = "No finished row has both a peak and a speed, so that there is no front."
+    parts = [to_markdown(result_table(comparison)), f"{escape(comparison.control_words)} {front}"]
+    if words := fastest_words(comparison):
+        parts.append(escape(words))
+    for make_table in (published_table, perplexity_table, breakdown_table):
+        if (table := make_table(comparison)) is not None:
+            parts += [f"### {table.caption}", to_markdown(table)]
+            if make_table is published_table:
+                parts.append(escape(comparison.sources))
+    endings = [
+        f"- {escape(row.label)}, {seeds}: {ending.outcome}"
+        + (f": {escape(error_line(ending.message))}" if ending.message else "")
+        for row in comparison.rows
+        for seeds, ending in alike_endings(row)
+    ]
+    if endings:
+        parts += ["### Runs that did not finish", "\n".join(endings)]
+    if lines := remarks(comparison):
+        parts += ["### Notes", "\n".join(f"- {escape(line)}" for line in lines)]
+    return parts

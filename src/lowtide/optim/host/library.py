@@ -11,12 +11,12 @@ import ctypes
 import functools
 import hashlib
 import logging
-import os
 import platform
 import time
 from pathlib import Path
 
 from lowtide.errors import HostKernelError
+from lowtide.hardware.machine import cache_folder
 from lowtide.optim.host import build as host_build
 
 _log = logging.getLogger(__name__)
@@ -81,12 +81,6 @@ def why_missing() -> str | None:
     """None where the library is there; else the reason, for a warning that the update runs through torch instead."""
     found = _load_once()
     return found.message if isinstance(found, HostKernelError) else None
-
-
-def cache_folder() -> Path:
-    """Where libraries built at first use are kept."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "lowtide"
 
 
 def cached_path(compiler: list[str]) -> Path:

@@ -7,9 +7,8 @@ import pytest
 from lowtide.lab.record import Outcome, SpeedFigures
 from lowtide.lab.report.comparison import make_comparisons
 from lowtide.lab.report.html import render_html
-from lowtide.lab.report.markdown import render_markdown
-from lowtide.lab.report.rows import make_rows
-from lowtide.lab.report.sentences import fastest_words, report_title
+from lowtide.lab.report.lab_report import fastest_words, make_report
+from lowtide.lab.report.write import render_markdown
 from lowtide.units import GiB
 from tests.lab.report.samples import record
 
@@ -31,8 +30,8 @@ def test_every_budget_has_its_fastest() -> None:
         "samples/s); from 8.000 GiB control (4.000 samples/s)."
     )
     assert fastest_words(comparison) == words
-    assert words in render_markdown([comparison], records, title="x")
-    assert words in render_html([comparison], records, title="x")
+    assert words in render_markdown(make_report(records))
+    assert words in render_html(make_report(records))
 
 
 def test_rows_without_such_a_speed_are_named() -> None:
@@ -47,7 +46,7 @@ def test_rows_without_such_a_speed_are_named() -> None:
         "Fastest within a budget, by peak: from 8.000 GiB control (1.000 samples/s). Not among them, for want of a speed "
         "after warm-up: short."
     )
-    assert "control, of 1 with a speed after warm-up" in render_html([comparison], records, title="x")
+    assert "control, of 1 with a speed after warm-up" in render_html(make_report(records))
 
 
 def test_an_emulated_device_is_no_judge_of_speed() -> None:
@@ -72,7 +71,7 @@ def test_without_speeds_there_is_nothing_to_say() -> None:
     ],
 )
 def test_reports(names: tuple[str, ...], title: str) -> None:
-    assert report_title(make_rows([record(name) for name in names])) == f"Lab report: {title}"
+    assert make_report([record(name) for name in names]).title == f"Lab report: {title}"
 
 
 def test_recipes_without_a_folder_are_named() -> None:
