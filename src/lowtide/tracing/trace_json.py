@@ -31,7 +31,8 @@ _FORMAT = "lowtide.step_trace"
 _SCALARS = {
     "model": str, "origin": str, "num_parameters": int, "start_allocated_bytes": int, "start_reserved_bytes": int,
 }
-_TARGET = {"card": str, "torch_version": str, "context_bytes": int, "capacity_bytes": int}
+_TARGET = {"card": str, "torch_version": str, "context_bytes": int, "capacity_bytes": int, "launch_s": float}
+_LATER_TARGET = {"launch_s": 0.0}
 _TABLES = {
     "ops": {"name": "text", "module": "text", "source": "text", "phase": "phase", "seconds": "float"},
     "allocations": {
@@ -224,6 +225,11 @@ def _shape(item: object) -> tuple[int, ...]:
     return tuple(item)
 
 
+def _with_later(target: object) -> object:
+    """What older files do not say of their hardware."""
+    return {**_LATER_TARGET, **target} if isinstance(target, dict) else target
+
+
 class _TraceReader:
     """Takes one record apart.
 
@@ -272,7 +278,7 @@ class _TraceReader:
         Raises:
             BadRecordError: Something is missing, of the wrong type or out of range.
         """
-        record, target = self.record, self._keyed("target", self.record["target"], _TARGET)
+        record, target = self.record, self._keyed("target", _with_later(self.record["target"]), _TARGET)
         about = self._one("about", record["about"], dict)
         self._each("about", list(about.values()), _exactly(str))
         scalars: dict[str, Any] = {key: self._one(key, record[key], kind) for key, kind in _SCALARS.items()}

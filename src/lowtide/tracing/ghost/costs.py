@@ -21,8 +21,11 @@ from lowtide.tracing.ghost.operators import FREE, Course, Operator, tensors_in
 MATRIX_PRODUCTS = frozenset(
     f"aten.{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "_addmm_activation", "mv", "addmv", "dot")
 )
-EFFICIENCY = 0.7
-"""Share of the device's best rates that ordinary kernels reach; only the shape of the time axis depends on it."""
+PRODUCT_EFFICIENCY, ATTENTION_EFFICIENCY, MEMORY_EFFICIENCY = 0.73, 0.55, 0.49
+"""Shares of the vendor's rates that kernels reach: matrix products, fused attention, and all that is bound by memory. Fitted to
+seven steps of Llamas on an H200 (`tests/tracing/test_step_time.py`), and taken for other devices too."""
+KERNEL_S = 2.5e-6
+"""What every kernel takes beside its work: to be started, and to end."""
 _ATTENTION_STATISTICS = 4
 MAX_THREADS = 512
 WARP = 32
@@ -86,13 +89,14 @@ class Costs:
         hardware = self._hardware
         tensors = [*tensors_in(args), *tensors_in(out)]
         moved = sum(_nbytes(tensor) for tensor in tensors)
-        seconds = moved / (hardware.memory_bytes_per_s * EFFICIENCY) if hardware.memory_bytes_per_s else 0.0
+        seconds = moved / (hardware.memory_bytes_per_s * MEMORY_EFFICIENCY) if hardware.memory_bytes_per_s else 0.0
         flops = num_flops(op.name, args, out)
         if flops:
             rate = hardware.flops(str(tensors[0].dtype), allow_tf32=False)
             if rate:
-                seconds = max(seconds, flops / (rate * EFFICIENCY))
-        return seconds
+                share = ATTENTION_EFFICIENCY if "attention" in op.name else PRODUCT_EFFICIENCY
+                seconds = max(seconds, flops / (rate * share))
+        return seconds + KERNEL_S if seconds else 0.0
 
 
 def _nbytes(tensor: Tensor) -> int:
@@ -327,10 +331,13 @@ def _grouped_product(args: Any, out: Any) -> Any:
     return 2.0 * math.prod(out.shape[1:] if are_gradients else out.shape) * args[0].shape[-1]
 
 
-def _attention(scale: float, first: int) -> _Formula:
+def _attention(scale: float, first: int, causal: int) -> _Formula:
+    """Two products in the forward. `first` is the query's place among the arguments, `causal` that of `is_causal`."""
+
     def formula(args: Any, out: Any) -> Any:
         batch, heads, length, size = args[first].shape
-        return scale * 4.0 * batch * heads * length * args[first + 1].shape[2] * size
+        is_causal = len(args) > causal and args[causal] is True
+        return scale * (2.0 if is_causal else 4.0) * batch * heads * length * args[first + 1].shape[2] * size
 
     return formula
 
@@ -344,9 +351,12 @@ _FORMULAS: dict[str, _Formula] = {
     "aten._grouped_mm": _grouped_product,
     "aten.convolution": lambda args, out: 2.0 * math.prod(out.shape) * math.prod(args[1].shape[1:]),
     "aten.convolution_backward": lambda args, out: 4.0 * math.prod(args[0].shape) * math.prod(args[2].shape[1:]),
-    **{f"aten._scaled_dot_product_{kind}_attention": _attention(1.0, 0) for kind in ("cudnn", "flash", "efficient")},
     **{
-        f"aten._scaled_dot_product_{kind}_attention_backward": _attention(BACKWARD_ATTENTION, 1)
-        for kind in ("cudnn", "flash", "efficient")
+        f"aten._scaled_dot_product_{kind}_attention": _attention(1.0, 0, causal)
+        for kind, causal in (("cudnn", 6), ("flash", 4), ("efficient", 6))
+    },
+    **{
+        f"aten._scaled_dot_product_{kind}_attention_backward": _attention(BACKWARD_ATTENTION, 1, causal)
+        for kind, causal in (("cudnn", 14), ("flash", 11), ("efficient", 11))
     },
 }

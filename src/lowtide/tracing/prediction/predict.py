@@ -89,6 +89,7 @@ def predict(
             torch_version=job.torch_version,
             context_bytes=job.hardware.context_bytes,
             capacity_bytes=job.hardware.memory_bytes,
+            launch_s=0.0 if job.hardware.is_host else job.hardware.launch_s,
         ),
         notes=tuple(notes),
     )
