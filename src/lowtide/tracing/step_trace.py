@@ -119,6 +119,8 @@ class Target:
     """CUDA context and loaded kernels: outside the allocator, reported beside the peak. 0 where unknown."""
     capacity_bytes: int
     """Memory of the device. 0 where unknown."""
+    is_context_assumed: bool = False
+    """Whether `context_bytes` was measured on other hardware than this."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
