@@ -74,6 +74,27 @@ class TestTrace:
         assert (found["dtype"], found["made_with"]["torch"]) == ("float32", torch.__version__)
         assert load_trace(saved).about["optimizer"] == "SGD(momentum=0.9)"
 
+    def test_a_capacity_is_predicted_for_and_said_to_be_one(self, tmp_path: Path) -> None:
+        page = tmp_path / "page.html"
+        result = run("trace", "gpt-tiny", "--batch", "2x64", "--gpu", "1GiB", "--report", str(page))
+        for text in (result.stdout, page.read_text(encoding="utf-8")):
+            text = " ".join(re.sub("[│<>]", " ", text).split())
+            assert "840.0 MiB" in text
+            assert "assumed, as measured on an H200" in text
+            assert "MiB to spare (with 840.0 MiB assumed for the CUDA context)" in text
+            assert "1GiB names a capacity and no device" in text
+        given = figures("trace", "gpt-tiny", "--batch", "2x64", "--gpu", "1GiB")
+        known = figures("trace", "gpt-tiny", "--batch", "2x64", "--gpu", "rtx-4090")
+        assert (given["card"], given["capacity_bytes"]) == ("1GiB", 2**30)
+        assert given["context_bytes"] == known["context_bytes"] == 840 * 2**20
+        assert given["is_context_assumed"] is known["is_context_assumed"] is True
+        # By the rules of the same compute capability.
+        assert given["peak_bytes"] == known["peak_bytes"]
+
+    def test_the_assumed_context_decides_what_fits(self) -> None:
+        for capacity, said in (("840MiB", "does not fit"), ("1GiB", "fits, ")):
+            assert said in run("trace", "gpt-tiny", "--batch", "2x64", "--gpu", capacity).stdout
+
     @pytest.mark.filterwarnings("default")
     def test_a_setting_without_effect_is_warned_of_in_a_line(self) -> None:
         result = run("trace", "gpt-tiny", "--batch", "2x64", "--json", "--set", "step.autocast=bf16")
@@ -145,6 +166,14 @@ class TestErrors:
         message = " ".join(result.stderr.split())
         assert (result.exit_code, result.stdout) == (2, "")
         assert message.startswith(f"ConfigError: {said}")
+        assert "Traceback" not in message
+
+    @pytest.mark.parametrize("text", ["24", "-1GiB", "24 bananas"])
+    def test_what_is_no_capacity_is_one_sentence(self, text: str) -> None:
+        result = run("trace", "gpt-tiny", "--gpu", text)
+        message = " ".join(result.stderr.split())
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert message.startswith(f"ConfigError: '{text}' is neither the name of a device nor a capacity; write ")
         assert "Traceback" not in message
 
     @pytest.mark.parametrize(

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+import statistics
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from lowtide.errors import ConfigError, UnknownNameError
 from lowtide.hardware import (
+    ASSUMED_CONTEXT_BYTES,
     Hardware,
     Source,
     cublas_workspace_bytes,
@@ -81,11 +86,41 @@ def test_negative_figures_are_refused() -> None:
 CARDS = [card for card in known_hardware() if not card.is_host]
 by_card = pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
 
+# Within a series the smaller board first, each with its memory in GB as sold, boost clock in MHz, bus in bits and Gbit/s a
+# pin, from which the table's rates must follow.
+# fmt: off
+SERIES: dict[tuple[int, int], dict[str, tuple[int, int, int, float]]] = {
+    (8, 6): {
+        "rtx-3050": (8, 1777, 128, 14), "rtx-3060": (12, 1777, 192, 15), "rtx-3060-ti": (8, 1665, 256, 14),
+        "rtx-3070": (8, 1725, 256, 14), "rtx-3070-ti": (8, 1770, 256, 19), "rtx-3080-10gb": (10, 1710, 320, 19),
+        "rtx-3080-12gb": (12, 1710, 384, 19), "rtx-3080-ti": (12, 1665, 384, 19), "rtx-3090": (24, 1695, 384, 19.5),
+        "rtx-3090-ti": (24, 1860, 384, 21),
+    },
+    (8, 9): {
+        "rtx-4060": (8, 2460, 128, 17), "rtx-4060-ti-8gb": (8, 2535, 128, 18), "rtx-4060-ti-16gb": (16, 2535, 128, 18),
+        "rtx-4070": (12, 2475, 192, 21), "rtx-4070-super": (12, 2475, 192, 21), "rtx-4070-ti": (12, 2610, 192, 21),
+        "rtx-4070-ti-super": (16, 2610, 256, 21), "rtx-4080": (16, 2505, 256, 22.4), "rtx-4080-super": (16, 2550, 256, 23),
+        "rtx-4090": (24, 2520, 384, 21),
+    },
+    (12, 0): {
+        "rtx-5060": (8, 2497, 128, 28), "rtx-5060-ti-16gb": (16, 2572, 128, 28), "rtx-5070": (12, 2512, 192, 28),
+        "rtx-5070-ti": (16, 2452, 256, 28), "rtx-5080": (16, 2617, 256, 30), "rtx-5090": (32, 2407, 512, 28),
+    },
+}
+WITH_EIGHT_LANES = {"rtx-3050", "rtx-4060", "rtx-4060-ti-8gb", "rtx-4060-ti-16gb", "rtx-5060", "rtx-5060-ti-16gb"}
+GEFORCE = [(capability, name, *sheet) for capability, boards in SERIES.items() for name, sheet in boards.items()]
 SOLD_AS_GB = {
     "h200": 141, "h100": 80, "h100-pcie": 80, "a100-80gb": 80, "a100-40gb": 40, "l4": 24, "l40s": 48, "a10g": 24,
-    "t4": 16, "v100-32gb": 32, "rtx-3090": 24, "rtx-4090": 24, "rtx-5090": 32, "rtx-4060-ti-16gb": 16, "rtx-3060": 12,
-    "b200": 192, "mi300x": 192,
-}  # fmt: skip
+    "t4": 16, "v100-16gb": 16, "v100-32gb": 32, "a40": 48, "rtx-a6000": 48, "rtx-6000-ada": 48, "b200": 192, "mi300x": 192,
+    **{name: sold for _, name, sold, *_ in GEFORCE},
+}
+# fmt: on
+
+
+def test_the_page_lists_every_name() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tracing.md").read_text(encoding="utf-8")
+    listed = re.findall(r"`([a-z0-9-]+)`", page.partition("| series | names |")[2].partition("\n\n")[0])
+    assert sorted(listed) == sorted(card.name for card in known_hardware())
 
 
 def test_every_promised_card_is_there_once() -> None:
@@ -120,9 +155,56 @@ def test_rates_are_in_the_usual_order(card: Hardware) -> None:
     assert card.host_link_bytes_per_s < card.memory_bytes_per_s
 
 
+@pytest.mark.parametrize(("capability", "name", "sold", "mhz", "bits", "gbps"), GEFORCE, ids=lambda value: str(value))
+def test_rates_of_geforce_boards_follow_from_clock_and_bus(
+    capability: tuple[int, int], name: str, sold: int, mhz: int, bits: int, gbps: float
+) -> None:
+    card = find_hardware(name)
+    assert card.compute_capability == capability
+    assert card.fp32_flops == pytest.approx(2 * 128 * card.num_sms * mhz * 1e6, rel=0.006)
+    assert card.memory_bytes_per_s == pytest.approx(bits / 8 * gbps * 1e9, rel=0.001)
+    assert card.bf16_flops == card.fp16_flops == pytest.approx(2 * card.fp32_flops, rel=0.01)
+    assert card.tf32_flops == card.fp32_flops
+    slot = 63.0e9 if capability == (12, 0) else 31.5e9
+    assert card.host_link_bytes_per_s == (slot / 2 if name in WITH_EIGHT_LANES else slot)
+    assert card.memory_bytes < sold * GiB
+
+
+@pytest.mark.parametrize("boards", SERIES.values(), ids=str)
+def test_larger_boards_of_a_series_have_no_less(boards: dict[str, tuple[int, int, int, float]]) -> None:
+    cards = [find_hardware(name) for name in boards]
+    for smaller, larger in itertools.pairwise(cards):
+        assert 0 < smaller.num_sms <= larger.num_sms
+        assert smaller.memory_bytes_per_s <= larger.memory_bytes_per_s
+        assert smaller.fp32_flops <= larger.fp32_flops
+        assert smaller.host_link_bytes_per_s <= larger.host_link_bytes_per_s
+
+
+def test_estimated_memory_is_the_median_of_boards_sold_with_as_much() -> None:
+    reported: dict[int, list[int]] = {}
+    for _, name, sold, *_ in GEFORCE:
+        if find_hardware(name).memory_source is Source.REPORTED:
+            reported.setdefault(sold, []).append(find_hardware(name).memory_bytes)
+    estimated = {card.name: card for card in CARDS if card.memory_source is Source.ESTIMATED}
+    assert set(estimated) == {"rtx-3050", "rtx-3080-12gb", "rtx-4070-super", "rtx-5060"}
+    for name, card in estimated.items():
+        assert card.memory_bytes == statistics.median(reported[SOLD_AS_GB[name]])
+
+
 @by_card
-def test_unknown_figures_say_so(card: Hardware) -> None:
-    assert (card.context_bytes == 0) == (card.context_source is Source.UNKNOWN)
+def test_a_context_that_is_not_known_is_assumed(card: Hardware) -> None:
+    is_known = card.name == "h200"
+    assert (card.context_source is Source.ASSUMED) != is_known
+    assert is_known or card.context_bytes == ASSUMED_CONTEXT_BYTES
+
+
+def test_the_assumed_context_is_the_measured_one_rounded_up() -> None:
+    measured = find_hardware("h200").context_bytes
+    assert measured <= ASSUMED_CONTEXT_BYTES < measured + 10 * MiB
+    cpu = find_hardware("cpu")
+    assert (cpu.context_bytes, cpu.context_source) == (0, Source.UNKNOWN)
+    own = replace(find_hardware("l4"), context_bytes=0, context_source=Source.MEASURED)
+    assert own.context_bytes == 0  # somebody who has looked is believed
 
 
 def test_the_measured_card() -> None:
@@ -140,7 +222,34 @@ def test_spelling_is_forgiven(typed: str) -> None:
 
 
 def test_unknown_names_get_near_ones() -> None:
-    with pytest.raises(UnknownNameError, match="no hardware named 'rtx-4080'; did you mean 'rtx-4090'"):
-        find_hardware("rtx-4080")
+    with pytest.raises(UnknownNameError, match="no hardware named 'rtx-4085'; did you mean 'rtx-4080'"):
+        find_hardware("rtx-4085")
+    with pytest.raises(UnknownNameError, match="'RTX 3080'; did you mean .*'rtx-3080-12gb' or 'rtx-3080-10gb'"):
+        find_hardware("RTX 3080")
     with pytest.raises(UnknownNameError, match="'a100-80gb'"):
         find_hardware("a100")
+
+
+@pytest.mark.parametrize(
+    ("typed", "name", "num_bytes"),
+    [("24GiB", "24GiB", 24 * GiB), (" 7.5 gib", "7.5gib", 15 * GiB // 2), ("24 GB", "24GB", 24 * 10**9)],
+)
+def test_a_capacity_stands_for_a_common_gpu_without_rates(typed: str, name: str, num_bytes: int) -> None:
+    card = find_hardware(typed)
+    assert (card.name, card.memory_bytes, card.memory_source) == (name, num_bytes, Source.GIVEN)
+    assert card.compute_capability == (8, 9)
+    assert "8.9" in card.label
+    assert card.note is not None
+    assert "compute capability 8.9 with 128 multiprocessors" in card.note
+    assert card.num_sms == find_hardware("rtx-4090").num_sms == 128
+    assert (card.context_bytes, card.context_source) == (ASSUMED_CONTEXT_BYTES, Source.ASSUMED)
+    for release in ("2.11.0", "2.13.0"):
+        assert card.cublas_workspace_for(release) == find_hardware("rtx-4090").cublas_workspace_for(release)
+    assert card.flops("bfloat16") is card.memory_bytes_per_s is card.host_link_bytes_per_s is None
+    assert card not in known_hardware()
+
+
+@pytest.mark.parametrize("typed", ["24", "-1GiB", "24 bananas", "0GiB", "4090", "1.2.3GiB"])
+def test_what_is_no_capacity_is_refused(typed: str) -> None:
+    with pytest.raises(ConfigError, match=rf"'{typed}' is neither the name of a device nor a capacity; write .* 24GiB"):
+        find_hardware(typed)

@@ -10,7 +10,7 @@ from lowtide.planning.what_if import WhatIfRow
 from lowtide.report import terminal, trace_tables
 from lowtide.report.trace_tables import Fit, circumstances, fit_of, saving
 from lowtide.tracing.explanation.compare import Difference, compare
-from lowtide.tracing.step_trace import Category, Phase, StepTrace
+from lowtide.tracing.step_trace import Category, Phase, StepTrace, Target
 from lowtide.units import GiB, MiB, format_bytes
 from tests.tracing.samples import TARGET, TraceBuilder, observed_like, tiny_trace, transformer_trace
 
@@ -31,19 +31,38 @@ def test_fit_counts_reserved_memory_and_the_context() -> None:
         (least - 1, False, False, least - 1 - 540 * MiB),
     ):
         fit = fit_of(replace(trace, target=replace(TARGET, context_bytes=context, capacity_bytes=capacity)))
-        expected = Fit(needed_bytes=540 * MiB, least_bytes=least, capacity_bytes=capacity, is_context_known=True)
+        expected = Fit(needed_bytes=540 * MiB, least_bytes=least, capacity_bytes=capacity)
         assert fit == expected
         assert (fit.fits, fit.fits_tightly, fit.spare_bytes) == (fits, tightly, spare)
     assert fit_of(replace(trace, target=replace(TARGET, capacity_bytes=0))) is None
 
 
 def test_the_verdict_says_how_much_and_what_is_not_known() -> None:
-    fit = Fit(needed_bytes=30 * GiB, least_bytes=20 * GiB, capacity_bytes=24 * GiB, is_context_known=False)
-    assert fit.verdict == (
-        "fits only if cached blocks are given back, 4.0 GiB to spare then (CUDA context not known, not counted)"
-    )
-    assert replace(fit, capacity_bytes=10 * GiB, is_context_known=True).verdict == "does not fit, 10.0 GiB too much"
-    assert replace(fit, capacity_bytes=32 * GiB, is_context_known=True).verdict == "fits, 2.0 GiB to spare"
+    fit = Fit(needed_bytes=30 * GiB, least_bytes=20 * GiB, capacity_bytes=24 * GiB)
+    assert fit.verdict == "fits only if cached blocks are given back, 4.0 GiB to spare then"
+    assert replace(fit, capacity_bytes=10 * GiB).verdict == "does not fit, 10.0 GiB too much"
+    assert replace(fit, capacity_bytes=32 * GiB).verdict == "fits, 2.0 GiB to spare"
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        (replace(TARGET, capacity_bytes=540 * MiB), "fits, 0 B to spare"),
+        (
+            replace(TARGET, capacity_bytes=540 * MiB, is_context_assumed=True),
+            "fits, 0 B to spare (with 520.0 MiB assumed for the CUDA context)",
+        ),
+        (
+            replace(TARGET, capacity_bytes=20 * MiB, context_bytes=0),
+            "fits, 0 B to spare (CUDA context not known, not counted)",
+        ),
+    ],
+    ids=["known", "assumed", "not known, as in old files"],
+)
+def test_the_verdict_says_where_the_context_comes_from(target: Target, said: str) -> None:
+    fit = fit_of(replace(tiny_trace(), target=target))
+    assert fit is not None
+    assert fit.verdict == said
 
 
 def test_circumstances_are_what_a_trace_knows_of_itself() -> None:
@@ -114,6 +133,13 @@ def test_the_headline_of_a_step_that_does_not_fit() -> None:
     trace = replace(tiny_trace(), target=replace(TARGET, card="toy-card", capacity_bytes=500 * MiB))
     too_much = format_bytes(trace.peak_bytes + trace.target.context_bytes - 500 * MiB)
     assert f"toy-card, 500.0 MiB: does not fit, {too_much} too much" in text_of(terminal.headline(trace))
+
+
+def test_the_headline_says_that_a_context_is_assumed() -> None:
+    trace = replace(tiny_trace(), target=replace(TARGET, is_context_assumed=True))
+    text = text_of(terminal.headline(trace))
+    assert "520.0 MiB  assumed, as measured on an H200" in text
+    assert "fits, 139.9 GiB to spare (with 520.0 MiB assumed for the CUDA context)" in text
 
 
 def test_the_headline_without_a_known_card_or_context() -> None:

@@ -28,6 +28,11 @@ JSON_VALUES = st.recursive(
 )
 
 
+def _targets() -> st.SearchStrategy[Target]:
+    sizes = {"context_bytes": SIZE, "capacity_bytes": SIZE}
+    return st.builds(Target, card=TEXT, torch_version=TEXT, **sizes, is_context_assumed=st.booleans())
+
+
 @st.composite
 def traces(draw: st.DrawFn) -> StepTrace:
     """Any trace whose indices exist; nothing in it has to make sense otherwise."""
@@ -78,7 +83,7 @@ def traces(draw: st.DrawFn) -> StepTrace:
     return StepTrace(
         model=draw(TEXT),
         origin=draw(st.sampled_from(["predicted", "observed"])),
-        target=draw(st.builds(Target, card=TEXT, torch_version=TEXT, context_bytes=SIZE, capacity_bytes=SIZE)),
+        target=draw(_targets()),
         settings=draw(st.dictionaries(TEXT, JSON_VALUES, max_size=3)),
         num_parameters=draw(SIZE),
         start_allocated_bytes=draw(SIZE),
@@ -113,6 +118,8 @@ def test_a_trace_of_an_older_version_says_less_about_itself(tmp_path: Path) -> N
     record = trace_to_dict(trace)
     assert trace_from_dict(record).about == trace.about
     del record["about"]
+    assert trace_from_dict(record) == replace(trace, about={})
+    del record["target"]["is_context_assumed"]
     assert trace_from_dict(record) == replace(trace, about={})
 
 
@@ -232,6 +239,9 @@ DAMAGE: list[tuple[Callable[[Record], Any], str]] = [
     (_set("model", to=3), r"model is '3', expected str"),
     (_set("num_parameters", to=True), r"num_parameters is 'True', expected int"),
     (_set("target", "context_bytes", to=1.5), r"target\.context_bytes is '1\.5', expected int"),
+    (_set("target", "is_context_assumed", to=1), r"target\.is_context_assumed is '1', expected bool"),
+    (_set("target", "maker", to="x"), r"target has unknown parts maker"),
+    (_set("target", to=[]), r"target is '\[\]', expected dict"),
     (_set("settings", to=[]), r"settings is '\[\]', expected dict"),
     (_set("notes", 0, to=3), r"notes\[0\] is 3, expected str"),
     (_set("about", to="AdamW"), r"about is 'AdamW', expected dict"),

@@ -46,7 +46,7 @@ Model = Annotated[
     str, typer.Argument(help="a built-in name (llama-8b), hf:FOLDER_OR_CONFIG, or package.module:factory")
 ]
 Batch = Annotated[str | None, typer.Option(help="8x2048 (sequences x tokens) or 64x3x224x224 (images)")]
-Gpu = Annotated[str, typer.Option(help="the hardware to predict for")]
+Gpu = Annotated[str, typer.Option(help="the hardware to predict for, or a capacity such as 24GiB")]
 Set = Annotated[
     list[str] | None,
     typer.Option(

@@ -54,7 +54,7 @@ class TraceRequest:
     batch: str | None = None
     """`8x2048` (sequences x tokens) or `64x3x224x224` (images); the model's default where it is left out."""
     gpu: str = "h200"
-    """The hardware to predict for."""
+    """The hardware to predict for: a name, or a capacity such as 24GiB."""
     torch: str | None = None
     """The torch version to predict for; the installed one where it is left out."""
     dtype: str | None = None
@@ -111,7 +111,7 @@ def settable() -> str:
     lines = [
         f"**--set** takes {', '.join(f'`{key}`' for key in keys)}.",
         f"Models: {', '.join(built_in_names())}.",
-        f"Hardware: {', '.join(hardware.name for hardware in known_hardware())}.",
+        f"Hardware: {', '.join(hardware.name for hardware in known_hardware())}, or a capacity such as 24GiB.",
         f"Optimizers: {', '.join(OPTIMIZERS)}, none.",
     ]
     return "\n\n".join(lines)
@@ -141,6 +141,7 @@ def summarise(trace: StepTrace) -> dict[str, Any]:
         "peak_bytes": trace.peak_bytes,
         "peak_reserved_bytes": trace.peak_reserved_bytes,
         "context_bytes": trace.target.context_bytes,
+        "is_context_assumed": trace.target.is_context_assumed,
         "capacity_bytes": trace.target.capacity_bytes,
         "peak_phase": str(trace.peak_phase),
         "peak_module": op.module if op else "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lowtide.hardware.profile import (
+    ASSUMED_CONTEXT_BYTES,
     Hardware,
     Source,
     cublas_workspace_bytes,
@@ -13,6 +14,7 @@ from lowtide.hardware.profile import (
 )
 
 __all__ = [
+    "ASSUMED_CONTEXT_BYTES",
     "Hardware",
     "Source",
     "cublas_workspace_bytes",

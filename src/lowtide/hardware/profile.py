@@ -1,7 +1,8 @@
 """Hardware: one kind of device as data, so that a machine without it can predict and plan for it; and those known by name.
 
 Rates are the dense figures of the vendors' sheets (half of those quoted "with sparsity"); for GeForce boards those with fp32
-accumulation, which is what torch uses. Host links are one direction of the device's own PCIe slot.
+accumulation, which is what torch uses. Host links are one direction of the device's own PCIe slot. Memory is what torch sees
+under Linux; under Windows the driver hides less of it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowtide.errors import ConfigError, UnknownNameError
-from lowtide.units import GiB, MiB
+from lowtide.units import GiB, MiB, parse_bytes
 
 WORKSPACE_BYTES = 2 * 4 * MiB + 8 * 16 * 1024
 """cuBLAS workspace that torch keeps per handle and stream: `:4096:2:16:8`, two of 4 MiB and eight of 16 KiB."""
@@ -24,6 +25,8 @@ ROCM_WORKSPACE_BYTES = 128 * MiB
 """The same for hipBLAS on the MI300 family."""
 ROCM_LT_WORKSPACE_BYTES = 76 * MiB
 """What hipBLASLt keeps beside that."""
+ASSUMED_CONTEXT_BYTES = 840 * MiB
+"""Context that is counted where a device's own is not known: that of a training process on an H200, 837 MiB, rounded up."""
 
 
 class Source(enum.StrEnum):
@@ -31,8 +34,11 @@ class Source(enum.StrEnum):
 
     VENDOR = "vendor's data sheet"
     MEASURED = "measured with torch on such a device"
-    REPORTED = "printed by torch on somebody's device of that kind; differs by some 0.1 GiB from driver to driver"
+    REPORTED = "printed by torch, or as CUDA's total, on somebody's device of that kind; drivers differ by some 0.1 GiB"
+    ESTIMATED = "median of what is reported for GeForce boards that are sold with as much"
     RULE = "rule in torch's source"
+    ASSUMED = "assumed to be what was measured on an H200"
+    GIVEN = "given by the user"
     UNKNOWN = "not known; 0 or None stands for it"
 
 
@@ -66,7 +72,8 @@ class Hardware:
     """What the host needs to launch an operator of an ordinary model: its Python, torch's own work, the driver's. Measured on
     the host of the H200, in steps of a small Llama: 36 to 46 ms for 2,179 operators, views among them."""
     context_bytes: int = 0
-    """Used outside the allocator by a process that trains: CUDA context and loaded kernels. 0 where unknown."""
+    """Used outside the allocator by a process that trains: CUDA context and loaded kernels. `ASSUMED_CONTEXT_BYTES` for a
+    device whose context is left out, 0 for the host."""
     cublas_workspace_bytes: int = 0
     """Kept per handle and stream by the newest supported torch (others: `cublas_workspace_for`); 0 on the host."""
     cublaslt_workspace_bytes: int = 0
@@ -82,6 +89,8 @@ class Hardware:
     """Whether torch's CUDA rules apply to it."""
     is_tested: bool = False
     """Whether predictions for it were compared with the device itself."""
+    note: str | None = None
+    """What a prediction for it must tell its reader."""
 
     def __post_init__(self) -> None:
         sizes = ("memory_bytes", "num_sms", "context_bytes", "cublas_workspace_bytes", "cublaslt_workspace_bytes")
@@ -90,6 +99,10 @@ class Hardware:
             value = getattr(self, field)
             if value is not None and value < 0:
                 raise ConfigError(f"{field} of the hardware {self.name!r} cannot be negative, got {value}", key=field)
+        if self.context_bytes == 0 and self.context_source is Source.UNKNOWN and not self.is_host:
+            # Every CUDA process has one, so that 0 would be the worst guess. Frozen, so set past the guard.
+            object.__setattr__(self, "context_bytes", ASSUMED_CONTEXT_BYTES)
+            object.__setattr__(self, "context_source", Source.ASSUMED)
 
     @property
     def is_host(self) -> bool:
@@ -174,7 +187,7 @@ def release_of(text: str) -> tuple[int, int]:
 _TERA = 1e12
 _GIGA = 1e9
 _PCIE3_X16 = _PCIE4_X8 = 15.75 * _GIGA
-_PCIE4_X16 = 31.5 * _GIGA
+_PCIE4_X16 = _PCIE5_X8 = 31.5 * _GIGA
 _PCIE5_X16 = 63.0 * _GIGA
 
 
@@ -198,6 +211,11 @@ def _device(
         cublas_workspace_bytes=cublas_workspace_bytes(capability), memory_source=Source.REPORTED,
     )  # fmt: skip
     return Hardware(name=name, label=label, **{**fields, **others})
+
+
+def _geforce(name: str, sold_as: str, *, fp32: float, **columns: Any) -> Hardware:
+    """A GeForce board of the 30, 40 or 50 series: its tensor cores reach twice the rate of fp32, and in TF32 the same rate."""
+    return _device(name, f"NVIDIA GeForce {sold_as}", tflops=(2 * fp32, 2 * fp32, fp32, fp32), **columns)
 
 
 _HOPPER_SXM = (989.4, 989.4, 494.7, 66.9)
@@ -241,16 +259,67 @@ _KNOWN = (
             gb_per_s=600, link=_PCIE4_X16),
     _device("t4", "NVIDIA T4", gib=14.74, capability=(7, 5), sms=40, tflops=(None, 65.0, None, 8.1),
             gb_per_s=320, link=_PCIE3_X16),
+    _device("v100-16gb", "NVIDIA V100 16GB (SXM2)", gib=15.78, capability=(7, 0), sms=80,
+            tflops=(None, 125.0, None, 15.7), gb_per_s=900, link=_PCIE3_X16),
     _device("v100-32gb", "NVIDIA V100 32GB (SXM2)", gib=31.74, capability=(7, 0), sms=80,
             tflops=(None, 125.0, None, 15.7), gb_per_s=900, link=_PCIE3_X16),
+    # The A40 checks memory for errors unless told not to, which takes 6% of it; the other two only when told to.
+    _device("a40", "NVIDIA A40", gib=44.30, capability=(8, 6), sms=84, tflops=(149.7, 149.7, 74.8, 37.4),
+            gb_per_s=696, link=_PCIE4_X16),
+    _device("rtx-a6000", "NVIDIA RTX A6000", gib=47.53, capability=(8, 6), sms=84, tflops=(154.8, 154.8, 77.4, 38.7),
+            gb_per_s=768, link=_PCIE4_X16),
+    _device("rtx-6000-ada", "NVIDIA RTX 6000 Ada Generation", gib=47.38, capability=(8, 9), sms=142,
+            tflops=(364.2, 364.2, 182.1, 91.1), gb_per_s=960, link=_PCIE4_X16),
+    _geforce("rtx-3050", "RTX 3050 8GB", gib=7.65, capability=(8, 6), sms=20, fp32=9.1,
+             gb_per_s=224, link=_PCIE4_X8, memory_source=Source.ESTIMATED),
     _device("rtx-3060", "NVIDIA GeForce RTX 3060 12GB", gib=11.76, capability=(8, 6), sms=28,
             tflops=(25.5, 25.5, 12.7, 12.7), gb_per_s=360, link=_PCIE4_X16),
+    _geforce("rtx-3060-ti", "RTX 3060 Ti", gib=7.65, capability=(8, 6), sms=38, fp32=16.2,
+             gb_per_s=448, link=_PCIE4_X16),
+    _geforce("rtx-3070", "RTX 3070", gib=7.78, capability=(8, 6), sms=46, fp32=20.3,
+             gb_per_s=448, link=_PCIE4_X16),
+    _geforce("rtx-3070-ti", "RTX 3070 Ti", gib=7.66, capability=(8, 6), sms=48, fp32=21.7,
+             gb_per_s=608, link=_PCIE4_X16),
+    _geforce("rtx-3080-10gb", "RTX 3080 10GB", gib=9.78, capability=(8, 6), sms=68, fp32=29.8,
+             gb_per_s=760, link=_PCIE4_X16),
+    _geforce("rtx-3080-12gb", "RTX 3080 12GB", gib=11.72, capability=(8, 6), sms=70, fp32=30.6,
+             gb_per_s=912, link=_PCIE4_X16, memory_source=Source.ESTIMATED),
+    _geforce("rtx-3080-ti", "RTX 3080 Ti", gib=11.77, capability=(8, 6), sms=80, fp32=34.1,
+             gb_per_s=912, link=_PCIE4_X16),
     _device("rtx-3090", "NVIDIA GeForce RTX 3090", gib=23.69, capability=(8, 6), sms=82,
             tflops=(71.0, 71.0, 35.6, 35.6), gb_per_s=936, link=_PCIE4_X16),
+    _geforce("rtx-3090-ti", "RTX 3090 Ti", gib=23.58, capability=(8, 6), sms=84, fp32=40.0,
+             gb_per_s=1008, link=_PCIE4_X16),
+    _geforce("rtx-4060", "RTX 4060", gib=7.62, capability=(8, 9), sms=24, fp32=15.1,
+             gb_per_s=272, link=_PCIE4_X8),
+    _geforce("rtx-4060-ti-8gb", "RTX 4060 Ti 8GB", gib=7.62, capability=(8, 9), sms=34, fp32=22.1,
+             gb_per_s=288, link=_PCIE4_X8),
     _device("rtx-4060-ti-16gb", "NVIDIA GeForce RTX 4060 Ti 16GB", gib=15.60, capability=(8, 9), sms=34,
             tflops=(44.1, 44.1, 22.1, 22.1), gb_per_s=288, link=_PCIE4_X8),
+    _geforce("rtx-4070", "RTX 4070", gib=11.72, capability=(8, 9), sms=46, fp32=29.1,
+             gb_per_s=504, link=_PCIE4_X16),
+    _geforce("rtx-4070-super", "RTX 4070 SUPER", gib=11.72, capability=(8, 9), sms=56, fp32=35.5,
+             gb_per_s=504, link=_PCIE4_X16, memory_source=Source.ESTIMATED),
+    _geforce("rtx-4070-ti", "RTX 4070 Ti", gib=11.70, capability=(8, 9), sms=60, fp32=40.1,
+             gb_per_s=504, link=_PCIE4_X16),
+    _geforce("rtx-4070-ti-super", "RTX 4070 Ti SUPER", gib=15.69, capability=(8, 9), sms=66, fp32=44.1,
+             gb_per_s=672, link=_PCIE4_X16),
+    _geforce("rtx-4080", "RTX 4080", gib=15.57, capability=(8, 9), sms=76, fp32=48.7,
+             gb_per_s=716.8, link=_PCIE4_X16),
+    _geforce("rtx-4080-super", "RTX 4080 SUPER", gib=15.57, capability=(8, 9), sms=80, fp32=52.2,
+             gb_per_s=736, link=_PCIE4_X16),
     _device("rtx-4090", "NVIDIA GeForce RTX 4090", gib=23.64, capability=(8, 9), sms=128,
             tflops=(165.2, 165.2, 82.6, 82.6), gb_per_s=1008, link=_PCIE4_X16),
+    _geforce("rtx-5060", "RTX 5060", gib=7.65, capability=(12, 0), sms=30, fp32=19.2,
+             gb_per_s=448, link=_PCIE5_X8, memory_source=Source.ESTIMATED),
+    _geforce("rtx-5060-ti-16gb", "RTX 5060 Ti 16GB", gib=15.48, capability=(12, 0), sms=36, fp32=23.7,
+             gb_per_s=448, link=_PCIE5_X8),
+    _geforce("rtx-5070", "RTX 5070", gib=11.48, capability=(12, 0), sms=48, fp32=30.9,
+             gb_per_s=672, link=_PCIE5_X16),
+    _geforce("rtx-5070-ti", "RTX 5070 Ti", gib=15.46, capability=(12, 0), sms=70, fp32=43.9,
+             gb_per_s=896, link=_PCIE5_X16),
+    _geforce("rtx-5080", "RTX 5080", gib=15.47, capability=(12, 0), sms=84, fp32=56.3,
+             gb_per_s=960, link=_PCIE5_X16),
     _device("rtx-5090", "NVIDIA GeForce RTX 5090", gib=31.36, capability=(12, 0), sms=170,
             tflops=(209.5, 209.5, 104.8, 104.8), gb_per_s=1792, link=_PCIE5_X16),
     _device("mi300x", "AMD Instinct MI300X", gib=191.98, capability=(9, 4), sms=304,
@@ -269,16 +338,53 @@ def known_hardware() -> tuple[Hardware, ...]:
 
 
 def find_hardware(name: str) -> Hardware:
-    """The device of that name. Case, spaces and underscores do not matter: `RTX 4090` finds `rtx-4090`.
+    """The device of that name, or one of that capacity.
+
+    Case, spaces and underscores do not matter: `RTX 4090` finds `rtx-4090`. A bare capacity such as `24GiB` stands for any
+    NVIDIA GPU of compute capability 8.9 whose `total_memory` that is; its rates are not known, so neither are step times.
 
     Example:
         >>> find_hardware("RTX 4090").num_sms
         128
+        >>> find_hardware("24GiB").memory_bytes == 24 * 2**30
+        True
 
     Raises:
         UnknownNameError: There is no such device; the message names the nearest.
+        ConfigError: It begins as a number does, but is no positive size with a unit.
     """
     typed = "-".join(name.strip().lower().replace("_", " ").replace("-", " ").split())
-    if typed not in _BY_NAME:
-        raise UnknownNameError("hardware", name, _BY_NAME)
-    return _BY_NAME[typed]
+    if typed in _BY_NAME:
+        return _BY_NAME[typed]
+    if re.match(r"\s*[-+.]?\s*[0-9]", name):
+        return _of_capacity(name)
+    # A board that is sold with several memories: `rtx-3080` means `rtx-3080-12gb` rather than `rtx-4080`.
+    kinds = [known for known in _BY_NAME if known.startswith(f"{typed}-")]
+    raise UnknownNameError("hardware", name, kinds or _BY_NAME)
+
+
+def _of_capacity(text: str) -> Hardware:
+    try:
+        num_bytes = parse_bytes(text) if text.rstrip()[-1:].isalpha() else 0  # a bare number would be bytes
+    except ConfigError:
+        num_bytes = 0
+    if num_bytes == 0:
+        raise ConfigError(
+            f"{text!r} is neither the name of a device nor a capacity; write a name such as rtx-4090, or a positive size with "
+            "its unit such as 24GiB",
+            key="hardware",
+        )
+    name = "".join(text.split())
+    return Hardware(
+        name=name,
+        label=f"any NVIDIA GPU of compute capability 8.9 with {name}",
+        memory_bytes=num_bytes,
+        compute_capability=(8, 9),
+        num_sms=_BY_NAME["rtx-4090"].num_sms,
+        cublas_workspace_bytes=cublas_workspace_bytes((8, 9)),
+        memory_source=Source.GIVEN,
+        rate_source=Source.UNKNOWN,
+        host_link_source=Source.UNKNOWN,
+        note=f"{name} names a capacity and no device: kernels and workspaces are taken to be those of an NVIDIA GPU of compute "
+        "capability 8.9 with 128 multiprocessors, as the RTX 4090 has, and step times are not known",
+    )

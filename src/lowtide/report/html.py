@@ -17,7 +17,7 @@ from lowtide.report.page import fill_page, read_part
 from lowtide.report.session_tables import cache_line, overlap_line, per_step
 from lowtide.report.table import Tone, Value, size, to_html
 from lowtide.report.timeline import MAX_POINTS, timeline_data
-from lowtide.report.trace_tables import circumstances, fit_of
+from lowtide.report.trace_tables import ASSUMED_CONTEXT, circumstances, fit_of
 from lowtide.runtime.statistics.session_stats import SessionStats
 from lowtide.runtime.statistics.timeline import Lane, Timeline
 from lowtide.tracing.attention.use import attention_use, fallbacks
@@ -208,11 +208,12 @@ def _trace_figures(trace: StepTrace) -> str:
         ("Peak reserved", size(trace.peak_reserved_bytes), Value("what the allocator holds on to")),
     ]
     if trace.target.context_bytes:
-        items.append(("Context", size(trace.target.context_bytes), Value("beside it, outside the allocator")))
+        detail = ASSUMED_CONTEXT if trace.target.is_context_assumed else "beside it, outside the allocator"
+        items.append(("Context", size(trace.target.context_bytes), Value(detail)))
     fit = fit_of(trace)
     if fit is not None:
-        detail = Value(fit.verdict, tone=Tone.GOOD if fit.fits else Tone.BAD)
-        items.append((trace.target.card, size(fit.capacity_bytes), detail))
+        verdict = Value(fit.verdict, tone=Tone.GOOD if fit.fits else Tone.BAD)
+        items.append((trace.target.card, size(fit.capacity_bytes), verdict))
     return f'{page.figures(items)}<p class="where">{where}</p>{_attention(trace)}'
 
 

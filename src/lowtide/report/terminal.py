@@ -19,7 +19,7 @@ from lowtide.report import session_tables, trace_tables
 from lowtide.report.palette import PEAK_COLOUR
 from lowtide.report.session_tables import cache_line
 from lowtide.report.table import STYLES, Tone
-from lowtide.report.trace_tables import circumstances, fit_of
+from lowtide.report.trace_tables import ASSUMED_CONTEXT, circumstances, fit_of
 from lowtide.runtime.statistics.session_stats import SessionStats
 from lowtide.tracing.attention.use import attention_use, fallbacks, is_on_attention
 from lowtide.tracing.explanation.instant import instant_of
@@ -94,7 +94,10 @@ def headline(trace: StepTrace) -> Panel:
     facts.add_row("peak allocated", peak + Text(f"  {trace.peak_bytes:,} bytes", style=_QUIET))
     facts.add_row("peak reserved", format_bytes(trace.peak_reserved_bytes))
     if trace.target.context_bytes:
-        facts.add_row("context beside it", format_bytes(trace.target.context_bytes))
+        context = Text(format_bytes(trace.target.context_bytes))
+        if trace.target.is_context_assumed:
+            context.append(f"  {ASSUMED_CONTEXT}", style=_QUIET)
+        facts.add_row("context beside it", context)
     facts.add_row("hardware", _fit_line(trace))
     instant = instant_of(trace, trace.peak_event)
     facts.add_row("the peak is in", Text(instant.phase.value if instant.phase else instant.place, style="bold"))

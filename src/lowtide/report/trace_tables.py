@@ -24,7 +24,8 @@ class Fit:
     least_bytes: int
     """What remains when the allocator gives cached blocks back, as it does on a full device: allocated memory and the context."""
     capacity_bytes: int
-    is_context_known: bool
+    remark: str = ""
+    """What the reader must know of the context; "" where it is known."""
 
     @property
     def fits(self) -> bool:
@@ -50,7 +51,7 @@ class Fit:
             said = f"fits only if cached blocks are given back, {format_bytes(self.spare_bytes)} to spare then"
         else:
             said = f"does not fit, {format_bytes(self.least_bytes - self.capacity_bytes)} too much"
-        return said if self.is_context_known else f"{said} (CUDA context not known, not counted)"
+        return f"{said} ({self.remark})" if self.remark else said
 
 
 def fit_of(trace: StepTrace) -> Fit | None:
@@ -62,8 +63,18 @@ def fit_of(trace: StepTrace) -> Fit | None:
         needed_bytes=trace.peak_reserved_bytes + context,
         least_bytes=trace.peak_bytes + context,
         capacity_bytes=trace.target.capacity_bytes,
-        is_context_known=context > 0,
+        remark=_context_remark(trace),
     )
+
+
+def _context_remark(trace: StepTrace) -> str:
+    if trace.target.is_context_assumed:
+        return f"with {format_bytes(trace.target.context_bytes)} assumed for the CUDA context"
+    return "" if trace.target.context_bytes else "CUDA context not known, not counted"
+
+
+ASSUMED_CONTEXT = "assumed, as measured on an H200"
+"""Said of a context that is not that of the hardware itself."""
 
 
 def circumstances(trace: StepTrace) -> list[tuple[str, str]]:

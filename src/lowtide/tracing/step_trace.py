@@ -121,6 +121,8 @@ class Target:
     """Memory of the device. 0 where unknown."""
     launch_s: float = 0.0
     """What the host needs for each operator, in seconds. 0 where unknown, and in traces of older versions."""
+    is_context_assumed: bool = False
+    """Whether `context_bytes` was measured on other hardware than this."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -31,8 +31,10 @@ _FORMAT = "lowtide.step_trace"
 _SCALARS = {
     "model": str, "origin": str, "num_parameters": int, "start_allocated_bytes": int, "start_reserved_bytes": int,
 }
-_TARGET = {"card": str, "torch_version": str, "context_bytes": int, "capacity_bytes": int, "launch_s": float}
-_LATER_TARGET = {"launch_s": 0.0}
+_TARGET = {
+    "card": str, "torch_version": str, "context_bytes": int, "capacity_bytes": int, "launch_s": float,
+    "is_context_assumed": bool,
+}
 _TABLES = {
     "ops": {"name": "text", "module": "text", "source": "text", "phase": "phase", "seconds": "float"},
     "allocations": {
@@ -49,6 +51,7 @@ _TABLES = {
 """The columns of each table, and what their values are."""
 _KEYS = ("format", "schema_version", *_SCALARS, "target", "settings", "notes", *_TABLES, "uses", "strings", "shapes")
 _LATER: dict[str, object] = {"about": {}, "host_bytes": None, "pinned_bytes": None}
+_LATER_TARGET: dict[str, object] = {"launch_s": 0.0, "is_context_assumed": False}
 """The parts that older files do not have, and what they stand for there."""
 _AGAIN = "save the trace again, or take it from an undamaged copy"
 
@@ -225,11 +228,6 @@ def _shape(item: object) -> tuple[int, ...]:
     return tuple(item)
 
 
-def _with_later(target: object) -> object:
-    """What older files do not say of their hardware."""
-    return {**_LATER_TARGET, **target} if isinstance(target, dict) else target
-
-
 class _TraceReader:
     """Takes one record apart.
 
@@ -278,7 +276,8 @@ class _TraceReader:
         Raises:
             BadRecordError: Something is missing, of the wrong type or out of range.
         """
-        record, target = self.record, self._keyed("target", _with_later(self.record["target"]), _TARGET)
+        record = self.record
+        target = self._keyed("target", {**_LATER_TARGET, **self._one("target", record["target"], dict)}, _TARGET)
         about = self._one("about", record["about"], dict)
         self._each("about", list(about.values()), _exactly(str))
         scalars: dict[str, Any] = {key: self._one(key, record[key], kind) for key, kind in _SCALARS.items()}

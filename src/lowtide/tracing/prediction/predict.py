@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lowtide import compat, config
 from lowtide.errors import ConfigError
+from lowtide.hardware import Source
 from lowtide.tracing.assemble import assemble, exact, replay
 from lowtide.tracing.compiled.groups import GhostCompiler
 from lowtide.tracing.ghost import recurrent
@@ -73,7 +74,7 @@ def predict(
         *([CHUNKED_LOSS_NOTE] if job.settings.chunked_loss else []),
     ]
     idle = autocast_note(step, has_cast=machine.has_cast)
-    notes += [] if idle is None else [idle]
+    notes += [note for note in (idle, job.hardware.note) if note is not None]
     return assemble(
         recorder,
         memory,
@@ -90,6 +91,7 @@ def predict(
             context_bytes=job.hardware.context_bytes,
             capacity_bytes=job.hardware.memory_bytes,
             launch_s=0.0 if job.hardware.is_host else job.hardware.launch_s,
+            is_context_assumed=job.hardware.context_source is Source.ASSUMED,
         ),
         notes=tuple(notes),
     )
