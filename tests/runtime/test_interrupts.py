@@ -26,7 +26,7 @@ from tests.runtime.injection import CASES
 from tests.runtime.twins import TrippedError, Twins, make_batch, twins
 
 ROOT = Path(__file__).parents[2]
-SAMPLE = 2
+SAMPLE = 3
 """Injections for each case in the quick form; the whole one has 2,500 to 11,000."""
 
 
