@@ -297,6 +297,27 @@ def test_a_checkpoint_that_is_loaded_right_after_a_broken_backward(place: str, s
     both.session.close()
 
 
+def test_a_backward_that_breaks_off_before_the_first_window_is_lost() -> None:
+    """The head stays on the device, and has its gradients by then."""
+    both = Twins("streamed-device", weights={"*": "streamed"}, device_memory=1 << 20)
+    both.step(0)
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise TrippedError("broken")
+
+    hook = both.model.layers[2].register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
+    with pytest.raises(TrippedError):
+        both.model(*make_batch(1)).backward()
+    hook.remove()
+    assert both.model.head.weight.grad is not None
+    with pytest.raises(StepLostError, match="weights and optimizer are as before the step"):
+        both.optimizer.step()
+    both.optimizer.zero_grad()
+    both.step(2)
+    both.assert_same()
+    both.session.close()
+
+
 def test_staging_that_an_exception_left_is_not_in_the_way_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     both = Twins("streamed-host", "in_backward")
     view = Arena.view

@@ -14,7 +14,7 @@ it after the copy; weights say that they moved before they do. So a group is nev
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -40,6 +40,7 @@ from lowtide.runtime.passes.backward_task import (
 from lowtide.runtime.passes.lock import HELD, SessionLock, locked, other_threads_in_backward, two_threads
 from lowtide.runtime.passes.window import Visit
 from lowtide.runtime.statistics.observer import StepObserver
+from lowtide.runtime.statistics.phase_clock import watch_nodes
 from lowtide.runtime.statistics.recording import Recorder
 from lowtide.runtime.updates.finite import GradientWatch, LossWatch
 from lowtide.runtime.updates.updater import Finisher
@@ -105,10 +106,21 @@ class BackwardPass:
                 continue
             self._hooks.watch(group, self._on_gradient, self._before_gradient)
 
+    def watch_output(self, output: object) -> None:
+        """Know of a backward from where it reaches what the model has returned: weights that are left to autograd may have
+        gradients before it comes to a window.
+        """
+        watch_nodes(output, self._on_output_gradient)
+
     def stop(self) -> None:
         """The session ends: remove the hooks, and refuse what graphs that outlive it ask for."""
         self._is_stopped = True
         self._hooks.remove()
+
+    @locked
+    def _on_output_gradient(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        if not self._is_stopped:
+            self._current_task(next((gradient for gradient in gradients if gradient is not None), None))
 
     # -- told by visits ------------------------------------------------------------------------------------------------
 

@@ -146,7 +146,7 @@ class ForwardPass:
             return
         if torch.is_grad_enabled():
             self._loss.remember(output)
-            self._recorder.phases.watch_backward(output)
+            self._backward.watch_output(output)
             return
         self._loss.forget_loss()
         if not self._running and not self._backward.is_under_way:
