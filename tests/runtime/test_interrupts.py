@@ -26,7 +26,7 @@ from tests.runtime.injection import CASES
 from tests.runtime.twins import TrippedError, Twins, make_batch, twins
 
 ROOT = Path(__file__).parents[2]
-SAMPLE = 2
+SAMPLE = 3
 """Injections for each case in the quick form; the whole one has 2,500 to 11,000."""
 
 
@@ -294,6 +294,27 @@ def test_a_checkpoint_that_is_loaded_right_after_a_broken_backward(place: str, s
         both.optimizer.zero_grad()
     both.assert_same()
     both.step(2)
+    both.session.close()
+
+
+def test_a_backward_that_breaks_off_before_the_first_window_is_lost() -> None:
+    """The head stays on the device, and has its gradients by then."""
+    both = Twins("streamed-device", weights={"*": "streamed"}, device_memory=1 << 20)
+    both.step(0)
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise TrippedError("broken")
+
+    hook = both.model.layers[2].register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
+    with pytest.raises(TrippedError):
+        both.model(*make_batch(1)).backward()
+    hook.remove()
+    assert both.model.head.weight.grad is not None
+    with pytest.raises(StepLostError, match="weights and optimizer are as before the step"):
+        both.optimizer.step()
+    both.optimizer.zero_grad()
+    both.step(2)
+    both.assert_same()
     both.session.close()
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -44,7 +44,7 @@ from lowtide.runtime.passes.lock import (
     why_step_is_lost,
 )
 from lowtide.runtime.statistics.observer import StepObserver
-from lowtide.runtime.statistics.recording import Recorder
+from lowtide.runtime.statistics.recording import Recorder, watch_nodes
 from lowtide.runtime.updates.norms import GradientWatch, LossJudge
 from lowtide.runtime.updates.updater import Finisher
 
@@ -143,6 +143,12 @@ class BackwardPass:
                         before = _weakly(self._before_gradient, group)
                         self._hooks.append(managed.parameter.register_hook(before))
 
+    def watch_output(self, output: object) -> None:
+        """Know of a backward from where it reaches what the model has returned: weights that are left to autograd may have
+        gradients before it comes to a window.
+        """
+        watch_nodes(output, self._on_output_gradient)
+
     def stop(self) -> None:
         """The session ends: remove the hooks, and refuse what graphs that outlive it ask for."""
         self._is_stopped = True
@@ -150,6 +156,11 @@ class BackwardPass:
             # Not before it is removed: an exception in between must not forget it.
             self._hooks[-1].remove()
             self._hooks.pop()
+
+    @locked
+    def _on_output_gradient(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        if not self._is_stopped:
+            self._current_task(next((gradient for gradient in gradients if gradient is not None), None))
 
     # -- told by visits ------------------------------------------------------------------------------------------------
 

@@ -339,6 +339,9 @@ class BackwardCondition(Protocol):
     def refuse_beside(self, what: str) -> None:
         """Refuse what this thread begins while another runs a backward."""
 
+    def watch_output(self, output: object) -> None:
+        """Know of a backward from where it reaches what the model has returned."""
+
 
 class ForwardPass:
     """Told by windows when their modules are called.
@@ -459,7 +462,7 @@ class ForwardPass:
             return
         if torch.is_grad_enabled():
             self._loss.remember(output)
-            self._recorder.phases.watch_backward(output)
+            self._backward.watch_output(output)
             return
         self._loss.forget_loss()
         if not self._running and not self._backward.is_under_way:

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -321,11 +322,7 @@ class PhaseClock:
 
     def watch_backward(self, output: object) -> None:
         """A backward begins when it reaches what the model has returned. Costs one hook for each such tensor."""
-        for tensor in compat.tensors_in(output):
-            node = tensor.grad_fn if tensor.requires_grad else None
-            if node is not None:
-                # On the node, not on the tensor: torch warns of hooks when the user saves a tensor that has some.
-                node.register_prehook(self._on_output_gradient)
+        watch_nodes(output, self._on_output_gradient)
 
     def seconds(self) -> PhaseSeconds:
         """Time by phase up to the last mark: what is under way does not count. Waits for the marks."""
@@ -360,3 +357,12 @@ class PhaseClock:
         # Streams that the user changes between marks may pass them in another order; the sum stays the whole.
         self._read_s = max(from_s, self._marks[0][1].time_s())
         self._sums[phase] += self._read_s - from_s
+
+
+def watch_nodes(output: object, on_gradients: Callable[[Any], None]) -> None:
+    """Call this with the gradients of each tensor in the output when a backward reaches it."""
+    for tensor in compat.tensors_in(output):
+        node = tensor.grad_fn if tensor.requires_grad else None
+        if node is not None:
+            # On the node, not on the tensor: torch warns of hooks when the user saves a tensor that has some.
+            node.register_prehook(on_gradients)
