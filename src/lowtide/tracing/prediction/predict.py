@@ -54,8 +54,9 @@ def predict(
         on_progress("placing the model")
         step, context = _prepare(job, mode)
         recorder.name_after(step.model, step.optimizer)
-        _name_weights(step.model, recorder)
-
+        for tensor, role in weight_roles(step.model, recorder.root):
+            if isinstance(tensor, Ghost):
+                tensor.life.rename(role.module, role.op)
         compiler = GhostCompiler(mode, machine.attention, job.torch_version)
         mover = GhostMover(machine.device)
         with contextlib.ExitStack() as stack:
@@ -220,12 +221,6 @@ def _lay_flat(weights: list[Ghost], mode: GhostMode) -> None:
         mode.recorder.free(weight.life)
         weight.move_to(flat, offset, life)
         offset += weight.numel()
-
-
-def _name_weights(model: nn.Module, recorder: StorageRecorder) -> None:
-    for tensor, role in weight_roles(model, recorder.root):
-        if isinstance(tensor, Ghost):
-            tensor.life.rename(role.module, role.op)
 
 
 def _name_optimizer_state(step: TrainingStep) -> None:
