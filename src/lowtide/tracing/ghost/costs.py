@@ -244,22 +244,16 @@ def describe_reduction(tensor: Tensor, dims: Sequence[int], accumulator_bytes: i
     """The reduction of a tensor over some dimensions (all of them when none is given)."""
     reduced = {d % tensor.dim() for d in dims} if dims else set(range(tensor.dim()))
     sizes = tensor.shape
-    inputs = outputs = 1
-    for d, size in enumerate(sizes):
-        if d in reduced:
-            inputs *= size
-        else:
-            outputs *= size
+    inputs = math.prod(sizes[d] for d in reduced)
+    outputs = math.prod(size for d, size in enumerate(sizes) if d not in reduced)
     reduced_strides = [tensor.stride(d) for d in reduced if sizes[d] > 1]
     kept = [(tensor.stride(d), sizes[d]) for d in range(tensor.dim()) if d not in reduced and sizes[d] > 1]
     reduces_fastest = not kept or (bool(reduced_strides) and min(reduced_strides) < min(kept)[0])
     vector = 1
     if not reduces_fastest and kept and min(kept)[0] == 1:
         others = [*reduced_strides, *(stride for stride, _ in kept if stride != 1)]
-        for candidate in (4, 2):
-            if min(kept)[1] % candidate == 0 and all(stride % candidate == 0 for stride in others):
-                vector = candidate
-                break
+        multiples = [n for n in (4, 2) if all(number % n == 0 for number in (min(kept)[1], *others))]
+        vector = max(multiples, default=1)
     return Reduction(
         num_outputs=outputs,
         inputs_per_output=inputs,
