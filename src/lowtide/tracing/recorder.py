@@ -28,7 +28,7 @@ _STEP = str(Path(__file__).with_name("training_step.py"))
 _POLICIES = str(Path(_OWN).parent / "activations" / "policy_call.py")
 _SKIPPED = (str(Path(torch.__file__).parent), _OWN, _POLICIES, "<")
 """Frames of torch, of the tracer and of what takes a group's calls say nothing about the user's model."""
-_PLUMBING = (
+PLUMBING = (
     _OWN,
     *(str(Path(torch.__file__).parent / part) for part in ("utils/_python_dispatch.py", "_dynamo", "_compile.py")),
 )
@@ -379,18 +379,6 @@ class StorageRecorder:
         """An operator reads or writes a storage."""
         if not life.uses or life.uses[-1] != op:
             life.uses.append(op)
-
-
-def is_called_from_engine(*, in_its_thread: bool = True) -> bool:
-    """Whether the running operator was called by autograd's C++ code and not by any Python function.
-
-    Args:
-        in_its_thread: The engine runs in a thread of its own; else in the one that called the backward, as for the host.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_PLUMBING):
-        frame = frame.f_back
-    return frame is None or (not in_its_thread and frame.f_code.co_name == compat.ENGINE_FUNCTION)
 
 
 def users_line(frames: Iterable[tuple[str, int]]) -> str:

@@ -18,7 +18,7 @@ from lowtide import compat
 from lowtide.errors import ValueReadError
 from lowtide.tracing.ghost.operators import HOST, META, Operator, describe, to_known, to_meta
 from lowtide.tracing.ghost.tensor import Ghost, Known, balanced_choice
-from lowtide.tracing.recorder import Life, StorageRecorder, is_called_from_engine
+from lowtide.tracing.recorder import PLUMBING, Life, StorageRecorder
 from lowtide.tracing.step_trace import Phase
 
 aten = torch.ops.aten
@@ -119,7 +119,9 @@ class GradientSums:
         It is one where autograd's engine itself adds two gradients: in the backward, with no Python code calling.
         """
         recorder = self._maker.recorder
-        if func is not aten.add.Tensor or recorder.phase is not Phase.BACKWARD or not is_called_from_engine():
+        if func is not aten.add.Tensor or recorder.phase is not Phase.BACKWARD:
+            return None
+        if not compat.is_called_from_engine(PLUMBING, has_own_thread=True):
             return None
         old = args[0]
         if not isinstance(old, Ghost) or compat.num_storage_owners(old.inner) > 1:
