@@ -194,7 +194,7 @@ def _out_of_memory(recorder: StorageRecorder, error: RuntimeError) -> str:
         for life in (recorder.lives[entry] for entry in recorder.log[-50:] if entry >= 0)
     ][-NUM_LAST_EVENTS:]
     return (
-        f"the host ran out of memory: {recorder.ops[-1].name} in {recorder.ops[-1].module!r}, in the "
+        f"the host ran out of memory: {recorder.op_names[-1]} in {recorder.op_modules[-1]!r}, in the "
         f"{recorder.phase or 'preparation'}, asked for {size} with {format_bytes(memory.allocated[-1])} in tensors "
         f"of the step. Last allocations: {'; '.join(last)}. Use a smaller batch, or lowtide.trace, which "
         "needs no memory."
