@@ -195,7 +195,7 @@ def _run(effect: Effect, alive: dict[str, Ghost], forms: Mapping[str, Tensor], m
 
 def _new_storage(form: Tensor) -> Tensor:
     """A meta tensor like a form, with a storage of just its elements; where the form has gaps, without them."""
-    storage = torch.UntypedStorage(form.numel() * form.element_size(), device="meta")
+    storage = torch.UntypedStorage(form.nbytes, device="meta")
     span = 1 + sum((size - 1) * stride for size, stride in zip(form.shape, form.stride(), strict=True))
     stride = form.stride() if span <= form.numel() else torch.empty(form.shape, device="meta").stride()
     return meta_over(storage, form.dtype, form.shape, stride)

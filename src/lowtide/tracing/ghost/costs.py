@@ -85,7 +85,7 @@ class Costs:
         """Roofline: the longer of arithmetic and memory traffic."""
         hardware = self._hardware
         tensors = [*tensors_in(args), *tensors_in(out)]
-        moved = sum(_nbytes(tensor) for tensor in tensors)
+        moved = sum(tensor.nbytes for tensor in tensors)
         seconds = moved / (hardware.memory_bytes_per_s * EFFICIENCY) if hardware.memory_bytes_per_s else 0.0
         flops = num_flops(op.name, args, out)
         if flops:
@@ -95,13 +95,9 @@ class Costs:
         return seconds
 
 
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _copy_if_strided(tensor: Any) -> int:
     """Kernels that need dense rows copy an input that has none."""
-    return 0 if not isinstance(tensor, Tensor) or tensor.is_contiguous() else _nbytes(tensor)
+    return 0 if not isinstance(tensor, Tensor) or tensor.is_contiguous() else tensor.nbytes
 
 
 def _reduction(position: int, *kinds: type) -> _Rule:
@@ -176,7 +172,7 @@ def _efficient_attention_backward(args: Any, out: Any, num_sms: int) -> Course:
     tiles = -(-length // rows) * -(-size // columns)
     copied = _copy_if_strided(gradient.transpose(1, 2))
     sums = 4 * batch * heads * length
-    before = [] if is_half else [size for size in (copied, _nbytes(gradient), sums, sums) if size]
+    before = [] if is_half else [size for size in (copied, gradient.nbytes, sums, sums) if size]
     return [*before, *[FREE] * len(before), copied, sums, 4 * batch * heads * tiles * (rows * columns + 4)]
 
 
@@ -193,7 +189,7 @@ _RULES: dict[str, _Rule] = {
     **{f"aten.{name}": _reduction(1, int) for name in ("prod", "argmax", "argmin", "max", "min")},
     "aten.linalg_vector_norm": _reduction(2, list, tuple),
     # The product of gradient and output.
-    "aten._softmax_backward_data": lambda args, out, num_sms: [_nbytes(out)],
+    "aten._softmax_backward_data": lambda args, out, num_sms: [out.nbytes],
     # Which entries are minus infinity.
     "aten._safe_softmax": lambda args, out, num_sms: [args[0].numel()],
     "aten._softmax": _strided(0),
@@ -204,14 +200,14 @@ _RULES: dict[str, _Rule] = {
     "aten._fused_rms_norm": _strided(0),
     "aten._fused_rms_norm_backward": _strided(0, 1),
     # One dimension after the other.
-    "aten.roll": lambda args, out, num_sms: [_nbytes(out)] * (len(args[1]) - 1),
+    "aten.roll": lambda args, out, num_sms: [out.nbytes] * (len(args[1]) - 1),
     "aten.embedding_dense_backward": _embedding_backward,
     "aten.index_put": _index_put,
     "aten.index_put_": _index_put,
     "aten._index_put_impl_": _index_put,
-    "aten.sort": lambda args, out, num_sms: [2 * _nbytes(args[0])],
+    "aten.sort": lambda args, out, num_sms: [2 * args[0].nbytes],
     # The backward variables, in a table like that of the forward ones.
-    "aten._ctc_loss_backward": lambda args, out, num_sms: [_nbytes(args[6])],
+    "aten._ctc_loss_backward": lambda args, out, num_sms: [args[6].nbytes],
     "aten.upsample_bilinear2d_backward": _upsample_backward,
     "aten.upsample_nearest2d_backward": _upsample_backward,
     "aten._scaled_dot_product_cudnn_attention_backward": _cudnn_attention_backward,

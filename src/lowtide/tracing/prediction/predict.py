@@ -234,7 +234,7 @@ def _count_host_state(step: TrainingStep, recorder: StorageRecorder) -> None:
     for tensor, role in state_roles(step.model, step.optimizer):
         if not isinstance(tensor, Ghost) and tensor.device.type == "cpu":
             dtype = str(tensor.dtype).removeprefix("torch.")
-            life = recorder.allocate(tensor.numel() * tensor.element_size(), tuple(tensor.shape), dtype)
+            life = recorder.allocate(tensor.nbytes, tuple(tensor.shape), dtype)
             life.take_role(role)
 
 
