@@ -253,7 +253,7 @@ def test_after_removal_a_backward_gives_its_host_memory_back() -> None:
     mover = CheckingMover()
     applied = apply(model, ALL, mover=mover)
     loss = model(x)
-    stash = applied._offloading.stash
+    stash = applied._shared.offloading.stash
     assert stash is not None
     applied.remove()
     assert stash._buffers.lent_bytes > 0

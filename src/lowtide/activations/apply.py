@@ -22,14 +22,13 @@ from lowtide.activations.policy import CompileBudget, Keep, Offload, Policies, P
 from lowtide.activations.policy_call import (
     CompileCheck,
     CompileGroup,
-    Counts,
     IsWeight,
     Offloading,
     PolicyCall,
+    Shared,
     compiled,
     refuse_compiled_holders,
 )
-from lowtide.activations.segments import Segments
 from lowtide.memory.mover import Mover
 
 _LOCK = threading.Lock()
@@ -58,28 +57,11 @@ class ActivationStats:
 class Applied:
     """Policies at work on a model, until `remove` or the end of a `with` block."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        policies: dict[str, Policy],
-        offloading: Offloading,
-        compile_group: CompileGroup,
-    ) -> None:
+    def __init__(self, model: nn.Module, policies: dict[str, Policy], shared: Shared) -> None:
         self.policies = policies
         """By the path of the module."""
-        self._offloading, self._counts, segments = offloading, Counts(), Segments()
-        self._calls = [
-            PolicyCall(
-                model.get_submodule(path),
-                path,
-                policy,
-                offloading=offloading,
-                segments=segments,
-                counts=self._counts,
-                compile_group=compile_group,
-            )
-            for path, policy in policies.items()
-        ]
+        self._shared = shared
+        self._calls = [PolicyCall(model.get_submodule(path), path, policy, shared) for path, policy in policies.items()]
         self._governed = {
             path: model.get_submodule(path) for path, policy in policies.items() if not isinstance(policy, Keep)
         }
@@ -105,10 +87,10 @@ class Applied:
 
     def stats(self) -> ActivationStats:
         """What was done so far."""
-        stash = self._offloading.stash
+        stash = self._shared.offloading.stash
         return ActivationStats(
-            num_recomputed=self._counts.num_recomputed,
-            num_remade=self._counts.num_remade,
+            num_recomputed=self._shared.num_recomputed,
+            num_remade=self._shared.num_remade,
             num_offloaded=0 if stash is None else stash.num_put,
             offloaded_bytes=0 if stash is None else stash.put_bytes,
             brought_bytes=0 if stash is None else stash.brought_bytes,
@@ -123,7 +105,7 @@ class Applied:
             call.remove()
         if self._caches_off is not None:
             self._caches_off.end()
-        self._offloading.close()
+        self._shared.offloading.close()
 
     def __enter__(self) -> Applied:
         return self
@@ -171,8 +153,8 @@ def apply(
         ActivationError: A module has a policy already, or is compiled and its policy has to look inside, or what calls it is
             compiled. Also by the module, when it is called from within `torch.compile`.
     """
-    offloading = Offloading(mover, is_weight, poison=poison)
-    return Applied(model, resolve(model, policies), offloading, compile_group or compiled)
+    shared = Shared(Offloading(mover, is_weight, poison=poison), compile_group or compiled)
+    return Applied(model, resolve(model, policies), shared)
 
 
 def _runs_again(policy: Policy) -> bool:

@@ -358,11 +358,13 @@ def _summed(gradient: Tensor, repeats: Repeats, lookup: _Lookup) -> Tensor:
     """One gradient row for each different id, by the kernel that torch uses for the whole table."""
     padding_idx = -1
     if lookup.padding_idx is not None:
-        found = (repeats.rows == lookup.padding_idx).nonzero()
-        padding_idx = int(found[0]) if found.numel() else -1
-    return _dense_backward(
-        _to_host(gradient), repeats.positions, repeats.rows.numel(), padding_idx, lookup.scale_grad_by_freq
+        places = (repeats.rows == lookup.padding_idx).nonzero()
+        padding_idx = int(places[0]) if places.numel() else -1
+    found: Tensor = torch.ops.aten.embedding_dense_backward(
+        _shaped(_to_host(gradient), repeats.positions),
+        *(repeats.positions, repeats.rows.numel(), padding_idx, lookup.scale_grad_by_freq),
     )
+    return found
 
 
 def _summed_on_device(gradient: Tensor, repeats: Repeats, lookup: _Lookup) -> Tensor:
@@ -381,12 +383,6 @@ def _embedding_backward(gradient: Tensor, ids: Tensor, num_rows: int, lookup: _L
     found: Tensor = backward(
         _shaped(gradient, ids), ids, num_rows, padding_idx, lookup.scale_grad_by_freq, lookup.sparse
     )
-    return found
-
-
-def _dense_backward(gradient: Tensor, positions: Tensor, num_rows: int, padding_idx: int, by_frequency: bool) -> Tensor:
-    backward = torch.ops.aten.embedding_dense_backward
-    found: Tensor = backward(_shaped(gradient, positions), positions, num_rows, padding_idx, by_frequency)
     return found
 
 

@@ -14,6 +14,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -40,12 +41,16 @@ IsWeight = Callable[[torch.Tensor], bool]
 ADVICE = "compile the blocks before you apply policies: for block in model.layers: block.compile()"
 
 
-class Counts:
-    """How often groups have run again, over all modules of a model."""
+@dataclass(slots=True, eq=False)
+class Shared:
+    """What the modules of one model share."""
 
-    def __init__(self) -> None:
-        self.num_recomputed = 0
-        self.num_remade = 0
+    offloading: Offloading
+    compile_group: CompileGroup
+    """Compiles a module whose policy is a compile budget."""
+    segments: Segments = field(default_factory=Segments)
+    num_recomputed: int = 0
+    num_remade: int = 0
 
     def count_recomputed(self) -> None:
         """A group runs again for its own backward."""
@@ -63,26 +68,11 @@ class PolicyCall:
         module: The module.
         path: Where the module is in the model.
         policy: What becomes of the tensors that its forward saves.
-        offloading: Shared by the modules of the model.
-        segments: Shared by the modules of the model.
-        counts: Shared by the modules of the model.
-        compile_group: Compiles the module, where its policy is a compile budget.
+        shared: With the other modules of the model.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        path: str,
-        policy: Policy,
-        *,
-        offloading: Offloading,
-        segments: Segments,
-        counts: Counts,
-        compile_group: CompileGroup,
-    ) -> None:
-        self._module, self._path, self._policy = module, path, policy
-        self._offloading, self._segments, self._counts = offloading, segments, counts
-        self._compile = compile_group
+    def __init__(self, module: nn.Module, path: str, policy: Policy, shared: Shared) -> None:
+        self._module, self._path, self._policy, self._shared = module, path, policy, shared
         self._buffers = MovingBuffers(module)
         self._parts = [*module.modules()]
         self._parameters = {id(parameter) for parameter in module.parameters()}
@@ -95,7 +85,7 @@ class PolicyCall:
     def install(self) -> None:
         """Take the module's calls."""
         if isinstance(self._policy, CompileBudget):
-            self._compiled = self._compile(self._module, self._path, self._policy.share)
+            self._compiled = self._shared.compile_group(self._module, self._path, self._policy.share)
         # Said first: `remove` undoes as much as was done.
         self._inner = compat.call_of(self._module)
         self._is_active = True
@@ -157,22 +147,23 @@ class PolicyCall:
     ) -> Any:
         policy = self._policy
         if isinstance(policy, Offload) and not policy.recompute:
-            with self._offloading.hooks(policy, self._module, leaves):
+            with self._shared.offloading.hooks(policy, self._module, leaves):
                 return run(*args, **kwargs)
         self._refuse_given_parameters()
         if isinstance(policy, Selective):
             run = functools.partial(self._explained, run)
         modes = TrainingModes(self._parts)
-        call = GroupCall(run, (args, kwargs), structure, self._buffers, modes, self._counts.count_recomputed)
+        call = GroupCall(run, (args, kwargs), structure, self._buffers, modes, self._shared.count_recomputed)
         if isinstance(policy, Offload):
-            with self._offloading.hooks(policy, self._module, leaves):
+            with self._shared.offloading.hooks(policy, self._module, leaves):
                 return checkpointed(call, leaves)
         if isinstance(policy, Selective):
             return checkpointed(call, leaves, selective_contexts(policy.rule))
         assert isinstance(policy, Recompute)
         if policy.segment == 1:
             return checkpointed(call, leaves)
-        return self._segments.run(call, self._pass, leaves, length=policy.segment, on_again=self._counts.count_remade)
+        shared = self._shared
+        return shared.segments.run(call, self._pass, leaves, length=policy.segment, on_again=shared.count_remade)
 
     def _refuse_given_parameters(self) -> None:
         """The module would run again in the backward, when `functional_call` has given it its own parameters back."""

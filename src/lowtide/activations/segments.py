@@ -166,7 +166,8 @@ class Segments:
         on_again: Callable[[], None],
     ) -> Any:
         """Run a call whose group is in segments of `length`."""
-        previous: Link | None = self._last()
+        last: Callable[[], Link | None] = getattr(self._thread, "last", lambda: None)
+        previous = last()
         if previous is not None and previous.position + 1 >= length:
             previous = None
         link = Link(call, rerun, leaves, previous, on_again)
@@ -179,10 +180,6 @@ class Segments:
         link.finish(output)
         self._thread.last = weakref.ref(link)
         return output
-
-    def _last(self) -> Link | None:
-        last: weakref.ref[Link] | None = getattr(self._thread, "last", None)
-        return None if last is None else last()
 
 
 def _drop(tensor: torch.Tensor) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -472,25 +474,6 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def lock_host_memory(buffer: torch.Tensor) -> str | None:
-    """Lock a host tensor's memory for copies; what CUDA answered where it could not, None where it did.
-
-    Registered memory has exactly the tensor's size; torch's own locked allocations are rounded up to a power of two.
-    """
-    answer = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
-    if int(answer) == 0:
-        return None
-    # CUDA keeps the refusal as its last error, and the next kernel that the user starts would be blamed for it.
-    with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device="cuda")
-    return str(answer)
-
-
-def unlock_host_memory(address: int) -> None:
-    """Undo `lock_host_memory` of the memory that begins there."""
-    torch.cuda.cudart().cudaHostUnregister(address)
-
-
 def without_memory(parameter: torch.Tensor) -> torch.Tensor:
     """A tensor on the host that looks like the parameter and has no memory. Not on meta: there torch 2.11 refuses fused
     optimizers.
@@ -511,3 +494,69 @@ def has_no_values(tensor: torch.Tensor) -> bool:
     without = ("meta", "ghost")
     # By name: importing the class would import the compiler's parts, where nobody predicts.
     return tensor.device.type in without or type(tensor).__name__ == "FakeTensor"
+
+
+def is_called_from_engine(plumbing: tuple[str, ...], *, has_own_thread: bool) -> bool:
+    """Whether autograd's C++ code called the running operator, and not any Python function.
+
+    Args:
+        plumbing: How the files begin whose frames stand between an operator and the mode that sees it.
+        has_own_thread: The engine runs in a thread of its own, as for a device; for the host in the one that asked for it.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(plumbing):
+        frame = frame.f_back
+    return frame is None or (not has_own_thread and frame.f_code.co_name == ENGINE_FUNCTION)
+
+
+DISPATCH_FILE = str(sys.modules[TorchDispatchMode.__module__].__file__)
+"""Holds frames between an operator and the mode that sees it."""
+
+
+def would_sum_in_place(args: Sequence[Any]) -> bool:
+    """Whether autograd's engine would have added to the first of two terms on the host, were it not watched.
+
+    It does so where it holds the only reference to a term without gaps, and never under a dispatch mode.
+    """
+    return _num_references(args) <= num_sole_references() and num_storage_owners(args[0]) <= 1 and _is_dense(args[0])
+
+
+def _num_references(args: Sequence[Any]) -> int:
+    first = args[0]
+    return reference_count(first) + sys.getrefcount(first)
+
+
+class _ReferenceProbe(WatchingMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
+        self.num_references = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.add.Tensor:
+            self.num_references = _num_references(args)
+        return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+def num_sole_references() -> int:
+    """How many references a gradient has that only the engine holds: it depends on torch's version, so it is tried.
+
+    In this graph the sum's first term has no other owner. 0, so that no sum is taken for one, where torch sums in
+    another way.
+    """
+    probe = _ReferenceProbe()
+    with torch.inference_mode(False), torch.enable_grad(), probe:
+        leaf = torch.ones(2, requires_grad=True)
+        torch.autograd.backward((leaf.sin() * leaf.cos()).sum())
+    return probe.num_references
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie without gaps or overlaps, in any order of dimensions."""
+    expected = 1
+    dims = [(stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
+    for stride, size in sorted(dims):
+        if stride != expected:
+            return False
+        expected *= size
+    return True

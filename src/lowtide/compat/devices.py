@@ -1,7 +1,8 @@
-"""Devices: CUDA's streams, torch's records of memory, and a device of our own in the slot that torch leaves for it."""
+"""Devices: CUDA's streams, memory locked for copies, torch's records of memory, and a device of our own in torch's free slot."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 from collections.abc import Callable
@@ -133,3 +134,22 @@ def allocator_segments() -> list[dict[str, Any]]:
 def has_triton() -> bool:
     """Whether kernels can be compiled for a GPU."""
     return importlib.util.find_spec("triton") is not None
+
+
+def lock_host_memory(buffer: torch.Tensor) -> str | None:
+    """Lock a host tensor's memory for copies; what CUDA answered where it could not, None where it did.
+
+    Registered memory has exactly the tensor's size; torch's own locked allocations are rounded up to a power of two.
+    """
+    answer = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
+    if int(answer) == 0:
+        return None
+    # CUDA keeps the refusal as its last error, and the next kernel that the user starts would be blamed for it.
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+    return str(answer)
+
+
+def unlock_host_memory(address: int) -> None:
+    """Undo `lock_host_memory` of the memory that begins there."""
+    torch.cuda.cudart().cudaHostUnregister(address)

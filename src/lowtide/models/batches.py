@@ -32,11 +32,9 @@ class BatchForm(Protocol):
     @property
     def default(self) -> str:
         """The text of a usual batch for this model."""
-        ...
 
     def __call__(self, text: str) -> Batch:
         """The batch that `text` describes; BatchMismatchError, with the accepted form, when it describes none."""
-        ...
 
 
 def parse_sizes(text: str, *, accepted: str) -> tuple[int, ...]:

@@ -138,17 +138,14 @@ def _find_task(transformers: ModuleType, config: Config, spec: str) -> Task:
     if chosen:
         return chosen[0]
     # Not the nearest head instead: the peak would be another model's.
-    heads = sorted(_class_name(getattr(transformers, task.mapping)[type(config)]) for task in fitting)
+    classes = [getattr(transformers, task.mapping)[type(config)] for task in fitting]
+    heads = sorted((kind[0] if isinstance(kind, tuple) else kind).__name__ for kind in classes)
     others = f"put one of {', '.join(heads)} there, or " if heads else ""
     raise ConfigError(
         f"{spec} is a {config.model_type} config for {', '.join(architectures) or 'no architecture'}, and there is no "
         f"batch known that gives it a loss; {others}write a function that returns (model, batch) and pass it as "
         "package.module:function"
     )
-
-
-def _class_name(entry: type | tuple[type, ...]) -> str:
-    return (entry[0] if isinstance(entry, tuple) else entry).__name__
 
 
 def _tokens(config: Config) -> TokenBatch:

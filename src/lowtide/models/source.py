@@ -7,7 +7,7 @@ answered by the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -53,13 +53,7 @@ Made = TypeVar("Made")
 class _HostLinspace(TorchFunctionMode):
     """Answers `torch.linspace` on the host when the caller names no device."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # whatever torch's function returns
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.linspace:
             kwargs.setdefault("device", "cpu")

@@ -168,9 +168,10 @@ def assemble(
         for index, entry in enumerate(recorder.log)
         if index >= first_event
     )
+    columns = (recorder.op_names, recorder.op_modules, recorder.op_sources, recorder.op_phases, recorder.op_seconds)
     ops = tuple(
-        Op(name=op.name, module=op.module, source=op.source, phase=op.phase or Phase.FORWARD, seconds=op.seconds)
-        for op in recorder.ops[first_op:]
+        Op(name=name, module=module, source=source, phase=phase or Phase.FORWARD, seconds=seconds)
+        for name, module, source, phase, seconds in zip(*(column[first_op:] for column in columns), strict=True)
     )
     return StepTrace(
         model=model,

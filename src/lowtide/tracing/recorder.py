@@ -28,7 +28,7 @@ _STEP = str(Path(__file__).with_name("training_step.py"))
 _POLICIES = str(Path(_OWN).parent / "activations" / "policy_call.py")
 _SKIPPED = (str(Path(torch.__file__).parent), _OWN, _POLICIES, "<")
 """Frames of torch, of the tracer and of what takes a group's calls say nothing about the user's model."""
-_PLUMBING = (
+PLUMBING = (
     _OWN,
     *(str(Path(torch.__file__).parent / part) for part in ("utils/_python_dispatch.py", "_dynamo", "_compile.py")),
 )
@@ -147,21 +147,6 @@ class Life:
         self.content, self.content_version = content, self.version
 
 
-@dataclass(slots=True)
-class OpRecord:
-    """One operator call; mutable while the trace runs."""
-
-    name: str
-    module: str
-    source: str
-    phase: Phase | None
-    seconds: float = 0.0
-
-
-_NO_OP = OpRecord("", "", "", None)
-"""Stands for what runs before the first operator."""
-
-
 class StorageRecorder:
     """The growing record of a run: operators, and storages from birth to death.
 
@@ -178,7 +163,12 @@ class StorageRecorder:
         """Life number for an allocation, its complement for a free."""
         self.log_ops: list[int] = []
         self.log_phases: list[Phase | None] = []
-        self.ops: list[OpRecord] = []
+        # Columns, not records: the collector would look through an object for each operator again and again.
+        self.op_names: list[str] = []
+        self.op_modules: list[str] = []
+        self.op_sources: list[str] = []
+        self.op_phases: list[Phase | None] = []
+        self.op_seconds: list[float] = []
         self.root = root
         self.updater = updater
         self._is_detailed = True
@@ -201,7 +191,7 @@ class StorageRecorder:
         Details are the lines of code, which take time to find: a warm-up step, which is not shown, goes without.
         """
         self._is_detailed = is_detailed
-        return len(self.log), len(self.ops)
+        return len(self.log), len(self.op_names)
 
     def close(self) -> None:
         """The run is over: what the garbage collector finds later belongs to no step."""
@@ -220,7 +210,7 @@ class StorageRecorder:
         stack = self._forward_stacks[threading.get_ident()]
         stack.pop()
         if has_weights and stack and self.phase is Phase.FORWARD:
-            self._loss_start = (len(self.log), len(self.ops))
+            self._loss_start = (len(self.log), len(self.op_names))
 
     def begin_phase(self, phase: Phase) -> None:
         """A phase of the step begins.
@@ -231,8 +221,7 @@ class StorageRecorder:
         if self.phase is Phase.FORWARD and phase is not Phase.FORWARD and self._loss_start is not None:
             event, op = self._loss_start
             self.log_phases[event:] = [Phase.LOSS] * (len(self.log) - event)
-            for record in self.ops[op:]:
-                record.phase = Phase.LOSS
+            self.op_phases[op:] = [Phase.LOSS] * (len(self.op_names) - op)
             for life in reversed(self.lives):
                 if life.born_op < op:
                     break
@@ -258,16 +247,20 @@ class StorageRecorder:
 
     def add_op(self, name: str, module: str, source: str) -> int:
         """An operator runs that belongs to a module and a line; returns its number."""
-        self.ops.append(OpRecord(name, module, source, self.phase))
-        return len(self.ops) - 1
+        self.op_names.append(name)
+        self.op_modules.append(module)
+        self.op_sources.append(source)
+        self.op_phases.append(self.phase)
+        self.op_seconds.append(0.0)
+        return len(self.op_names) - 1
 
     def locate_op(self, op: int, source: str) -> None:
         """The line of an operator is known only now."""
-        self.ops[op].source = source
+        self.op_sources[op] = source
 
     def time_op(self, seconds: float) -> None:
         """How long the running operator takes."""
-        self.ops[-1].seconds = seconds
+        self.op_seconds[-1] = seconds
 
     def _place(self) -> tuple[str, str]:
         """The module and the source line the running operator belongs to."""
@@ -323,18 +316,18 @@ class StorageRecorder:
 
         One that is not logged costs nothing until `log_birth`: a model is unpacked in one order and placed in another.
         """
-        op = self.ops[-1] if self.ops else _NO_OP
+        op = len(self.op_names) - 1
         life = Life(
             number=len(self.lives),
             requested_bytes=nbytes,
             shape=shape,
             dtype=dtype,
-            module=op.module,
-            op=op.name,
-            source=op.source,
+            module=self.op_modules[op] if op >= 0 else "",
+            op=self.op_names[op] if op >= 0 else "",
+            source=self.op_sources[op] if op >= 0 else "",
             phase=self.phase,
             born_event=len(self.log),
-            born_op=len(self.ops) - 1,
+            born_op=op,
             category=category,
             is_logged=is_logged,
             in_recompute=self.phase is Phase.BACKWARD and bool(self._stack),
@@ -372,25 +365,13 @@ class StorageRecorder:
 
     def _append(self, entry: int) -> None:
         self.log.append(entry)
-        self.log_ops.append(len(self.ops) - 1)
+        self.log_ops.append(len(self.op_names) - 1)
         self.log_phases.append(self.phase)
 
     def use(self, life: Life, op: int) -> None:
         """An operator reads or writes a storage."""
         if not life.uses or life.uses[-1] != op:
             life.uses.append(op)
-
-
-def is_called_from_engine(*, in_its_thread: bool = True) -> bool:
-    """Whether the running operator was called by autograd's C++ code and not by any Python function.
-
-    Args:
-        in_its_thread: The engine runs in a thread of its own; else in the one that called the backward, as for the host.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_PLUMBING):
-        frame = frame.f_back
-    return frame is None or (not in_its_thread and frame.f_code.co_name == compat.ENGINE_FUNCTION)
 
 
 def users_line(frames: Iterable[tuple[str, int]]) -> str:

@@ -40,11 +40,9 @@ class ModuleListener(Protocol):
 
     def enter_module(self, path: str) -> None:
         """A forward begins."""
-        ...
 
     def leave_module(self, *, has_weights: bool) -> None:
         """The innermost one ends."""
-        ...
 
 
 @contextlib.contextmanager

@@ -77,7 +77,7 @@ class Lab:
 
     @property
     def calls(self) -> list[str]:
-        return [op.name for op in self.recorder.ops]
+        return self.recorder.op_names
 
 
 class GhostProcess:

@@ -8,10 +8,8 @@ running in it) it stays, inert, and the next that asks finds it there.
 from __future__ import annotations
 
 import enum
-import functools
 import gc
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -112,7 +110,7 @@ class EmulatedDevice(compat.WatchingMode):
 
     def attach(self, tracker: Tracker) -> None:
         """Tell the tracker of this thread's operators from now on, until `detach` or the tracker's end."""
-        _num_sole_owners()
+        compat.num_sole_references()
         self._trackers = (*self._trackers, weakref.ref(tracker, self._drop))
         if not compat.has_mode(self):
             compat.push_mode_below(self)
@@ -253,65 +251,11 @@ def _collect(value: Any, found: list[Seen]) -> None:
 
 # -- the engine's sums ------------------------------------------------------------------------------------------------
 
-_PLUMBING = (__file__, sys.modules[compat.TorchDispatchMode.__module__].__file__)
-"""Files whose frames stand between an operator and the one that called it."""
+_PLUMBING = (__file__, compat.DISPATCH_FILE)
 
 
 def _storage_of_sum(func: Any, args: Sequence[Any]) -> torch.UntypedStorage | None:
     """The storage that autograd would have added to in place, were it not watched. See Note [Sums of gradients]."""
-    if func is not torch.ops.aten.add.Tensor or not _is_called_from_engine():
+    if func is not torch.ops.aten.add.Tensor or not compat.is_called_from_engine(_PLUMBING, has_own_thread=False):
         return None
-    if _num_owners(args) > _num_sole_owners() or compat.num_storage_owners(args[0]) > 1 or not _is_dense(args[0]):
-        return None
-    return compat.plain_storage(args[0])
-
-
-def _num_owners(args: Sequence[Any]) -> int:
-    first = args[0]
-    return compat.reference_count(first) + sys.getrefcount(first)
-
-
-class _OwnerProbe(compat.WatchingMode):
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
-        self.num_owners = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.add.Tensor:
-            self.num_owners = _num_owners(args)
-        return func(*args, **(kwargs or {}))
-
-
-@functools.cache
-def _num_sole_owners() -> int:
-    """How many references a gradient has that only the engine holds: it depends on torch's version, so it is tried.
-
-    In this graph the sum's first term has no other owner. 0, so that no sum is taken for one, where torch sums in
-    another way.
-    """
-    probe = _OwnerProbe()
-    with torch.inference_mode(False), torch.enable_grad(), probe:
-        leaf = torch.ones(2, requires_grad=True)
-        torch.autograd.backward((leaf.sin() * leaf.cos()).sum())
-    return probe.num_owners
-
-
-def _is_called_from_engine() -> bool:
-    """Whether autograd's C++ code called the running operator: on the host it runs in the thread that asked for it."""
-    frame = sys._getframe(1)
-    while frame.f_code.co_filename in _PLUMBING and frame.f_back is not None:
-        frame = frame.f_back
-    name: str = frame.f_code.co_name
-    return name == compat.ENGINE_FUNCTION
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements lie without gaps or overlaps, in any order of dimensions."""
-    expected = 1
-    for stride, size in sorted(
-        (stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1
-    ):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+    return compat.plain_storage(args[0]) if compat.would_sum_in_place(args) else None

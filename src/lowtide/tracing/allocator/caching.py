@@ -13,6 +13,8 @@ a stream serves that stream only; `record_stream`, graph capture and private poo
 
 from __future__ import annotations
 
+import sys
+
 from lowtide.errors import ConfigError, TraceError
 from lowtide.tracing.allocator.blocks import Block, Pool
 from lowtide.tracing.allocator.driver import DriverMemory, ExpandableSegments
@@ -84,6 +86,7 @@ class CachingAllocator:
         self._num_large_searches = 0
         # What the hot path asks about the settings, answered once.
         self._is_plain = self._expandable is None and self.settings.max_split_bytes is None
+        self._max_split_bytes = sys.maxsize if self.settings.max_split_bytes is None else self.settings.max_split_bytes
         self._rounds_to_divisions = bool(self.settings.roundup_power2_divisions)
 
     @property
@@ -119,7 +122,8 @@ class CachingAllocator:
         block = pool.take(size) if self._is_plain else self._take_fitting(pool, size)
         if block is None:
             block = self._take_fresh(pool, size, requested_bytes)
-        if block.size - size >= pool.min_remainder and (self._is_plain or self._may_split(pool, size)):
+        may_split = self._is_plain or pool.is_small or self._expandable is not None or size < self._max_split_bytes
+        if may_split and block.size - size >= pool.min_remainder:
             rest, block = block, block.split_front(size)
             self._keep(rest)
         block.begin_use(requested_bytes)
@@ -199,10 +203,6 @@ class CachingAllocator:
         if max_split is None or found_bytes < max_split:
             return True
         return size >= max_split and found_bytes < size + self.settings.oversize_slack_bytes
-
-    def _may_split(self, pool: Pool, size: int) -> bool:
-        max_split = self.settings.max_split_bytes
-        return pool.is_small or self._expandable is not None or max_split is None or size < max_split
 
     def _take_fresh(self, pool: Pool, size: int, requested_bytes: int) -> Block:
         """A block from the driver; when the device is full, cached memory is given back first, as little as will do."""

@@ -96,7 +96,9 @@ class AllocatorSettings:
             interval = (requested_bytes // MiB).bit_length() - 1
             divisions = self.roundup_power2_divisions[min(max(interval, 0), _NUM_DIVISION_INTERVALS - 1)]
             if divisions > 1 and requested_bytes > BLOCK_BYTES * divisions:
-                return _next_division(requested_bytes, divisions)
+                # With 4 divisions, 1200 lies between 1024 and 2048, whose steps are 1024, 1280, 1536, 1792: the answer is 1280.
+                step = (1 << (requested_bytes.bit_length() - 1)) >> (divisions.bit_length() - 1)
+                return -(-requested_bytes // step) * step
         return max(BLOCK_BYTES, -(-requested_bytes // BLOCK_BYTES) * BLOCK_BYTES)
 
     def segment_bytes(self, block_bytes: int) -> int:
@@ -116,12 +118,6 @@ class AllocatorSettings:
 def _is_power2_or_0(value: int) -> bool:
     """Whether torch would take the value as a number of divisions."""
     return value >= 0 and value & (value - 1) == 0
-
-
-def _next_division(size: int, divisions: int) -> int:
-    # With 4 divisions, 1200 lies between 1024 and 2048, whose steps are 1024, 1280, 1536, 1792: the answer is 1280.
-    step = (1 << (size.bit_length() - 1)) >> (divisions.bit_length() - 1)
-    return -(-size // step) * step
 
 
 def parse_allocator_conf(

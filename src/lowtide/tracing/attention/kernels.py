@@ -86,15 +86,8 @@ def _aligned(mask: Tensor) -> Tensor:
 
 
 def _math(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    is_causal: bool,
-    scale: float,
-    gqa: bool,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, is_causal: bool, scale: float, gqa: bool,
+) -> Tensor:  # fmt: skip
     """The composite path, as torch spells it: half precision is raised to fp32, the mask is added in place."""
     dtype = query.dtype
     is_half = (

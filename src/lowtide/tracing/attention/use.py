@@ -212,12 +212,10 @@ def attention_watch(model: nn.Module, device: torch.device) -> AttentionWatch | 
 
     The host has backends of its own, and a compiled module would be compiled once for the watch and again without it.
     """
-    if device.type != "cuda" or any(_is_compiled(module) for module in model.modules()):
+    if device.type != "cuda" or any(
+        compat.compiled_original(module) is not None or compat.call_of(module) is not None for module in model.modules()
+    ):
         return None
     return AttentionWatch(
         model, AttentionChoices(torch.cuda.get_device_capability(device), release_of(torch.__version__))
     )
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return compat.compiled_original(module) is not None or compat.call_of(module) is not None

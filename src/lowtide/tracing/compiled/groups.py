@@ -104,7 +104,8 @@ class _Run:
             raise TraceError("a backward runs twice through compiled code, which frees what it has saved")
         given, self._held = self._held, {}
         kept = []
-        for buffer, gradient in zip(partition.tangents, self._needed(gradients), strict=True):
+        needed: list[Any] = [g for g, needs in zip(gradients, captured.needs_gradient, strict=True) if needs]
+        for buffer, gradient in zip(partition.tangents, needed, strict=True):
             if gradient.stride() == partition.forms[buffer].stride():
                 given[buffer] = gradient
                 kept.append(buffer)  # autograd holds it
@@ -117,9 +118,6 @@ class _Run:
     def not_differentiable(self) -> list[int]:
         """Which of the results have no gradient."""
         return [index for index, needs in enumerate(self._captured.needs_gradient) if not needs]
-
-    def _needed(self, gradients: tuple[Tensor, ...]) -> list[Any]:
-        return [g for g, needs in zip(gradients, self._captured.needs_gradient, strict=True) if needs]
 
     def _seen(self, made: dict[str, Ghost], result: Returned | None) -> Ghost:
         """A result over the storage of its buffer."""
@@ -196,15 +194,11 @@ def _run(effect: Effect, alive: dict[str, Ghost], forms: Mapping[str, Tensor], m
 
 
 def _new_storage(form: Tensor) -> Tensor:
-    """A meta tensor like a form, with a storage of just its elements."""
-    storage = torch.UntypedStorage(form.numel() * form.element_size(), device="meta")
-    return meta_over(storage, form.dtype, form.shape, _dense(form))
-
-
-def _dense(form: Tensor) -> tuple[int, ...]:
-    """The strides of a form where its elements are all that its storage holds; else those of a dense tensor."""
+    """A meta tensor like a form, with a storage of just its elements; where the form has gaps, without them."""
+    storage = torch.UntypedStorage(form.nbytes, device="meta")
     span = 1 + sum((size - 1) * stride for size, stride in zip(form.shape, form.stride(), strict=True))
-    return form.stride() if span <= form.numel() else torch.empty(form.shape, device="meta").stride()
+    stride = form.stride() if span <= form.numel() else torch.empty(form.shape, device="meta").stride()
+    return meta_over(storage, form.dtype, form.shape, stride)
 
 
 def _name(step: Step) -> str:

@@ -242,7 +242,7 @@ class _Reader:
             return name
         if isinstance(value, tuple | list):
             parts = tuple(f"{name}.{index}" for index in range(len(value)))
-            self.sizes |= {part: _num_bytes(of) for part, of in zip(parts, value, strict=True)}
+            self.sizes |= {part: getattr(of, "nbytes", 0) for part, of in zip(parts, value, strict=True)}
             self.forms |= {part: _form(of) for part, of in zip(parts, value, strict=True) if isinstance(of, Tensor)}
             return parts
         # A number.
@@ -314,10 +314,6 @@ def _form(value: Tensor) -> Tensor:
     size, stride = tuple(map(int, value.shape)), tuple(map(int, value.stride()))
     empty = torch.empty(0, dtype=value.dtype, device="meta")
     return empty.as_strided(size, stride, int(value.storage_offset())) if value.numel() else empty.reshape(size)
-
-
-def _num_bytes(value: object) -> int:
-    return value.nbytes if isinstance(value, Tensor) else 0
 
 
 def _num_read(node: fx.Node) -> int:

@@ -169,7 +169,8 @@ def with_reuse(program: Program, effects: Iterable[Effect]) -> list[Effect]:
     dead: defaultdict[int, list[tuple[int, str]]] = defaultdict(list)
     for index, effect in enumerate(planned):
         replaces = dict(effect.replaces)
-        for buffer in effect.begins if _takes_buffers(effect.step) else ():
+        takes_buffers = effect.step.work is not Work.KERNEL or effect.step.operator in WRITTEN_INTO
+        for buffer in effect.begins if takes_buffers else ():
             size = program.sizes[buffer]
             if not dead[size]:
                 continue
@@ -188,10 +189,6 @@ def with_reuse(program: Program, effects: Iterable[Effect]) -> list[Effect]:
             if buffer not in program.inputs and program.sizes[buffer]:
                 dead[program.sizes[buffer]].append((index, buffer))
     return planned
-
-
-def _takes_buffers(step: Step) -> bool:
-    return step.work is not Work.KERNEL or step.operator in WRITTEN_INTO
 
 
 def _live_bytes(sizes: Mapping[str, int], effects: Iterable[Effect]) -> list[int]:

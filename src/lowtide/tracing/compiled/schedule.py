@@ -149,12 +149,13 @@ def _joined_once(program: Program, steps: Sequence[Step]) -> list[Step]:
     alone = _read_alone(program, steps)
     pairs = []
     for (first, one), (second, other) in itertools.combinations(enumerate(steps), 2):
-        if not _go_together(one, other):
+        if Work.KERNEL in (one.work, other.work) or (one.extent, one.over_rows) != (other.extent, other.over_rows):
             continue
         # One that reads what the other makes is never too far.
         if second - first > MAX_DISTANCE and not set(one.writes) & set(other.reads):
             continue
-        shared = _shared_bytes(program, one, other)
+        common = {*one.reads, *one.writes} & {*other.reads, *other.writes}
+        shared = sum(program.sizes[buffer] for buffer in common)
         if shared and not (alone[first] & alone[second] and one.extent > LOST_PER_SHARED * shared):
             pairs.append((-shared, second - first, first, second))
     left = dict(enumerate(steps))
@@ -169,17 +170,6 @@ def _joined_once(program: Program, steps: Sequence[Step]) -> list[Step]:
         # With every pair the graph becomes another.
         order = _Order(left.values())
     return in_order(left.values())
-
-
-def _go_together(one: Step, other: Step) -> bool:
-    if Work.KERNEL in (one.work, other.work) or one.extent != other.extent:
-        return False
-    return one.over_rows == other.over_rows
-
-
-def _shared_bytes(program: Program, one: Step, other: Step) -> int:
-    common = (set(one.reads) | set(one.writes)) & (set(other.reads) | set(other.writes))
-    return sum(program.sizes[buffer] for buffer in common)
 
 
 def _read_alone(program: Program, steps: Sequence[Step]) -> list[set[int]]:

@@ -72,7 +72,9 @@ class Comparison:
         else:
             lines.append("the peaks are in different phases")
         lines += [f"predicted peak: {self.predicted_place}", f"observed peak: {self.observed_place}"]
-        lines += [f"{row.what or '(outside the model)'}: {_signed(row)} at the peak" for row in self.by_module]
+        for row in self.by_module:
+            sign = "+" if row.bytes > 0 else ""
+            lines.append(f"{row.what or '(outside the model)'}: {sign}{format_bytes(row.bytes)} at the peak")
         return [*lines, *(f"caution: {caution}" for caution in self.cautions)]
 
 
@@ -142,7 +144,3 @@ def _cautions(predicted: StepTrace, observed: StepTrace) -> Iterable[str]:
 def _line(row: Difference) -> str:
     pair = f"{format_bytes(row.predicted_bytes)} against {format_bytes(row.observed_bytes)}"
     return f"{row.what}: {pair} ({'none observed' if row.error is None else f'{row.error:+.2%}'})"
-
-
-def _signed(row: Difference) -> str:
-    return f"{'+' if row.bytes > 0 else ''}{format_bytes(row.bytes)}"

@@ -134,7 +134,7 @@ class ConvolutionCall(NamedTuple):
     @property
     def moved_bytes(self) -> int:
         """Input and output."""
-        return _bytes(self.inputs) + _bytes(self.output)
+        return self.inputs.nbytes + self.output.nbytes
 
     @property
     def rearranged_bytes(self) -> int:
@@ -150,8 +150,8 @@ class ConvolutionCall(NamedTuple):
             return self.rearranged_bytes
         before, after = self.weight.size(1), self.weight.size(0) // self.groups
         wide_before, wide_after = (1 << (width - 1).bit_length() for width in (before, after))
-        inputs, output = _bytes(self.inputs) // before * wide_before, _bytes(self.output) // after * wide_after
-        return inputs + output + _bytes(self.weight) // (before * after) * wide_before * wide_after
+        inputs, output = self.inputs.nbytes // before * wide_before, self.output.nbytes // after * wide_after
+        return inputs + output + self.weight.nbytes // (before * after) * wide_before * wide_after
 
     @property
     def part_bytes(self) -> int:
@@ -173,7 +173,7 @@ def forward_bytes(call: ConvolutionCall) -> int:
     if call.is_pointwise:
         return call.moved_bytes if call.inputs.size(1) > STRIDED_CHANNELS else 0
     if call.reads_image and call.weight.dtype is torch.float32:
-        return call.moved_bytes + _bytes(call.weight)
+        return call.moved_bytes + call.weight.nbytes
     return call.grouped_bytes
 
 
@@ -255,7 +255,7 @@ def _aligned(workspace: int) -> int:
 
 
 def _copies(form: torch.memory_format, *tensors: Tensor) -> list[int]:
-    return [_bytes(tensor) for tensor in tensors if not tensor.is_contiguous(memory_format=form)]
+    return [tensor.nbytes for tensor in tensors if not tensor.is_contiguous(memory_format=form)]
 
 
 def _has_channels_last(tensor: Tensor) -> bool:
@@ -276,10 +276,6 @@ def _has_odd_rows(call: ConvolutionCall) -> bool:
     if call.inputs.dtype is not torch.float32 and positions < SHORT_ROW and call.inputs.dim() == 4:
         return row % 16 != 0
     return row % 8 != 0 and max(call.weight.shape[:2]) >= WIDE_CHANNELS
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _padded_bytes(tensor: Tensor) -> int:

@@ -88,7 +88,7 @@ class Costs:
         """Roofline: the longer of arithmetic and memory traffic."""
         hardware = self._hardware
         tensors = [*tensors_in(args), *tensors_in(out)]
-        moved = sum(_nbytes(tensor) for tensor in tensors)
+        moved = sum(tensor.nbytes for tensor in tensors)
         seconds = moved / (hardware.memory_bytes_per_s * MEMORY_EFFICIENCY) if hardware.memory_bytes_per_s else 0.0
         flops = num_flops(op.name, args, out)
         if flops:
@@ -99,13 +99,9 @@ class Costs:
         return seconds + KERNEL_S if seconds else 0.0
 
 
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _copy_if_strided(tensor: Any) -> int:
     """Kernels that need dense rows copy an input that has none."""
-    return 0 if not isinstance(tensor, Tensor) or tensor.is_contiguous() else _nbytes(tensor)
+    return 0 if not isinstance(tensor, Tensor) or tensor.is_contiguous() else tensor.nbytes
 
 
 def _reduction(position: int, *kinds: type) -> _Rule:
@@ -180,7 +176,7 @@ def _efficient_attention_backward(args: Any, out: Any, num_sms: int) -> Course:
     tiles = -(-length // rows) * -(-size // columns)
     copied = _copy_if_strided(gradient.transpose(1, 2))
     sums = 4 * batch * heads * length
-    before = [] if is_half else [size for size in (copied, _nbytes(gradient), sums, sums) if size]
+    before = [] if is_half else [size for size in (copied, gradient.nbytes, sums, sums) if size]
     return [*before, *[FREE] * len(before), copied, sums, 4 * batch * heads * tiles * (rows * columns + 4)]
 
 
@@ -197,7 +193,7 @@ _RULES: dict[str, _Rule] = {
     **{f"aten.{name}": _reduction(1, int) for name in ("prod", "argmax", "argmin", "max", "min")},
     "aten.linalg_vector_norm": _reduction(2, list, tuple),
     # The product of gradient and output.
-    "aten._softmax_backward_data": lambda args, out, num_sms: [_nbytes(out)],
+    "aten._softmax_backward_data": lambda args, out, num_sms: [out.nbytes],
     # Which entries are minus infinity.
     "aten._safe_softmax": lambda args, out, num_sms: [args[0].numel()],
     "aten._softmax": _strided(0),
@@ -208,14 +204,14 @@ _RULES: dict[str, _Rule] = {
     "aten._fused_rms_norm": _strided(0),
     "aten._fused_rms_norm_backward": _strided(0, 1),
     # One dimension after the other.
-    "aten.roll": lambda args, out, num_sms: [_nbytes(out)] * (len(args[1]) - 1),
+    "aten.roll": lambda args, out, num_sms: [out.nbytes] * (len(args[1]) - 1),
     "aten.embedding_dense_backward": _embedding_backward,
     "aten.index_put": _index_put,
     "aten.index_put_": _index_put,
     "aten._index_put_impl_": _index_put,
-    "aten.sort": lambda args, out, num_sms: [2 * _nbytes(args[0])],
+    "aten.sort": lambda args, out, num_sms: [2 * args[0].nbytes],
     # The backward variables, in a table like that of the forward ones.
-    "aten._ctc_loss_backward": lambda args, out, num_sms: [_nbytes(args[6])],
+    "aten._ctc_loss_backward": lambda args, out, num_sms: [args[6].nbytes],
     "aten.upsample_bilinear2d_backward": _upsample_backward,
     "aten.upsample_nearest2d_backward": _upsample_backward,
     "aten._scaled_dot_product_cudnn_attention_backward": _cudnn_attention_backward,
@@ -248,22 +244,16 @@ def describe_reduction(tensor: Tensor, dims: Sequence[int], accumulator_bytes: i
     """The reduction of a tensor over some dimensions (all of them when none is given)."""
     reduced = {d % tensor.dim() for d in dims} if dims else set(range(tensor.dim()))
     sizes = tensor.shape
-    inputs = outputs = 1
-    for d, size in enumerate(sizes):
-        if d in reduced:
-            inputs *= size
-        else:
-            outputs *= size
+    inputs = math.prod(sizes[d] for d in reduced)
+    outputs = math.prod(size for d, size in enumerate(sizes) if d not in reduced)
     reduced_strides = [tensor.stride(d) for d in reduced if sizes[d] > 1]
     kept = [(tensor.stride(d), sizes[d]) for d in range(tensor.dim()) if d not in reduced and sizes[d] > 1]
     reduces_fastest = not kept or (bool(reduced_strides) and min(reduced_strides) < min(kept)[0])
     vector = 1
     if not reduces_fastest and kept and min(kept)[0] == 1:
         others = [*reduced_strides, *(stride for stride, _ in kept if stride != 1)]
-        for candidate in (4, 2):
-            if min(kept)[1] % candidate == 0 and all(stride % candidate == 0 for stride in others):
-                vector = candidate
-                break
+        multiples = [n for n in (4, 2) if all(number % n == 0 for number in (min(kept)[1], *others))]
+        vector = max(multiples, default=1)
     return Reduction(
         num_outputs=outputs,
         inputs_per_output=inputs,

@@ -33,16 +33,13 @@ def _nothing(*_: Any, **__: Any) -> None:
     pass
 
 
-def _no_random_state(device: object = None) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8)  # recompute asks for it; there is no randomness to replay
-
-
 _ONE_DEVICE: dict[str, Callable[..., Any]] = {
     "is_initialized": lambda: True,
     "is_available": lambda: True,
     "current_device": lambda: 0,
     "device_count": lambda: 1,
-    "get_rng_state": _no_random_state,
+    # Recompute asks for it; there is no randomness to replay.
+    "get_rng_state": lambda device=None: torch.empty(0, dtype=torch.uint8),
     **dict.fromkeys(
         ("set_device", "synchronize", "empty_cache", "manual_seed", "manual_seed_all", "set_rng_state"), _nothing
     ),

@@ -18,10 +18,11 @@ from lowtide import compat
 from lowtide.errors import ValueReadError
 from lowtide.tracing.ghost.operators import HOST, META, Operator, describe, to_known, to_meta
 from lowtide.tracing.ghost.tensor import Ghost, Known, balanced_choice
-from lowtide.tracing.recorder import Life, StorageRecorder, is_called_from_engine
+from lowtide.tracing.recorder import PLUMBING, Life, StorageRecorder
 from lowtide.tracing.step_trace import Phase
 
 aten = torch.ops.aten
+_ADD = aten.add.Tensor
 CHECKS = "checks of values that depend on weights were taken to pass: `.all()` to be true, `.any()` to be false"
 FINITE = "values that depend on weights were taken to be finite"
 BALANCE = "choices that depend on weights (a router's topk, argmax or max) were taken to be spread evenly"
@@ -89,7 +90,7 @@ class Maker:
     def ghost(self, inner: Tensor, known: Known | None, on_device: bool) -> Ghost:
         """For a meta tensor that the operator at hand returns: of new memory, or of what it shares."""
         life = self.life_of(inner, on_device=on_device)
-        self.recorder.use(life, len(self.recorder.ops) - 1)
+        self.recorder.use(life, len(self.recorder.op_names) - 1)
         return Ghost(inner, self.device if life.on_device else HOST, life, known)
 
     def written(self, target: Any, op: Operator, values: Any) -> None:
@@ -119,7 +120,9 @@ class GradientSums:
         It is one where autograd's engine itself adds two gradients: in the backward, with no Python code calling.
         """
         recorder = self._maker.recorder
-        if func is not aten.add.Tensor or recorder.phase is not Phase.BACKWARD or not is_called_from_engine():
+        if func is not _ADD or recorder.phase is not Phase.BACKWARD:
+            return None
+        if not compat.is_called_from_engine(PLUMBING, has_own_thread=True):
             return None
         old = args[0]
         if not isinstance(old, Ghost) or compat.num_storage_owners(old.inner) > 1:
@@ -147,10 +150,12 @@ class ValueReader:
 
     def values(self, func: Any, op: Operator, args: Any, kwargs: Any) -> Any:
         """A maker of the outputs' values, None where they are not known."""
-        known = None if op.is_chance else to_known((args, kwargs))
-        if known is None:
+        known_args = None if op.is_chance else to_known(args)
+        if known_args is None:
             return None
-        known_args, known_kwargs = known
+        known_kwargs = to_known(kwargs)
+        if known_kwargs is None:
+            return None
         if known_kwargs.get("device") is not None:
             known_kwargs["device"] = HOST
         if op.writes:
@@ -187,8 +192,8 @@ class ValueReader:
                 # Adafactor scales by the norm of the weights: a number that changes no shape and no lifetime.
                 self._note("numbers that the optimizer reads back from the device were taken to be 1")
                 return 1.0
-            module = self._maker.recorder.ops[-1].module
-            source = self._maker.recorder.ops[-1].source or self._maker.recorder.line()
+            module = self._maker.recorder.op_modules[-1]
+            source = self._maker.recorder.op_sources[-1] or self._maker.recorder.line()
             raise ValueReadError(
                 f"{op.name} reads the values of a tensor in {module!r}{f' ({source})' if source else ''}, and they depend on "
                 "weights or chance, which a prediction does not have. Use lowtide.observe on a machine with a GPU, or "

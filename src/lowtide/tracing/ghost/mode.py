@@ -106,7 +106,7 @@ class GhostMode(compat.TorchDispatchMode):
         except LowtideError:
             raise
         except NotImplementedError as error:
-            module = self.recorder.ops[number].module
+            module = self.recorder.op_modules[number]
             raise MissingKernelError(
                 f"{op.name}, called in {module!r}, has no shape function (meta kernel), so it cannot be traced without "
                 f"running it: {_first_line(error)}. Register one with torch.library.register_fake, or use "
@@ -115,7 +115,7 @@ class GhostMode(compat.TorchDispatchMode):
                 op=op.name,
             ) from error
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
-            module = self.recorder.ops[number].module
+            module = self.recorder.op_modules[number]
             shapes = ", ".join(f"{list(ghost.shape)} {str(ghost.dtype).removeprefix('torch.')}" for ghost in ghosts)
             raise BatchMismatchError(
                 f"{op.name} in {module!r} does not accept {shapes}: {_first_line(error)}. Check the batch's shapes and "

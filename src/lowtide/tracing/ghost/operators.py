@@ -119,19 +119,14 @@ def to_known(value: Any) -> Any:
     if isinstance(value, Tensor):
         return Known(value.detach())
     if isinstance(value, list | tuple):
-        items = _each_known(value)
-        return tuple(items) if items is not None and isinstance(value, tuple) else items
+        items = []
+        for item in value:
+            known = to_known(item)
+            if known is None and item is not None:
+                return None
+            items.append(known)
+        return tuple(items) if isinstance(value, tuple) else items
     if isinstance(value, dict):
-        items = _each_known(value.values())
-        return None if items is None else dict(zip(value, items, strict=True))
+        known = to_known(list(value.values()))
+        return None if known is None else dict(zip(value, known, strict=True))
     return value
-
-
-def _each_known(values: Iterable[Any]) -> list[Any] | None:
-    found = []
-    for value in values:
-        known = to_known(value)
-        if known is None and value is not None:
-            return None
-        found.append(known)
-    return found

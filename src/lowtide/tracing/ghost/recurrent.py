@@ -242,7 +242,7 @@ def backward_course(args: Any, out: Any) -> Course:
 
 def _copies(batch_first: bool, *tensors: Tensor | None) -> list[int]:
     timed = [each.transpose(0, 1) if batch_first else each for each in tensors if each is not None]
-    return [each.numel() * each.element_size() for each in timed if not each.is_contiguous()]
+    return [each.nbytes for each in timed if not each.is_contiguous()]
 
 
 def _workspace(
@@ -250,7 +250,7 @@ def _workspace(
 ) -> int:
     level_bytes, weights = (
         _output_bytes(inputs, hidden, bidirectional),
-        sum(part.numel() * part.element_size() for part in weight),
+        sum(part.nbytes for part in weight),
     )
     is_half = inputs.element_size() == 2
     outputs = (HALF_OUTPUTS if is_half else WORKSPACE_OUTPUTS)[mode] + layers

@@ -168,9 +168,7 @@ class Ghost(Tensor):
     def _is_whole(self) -> bool:
         inner = self.inner
         return (
-            inner.is_contiguous()
-            and inner.storage_offset() == 0
-            and inner.untyped_storage().nbytes() == inner.numel() * inner.element_size()
+            inner.is_contiguous() and inner.storage_offset() == 0 and inner.untyped_storage().nbytes() == inner.nbytes
         )
 
     def tolist(self) -> Any:

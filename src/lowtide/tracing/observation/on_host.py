@@ -5,7 +5,6 @@ Bytes are the storages' own: the host's allocator is not modelled, so what is re
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +16,10 @@ from lowtide.errors import ObserveError
 from lowtide.tracing.assemble import assemble, exact
 from lowtide.tracing.recorder import (
     BATCH,
+    PLUMBING,
     Life,
     Role,
     StorageRecorder,
-    is_called_from_engine,
     state_roles,
     weight_roles,
 )
@@ -39,7 +38,6 @@ class HostMode(compat.WatchingMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self.recorder = recorder
         self._lives: dict[int, Life] = {}
-        self._sole_owner_count: int | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # A wrapper subclass first takes itself apart; its inner tensors come back here and are the ones with memory.
@@ -115,20 +113,13 @@ class HostMode(compat.WatchingMode):
     def _life_of_sum(self, func: Any, args: Any) -> Life | None:
         """The life of a gradient that autograd would have added to in place, were it not watched; None otherwise.
 
-        It adds in place where it holds the only reference, and never under a dispatch mode. The sum is computed as
-        autograd asked for it, and takes over the life of its first term: the bytes are those of an unwatched step.
+        The sum is computed as autograd asked for it, and takes over the life of its first term: the bytes are those of an
+        unwatched step.
         """
         if func is not torch.ops.aten.add.Tensor or self.recorder.phase is not Phase.BACKWARD:
             return None
-        if not is_called_from_engine(in_its_thread=False):
-            return None
-        old = args[0]
-        if compat.num_storage_owners(old) > 1 or not _is_dense(old):
-            return None
-        owners = compat.reference_count(old) + sys.getrefcount(old)
-        if self._sole_owner_count is None:
-            self._sole_owner_count = owners
-        return self._find(old) if owners <= self._sole_owner_count else None
+        is_sum = compat.is_called_from_engine(PLUMBING, has_own_thread=False) and compat.would_sum_in_place(args)
+        return self._find(args[0]) if is_sum else None
 
     def _adopt(self, life: Life, result: Tensor) -> None:
         storage = compat.plain_storage(result)
@@ -136,22 +127,6 @@ class HostMode(compat.WatchingMode):
             return
         self.recorder.follow(life, storage)
         self._lives[id(storage)] = life
-
-    def learn_owner_count(self) -> None:
-        """Learn how many references a gradient has that only the engine holds: the number depends on torch's version.
-
-        In this graph the sum's first term has no other owner.
-        """
-        recorder, self.recorder = self.recorder, StorageRecorder()
-        with self:
-            leaf = torch.ones(2, requires_grad=True)
-            total = (leaf.sin() * leaf.cos()).sum()
-            self.recorder.begin_phase(Phase.BACKWARD)
-            torch.autograd.backward(total)
-        del leaf, total
-        self.close()
-        self.recorder = recorder
-        assert self._sole_owner_count is not None, "autograd no longer sums gradients through add.Tensor"
 
 
 def observe_on_host(
@@ -161,7 +136,7 @@ def observe_on_host(
     recorder = StorageRecorder()
     recorder.name_after(step.model, step.optimizer)
     mode = HostMode(recorder)
-    mode.learn_owner_count()
+    compat.num_sole_references()  # tried before anything is recorded
     first_event = first_op = 0
     try:
         _place_all(mode, step)
@@ -219,20 +194,8 @@ def _out_of_memory(recorder: StorageRecorder, error: RuntimeError) -> str:
         for life in (recorder.lives[entry] for entry in recorder.log[-50:] if entry >= 0)
     ][-NUM_LAST_EVENTS:]
     return (
-        f"the host ran out of memory: {recorder.ops[-1].name} in {recorder.ops[-1].module!r}, in the "
+        f"the host ran out of memory: {recorder.op_names[-1]} in {recorder.op_modules[-1]!r}, in the "
         f"{recorder.phase or 'preparation'}, asked for {size} with {format_bytes(memory.allocated[-1])} in tensors "
         f"of the step. Last allocations: {'; '.join(last)}. Use a smaller batch, or lowtide.trace, which "
         "needs no memory."
     )
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements lie without gaps or overlaps, in any order of dimensions."""
-    expected = 1
-    for stride, size in sorted(
-        (stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1
-    ):
-        if stride != expected:
-            return False
-        expected *= size
-    return True

@@ -55,8 +55,9 @@ def predict(
         on_progress("placing the model")
         step, context = _prepare(job, mode)
         recorder.name_after(step.model, step.optimizer)
-        _name_weights(step.model, recorder)
-
+        for tensor, role in weight_roles(step.model, recorder.root):
+            if isinstance(tensor, Ghost):
+                tensor.life.rename(role.module, role.op)
         compiler = GhostCompiler(mode, machine.attention, job.torch_version)
         mover = GhostMover(machine.device)
         with contextlib.ExitStack() as stack:
@@ -225,12 +226,6 @@ def _lay_flat(weights: list[Ghost], mode: GhostMode) -> None:
         offset += weight.numel()
 
 
-def _name_weights(model: nn.Module, recorder: StorageRecorder) -> None:
-    for tensor, role in weight_roles(model, recorder.root):
-        if isinstance(tensor, Ghost):
-            tensor.life.rename(role.module, role.op)
-
-
 def _name_optimizer_state(step: TrainingStep) -> None:
     for tensor, role in state_roles(step.model, step.optimizer):
         if isinstance(tensor, Ghost) and tensor.life.category is None:
@@ -242,7 +237,7 @@ def _count_host_state(step: TrainingStep, recorder: StorageRecorder) -> None:
     for tensor, role in state_roles(step.model, step.optimizer):
         if not isinstance(tensor, Ghost) and tensor.device.type == "cpu":
             dtype = str(tensor.dtype).removeprefix("torch.")
-            life = recorder.allocate(tensor.numel() * tensor.element_size(), tuple(tensor.shape), dtype)
+            life = recorder.allocate(tensor.nbytes, tuple(tensor.shape), dtype)
             life.take_role(role)
 
 

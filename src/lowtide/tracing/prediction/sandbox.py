@@ -107,7 +107,9 @@ class Sandbox:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the subprocess)
         self._owner = os.getpid()
         # No CUDA in there, even where there is a device: a prediction must not depend on it, nor take memory on it.
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": _python_path()}
+        package_folder, inherited = str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH", "")
+        python_path = os.pathsep.join(part for part in (package_folder, inherited) if part)
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path}
         self._process = subprocess.Popen(
             [sys.executable, "-c", "from lowtide.tracing.prediction.sandbox import main; main()"],
             stdin=subprocess.PIPE,
@@ -133,12 +135,6 @@ class Sandbox:
             exit_code=code,
             stderr_tail=tail,
         )
-
-
-def _python_path() -> str:
-    package_folder = str(Path(__file__).resolve().parents[3])
-    inherited = os.environ.get("PYTHONPATH", "")
-    return os.pathsep.join(part for part in (package_folder, inherited) if part)
 
 
 @functools.cache

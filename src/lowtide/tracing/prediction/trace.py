@@ -66,9 +66,10 @@ def _check_arguments(model: object, optimizer: object) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}", key="model")
     if isinstance(model, nn.parallel.DistributedDataParallel):
+        gradient_bytes = sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)
         raise ConfigError(
             f"the model is wrapped in DistributedDataParallel, which cannot leave its process group; trace model.module, and "
-            f"add the wrapper's buckets: {format_bytes(_gradient_bytes(model))}, a second copy of the gradients, unless it "
+            f"add the wrapper's buckets: {format_bytes(gradient_bytes)}, a second copy of the gradients, unless it "
             "was made with gradient_as_bucket_view=True",
             key="model",
         )
@@ -113,10 +114,6 @@ def _refuse_changed_calls(model: nn.Module) -> None:
                 "first, and say settings=StepSettings(activations=...) for a policy",
                 key="model",
             )
-
-
-def _gradient_bytes(model: nn.Module) -> int:
-    return sum(weight.numel() * weight.element_size() for weight in model.parameters() if weight.requires_grad)
 
 
 def _checked_version(version: str) -> str:
