@@ -12,7 +12,7 @@ import typer
 from rich.text import Text
 
 from lowtide import config
-from lowtide.cli.console import friendly_errors, progress
+from lowtide.cli.console import Gpu, Json, Recipes, friendly_errors, progress
 from lowtide.errors import ConfigError, LowtideError, PlanError
 from lowtide.hardware import Hardware, find_hardware
 from lowtide.lab.catalogue import annotated_yaml, choose_recipes, recipe_differences
@@ -197,13 +197,16 @@ def show_command(
     name: Annotated[str, typer.Argument(help="a recipe: a name such as peak_memory/control, or FILE.yaml")],
     set_: Annotated[list[str] | None, typer.Option("--set", help="steps=5, dtype=bfloat16, ...")] = None,
     predict: Annotated[bool, typer.Option("--predict", help="also the peak that the trace predicts")] = False,
-    gpu: Annotated[str, typer.Option(help="the hardware to predict for")] = "h200",
-    recipes: Annotated[list[Path] | None, typer.Option(help="a folder with more recipes; may be repeated")] = None,
-    json_: Annotated[bool, typer.Option("--json", help="machine-readable on the standard output")] = False,
+    gpu: Gpu = "h200",
+    recipes: Recipes = None,
+    json_: Json = False,
 ) -> None:
     """The recipe after everything that it extends and every --set, as YAML that can be run; comments say what set a key."""
     with friendly_errors():
-        found, path = _one_recipe(name, recipes or [])
+        chosen = choose_recipes([name], known_recipes(recipes or []))
+        if len(chosen) > 1:
+            raise ConfigError(f"{name!r} stands for {len(chosen)} recipes: {', '.join(chosen)}; give one of these")
+        ((found, path),) = chosen.items()
         resolved = resolve_recipe(path, set_ or [])
         plain = config.to_plain(resolved.recipe)
         predicted = None
@@ -229,13 +232,6 @@ def show_command(
         if differs := recipe_differences(path, resolved.recipe):
             print(f"# differs in {', '.join(differs)}")
         print(annotated_yaml(plain, resolved.sources), end="")
-
-
-def _one_recipe(name: str, folders: list[Path]) -> tuple[str, Path]:
-    chosen = choose_recipes([name], known_recipes(folders))
-    if len(chosen) > 1:
-        raise ConfigError(f"{name!r} stands for {len(chosen)} recipes: {', '.join(chosen)}; give one of these")
-    return next(iter(chosen.items()))
 
 
 def _prediction_lines(predicted: Prediction, gpu: str) -> list[str]:

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from lowtide.lab.record import MemoryFigures, Outcome, PredictedFigures, RunRecord, SpeedFigures
-from lowtide.lab.report.rows import make_rows, perplexity, spread_of
+from lowtide.lab.record import MemoryFigures, Outcome, PredictedFigures, RunRecord, SpeedFigures, perplexity
+from lowtide.lab.report.rows import make_rows, spread_of
 from lowtide.units import GiB, MiB
 from tests.lab.report.samples import SURROUNDINGS, record
 

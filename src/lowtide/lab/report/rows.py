@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from lowtide import config, errors
 from lowtide.errors import ConfigError
 from lowtide.lab.recipe import PublishedFigures
-from lowtide.lab.record import MemoryFigures, Outcome, PredictedFigures, RunRecord
+from lowtide.lab.record import MemoryFigures, Outcome, PredictedFigures, RunRecord, perplexity
 from lowtide.lab.records import by_configuration, flat_settings, folder_of, generations, seed_of, settings_apart
 from lowtide.plain_text import Plain
 
@@ -45,14 +45,6 @@ def spread_of(values: Iterable[float | None]) -> Spread | None:
         deviation=statistics.stdev(known) if len(known) > 1 and is_finite else None,
         count=len(known),
     )
-
-
-def perplexity(loss: float) -> float:
-    """The perplexity of a mean loss in nats; infinite where it is beyond any float."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
 
 
 _PLAIN = frozenset(
