@@ -139,18 +139,15 @@ def _loop(model: GPT, optimizer: torch.optim.Optimizer, training: Training, on_p
 
 
 def _side_by_side(plain: Run, managed: Run) -> Table:
-    rows = [
-        [
-            name,
-            f"{run.losses[0]:.6f}",
-            f"{run.losses[-1]:.6f}",
-            format_bytes(run.peak_bytes),
-            format_seconds(run.seconds / len(run.losses)),
-        ]
-        for name, run in (("plain PyTorch", plain), ("Lowtide", managed))
-    ]
-    columns = (words(""), *map(number, ("first loss", "last loss", "device peak", "time a step")))
-    return make_table("The same loop, the same seed", columns, rows)
+    return make_table(
+        "The same loop, the same seed",
+        [("plain PyTorch", plain), ("Lowtide", managed)],
+        words("", lambda row: row[0]),
+        number("first loss", lambda row: f"{row[1].losses[0]:.6f}"),
+        number("last loss", lambda row: f"{row[1].losses[-1]:.6f}"),
+        number("device peak", lambda row: format_bytes(row[1].peak_bytes)),
+        number("time a step", lambda row: format_seconds(row[1].seconds / len(row[1].losses))),
+    )
 
 
 def _verdict(training: Training, plain: Run, managed: Run) -> str:

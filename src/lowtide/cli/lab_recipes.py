@@ -23,7 +23,7 @@ from lowtide.lab.recipe_file import known_recipes, read_recipe, resolve_recipe
 from lowtide.lab.record import PredictedFigures
 from lowtide.lab.records import folder_of
 from lowtide.plain_text import Plain
-from lowtide.report.table import Cell, Table, Tone, Value, make_table, number, words
+from lowtide.report.table import Table, Tone, Value, make_table, number, words
 from lowtide.units import format_bytes, parse_bytes
 
 
@@ -102,18 +102,15 @@ def predict_all(listed: Mapping[str, Path], gpu: str) -> dict[str, Prediction]:
 def prediction_table(predictions: Mapping[str, Prediction], hardware: Hardware) -> Table:
     """What recipes need on some hardware, the smallest peak first; those that are not predicted are not in it."""
     predicted = [(name, each, each.figures) for name, each in predictions.items() if each.figures is not None]
-    rows: list[list[Cell | str]] = [
-        [
-            name,
-            shown_bytes(figures.peak_bytes),
-            shown_bytes(figures.reserved_bytes or figures.peak_bytes),
-            figures.peak_phase,
-            _fits(prediction, figures, hardware),
-        ]
-        for name, prediction, figures in sorted(predicted, key=lambda row: row[2].peak_bytes)
-    ]
-    columns = (words("recipe", wraps=True), number("peak"), number("reserved"), words("in"), words("fits"))
-    return make_table(f"predicted on {hardware.name}, {format_bytes(hardware.memory_bytes)}", columns, rows)
+    return make_table(
+        f"predicted on {hardware.name}, {format_bytes(hardware.memory_bytes)}",
+        sorted(predicted, key=lambda row: row[2].peak_bytes),
+        words("recipe", lambda row: row[0], wraps=True),
+        number("peak", lambda row: shown_bytes(row[2].peak_bytes)),
+        number("reserved", lambda row: shown_bytes(row[2].reserved_bytes or row[2].peak_bytes)),
+        words("in", lambda row: row[2].peak_phase),
+        words("fits", lambda row: _fits(row[1], row[2], hardware)),
+    )
 
 
 def _fits(prediction: Prediction, figures: PredictedFigures, hardware: Hardware) -> Value:

@@ -23,8 +23,8 @@ from lowtide.lab.records import SWEEPS
 from lowtide.lab.report.comparison import Comparison
 from lowtide.lab.report.lab_report import fastest_words, run_remarks
 from lowtide.lab.report.rows import Row, error_line
-from lowtide.lab.report.tables import number, outcome_words, result_table, shortened
-from lowtide.report.table import Cell, Column, Table, Tone, Value, make_table
+from lowtide.lab.report.tables import outcome_words, perplexity_text, result_table, shortened
+from lowtide.report.table import Cell, Column, Table, Tone, Value, make_table, number
 
 SHOWN = ("peak", "reduction", "at", "reserved", "steps", "perplexity")
 """Beside the speed that rows are compared by; the files have all columns."""
@@ -84,7 +84,7 @@ def _reasons(comparison: Comparison, labels: Sequence[str]) -> list[str]:
 def _perplexities(comparison: Comparison, labels: Sequence[str]) -> list[str]:
     """A line for each row that was evaluated on the way: `control: perplexity 160.0, 152.1 after 80, 100 steps`."""
     return [
-        f"{label}: perplexity {', '.join(number(spread.mean) for spread in row.perplexities.values())} "
+        f"{label}: perplexity {', '.join(perplexity_text(spread.mean) for spread in row.perplexities.values())} "
         f"after {', '.join(map(str, row.perplexities))} steps"
         for row, label in zip(comparison.rows, labels, strict=True)
         if row.perplexities
@@ -180,16 +180,13 @@ def parse_budgets(text: str) -> list[float]:
 
 def sweep_table(sweep: BudgetSweep) -> Table:
     """The points of a sweep, one a row."""
-    rows = [
-        [
-            f"{point.budget:g}",
-            shown_bytes(point.saved_bytes),
-            shown_bytes(point.peak_bytes),
-            shown_bytes(point.unfused_peak_bytes),
-            f"{100 * point.recomputed_flops_share:.1f}%",
-            f"{point.seconds:.1f}",
-        ]
-        for point in sweep.points
-    ]
-    heads = ("budget", "saved", "peak", "peak unfused", "recomputed", "seconds")
-    return make_table(sweep.title, [Column(head=head) for head in heads], rows)
+    return make_table(
+        sweep.title,
+        sweep.points,
+        number("budget", lambda point: f"{point.budget:g}"),
+        number("saved", lambda point: shown_bytes(point.saved_bytes)),
+        number("peak", lambda point: shown_bytes(point.peak_bytes)),
+        number("peak unfused", lambda point: shown_bytes(point.unfused_peak_bytes)),
+        number("recomputed", lambda point: f"{point.recomputed_flops_share:.1%}"),
+        number("seconds", lambda point: f"{point.seconds:.1f}"),
+    )

@@ -158,9 +158,17 @@ def run_table(results: Sequence[EndedRun]) -> Table:
         if folder:
             rows.append([Value(f"{folder}/", tone=Tone.STRONG), "", "", "", "", ""])
         rows += [_run_cells(ended, indent="  " if folder else "") for ended in group]
-    # Where there is no room for all, long names are broken: how a run ended is what is looked for.
-    columns = (words("recipe", wraps=True), number("seed"), words("outcome"))
-    return make_table("", (*columns, *map(number, ("peak", "samples/s", "perplexity"))), rows)
+    return make_table(
+        "",
+        rows,
+        # Where there is no room for all, long names are broken: how a run ended is what is looked for.
+        words("recipe", lambda row: row[0], wraps=True),
+        number("seed", lambda row: row[1]),
+        words("outcome", lambda row: row[2]),
+        number("peak", lambda row: row[3]),
+        number("samples/s", lambda row: row[4]),
+        number("perplexity", lambda row: row[5]),
+    )
 
 
 def _run_cells(ended: EndedRun, *, indent: str) -> list[Value | str]:
@@ -170,8 +178,7 @@ def _run_cells(ended: EndedRun, *, indent: str) -> list[Value | str]:
         str(ended.run.recipe.seed),
         Value(str(outcome), tone=Tone.GOOD if outcome is Outcome.FINISHED else Tone.BAD),
         "" if ended.record.memory is None else shown_bytes(ended.record.memory.peak_bytes),
-        _figure(row["samples_per_s"]),
-        _figure(row["perplexity"]),
+        *(f"{value:.4g}" if isinstance(value, float) else "" for value in (row["samples_per_s"], row["perplexity"])),
     ]
 
 
@@ -180,7 +187,3 @@ def records_words(folder: Path) -> str:
     records = folder / "records"
     shown = records.relative_to(Path.cwd()) if records.is_relative_to(Path.cwd()) else records
     return f"records are in {shown}/RECIPE"
-
-
-def _figure(value: Plain) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else ""
