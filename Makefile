@@ -13,7 +13,7 @@ help:
 	@echo 'make demo     predict a step, and train a small GPT inside a budget on this machine'
 	@echo 'make test     the tests, but for the slow ones'
 	@echo 'make slow     the slow tests'
-	@echo 'make exhaustive  exceptions at every line of a session, half an hour'
+	@echo 'make exhaustive  exceptions at every line of a session, two hours'
 	@echo 'make check    format, lint, types, tests and documentation examples, as CI does'
 	@echo 'make format   rewrite the sources in the one style'
 	@echo 'make docs     fill the tables and draw the chart of README.md and docs/ from benchmarks/results'
@@ -37,7 +37,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -m 'not slow and not exhaustive'
 
-# Whole lab runs, compiled models, collections of the whole process: what CI runs besides.
+# Whole lab runs, compiled models, examples of the documentation, tests of processes: what CI runs besides.
 slow: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -m 'slow and not exhaustive'
 

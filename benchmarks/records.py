@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -13,13 +14,20 @@ from lowtide.errors import BadRecordError
 from lowtide.hardware.machine import this_machine
 from lowtide.units import GiB
 
+RESULTS = Path(__file__).resolve().parent / "results"
 WIDTH = 100
 """Columns of the text in Markdown files."""
 
 
 def machine() -> dict[str, object]:
-    """The host of a measurement, for its record: `processor`, `memory_bytes` and the card's `driver`."""
+    """The host of a measurement, for its record: `processor`, `memory_bytes` and the GPU's `driver`."""
     return asdict(this_machine())
+
+
+def checkout() -> str:
+    """The commit of this checkout, and whether it was changed since."""
+    git = ["git", "-C", str(RESULTS), "describe", "--always", "--dirty"]
+    return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,33 +58,41 @@ class Record:
         return f"{self.path.parent.name}/{self.path.stem}"
 
 
-def newest(folder: Path, schema: str) -> Record:
-    """The record with the latest date in a folder; the file name decides between equal dates.
+def newest(folder: Path, schema: str, files: str = "*") -> Record:
+    """The record with the latest date in a folder, or among its files of a pattern.
 
     Raises:
         BadRecordError: There is none, or one of them is not JSON or has another schema.
     """
-    records = [read(path, schema) for path in sorted(folder.glob("*.json"))]
-    if not records:
-        raise BadRecordError(f"there are no records in {folder}; run the benchmark before its table is rendered")
-    return max(records, key=lambda record: (record.text("date"), record.path.name))
+    return _by_date(folder, schema, files)[-1]
 
 
-def newest_rows(folder: Path, schema: str) -> dict[str, tuple[dict[str, Any], Record]]:
+def newest_rows(folder: Path, schema: str, *files: str) -> dict[str, tuple[dict[str, Any], Record]]:
     """Rows by name, each from the newest record that has it without a failure: a suite may be run in parts.
+
+    Args:
+        folder: Where the records are.
+        schema: Which all of them have.
+        files: Patterns of the names of those that count.
 
     Raises:
         BadRecordError: There is no record, or one of them is bad.
     """
-    records = [read(path, schema) for path in sorted(folder.glob("*.json"))]
-    if not records:
-        raise BadRecordError(f"there are no records in {folder}; run the benchmark before its table is rendered")
     found: dict[str, tuple[dict[str, Any], Record]] = {}
-    for record in sorted(records, key=lambda record: (record.text("date"), record.path.name)):
+    for record in _by_date(folder, schema, *files):
         for row in record.rows("rows", ("name",)):
             if "failed" not in row or str(row["name"]) not in found:
                 found[str(row["name"])] = (row, record)
     return found
+
+
+def _by_date(folder: Path, schema: str, *files: str) -> list[Record]:
+    """Records of a folder, the oldest first; the file name decides between equal dates."""
+    records = [read(path, schema) for pattern in files for path in folder.glob(f"{pattern}.json")]
+    if not records:
+        names = "" if files == ("*",) else f" named {' or '.join(files)}"
+        raise BadRecordError(f"there are no records{names} in {folder}; run the benchmark before its table is rendered")
+    return sorted(records, key=lambda record: (record.text("date"), record.path.name))
 
 
 def row_of_the_run(record: Record, beginning: str) -> dict[str, Any] | None:

@@ -122,6 +122,8 @@ def main(
     prepare: Callable[[str], None] = lambda suite: None,
 ) -> None:
     """The command line: SUITE --out FOLDER --commit HASH [--match TEXT].... `modules`: what runs a row, of each suite or of all."""
+    from lowtide.lab.record import write_json  # here: a row's process imports this module, and not the lab
+
     parser = argparse.ArgumentParser()
     parser.add_argument("suite", choices=sorted(suites))
     parser.add_argument("--out", type=Path, required=True)
@@ -143,7 +145,6 @@ def main(
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "rows": [],
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"{arguments.suite}_{time.strftime('%Y-%m-%dT%H%M')}_h200_{arguments.commit}.json"
     wanted = arguments.match or [""]
     rows = [row for row in suites[arguments.suite] if any(text in row["name"] for text in wanted)]
@@ -151,7 +152,7 @@ def main(
         raise SystemExit(f"no row of {arguments.suite} has {arguments.match!r} in its name")
     for result in _results(module, rows, arguments.timeout):
         record["rows"].append(result)
-        path.write_text(json.dumps(record, indent=1))  # after each row: what was measured is not lost with the next one
+        write_json(path, record)  # after each row: what was measured is not lost with the next one
         shown = result.get("failed") or f"{1000 * float(str(result['median_s'])):.0f} ms"
         reserved = float(str(result.get("max_reserved_bytes", 0))) / 2**30
         print(f"{result['name']}: {shown}, reserved {reserved:.2f} GiB {result.get('message', '')}", flush=True)

@@ -32,6 +32,7 @@ from torch import Tensor
 from benchmarks.accuracy.cases import Case
 from benchmarks.accuracy.fresh_cases import fresh, fresh2
 from benchmarks.accuracy.measure import PHASES, OpRecorder, provenance, step
+from lowtide.lab.record import write_json
 
 STEPS = 3
 ACTIONS = ("alloc", "free_completed", "segment_alloc", "segment_free")
@@ -200,9 +201,7 @@ def write_measured(cases: list[Case], options: argparse.Namespace) -> None:
     found = provenance()
     head = {"schema": MEASURED_SCHEMA, "commit": options.commit, "hardware": found.pop("gpu").split(",")[0], **found}
     head["date"] = time.strftime("%Y-%m-%d %H:%M")
-    (options.out / f"{options.list}_measured_{options.commit[:7]}.json").write_text(
-        json.dumps({**head, "rows": rows}, indent=None, separators=(",", ":")).replace('{"name"', '\n{"name"')
-    )
+    write_json(options.out / f"{options.list}_measured_{options.commit[:7]}.json", {**head, "rows": rows})
     with gzip.open(options.out / "details.pickle.gz", "wb", compresslevel=6) as file:
         pickle.dump(details, file)
 
@@ -239,7 +238,7 @@ def write_predicted(cases: list[Case], options: argparse.Namespace) -> None:
         "rows": rows,
     }
     path = options.out / f"{options.list}_predicted_{options.commit[:7]}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    write_json(path, record)
     print(path)
 
 

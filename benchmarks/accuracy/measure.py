@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import gc
 import gzip
-import json
 import os
 import pickle
 import signal
@@ -35,6 +34,7 @@ from torch.utils._pytree import tree_flatten
 
 from benchmarks.accuracy.cases import Case, held_out, policies, suite
 from benchmarks.records import machine
+from lowtide.lab.record import write_json
 
 PHASES = ("forward", "backward", "update")
 WARMUP_STEPS = 2
@@ -45,7 +45,7 @@ MARKER_BYTES = 1001
 def set_up(case: Case) -> tuple[torch.nn.Module, dict[str, Tensor], torch.optim.Optimizer]:
     """Model, batch and optimizer as a plain script would have them, over an allocator that has seen nothing else."""
     torch.manual_seed(0)
-    with torch.device("cuda"):  # initialising on the card is fast; the detour over the host empties the allocator again
+    with torch.device("cuda"):  # initialising on the GPU is fast; the detour over the host empties the allocator again
         model = case.build()
     model = model.cpu()
     gc.collect()
@@ -271,7 +271,7 @@ def main() -> None:
     results = measure(cases, options.runs.split(","), options.out, options.jobs, options.limit, options.deadline)
     facts = provenance()
     peaks = {name: runs.pop("peaks") for name, runs in results.items() if "peaks" in runs}
-    (options.out / "peaks.json").write_text(json.dumps({**facts, "cases": peaks}, indent=1))
+    write_json(options.out / "peaks.json", {**facts, "cases": peaks})
     with gzip.open(options.out / "details.pickle.gz", "wb", compresslevel=6) as file:
         pickle.dump(results, file)
 

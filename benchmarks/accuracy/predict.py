@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,11 @@ import torch
 
 import lowtide
 from benchmarks.accuracy.cases import OPTIMIZERS, Case, held_out, policies, suite
+from benchmarks.records import RESULTS, checkout
+from lowtide.lab.record import write_json
 from lowtide.tracing.step_trace import Phase
 
 SUITES = {"accuracy": suite, "held_out": held_out, "policies": policies}
-RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
 def predict(case: Case, torch_version: str) -> lowtide.StepTrace:
@@ -117,8 +117,7 @@ def main() -> None:
             last[f"predicted_{side}_bytes"] / last[f"measured_{side}_bytes"] - 1 for side in ("allocated", "reserved")
         ]
         print(f"[{number}/{len(cases)}] {case.name}: allocated {errors[0]:+.2%}, reserved {errors[1]:+.2%}", flush=True)
-    git = ["git", "-C", str(RESULTS), "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    commit = checkout()
     record = {
         "schema": "lowtide.accuracy/1",
         "commit": commit,
@@ -129,10 +128,8 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "cases": rows,
     }
-    folder = RESULTS / options.suite
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{record['date'].replace(' ', 'T').replace(':', '')}_h200_{commit}.json"
-    path.write_text(json.dumps(record, indent=1))
+    path = RESULTS / options.suite / f"{record['date'].replace(' ', 'T').replace(':', '')}_h200_{commit}.json"
+    write_json(path, record)
     print(path)
 
 

@@ -8,18 +8,16 @@ Writes a record to benchmarks/results/activations_predicted. Nothing measured is
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import time
-from pathlib import Path
 
 import torch
 
 import lowtide
 from benchmarks.activations.suites import SUITES
+from benchmarks.records import RESULTS, checkout
 from benchmarks.session.row import SIZES, build
+from lowtide.lab.record import write_json
 
-RESULTS = Path(__file__).resolve().parents[1] / "results" / "activations_predicted"
 TORCH = "2.11.0"
 """What the rows are measured under."""
 
@@ -52,8 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--commit", default=None)
     arguments = parser.parse_args()
-    git = ["git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty"]
-    commit = arguments.commit or subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    commit = arguments.commit or checkout()
     rows = []
     for suite in ("policies", "policies_long"):
         for row in SUITES[suite]:
@@ -70,8 +67,7 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "rows": rows,
     }
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / f"{time.strftime('%Y-%m-%dT%H%M')}_{commit}.json").write_text(json.dumps(record, indent=1))
+    write_json(RESULTS / "activations_predicted" / f"{time.strftime('%Y-%m-%dT%H%M')}_{commit}.json", record)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ _BASE = "torch.utils.checkpoint on each layer"
 
 def policies(results: Path, suite: str = "policies") -> str:
     """Each policy beside torch's own ways: time, allocated and reserved, and what was predicted."""
-    found: dict[str, tuple[dict[str, Any], Record]] = newest_rows(results / f"activations_{suite}", _SCHEMA)
+    found: dict[str, tuple[dict[str, Any], Record]] = newest_rows(results / "activations", _SCHEMA, f"{suite}_20*")
     predicted = newest(results / "activations_predicted", "lowtide.activation_prediction/1")
     foreseen = {row["name"]: row for row in predicted.rows("rows", ("name", "suite")) if row["suite"] == suite}
     lines, used, missing = [], [predicted], []
@@ -55,7 +55,7 @@ def policies(results: Path, suite: str = "policies") -> str:
 
 def chunked_loss(results: Path) -> str:
     """The head's loss, unchunked and chunked."""
-    found = newest_rows(results / "activations_chunked_loss", _SCHEMA)
+    found = newest_rows(results / "activations", _SCHEMA, "chunked_loss_*")
     lines, used = [], []
     for name, (row, record) in found.items():
         used.append(record)
@@ -80,7 +80,7 @@ def chunked_loss(results: Path) -> str:
 
 def embedding(results: Path) -> str:
     """A table of 128k x 4096 on the host beside plain torch."""
-    found = newest_rows(results / "activations_embedding", _SCHEMA)
+    found = newest_rows(results / "activations", _SCHEMA, "embedding_*")
     lines, used = [], []
     for name, (row, record) in found.items():
         used.append(record)

@@ -1,7 +1,7 @@
-"""The code that inductor generates for the backward of a recipe's model under an activation budget, without a card.
+"""The code that inductor generates for the backward of a recipe's model under an activation budget, without a GPU.
 
-The joint graph is traced on the host, with the attention of a card (see `lowtide.lab.budget`), and cut by torch's partitioner.
-The backward is then said to be on a card and given to inductor, which is stopped when its code is written. In a run inductor may
+The joint graph is traced on the host, with the attention of a GPU (see `lowtide.lab.budget`), and cut by torch's partitioner.
+The backward is then said to be on a GPU and given to inductor, which is stopped when its code is written. In a run inductor may
 also write over saved tensors in place (`donated_buffer`), which it is not told of here: with it, the peaks of 2.8 and 2.11 at 0.6
 and 1.0 in fp32 are the same.
 """
@@ -15,13 +15,13 @@ import torch
 from torch import fx
 
 from benchmarks.inductor import older_torch  # before Lowtide, whose rules name classes that an older torch lacks
-from benchmarks.inductor.stand_in_card import stand_in_card
+from benchmarks.inductor.stand_in_gpu import stand_in_gpu
 from lowtide import compat
 from lowtide.compat import compiler as partitioning
 from lowtide.lab.budget import trace_recipe
 from lowtide.lab.recipe import Recipe
 
-CARD = torch.device("cuda", 0)
+GPU = torch.device("cuda", 0)
 
 
 class _WrittenError(Exception):
@@ -38,7 +38,7 @@ def generate_backward(recipe: Recipe, budget: float) -> str:
         joint, _ = trace_recipe(recipe)
     with config.patch(activation_memory_budget=budget):
         _, backward = min_cut_rematerialization_partition(partitioning._copy(joint.module), **joint.arguments)
-    with stand_in_card():
+    with stand_in_gpu():
         return _code(_on_card(backward))
 
 
@@ -58,12 +58,12 @@ def _moved(value: Any) -> Any:
 
     if isinstance(value, FakeTensor):
         with value.fake_mode:
-            return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=CARD)
+            return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=GPU)
     return type(value)(map(_moved, value)) if isinstance(value, tuple | list) else value
 
 
 def _elsewhere(argument: Any) -> Any:
-    return CARD if isinstance(argument, torch.device) else argument
+    return GPU if isinstance(argument, torch.device) else argument
 
 
 def _code(module: fx.GraphModule) -> str:

@@ -1,4 +1,4 @@
-"""What the backward of a compiled recipe holds, by the code that the installed torch generates for it, without a card.
+"""What the backward of a compiled recipe holds, by the code that the installed torch generates for it, without a GPU.
 
 python -m benchmarks.inductor.run peak_memory/memory_budget_60 [NAME ...] [--budget 0.05 ...] --out FOLDER --commit 0123abc
 
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--commit", default="unknown")
     arguments = parser.parse_args()
     if torch.version.cuda is None:
-        raise SystemExit(f"torch {torch.__version__} is a build without CUDA, which generates no code for a card")
+        raise SystemExit(f"torch {torch.__version__} is a build without CUDA, which generates no code for a GPU")
     # All of them before the first minute is spent.
     try:
         recipes = {name: read_recipe(find_recipe(name)) for name in arguments.names}

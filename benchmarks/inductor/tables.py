@@ -6,7 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from benchmarks.inductor.record import CodeRecord, budget_of, read_all
-from benchmarks.lab_tables import newest_peak
+from benchmarks.lab.tables import newest_peak
 from benchmarks.records import footnote, table
 from lowtide.errors import BadRecordError
 from lowtide.lab.recipe_file import find_recipe, read_recipe

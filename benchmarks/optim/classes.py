@@ -14,7 +14,6 @@ import importlib.metadata
 import importlib.util
 import inspect
 import io
-import json
 import random
 import sys
 import time
@@ -30,8 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
-from benchmarks.records import machine
+from benchmarks.records import RESULTS, machine
 from lowtide.errors import LowtideError
+from lowtide.lab.record import write_json
 
 SCHEMA = "lowtide.optimizer_classes/1"
 PACKAGES = {
@@ -360,7 +360,7 @@ def main() -> None:
     """Survey all classes, and write the record beside the other results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results/optimizer_classes")
+    parser.add_argument("--out", type=Path, default=RESULTS / "optim")
     arguments = parser.parse_args()
     found = []
     for name, kind in all_classes().items():
@@ -378,9 +378,8 @@ def main() -> None:
         "versions": versions,
         "rows": found,
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
     name = f"classes_{time.strftime('%Y-%m-%dT%H%M')}_{arguments.commit}.json"
-    (arguments.out / name).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_json(arguments.out / name, record)
 
 
 if __name__ == "__main__":

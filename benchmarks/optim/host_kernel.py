@@ -10,7 +10,6 @@ write once; the machine may move more.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ import torch
 from benchmarks.optim.huge_pages import advise_huge_pages
 from benchmarks.records import machine
 from lowtide.hardware.machine import this_machine
+from lowtide.lab.record import write_json
 from lowtide.optim import reference
 from lowtide.optim.host import kernel as host_kernel
 from lowtide.optim.rules import UNSIGNED, Adam, ElementwiseRule, Lion, Sgd, state_names
@@ -228,9 +228,8 @@ def main() -> None:
         "rows": rows_of(arguments),
     }
     if arguments.out is not None:
-        arguments.out.mkdir(parents=True, exist_ok=True)
         path = arguments.out / f"host_kernel_{time.strftime('%Y-%m-%dT%H%M')}_{arguments.commit}.json"
-        path.write_text(json.dumps(record, indent=1))
+        write_json(path, record)
         print(f"wrote {path}")
 
 

@@ -33,7 +33,7 @@ SUITES: dict[str, list[Row]] = {
         {"name": "FSDP2, CPUOffloadPolicy, fp32 master", "peer": "fsdp2", **LLAMA},
         {"name": "torchao CPUOffloadOptimizer, all bf16", "peer": "torchao", **LLAMA},
     ],
-    # How far one card and 125 GiB carry DeepSpeed: all on the host, or (its "Twin-Flow") a share of the optimizer there.
+    # How far one GPU and 125 GiB carry DeepSpeed: all on the host, or (its "Twin-Flow") a share of the optimizer there.
     "largest": [
         {"name": "DeepSpeed ZeRO-3, 4.4b, all on the host", **LARGEST, "model": "4.4b"},
         {"name": "DeepSpeed ZeRO-3, 5.1b, all on the host", **LARGEST, "model": "5.1b"},

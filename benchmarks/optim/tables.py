@@ -13,6 +13,7 @@ from benchmarks.records import Record, footnote, newest, newest_rows, row_of_the
 from benchmarks.session.suites import SUITES
 from lowtide.units import GiB
 
+_SESSION, _PEERS = "lowtide.session_benchmark/1", "lowtide.optimizer_benchmark/1"
 _BASE = "plain torch, forward and backward"
 _SUMMARY = (
     "plain torch, fused AdamW, all bf16",
@@ -28,7 +29,7 @@ Found = dict[str, tuple[Row, Record]]
 
 def steps(results: Path, suite: str = "optimizer") -> str:
     """Steps with all state on the host and on the device, beside plain torch in the same run."""
-    found: Found = newest_rows(results / suite, "lowtide.session_benchmark/1")
+    found: Found = newest_rows(results / "session", _SESSION, f"{suite}_20*")
     return _steps(found, [str(row["name"]) for row in SUITES[suite]])
 
 
@@ -94,17 +95,21 @@ def own_and_peers(results: Path, names: Sequence[str]) -> Iterator[tuple[Row, Re
 
 def shares_of(results: Path, model: str) -> list[tuple[Row, Record, float]]:
     """Rows by the share of updates on the host, with their record and their time in forwards and backwards of its run."""
-    if not (results / "optimizer_shares").exists():
+    if not any((results / "session").glob("host_share_*.json")):
         return []
-    found: Found = newest_rows(results / "optimizer_shares", "lowtide.session_benchmark/1")
+    found = _shares(results)
     rows = [pair for name, pair in found.items() if re.fullmatch(rf"{re.escape(model)}, \d+% on the host", name)]
     based = ((row, record, row_of_the_run(record, f"{model}, forward and backward")) for row, record in rows)
     return [(row, record, float(row["median_s"]) / float(base["median_s"])) for row, record, base in based if base]
 
 
+def _shares(results: Path) -> Found:
+    return newest_rows(results / "session", _SESSION, "host_share_*", "partition_*")
+
+
 def _own_and_peers(results: Path) -> Found:
-    found: Found = newest_rows(results / "optimizer", "lowtide.session_benchmark/1")
-    peers: Found = newest_rows(results / "optimizer_peers", "lowtide.optimizer_benchmark/1")
+    found: Found = newest_rows(results / "session", _SESSION, "optimizer_20*")
+    peers: Found = newest_rows(results / "optim", _PEERS, "peers_*")
     parameters = found[_BASE][0]["parameters"]
     for name, (row, record) in peers.items():
         if row["peer"] != "none":
@@ -135,11 +140,11 @@ def _steps(found: Found, names: Sequence[str]) -> str:
 
 
 def scale(results: Path) -> str:
-    """Models that do not fit the card, and how far a peer comes on the same machine."""
-    found: Found = newest_rows(results / "optimizer_scale", "lowtide.session_benchmark/1")
+    """Models that do not fit the GPU, and how far a peer comes on the same machine."""
+    found: Found = newest_rows(results / "session", _SESSION, "scale_*")
     names = [str(row["name"]) for row in SUITES["scale"]]
-    if (results / "optimizer_largest").exists():
-        found |= newest_rows(results / "optimizer_largest", "lowtide.optimizer_benchmark/1")
+    if any((results / "optim").glob("largest_*.json")):
+        found |= newest_rows(results / "optim", _PEERS, "largest_*")
         names += [str(row["name"]) for row in PEERS["largest"]]
     lines = []
     for name, row, _ in _measured(found, names):
@@ -162,8 +167,8 @@ def scale(results: Path) -> str:
 
 
 def shares(results: Path) -> str:
-    """What each share of the host costs, and beside it static partitions of the card, each against its model's plain row."""
-    found: Found = newest_rows(results / "optimizer_shares", "lowtide.session_benchmark/1")
+    """What each share of the host costs, and beside it static partitions of the device, each against its model's plain row."""
+    found = _shares(results)
     suites = ("host_share_3b", "partition_3b", "host_share_8b", "host_share_staging_8b", "partition_8b")
     names = list(dict.fromkeys(str(row["name"]) for suite in suites for row in SUITES[suite]))
     lines = []
@@ -190,7 +195,7 @@ def shares(results: Path) -> str:
 
 def host_kernel(results: Path) -> str:
     """Speed of the host's update by format of weights and moments, beside torch's own."""
-    found: Found = newest_rows(results / "optim_host_kernel", "lowtide.host_kernel_benchmark/1")
+    found: Found = newest_rows(results / "optim", "lowtide.host_kernel_benchmark/1", "host_kernel_*")
     lines, used = [], []
     for name, (row, record) in found.items():
         used.append(record)
@@ -222,7 +227,7 @@ def _origin(found: Found, names: Sequence[str]) -> str:
 
 def classes(results: Path) -> str:
     """Optimizer classes that train to the bit as in plain torch, by package."""
-    record = newest(results / "optimizer_classes", SCHEMA)
+    record = newest(results / "optim", SCHEMA, "classes_*")
     versions = record.content["versions"]
     assert isinstance(versions, dict)
     rows = record.rows("rows", ("name", *PLANS))
@@ -239,7 +244,7 @@ def classes(results: Path) -> str:
 
 def refused_classes(results: Path) -> str:
     """The other classes, with the reason in one sentence."""
-    record = newest(results / "optimizer_classes", SCHEMA)
+    record = newest(results / "optim", SCHEMA, "classes_*")
     rows = [row for row in record.rows("rows", ("name", *PLANS)) if row["deferred"] != IDENTICAL]
     order = sorted(rows, key=lambda row: row["deferred"] == NOT_RUN)
     lines = [[f"`{row['name']}`", str(row["deferred"]), str(row["reason"]).replace("|", "\\|")] for row in order]

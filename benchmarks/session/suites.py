@@ -100,7 +100,7 @@ def _staging_rows(model: str, batch: str, staging: str) -> list[Row]:
 
 
 def _partition_rows(model: str, batch: str, shares: tuple[float, ...]) -> list[Row]:
-    """A static partition of the card: what is outside its share is streamed, and updated on the host."""
+    """A static partition of the device: what is outside its share is streamed, and updated on the host."""
     llama = {**LLAMA, "model": model, "batch": batch, "steps": 4, "warm_up": 2, "stays_on_device": True}
     row = {**llama, **EXACT, "kind": "managed", "schedule": "in_backward"}
     return [
@@ -127,6 +127,27 @@ def _launch_rows() -> list[Row]:
     ]
 
 
+VERSIONS = [("before", "out/before"), ("now", ".")]
+"""Another version of the repository, and this one."""
+
+
+def _launch_versus_rows() -> list[Row]:
+    """What management costs a small model, in this version of the package and in another one in out/before, by turns.
+
+    A process in which Python is the bottleneck is faster or slower as a whole, so each turn has a plain row of its own.
+    """
+    rows = []
+    for turn in range(2):
+        order = VERSIONS if turn % 2 == 0 else VERSIONS[::-1]
+        for row in [row for row in _launch_rows()[:-1] if not row["name"].endswith("resident, in backward")]:
+            row = {**row, "steps": 40, "warm_up": 15, "turn": turn}
+            if row["kind"] == "plain":
+                rows.append(row)
+            else:
+                rows += [{**row, "name": f"{row['name']}: {version}", "folder": folder} for version, folder in order]
+    return rows
+
+
 def _versus_rows() -> list[Row]:
     """Managed rows of two suites by this version of the package and by another one in out/before, there and back."""
     found = {row["name"]: row for suite in ("streaming", "optimizer") for row in SUITES[suite]}
@@ -139,16 +160,14 @@ def _versus_rows() -> list[Row]:
         "managed, all streamed, SGD deferred on the host",
         "managed, all resident, SGD",
     ]
-    versions = [("before", "out/before"), ("now", ".")]
     by_torch = {**found[names[0]], "precision": None, "optimizer": "adamw as torch chooses", "steps": 3, "warm_up": 1}
-    small = [row for row in _launch_rows() if row["name"].startswith("all streamed")]
-    once = [{**by_torch, "name": "streamed, on the host in backward, AdamW as torch chooses"}, *small]
+    once = [{**by_torch, "name": "streamed, on the host in backward, AdamW as torch chooses"}]
     rows = [
-        {**row, "name": f"{row['name']}: {version}", "folder": folder} for row in once for version, folder in versions
+        {**row, "name": f"{row['name']}: {version}", "folder": folder} for row in once for version, folder in VERSIONS
     ]
     rows += [
         {**found[name], "name": f"{name}: {version}", "folder": folder, "steps": 5, "warm_up": 2, "turn": turn}
-        for turn, order in enumerate((versions, versions[::-1]))
+        for turn, order in enumerate((VERSIONS, VERSIONS[::-1]))
         for name in names
         for version, folder in order
     ]
@@ -157,6 +176,7 @@ def _versus_rows() -> list[Row]:
 
 SUITES: dict[str, list[Row]] = {
     "launch_bound": _launch_rows(),
+    "launch_versus": _launch_versus_rows(),
     "optimizer": _optimizer_rows("8x2048", "12GiB"),
     "optimizer_short": _optimizer_rows("4x2048", "12GiB"),
     "optimizer_long": _long_rows("32x2048", "32GiB"),

@@ -15,8 +15,8 @@ _SCHEMA = "lowtide.session_benchmark/1"
 
 def streaming(results: Path) -> str:
     """Managed rows against plain torch in the same run: time, device memory, host memory, copies not hidden."""
-    folder = results / "session_streaming"
-    found = newest_rows(folder, _SCHEMA)
+    folder = results / "session"
+    found = newest_rows(folder, _SCHEMA, "streaming_*")
     names = [str(row["name"]) for row in SUITES["streaming"]]
     if missing := [name for name in names if name not in found]:
         raise BadRecordError(f"{folder}: no record has the rows {', '.join(missing)}; run the suite again")
@@ -55,8 +55,8 @@ def _plain_s(record: Record) -> float:
 
 def budgets(results: Path) -> str:
     """Models inside device budgets that the allocator itself enforces; each row from the newest record that has it."""
-    folder = results / "session_budgets"
-    found = newest_rows(folder, _SCHEMA)
+    folder = results / "session"
+    found = newest_rows(folder, _SCHEMA, "budgets_*")
     lines, used = [], []
     for name in (row["name"] for row in SUITES["budgets"]):
         if name not in found:
@@ -74,7 +74,8 @@ def budgets(results: Path) -> str:
 
 def start_up(results: Path) -> str:
     """From nothing to a managed model, read from a file."""
-    record, rows = _rows(results, "session_start_up")
+    record = newest(results / "session", _SCHEMA, "start_up_*")
+    rows: list[dict[str, Any]] = record.rows("rows", ("name", "model", "kind"))
     lines = [
         [
             str(row["model"]),
@@ -90,11 +91,6 @@ def start_up(results: Path) -> str:
 def _start_up_seconds(row: dict[str, Any]) -> tuple[float, float, float]:
     """Python, torch and transformers; the model without memory; its weights."""
     return row["imported_s"], row["built_s"], row["managed_s"]
-
-
-def _rows(results: Path, folder: str) -> tuple[Record, list[dict[str, Any]]]:
-    record = newest(results / folder, _SCHEMA)
-    return record, record.rows("rows", ("name", "model", "kind"))
 
 
 def _tier(stats: dict[str, Any], name: str) -> int:

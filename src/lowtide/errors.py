@@ -11,6 +11,7 @@
     ├── BudgetError (RuntimeError)          a tier does not have the bytes that are asked of it
     │   └── EmulatedOutOfMemoryError        an operator went over the budget of an emulated device
     ├── ChunkStateError (RuntimeError)      a chunk was about to make a move that its table forbids
+    ├── GradientStateError (RuntimeError)   a gradient on the host was about to make a move that its table forbids
     ├── SessionError (RuntimeError)         a managed model cannot do what was asked
     │   ├── ModelChangedError               the model is no longer the one that was managed
     │   ├── TwoThreadsError                 two threads use one session at once
@@ -213,6 +214,10 @@ class BudgetError(LowtideError, RuntimeError):
 
 class ChunkStateError(LowtideError, RuntimeError):
     """A chunk was about to make a move that its table forbids: a fault of Lowtide's, to be reported."""
+
+
+class GradientStateError(LowtideError, RuntimeError):
+    """A gradient on the host was about to make a move that its table forbids: a fault of Lowtide's, to be reported."""
 
 
 class SessionError(LowtideError, RuntimeError):

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -372,3 +376,45 @@ def test_kept_buffers_make_room_where_the_host_is_full() -> None:
     assert buffers.take(2048).numel() == 2048
     assert mover.events[0] == "drain"
     assert mover.used_bytes == 2048
+
+
+class BrokenOffError(Exception):
+    """What is raised at a line."""
+
+
+def test_an_exception_at_any_line_leaves_buffers_that_go_on_working() -> None:
+    """As an interrupt does, where the stash is at work in a forward."""
+    for number in itertools.count(1):
+        buffers = HostBuffers(CountingMover())
+        step(buffers, [1024, 4096])
+        was_reached = broken_off_at(number, lambda: step(buffers, [900, 70_000, 1024]))  # noqa: B023  # called at once
+        for _ in range(2):
+            step(buffers, [1024, 4096, 70_000])
+        buffers.clear()
+        if not was_reached:
+            break
+    assert number > 30
+
+
+def broken_off_at(number: int, work: Callable[[], None]) -> bool:
+    """Raise at this line of `HostBuffers`, counted from 1; whether the work came there."""
+    num_lines = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal num_lines
+        if not frame.f_code.co_qualname.startswith("HostBuffers."):
+            return None
+        num_lines += event == "line"
+        if event == "line" and num_lines == number:
+            raise BrokenOffError
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    except BrokenOffError:
+        return True
+    finally:
+        sys.settrace(before)
+    return False

@@ -135,9 +135,17 @@ def test_points_are_shown_written_and_found_by_the_report(tmp_path: Path) -> Non
     assert "empty.json" in page.read_text(encoding="utf-8")
 
 
-def test_a_report_of_a_sweep_alone(tmp_path: Path) -> None:
-    out = tmp_path / "lab"
-    assert CliRunner().invoke(app, [*SMALL, "--out", str(out)]).exit_code == 0
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A folder with a sweep, and what was said meanwhile."""
+    out = tmp_path_factory.mktemp("lab")
+    result = CliRunner().invoke(app, [*SMALL, "--out", str(out)])
+    assert result.exit_code == 0, result.stderr
+    return out, result.stdout
+
+
+def test_a_report_of_a_sweep_alone(swept: tuple[Path, str], tmp_path: Path) -> None:
+    out, _ = swept
     page, text = tmp_path / "lab.html", tmp_path / "lab.md"
     words = ["lab", "report", str(out), "--out", str(page), "--markdown", str(text)]
     result = CliRunner().invoke(app, words, catch_exceptions=False)
@@ -150,11 +158,10 @@ def test_a_report_of_a_sweep_alone(tmp_path: Path) -> None:
     assert "a picture shows runs" in " ".join(result.stderr.split())
 
 
-def test_the_table_is_for_people(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, [*SMALL, "--out", str(tmp_path)])
-    assert result.exit_code == 0, result.stderr
-    assert "deep-one-tiny, 2x32, float32" in result.stdout
-    assert "   0.5  " in result.stdout
+def test_the_table_is_for_people(swept: tuple[Path, str]) -> None:
+    _, said = swept
+    assert "deep-one-tiny, 2x32, float32" in said
+    assert "   0.5  " in said
 
 
 @pytest.mark.parametrize("text", ["", "a", "0.5;1"])

@@ -123,7 +123,9 @@ def test_a_suite_s_record_has_the_machine(tmp_path: Path, monkeypatch: pytest.Mo
     assert json.loads(file.read_text())["machine"] == asdict(this_machine())
 
 
-@pytest.mark.parametrize("name", ["repeats", "compiled_peak", "budget_check", "optim/host_kernel", "accuracy/measure"])
+@pytest.mark.parametrize(
+    "name", ["lab/repeats", "compiled/peak", "compiled/check", "optim/host_kernel", "accuracy/measure"]
+)
 def test_other_measurements_have_it_too(name: str) -> None:
     source = (Path(suite.__file__).parent / f"{name}.py").read_text(encoding="utf-8")
     assert '"machine": machine(),' in source

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from benchmarks.budget_check import measure
+from benchmarks.compiled.check import measure
 from lowtide import compat
 from lowtide.errors import BadRecordError, ConfigError, TraceError
 from lowtide.lab.budget import (
@@ -121,20 +123,23 @@ def test_progress_is_told_before_each_point() -> None:
     ]
 
 
-def test_half_precision_halves_what_is_not_upcast() -> None:
-    whole = run_sweep(SMALL, [1.0], on_progress=silent).points[0]
-    half = run_sweep(
-        Recipe(model=SMALL.model, model_settings=SMALL.model_settings, batch="2x32", plan=None, dtype="bfloat16"),
-        [1.0],
-        on_progress=silent,
-    ).points[0]
+def test_half_precision_halves_what_is_not_upcast(sweep: BudgetSweep) -> None:
+    whole = sweep.points[-1]
+    (half,) = run_sweep(replace(SMALL, dtype="bfloat16"), [1.0], on_progress=silent).points
     assert whole.saved_bytes / 2 <= half.saved_bytes < whole.saved_bytes
 
 
-@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "resnet-50"])
-def test_other_models(name: str) -> None:
-    batch = "1x3x64x64" if name == "resnet-50" else "1x16"
-    (point,) = run_sweep(Recipe(model=name, batch=batch, plan=None), [1.0], on_progress=silent).points
+@pytest.mark.parametrize(
+    ("name", "settings", "batch"),
+    [
+        ("gpt-tiny", {"num_layers": 1}, "1x16"),
+        ("llama-tiny", {"num_layers": 1}, "1x16"),
+        ("resnet-50", {"blocks": [1, 1, 1, 1]}, "1x3x64x64"),
+    ],
+)
+def test_other_models(name: str, settings: dict[str, Any], batch: str) -> None:
+    recipe = Recipe(model=name, model_settings=settings, batch=batch, plan=None)
+    (point,) = run_sweep(recipe, [1.0], on_progress=silent).points
     assert point.saved_bytes > 0
 
 

@@ -15,6 +15,7 @@ from lowtide.lab.record import (
     RunRecord,
     SpeedFigures,
     Surroundings,
+    json_text,
     read_record,
     write_record,
 )
@@ -115,3 +116,24 @@ def test_no_json_of_ours(text: str, tmp_path: Path) -> None:
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(BadRecordError, match="none.json"):
         read_record(tmp_path / "none.json")
+
+
+def test_a_file_has_a_line_for_each_field_and_row() -> None:
+    rows = [{"name": "a", "losses": [1.0, 0.5]}, {"name": "b"}]
+    plain = {"schema": "s/1", "about": {"torch": "2.13"}, "none": [], "rows": rows, "by_name": {"a": rows[0], "b": {}}}
+    text = json_text(plain)
+    assert text.splitlines() == [
+        '{"schema":"s/1",',
+        '"about":{"torch":"2.13"},',
+        '"none":[],',
+        '"rows":[',
+        '{"name":"a","losses":[1.0,0.5]},',
+        '{"name":"b"}',
+        "],",
+        '"by_name":{',
+        '"a":{"name":"a","losses":[1.0,0.5]},',
+        '"b":{}',
+        "}}",
+    ]
+    assert json.loads(text) == plain
+    assert json.loads(json_text({})) == {}

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.render import RESULTS
+from benchmarks.records import RESULTS
 from lowtide.config import from_plain, to_plain
 from lowtide.errors import ConfigError
 from lowtide.lab.budget import BudgetPoint, BudgetSweep, write_sweep

@@ -64,7 +64,6 @@ def ended(folder: Path, listener: Listener) -> dict[str, EndedRun]:
     return {result.run.name.rpartition("/")[2]: result for result in results}
 
 
-@pytest.mark.slow
 def test_all_have_records_that_can_be_read_again(ended: dict[str, EndedRun], folder: Path) -> None:
     for name, result in ended.items():
         assert result.path.parent == folder / "records" / "pretended" / name
@@ -135,6 +134,7 @@ def test_the_environment_is_the_recipes_and_otherwise_the_users(ended: dict[str,
     assert ended["shows_environment"].record.message == ":4096:2:16:8, garbage_collection_threshold:0.9"
 
 
+@pytest.mark.slow
 def test_no_run_finds_what_another_has_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listener: Listener
 ) -> None:
@@ -153,6 +153,7 @@ def test_half_a_record_is_taken_away(tmp_path: Path, listener: Listener) -> None
     assert [file.name for file in result.path.parent.iterdir()] == [result.path.name]
 
 
+@pytest.mark.slow
 def test_a_limit_kills_the_run_and_its_children_and_the_rest_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,6 +208,7 @@ def test_what_a_listener_raises_ends_the_worker_too(tmp_path: Path) -> None:
     assert set(psutil.Process().children()) == before
 
 
+@pytest.mark.slow
 def test_a_worker_whose_runner_is_gone_ends_and_says_so(tmp_path: Path) -> None:
     script = f"""
 import os, signal

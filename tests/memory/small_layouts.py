@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from hypothesis import strategies as st
 
-from lowtide.memory.layout import GroupSpec, Layout, ParameterSpec, lay_out
+from lowtide.memory.chunk import GroupSpec, Layout, ParameterSpec, lay_out
 
 
 def parameter(name: str, nbytes: int, *, trained: bool = True) -> ParameterSpec:

@@ -7,9 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from lowtide.errors import BudgetError
-from lowtide.memory.chunk import LEGAL, Chunk, ChunkState, StoredGroup
+from lowtide.memory.chunk import LEGAL, Chunk, ChunkSpec, ChunkState, StoredGroup, lay_out
 from lowtide.memory.emulated_mover import EmulatedMover
-from lowtide.memory.layout import ChunkSpec, lay_out
 from lowtide.memory.mover import Copied, Ticket
 from lowtide.memory.store import ChunkStore
 from tests.memory.small_layouts import group
@@ -55,6 +54,12 @@ class Log:
 
     def on_absent(self, chunk: Chunk, at: Ticket) -> None:
         self.present.remove(chunk.spec.name)
+
+    def chunks_change(self) -> None:
+        pass
+
+    def chunks_changed(self) -> None:
+        pass
 
     def on_wait(self, group: StoredGroup, reached: Ticket, copied: Sequence[Copied]) -> None:
         self.events.append(("wait", group.name))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowtide.errors import BudgetError, ConfigError, OwnershipError
-from lowtide.memory.allocation_cache import AllocationCache, CacheCounts
+from lowtide.memory.pools import AllocationCache, CacheCounts
 
 
 def size_class(num_bytes: int) -> int:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowtide.errors import BudgetError, ConfigError, GraphAliveError, OwnershipError
-from lowtide.memory import arena as arena_module
-from lowtide.memory.arena import Arena, ArenaMap, Move
+from lowtide.memory import pools as arena_module
+from lowtide.memory.pools import Arena, ArenaMap, Move
 
 CAPACITY_BYTES = 16 * 1024
 

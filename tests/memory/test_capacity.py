@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide.errors import BudgetError, ConfigError, HardwareError
-from lowtide.memory.capacity import (
+from lowtide.memory.tier import (
     PINNABLE_SHARE,
     HostMemory,
     device_capacity_bytes,

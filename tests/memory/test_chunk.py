@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from lowtide.errors import ChunkStateError
-from lowtide.memory.chunk import LEGAL, ON_DEVICE, ChunkState, StoredGroup, move, view_of
+from lowtide.memory.chunk import LEGAL, ON_DEVICE, ChunkState, ParameterSpec, StoredGroup, lay_out, move, view_of
 from lowtide.memory.emulated_mover import EmulatedMover
-from lowtide.memory.layout import ParameterSpec, lay_out
 from tests.memory.small_layouts import group
 from tests.memory.stores import LateWork, make_chunk
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lowtide.memory.chunk import POISON
 from lowtide.memory.emulated_mover import EmulatedMover
-from lowtide.memory.layout import POISON
 
 
 def bytes_of(*values: int) -> torch.Tensor:

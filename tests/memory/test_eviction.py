@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowtide.memory import eviction
-from lowtide.memory.eviction import AccessOrder, LeavingQueue
+from lowtide.memory import store
+from lowtide.memory.store import AccessOrder, LeavingQueue
 from tests.memory.belady import Candidate, choose_leaving, simulate
 
 NAMES = st.sampled_from("abcde")
@@ -99,7 +99,7 @@ def test_a_broken_cycle_is_forgotten() -> None:
 
 
 def test_a_cycle_that_nobody_ends_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eviction, "MAX_CYCLE", 4)
+    monkeypatch.setattr(store, "MAX_CYCLE", 4)
     order = AccessOrder()
     for name in "ababab":
         order.access(name)

@@ -12,8 +12,8 @@ from torch.nn.utils import parametrize
 
 from lowtide.activations.policy import KEEP
 from lowtide.errors import ConfigError, UnknownNameError
+from lowtide.memory.chunk import GroupSpec, lay_out
 from lowtide.memory.groups import find_groups, find_named_groups, is_called, repeated_blocks
-from lowtide.memory.layout import GroupSpec, lay_out
 from lowtide.planning.hand_plan import make_plan
 from tests.zoo import ZOO, ZooModel
 

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowtide.errors import ConfigError
-from lowtide.memory import layout
-from lowtide.memory.groups import find_groups
-from lowtide.memory.layout import (
+from lowtide.memory import chunk as layout
+from lowtide.memory.chunk import (
     ALIGNMENT_BYTES,
     CHUNK_OVERHEAD_BYTES,
     MOST_CANDIDATES,
@@ -27,6 +26,7 @@ from lowtide.memory.layout import (
     search_chunk_bytes,
     waste_bytes,
 )
+from lowtide.memory.groups import find_groups
 from lowtide.units import KiB, MiB
 from tests.memory.small_layouts import group, random_groups, random_layouts
 from tests.zoo import ZOO

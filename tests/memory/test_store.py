@@ -3,9 +3,8 @@ from __future__ import annotations
 import pytest
 
 from lowtide.errors import BudgetError
-from lowtide.memory.chunk import Chunk, ChunkState
+from lowtide.memory.chunk import POISON, Chunk, ChunkState
 from lowtide.memory.emulated_mover import EmulatedMover
-from lowtide.memory.layout import POISON
 from tests.memory.belady import simulate
 from tests.memory.stores import Counter, LateWork, SmallStore
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lowtide.memory.unmanaged import is_dense, unmanaged_parameters
+from lowtide.memory.groups import is_dense, unmanaged_parameters
 
 
 class Marked(Tensor):

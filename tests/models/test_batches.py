@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,12 +10,13 @@ from hypothesis import strategies as st
 from lowtide.errors import BatchMismatchError, TooLargeError
 from lowtide.models.batches import (
     ImageBatch,
+    LabelledTokens,
     PairBatch,
-    SequenceLabelBatch,
-    SpanBatch,
     TokenBatch,
-    TokenLabelBatch,
     parse_sizes,
+    sequence_labels,
+    spans,
+    token_labels,
 )
 
 TOKENS = TokenBatch(vocab_size=50, default_batch=8, default_length=16, max_length=32)
@@ -103,20 +106,22 @@ def test_pairs() -> None:
 
 
 def test_one_label_a_sequence() -> None:
-    labels = SequenceLabelBatch(tokens=TEXT_TOKENS, num_labels=3)("64x5")["labels"]
+    labels = LabelledTokens(tokens=TEXT_TOKENS, labels=partial(sequence_labels, 3))("64x5")["labels"]
     assert labels.shape == (64,)
     assert set(labels.tolist()) == {0, 1, 2}
-    assert SequenceLabelBatch(tokens=TEXT_TOKENS, num_labels=1)("4x5")["labels"].dtype == torch.float32
+    assert (
+        LabelledTokens(tokens=TEXT_TOKENS, labels=partial(sequence_labels, 1))("4x5")["labels"].dtype == torch.float32
+    )
 
 
 def test_one_label_a_token() -> None:
-    batch = TokenLabelBatch(tokens=TEXT_TOKENS, num_labels=3)("4x5")
+    batch = LabelledTokens(tokens=TEXT_TOKENS, labels=partial(token_labels, 3))("4x5")
     assert batch["labels"].shape == batch["input_ids"].shape == (4, 5)
     assert batch["labels"].max() < 3
 
 
 def test_spans_lie_inside_the_sequence() -> None:
-    batch = SpanBatch(tokens=TEXT_TOKENS)("64x5")
+    batch = LabelledTokens(tokens=TEXT_TOKENS, labels=spans)("64x5")
     assert (batch["start_positions"] <= batch["end_positions"]).all()
     assert batch["end_positions"].max() < 5
 
@@ -124,8 +129,8 @@ def test_spans_lie_inside_the_sequence() -> None:
 def test_defaults_are_those_of_the_tokens() -> None:
     forms = [
         PairBatch(tokens=TEXT_TOKENS),
-        SequenceLabelBatch(tokens=TEXT_TOKENS, num_labels=2),
-        TokenLabelBatch(tokens=TEXT_TOKENS, num_labels=2),
-        SpanBatch(tokens=TEXT_TOKENS),
+        LabelledTokens(tokens=TEXT_TOKENS, labels=partial(sequence_labels, 2)),
+        LabelledTokens(tokens=TEXT_TOKENS, labels=partial(token_labels, 2)),
+        LabelledTokens(tokens=TEXT_TOKENS, labels=spans),
     ]
     assert {form.default for form in forms} == {"8x16"}

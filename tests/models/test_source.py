@@ -18,7 +18,7 @@ class StochasticDepth(nn.Module):
 
 
 def test_linspace_has_values_and_nothing_else_is_real() -> None:
-    model = finish(build_on_meta(StochasticDepth, name="model"), None)
+    model = finish(build_on_meta(StochasticDepth, name="model"), None, name="model")
     assert model.rates == pytest.approx([0.0, 0.1, 0.2])
     assert {t.device.type for t in [*model.parameters(), *model.buffers()]} == {"meta"}
     assert set(model.state_dict()) == {"linear.weight", "linear.bias", "grid", "counts"}
@@ -30,7 +30,7 @@ def test_dtype_changes_floats_only_and_keeps_ties() -> None:
         model[1].weight = model[0].weight
         return model.eval()
 
-    model = finish(build_on_meta(make, name="model"), torch.bfloat16)
+    model = finish(build_on_meta(make, name="model"), torch.bfloat16, name="model")
     assert model[1].weight is model[0].weight
     assert model[0].weight.dtype == torch.bfloat16
     assert model[2].counts.dtype == torch.int64
@@ -38,7 +38,7 @@ def test_dtype_changes_floats_only_and_keeps_ties() -> None:
 
 
 def test_a_model_that_is_real_stays_so() -> None:
-    model = finish(build_on_meta(lambda: nn.BatchNorm1d(3, device="cpu"), name="model"), None)
+    model = finish(build_on_meta(lambda: nn.BatchNorm1d(3, device="cpu"), name="model"), None, name="model")
     assert {t.device.type for t in [*model.parameters(), *model.buffers()]} == {"cpu"}
 
 

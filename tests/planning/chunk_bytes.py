@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowtide.memory.layout import Layout
+from lowtide.memory.chunk import Layout
 from lowtide.planning.placement import (
     gradient_bytes,
     group_sizes,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lowtide.config import from_plain, to_plain
 from lowtide.errors import ConfigError, PlanError
-from lowtide.memory.layout import Layout
+from lowtide.memory.chunk import Layout
 from lowtide.planning.budget_plans import (
     MonitorMode,
     StaticPartition,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lowtide.activations.policy import Recompute
 from lowtide.errors import ConfigError, PlanError, UnknownNameError
-from lowtide.memory.layout import Layout
+from lowtide.memory.chunk import Layout
 from lowtide.planning.hand_plan import host_chunks, make_plan
 from lowtide.planning.placement import is_trained
 from lowtide.planning.plan import Budgets, Plan, Schedule, Site, Weights

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from lowtide.memory.chunk import Layout, lay_out
 from lowtide.memory.groups import REST, find_groups
-from lowtide.memory.layout import Layout, lay_out
 from lowtide.planning.budget_plans import StaticPartition, StepSample, WarmUp, partition, plan_after
 from lowtide.planning.hand_plan import make_plan
 from lowtide.planning.placement import is_trained

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lowtide.activations.policy import Policy, Recompute
 from lowtide.errors import ConfigError
-from lowtide.memory.layout import Layout
+from lowtide.memory.chunk import Layout
 from lowtide.planning.hand_plan import make_plan
 from lowtide.planning.placement import (
     by_first_use,

@@ -304,7 +304,7 @@ def rows() -> WhatIf:
     config = transformers.LlamaConfig(
         hidden_size=512,
         intermediate_size=1536,
-        num_hidden_layers=9,
+        num_hidden_layers=4,
         num_attention_heads=8,
         num_key_value_heads=4,
         vocab_size=32000,

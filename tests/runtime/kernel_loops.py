@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import lowtide
+from lowtide.memory.chunk import lay_out
 from lowtide.memory.groups import find_groups
-from lowtide.memory.layout import lay_out
 from lowtide.optim import reference
 from lowtide.optim.host import kernel as host_kernel
 from lowtide.optim.rules import require_rule

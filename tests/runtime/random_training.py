@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
+from lowtide.memory.chunk import Layout, lay_out
 from lowtide.memory.groups import find_groups
-from lowtide.memory.layout import Layout, lay_out
 from lowtide.planning.placement import largest_window
 from lowtide.runtime import manage as manage_module
 from lowtide.runtime.session import Session

@@ -12,8 +12,8 @@ from torch import nn
 import lowtide
 from lowtide.activations import Keep, Offload, Policy, Recompute, Selective
 from lowtide.errors import BudgetError, ConfigError, UnknownNameError
+from lowtide.memory.chunk import lay_out
 from lowtide.memory.groups import find_groups
-from lowtide.memory.layout import lay_out
 from lowtide.planning.plan import plan_from_json, plan_to_json
 from lowtide.runtime.parameters.group import ManagedGroup
 from lowtide.runtime.statistics.timeline import Reason

@@ -11,7 +11,7 @@ from torch import nn
 
 import lowtide
 from lowtide.errors import BudgetError, EmulatedOutOfMemoryError, LowtideError, PlanError
-from lowtide.memory.capacity import host_capacity_bytes, pinned_capacity_bytes
+from lowtide.memory.tier import host_capacity_bytes, pinned_capacity_bytes
 from lowtide.runtime.session import Session
 from lowtide.runtime.updates.worker import HostWorker, Job
 from tests.runtime.twins import (

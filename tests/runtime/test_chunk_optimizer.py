@@ -11,8 +11,8 @@ from torch import nn
 
 import lowtide
 from lowtide.errors import UnsupportedOptimizerError
+from lowtide.memory.chunk import lay_out
 from lowtide.memory.groups import find_groups
-from lowtide.memory.layout import lay_out
 from lowtide.runtime.manage import _warn_of_slow_updates
 from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer, Update, takes_fused_step
 

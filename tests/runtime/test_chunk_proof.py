@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.errors import UnsupportedOptimizerError
-from lowtide.runtime.updates.host_need import state_bytes_per_parameter_byte
+from lowtide.runtime.host_memory import state_bytes_per_parameter_byte
 from lowtide.runtime.updates.proof import prove
 from tests.runtime.side_by_side import Tower, in_turn, manage, seeded, side_by_side, steps
 

@@ -17,6 +17,7 @@ from tests.runtime.side_by_side import (
     adamw,
     assert_same_values,
     in_all_places,
+    in_turn,
     inputs,
     manage,
     seeded,
@@ -148,8 +149,7 @@ class Halves(nn.Module):
         return out
 
 
-@in_all_places
-@with_both_schedules
+@in_turn
 @pytest.mark.parametrize("build", [whole_wrapper, whole_in_place, Halves])
 def test_models_compiled_as_one_piece_before(build: Callable[[], nn.Module], place: str, schedule: str) -> None:
     """A compiled piece is one group: nothing inside it is called by itself, so nothing inside can come and go."""

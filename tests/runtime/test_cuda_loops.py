@@ -15,8 +15,8 @@ import lowtide
 from lowtide import Session
 from lowtide.errors import NonFiniteGradientError, SessionError
 from lowtide.memory import cuda_mover
+from lowtide.memory.chunk import lay_out
 from lowtide.memory.groups import find_groups
-from lowtide.memory.layout import lay_out
 
 pytestmark = pytest.mark.gpu
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import lowtide
+from lowtide.memory.chunk import lay_out
 from lowtide.memory.groups import find_groups
-from lowtide.memory.layout import lay_out
 from tests.runtime.test_identity import CHUNK_BYTES, PLACES, place_name, two_groups, warm_up_then_decay
 from tests.zoo import ZOO, ZooModel, assert_same, train, zoo
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import lowtide
+from lowtide import compat
 from tests.runtime.side_by_side import Tower, adamw, assert_same_state, loss_of, seeded
 from tests.zoo import assert_same_tensors, bf16_safe
 
@@ -223,3 +225,32 @@ def test_a_model_on_meta_is_empty_again(tmp_path: Path, monkeypatch: pytest.Monk
         assert_same_tensors(full.state_dict(), model.state_dict())
         model(torch.ones(3, 8)).sum().backward()
         optimizer.step()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_failure_right_after_a_modules_call_was_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt may come before the one who has taken it could note that down."""
+    model, optimizer, plan = make(CASES[name])
+    before = Snapshot(model, optimizer)
+    replace_call, awaited = compat.replace_call, 0
+
+    def replace_and_fail(module: nn.Module, call: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        nonlocal awaited
+        replaced = replace_call(module, call)
+        awaited -= 1
+        if awaited == 0:
+            raise Injected
+        return replaced
+
+    monkeypatch.setattr(compat, "replace_call", replace_and_fail)
+    for number in itertools.count(1):
+        awaited = number
+        try:
+            session = lowtide.manage(model, optimizer, plan, device="cpu", **CASES[name][2])
+        except Injected:
+            before.check()
+        else:
+            break
+    awaited = 0
+    session.close()
+    assert number > 1

@@ -10,8 +10,7 @@ import torch
 
 from lowtide.errors import NonFiniteGradientError
 from lowtide.memory.emulated_mover import EmulatedMover
-from lowtide.runtime.parameters.gradients import norm_of
-from lowtide.runtime.updates.finite import GradientWatch, refuse_non_finite_gradients
+from lowtide.runtime.updates.norms import GradientWatch, norm_of, refuse_non_finite_gradients
 
 BAD = float("nan"), float("inf"), -float("inf")
 

@@ -10,12 +10,12 @@ from torch import nn
 
 import lowtide
 from lowtide.errors import BudgetError
+from lowtide.memory.chunk import lay_out
 from lowtide.memory.emulated_mover import EmulatedMover
 from lowtide.memory.groups import find_groups
-from lowtide.memory.layout import lay_out
 from lowtide.optim.update_types import numerics_of
-from lowtide.runtime.updates import host_need as staging
-from lowtide.runtime.updates.host_need import HostNeed, host_need
+from lowtide.runtime import host_memory as staging
+from lowtide.runtime.host_memory import HostNeed, host_need
 
 WIDTH = 32
 WEIGHT = WIDTH * WIDTH

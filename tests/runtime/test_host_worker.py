@@ -201,6 +201,26 @@ def test_errors_are_told_once_by_the_next_call() -> None:
     worker.close()
 
 
+@pytest.mark.timeout(30)
+def test_a_thread_that_could_not_start_is_started_for_the_next_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    worker = HostWorker()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start"):
+            worker.submit(lambda: None)
+        unused = HostWorker()
+        with pytest.raises(RuntimeError, match="can't start"):
+            unused.submit(lambda: None)
+        unused.close()
+    done: list[int] = []
+    worker.submit(lambda: done.append(1)).wait()
+    worker.close()
+    assert done == [1]
+
+
 def test_a_forgotten_worker_ends_its_thread() -> None:
     worker = HostWorker()
     worker.submit(lambda: None).wait()

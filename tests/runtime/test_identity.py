@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import lowtide
+from lowtide.memory.chunk import lay_out
 from lowtide.memory.groups import find_groups
-from lowtide.memory.layout import lay_out
 from tests.zoo import ZOO, Scheduler, ZooModel, assert_same_tensors, bf16_safe, train, zoo
 
 MODELS = tuple(ZOO)
@@ -50,12 +50,14 @@ class Loop:
     accumulation: int = 1
     clip: float | None = None
     set_to_none: bool = True
+    num_steps: int = 8
+    """Twice as many as the learning rate takes to rise."""
 
 
 def run(
     model: ZooModel, loop: Loop, place: dict[str, Any] | None = None
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Twenty steps from the same seed, plainly or under management: the weights and buffers at the end, and the losses."""
+    """The steps from the same seed, plainly or under management: the weights and buffers at the end, and the losses."""
     network = model.build(loop.dropout, loop.dtype)
     optimizer = torch.optim.AdamW(two_groups(network), lr=1e-2)
     session = None
@@ -66,7 +68,7 @@ def run(
     losses = train(
         network,
         optimizer,
-        model.batches(20),
+        model.batches(loop.num_steps),
         accumulation=loop.accumulation,
         clip=loop.clip,
         set_to_none=loop.set_to_none,
@@ -108,7 +110,8 @@ def test_deferred_with_dropout_clipping_and_schedule(name: str, place: dict[str,
 @pytest.mark.parametrize("place", PLACES, ids=place_name)
 @pytest.mark.parametrize("name", MODELS)
 def test_deferred_bf16_accumulating(name: str, place: dict[str, Any]) -> None:
-    check(name, Loop(dtype=torch.bfloat16, dropout=False, accumulation=4, clip=1.0, set_to_none=False), place)
+    loop = Loop(dtype=torch.bfloat16, dropout=False, accumulation=4, clip=1.0, set_to_none=False, num_steps=20)
+    check(name, loop, place)
 
 
 @pytest.mark.parametrize("place", PLACES, ids=place_name)
@@ -121,4 +124,5 @@ def test_in_backward(name: str, place: dict[str, Any]) -> None:
 @pytest.mark.parametrize("place", PLACES, ids=place_name)
 @pytest.mark.parametrize("name", MODELS)
 def test_in_backward_bf16(name: str, place: dict[str, Any]) -> None:
-    check(name, Loop(dtype=torch.bfloat16, dropout=False), {**place, "schedule": "in_backward"})
+    loop = Loop(dtype=torch.bfloat16, dropout=False, num_steps=20)
+    check(name, loop, {**place, "schedule": "in_backward"})

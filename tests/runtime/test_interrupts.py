@@ -19,14 +19,15 @@ import torch
 
 import lowtide
 from lowtide.errors import SessionError, StepLostError
+from lowtide.memory.pools import Arena
 from lowtide.runtime.passes.lock import HELD, HeldInterrupts
 from lowtide.runtime.updates.worker import HostWorker
 from tests.runtime.injection import CASES
 from tests.runtime.twins import TrippedError, Twins, make_batch, twins
 
 ROOT = Path(__file__).parents[2]
-SAMPLE = 4
-"""Injections for each case in the quick form; the whole one has about 4,000."""
+SAMPLE = 2
+"""Injections for each case in the quick form; the whole one has 2,500 to 11,000."""
 
 
 def inject(*arguments: str) -> list[dict[str, object]]:
@@ -52,9 +53,9 @@ def test_a_sample_of_lines() -> None:
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.timeout(14_400)
-@pytest.mark.parametrize(("place", "schedule"), CASES)
-def test_every_line(place: str, schedule: str) -> None:
-    assert inject("--place", place, "--schedule", schedule) == []
+@pytest.mark.parametrize(("setting", "schedule"), CASES)
+def test_every_line(setting: str, schedule: str) -> None:
+    assert inject("--setting", setting, "--schedule", schedule) == []
 
 
 # -- held interrupts ---------------------------------------------------------------------------------------------------
@@ -126,6 +127,24 @@ def test_a_section_that_was_left_without_its_end_holds_nothing() -> None:
     held.rest()
 
 
+def test_a_section_that_was_left_without_its_end_is_forgotten() -> None:
+    """A second interrupt may break the end of a section off; the next sections hold again, and its frame is let go."""
+    held = HeldInterrupts()
+    reached: list[str] = []
+
+    def enter() -> None:
+        held.__enter__()
+
+    enter()
+    held.rest()
+    assert held._owner is None
+    with pytest.raises(KeyboardInterrupt), held:  # noqa: PT012
+        interrupt()
+        reached.append("inside")
+    held.rest()
+    assert reached == ["inside"]
+
+
 def test_sections_of_other_threads_hold_nothing() -> None:
     inside, go_on = threading.Event(), threading.Event()
 
@@ -154,7 +173,7 @@ def test_an_interrupt_in_a_step_waits_until_all_groups_have_taken_it(place: str)
         both.step(0)
         model, optimizer = both.model, both.optimizer
         both.each(lambda model, _: model(*make_batch(1)).backward())
-        finisher = both.session._open()._engine.backward.finisher
+        finisher = both.session._open()._executor.finisher
         assert finisher is not None
         updater, num_calls = finisher.updater, 0
         settings = updater.optimizer.settings
@@ -238,7 +257,7 @@ def test_a_verdict_is_sent_before_it_is_asked_about(monkeypatch: pytest.MonkeyPa
 
     both = Twins("resident-device", "in_backward")
     both.step(0)
-    watch = both.session._open()._engine.gradient_watch
+    watch = both.session._open()._executor.gradient_watch
     with monkeypatch.context() as patch:
         patch.setattr(watch, "_unsent", Tripping())
         with pytest.raises(TrippedError):
@@ -275,6 +294,26 @@ def test_a_checkpoint_that_is_loaded_right_after_a_broken_backward(place: str, s
         both.optimizer.zero_grad()
     both.assert_same()
     both.step(2)
+    both.session.close()
+
+
+def test_staging_that_an_exception_left_is_not_in_the_way_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = Twins("streamed-host", "in_backward")
+    view = Arena.view
+
+    def broken(arena: Arena, key: str) -> torch.Tensor:
+        if key.startswith("staging"):
+            raise TrippedError("broken")
+        return view(arena, key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Arena, "view", broken)
+        with pytest.raises(TrippedError):
+            both.model(*make_batch(0)).backward()
+    both.optimizer.zero_grad()
+    both.step(0)
+    both.step(1)
+    both.assert_same()
     both.session.close()
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.errors import NonFiniteGradientError
+from lowtide.memory.chunk import lay_out
 from lowtide.memory.groups import find_groups
-from lowtide.memory.layout import lay_out
 from tests.runtime.test_bad_input import loss_of, network, spoilt, take_step
 
 WIDTH = 16

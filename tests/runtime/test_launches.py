@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import lowtide
+from lowtide.memory.chunk import lay_out
 from lowtide.memory.groups import find_groups
-from lowtide.memory.layout import lay_out
 from lowtide.optim.device import kernel as device_kernel
 from lowtide.runtime.updates import kernel_optimizer
 from tests.optim.device.counted_launches import Launches, counted_launches

@@ -37,7 +37,8 @@ class Passes(compat.TorchDispatchMode):
         assert plan_run is not None
         members = [managed for group in plan_run._groups.values() for managed in group.members]
         # On an emulated device every tensor says that it is the host's; these lie where the host updates from.
-        homes = [managed.gradient_home for managed in members if managed.gradient_home is not None]
+        gradients = [managed.host_gradient for managed in members if managed.host_gradient is not None]
+        homes = [gradient.home for gradient in gradients if gradient.home is not None]
         self.num_on_host = sum(home.numel() for home in homes)
         self._ranges = [(home.data_ptr(), home.data_ptr() + home.nbytes) for home in homes]
         self._thread = threading.get_ident()

@@ -115,8 +115,9 @@ def test_a_look_counts_for_as_long_as_the_gradient_lives(set_to_none: bool) -> N
             backward(model, step)
             if step == 2:
                 assert weight(model).grad.sum().isfinite()  # type: ignore[union-attr]  # there is one
-            managed.settle_gradient()
-            known.append(managed.known_norm is not None)
+            assert managed.host_gradient is not None
+            managed.host_gradient.settle()
+            known.append(managed.host_gradient.known_norm is not None)
             optimizer.step()
             optimizer.zero_grad(set_to_none=set_to_none)
     assert known == [True, True, False, set_to_none]

@@ -10,11 +10,10 @@ import functools
 import pytest
 
 from benchmarks.optim.classes import DIFFERENT, PACKAGES, PLANS, SCHEMA, all_classes, installed_packages, survey
-from benchmarks.records import newest
-from benchmarks.render import RESULTS
+from benchmarks.records import RESULTS, newest
 
 RECORDED = {
-    str(row["name"]): row for row in newest(RESULTS / "optimizer_classes", SCHEMA).rows("rows", ("name", *PLANS))
+    str(row["name"]): row for row in newest(RESULTS / "optim", SCHEMA, "classes_*").rows("rows", ("name", *PLANS))
 }
 found = functools.cache(all_classes)
 

@@ -12,12 +12,12 @@ from torch import nn
 
 import lowtide
 from lowtide.errors import PlanError
+from lowtide.memory.chunk import lay_out
 from lowtide.memory.groups import find_groups
-from lowtide.memory.layout import lay_out
 from lowtide.optim.update_types import numerics_of
 from lowtide.planning.placement import visitor_bytes_on_device
 from lowtide.planning.plan import Budgets
-from lowtide.runtime.updates.host_need import state_bytes_per_parameter_byte
+from lowtide.runtime.host_memory import state_bytes_per_parameter_byte
 from lowtide.runtime.updates.paged_state import Pages
 from tests.zoo import bf16_safe
 

@@ -15,7 +15,7 @@ from torch import nn
 import lowtide
 from lowtide import compat
 from lowtide.memory.emulated_mover import EmulatedMover
-from lowtide.runtime.statistics.phase_clock import PhaseClock
+from lowtide.runtime.statistics.recording import PhaseClock
 from lowtide.runtime.statistics.session_stats import PhaseSeconds
 
 NAP_S = 0.02

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 import torch
 
 import lowtide
 from lowtide.errors import PlanError
-from lowtide.runtime.plan_run import PlanRun, switch_plan
+from lowtide.runtime.emulation.device import living_trackers
+from lowtide.runtime.hand_over import HandOver
+from lowtide.runtime.plan_run import BROKEN_OFF, PlanRun, switch_plan
 from lowtide.runtime.warm_up import WarmUpPlans
 from tests.runtime.twins import PLACES, Twins, flat_state, make_net, take_step
 from tests.zoo import assert_same_tensors
@@ -34,23 +38,33 @@ def test_training_goes_on(before: str, after: str) -> None:
 
 
 class TestWhereTheSuccessorIsRefused:
-    """Something is refused after the plan run of before was taken apart."""
+    """Something breaks off before, while or after the plan run of before was taken apart."""
 
-    @pytest.fixture
-    def both(self, monkeypatch: pytest.MonkeyPatch) -> Twins:
+    @pytest.fixture(
+        params=[
+            "runtime.plan_run.PlanRun",
+            "runtime.host_memory.HostPool.close",
+            "runtime.emulation.memory.TrackedMemory.start",
+        ]
+    )
+    def both(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Twins:
         both = Twins("mixed")
         both.step(0)
 
         def refuse(*_: object, **__: object) -> PlanRun:
+            context.undo()  # once
             raise RuntimeError("no")
 
-        monkeypatch.setattr("lowtide.runtime.plan_run.PlanRun", refuse)
-        with pytest.raises(RuntimeError, match="no"):
-            switch(both, "resident-device")
+        with monkeypatch.context() as context:
+            context.setattr(f"lowtide.{request.param}", refuse)
+            with pytest.raises(RuntimeError, match="no") as caught:
+                switch(both, "resident-device")
+        assert caught.value.__notes__ == [BROKEN_OFF]
         return both
 
     def test_the_session_is_closed(self, both: Twins) -> None:
         assert not both.session.is_open
+        assert not living_trackers()
 
     def test_model_and_optimizer_train_on_as_plain_ones(self, both: Twins) -> None:
         assert "step" not in vars(both.optimizer)
@@ -106,5 +120,34 @@ def test_a_warm_up_whose_plan_is_refused_goes_on_observing(monkeypatch: pytest.M
         losses = [take_step(each, optimizer, seed) for each, optimizer in zip((model, plain), optimizers, strict=True)]
         assert torch.equal(*losses)
     assert not session.is_warming_up
+    session.close()
+    assert_same_tensors(plain.state_dict(), model.state_dict())
+
+
+def test_an_interrupt_in_a_warm_ups_change_of_plan_comes_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = make_net(), make_net()
+    optimizers = [torch.optim.AdamW(each.parameters()) for each in (model, plain)]
+    session = lowtide.manage(model, optimizers[0], lowtide.WarmUp(device_memory="64MiB"), device="cpu")
+    outside = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for each, optimizer in zip((model, plain), optimizers, strict=True):
+            take_step(each, optimizer, 0)
+        hand_over = PlanRun.hand_over
+
+        def interrupted(plan_run: PlanRun) -> HandOver:
+            signal.raise_signal(signal.SIGINT)
+            return hand_over(plan_run)
+
+        monkeypatch.setattr(PlanRun, "hand_over", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            take_step(model, optimizers[0], 1)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert session.is_open
+        assert not session.is_warming_up
+        for seed in (1, 2):
+            losses = [take_step(each, step, seed) for each, step in zip((model, plain), optimizers, strict=True)]
+            assert torch.equal(*losses)
+    finally:
+        signal.signal(signal.SIGINT, outside)
     session.close()
     assert_same_tensors(plain.state_dict(), model.state_dict())

@@ -20,9 +20,9 @@ from lowtide.memory.chunk import Chunk, ChunkState
 from lowtide.memory.emulated_mover import EmulatedMover
 from lowtide.memory.store import ChunkStore
 from lowtide.runtime import plan_run as plan_run
-from lowtide.runtime.parameters.gradients import GradientMover
+from lowtide.runtime.parameters.gradients import HostGradient
 from lowtide.runtime.parameters.group import ManagedGroup
-from lowtide.runtime.parameters.residency import Residency
+from lowtide.runtime.parameters.residency import ManagedResidency
 from lowtide.runtime.updates import updater as updater_module
 from lowtide.runtime.updates.updater import Updater
 from lowtide.runtime.updates.worker import BEFORE_UPDATES, Awaited, HostWorker, Job
@@ -210,7 +210,7 @@ def test_an_old_copy_that_stays_after_an_update(place: str, schedule: str, monke
 
 @pytest.mark.parametrize("place", ["streamed-host", "mixed"])
 def test_an_old_copy_that_stays_after_an_update_in_backward(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Residency, "forget_old_copy", lambda residency, group: None)
+    monkeypatch.setattr(ManagedResidency, "forget_old_copy", lambda residency, group: None)
     assert shows(place, "in_backward", **EVERYTHING)
 
 
@@ -237,7 +237,7 @@ def test_an_update_that_does_not_wait_for_its_gradients(
 
     def impatient(updater: Updater, group: ManagedGroup, chunk: Chunk, members: Any, settings: Any) -> None:
         for managed in members:
-            managed.pending.clear()
+            managed.host_gradient.pending.clear()
         whole(updater, group, chunk, members, settings)
 
     monkeypatch.setattr(Updater, "update_on_host", impatient)
@@ -299,7 +299,7 @@ def test_a_look_at_a_gradient_that_does_not_wait_for_it(place: str, monkeypatch:
     with contextlib.closing(both.session):
         one, other = norms(both)
         assert torch.equal(one, other)
-    monkeypatch.setattr(GradientMover, "make_pending", lambda mover, managed: None)
+    monkeypatch.setattr(HostGradient, "make_pending", lambda gradient, mover: None)
     both = Twins(place)
     with contextlib.closing(both.session):
         one, other = norms(both)
@@ -310,7 +310,7 @@ def test_released_weights_have_no_memory_and_come_back_poisoned() -> None:
     both = Twins("streamed-host", prefetch_depth=0)
     with contextlib.closing(both.session):
         both.step(0)
-        store = both.session._open()._engine.residency.store
+        store = both.session._open()._executor.residency.store
         store.drop_all()
         for group in store.groups.values():
             for chunk in group.chunks:

@@ -158,7 +158,7 @@ def test_a_refused_session_gives_the_state_back(monkeypatch: pytest.MonkeyPatch)
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("no")
 
-    monkeypatch.setattr("lowtide.runtime.passes.model_calls.apply", refuse)
+    monkeypatch.setattr("lowtide.runtime.assembly.apply", refuse)
     plan = lowtide.make_plan(model, activations="recompute")
     with pytest.raises(RuntimeError, match="no"):
         lowtide.manage(model, optimizer, plan, device="cpu", precision="fp32")

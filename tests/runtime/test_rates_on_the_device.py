@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import lowtide
+from lowtide.memory.chunk import lay_out
 from lowtide.memory.groups import find_groups
-from lowtide.memory.layout import lay_out
 
 WIDTH = 16
 

@@ -12,15 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowtide.errors import PlanError
-from lowtide.memory.capacity import HostMemory
+from lowtide.memory.tier import HostMemory
 from lowtide.planning.plan import Budgets
-from lowtide.runtime.host_memory import charged_tiers
-from lowtide.runtime.updates.host_need import ENOUGH_BYTES, SHARE_OF_REST, HostNeed, granted, staging_for
+from lowtide.runtime.host_memory import ENOUGH_BYTES, SHARE_OF_REST, HostNeed, charged_tiers, granted, staging_for
 from lowtide.units import GiB
 
 ROUNDING = 4096 + 512
 CHUNKS = 200
-RECORDS = Path(__file__).parents[2] / "benchmarks/results/optimizer_shares"
+RECORDS = Path(__file__).parents[2] / "benchmarks/results/session"
 WITH_LITTLE = RECORDS / "host_share_8b_2026-11-16T1138_h200_93a108e.json"
 """2 GiB, whatever the share."""
 WITH_MORE = RECORDS / "host_share_8b_2026-11-16T1433_h200_b9ecfc3.json"

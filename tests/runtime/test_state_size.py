@@ -10,7 +10,7 @@ from torch import nn
 
 from lowtide.errors import UnsupportedOptimizerError
 from lowtide.optim.update_types import numerics_of
-from lowtide.runtime.updates.host_need import state_bytes_per_parameter_byte
+from lowtide.runtime.host_memory import state_bytes_per_parameter_byte
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 

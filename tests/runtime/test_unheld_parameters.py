@@ -8,8 +8,8 @@ from torch import nn
 
 import lowtide
 from lowtide.errors import GradientGoneError
+from lowtide.memory.chunk import lay_out
 from lowtide.memory.groups import find_groups
-from lowtide.memory.layout import lay_out
 
 WIDTH = 32
 HELD = 3

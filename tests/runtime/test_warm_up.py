@@ -12,10 +12,11 @@ from torch import Tensor, nn
 import lowtide
 from lowtide import WarmUp
 from lowtide.errors import ConfigError, PlanError, SessionError
+from lowtide.memory.store import ChunkStore
 from lowtide.planning.budget_plans import MonitorMode
 from lowtide.planning.plan import Schedule
 from lowtide.runtime.emulation.memory import TrackedMemory
-from lowtide.runtime.statistics.observer import ObservedStore, StepObserver
+from lowtide.runtime.statistics.observer import StepObserver
 from lowtide.runtime.warm_up import WarmUpRun
 from tests.runtime.stack import (
     BLOCK_BYTES,
@@ -228,13 +229,13 @@ class TestTheChange:
         with lowtide.manage(model, optimizer, plan, device="cpu") as session:
             plan_run = session._open()
             observer.watch(
-                ObservedStore(
+                ChunkStore(
                     [],
                     plan_run.setup.mover,
                     [],
                     window_bytes=0,
                     prefetch_depth=0,
-                    listener=plan_run._engine.residency,
+                    listener=plan_run._executor.residency,
                 ),
                 0,
             )

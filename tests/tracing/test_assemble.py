@@ -34,7 +34,7 @@ class Run:
         self.recorder.begin_phase(phase)
 
     def begin_step(self) -> None:
-        self.first_event, self.first_op = len(self.recorder.log), len(self.recorder.op_names)
+        self.first_event, self.first_op = len(self.recorder.log), len(self.recorder.ops)
 
     def trace(self, *, is_exact: bool = True) -> StepTrace:
         log = exact(self.recorder) if is_exact else replay(self.recorder, AllocatorSettings())
@@ -67,7 +67,7 @@ def step() -> tuple[Run, dict[str, Life]]:
     lives["loss"] = run.make(4)
     run.phase(Phase.BACKWARD)
     lives["gradient"] = run.make(1000, Category.GRADIENTS)
-    run.recorder.use(lives["saved"], len(run.recorder.op_names) - 1)
+    run.recorder.use(lives["saved"], len(run.recorder.ops) - 1)
     run.free(lives["saved"])
     lives["scratch"] = run.make(600, Category.WORKSPACE)
     run.free(lives["scratch"])

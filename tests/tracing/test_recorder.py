@@ -85,24 +85,24 @@ def test_operators_carry_module_line_and_phase(recorder: StorageRecorder) -> Non
     second = recorder.begin_op("aten.add")
     recorder.leave_module()
     third = recorder.begin_op("aten.sum")
-    assert [recorder.op_modules[i] for i in (first, second, third)] == ["layers.0.mlp", "layers.0", "Net"]
-    assert all(source.startswith("test_recorder.py:") for source in recorder.op_sources)
-    assert recorder.op_phases == [Phase.FORWARD] * 3
+    assert [recorder.ops[i].module for i in (first, second, third)] == ["layers.0.mlp", "layers.0", "Net"]
+    assert all(source.startswith("test_recorder.py:") for source in (op.source for op in recorder.ops))
+    assert [op.phase for op in recorder.ops] == [Phase.FORWARD] * 3
 
 
 def test_the_outermost_module_goes_by_the_roots_name(recorder: StorageRecorder) -> None:
     recorder.enter_module("")
-    assert recorder.op_modules[recorder.begin_op("aten.mm")] == "Net"
+    assert recorder.ops[recorder.begin_op("aten.mm")].module == "Net"
 
 
 def test_an_update_belongs_to_the_optimizer(recorder: StorageRecorder) -> None:
     recorder.begin_phase(Phase.UPDATE)
-    assert recorder.op_modules[recorder.begin_op("aten._foreach_mul_")] == "AdamW"
+    assert recorder.ops[recorder.begin_op("aten._foreach_mul_")].module == "AdamW"
 
 
 def test_without_detail_no_lines_are_looked_up(recorder: StorageRecorder) -> None:
     recorder.begin_step(is_detailed=False)
-    assert recorder.op_sources[recorder.begin_op("aten.mm")] == ""
+    assert recorder.ops[recorder.begin_op("aten.mm")].source == ""
 
 
 def test_each_thread_has_modules_of_its_own(recorder: StorageRecorder) -> None:
@@ -111,14 +111,14 @@ def test_each_thread_has_modules_of_its_own(recorder: StorageRecorder) -> None:
 
     def work() -> None:
         recorder.enter_module("other")
-        found.append(recorder.op_modules[recorder.begin_op("aten.mm")])
+        found.append(recorder.ops[recorder.begin_op("aten.mm")].module)
         recorder.leave_module()
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
     assert found == ["other"]
-    assert recorder.op_modules[recorder.begin_op("aten.mm")] == "main"
+    assert recorder.ops[recorder.begin_op("aten.mm")].module == "main"
 
 
 def test_a_backward_goes_by_the_names_of_its_forward(recorder: StorageRecorder) -> None:
@@ -134,7 +134,7 @@ def test_a_backward_goes_by_the_names_of_its_forward(recorder: StorageRecorder) 
 
         @staticmethod
         def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-            seen.append(recorder.op_modules[recorder.begin_op("aten.watched_backward")])
+            seen.append(recorder.ops[recorder.begin_op("aten.watched_backward")].module)
             return gradient
 
     for path in ("a", "b"):
@@ -156,7 +156,7 @@ def test_the_loss_begins_after_the_last_module_with_weights(recorder: StorageRec
     scores = recorder.allocate(100, (100,), "uint8")
     recorder.leave_module(has_weights=True)
     recorder.begin_phase(Phase.BACKWARD)
-    assert recorder.op_phases == [Phase.FORWARD, Phase.LOSS]
+    assert [op.phase for op in recorder.ops] == [Phase.FORWARD, Phase.LOSS]
     assert recorder.log_phases == [Phase.FORWARD, Phase.LOSS]
     assert (logits.phase, scores.phase) == (Phase.FORWARD, Phase.LOSS)
 

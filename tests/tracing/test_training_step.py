@@ -17,14 +17,14 @@ from lowtide.errors import ConfigError, TraceError
 from lowtide.tracing.settings import Implementation, StepSettings
 from lowtide.tracing.step_trace import Category, Phase, StepTrace
 from lowtide.tracing.training_step import (
-    GradientWatch,
-    ModulePaths,
     TrainingStep,
     about_step,
     activations_applied,
     choose_implementation,
     tensors_in,
     update_in_backward,
+    watch_gradients,
+    watch_modules,
 )
 from tests.tracing.gelu_blocks import INNER, WIDE, WIDER, WIDTH, Block, batch
 
@@ -452,7 +452,7 @@ def test_gradients_are_seen_before_the_users_hooks_free_them() -> None:
 
     layer.weight.register_post_accumulate_grad_hook(drop)
     seen: list[tuple[int, ...]] = []
-    with GradientWatch(layer, lambda gradient: seen.append(tuple(gradient.shape))):
+    with watch_gradients(layer, lambda gradient: seen.append(tuple(gradient.shape))):
         layer(torch.ones(1, 2)).sum().backward()
     assert seen == [(2, 2)]
     layer(torch.ones(1, 2)).sum().backward()
@@ -463,7 +463,7 @@ def test_gradients_are_seen_before_the_users_hooks_free_them() -> None:
 def test_modules_are_heard_in_order_and_only_inside() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     heard = Heard()
-    with ModulePaths(model, heard):
+    with watch_modules(model, heard):
         model(torch.ones(1, 2))
         nn.ReLU()(torch.ones(1))  # not of the model
     model(torch.ones(1, 2))

@@ -59,21 +59,17 @@ __all__ = [
 ]
 
 _ROOMS = {
-    "ChunkedHead": "losses.chunked_loss",
-    "LossSettings": "losses.settings",
-    "TiledEmbedding": "tiling.layers",
-    "TiledLinear": "tiling.layers",
-    "chunked_head": "losses.huggingface",
-    "linear_cross_entropy": "losses.chunked_loss",
-    "tile": "tiling.layers",
-    "tile_groups": "tiling.layers",
-    "tile_sequence": "tiling.sequence",
-    "tiled_cross_entropy": "tiling.cross_entropy",
-    "untile": "tiling.layers",
+    "losses.chunked_loss": ("ChunkedHead", "linear_cross_entropy"),
+    "losses.huggingface": ("chunked_head",),
+    "losses.settings": ("LossSettings",),
+    "tiling.cross_entropy": ("tiled_cross_entropy",),
+    "tiling.layers": ("TiledEmbedding", "TiledLinear", "tile", "tile_groups", "untile"),
+    "tiling.sequence": ("tile_sequence",),
 }
 
 
 def __getattr__(name: str) -> object:
-    if name not in _ROOMS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_ROOMS[name]}"), name)
+    for room, names in _ROOMS.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{room}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

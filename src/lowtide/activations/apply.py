@@ -62,10 +62,8 @@ class Applied:
         self,
         model: nn.Module,
         policies: dict[str, Policy],
-        *,
         offloading: Offloading,
         compile_group: CompileGroup,
-        turn_off_caches: bool,
     ) -> None:
         self.policies = policies
         """By the path of the module."""
@@ -87,7 +85,8 @@ class Applied:
         }
         refuse_compiled_holders(model, self._governed)
         with contextlib.ExitStack() as undo:
-            self._caches_off = _CachesOff(model) if turn_off_caches else None
+            runs_again = any(_runs_again(policy) for policy in policies.values())
+            self._caches_off = _CachesOff(model) if runs_again else None
             if self._caches_off is not None:
                 undo.callback(self._caches_off.end)
             for call in self._calls:
@@ -172,15 +171,8 @@ def apply(
         ActivationError: A module has a policy already, or is compiled and its policy has to look inside, or what calls it is
             compiled. Also by the module, when it is called from within `torch.compile`.
     """
-    chosen = resolve(model, policies)
     offloading = Offloading(mover, is_weight, poison=poison)
-    return Applied(
-        model,
-        chosen,
-        offloading=offloading,
-        compile_group=compile_group or compiled,
-        turn_off_caches=any(_runs_again(policy) for policy in chosen.values()),
-    )
+    return Applied(model, resolve(model, policies), offloading, compile_group or compiled)
 
 
 def _runs_again(policy: Policy) -> bool:

@@ -27,10 +27,10 @@ number at best, or as many with other values, which nobody notices.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,50 +47,35 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """What norms move in training, torch's and those made after them."""
 
 
+@dataclass(slots=True, eq=False)
 class GroupCall:
-    """See the module's docstring. It holds no tensor of its own after its first run; its graph holds it.
+    """See the module's docstring. It holds no tensor of its own after its first run; its graph holds it."""
 
-    Args:
-        run: Runs the group.
-        args: The call's positional arguments.
-        kwargs: The call's keyword arguments.
-        structure: How both are nested, by `compat.flatten`.
-        buffers: Watches the group's.
-        modes: Those of the group's modules now.
-        on_again: Called before each later run.
-    """
-
-    def __init__(
-        self,
-        run: Run,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        structure: Any,
-        buffers: MovingBuffers,
-        modes: TrainingModes,
-        on_again: Callable[[], None],
-    ) -> None:
-        self._run = run
-        self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
-        self._structure = structure
-        self._buffers = buffers
-        self._modes = modes
-        self._moved: list[_Moved] = []
-        self._on_again = on_again
+    run: Run
+    """Runs the group."""
+    given: tuple[tuple[Any, ...], dict[str, Any]] | None
+    """The call's positional and keyword arguments, until its first run."""
+    structure: Any
+    """How both are nested, by `compat.flatten`."""
+    buffers: MovingBuffers
+    modes: TrainingModes
+    on_again: Callable[[], None]
+    """Called before each later run."""
+    moved: list[_Moved] = field(default_factory=list)
 
     def __call__(self, *leaves: Any) -> Any:
         """The first run, and every later one that the checkpoint asks for."""
-        if self._given is not None:
-            (args, kwargs), self._given = self._given, None
-            with self._buffers.noted(self._moved):
-                return self._run(*args, **kwargs)
-        self._on_again()
-        return self.again(self._run, leaves)
+        if self.given is not None:
+            (args, kwargs), self.given = self.given, None
+            with self.buffers.noted(self.moved):
+                return self.run(*args, **kwargs)
+        self.on_again()
+        return self.again(self.run, leaves)
 
     def again(self, run: Run, leaves: Sequence[Any]) -> Any:
         """Run it again through `run`; buffers and training modes stay as they are."""
-        args, kwargs = compat.unflatten(leaves, self._structure)
-        with self._modes.again(), _as_before(self._moved):
+        args, kwargs = compat.unflatten(leaves, self.structure)
+        with self.modes.again(), _as_before(self.moved):
             return run(*args, **kwargs)
 
 
@@ -163,12 +148,9 @@ def _as_before(moved: list[_Moved]) -> Iterator[None]:
 
 
 def _copy(buffer: torch.Tensor) -> torch.Tensor:
-    if type(buffer) is not torch.Tensor:
-        # A tensor of another kind may live by its mode, as the ghosts of a trace do.
-        with torch.no_grad():
-            return buffer.detach().clone()
-    # Without modes: a selective checkpoint counts the operators that it sees.
-    with torch.no_grad(), compat.without_modes():
+    # Without modes: a selective checkpoint counts the operators that it sees. But a tensor of another kind may live by its
+    # mode, as the ghosts of a trace do.
+    with torch.no_grad(), compat.without_modes() if type(buffer) is torch.Tensor else nullcontext():
         return buffer.detach().clone()
 
 
@@ -217,11 +199,12 @@ class RunContext:
             devices, self._device_states = get_device_states(*tensors)
             self._devices = list(devices)
         self._autocasts = [
-            _Autocast(
-                device_type=kind,
-                is_enabled=torch.is_autocast_enabled(kind),
+            partial(
+                torch.amp.autocast,
+                kind,
                 dtype=torch.get_autocast_dtype(kind),
-                uses_cache=torch.is_autocast_cache_enabled(),
+                enabled=torch.is_autocast_enabled(kind),
+                cache_enabled=torch.is_autocast_cache_enabled(),
             )
             for kind in dict.fromkeys((self._device_type, "cpu"))
             if torch.amp.is_autocast_available(kind)
@@ -236,36 +219,5 @@ class RunContext:
             if self._devices:
                 set_device_states(self._devices, self._device_states, device_type=self._device_type)
             for autocast in self._autocasts:
-                stack.enter_context(autocast.again())
+                stack.enter_context(autocast())
             yield
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Autocast:
-    """_Autocast's settings for one device type."""
-
-    device_type: str
-    is_enabled: bool
-    dtype: torch.dtype
-    uses_cache: bool
-
-    def again(self) -> torch.amp.autocast:
-        """A context with these settings."""
-        return torch.amp.autocast(
-            self.device_type, dtype=self.dtype, enabled=self.is_enabled, cache_enabled=self.uses_cache
-        )
-
-
-def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """Every tensor in nested lists, tuples, dictionaries and dataclasses, depth first."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for entry in value:
-            yield from tensors_in(entry)
-    elif isinstance(value, dict):
-        for entry in value.values():
-            yield from tensors_in(entry)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))

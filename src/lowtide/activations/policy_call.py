@@ -13,8 +13,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lowtide import compat
 from lowtide.activations.group_call import GroupCall, MovingBuffers, TrainingModes, checkpointed
 from lowtide.activations.policy import CompileBudget, Keep, Offload, Policy, Recompute, Selective
-from lowtide.activations.saved import Held, Saved
+from lowtide.activations.saved import Held, Saved, take
 from lowtide.activations.segments import Segments
 from lowtide.activations.selective import explain_fault, selective_contexts
 from lowtide.activations.stash import Stash
@@ -164,7 +163,7 @@ class PolicyCall:
         if isinstance(policy, Selective):
             run = functools.partial(self._explained, run)
         modes = TrainingModes(self._parts)
-        call = GroupCall(run, args, kwargs, structure, self._buffers, modes, self._counts.count_recomputed)
+        call = GroupCall(run, (args, kwargs), structure, self._buffers, modes, self._counts.count_recomputed)
         if isinstance(policy, Offload):
             with self._offloading.hooks(policy, self._module, leaves):
                 return checkpointed(call, leaves)
@@ -188,14 +187,9 @@ class PolicyCall:
 
     def _pass(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module from outside, through whatever was put around it after this, but without its policy."""
-        with self._passing():
-            return self._module(*args, **kwargs)
-
-    @contextmanager
-    def _passing(self) -> Iterator[None]:
         self._thread.passes = True
         try:
-            yield
+            return self._module(*args, **kwargs)
         finally:
             self._thread.passes = False
 
@@ -261,7 +255,7 @@ class Offloading:
                 return Held(tensor)
             return stash.put(parcel, tensor)
 
-        return saved_tensors_hooks(compat.uncompiled_hook(pack), compat.uncompiled_hook(_take))
+        return saved_tensors_hooks(compat.uncompiled_hook(pack), compat.uncompiled_hook(take))
 
     def close(self) -> None:
         """Free the stash's host memory."""
@@ -282,23 +276,19 @@ class Offloading:
             return self.stash
 
 
-def _take(saved: Saved) -> torch.Tensor:
-    return saved.take()
-
-
 class CompileCheck:
     """Takes the calls of the whole model, for all policies on it; see Note [Compiled code around policies is refused]."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._watched: dict[str, nn.Module] = {}
-        self._is_active = True
+        self._is_active = False
         self._refusal = partial(
             ActivationError,
             f"{type(model).__name__} has an activation policy as a whole, which code compiled in its place would leave out; "
             "remove() the policy, call model.compile() first, and apply the policy after that",
         )
-        self.inner = compat.replace_call(model, self._call)
+        self.inner: Callable[..., Any] | None = None
         """What the model's call is without it."""
 
     @classmethod
@@ -308,7 +298,12 @@ class CompileCheck:
         return owner if isinstance(owner, CompileCheck) and owner._is_active else cls(model)
 
     def watch(self, modules: dict[str, nn.Module]) -> None:
-        """From now on these have policies."""
+        """From now on these have policies. With the first of them the model's calls are taken."""
+        if not self._is_active:
+            # Said first: `forget` undoes as much as was done.
+            self.inner = compat.call_of(self._model)
+            self._is_active = True
+            compat.replace_call(self._model, self._call)
         self._watched |= modules
         if "" in modules:
             compat.guard_compile(self._model, self._refusal)

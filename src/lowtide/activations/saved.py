@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -33,6 +33,11 @@ class Saved(Protocol):
         """The tensor, for its use in this backward."""
 
 
+def take(saved: Saved) -> torch.Tensor:
+    """The tensor, for its use in this backward: what hooks on saved tensors call."""
+    return saved.take()
+
+
 class Held:
     """The tensor itself, on the device."""
 
@@ -49,9 +54,7 @@ class Held:
             raise changed(self._tensor.dtype, self._tensor.shape)
         return self._tensor
 
-    def take(self) -> torch.Tensor:
-        """The tensor, unless it was written to since."""
-        return self.peek()
+    take = peek
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -128,7 +131,9 @@ def geometry_of(tensor: torch.Tensor) -> Geometry:
 
 def span_of(tensor: torch.Tensor) -> Span | None:
     """What would go to the host for a tensor; None where it must stay: it has no plain memory, or overlaps itself."""
-    if type(tensor) is not torch.Tensor or tensor.is_conj() or tensor.is_neg():
+    # A tensor of a trace stands for a plain one.
+    is_plain = type(tensor) is torch.Tensor or compat.is_stand_in(tensor)
+    if not is_plain or tensor.is_conj() or tensor.is_neg():
         return None
     storage = compat.plain_storage(tensor)
     if storage is None or not storage.nbytes() or not tensor.numel():
@@ -137,10 +142,9 @@ def span_of(tensor: torch.Tensor) -> Span | None:
     part_bytes = math.prod(size) * tensor.element_size()
     if storage.nbytes() <= MAX_STORAGE_SHARE * part_bytes:
         return Span(num_bytes=storage.nbytes(), part=None)
-    if overlaps(size, tuple(tensor.stride())):
+    if _overlaps(size, tuple(tensor.stride())):
         return None
-    part = Geometry(dtype=tensor.dtype, size=size, stride=tuple(tensor.stride()), offset=int(tensor.storage_offset()))
-    return Span(num_bytes=part_bytes, part=part)
+    return Span(num_bytes=part_bytes, part=replace(geometry_of(tensor), size=size))
 
 
 def _near(part: Geometry) -> tuple[int, ...]:
@@ -158,8 +162,8 @@ def _near(part: Geometry) -> tuple[int, ...]:
     return tuple(dense)
 
 
-def overlaps(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether two places of the tensor may share memory."""
+def _overlaps(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether two places of a tensor may share memory."""
     reached = 0
     for step, count in sorted((step, count) for step, count in zip(stride, size, strict=True) if count > 1):
         if step <= reached:

@@ -24,8 +24,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide import compat
-from lowtide.activations.group_call import GroupCall, Run, RunContext, checkpointed, tensors_in
-from lowtide.activations.saved import Held, Saved, version_of
+from lowtide.activations.group_call import GroupCall, Run, RunContext, checkpointed
+from lowtide.activations.saved import Held, Saved, take, version_of
 from lowtide.errors import ActivationError
 
 
@@ -134,7 +134,7 @@ class Link:
         """The first run has ended."""
         self._previous = None
         if all(index in self._inputs for index in self._tensor_indexes):
-            self._marks = [Mark(tensor) for tensor in tensors_in(output)]
+            self._marks = [Mark(tensor) for tensor in compat.tensors_in(output)]
 
     def make_outputs(self) -> None:
         """Run the call again, and give its outputs to those who read them."""
@@ -144,7 +144,7 @@ class Link:
             leaves[index] = tensor.requires_grad_() if self._needs_gradient[index] else tensor
         self._on_again()
         with self._context.again(), torch.enable_grad(), saved_tensors_hooks(_drop, _refuse):
-            outputs = list(tensors_in(self._call.again(self._rerun, leaves)))
+            outputs = list(compat.tensors_in(self._call.again(self._rerun, leaves)))
         for reader in self._readers:
             if (remade := reader()) is not None:
                 remade.value = outputs[remade.index].detach()
@@ -173,7 +173,7 @@ class Segments:
         places: dict[int, list[int]] = {}
         for index, leaf in enumerate(leaves):
             places.setdefault(id(leaf), []).append(index)
-        with saved_tensors_hooks(lambda tensor: link.save(tensor, places.get(id(tensor), [])), _take):
+        with saved_tensors_hooks(lambda tensor: link.save(tensor, places.get(id(tensor), [])), take):
             output = checkpointed(link, leaves)  # type: ignore[arg-type]  # called as the call is
         places.clear()
         link.finish(output)
@@ -183,10 +183,6 @@ class Segments:
     def _last(self) -> Link | None:
         last: weakref.ref[Link] | None = getattr(self._thread, "last", None)
         return None if last is None else last()
-
-
-def _take(saved: Saved) -> torch.Tensor:
-    return saved.take()
 
 
 def _drop(tensor: torch.Tensor) -> None:

@@ -26,28 +26,12 @@ from lowtide import compat
 from lowtide.activations.policy import KeepRule
 from lowtide.errors import ActivationError
 
-MATRIX_PRODUCTS = frozenset(
-    {
-        "mm",
-        "addmm",
-        "bmm",
-        "baddbmm",
-        "linear",
-        "convolution",
-        "_scaled_mm",
-        "_grouped_mm",
-        "_scaled_grouped_mm",
-        "_int_mm",
-    }
-)
+MATRIX_PRODUCTS = (
+    "mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm", "_int_mm",
+)  # fmt: skip
 ATTENTION = (
-    "_scaled_dot_product_",
-    "_flash_attention",
-    "_efficient_attention",
-    "_cudnn_attention",
-    "flex_attention",
-    "_flash_attn",
-)
+    "_scaled_dot_product_", "_flash_attention", "_efficient_attention", "_cudnn_attention", "flex_attention", "_flash_attn",
+)  # fmt: skip
 """How the names of attention operators begin, torch's and those of the packages that bring their own."""
 
 

@@ -37,7 +37,7 @@ import torch
 from lowtide import compat
 from lowtide.activations.saved import Geometry, Span, changed, geometry_of, span_of, version_of
 from lowtide.errors import BudgetError
-from lowtide.memory.layout import POISON, aligned
+from lowtide.memory.chunk import POISON, aligned
 from lowtide.memory.mover import Copied, Mover, Ticket
 
 MAX_SLACK = 2
@@ -78,13 +78,6 @@ class Stash:
         with self._lock:
             self._sweep()
             return self._buffers.lent_bytes
-
-    @property
-    def kept_bytes(self) -> int:
-        """In host buffers that wait for the next tensors."""
-        with self._lock:
-            self._sweep()
-            return self._buffers.held_bytes
 
     def accepts(self, tensor: torch.Tensor, min_bytes: int) -> bool:
         """Whether a tensor can and should go."""
@@ -242,9 +235,7 @@ class Stashed:
         """Bring it back."""
         return self._stash.bring(self)
 
-    def take(self) -> torch.Tensor:
-        """Bring it back."""
-        return self._stash.bring(self)
+    take = peek
 
 
 class Slot:
@@ -314,7 +305,6 @@ class HostBuffers:
         self._mover = mover
         self._kept: list[torch.Tensor] = []
         """By size, those of one size first in, first out."""
-        self._sizes: list[int] = []
         self._lent: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
         """By identity of the view that was handed out: the view, the whole buffer and the bytes asked for."""
         self._needed_bytes = self._most_needed_bytes = 0
@@ -324,15 +314,14 @@ class HostBuffers:
     @property
     def held_bytes(self) -> int:
         """Bytes in kept buffers."""
-        return sum(self._sizes)
+        return sum(map(_num_bytes, self._kept))
 
     def take(self, num_bytes: int) -> torch.Tensor:
         """A buffer of so many bytes, with whatever is in it. Give this very tensor back."""
         needed_bytes = aligned(max(1, num_bytes))
         self._most_needed_bytes = max(self._most_needed_bytes, self._needed_bytes + needed_bytes)
-        index = bisect_left(self._sizes, needed_bytes)
-        if index < len(self._sizes) and self._sizes[index] <= MAX_SLACK * needed_bytes:
-            del self._sizes[index]
+        index = bisect_left(self._kept, needed_bytes, key=_num_bytes)
+        if index < len(self._kept) and _num_bytes(self._kept[index]) <= MAX_SLACK * needed_bytes:
             whole = self._kept.pop(index)
         else:
             whole = self._allocated(needed_bytes)
@@ -347,9 +336,7 @@ class HostBuffers:
         _, whole, needed_bytes = self._lent.pop(id(buffer))
         self._needed_bytes -= needed_bytes
         self.lent_bytes -= whole.numel()
-        index = bisect_right(self._sizes, whole.numel())
-        self._sizes.insert(index, whole.numel())
-        self._kept.insert(index, whole)
+        self._kept.insert(bisect_right(self._kept, whole.numel(), key=_num_bytes), whole)
 
     def clear(self) -> None:
         """Free what is kept, once the copies are done."""
@@ -366,7 +353,7 @@ class HostBuffers:
         num_freed = 0
         while surplus_bytes > 0 and num_freed < len(self._kept):
             num_freed += 1
-            surplus_bytes -= self._sizes[-num_freed]
+            surplus_bytes -= _num_bytes(self._kept[-num_freed])
         self._free(num_freed)
         try:
             return self._mover.host_buffer(needed_bytes)
@@ -383,8 +370,11 @@ class HostBuffers:
         # What was given back unread may still be written to, and what was read ahead read from.
         self._mover.drain()
         for _ in range(num_buffers):
-            self._sizes.pop()
             self._mover.free_host_buffer(self._kept.pop())
+
+
+def _num_bytes(buffer: torch.Tensor) -> int:
+    return buffer.numel()
 
 
 def _is_too_much(leaving: Sequence[Body]) -> bool:

@@ -1,12 +1,16 @@
-"""Autograd: nodes, gradient hooks, versions, and what graphs hold."""
+"""Tensors on their way: autograd's nodes, hooks and versions; operators and dispatch modes; storages and who holds them."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 SavedTensor = torch._C._autograd.SavedTensor
 """What a node of a graph, or a checkpoint, keeps for the backward: a tensor, or what a hook packed it into."""
@@ -204,3 +208,306 @@ def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
 def keeps_graph() -> bool:
     """Whether the running backward keeps its graph (`retain_graph=True`), for others to come. True outside of one."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def find_overload(name: str) -> object | None:
+    """The overload of an aten operator named as in its schema (`sum.dim_IntList`), None where this torch has none."""
+    packet_name, _, overload = name.partition(".")
+    packet = getattr(torch.ops.aten, packet_name, None)
+    return None if packet is None else getattr(packet, overload or "default", None)
+
+
+def operators_with_fallback() -> list[str]:
+    """Operators that CPU and CUDA run in one kernel and that torch takes apart on any other device."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return [
+        name.removeprefix("aten::")
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("aten::") and has_kernel(name, "CompositeImplicitAutograd") and has_kernel(name, "CPU")
+    ]
+
+
+def operators_cast_on_host() -> list[str]:
+    """Operators that the host's autocast gives other types, named as in their schemas."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    return [name.removeprefix("aten::") for name in names if has_kernel(name, "AutocastCPU")]
+
+
+def forget_kernels(library: torch.library.Library) -> None:
+    """Take back what a library has registered."""
+    library._destroy()
+
+
+def operator_path(value: object) -> str | None:
+    """The dotted name below `torch` of an operator or an operator namespace, None for anything else.
+
+    They look like modules and cannot be pickled as such.
+    """
+    if isinstance(value, type(torch.ops)):
+        return "ops"
+    if isinstance(value, type(torch.ops.aten)):
+        return f"ops.{value.name}"
+    if isinstance(value, torch._ops.OpOverloadPacket | torch._ops.OpOverload):
+        return f"ops.{value}"
+    return None
+
+
+def operator_at(path: str) -> object:
+    """The operator or namespace that `operator_path` named."""
+    found: object = torch
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def unscale_in_place(gradients: list[torch.Tensor], flag: torch.Tensor, factor: torch.Tensor) -> None:
+    """Multiply gradients of one device and dtype in fp32; the flag becomes 1 where one of them was not finite.
+
+    No synchronisation. The flag and the factor are single fp32 numbers on the gradients' device. Kernels exist for CUDA
+    and for the CPU, for real dtypes only.
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, factor)
+
+
+def assert_on_device(condition: torch.Tensor, message: str) -> None:
+    """Let the device stop with an error when it finds the condition false; nobody waits for it."""
+    torch._assert_async(condition, message)
+
+
+def operator_name(operator: object) -> str:
+    """The name of an operator without its namespace and overload: `mm`, `flex_attention`."""
+    name = operator.name() if isinstance(operator, torch._ops.OperatorBase) else str(operator)
+    return str(name).rpartition("::")[2].partition(".")[0]
+
+
+def operator_arguments(operator: object) -> dict[str, Any]:
+    """The names of an operator's arguments in their order, with their defaults; {} where it does not say."""
+    schema = getattr(operator, "_schema", None)
+    return {} if schema is None else {argument.name: argument.default_value for argument in schema.arguments}
+
+
+class WatchingMode(TorchDispatchMode):  # torch's __init_subclass__ has no types
+    """A dispatch mode for watching real steps: no side effects of its own, and it lets higher-order operators pass."""
+
+    # torch refuses these under a mode that does not say so (flex_attention run eagerly, for one).
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # By default the first operator under a mode imports torch._dynamo, for a second or two, and that import leaves
+        # a reference cycle through the frames that were running: the user's.
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code stays compiled, as it would be unwatched; its inner operators are not seen."""
+        return True
+
+
+def without_autocast() -> contextlib.AbstractContextManager[None]:
+    """Run without the spare backend's autocast rules, inside one of them."""
+    every_key: Any = torch._C.DispatchKey
+    keys = torch._C.DispatchKeySet(every_key.AutocastPrivateUse1)
+    guard: contextlib.AbstractContextManager[None] = torch._C._ExcludeDispatchKeyGuard(keys)
+    return guard
+
+
+def without_dispatch() -> contextlib.AbstractContextManager[None]:
+    """Run operators on a wrapper itself: of use only where they change its shape and touch no data."""
+    guard: contextlib.AbstractContextManager[None] = torch._C._DisableTorchDispatch()
+    return guard
+
+
+def without_modes() -> contextlib.AbstractContextManager[None]:
+    """Run operators as they are, unseen by the dispatch modes of this thread."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    modes: contextlib.AbstractContextManager[None] = _disable_current_modes()
+    return modes
+
+
+def push_mode_below(mode: TorchDispatchMode) -> None:
+    """Put a dispatch mode of this thread below all that are there, where it stays until `remove_mode`.
+
+    A `with` block around another mode takes the topmost mode away at its end, whichever that is. Below the others a
+    mode is never the one that is taken by mistake, however the blocks around it begin and end.
+    """
+    above = []
+    while torch._C._len_torch_dispatch_stack():
+        above.append(torch._C._pop_torch_dispatch_stack(None))
+    torch._C._push_on_torch_dispatch_stack(mode)
+    for other in reversed(above):
+        torch._C._push_on_torch_dispatch_stack(other)
+
+
+def has_mode(mode: TorchDispatchMode) -> bool:
+    """Whether a dispatch mode is on this thread's stack; while one runs an operator, torch takes it off."""
+    num_modes = torch._C._len_torch_dispatch_stack()
+    return any(torch._C._get_dispatch_stack_at(index) is mode for index in range(num_modes))
+
+
+def remove_mode(mode: TorchDispatchMode) -> None:
+    """Take a dispatch mode off this thread's stack, wherever it is; nothing happens where it is not."""
+    if not has_mode(mode):
+        return
+    above = []
+    while (top := torch._C._pop_torch_dispatch_stack(None)) is not mode:
+        above.append(top)
+    for other in reversed(above):
+        torch._C._push_on_torch_dispatch_stack(other)
+
+
+def without_torch_function() -> contextlib.AbstractContextManager[None]:
+    """Call torch functions on tensor subclasses as if they were plain tensors."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def is_in_transform() -> bool:
+    """Whether a transform of `torch.func` (grad, vjp, vmap, ...) runs: its tensors are wrapped, and hold no memory."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def outside_transforms() -> contextlib.AbstractContextManager[object]:
+    """What runs inside is not part of any transform of `torch.func`."""
+    if not is_in_transform():
+        return contextlib.nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that transforms of `torch.func` were given, inside of what they made of it."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def flatten(value: object) -> tuple[list[Any], Any]:
+    """The leaves of nested containers, and the structure that `unflatten` puts them back into."""
+    from torch.utils import _pytree
+
+    leaves, structure = _pytree.tree_flatten(value)
+    return leaves, structure
+
+
+def unflatten(leaves: Sequence[Any], structure: Any) -> Any:
+    """Undo `flatten`: new containers around the leaves."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_unflatten(leaves, structure)
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """Every tensor in nested lists, tuples, dictionaries and dataclasses, depth first."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from tensors_in(entry)
+    elif isinstance(value, dict):
+        for entry in value.values():
+            yield from tensors_in(entry)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+def plain_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """The storage that holds the tensor's bytes; None where it has none of its own (sparse, opaque, meta, fake).
+
+    Torch keeps one Python object per storage alive for as long as the storage lives, whoever holds it: its `id` is a
+    key, and a weak reference to it tells of the storage's death.
+    """
+    # A subclass would get to see these reads through __torch_function__.
+    with torch._C.DisableTorchFunctionSubclass():
+        if tensor.layout is not torch.strided:
+            return None
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # torch raises either for tensors without a storage, by their kind
+            return None
+    # A tensor of a trace has no bytes: a meta storage stands for them, and is shared as theirs would be.
+    return None if storage.device.type == "meta" and not is_stand_in(tensor) else storage
+
+
+def is_stand_in(tensor: torch.Tensor) -> bool:
+    """Whether a tensor belongs to a trace: it says so of its class, and stands for a plain one."""
+    return getattr(type(tensor), "has_storage_of_its_own", False)
+
+
+def reference_count(tensor: torch.Tensor) -> int:
+    """How many C++ owners a tensor has, its Python object included."""
+    counted: Any = tensor
+    return int(counted._use_count())
+
+
+def storage_over(flat: torch.Tensor) -> torch.UntypedStorage:
+    """A new storage over exactly the bytes of a flat tensor, which keeps them alive; on any device, without a copy."""
+    # Not the public `from_dlpack`: it asks the driver about the memory and records events, at every call.
+    shared: torch.Tensor = torch._C._from_dlpack(torch._C._to_dlpack(flat))
+    return shared.untyped_storage()
+
+
+def num_storage_owners(tensor: torch.Tensor) -> int:
+    """How many tensors share the storage, `tensor` included."""
+    return num_owners(tensor.untyped_storage())
+
+
+def num_owners(storage: torch.UntypedStorage) -> int:
+    """How many tensors share the storage."""
+    # Its Python object is one owner itself.
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+
+
+def nums_of_owners(storages: Iterable[torch.UntypedStorage]) -> list[int]:
+    """`num_owners` of each."""
+    count = torch._C._storage_Use_Count
+    return [count(storage._cdata) - 1 for storage in storages]
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share a storage, on meta too; valid while both live."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def lock_host_memory(buffer: torch.Tensor) -> str | None:
+    """Lock a host tensor's memory for copies; what CUDA answered where it could not, None where it did.
+
+    Registered memory has exactly the tensor's size; torch's own locked allocations are rounded up to a power of two.
+    """
+    answer = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
+    if int(answer) == 0:
+        return None
+    # CUDA keeps the refusal as its last error, and the next kernel that the user starts would be blamed for it.
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+    return str(answer)
+
+
+def unlock_host_memory(address: int) -> None:
+    """Undo `lock_host_memory` of the memory that begins there."""
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def without_memory(parameter: torch.Tensor) -> torch.Tensor:
+    """A tensor on the host that looks like the parameter and has no memory. Not on meta: there torch 2.11 refuses fused
+    optimizers.
+    """
+    with FakeTensorMode():
+        return torch.empty_strided(
+            parameter.shape,
+            parameter.stride(),
+            dtype=parameter.dtype,
+            device="cpu",
+            requires_grad=parameter.requires_grad,
+        )
+
+
+def has_no_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a stand-in for one: on meta, or fake, or of a device that only predicts."""
+    # Not torch's spare backend under any other name: that may be a real device.
+    without = ("meta", "ghost")
+    # By name: importing the class would import the compiler's parts, where nobody predicts.
+    return tensor.device.type in without or type(tensor).__name__ == "FakeTensor"

@@ -1,10 +1,6 @@
-"""torch's compiler: what it has compiled, work in other threads beside it, and its partitioner of a joint graph.
+"""The compiler's partitioner of a joint graph.
 
-Checked in torch 2.13: while any thread traces or compiles, `torch.compiler.is_compiling()` is true in all of them, and the
-optimizers of `torch.optim` then compute their bias corrections with tensors instead of Python's numbers: the same update
-rounds differently. The compiler holds `torch._dynamo.convert_frame.compile_lock` meanwhile.
-
-The partitioner is called as inductor calls it, without the compiler behind it. Checked in 2.11.0 and 2.13.0, on builds for
+It is called as inductor calls it, without the compiler behind it. Checked in 2.11.0 and 2.13.0, on builds for
 CUDA and for the CPU, on a machine without a GPU:
 
 - `aot_module_simplified` traces forward and backward as one graph and hands it to its `partition_fn`.
@@ -18,137 +14,12 @@ CUDA and for the CPU, on a machine without a GPU:
 
 from __future__ import annotations
 
-import sys
-import threading
-import types
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
-
-_POLL_S = 0.02
-_guard = threading.Lock()
-_num_waiting = 0
-"""Threads that compile and wait for work of another one: that must not wait for the compiler in turn."""
-
-
-def _compile_lock() -> Any:
-    """The compiler's lock; None as long as nothing was compiled."""
-    return getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
-
-
-@contextmanager
-def without_compilation() -> Iterator[None]:
-    """Run functions that were given to `torch.compile` as they are: what is called once on small tensors is not worth it."""
-    if "torch._dynamo" not in sys.modules:  # nobody has compiled, and to import it takes a second
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
-@contextmanager
-def outside_compilation() -> Iterator[None]:
-    """While no other thread compiles. Where a thread that compiles waits for this one, it goes on beside it."""
-    lock = _compile_lock()
-    is_held = False
-    while lock is not None and not is_held and not _num_waiting:
-        is_held = lock.acquire(timeout=_POLL_S)
-    try:
-        yield
-    finally:
-        if is_held:
-            lock.release()
-
-
-@contextmanager
-def waiting() -> Iterator[None]:
-    """Around a wait for work that may be `outside_compilation`, so that it cannot be a wait for oneself."""
-    global _num_waiting
-    lock = _compile_lock()
-    is_compiling = lock is not None and lock._is_owned()
-    with _guard:
-        _num_waiting += is_compiling
-    try:
-        yield
-    finally:
-        with _guard:
-            _num_waiting -= is_compiling
-
-
-def uncompiled_hook(hook: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """The hook, for use around compiled code, which would compile the hook too when it calls it.
-
-    Checked in torch 2.13: compiled, a hook sees versions of tensors that are not those of the real ones.
-    """
-    # As long as nothing was compiled there is nothing to hide from, and asking would import the compiler.
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is None:
-        return hook
-    hidden: Callable[Arguments, Result] = dynamo.disable(hook)
-    return hidden
-
-
-def uncompiled(function: object) -> object | None:
-    """The function that `torch.compile` was given, None for anything it did not return."""
-    if not isinstance(function, types.FunctionType):
-        return None
-    return getattr(function, "_torchdynamo_orig_callable", None)
-
-
-def compiled_original(module: torch.nn.Module) -> torch.nn.Module | None:
-    """The module inside what `torch.compile` returned, None for anything else."""
-    # By name: importing the class would import the compiler, for seconds, where nobody compiles.
-    if type(module).__name__ != "OptimizedModule":
-        return None
-    original = vars(module)["_modules"].get("_orig_mod")
-    return original if isinstance(original, torch.nn.Module) else None
-
-
-def is_compiled_around() -> bool:
-    """Whether this thread runs inside of a `torch.compile` that would take in everything called from here."""
-    # While the compiler looks at this very code, and while it runs the code itself because it could not follow.
-    # Read, not imported: the module is there from the start, while the compiler takes seconds to import.
-    return torch.compiler.is_dynamo_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
-
-
-_GUARDS: weakref.WeakKeyDictionary[torch.nn.Module, list[Callable[[], Exception]]] = weakref.WeakKeyDictionary()
-_COMPILE = torch.nn.Module.compile
-
-
-def _guarded_compile(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-    for refusal in _GUARDS.get(module, ()):
-        raise refusal()
-    _COMPILE(module, *args, **kwargs)
-
-
-def guard_compile(module: torch.nn.Module, refusal: Callable[[], Exception]) -> None:
-    """Let `module.compile()` raise this, until `unguard_compile`. The refusal must not hold the module: it is kept.
-
-    `Module.compile` puts its code in the very place where a replaced call stands, and tells nobody. torch's own method is
-    exchanged while there is a guard, and not an attribute of the module, which would travel with copies and pickles.
-    """
-    _GUARDS.setdefault(module, []).append(refusal)
-    kind: Any = torch.nn.Module
-    if kind.compile is _COMPILE:
-        kind.compile = _guarded_compile
-
-
-def unguard_compile(module: torch.nn.Module, refusal: Callable[[], Exception]) -> None:
-    """Undo `guard_compile`. May be repeated."""
-    others = [other for other in _GUARDS.pop(module, ()) if other is not refusal]
-    if others:
-        _GUARDS[module] = others
-    kind: Any = torch.nn.Module
-    if not _GUARDS and kind.compile is _guarded_compile:
-        kind.compile = _COMPILE
 
 
 class BudgetedCompiler:

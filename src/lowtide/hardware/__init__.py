@@ -9,6 +9,7 @@ from lowtide.hardware.profile import (
     find_hardware,
     known_hardware,
     parse_cublas_workspace_config,
+    release_of,
 )
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "find_hardware",
     "known_hardware",
     "parse_cublas_workspace_config",
+    "release_of",
 ]

@@ -19,7 +19,6 @@ from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
 from lowtide import compat, config
-from lowtide.activations.group_call import tensors_in
 from lowtide.errors import BadRecordError, ConfigError, TraceError
 from lowtide.lab.progress import OnProgress, Progress
 from lowtide.lab.recipe import Recipe
@@ -206,7 +205,7 @@ def trace_model(model: nn.Module, batch: Batch, *, name: str) -> compat.JointGra
         named = dict(zip((*weights, *batch), tensors, strict=True))
         inputs = {key: named[key] for key in batch}
         result = torch.func.functional_call(model, {key: named[key] for key in weights}, kwargs=inputs)
-        return tuple(tensors_in(result))
+        return tuple(compat.tensors_in(result))
 
     try:
         return compat.trace_joint_graph(forward, list(weights.values()), list(batch.values()))

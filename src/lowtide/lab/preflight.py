@@ -26,8 +26,8 @@ from lowtide.lab.recipe import Recipe
 from lowtide.lab.recipe_parts import HubDataset, PlanRecipe, RandomInputs, Stories, TextFiles, plan_of, session_plan
 from lowtide.lab.record import PredictedFigures
 from lowtide.lab.training import compiled_modules, find_device, optimizer_over
+from lowtide.memory.chunk import lay_out
 from lowtide.memory.groups import find_groups
-from lowtide.memory.layout import lay_out
 from lowtide.models import ModelSource, resolve_model
 from lowtide.optim.rules import require_rule
 from lowtide.planning.budget_plans import WarmUp

@@ -16,8 +16,8 @@ from torch import nn
 from lowtide.activations.policy import check_policies
 from lowtide.config import require_least
 from lowtide.errors import ConfigError, UnknownNameError, did_you_mean
+from lowtide.memory.chunk import lay_out
 from lowtide.memory.groups import find_named_groups
-from lowtide.memory.layout import lay_out
 from lowtide.optim import Adafactor, Lion
 from lowtide.planning.budget_plans import StaticPartition, WarmUp
 from lowtide.planning.hand_plan import make_plan, names_in

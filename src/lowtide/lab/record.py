@@ -19,8 +19,26 @@ def write_json(path: Path, plain: Mapping[str, object]) -> None:
     """Write a file in one piece, so that a run killed here leaves no half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.part")
-    unfinished.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+    unfinished.write_text(json_text(plain), encoding="utf-8")
     unfinished.replace(path)
+
+
+def json_text(plain: Mapping[str, object]) -> str:
+    """JSON with a line for each field and for each row of a table: small, and a diff shows what differs."""
+    return "{" + ",\n".join(f"{_compact(key)}:{_field_text(value)}" for key, value in plain.items()) + "}\n"
+
+
+def _field_text(value: object) -> str:
+    """A table has a line for each of its mappings, whether they are listed or named."""
+    if isinstance(value, list | tuple) and value and all(isinstance(row, dict) for row in value):
+        return "[\n" + ",\n".join(map(_compact, value)) + "\n]"
+    if isinstance(value, dict) and value and all(isinstance(row, dict) for row in value.values()):
+        return "{\n" + ",\n".join(f"{_compact(name)}:{_compact(row)}" for name, row in value.items()) + "\n}"
+    return _compact(value)
+
+
+def _compact(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
 def read_json(path: Path, schema: str) -> dict[str, Any]:

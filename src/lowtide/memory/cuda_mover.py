@@ -12,7 +12,7 @@ import torch
 
 from lowtide import compat
 from lowtide.errors import BudgetError
-from lowtide.memory.layout import POISON
+from lowtide.memory.chunk import POISON
 from lowtide.memory.mover import MAX_KEPT_BYTES, Copied, Ticket
 from lowtide.units import format_bytes
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lowtide.memory.layout import POISON
+from lowtide.memory.chunk import POISON
 from lowtide.memory.mover import MAX_KEPT_BYTES, Copied, Ticket
 
 

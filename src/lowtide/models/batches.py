@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -168,11 +169,12 @@ class PairBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceLabelBatch:
-    """`BATCHxLENGTH` with one label a sequence: a class, or a number when there is one output only."""
+class LabelledTokens:
+    """`BATCHxLENGTH` with labels that are not the token ids themselves."""
 
     tokens: TokenBatch
-    num_labels: int
+    labels: Callable[[tuple[int, int]], Batch]
+    """The labels, by argument, of sequences `[batch, length]`."""
 
     @property
     def default(self) -> str:
@@ -180,47 +182,22 @@ class SequenceLabelBatch:
         return self.tokens.default
 
     def __call__(self, text: str) -> Batch:
-        """`input_ids`, `[batch, length]`, and `labels`, `[batch]`."""
+        """`input_ids`, `[batch, length]`, and the labels."""
         shape = self.tokens.shape(text)
-        labels = random_ids(shape[:1], self.num_labels) if self.num_labels > 1 else random_floats(shape[:1])
-        return {"input_ids": random_ids(shape, self.tokens.vocab_size), "labels": labels}
+        return {"input_ids": random_ids(shape, self.tokens.vocab_size), **self.labels(shape)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLabelBatch:
-    """`BATCHxLENGTH` with a class for each token."""
-
-    tokens: TokenBatch
-    num_labels: int
-
-    @property
-    def default(self) -> str:
-        """The text of a usual batch."""
-        return self.tokens.default
-
-    def __call__(self, text: str) -> Batch:
-        """`input_ids` and `labels`, both `[batch, length]`."""
-        shape = self.tokens.shape(text)
-        return {"input_ids": random_ids(shape, self.tokens.vocab_size), "labels": random_ids(shape, self.num_labels)}
+def sequence_labels(num_labels: int, shape: tuple[int, int]) -> Batch:
+    """One label a sequence: a class, or a number when there is one output only."""
+    return {"labels": random_ids(shape[:1], num_labels) if num_labels > 1 else random_floats(shape[:1])}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpanBatch:
-    """`BATCHxLENGTH` with the span that answers the question in each sequence."""
+def token_labels(num_labels: int, shape: tuple[int, int]) -> Batch:
+    """A class for each token."""
+    return {"labels": random_ids(shape, num_labels)}
 
-    tokens: TokenBatch
 
-    @property
-    def default(self) -> str:
-        """The text of a usual batch."""
-        return self.tokens.default
-
-    def __call__(self, text: str) -> Batch:
-        """`input_ids`, `[batch, length]`, `start_positions` and `end_positions`, `[batch]`."""
-        shape = self.tokens.shape(text)
-        starts = random_ids(shape[:1], shape[1])
-        return {
-            "input_ids": random_ids(shape, self.tokens.vocab_size),
-            "start_positions": starts,
-            "end_positions": (starts + 1).clamp(max=shape[1] - 1),
-        }
+def spans(shape: tuple[int, int]) -> Batch:
+    """The span that answers the question in each sequence."""
+    starts = random_ids(shape[:1], shape[1])
+    return {"start_positions": starts, "end_positions": (starts + 1).clamp(max=shape[1] - 1)}

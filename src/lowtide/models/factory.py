@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lowtide.errors import BatchMismatchError, ConfigError, UnknownNameError
 from lowtide.models.batches import Batch, BatchForm, ImageBatch, TokenBatch, parse_sizes, random_floats
-from lowtide.models.source import ModelSource, build_on_meta, enable_recompute, finish
+from lowtide.models.source import ModelSource, build_on_meta, finish
 
 DEFAULT_BATCH = 8
 DEFAULT_LENGTH = 512
@@ -64,18 +64,11 @@ class _OwnBatch:
 
 
 def _build(spec: str, recompute: bool, dtype: torch.dtype | None) -> nn.Module:
-    return _finished(spec, _call(spec)[0], recompute, dtype)
+    return finish(_call(spec)[0], dtype, recompute=recompute, name=spec)
 
 
 def _build_on_host(spec: str, recompute: bool, dtype: torch.dtype | None) -> nn.Module:
-    return _finished(spec, _checked(spec, _find(spec)())[0], recompute, dtype)
-
-
-def _finished(spec: str, model: nn.Module, recompute: bool, dtype: torch.dtype | None) -> nn.Module:
-    finish(model, dtype)
-    if recompute:
-        enable_recompute(model, name=spec)
-    return model
+    return finish(_checked(spec, _find(spec)())[0], dtype, recompute=recompute, name=spec)
 
 
 def _call(spec: str) -> tuple[nn.Module, Mapping[str, Tensor] | None]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,11 +16,12 @@ from lowtide.errors import BadRecordError, ConfigError, MissingExtraError, Unkno
 from lowtide.models.batches import (
     BatchForm,
     ImageBatch,
+    LabelledTokens,
     PairBatch,
-    SequenceLabelBatch,
-    SpanBatch,
     TokenBatch,
-    TokenLabelBatch,
+    sequence_labels,
+    spans,
+    token_labels,
 )
 from lowtide.models.source import ModelSource, build_on_meta, finish
 
@@ -34,8 +34,7 @@ LONGEST_DEFAULT = 2048
 Config = Any
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class Task(NamedTuple):
     """A kind of head that has a loss, and the batch it wants."""
 
     suffixes: tuple[str, ...]
@@ -73,10 +72,7 @@ def _build(spec: str, values_json: str, auto: str, recompute: bool, dtype: torch
     # dtype.
     chosen = {} if dtype is None else {"dtype": dtype}
     model: nn.Module = build_on_meta(lambda: getattr(transformers, auto).from_config(config, **chosen), name=spec)
-    finish(model, None)
-    if recompute:
-        model.gradient_checkpointing_enable()  # type: ignore[operator]  # every transformers model has it
-    return model
+    return finish(model, None, recompute=recompute, name=spec)
 
 
 def _transformers(spec: str) -> ModuleType:
@@ -181,47 +177,20 @@ def _images(config: Config) -> ImageBatch:
 
 
 # In the order of preference for a config that names no architecture with a loss: BERT is in the causal table too.
-TASKS: tuple[Task, ...] = (
-    Task(
-        suffixes=("ForConditionalGeneration",),
-        auto="AutoModelForSeq2SeqLM",
-        mapping="MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
-        batch_form=lambda config: PairBatch(tokens=_tokens(config)),
-    ),
-    Task(
-        suffixes=("ForMaskedLM",),
-        auto="AutoModelForMaskedLM",
-        mapping="MODEL_FOR_MASKED_LM_MAPPING",
-        batch_form=_tokens,
-    ),
-    Task(
-        suffixes=("ForCausalLM", "LMHeadModel"),
-        auto="AutoModelForCausalLM",
-        mapping="MODEL_FOR_CAUSAL_LM_MAPPING",
-        batch_form=_tokens,
-    ),
-    Task(
-        suffixes=("ForImageClassification",),
-        auto="AutoModelForImageClassification",
-        mapping="MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
-        batch_form=_images,
-    ),
-    Task(
-        suffixes=("ForSequenceClassification",),
-        auto="AutoModelForSequenceClassification",
-        mapping="MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
-        batch_form=lambda config: SequenceLabelBatch(tokens=_tokens(config), num_labels=config.num_labels),
-    ),
-    Task(
-        suffixes=("ForTokenClassification",),
-        auto="AutoModelForTokenClassification",
-        mapping="MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",
-        batch_form=lambda config: TokenLabelBatch(tokens=_tokens(config), num_labels=config.num_labels),
-    ),
-    Task(
-        suffixes=("ForQuestionAnswering",),
-        auto="AutoModelForQuestionAnswering",
-        mapping="MODEL_FOR_QUESTION_ANSWERING_MAPPING",
-        batch_form=lambda config: SpanBatch(tokens=_tokens(config)),
-    ),
+# fmt: off
+TASKS = (
+    Task(("ForConditionalGeneration",), "AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+         lambda config: PairBatch(tokens=_tokens(config))),
+    Task(("ForMaskedLM",), "AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING", _tokens),
+    Task(("ForCausalLM", "LMHeadModel"), "AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING", _tokens),
+    Task(("ForImageClassification",), "AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+         _images),
+    Task(("ForSequenceClassification",), "AutoModelForSequenceClassification",
+         "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+         lambda config: LabelledTokens(tokens=_tokens(config), labels=partial(sequence_labels, config.num_labels))),
+    Task(("ForTokenClassification",), "AutoModelForTokenClassification", "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",
+         lambda config: LabelledTokens(tokens=_tokens(config), labels=partial(token_labels, config.num_labels))),
+    Task(("ForQuestionAnswering",), "AutoModelForQuestionAnswering", "MODEL_FOR_QUESTION_ANSWERING_MAPPING",
+         lambda config: LabelledTokens(tokens=_tokens(config), labels=spans)),
 )
+# fmt: on

@@ -6,10 +6,10 @@ where there is one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,129 +17,77 @@ from torch import nn
 from lowtide import config as config_file
 from lowtide.errors import ConfigError, UnknownNameError
 from lowtide.models import factory, huggingface
-from lowtide.models.batches import BatchForm, ImageBatch, TokenBatch
+from lowtide.models.batches import BatchForm, ImageBatch, TokenBatch, parse_sizes
 from lowtide.models.deep_one import DeepOne, DeepOneConfig, NormKind
 from lowtide.models.gpt import GPT, GPTConfig
 from lowtide.models.llama import Llama, LlamaConfig
 from lowtide.models.resnet import ResNet, ResNetConfig
-from lowtide.models.source import ModelSource, build_on_meta, enable_recompute, finish
+from lowtide.models.source import ModelSource, build_on_meta, finish
 from lowtide.plain_text import Plain
 
 Config = GPTConfig | LlamaConfig | DeepOneConfig | ResNetConfig
+_KINDS: Mapping[type, tuple[str, Callable[[Any], nn.Module]]] = {
+    GPTConfig: ("gpt", GPT),
+    LlamaConfig: ("llama", Llama),
+    DeepOneConfig: ("deep-one", DeepOne),
+    ResNetConfig: ("resnet", ResNet),
+}
+"""The family and the class of each kind of config."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuiltIn:
+class BuiltIn(NamedTuple):
     """One row of the table."""
 
     config: Config
-    default_batch: int
-    default_length: int | None = None
-    """Tokens of a usual sequence; None for images."""
-    about: str
-    """One line for people: which published model it is."""
+    batch: str
+    """The text of a usual batch."""
 
 
-def _gpt2(num_layers: int, hidden_size: int, num_heads: int, about: str) -> BuiltIn:
-    config = GPTConfig(
-        vocab_size=50257, context_length=1024, num_layers=num_layers, hidden_size=hidden_size, num_heads=num_heads
-    )
-    return BuiltIn(config=config, default_batch=8, default_length=1024, about=about)
+def _gpt(layers: int, hidden: int, heads: int, **others: Any) -> GPTConfig:
+    """A GPT of these sizes; what is not said is GPT-2's."""
+    sizes = {"num_layers": layers, "hidden_size": hidden, "num_heads": heads}
+    return GPTConfig(**{"vocab_size": 50257, "context_length": 1024, **sizes, **others})
 
 
-def _llama3(
-    num_layers: int, hidden_size: int, intermediate_size: int, num_heads: int, about: str, *, tied: bool = False
-) -> BuiltIn:
-    config = LlamaConfig(
-        vocab_size=128256,
-        context_length=131072,
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_heads=num_heads,
-        num_kv_heads=8,
-        tied=tied,
-        rope_theta=500_000.0,
-    )
-    return BuiltIn(config=config, default_batch=4, default_length=2048, about=about)
+def _llama(layers: int, hidden: int, inner: int, heads: int, kv_heads: int = 8, **others: Any) -> LlamaConfig:
+    """A Llama of these sizes; what is not said is Llama 3's."""
+    sizes = {"num_layers": layers, "hidden_size": hidden, "intermediate_size": inner, "num_heads": heads}
+    usual = {"vocab_size": 128256, "context_length": 131072, "num_kv_heads": kv_heads, "rope_theta": 500_000.0}
+    return LlamaConfig(**{**usual, **sizes, **others})
 
 
-def _deep_one(norm: NormKind, about: str) -> BuiltIn:
-    config = DeepOneConfig(
-        vocab_size=8000,
-        context_length=768,
-        num_layers=32,
-        hidden_size=2048,
-        intermediate_size=5400,
-        num_heads=16,
-        norm=norm,
-    )
-    return BuiltIn(config=config, default_batch=4, default_length=768, about=about)
+def _deep_one(layers: int, hidden: int, inner: int, heads: int, **others: Any) -> DeepOneConfig:
+    """A Deep One of these sizes; what is not said is the experiment's."""
+    sizes = {"num_layers": layers, "hidden_size": hidden, "intermediate_size": inner, "num_heads": heads}
+    return DeepOneConfig(**{"vocab_size": 8000, "context_length": 768, **sizes, **others})
 
+
+_BYTES = {"vocab_size": 256, "context_length": 128}
+"""256 tokens, so that any text trains as its bytes, on a laptop in seconds."""
+_LLAMA_2 = {"vocab_size": 32000, "context_length": 4096, "rope_theta": 10_000.0}
 
 BUILT_INS: Mapping[str, BuiltIn] = MappingProxyType(
     {
-        "gpt-tiny": BuiltIn(
-            # 256 tokens, so that any text trains as its bytes; no dropout, so that two runs can be compared loss by
-            # loss.
-            config=GPTConfig(
-                vocab_size=256, context_length=128, num_layers=4, hidden_size=128, num_heads=4, dropout=0.0
-            ),
-            default_batch=8,
-            default_length=128,
-            about="a GPT over bytes that trains on a laptop in seconds",
-        ),
-        "gpt2": _gpt2(12, 768, 12, "GPT-2, 124M"),
-        "gpt2-medium": _gpt2(24, 1024, 16, "GPT-2 medium, 355M"),
-        "gpt2-large": _gpt2(36, 1280, 20, "GPT-2 large, 774M"),
-        "gpt2-xl": _gpt2(48, 1600, 25, "GPT-2 XL, 1.56B"),
-        "llama-tiny": BuiltIn(
-            config=LlamaConfig(
-                vocab_size=256,
-                context_length=128,
-                num_layers=4,
-                hidden_size=128,
-                intermediate_size=384,
-                num_heads=4,
-                num_kv_heads=2,
-            ),
-            default_batch=8,
-            default_length=128,
-            about="a Llama over bytes that trains on a laptop in seconds",
-        ),
-        "llama-1b": _llama3(16, 2048, 8192, 32, "Llama 3.2 1B", tied=True),
-        "llama-3b": _llama3(28, 3072, 8192, 24, "Llama 3.2 3B", tied=True),
-        "llama-8b": _llama3(32, 4096, 14336, 32, "Llama 3.1 8B"),
-        "llama-13b": BuiltIn(
-            config=LlamaConfig(
-                vocab_size=32000,
-                context_length=4096,
-                num_layers=40,
-                hidden_size=5120,
-                intermediate_size=13824,
-                num_heads=40,
-                num_kv_heads=40,
-            ),
-            default_batch=4,
-            default_length=2048,
-            about="Llama 2 13B",
-        ),
+        # No dropout, so that two runs can be compared loss by loss.
+        "gpt-tiny": BuiltIn(_gpt(4, 128, 4, dropout=0.0, **_BYTES), "8x128"),
+        "gpt2": BuiltIn(_gpt(12, 768, 12), "8x1024"),
+        "gpt2-medium": BuiltIn(_gpt(24, 1024, 16), "8x1024"),
+        "gpt2-large": BuiltIn(_gpt(36, 1280, 20), "8x1024"),
+        "gpt2-xl": BuiltIn(_gpt(48, 1600, 25), "8x1024"),
+        "llama-tiny": BuiltIn(_llama(4, 128, 384, 4, 2, rope_theta=10_000.0, **_BYTES), "8x128"),
+        # Llama 3.2 has 1B and 3B, 3.1 has 8B and 70B, 2 has 13B.
+        "llama-1b": BuiltIn(_llama(16, 2048, 8192, 32, tied=True), "4x2048"),
+        "llama-3b": BuiltIn(_llama(28, 3072, 8192, 24, tied=True), "4x2048"),
+        "llama-8b": BuiltIn(_llama(32, 4096, 14336, 32), "4x2048"),
+        "llama-13b": BuiltIn(_llama(40, 5120, 13824, 40, 40, **_LLAMA_2), "4x2048"),
         # Meta published none of about this size; the layers are those of InternLM2 20B, with Llama 3's vocabulary.
-        "llama-20b": _llama3(48, 6144, 16384, 48, "20.3B between Llama 2 13B and Llama 3.1 70B, not a published model"),
-        "llama-70b": _llama3(80, 8192, 28672, 64, "Llama 3.1 70B"),
-        "deep-one-tiny": BuiltIn(
-            config=DeepOneConfig(
-                vocab_size=256, context_length=96, num_layers=4, hidden_size=128, intermediate_size=336, num_heads=4
-            ),
-            default_batch=4,
-            default_length=96,
-            about="Deep One, small enough for a laptop",
-        ),
-        "deep-one-1.6b": _deep_one(
-            NormKind.SEPARATE, "the Peak Memory experiment's model, norms as torch 2.8 ran them"
-        ),
-        "deep-one-1.6b-fused-norm": _deep_one(NormKind.FUSED, "the same with the fused norm of torch 2.9 and later"),
-        "resnet-50": BuiltIn(config=ResNetConfig(blocks=(3, 4, 6, 3)), default_batch=64, about="ResNet-50 v1.5"),
+        "llama-20b": BuiltIn(_llama(48, 6144, 16384, 48), "4x2048"),
+        "llama-70b": BuiltIn(_llama(80, 8192, 28672, 64), "4x2048"),
+        "deep-one-tiny": BuiltIn(_deep_one(4, 128, 336, 4, vocab_size=256, context_length=96), "4x96"),
+        # The Peak Memory experiment's model with norms as torch 2.8 ran them, and with the fused norm of 2.9 and later.
+        "deep-one-1.6b": BuiltIn(_deep_one(32, 2048, 5400, 16), "4x768"),
+        "deep-one-1.6b-fused-norm": BuiltIn(_deep_one(32, 2048, 5400, 16, norm=NormKind.FUSED), "4x768"),
+        "resnet-50": BuiltIn(ResNetConfig(blocks=(3, 4, 6, 3)), "64"),
     }
 )
 
@@ -149,8 +97,7 @@ def resolve_model(spec: str, *, recompute: bool = False, settings: Mapping[str, 
 
     Args:
         spec: A built-in name (`gpt2`, `llama-8b`, ... see `built_in_names`), `hf:` and a folder, a config.json or a
-        model id in
-            the local cache, or `package.module:factory`.
+            model id in the local cache, or `package.module:factory`.
         recompute: Have each layer recomputed in the backward, as the model's `gradient_checkpointing_enable` does.
         settings: Fields of a built-in model's config that are to differ, such as `{"norm": "fused"}`.
 
@@ -185,22 +132,14 @@ def built_in_names() -> tuple[str, ...]:
 
 def build_from_config(config: Config) -> nn.Module:
     """The reference model of a config, wherever torch's default device is."""
-    match config:
-        case GPTConfig():
-            return GPT(config)
-        case LlamaConfig():
-            return Llama(config)
-        case DeepOneConfig():
-            return DeepOne(config)
-        case ResNetConfig():
-            return ResNet(config)
+    return _KINDS[type(config)][1](config)
 
 
 def _changed(row: BuiltIn, settings: Mapping[str, Plain]) -> BuiltIn:
     if not settings:
         return row
-    return replace(
-        row, config=config_file.from_plain(type(row.config), {**config_file.to_plain(row.config), **settings})
+    return row._replace(
+        config=config_file.from_plain(type(row.config), {**config_file.to_plain(row.config), **settings})
     )
 
 
@@ -208,7 +147,7 @@ def _resolve_built_in(name: str, row: BuiltIn, *, recompute: bool) -> ModelSourc
     form = _batch_form(row)
     return ModelSource(
         name=name,
-        family=_family(row.config),
+        family=_KINDS[type(row.config)][0],
         default_batch=form.default,
         build=partial(_build, name, row.config, recompute),
         make_batch=form,
@@ -216,39 +155,20 @@ def _resolve_built_in(name: str, row: BuiltIn, *, recompute: bool) -> ModelSourc
 
 
 def _build(name: str, config: Config, recompute: bool, dtype: torch.dtype | None) -> nn.Module:
-    model = finish(build_on_meta(partial(build_from_config, config), name=name), dtype)
-    if recompute:
-        enable_recompute(model, name=name)
-    return model
-
-
-def _family(config: Config) -> str:
-    match config:
-        case GPTConfig():
-            return "gpt"
-        case LlamaConfig():
-            return "llama"
-        case DeepOneConfig():
-            return "deep-one"
-        case ResNetConfig():
-            return "resnet"
+    model = build_on_meta(partial(build_from_config, config), name=name)
+    return finish(model, dtype, recompute=recompute, name=name)
 
 
 def _batch_form(row: BuiltIn) -> BatchForm:
     config = row.config
+    batch, *length = parse_sizes(row.batch, accepted="the table's")
     if isinstance(config, ResNetConfig):
-        return ImageBatch(
-            num_classes=config.num_classes,
-            default_batch=row.default_batch,
-            num_channels=3,
-            height=config.image_size,
-            width=config.image_size,
-        )
-    assert row.default_length is not None, "a text model's row has a default length"
+        side = config.image_size
+        return ImageBatch(num_classes=config.num_classes, default_batch=batch, num_channels=3, height=side, width=side)
     return TokenBatch(
         vocab_size=config.vocab_size,
-        default_batch=row.default_batch,
-        default_length=row.default_length,
+        default_batch=batch,
+        default_length=length[0],
         # Only learned positions run out.
         max_length=config.context_length if isinstance(config, GPTConfig) else None,
     )

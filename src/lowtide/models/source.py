@@ -85,28 +85,27 @@ def build_on_meta(make: Callable[[], Made], *, name: str) -> Made:
         ) from error
 
 
-def finish(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """The model in training mode and in `dtype`, its leftover host buffers on the meta device with the rest."""
+def finish(model: nn.Module, dtype: torch.dtype | None, *, name: str, recompute: bool = False) -> nn.Module:
+    """The model in training mode and in `dtype`, its leftover host buffers on the meta device with the rest.
+
+    Args:
+        model: As it was built.
+        dtype: None leaves the types as they are.
+        recompute: Call the model's `gradient_checkpointing_enable`.
+        name: What the user calls the model, for the error.
+    """
     if next((p.device.type for p in model.parameters()), None) == "meta":
         for module in model.modules():
             for key, buffer in list(module.named_buffers(recurse=False)):
                 setattr(module, key, buffer.to("meta"))
     if dtype is not None:
         model.to(dtype)
+    if recompute:
+        enable = getattr(model, "gradient_checkpointing_enable", None)
+        if enable is None:
+            raise ConfigError(
+                f"{name} cannot recompute its layers: {type(model).__name__} has no gradient_checkpointing_enable(); add "
+                "that method, or wrap its layers in torch.utils.checkpoint"
+            )
+        enable()
     return model.train()
-
-
-def enable_recompute(model: nn.Module, *, name: str) -> None:
-    """Call the model's `gradient_checkpointing_enable`.
-
-    Args:
-        model: The model.
-        name: What the user calls it, for the error.
-    """
-    enable = getattr(model, "gradient_checkpointing_enable", None)
-    if enable is None:
-        raise ConfigError(
-            f"{name} cannot recompute its layers: {type(model).__name__} has no gradient_checkpointing_enable(); add "
-            "that method, or wrap its layers in torch.utils.checkpoint"
-        )
-    enable()

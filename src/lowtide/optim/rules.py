@@ -28,7 +28,7 @@ import torch
 from torch.optim import Optimizer
 
 from lowtide.errors import ConfigError, UnsupportedOptimizerError
-from lowtide.memory.unmanaged import is_dense
+from lowtide.memory.groups import is_dense
 from lowtide.optim.optimizers import Adafactor as AdafactorOptimizer
 from lowtide.optim.optimizers import Lion as LionOptimizer
 

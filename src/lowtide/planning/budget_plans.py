@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from lowtide.activations.policy import Policies, check_policies
 from lowtide.config import require_least
 from lowtide.errors import ConfigError, PlanError
-from lowtide.memory.layout import Layout
+from lowtide.memory.chunk import Layout
 from lowtide.planning.hand_plan import activations_by_group
 from lowtide.planning.placement import (
     assemble,

@@ -13,8 +13,8 @@ from torch import nn
 
 from lowtide.activations.policy import KEEP, Policies, Policy, policy_of
 from lowtide.errors import ConfigError, UnknownNameError
+from lowtide.memory.chunk import ChunkSpec, Layout, lay_out
 from lowtide.memory.groups import REST, find_named_groups
-from lowtide.memory.layout import ChunkSpec, Layout, lay_out
 from lowtide.planning.placement import assemble, check_plan, is_always_open, is_one_module, is_trained
 from lowtide.planning.plan import Budgets, Plan, Schedule, Site, Weights, word_of
 from lowtide.units import parse_bytes

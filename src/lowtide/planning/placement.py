@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from lowtide.activations.policy import KEEP, Policy, Recompute
 from lowtide.errors import ConfigError, PlanError
+from lowtide.memory.chunk import ChunkSpec, GroupSpec, Layout
 from lowtide.memory.groups import REST
-from lowtide.memory.layout import ChunkSpec, GroupSpec, Layout
 from lowtide.planning.plan import Budgets, GroupPlan, Plan, Schedule, Site, Weights
 from lowtide.units import format_bytes
 

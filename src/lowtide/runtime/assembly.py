@@ -1,34 +1,43 @@
-"""Assembly: the parts of a session are made from what it is about, in order."""
+"""Assembly: the parts of a session are made from what it is about, in order.
+
+`SessionSetup` is what the session is about. From it come the runner of the optimizer, the executor of the plan, what stands
+in the model's calls, and the user's optimizer stepping through all of that.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from lowtide.memory.layout import Layout
-from lowtide.memory.mover import Mover
-from lowtide.memory.store import Books, ChunkStore
+from lowtide import compat
+from lowtide.activations.apply import Applied, apply
+from lowtide.activations.host_embedding import HostEmbedding, put_on_host
+from lowtide.activations.policy import Keep
+from lowtide.memory.chunk import Layout
+from lowtide.memory.mover import Copied, Mover, Ticket
+from lowtide.memory.store import Books
+from lowtide.memory.tier import Tier
 from lowtide.optim.update_types import Numerics
 from lowtide.planning.placement import window_bytes_needed
 from lowtide.planning.plan import Plan, Schedule, Site, Weights
 from lowtide.runtime.emulation.memory import TrackedMemory
-from lowtide.runtime.host_memory import HostPool
-from lowtide.runtime.parameters.gradients import GradientMover
+from lowtide.runtime.host_memory import HostPool, Tiers
 from lowtide.runtime.parameters.group import ManagedGroup, chunks_in
-from lowtide.runtime.parameters.residency import Residency
-from lowtide.runtime.passes.engine import Engine
-from lowtide.runtime.statistics.observer import ObservedStore, StepObserver
-from lowtide.runtime.statistics.recording import Recorder, is_resident
+from lowtide.runtime.passes.executor import Executor
+from lowtide.runtime.passes.forward import Window
+from lowtide.runtime.statistics.observer import StepObserver
+from lowtide.runtime.statistics.recording import PhaseClock, Recorder
+from lowtide.runtime.statistics.timeline import Reason
 from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer
 from lowtide.runtime.updates.kernel_optimizer import KernelOptimizer
 from lowtide.runtime.updates.managed_optimizer import ManagedOptimizer
 from lowtide.runtime.updates.paged_state import Pages
 from lowtide.runtime.updates.proof import Proof, prove
-from lowtide.runtime.updates.updater import Finisher, Updater
 from lowtide.runtime.updates.worker import HostWorker
 
 
@@ -72,37 +81,6 @@ class SessionSetup:
             self.tracked.exclude_charged(buffer)
 
 
-def make_engine(
-    setup: SessionSetup,
-    plan: Plan,
-    groups: Collection[ManagedGroup],
-    pool: HostPool,
-    worker: HostWorker,
-    recorder: Recorder,
-    *,
-    books: Books,
-    observer: StepObserver | None,
-) -> Engine:
-    """The engine over these groups and a store for their chunks; `observer` watches both."""
-    gradients = GradientMover(setup.mover, worker, pool.staging, plan.schedule, recorder)
-    residency = Residency(groups, recorder)
-    engine = Engine(residency, setup.mover, gradients, worker, recorder, plan.schedule, observer)
-    window_bytes = plan.budgets.window_bytes
-    residency.store = (ChunkStore if observer is None else ObservedStore)(
-        [group.stored for group in groups],
-        setup.mover,
-        [books],
-        window_bytes=window_bytes if window_bytes is not None else window_bytes_needed(setup.layout, plan),
-        prefetch_depth=plan.prefetch_depth,
-        listener=residency,
-    )
-    for group in groups:
-        group.settler = engine
-    if observer is not None:
-        observer.watch(residency.store, sum(chunk.spec.nbytes for chunk in chunks_in(groups) if is_resident(chunk)))
-    return engine
-
-
 def needs_managed_step(setup: SessionSetup, plan: Plan) -> bool:
     """Whether torch's own step would not do: something is streamed, updated on the host or in backward, or asked for."""
     is_asked_for = setup.max_grad_norm is not None or setup.numerics is not None
@@ -134,68 +112,288 @@ def prove_optimizer(optimizer: torch.optim.Optimizer, setup: SessionSetup, plan:
     return Proof()
 
 
-def make_optimizer(
-    optimizer: torch.optim.Optimizer,
+def make_runner(
     setup: SessionSetup,
-    plan: Plan,
-    engine: Engine,
-    pool: HostPool,
+    groups: Iterable[ManagedGroup],
+    recorder: Recorder,
     *,
     proof: Proof,
+    installed: ManagedOptimizer | None,
+) -> ChunkOptimizer:
+    """Steps the user's optimizer by chunks; goes on with the state of `installed`, where the session had another plan before."""
+    assert setup.optimizer is not None
+    if setup.numerics is None:
+        return ChunkOptimizer(setup.optimizer, advances_groups=proof.advances_groups, fuses_on_host=setup.is_on_cuda)
+    paged = [id(managed.parameter) for group in groups for managed in group.members if managed.site is Site.PAGED]
+    runner = KernelOptimizer(
+        setup.optimizer,
+        setup.numerics,
+        pages=Pages(setup.mover, recorder, setup.mark_host_memory) if paged else None,
+        paged=paged,
+        on_host_memory=setup.mark_host_memory,
+    )
+    if installed is not None and isinstance(installed.runner, KernelOptimizer):
+        runner.kept.go_on_from(installed.runner.kept)
+    return runner
+
+
+def make_executor(
+    setup: SessionSetup,
+    plan: Plan,
+    groups: Collection[ManagedGroup],
+    runner: ChunkOptimizer | None,
+    pool: HostPool,
+    worker: HostWorker,
+    recorder: Recorder,
+    *,
+    books: Books,
     clock_origin_s: float,
+    observer: StepObserver | None,
+) -> Executor:
+    """The executor of the plan over these groups; `observer` watches its store."""
+    window_bytes = plan.budgets.window_bytes
+    return Executor(
+        groups,
+        runner,
+        setup.mover,
+        books,
+        pool.staging,
+        worker,
+        recorder,
+        plan.schedule,
+        window_bytes=window_bytes if window_bytes is not None else window_bytes_needed(setup.layout, plan),
+        prefetch_depth=plan.prefetch_depth,
+        # Our own kernels clip as they update, and need the norm alone.
+        takes_totals=setup.numerics is not None and setup.max_grad_norm is not None,
+        clock_origin_s=clock_origin_s,
+        observer=observer,
+    )
+
+
+def install_optimizer(
+    setup: SessionSetup,
+    executor: Executor,
+    *,
+    proof: Proof,
+    after_step: Callable[[], None] | None,
     installed: ManagedOptimizer | None,
 ) -> ManagedOptimizer:
-    """The user's optimizer, stepping by chunks; `installed` goes on where the session had another plan before."""
-    device = engine.mover.device
-    runner: ChunkOptimizer
-    if setup.numerics is None:
-        runner = ChunkOptimizer(optimizer, advances_groups=proof.advances_groups, fuses_on_host=device.type == "cuda")
-    else:
-        paged = [
-            id(managed.parameter)
-            for group in engine.groups.values()
-            for managed in group.members
-            if managed.site is Site.PAGED
-        ]
-        pages = Pages(engine.mover, engine.recorder, setup.mark_host_memory) if paged else None
-        runner = KernelOptimizer(
-            optimizer, setup.numerics, pages=pages, paged=paged, on_host_memory=setup.mark_host_memory
-        )
-        if installed is not None and isinstance(installed.runner, KernelOptimizer):
-            runner.kept.by_parameter = installed.runner.kept.by_parameter
-        if setup.max_grad_norm is not None:
-            engine.take_totals()
-    updater = Updater(
-        runner,
-        engine.residency.store,
-        engine.worker,
-        pool.staging,
-        engine.recorder,
-        engine.gradient_watch,
-        clock_origin_s=clock_origin_s,
-    )
-    finisher = engine.backward.finisher = Finisher(updater, engine.residency, engine.mover, engine.recorder)
-    engine.backward.watch_gradients()
-    after_step = pool.tick if plan.defragment_every else None
+    """The user's optimizer, stepping through the executor; `installed` goes on where the session had another plan before."""
+    assert setup.optimizer is not None
+    assert executor.updater is not None
+    groups, device = list(executor.groups.values()), setup.mover.device
     if installed is not None:
-        updater.place_state(list(engine.groups.values()), device)
-        installed.serve(engine, finisher, after_step)
+        executor.updater.place_state(groups, device)
+        installed.serve(executor, after_step)
         return installed
-    stepping = ManagedOptimizer(
-        optimizer,
-        engine,
-        finisher,
+    managed = ManagedOptimizer(
+        setup.optimizer,
+        executor,
         max_grad_norm=setup.max_grad_norm,
         num_closure_calls=proof.num_closure_calls,
         after_step=after_step,
     )
+    runner = managed.runner
     try:
         if isinstance(runner, KernelOptimizer):
             runner.kept.take_over()
-        updater.place_state(list(engine.groups.values()), device)
-        stepping.install()
+        executor.updater.place_state(groups, device)
+        managed.install()
     except BaseException:
         if isinstance(runner, KernelOptimizer):
             runner.kept.hand_back()
         raise
-    return stepping
+    return managed
+
+
+class CallWatch:
+    """Stands around the calls of one model, from `install` to `remove`. Changes nothing about them.
+
+    Where the user compiles the model while it is managed, calls no longer come through here; nothing else follows from
+    that than that their time counts as the rest of the step.
+    """
+
+    def __init__(self, model: nn.Module, phases: PhaseClock, call_over: Callable[[bool], None]) -> None:
+        self._model = model
+        self._phases = phases
+        self._call_over = call_over
+        self._inner: Callable[..., Any] | None = None
+
+    def install(self) -> None:
+        """Take the model's calls."""
+        self._inner = compat.call_of(self._model)
+        compat.replace_call(self._model, self._call)
+
+    def remove(self) -> None:
+        """Give them back, unless the user has put something else there. May be repeated."""
+        if compat.call_of(self._model) == self._call:
+            compat.replace_call(self._model, self._inner)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        inner = self._inner or compat.plain_call(self._model)
+        if compat.is_compiled_around() or compat.backward_number() is not None:
+            return inner(*args, **kwargs)
+        self._phases.enter("forward")
+        went_well = False
+        try:
+            output = inner(*args, **kwargs)
+            went_well = True
+        finally:
+            self._phases.leave("forward")
+            self._call_over(went_well)
+        if torch.is_grad_enabled():
+            self._phases.watch_backward(output)
+        return output
+
+
+WHAT = "activations"
+
+
+class ActivationMover:
+    """Copies through the session's own queues, with host memory charged to its tiers.
+
+    Args:
+        mover: The session's.
+        tiers: The host, and what is locked of it.
+        tracked: The emulated device's books, which must not count the host's memory; None on a real one.
+        recorder: Is told of each copy.
+    """
+
+    def __init__(self, mover: Mover, tiers: Sequence[Tier], tracked: TrackedMemory | None, recorder: Recorder) -> None:
+        self._mover = mover
+        self._recorder = recorder
+        self._tiers = tuple(tiers)
+        self._tracked = tracked
+
+    @property
+    def device(self) -> torch.device:
+        """Where the computation runs."""
+        return self._mover.device
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        """Host memory for one saved tensor, if the host's budget has it.
+
+        Raises:
+            BudgetError: It has not.
+        """
+        charged: list[Tier] = []
+        try:
+            for tier in self._tiers:
+                tier.charge(num_bytes, WHAT)
+                charged.append(tier)
+            # It is the host's also where the host plays the device.
+            with compat.without_modes():
+                buffer = self._mover.host_buffer(num_bytes)
+        except BaseException:
+            for tier in charged:
+                tier.credit(num_bytes, WHAT)
+            raise
+        if self._tracked is not None:
+            self._tracked.exclude(buffer)
+        return buffer
+
+    def free_host_buffer(self, buffer: torch.Tensor) -> None:
+        """Give it back."""
+        self._mover.free_host_buffer(buffer)
+        for tier in self._tiers:
+            tier.credit(buffer.nbytes, WHAT)
+
+    def device_buffer(self, num_bytes: int) -> torch.Tensor:
+        """See `Mover`."""
+        return self._mover.device_buffer(num_bytes)
+
+    def grow(self, buffer: torch.Tensor) -> None:
+        """See `Mover`."""
+        self._mover.grow(buffer)
+
+    def shrink(self, buffer: torch.Tensor, after: Sequence[Ticket]) -> None:
+        """See `Mover`."""
+        self._mover.shrink(buffer, after)
+
+    def to_device(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Ticket] = ()) -> Copied:
+        """See `Mover`."""
+        copied = self._mover.to_device(target, source, after)
+        self._recorder.on_activation(copied, Reason.BRING_BACK, source.nbytes)
+        return copied
+
+    def to_host(
+        self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Ticket] = (), *, keep: bool = True
+    ) -> Copied:
+        """See `Mover`."""
+        copied = self._mover.to_host(target, source, after, keep=keep)
+        self._recorder.on_activation(copied, Reason.OFFLOAD, source.nbytes)
+        return copied
+
+    def now(self) -> Ticket:
+        """See `Mover`."""
+        return self._mover.now()
+
+    def compute_after(self, ticket: Ticket) -> None:
+        """See `Mover`."""
+        self._mover.compute_after(ticket)
+
+    def drain(self) -> None:
+        """See `Mover`."""
+        self._mover.drain()
+
+
+class ModelCalls:
+    """Stands in the calls of one model under one plan, from `enter` to `remove`. Its windows tell the executor."""
+
+    def __init__(self, setup: SessionSetup, plan: Plan, executor: Executor) -> None:
+        self._setup = setup
+        self._plan = plan
+        self._executor = executor
+        self.windows = executor.windows(setup.model)
+        self._watch = (
+            None if self.windows else CallWatch(setup.model, executor.recorder.phases, executor.forward.call_over)
+        )
+        self.applied: Applied | None = None
+        """Activation policies; None where all keep what they save."""
+        self._tables: list[HostEmbedding] = []
+
+    @property
+    def root_window(self) -> Window | None:
+        """The one around the whole model; None where nothing needs one."""
+        return next((window for window in self.windows if window.path == ""), None)
+
+    def enter(self, tiers: Tiers) -> None:
+        """Go around the modules' calls; what policies take to the host is charged to the tiers."""
+        setup, groups = self._setup, self._executor.groups.values()
+        self.applied = _apply_activations(setup, self._plan, groups, tiers, self._executor.recorder)
+        for group in groups:
+            if group.is_on_host:
+                self._tables.append(
+                    put_on_host(setup.model, group.name, device=setup.mover.device, on_host=setup.on_host)
+                )
+        for window in self.windows:
+            window.install()  # outside of the policies: a group is open while its forward runs again
+        if self._watch is not None:
+            self._watch.install()
+
+    def remove(self) -> None:
+        """The modules are called as before; what was put in last goes first. Also after an `enter` that was refused."""
+        if self._watch is not None:
+            self._watch.remove()
+        for window in self.windows:
+            window.remove()
+        for table in self._tables:
+            table.remove()
+        if self.applied is not None:
+            self.applied.remove()
+
+
+def _apply_activations(
+    setup: SessionSetup, plan: Plan, groups: Collection[ManagedGroup], tiers: Tiers, recorder: Recorder
+) -> Applied | None:
+    policies = {group.name: group.activation for group in plan.groups if not isinstance(group.activation, Keep)}
+    if not policies:
+        return None
+    storages = {compat.storage_key(chunk.device) for chunk in chunks_in(groups)}
+    return apply(
+        setup.model,
+        policies,
+        mover=ActivationMover(setup.mover, (tiers.host, tiers.pinned), setup.tracked, recorder),
+        is_weight=lambda tensor: compat.storage_key(tensor) in storages,
+        poison=setup.poison,
+    )

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from lowtide.memory.store import Books
-from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter
-from lowtide.runtime.passes.engine import Engine
+from lowtide.runtime.parameters.group import ManagedGroup
+from lowtide.runtime.passes.executor import Executor, host_gradients
 from lowtide.runtime.statistics.recording import Recorder, is_resident
 from lowtide.runtime.updates.managed_optimizer import ManagedOptimizer
 from lowtide.runtime.updates.worker import HostWorker
@@ -46,35 +46,10 @@ def forget_device_memory(groups: Iterable[ManagedGroup], books: Books) -> None:
             if is_resident(chunk):
                 books.credit(chunk.spec.nbytes, chunk.spec.name)
             chunk.forget_device()
-        for managed in group.members:
-            managed.device_view = chunk.device
+        group.forget_device()
 
 
-def place_gradient(managed: ManagedParameter, *, is_copied: bool) -> None:
-    """Bring a gradient that was there before the plan to where the plan wants it.
-
-    Args:
-        managed: The plan has placed it.
-        is_copied: To the device in any case: what stood for the host's memory on an emulated device does no longer.
-    """
-    parameter = managed.parameter
-    gradient = parameter.grad
-    if gradient is None:
-        return
-    data = parameter.data
-    is_for_host = managed.host_target is not None
-    home = managed.host_view if is_for_host else data
-    assert home is not None
-    if gradient.device == home.device and (is_for_host or not is_copied):
-        return
-    parameter.grad = None
-    # A parameter on the device may have a gradient on the host, but not be given one.
-    parameter.data = home
-    parameter.grad = gradient.detach().to(home.device, copy=True)
-    parameter.data = data
-
-
-def settle_for_good(engine: Engine, worker: HostWorker) -> Exception | None:
+def settle_for_good(executor: Executor, worker: HostWorker) -> Exception | None:
     """Settle what can be settled, and end the worker; the first error, for when everything has been given back."""
     errors: list[Exception] = []
 
@@ -86,22 +61,22 @@ def settle_for_good(engine: Engine, worker: HostWorker) -> Exception | None:
             return False
         return True
 
-    attempt(engine.check_broken)
+    attempt(executor.check_broken)
     worker.close()
     # In any case: whatever was left half made, wherever that was.
-    attempt(engine.put_in_order)
-    engine.mover.drain()
-    for group in engine.groups.values():
+    attempt(executor.put_in_order)
+    executor.mover.drain()
+    for group in executor.groups.values():
         # A failed update is forgotten once it has been reported: what follows it gets its turn.
         for _ in range(len(group.stored.chunks) + 1):
-            if attempt(partial(engine.settle_group, group)):
+            if attempt(partial(executor.settle_group, group)):
                 break
-        for managed in group.members:
-            while not attempt(managed.settle_gradient):
+        for gradient in host_gradients(group):
+            while not attempt(gradient.settle):
                 pass
     attempt(worker.check)
-    attempt(partial(engine.gradient_watch.check, waits=True))
-    engine.mover.drain()
+    attempt(partial(executor.gradient_watch.check, waits=True))
+    executor.mover.drain()
     first = errors[0] if errors else None
     errors.clear()  # the errors' own frames see this list: a cycle would keep what they hold
     return first

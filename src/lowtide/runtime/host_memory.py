@@ -1,24 +1,42 @@
-"""The session's host memory: its budgets, and one locked buffer for weights, gradients and staging."""
+"""The session's host memory: its budgets, and one locked buffer for weights, gradients and staging.
+
+`HostNeed` says how many bytes of the host a plan takes for weights, gradients, staging and optimizer state.
+
+Note [Gradients that wait]
+In backward, gradients may come faster than the host updates: 8 billion parameters have 16 GB of them in bf16, which come
+within 0.6 s, and the host gets through 8 GB/s. What finds no room holds up the backward. Where the host updates all, 2 GiB
+are enough: it is busy from the first gradient to the last in any case. Where the device updates a part, which comes last,
+the host could catch up meanwhile, and in the next forward; but if the backward had to go at its pace before, not much is
+left to do then, and it idles. So more room is of use there, as much as all of the host's gradients, and no more than the
+device's part beside the 2 GiB: a host that is slower than the backward does not catch up with more while that part is made.
+It comes out of what the plan leaves of the host, see `SHARE_OF_REST`.
+"""
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from lowtide import compat
-from lowtide.errors import BudgetError, GraphAliveError
-from lowtide.memory.allocation_cache import AllocationCache, CacheCounts
-from lowtide.memory.arena import Arena, ArenaCounts
-from lowtide.memory.capacity import HostMemory, host_capacity_bytes, pinned_capacity_bytes, resolve_budget
+from lowtide.activations.policy import Offload
+from lowtide.errors import BudgetError, GraphAliveError, PlanError, UnsupportedOptimizerError
+from lowtide.memory.chunk import LARGEST_CHUNK_BYTES, Layout, ParameterSpec
 from lowtide.memory.mover import Mover
-from lowtide.memory.tier import Tier
-from lowtide.planning.plan import Budgets
+from lowtide.memory.pools import AllocationCache, Arena, ArenaCounts, CacheCounts
+from lowtide.memory.tier import HostMemory, Tier, host_capacity_bytes, pinned_capacity_bytes, resolve_budget
+from lowtide.optim.rules import require_rule
+from lowtide.optim.state import state_bytes
+from lowtide.optim.update_types import Numerics
+from lowtide.planning.plan import Budgets, Plan, Schedule, Site, Weights
 from lowtide.runtime.emulation.device import mark_of, set_mark
-from lowtide.runtime.updates.host_need import HostNeed
+from lowtide.runtime.updates.proof import apart, prove, set_to_train
 from lowtide.runtime.updates.worker import HostWorker
+from lowtide.units import format_bytes
 
 
 class HostPool:
@@ -95,8 +113,10 @@ class HostPool:
             try:
                 with self._lock:
                     key = f"staging {self._num_staged}"
+                    self._num_staged += (
+                        1  # before it is taken: after an exception in between the key is not asked for again
+                    )
                     buffer = self._arena.allocate(key, num_bytes)
-                    self._num_staged += 1
                     self._staged[buffer.data_ptr()] = key
                     return buffer
             except (BudgetError, GraphAliveError):
@@ -175,3 +195,282 @@ def charged_tiers(budgets: Budgets, need: HostNeed) -> Tiers:
     host.charge(need.table_bytes, "tables that stay, and their gradients")
     device_bytes = budgets.device_bytes if budgets.device_bytes is not None else _ENDLESS_BYTES
     return Tiers(host=host, pinned=pinned, device=Tier("device", device_bytes), need=need)
+
+
+_LARGEST_PROBE = 32
+"""Elements of a probe along each dimension: many enough that the rows and columns of a factored state count little."""
+
+
+def state_bytes_per_parameter_byte(optimizer: torch.optim.Optimizer | None, numerics: Numerics | None = None) -> float:
+    """2 for Adam, 0 for SGD without momentum, and so on; the largest over all trained parameters, so that no chunk's
+    state takes more than was foreseen.
+
+    With `numerics`, by the formats of the own kernels: 5 for Adam on bf16 weights with exact rounding, whose moments take
+    8 bytes and whose remainder takes 2. Without them the optimizer's own class takes one step on a small tensor for each
+    kind of parameter that it has. State that is there already is not touched. The count of steps, one number, is not
+    counted.
+
+    Raises:
+        UnsupportedOptimizerError: It cannot take a step on one tensor alone.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(8, 8))
+        >>> state_bytes_per_parameter_byte(torch.optim.AdamW([weight]))
+        2.0
+        >>> state_bytes_per_parameter_byte(torch.optim.SGD([weight], lr=0.1))
+        0.0
+    """
+    if optimizer is None:
+        return 0.0
+    if numerics is not None:
+        return _ratio_of_formats(optimizer, numerics)
+    return max((ratio for _, ratio in _ratios(optimizer)), default=0.0)
+
+
+def state_bytes_by_parameter(optimizer: torch.optim.Optimizer, numerics: Numerics | None) -> dict[int, int]:
+    """Bytes of state beside each trained parameter that the optimizer holds, by its `id`, each by its own param group.
+
+    Raises:
+        UnsupportedOptimizerError: It cannot take a step on one tensor alone.
+    """
+    if numerics is None:
+        return {id(parameter): math.ceil(parameter.nbytes * ratio) for parameter, ratio in _ratios(optimizer)}
+    found: dict[int, int] = {}
+    for group in optimizer.param_groups:
+        rule = require_rule(optimizer, group)
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                found[id(parameter)] = state_bytes(parameter.shape, parameter.dtype, rule, numerics)
+    return found
+
+
+def _ratios(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, float]]:
+    """Each trained parameter, and the ratio of its kind: one probe for all of a kind."""
+    ratios: dict[tuple[int, torch.dtype, int], float] = {}
+    with apart(optimizer) as copied:
+        for index, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                kind = (index, parameter.dtype, parameter.dim())
+                if parameter.requires_grad and kind not in ratios:
+                    try:
+                        ratios[kind] = _ratio(copied, index, group, parameter)
+                    except UnsupportedOptimizerError:
+                        held = optimizer.state.get(parameter)
+                        if not held:
+                            prove(optimizer, [torch.device("cpu")])  # says more, where no chunk could be updated either
+                            raise
+                        # Its constructor made what its step cannot do without.
+                        ratios[kind] = _bytes_in(held) / max(1, parameter.nbytes)
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                yield parameter, ratios[index, parameter.dtype, parameter.dim()]
+
+
+def _ratio_of_formats(optimizer: torch.optim.Optimizer, numerics: Numerics) -> float:
+    """The largest ratio of a kind of parameters, taken together: one small tensor must not stand for the whole model."""
+    held: dict[tuple[int, torch.dtype, int], tuple[int, int]] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        rule = require_rule(optimizer, group)
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                kind = (index, parameter.dtype, parameter.dim())
+                state, weights = held.get(kind, (0, 0))
+                state += state_bytes(parameter.shape, parameter.dtype, rule, numerics)
+                held[kind] = (state, weights + parameter.nbytes)
+    return max((state / max(1, weights) for state, weights in held.values()), default=0.0)
+
+
+def _ratio(optimizer: torch.optim.Optimizer, index: int, group: dict[str, Any], parameter: torch.Tensor) -> float:
+    shape = tuple(min(size, _LARGEST_PROBE) for size in parameter.shape)
+    probe = torch.zeros(shape, dtype=parameter.dtype)
+    probe.grad = torch.zeros_like(probe)
+    settings = {
+        # Not the user's own tensors: a learning rate may lie on the device.
+        key: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+        if key != "params"
+    }
+    state: dict[torch.Tensor, dict[str, Any]] = {probe: {}}
+    try:
+        shadow = compat.shallow_optimizer(optimizer, [{**settings, "params": [probe]}], state)
+        set_to_train(shadow)
+        compat.step_without_hooks(shadow)
+    except Exception as error:
+        raise UnsupportedOptimizerError(
+            f"{type(optimizer).__name__} could not take a step on one {probe.dtype} tensor of shape {shape} alone (param "
+            f"group {index}), so the size of its state is unknown: {type(error).__name__}: {error}; give a plan made by "
+            "make_plan, which does not need it"
+        ) from error
+    return _bytes_in(state[probe]) / max(1, probe.nbytes)
+
+
+def _bytes_in(state: Mapping[str, Any]) -> int:
+    """Bytes of one parameter's state, without the count of its steps."""
+    return sum(value.nbytes for key, value in state.items() if isinstance(value, torch.Tensor) and key != "step")
+
+
+ENOUGH_BYTES = 1 << 31
+"""Where the host updates all."""
+SHARE_OF_REST = 0.25
+"""The share of what the plan leaves of the host that may be taken for more than is needed."""
+
+
+def staging_for(wanted: int | None, *, least: int, on_host: int, on_device: int, waits: bool) -> tuple[int, int]:
+    """Bytes that a plan takes in any case, and as many as it could make use of.
+
+    Args:
+        wanted: What the plan says; None leaves it to us.
+        least: What the largest gradient needs to go on its way.
+        on_host: Bytes of gradients that go to the host for updates there.
+        on_device: Bytes of what the device updates.
+        waits: Whether gradients wait there for updates that take their time, which more room would hide.
+
+    Raises:
+        PlanError: The plan has less than the least.
+
+    Example:
+        >>> needed, useful = staging_for(None, least=100, on_host=6 << 30, on_device=1 << 30, waits=True)
+        >>> needed >> 30, useful >> 30
+        (2, 3)
+    """
+    if not least:
+        return 0, 0
+    if wanted is not None and wanted < least:
+        raise PlanError(
+            f"staging_memory is {format_bytes(wanted)} ({wanted:,} bytes), and gradients on their way to the host need at least "
+            f"{format_bytes(least)} ({least:,} bytes); give that much, or smaller chunks",
+            needed_bytes=least,
+        )
+    if wanted is not None or not waits:
+        taken = _rounded(least if wanted is None else wanted)
+        return taken, taken
+    needed, useful = min(ENOUGH_BYTES, on_host), min(ENOUGH_BYTES + on_device, on_host)
+    return _rounded(max(least, needed)), _rounded(max(least, useful))
+
+
+def granted(needed: int, *, useful: int, rest_bytes: int) -> int:
+    """What is taken where the plan, with what it needs, leaves so many bytes of the host.
+
+    Example:
+        >>> granted(1024, useful=9216, rest_bytes=8192)
+        3072
+    """
+    return min(useful, needed + max(0, int(SHARE_OF_REST * rest_bytes)) // 512 * 512)
+
+
+def _rounded(num_bytes: int) -> int:
+    return -(-num_bytes // 512) * 512 + 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostNeed:
+    """Host bytes that a plan needs for one model, by what they are for."""
+
+    weight_bytes: int
+    gradient_bytes: int
+    staging_bytes: int
+    useful_staging_bytes: int
+    """As much staging as makes a difference; see Note [Gradients that wait]."""
+    state_bytes: int
+    """Optimizer state beside the parameters that the host updates: in memory of its own that is not locked."""
+    paged_bytes: int
+    """Optimizer state that visits the device: locked, and not in the buffer."""
+    table_bytes: int
+    """Weights that never leave the host, and their gradients: not locked, and not in the buffer."""
+
+    @property
+    def total_bytes(self) -> int:
+        """The size of the locked buffer for weights, gradients and staging."""
+        return self.weight_bytes + self.gradient_bytes + self.staging_bytes
+
+    @property
+    def everything_bytes(self) -> int:
+        """What the host holds, locked or not."""
+        return self.total_bytes + self.state_bytes + self.paged_bytes + self.table_bytes
+
+    def with_room(self, host_bytes: int, pinned_bytes: int) -> HostNeed:
+        """The same with more staging, where that is of use and the host's memory, and what can be locked of it, allow it."""
+        rest = min(host_bytes - self.everything_bytes, pinned_bytes - self.total_bytes - self.paged_bytes)
+        return replace(
+            self, staging_bytes=granted(self.staging_bytes, useful=self.useful_staging_bytes, rest_bytes=rest)
+        )
+
+    def without_room(self) -> HostNeed:
+        """The same, of which `with_room` makes no more."""
+        return replace(self, useful_staging_bytes=self.staging_bytes)
+
+
+def host_need(
+    layout: Layout,
+    plan: Plan,
+    optimizer: torch.optim.Optimizer | None,
+    numerics: Numerics | None,
+    parameters: Mapping[str, torch.Tensor],
+) -> HostNeed:
+    """What the host must hold: streamed weights, copies of resident ones that it updates, deferred gradients, staging, state.
+
+    Args:
+        layout: Of the model.
+        plan: For it.
+        optimizer: Each parameter's state is counted by its own param group; those that it does not hold have none.
+        numerics: Of updates through our own kernels.
+        parameters: The model's, by name.
+
+    Raises:
+        PlanError: The plan's staging is too small for its largest chunk.
+    """
+    weights = gradients = largest = largest_parameter = tables = on_host = on_device = 0
+    held = set() if optimizer is None else {id(each) for group in optimizer.param_groups for each in group["params"]}
+    updated: list[ParameterSpec] = []
+    paged: list[ParameterSpec] = []
+    for group in plan.groups:
+        for chunk, site in zip(layout.chunks_of(group.name), group.sites, strict=True):
+            is_updated = optimizer is not None and site is Site.HOST and chunk.spans[0].parameter.requires_grad
+            if optimizer is not None and site is not Site.HOST and chunk.spans[0].parameter.requires_grad:
+                on_device += chunk.nbytes
+                paged += [span.parameter for span in chunk.spans if site is Site.PAGED]
+            if group.weights is Weights.HOST:
+                tables += (1 + is_updated) * chunk.nbytes
+                updated += [span.parameter for span in chunk.spans if is_updated]
+                continue
+            if group.weights is Weights.STREAMED or is_updated:
+                weights += chunk.nbytes
+            if is_updated:
+                updated += [span.parameter for span in chunk.spans]
+                if any(id(parameters[span.parameter.name]) in held for span in chunk.spans):
+                    on_host += chunk.nbytes  # and not tables: their gradients are made where they lie
+                largest = max(largest, chunk.nbytes)
+                largest_parameter = max(largest_parameter, *(span.parameter.nbytes for span in chunk.spans))
+                if plan.schedule is Schedule.DEFERRED:
+                    gradients += chunk.nbytes
+    # Not asked where there is nothing: an optimizer that cannot say may still step on the device.
+    sizes = state_bytes_by_parameter(optimizer, numerics) if optimizer is not None and updated + paged else {}
+
+    def state_of(specs: Sequence[ParameterSpec]) -> int:
+        return sum(sizes.get(id(parameters[spec.name]), 0) for spec in specs)
+
+    state = state_of(updated)
+    # One to be filled while another is used; beside a huge one a small one, so that it does not double the need.
+    largest = largest if plan.schedule is Schedule.IN_BACKWARD else largest_parameter
+    least = largest + min(largest, LARGEST_CHUNK_BYTES)
+    staging_bytes, useful_bytes = staging_for(
+        plan.budgets.staging_bytes,
+        least=least,
+        on_host=on_host,
+        on_device=on_device,
+        waits=state > 0 and plan.schedule is Schedule.IN_BACKWARD,
+    )
+    if any(isinstance(group.activation, Offload) for group in plan.groups):
+        useful_bytes = (
+            staging_bytes  # what activations take of the host is known when they come: nothing of it is given away
+        )
+    return HostNeed(
+        weight_bytes=weights,
+        gradient_bytes=gradients,
+        staging_bytes=staging_bytes,
+        useful_staging_bytes=useful_bytes,
+        state_bytes=state,
+        paged_bytes=state_of(paged) + 4096 * len(paged),
+        table_bytes=tables,
+    )

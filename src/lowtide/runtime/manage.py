@@ -13,13 +13,12 @@ import torch
 from torch import nn
 
 from lowtide.errors import ConfigError, HardwareError, SessionError, UnsupportedOptimizerError
+from lowtide.memory.chunk import Layout, lay_out
 from lowtide.memory.cuda_mover import CudaMover
 from lowtide.memory.emulated_mover import EmulatedMover
-from lowtide.memory.groups import find_named_groups
-from lowtide.memory.layout import Layout, lay_out
+from lowtide.memory.groups import find_named_groups, unmanaged_parameters
 from lowtide.memory.mover import Mover
 from lowtide.memory.tier import DeviceLimit
-from lowtide.memory.unmanaged import unmanaged_parameters
 from lowtide.optim.optimizers import Adafactor
 from lowtide.optim.rules import reason_without_rule
 from lowtide.optim.update_types import Moments, Numerics, numerics_of
@@ -28,15 +27,15 @@ from lowtide.planning.placement import check_plan, is_trained
 from lowtide.planning.plan import Plan, Schedule, Site
 from lowtide.runtime.assembly import SessionSetup
 from lowtide.runtime.emulation.memory import TrackedMemory
-from lowtide.runtime.parallel import refuse_parallel
+from lowtide.runtime.host_memory import state_bytes_per_parameter_byte
 from lowtide.runtime.parameters.binding import copy_values
 from lowtide.runtime.parameters.gradients import refuse_sparse_tables
 from lowtide.runtime.parameters.weight_file import WeightFile
+from lowtide.runtime.passes.lock import refuse_parallel
 from lowtide.runtime.plan_run import PlanRun
 from lowtide.runtime.session import Management, ObjectsAside, Session, refuse_managed
 from lowtide.runtime.statistics.observer import CudaGauge, StepObserver, TrackedGauge
 from lowtide.runtime.updates.chunk_optimizer import unwrapped
-from lowtide.runtime.updates.host_need import state_bytes_per_parameter_byte
 from lowtide.runtime.warm_up import WarmUpPlans, partition_plan
 from lowtide.units import format_bytes
 
@@ -181,7 +180,7 @@ def manage(
             torch.cuda.synchronize(target)
             # Not before: a model that came from the device has left it only now.
             torch.cuda.empty_cache()
-            plan_run.limit = DeviceLimit(target, plan.budgets.device_bytes)
+            plan_run.limit_device(DeviceLimit(target, plan.budgets.device_bytes))
         management = Management(plan_run, observer, None if plans is None else plans.after, aside)
         session = Session(management)
         plan_run.keep()
@@ -213,7 +212,7 @@ def _numerics(
 ) -> Numerics | None:
     """What the words mean; the model's weights must be of that type already."""
     if precision is None:
-        if numerics_of("fp32", moments)[1].moments is not Moments.FP32:
+        if moments != "fp32" and numerics_of("fp32", moments)[1].moments is not Moments.FP32:
             raise ConfigError(
                 f"moments={moments!r} is for updates through Lowtide's own kernels; give precision= as well, such as "
                 "'bf16 exact' or 'fp32'",

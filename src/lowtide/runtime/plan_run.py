@@ -4,40 +4,49 @@ from __future__ import annotations
 
 import contextlib
 import time
-import weakref
+from functools import cached_property
 
 import torch
 from torch import nn
 
-from lowtide import compat
-from lowtide.errors import BudgetError, GradientGoneError
+from lowtide.errors import BudgetError
 from lowtide.memory.store import Books
 from lowtide.memory.tier import DeviceLimit
 from lowtide.planning.placement import by_first_use, check_plan
 from lowtide.planning.plan import Plan
-from lowtide.runtime.assembly import SessionSetup, make_engine, make_optimizer, needs_managed_step, prove_optimizer
+from lowtide.runtime.assembly import (
+    ModelCalls,
+    SessionSetup,
+    install_optimizer,
+    make_executor,
+    make_runner,
+    needs_managed_step,
+    prove_optimizer,
+)
 from lowtide.runtime.hand_over import (
     HandOver,
     bring_state_to_parameters,
     forget_device_memory,
-    place_gradient,
     return_rest,
     settle_for_good,
 )
-from lowtide.runtime.host_memory import HostPool, Tiers, charged_tiers
-from lowtide.runtime.parameters.binding import Binder, Fill, copy_values, is_gradient_held, move_part, release
+from lowtide.runtime.host_memory import HostNeed, HostPool, Tiers, charged_tiers, host_need
+from lowtide.runtime.parameters.binding import Binder, Fill, copy_values, move_part, place_gradient, release
 from lowtide.runtime.parameters.group import ManagedGroup, chunks_in
-from lowtide.runtime.passes.engine import Engine
+from lowtide.runtime.passes.executor import Executor, host_gradients
 from lowtide.runtime.passes.lock import Process
-from lowtide.runtime.passes.model_calls import ModelCalls
 from lowtide.runtime.statistics.observer import StepObserver
 from lowtide.runtime.statistics.recording import Recorder
 from lowtide.runtime.statistics.reporting import DevicePeak, Reporter
-from lowtide.runtime.updates.host_need import HostNeed, host_need
 from lowtide.runtime.updates.kernel_optimizer import KernelOptimizer
 from lowtide.runtime.updates.managed_optimizer import ManagedOptimizer
 from lowtide.runtime.updates.proof import Proof
 from lowtide.runtime.updates.worker import HostWorker
+
+BROKEN_OFF = (
+    "the change to another plan broke off: the session is closed, and the model and the optimizer are plain, as after the last "
+    "step. To go on under a plan, call lowtide.manage again"
+)
 
 
 class PlanRun:
@@ -61,13 +70,13 @@ class PlanRun:
     ) -> None:
         self.setup = setup
         self.plan = plan
-        self.management: object = None
-        """Kept alive for as long as the model goes through this."""
+        self._management: object = None
         self.limit: DeviceLimit | None = None
         """What the allocator may reserve; set when the model has left the device, if it was there."""
         self.is_closed = False
         """Whether `close` has given everything back."""
         self._handed_over = handed_over
+        self._observer = observer
         self._counting: list[torch.utils.hooks.RemovableHandle] = []
         self._clock_origin_s = time.perf_counter() if handed_over is None else handed_over.clock_origin_s
         self._original = (
@@ -95,19 +104,14 @@ class PlanRun:
             if handed_over is None:
                 undo.callback(bring_state_to_parameters, setup.optimizer)
             self._bind(fill, undo)
-            self._engine = self._make_engine(observer)
-            undo.callback(self._engine.stop)
-            self.calls = ModelCalls(setup, plan, self._engine)
+            self._executor = self._make_executor()
+            undo.callback(self._executor.stop)
+            self._executor.start()
+            self.calls = ModelCalls(setup, plan, self._executor)
             undo.callback(self._release_optimizer)
-            self._managed = self._make_optimizer()
+            self._managed = self._install_optimizer()
             undo.callback(self.calls.remove)
             self.calls.enter(self._tiers)
-            self.peak = DevicePeak(
-                setup,
-                None if handed_over is None else handed_over.peak_bytes,
-                None if observer is None else observer.gauge,
-            )
-            self.reporter = self._make_reporter()
             undo.pop_all()
 
     # -- asked by the session ------------------------------------------------------------------------------------------
@@ -117,6 +121,28 @@ class PlanRun:
         """The norm before clipping."""
         return None if self._managed is None else self._managed.last_norm
 
+    @cached_property
+    def peak(self) -> DevicePeak:
+        """The most that the device held."""
+        before_bytes = None if self._handed_over is None else self._handed_over.peak_bytes
+        return DevicePeak(self.setup, before_bytes, None if self._observer is None else self._observer.gauge)
+
+    @cached_property
+    def reporter(self) -> Reporter:
+        """What happened so far, as plain data."""
+        return Reporter(
+            setup=self.setup,
+            plan=self.plan,
+            groups=self._groups,
+            recorder=self._recorder,
+            pool=self._pool,
+            store=self._executor.residency.store,
+            tiers=self._tiers,
+            need=self._tiers.need,
+            peak=self.peak,
+            applied=self.calls.applied,
+        )
+
     def keep(self) -> None:
         """The session has begun: what was kept to undo `manage` can go."""
         if self._managed is not None and isinstance(self._managed.runner, KernelOptimizer):
@@ -124,20 +150,14 @@ class PlanRun:
 
     def settle(self) -> None:
         """Wait until every update is made and every copy is done."""
-        for group in self._groups.values():
-            self._engine.settle_group(group)
-            for managed in group.members:
-                managed.settle_gradient()
-        self._worker.check()
-        self._engine.gradient_watch.check(waits=True)
-        self.setup.mover.drain()
+        self._executor.settle()
 
     def is_quiet(self) -> bool:
         """Whether the last step went well and nothing of it is left."""
-        if self._engine.lost is not None or not self._engine.is_idle():
+        if self._executor.lost_step.reason is not None or not self._executor.is_idle():
             return False
         self.settle()
-        return self._engine.is_quiet()
+        return self._executor.is_quiet()
 
     def may_hand_over(self) -> bool:
         """Whether it is quiet, and nobody holds memory of weights, which would show the old ones under another plan."""
@@ -149,38 +169,41 @@ class PlanRun:
 
     def refuse_dropped(self, other: torch.optim.Optimizer) -> None:
         """Refuse a step of an optimizer that is not the session's, where the last backward dropped its gradients."""
-        dropped = self._engine.backward.dropped
-        parameters = [parameter for group in other.param_groups for parameter in group["params"]] if dropped else []
-        with compat.without_torch_function():
-            # One that has a gradient got it in another way.
-            lost = [dropped[id(each)] for each in parameters if id(each) in dropped and each.grad is None]
-        if lost:
-            raise GradientGoneError(
-                f"this {type(other).__name__} holds {len(lost)} parameters (the first is {lost[0]}) of a managed model whose "
-                "own optimizer does not hold them: the schedule 'in_backward' has dropped their gradients, and the step would "
-                "leave them as they are. Use the schedule 'deferred', or give them to the session's optimizer as a group of "
-                "its own. Nothing of them was updated"
-            )
+        self._executor.backward.refuse_dropped(other)
 
     @property
     def was_called(self) -> bool:
         """Whether the model has been called."""
-        return self._engine.forward.was_called
+        return self._executor.forward.was_called
 
     @property
     def process(self) -> Process:
         """The one that manages the model."""
-        return self._engine.process
+        return self._executor.process
 
     def has_raised(self) -> bool:
         """Whether the last call of the model, backward or step raised, and none has gone well since."""
-        return self._engine.has_raised()
+        return self._executor.has_raised()
 
     def tell_why_mixed(self) -> str | None:
         """Which weights a backward has moved that broke off; None where all weights are those of one step. Told once."""
-        self._engine.check_broken()
-        self._engine.backward.is_untold = False
-        return self._engine.backward.why_mixed()
+        return self._executor.tell_why_mixed()
+
+    def belong_to(self, management: object) -> None:
+        """Keep the management alive for as long as the model goes through this."""
+        self._management = management
+
+    def follow(self, before: PlanRun) -> None:
+        """The session goes on here, under another plan."""
+        self.limit, self._management = before.limit, before._management
+
+    def be_over(self) -> None:
+        """Everything was given back."""
+        self.is_closed = True
+
+    def limit_device(self, limit: DeviceLimit) -> None:
+        """What the allocator may reserve from now on, until `close`; the model has left the device, if it was there."""
+        self.limit = limit
 
     # -- taking apart --------------------------------------------------------------------------------------------------
 
@@ -192,12 +215,12 @@ class PlanRun:
         Args:
             raised: The exception that ends the session, if one does.
         """
-        error = settle_for_good(self._engine, self._worker)
+        error = settle_for_good(self._executor, self._worker)
         if self.limit is not None:
             # Before weights go back to a device that they came from.
             self.limit.lift()
         self.calls.remove()
-        self._engine.stop()
+        self._executor.stop()
         try:
             self._release_optimizer()
         except Exception:
@@ -218,7 +241,7 @@ class PlanRun:
         self._pool.close()
         self.is_closed = True
         if error is None:
-            self._engine.tell_lost_step(raised)
+            self._executor.lost_step.tell(raised)
         if error is not None:
             try:
                 raise error
@@ -232,7 +255,7 @@ class PlanRun:
         """
         self._worker.close()
         self.calls.remove()
-        self._engine.stop()
+        self._executor.stop()
         self._stop_counting()  # the next plan run does
         peak_bytes = self.reporter.device_peak_bytes()
         host = torch.device("cpu")
@@ -312,66 +335,57 @@ class PlanRun:
         for group in self.plan.groups:
             self._groups[group.name] = binder.bind(groups[group.name], group, fill)
         for place, name in enumerate(by_first_use(layout)):
-            self._groups[name].place = place
+            self._groups[name].take_place(place)
         for managed in binder.members:
             place_gradient(managed, is_copied=self._handed_over is not None)
 
-    def _make_engine(self, observer: StepObserver | None) -> Engine:
-        engine = make_engine(
-            self.setup,
+    def _make_executor(self) -> Executor:
+        setup, handed_over = self.setup, self._handed_over
+        runner = None
+        if setup.optimizer is not None and self._steps_by_chunks():
+            installed = None if handed_over is None else handed_over.managed
+            runner = make_runner(setup, self._groups.values(), self._recorder, proof=self._proof, installed=installed)
+        executor = make_executor(
+            setup,
             self.plan,
             self._groups.values(),
+            runner,
             self._pool,
             self._worker,
             self._recorder,
             books=self._books,
-            observer=observer,
+            clock_origin_s=self._clock_origin_s,
+            observer=self._observer,
         )
-        if self.setup.tracked is not None:
-            # Weak: the tracker's budget ends with the session, and must not keep it.
-            part_of_step = weakref.WeakMethod(engine.part_of_step)
-            self.setup.tracked.count_steps(lambda: None if (asked := part_of_step()) is None else asked())
-        if self._handed_over is not None:
+        if setup.tracked is not None:
+            setup.tracked.count_steps(executor.part_of_step)
+        if handed_over is not None:
             for chunk in chunks_in(self._groups.values()):
-                chunk.count_on_from(self._handed_over.num_fetches[chunk.spec.name])
-        return engine
+                chunk.count_on_from(handed_over.num_fetches[chunk.spec.name])
+        return executor
 
-    def _make_optimizer(self) -> ManagedOptimizer | None:
+    def _steps_by_chunks(self) -> bool:
+        """Whether the optimizer steps through the session: torch's own step would not do, or was replaced already."""
+        is_installed = self._handed_over is not None and self._handed_over.managed is not None
+        return is_installed or needs_managed_step(self.setup, self.plan)
+
+    def _install_optimizer(self) -> ManagedOptimizer | None:
         optimizer = self.setup.optimizer
         if optimizer is None:
-            self._engine.backward.watch_gradients()  # hooks of the user's may update the weights
             return None
-        installed = None if self._handed_over is None else self._handed_over.managed
-        if installed is None and not needs_managed_step(self.setup, self.plan):
+        if not self._steps_by_chunks():
             # Nothing to manage: torch's own step runs. State that was loaded before may lie elsewhere.
             bring_state_to_parameters(optimizer)
             before, after = lambda *_: self._recorder.phases.enter("update"), lambda *_: self._after_plain_step()
             self._counting.append(optimizer.register_step_pre_hook(before))
             self._counting.append(optimizer.register_step_post_hook(after))
             return None
-        return make_optimizer(
-            optimizer,
+        return install_optimizer(
             self.setup,
-            self.plan,
-            self._engine,
-            self._pool,
+            self._executor,
             proof=self._proof,
-            clock_origin_s=self._clock_origin_s,
-            installed=installed,
-        )
-
-    def _make_reporter(self) -> Reporter:
-        return Reporter(
-            setup=self.setup,
-            plan=self.plan,
-            groups=self._groups,
-            recorder=self._recorder,
-            pool=self._pool,
-            store=self._engine.residency.store,
-            tiers=self._tiers,
-            need=self._tiers.need,
-            peak=self.peak,
-            applied=self.calls.applied,
+            after_step=self._pool.tick if self.plan.defragment_every else None,
+            installed=None if self._handed_over is None else self._handed_over.managed,
         )
 
     def _after_plain_step(self) -> None:
@@ -385,7 +399,8 @@ class PlanRun:
         for group in self._groups.values():
             group.adopt_foreign_data()
         return not any(
-            (not group.is_resident and group.is_held()) or any(map(is_gradient_held, group.members))
+            (not group.is_resident and group.is_held())
+            or any(gradient.is_home_held() for gradient in host_gradients(group))
             for group in self._groups.values()
         )
 
@@ -395,23 +410,33 @@ def switch_plan(plan_run: PlanRun, plan: Plan) -> PlanRun:
 
     Weights, gradients and optimizer state are carried over exactly, the optimizer stays wrapped, and steps, copies
     and fetches are counted on. The host holds the weights a second time while this runs. A plan that is for another model
-    leaves the plan run as it is; where the new one cannot be made, the model and the optimizer are plain.
+    leaves the plan run as it is; where anything else breaks off, the model and the optimizer are plain, and a note at the
+    exception says so.
     """
     setup = plan_run.setup
     check_plan(plan, setup.layout)
-    handed_over = plan_run.hand_over()
+    handed_over: HandOver | None = None
+    successor: PlanRun | None = None
     try:
+        handed_over = plan_run.hand_over()
         successor = PlanRun(setup, plan, fill=copy_values, handed_over=handed_over)
-    except BaseException:
-        if handed_over.managed is not None:
-            handed_over.managed.remove()
-        return_rest(handed_over.moved_along)
-        bring_state_to_parameters(setup.optimizer)
+        successor.follow(plan_run)
+        if setup.tracked is not None:
+            setup.tracked.start()
+        elif setup.is_on_cuda:
+            # What filled the new buffers must be done before a copy on another stream takes their place.
+            torch.cuda.synchronize(setup.mover.device)
+        return successor
+    except BaseException as error:
+        error.add_note(BROKEN_OFF)
+        if successor is not None:
+            successor.close()
+        elif handed_over is None:
+            plan_run.close()  # goes on where taking it apart broke off
+        else:
+            if handed_over.managed is not None:
+                handed_over.managed.remove()
+            return_rest(handed_over.moved_along)
+            bring_state_to_parameters(setup.optimizer)
+        plan_run.be_over()
         raise
-    successor.limit = plan_run.limit
-    if setup.tracked is not None:
-        setup.tracked.start()
-    elif setup.is_on_cuda:
-        # What filled the new buffers must be done before a copy on another stream takes their place.
-        torch.cuda.synchronize(setup.mover.device)
-    return successor

@@ -16,21 +16,18 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide.errors import SessionError
 from lowtide.planning.budget_plans import StepSample
 from lowtide.planning.placement import check_plan
 from lowtide.planning.plan import Plan
-from lowtide.runtime.parallel import refuse_wrapping
-from lowtide.runtime.passes.lock import HELD
+from lowtide.runtime.passes.lock import HELD, refuse_wrapping, remove_all, watch_process
 from lowtide.runtime.plan_run import switch_plan
 from lowtide.runtime.statistics.observer import StepObserver
 from lowtide.runtime.statistics.session_stats import SessionStats
@@ -109,7 +106,7 @@ class Management:
         self.plan_run: PlanRun | None = plan_run
         """None after the end."""
         # Lives as long as the model goes through it, though nobody holds the session.
-        plan_run.management = self
+        plan_run.belong_to(self)
         self.model: nn.Module = plan_run.setup.model
         self.optimizer: torch.optim.Optimizer | None = plan_run.setup.optimizer
         self._aside = aside
@@ -129,7 +126,7 @@ class Management:
                 switch=self.switch,
             )
         # Also of a session that is forgotten with its model.
-        self._unhook = weakref.finalize(self, _remove_all, _process_hooks(weakref.ref(self)))
+        self._unhook = weakref.finalize(self, remove_all, watch_process(weakref.ref(self)))
         self._unhook.atexit = False
         for managed in _what_is_managed(self.model, self.optimizer):
             _MANAGED[id(managed)] = self
@@ -171,13 +168,16 @@ class Management:
         return self.plan_run
 
     def switch(self, plan: Plan) -> None:
-        """Go on under another plan; refused, the session goes on as it is."""
+        """Go on under another plan. Refused, the session goes on as it is; broken off, the model is plain."""
         self._checked(plan)
-        with HELD:
-            # Without a plan run where the switch fails: the model is plain then.
-            plan_run, self.plan_run = self.opened(), None
-            self.plan_run = switch_plan(plan_run, plan)
-            self.plan_run.management = self
+        plan_run = self.opened()
+        try:
+            with HELD:
+                self.plan_run = switch_plan(plan_run, plan)
+        finally:
+            HELD.rest()
+            if self.plan_run is plan_run and plan_run.is_closed:
+                self.plan_run = None
 
     def close(self, raised: BaseException | None = None) -> None:
         """Give the plain model and optimizer back. May be repeated, also where an exception broke it off.
@@ -201,6 +201,18 @@ class Management:
                 if self._aside is not None:
                     self._aside.bring_back()
                 self.plan_run = None
+
+    # -- told by the process -------------------------------------------------------------------------------------------
+
+    def module_registered(self, module: nn.Module, submodule: nn.Module) -> None:
+        """Refuse a parallel wrapper around the managed model."""
+        if self.plan_run is not None:
+            refuse_wrapping(module, submodule, self.plan_run.managed_ids)
+
+    def other_optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse a step without the gradients that the session has dropped."""
+        if self.plan_run is not None:
+            self.plan_run.refuse_dropped(optimizer)
 
     # -- asked by the next session -------------------------------------------------------------------------------------
 
@@ -272,40 +284,6 @@ def _is_in_tracebacks_only(held: weakref.ref[object]) -> bool:
         num_known += (2 if id(inside) in owners else 1) * num_names
     # The probe has the one owner that the session has here.
     return sys.getrefcount(session) - sys.getrefcount(probe) <= num_known
-
-
-# -- what the process tells a session ----------------------------------------------------------------------------------
-
-
-def _process_hooks(management: weakref.ref[Management]) -> list[Any]:
-    """Hooks on all modules and all optimizers: what others do with managed parameters is noticed."""
-
-    def module_registered(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-        del name
-        plan_run = _plan_run_of(management)
-        if plan_run is not None and submodule is not None:
-            refuse_wrapping(module, submodule, plan_run.managed_ids)
-
-    def optimizer_steps(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        del args, kwargs
-        plan_run = _plan_run_of(management)
-        if plan_run is not None and optimizer is not plan_run.setup.optimizer:
-            plan_run.refuse_dropped(optimizer)
-
-    return [
-        register_module_module_registration_hook(module_registered),
-        register_optimizer_step_pre_hook(optimizer_steps),
-    ]
-
-
-def _plan_run_of(management: weakref.ref[Management]) -> PlanRun | None:
-    living = management()
-    return None if living is None else living.plan_run
-
-
-def _remove_all(hooks: Iterable[Any]) -> None:
-    for hook in hooks:
-        hook.remove()
 
 
 class Session:

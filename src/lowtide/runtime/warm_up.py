@@ -10,14 +10,14 @@ import torch
 
 from lowtide import compat
 from lowtide.errors import ConfigError
-from lowtide.memory.capacity import device_capacity_bytes, host_capacity_bytes, resolve_budget
-from lowtide.memory.layout import Layout
+from lowtide.memory.chunk import Layout
+from lowtide.memory.tier import device_capacity_bytes, host_capacity_bytes, resolve_budget
 from lowtide.optim.update_types import Numerics
 from lowtide.planning.budget_plans import StaticPartition, StepSample, WarmUp, partition, plan_after, warm_up_plan
 from lowtide.planning.plan import Plan
-from lowtide.runtime.passes.window import Window
+from lowtide.runtime.host_memory import state_bytes_per_parameter_byte
+from lowtide.runtime.passes.forward import Window
 from lowtide.runtime.statistics.observer import StepObserver
-from lowtide.runtime.updates.host_need import state_bytes_per_parameter_byte
 from lowtide.units import parse_bytes
 
 
@@ -118,7 +118,7 @@ class WarmUpRun:
     Args:
         window: Of the whole model.
         optimizer: Its step ends the observed one.
-        observer: Told of the windows by the engine.
+        observer: Told of the windows by the executor.
         plan_after: Makes the plan from what was seen.
         is_quiet: Whether the plan may be changed now.
         switch: Changes it.
@@ -140,10 +140,10 @@ class WarmUpRun:
         self._is_quiet = is_quiet
         self._switch = switch
         self.is_over = False
-        """Whether the session has its plan."""
+        """Whether the session has its plan, or will get none."""
         self._has_stepped = False
         observer.begin()
-        window.gate = self._call
+        window.go_through(self._call)
         self._step_hook = optimizer.register_step_post_hook(self._stepped)
 
     @property
@@ -153,9 +153,10 @@ class WarmUpRun:
 
     def remove(self) -> None:
         """Leave; the session may be over before the step was. May be repeated."""
-        self._observer.is_watching = False
+        self.is_over = True
+        self._observer.give_up()
         self._step_hook.remove()
-        self._window.gate = None
+        self._window.go_through(None)
 
     def _stepped(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         del optimizer, args, kwargs
@@ -170,9 +171,11 @@ class WarmUpRun:
         if may_switch and self._is_quiet():
             # A plan that is refused leaves the session as it is: it raises here, and at each call after that.
             plan = self._plan_after(self._observer.samples)
-            self.remove()
-            self._switch(plan)
-            self.is_over = True
+            try:
+                self._switch(plan)
+            finally:
+                # Also where it breaks off: the model is plain then, or an interrupt comes after the switch.
+                self.remove()
             return self._window.module(*args, **kwargs)
         if torch.is_grad_enabled() or compat.backward_number() is not None:
             return run(*args, **kwargs)

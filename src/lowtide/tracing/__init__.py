@@ -12,5 +12,3 @@ of what it did (`recorder`) and the way from there to a trace (`assemble`) are s
 - explanation: `lowtide.explain` and `lowtide.compare`
 - leaks: `lowtide.find_leaks`
 """
-
-from __future__ import annotations

@@ -133,13 +133,12 @@ def assemble(
         if recorder.log_phases[index] is Phase.BACKWARD
         and (index == 0 or recorder.log_phases[index - 1] is not Phase.BACKWARD)
     ]
-    shown: list[Life] = []
-    numbers: dict[int, int] = {}
-    for life in recorder.lives:
-        is_counted = life.on_device and life.requested_bytes and life.is_logged
-        if is_counted and (life.died_event is None or life.died_event >= first_event):
-            numbers[life.number] = len(shown)
-            shown.append(life)
+    shown = [
+        life
+        for life in recorder.lives
+        if life.is_counted and (life.died_event is None or life.died_event >= first_event)
+    ]
+    numbers = {life.number: index for index, life in enumerate(shown)}
     allocations = tuple(
         Allocation(
             requested_bytes=life.requested_bytes,
@@ -170,14 +169,8 @@ def assemble(
         if index >= first_event
     )
     ops = tuple(
-        Op(
-            name=recorder.op_names[index],
-            module=recorder.op_modules[index],
-            source=recorder.op_sources[index],
-            phase=recorder.op_phases[index] or Phase.FORWARD,
-            seconds=recorder.op_seconds[index],
-        )
-        for index in range(first_op, len(recorder.op_names))
+        Op(name=op.name, module=op.module, source=op.source, phase=op.phase or Phase.FORWARD, seconds=op.seconds)
+        for op in recorder.ops[first_op:]
     )
     return StepTrace(
         model=model,

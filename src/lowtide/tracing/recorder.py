@@ -128,6 +128,11 @@ class Life:
         self.in_recompute = True
 
     @property
+    def is_counted(self) -> bool:
+        """Whether it takes memory of the device, and its allocation is in the log."""
+        return self.on_device and self.is_logged and self.requested_bytes > 0
+
+    @property
     def known_content(self) -> Any:
         """The content, unless it has been written over; None where it is not known."""
         return self.content if self.content_version == self.version else None
@@ -140,6 +145,21 @@ class Life:
     def fill(self, content: Any) -> None:
         """Its content becomes known."""
         self.content, self.content_version = content, self.version
+
+
+@dataclass(slots=True)
+class OpRecord:
+    """One operator call; mutable while the trace runs."""
+
+    name: str
+    module: str
+    source: str
+    phase: Phase | None
+    seconds: float = 0.0
+
+
+_NO_OP = OpRecord("", "", "", None)
+"""Stands for what runs before the first operator."""
 
 
 class StorageRecorder:
@@ -158,11 +178,7 @@ class StorageRecorder:
         """Life number for an allocation, its complement for a free."""
         self.log_ops: list[int] = []
         self.log_phases: list[Phase | None] = []
-        self.op_names: list[str] = []
-        self.op_modules: list[str] = []
-        self.op_sources: list[str] = []
-        self.op_phases: list[Phase | None] = []
-        self.op_seconds: list[float] = []
+        self.ops: list[OpRecord] = []
         self.root = root
         self.updater = updater
         self._is_detailed = True
@@ -185,7 +201,7 @@ class StorageRecorder:
         Details are the lines of code, which take time to find: a warm-up step, which is not shown, goes without.
         """
         self._is_detailed = is_detailed
-        return len(self.log), len(self.op_names)
+        return len(self.log), len(self.ops)
 
     def close(self) -> None:
         """The run is over: what the garbage collector finds later belongs to no step."""
@@ -204,7 +220,7 @@ class StorageRecorder:
         stack = self._forward_stacks[threading.get_ident()]
         stack.pop()
         if has_weights and stack and self.phase is Phase.FORWARD:
-            self._loss_start = (len(self.log), len(self.op_names))
+            self._loss_start = (len(self.log), len(self.ops))
 
     def begin_phase(self, phase: Phase) -> None:
         """A phase of the step begins.
@@ -215,7 +231,8 @@ class StorageRecorder:
         if self.phase is Phase.FORWARD and phase is not Phase.FORWARD and self._loss_start is not None:
             event, op = self._loss_start
             self.log_phases[event:] = [Phase.LOSS] * (len(self.log) - event)
-            self.op_phases[op:] = [Phase.LOSS] * (len(self.op_names) - op)
+            for record in self.ops[op:]:
+                record.phase = Phase.LOSS
             for life in reversed(self.lives):
                 if life.born_op < op:
                     break
@@ -241,20 +258,16 @@ class StorageRecorder:
 
     def add_op(self, name: str, module: str, source: str) -> int:
         """An operator runs that belongs to a module and a line; returns its number."""
-        self.op_names.append(name)
-        self.op_modules.append(module)
-        self.op_sources.append(source)
-        self.op_phases.append(self.phase)
-        self.op_seconds.append(0.0)
-        return len(self.op_names) - 1
+        self.ops.append(OpRecord(name, module, source, self.phase))
+        return len(self.ops) - 1
 
     def locate_op(self, op: int, source: str) -> None:
         """The line of an operator is known only now."""
-        self.op_sources[op] = source
+        self.ops[op].source = source
 
     def time_op(self, seconds: float) -> None:
         """How long the running operator takes."""
-        self.op_seconds[-1] = seconds
+        self.ops[-1].seconds = seconds
 
     def _place(self) -> tuple[str, str]:
         """The module and the source line the running operator belongs to."""
@@ -288,15 +301,6 @@ class StorageRecorder:
             return rerun
         return self._forward_nodes.get(node, (self.root, ""))
 
-    def is_called_from_engine(self) -> bool:
-        """Whether the running operator was called by autograd's C++ code and not by any Python function."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if not frame.f_code.co_filename.startswith(_PLUMBING):
-                return False
-            frame = frame.f_back
-        return True
-
     def line(self) -> str:
         """`file.py:line` of the innermost frame that is neither torch's nor the tracer's; "" where there is none."""
         return users_line(_running_lines(sys._getframe(1)))
@@ -319,27 +323,27 @@ class StorageRecorder:
 
         One that is not logged costs nothing until `log_birth`: a model is unpacked in one order and placed in another.
         """
-        op = len(self.op_names) - 1
+        op = self.ops[-1] if self.ops else _NO_OP
         life = Life(
             number=len(self.lives),
             requested_bytes=nbytes,
             shape=shape,
             dtype=dtype,
-            module=self.op_modules[op] if op >= 0 else "",
-            op=self.op_names[op] if op >= 0 else "",
-            source=self.op_sources[op] if op >= 0 else "",
+            module=op.module,
+            op=op.name,
+            source=op.source,
             phase=self.phase,
             born_event=len(self.log),
-            born_op=op,
+            born_op=len(self.ops) - 1,
             category=category,
+            is_logged=is_logged,
             in_recompute=self.phase is Phase.BACKWARD and bool(self._stack),
             on_device=on_device,
             stream=stream,
         )
         self.lives.append(life)
-        if on_device and nbytes and is_logged:
+        if life.is_counted:
             self._append(life.number)
-        life.is_logged = is_logged
         if storage is not None:
             self.follow(life, storage)
         return life
@@ -352,7 +356,7 @@ class StorageRecorder:
         """A storage dies."""
         if life.died_event is None and not self._is_closed:
             life.died_event = len(self.log)
-            if life.on_device and life.requested_bytes and life.is_logged:
+            if life.is_counted:
                 self._append(~life.number)
 
     def end(self, life: Life) -> None:
@@ -368,13 +372,25 @@ class StorageRecorder:
 
     def _append(self, entry: int) -> None:
         self.log.append(entry)
-        self.log_ops.append(len(self.op_names) - 1)
+        self.log_ops.append(len(self.ops) - 1)
         self.log_phases.append(self.phase)
 
     def use(self, life: Life, op: int) -> None:
         """An operator reads or writes a storage."""
         if not life.uses or life.uses[-1] != op:
             life.uses.append(op)
+
+
+def is_called_from_engine(*, in_its_thread: bool = True) -> bool:
+    """Whether the running operator was called by autograd's C++ code and not by any Python function.
+
+    Args:
+        in_its_thread: The engine runs in a thread of its own; else in the one that called the backward, as for the host.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_PLUMBING):
+        frame = frame.f_back
+    return frame is None or (not in_its_thread and frame.f_code.co_name == compat.ENGINE_FUNCTION)
 
 
 def users_line(frames: Iterable[tuple[str, int]]) -> str:

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 
 from lowtide.activations.policy import Policy, policy_of
 from lowtide.errors import ConfigError
+from lowtide.tracing.attention.rules import Backend
 from lowtide.units import parse_dtype
-
-ATTENTION = ("cudnn", "flash", "efficient", "math")
-"""Backends that a step can be held to."""
 
 
 class UpdateSchedule(enum.StrEnum):
@@ -69,10 +67,8 @@ class StepSettings:
             # One name for each type; frozen, so set past the guard.
             if getattr(self, field) is not None:
                 object.__setattr__(self, field, parse_dtype(getattr(self, field), key=field))
-        if self.attention is not None and self.attention not in ATTENTION:
-            raise ConfigError(
-                f"attention must be one of {', '.join(ATTENTION)}, got {self.attention!r}", key="attention"
-            )
+        if self.attention is not None and self.attention not in list(Backend):
+            raise ConfigError(f"attention must be one of {', '.join(Backend)}, got {self.attention!r}", key="attention")
         if self.update is UpdateSchedule.IN_BACKWARD and (self.accumulate > 1 or self.max_grad_norm is not None):
             raise ConfigError(
                 "an update in the backward needs each gradient once and complete: it excludes accumulate > 1 and max_grad_norm",

@@ -63,7 +63,7 @@ class Op:
     """`file.py:line` of the innermost frame outside torch; "" when there is none."""
     phase: Phase
     seconds: float
-    """Roofline estimate on the target device (predicted), or 0.0 where nothing was timed."""
+    """On the target device, without waiting for the host (predicted); 0.0 for a view, and where nothing was timed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +119,8 @@ class Target:
     """CUDA context and loaded kernels: outside the allocator, reported beside the peak. 0 where unknown."""
     capacity_bytes: int
     """Memory of the device. 0 where unknown."""
+    launch_s: float = 0.0
+    """What the host needs for each operator, in seconds. 0 where unknown, and in traces of older versions."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -14,36 +14,43 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from itertools import accumulate, islice, pairwise
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice, pairwise
 from pathlib import Path
-from typing import Generic, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
 from lowtide.errors import BadRecordError
 from lowtide.tracing.step_trace import SCHEMA_VERSION, Allocation, Category, Event, Op, Phase, StepTrace, Target
 
-K = TypeVar("K", bound=Hashable)
-_FORMAT = "lowtide.step_trace"
-_SCALARS = ("model", "origin", "num_parameters", "start_allocated_bytes", "start_reserved_bytes")
-_TARGET = ("card", "torch_version", "context_bytes", "capacity_bytes")
-_TABLES = {
-    "ops": ("name", "module", "source", "phase", "seconds"),
-    "allocations": (
-        *("requested_bytes", "bytes", "category", "module", "op", "source", "shape", "dtype"),
-        *("phase", "born", "died", "num_uses"),
-    ),
-    "events": ("allocation", "is_free", "op", "phase", "allocated_change", "reserved_change"),
-}
-_KEYS = ("format", "schema_version", *_SCALARS, "target", "settings", "notes", *_TABLES, "uses", "strings", "shapes")
-_ABOUT = "about"
-_ON_HOST = ("host_bytes", "pinned_bytes")
-_LATER: dict[str, object] = {_ABOUT: {}, **dict.fromkeys(_ON_HOST)}
-"""The parts that older files do not have, and what they stand for there."""
-_AGAIN = "save the trace again, or take it from an undamaged copy"
 T = TypeVar("T")
 _Decoder = Callable[[object], T]
+_FORMAT = "lowtide.step_trace"
+# fmt: off
+_SCALARS = {
+    "model": str, "origin": str, "num_parameters": int, "start_allocated_bytes": int, "start_reserved_bytes": int,
+}
+_TARGET = {"card": str, "torch_version": str, "context_bytes": int, "capacity_bytes": int, "launch_s": float}
+_LATER_TARGET = {"launch_s": 0.0}
+_TABLES = {
+    "ops": {"name": "text", "module": "text", "source": "text", "phase": "phase", "seconds": "float"},
+    "allocations": {
+        "requested_bytes": "int", "bytes": "int", "category": "category", "module": "text", "op": "text", "source": "text",
+        "shape": "shape", "dtype": "text", "phase": "phase or None", "born": "event or None", "died": "event or None",
+        "num_uses": "int",
+    },
+    "events": {
+        "allocation": "allocation", "is_free": "flag", "op": "op", "phase": "phase",
+        "allocated_change": "int", "reserved_change": "int",
+    },
+}
+# fmt: on
+"""The columns of each table, and what their values are."""
+_KEYS = ("format", "schema_version", *_SCALARS, "target", "settings", "notes", *_TABLES, "uses", "strings", "shapes")
+_LATER: dict[str, object] = {"about": {}, "host_bytes": None, "pinned_bytes": None}
+"""The parts that older files do not have, and what they stand for there."""
+_AGAIN = "save the trace again, or take it from an undamaged copy"
 
 
 def save_trace(trace: StepTrace, path: str | os.PathLike[str]) -> Path:
@@ -100,41 +107,30 @@ def trace_to_dict(trace: StepTrace) -> dict[str, object]:
     `settings` is passed on as it is. JSON turns tuples into lists, so a trace with tuples there compares unequal after
     a trip through a file.
     """
-    strings, shapes = _Interned[str](), _Interned[tuple[int, ...]]()
-    ops, allocations, events = trace.ops, trace.allocations, trace.events
-    allocated = [trace.start_allocated_bytes, *(event.allocated_bytes for event in events)]
-    reserved = [trace.start_reserved_bytes, *(event.reserved_bytes for event in events)]
-    tables = {
-        "ops": {
-            "name": [strings(op.name) for op in ops],
-            "module": [strings(op.module) for op in ops],
-            "source": [strings(op.source) for op in ops],
-            "phase": [strings(op.phase.value) for op in ops],
-            "seconds": [float(op.seconds) for op in ops],
-        },
-        "allocations": {
-            "requested_bytes": [allocation.requested_bytes for allocation in allocations],
-            "bytes": [allocation.bytes for allocation in allocations],
-            "category": [strings(allocation.category.value) for allocation in allocations],
-            "module": [strings(allocation.module) for allocation in allocations],
-            "op": [strings(allocation.op) for allocation in allocations],
-            "source": [strings(allocation.source) for allocation in allocations],
-            "shape": [shapes(allocation.shape) for allocation in allocations],
-            "dtype": [strings(allocation.dtype) for allocation in allocations],
-            "phase": [None if a.phase is None else strings(a.phase.value) for a in allocations],
-            "born": [allocation.born for allocation in allocations],
-            "died": [allocation.died for allocation in allocations],
-            "num_uses": [len(allocation.uses) for allocation in allocations],
-        },
-        "events": {
-            "allocation": [event.allocation for event in events],
-            "is_free": [int(event.is_free) for event in events],
-            "op": [event.op for event in events],
-            "phase": [strings(event.phase.value) for event in events],
-            "allocated_change": [after - before for before, after in pairwise(allocated)],
-            "reserved_change": [after - before for before, after in pairwise(reserved)],
-        },
+    strings: dict[str, int] = {}
+    shapes: dict[tuple[int, ...], int] = {}
+
+    def encode(value: Any, kind: str) -> object:
+        match kind:
+            case "text" | "phase" | "category":
+                return strings.setdefault(str(value), len(strings))
+            case "shape":
+                return shapes.setdefault(value, len(shapes))
+            case "flag":
+                return int(value)
+        return float(value) if kind == "float" else value
+
+    computed = {
+        "num_uses": [len(allocation.uses) for allocation in trace.allocations],
+        "allocated_change": _changes(trace.start_allocated_bytes, (event.allocated_bytes for event in trace.events)),
+        "reserved_change": _changes(trace.start_reserved_bytes, (event.reserved_bytes for event in trace.events)),
     }
+
+    def column(rows: Iterable[object], name: str, kind: str) -> list[object]:
+        kind = kind.removesuffix(" or None")
+        values = computed[name] if name in computed else [getattr(row, name) for row in rows]
+        return [None if value is None else encode(value, kind) for value in values]
+
     return {
         "format": _FORMAT,
         "schema_version": trace.schema_version,
@@ -142,13 +138,20 @@ def trace_to_dict(trace: StepTrace) -> dict[str, object]:
         "target": {key: getattr(trace.target, key) for key in _TARGET},
         "settings": trace.settings,
         "notes": list(trace.notes),
-        _ABOUT: dict(trace.about),
-        **{key: getattr(trace, key) for key in _ON_HOST},
-        **tables,
-        "uses": [use for allocation in allocations for use in allocation.uses],
-        "strings": strings.values,
-        "shapes": [list(shape) for shape in shapes.values],
+        **{key: getattr(trace, key) for key in _LATER},
+        "about": dict(trace.about),
+        **{
+            table: {name: column(getattr(trace, table), name, kind) for name, kind in columns.items()}
+            for table, columns in _TABLES.items()
+        },
+        "uses": [use for allocation in trace.allocations for use in allocation.uses],
+        "strings": list(strings),
+        "shapes": [list(shape) for shape in shapes],
     }
+
+
+def _changes(start: int, values: Iterable[int]) -> list[int]:
+    return [after - before for before, after in pairwise([start, *values])]
 
 
 def trace_from_dict(record: object, *, source: str = "the record") -> StepTrace:
@@ -158,20 +161,6 @@ def trace_from_dict(record: object, *, source: str = "the record") -> StepTrace:
         BadRecordError: Something is missing, of the wrong type or out of range.
     """
     return _TraceReader(record, source).trace()
-
-
-class _Interned(Generic[K]):
-    """Values in order of first sight, each kept once; calling it gives a value's index."""
-
-    def __init__(self) -> None:
-        self._index: dict[K, int] = {}
-
-    def __call__(self, value: K) -> int:
-        return self._index.setdefault(value, len(self._index))
-
-    @property
-    def values(self) -> list[K]:
-        return list(self._index)
 
 
 def _dump(record: dict[str, object], name: str) -> str:
@@ -236,6 +225,11 @@ def _shape(item: object) -> tuple[int, ...]:
     return tuple(item)
 
 
+def _with_later(target: object) -> object:
+    """What older files do not say of their hardware."""
+    return {**_LATER_TARGET, **target} if isinstance(target, dict) else target
+
+
 class _TraceReader:
     """Takes one record apart.
 
@@ -259,16 +253,24 @@ class _TraceReader:
             )
         self.record = self._keyed("the record", {**_LATER, **record}, (*_KEYS, *_LATER))
         self.tables = {name: self._keyed(name, self.record[name], columns) for name, columns in _TABLES.items()}
-        self.num_rows = {name: self._count_rows(name) for name in _TABLES}
+        num_rows = {name: self._count_rows(name) for name in _TABLES}
         strings = self._each("strings", self.record["strings"], _exactly(str))
         shapes = self._each("shapes", self.record["shapes"], _shape)
-        self.text = _looked_up(dict(enumerate(strings)), "string")
-        self.shape = _looked_up(dict(enumerate(shapes)), "shape")
-        phases, categories = {p.value: p for p in Phase}, {c.value: c for c in Category}
-        self.phase = _looked_up({i: phases[text] for i, text in enumerate(strings) if text in phases}, "phase")
-        self.category = _looked_up(
-            {i: categories[text] for i, text in enumerate(strings) if text in categories}, "category"
-        )
+        self.use = _index_below(num_rows["ops"])
+        self.decoders: dict[str, _Decoder[Any]] = {
+            "int": _exactly(int),
+            "float": _exactly(float),
+            "flag": _index_below(2),
+            "text": _looked_up(dict(enumerate(strings)), "string"),
+            "shape": _looked_up(dict(enumerate(shapes)), "shape"),
+            "phase": _looked_up({i: Phase(text) for i, text in enumerate(strings) if text in list(Phase)}, "phase"),
+            "category": _looked_up(
+                {i: Category(text) for i, text in enumerate(strings) if text in list(Category)}, "category"
+            ),
+            "event": _index_below(num_rows["events"]),
+            "allocation": _index_below(num_rows["allocations"]),
+            "op": _index_below(num_rows["ops"], first=-1),  # -1: an event before the first op
+        }
 
     def trace(self) -> StepTrace:
         """Put together again.
@@ -276,102 +278,49 @@ class _TraceReader:
         Raises:
             BadRecordError: Something is missing, of the wrong type or out of range.
         """
-        record, target = self.record, self._keyed("target", self.record["target"], _TARGET)
+        record, target = self.record, self._keyed("target", _with_later(self.record["target"]), _TARGET)
+        about = self._one("about", record["about"], dict)
+        self._each("about", list(about.values()), _exactly(str))
+        scalars: dict[str, Any] = {key: self._one(key, record[key], kind) for key, kind in _SCALARS.items()}
         return StepTrace(
-            model=self._one("model", record["model"], str),
-            origin=self._one("origin", record["origin"], str),
-            target=Target(
-                card=self._one("target.card", target["card"], str),
-                torch_version=self._one("target.torch_version", target["torch_version"], str),
-                context_bytes=self._one("target.context_bytes", target["context_bytes"], int),
-                capacity_bytes=self._one("target.capacity_bytes", target["capacity_bytes"], int),
-            ),
+            **scalars,
             settings=self._one("settings", record["settings"], dict),
-            num_parameters=self._one("num_parameters", record["num_parameters"], int),
-            start_allocated_bytes=self._one("start_allocated_bytes", record["start_allocated_bytes"], int),
-            start_reserved_bytes=self._one("start_reserved_bytes", record["start_reserved_bytes"], int),
-            ops=tuple(self._ops()),
+            target=Target(**{key: self._one(f"target.{key}", target[key], kind) for key, kind in _TARGET.items()}),
+            ops=tuple(Op(**row) for row in self._rows("ops")),
             allocations=tuple(self._allocations()),
             events=tuple(self._events()),
             notes=tuple(self._each("notes", record["notes"], _exactly(str))),
-            about=self._words(_ABOUT),
+            about=about,
             host_bytes=self._each("host_bytes", [record["host_bytes"]], _or_none(_exactly(int)))[0],
             pinned_bytes=self._each("pinned_bytes", [record["pinned_bytes"]], _or_none(_exactly(int)))[0],
         )
 
-    def _words(self, name: str) -> dict[str, str]:
-        found = self._one(name, self.record[name], dict)
-        self._each(name, list(found.values()), _exactly(str))
-        return found
-
-    def _ops(self) -> Iterator[Op]:
-        names, modules, sources = (self._column("ops", name, self.text) for name in ("name", "module", "source"))
-        phases = self._column("ops", "phase", self.phase)
-        seconds = self._column("ops", "seconds", _exactly(float))
-        for name, module, source, phase, time in zip(names, modules, sources, phases, seconds, strict=True):
-            yield Op(name=name, module=module, source=source, phase=phase, seconds=time)
-
     def _allocations(self) -> Iterator[Allocation]:
-        event = _or_none(_index_below(self.num_rows["events"]))
-        num_uses = self._column("allocations", "num_uses", _exactly(int))
-        uses = self._each("uses", self.record["uses"], _index_below(self.num_rows["ops"]))
-        if min(num_uses, default=0) < 0 or sum(num_uses) != len(uses):
-            self._fail(f"allocations.num_uses sums to {sum(num_uses)} and there are {len(uses)} uses")
-        columns = zip(
-            *(self._column("allocations", name, _exactly(int)) for name in ("requested_bytes", "bytes")),
-            self._column("allocations", "category", self.category),
-            *(self._column("allocations", name, self.text) for name in ("module", "op", "source", "dtype")),
-            self._column("allocations", "shape", self.shape),
-            self._column("allocations", "phase", _or_none(self.phase)),
-            *(self._column("allocations", name, event) for name in ("born", "died")),
-            num_uses,
-            strict=True,
-        )
+        uses = self._each("uses", self.record["uses"], self.use)
+        rows = self._rows("allocations")
+        counts = [row.pop("num_uses") for row in rows]
+        if min(counts, default=0) < 0 or sum(counts) != len(uses):
+            self._fail(f"allocations.num_uses sums to {sum(counts)} and there are {len(uses)} uses")
         rest = iter(uses)
-        for requested, block, category, module, op, source, dtype, shape, phase, born, died, count in columns:
-            yield Allocation(
-                requested_bytes=requested,
-                bytes=block,
-                category=category,
-                module=module,
-                op=op,
-                source=source,
-                shape=shape,
-                dtype=dtype,
-                phase=phase,
-                born=born,
-                died=died,
-                uses=tuple(islice(rest, count)),
-            )
+        for row, count in zip(rows, counts, strict=True):
+            yield Allocation(**row, uses=tuple(islice(rest, count)))
 
     def _events(self) -> Iterator[Event]:
-        columns = zip(
-            self._column("events", "allocation", _index_below(self.num_rows["allocations"])),
-            self._column("events", "is_free", _index_below(2)),
-            # -1: an event before the first op.
-            self._column("events", "op", _index_below(self.num_rows["ops"], first=-1)),
-            self._column("events", "phase", self.phase),
-            self._running_sum("allocated"),
-            self._running_sum("reserved"),
-            strict=True,
-        )
-        for allocation, is_free, op, phase, allocated, reserved in columns:
-            yield Event(
-                allocation=allocation,
-                is_free=bool(is_free),
-                op=op,
-                phase=phase,
-                allocated_bytes=allocated,
-                reserved_bytes=reserved,
-            )
+        start = self.record["start_allocated_bytes"], self.record["start_reserved_bytes"]
+        allocated, reserved = (self._one("a size before the step", size, int) for size in start)
+        for row in self._rows("events"):
+            allocated += row.pop("allocated_change")
+            reserved += row.pop("reserved_change")
+            is_free = bool(row.pop("is_free"))
+            yield Event(**row, is_free=is_free, allocated_bytes=allocated, reserved_bytes=reserved)
 
-    def _running_sum(self, name: str) -> Iterator[int]:
-        start = self._one(f"start_{name}_bytes", self.record[f"start_{name}_bytes"], int)
-        changes = self._column("events", f"{name}_change", _exactly(int))
-        return islice(accumulate(changes, initial=start), 1, None)
-
-    def _column(self, table: str, column: str, decode: _Decoder[T]) -> list[T]:
-        return self._each(f"{table}.{column}", self.tables[table][column], decode)
+    def _rows(self, table: str) -> list[dict[str, Any]]:
+        columns = []
+        for name, kind in _TABLES[table].items():
+            decode = self.decoders[kind.removesuffix(" or None")]
+            decode = _or_none(decode) if kind.endswith(" or None") else decode
+            columns.append(self._each(f"{table}.{name}", self.tables[table][name], decode))
+        return [dict(zip(_TABLES[table], row, strict=True)) for row in zip(*columns, strict=True)]
 
     def _each(self, name: str, items: object, decode: _Decoder[T]) -> list[T]:
         decoded: list[T] = []

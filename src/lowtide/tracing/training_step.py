@@ -31,46 +31,8 @@ OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 _FULL = "float32"
 """What torch's autocast does not compute in: it switches itself off for it."""
 
-_BACKENDS = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
-
-
-class PhaseListener(Protocol):
-    """Is told which part of the step runs."""
-
-    def __call__(self, phase: Phase) -> None:
-        """This phase begins now."""
-        ...
-
-
-class GradientWatch:
-    """A context in which `on_gradient` is told of each parameter's gradient as soon as it is complete.
-
-    Before the user's own hooks, which may free it. The hooks go when the context ends; they hold nothing of the model.
-    """
-
-    def __init__(self, model: nn.Module, on_gradient: Callable[[Tensor], None]) -> None:
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._on_gradient = on_gradient
-        self._handles: list[Any] = []
-
-    def __enter__(self) -> None:
-        on_gradient = self._on_gradient
-
-        def tell(parameter: Tensor) -> None:
-            if parameter.grad is not None:
-                on_gradient(parameter.grad)
-
-        self._handles = [compat.register_first_gradient_hook(parameter, tell) for parameter in self._parameters]
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._parameters.clear()
+PhaseListener = Callable[[Phase], None]
+"""Is told of each phase before it begins."""
 
 
 class ModuleListener(Protocol):
@@ -85,31 +47,47 @@ class ModuleListener(Protocol):
         ...
 
 
-class ModulePaths:
-    """A context that tells a listener of every module's forward, recomputations included. Holds no module."""
+@contextlib.contextmanager
+def watch_gradients(model: nn.Module, on_gradient: Callable[[Tensor], None]) -> Iterator[None]:
+    """While active, `on_gradient` is told of each parameter's gradient as soon as it is complete.
 
-    def __init__(self, model: nn.Module, listener: ModuleListener) -> None:
-        self._paths = {id(module): path for path, module in model.named_modules()}
-        self._weighty = {id(module) for module in model.modules() if next(module.parameters(), None) is not None}
-        self._listener = listener
-        self._handles: list[Any] = []
+    Before the user's own hooks, which may free it.
+    """
 
-    def __enter__(self) -> None:
-        self._handles = [
-            module_hooks.register_module_forward_pre_hook(self._enter),
-            module_hooks.register_module_forward_hook(self._leave, always_call=True),
-        ]
+    def tell(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            on_gradient(parameter.grad)
 
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    handles = [compat.register_first_gradient_hook(parameter, tell) for parameter in trained]
+    try:
+        yield
+    finally:
+        for handle in handles:
             handle.remove()
-        self._handles.clear()
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        self._listener.enter_module(self._paths.get(id(module), type(module).__name__))
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._listener.leave_module(has_weights=id(module) in self._weighty)
+@contextlib.contextmanager
+def watch_modules(model: nn.Module, listener: ModuleListener) -> Iterator[None]:
+    """While active, a listener is told of every module's forward, recomputations included."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    weighty = {id(module) for module in model.modules() if next(module.parameters(), None) is not None}
+
+    def enter(module: nn.Module, args: Any) -> None:
+        listener.enter_module(paths.get(id(module), type(module).__name__))
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        listener.leave_module(has_weights=id(module) in weighty)
+
+    handles = [
+        module_hooks.register_module_forward_pre_hook(enter),
+        module_hooks.register_module_forward_hook(leave, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @dataclass(slots=True)
@@ -137,10 +115,8 @@ class TrainingStep:
             if self.settings.max_grad_norm is not None:
                 nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm)
             self.optimizer.step()
-        if self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none=not self.settings.keep_gradients)
-        else:
-            self.model.zero_grad(set_to_none=not self.settings.keep_gradients)
+        owner = self.model if self.optimizer is None else self.optimizer
+        owner.zero_grad(set_to_none=not self.settings.keep_gradients)
 
     def _forward(self, device_type: str, on_phase: PhaseListener) -> Tensor:
         on_phase(Phase.FORWARD)
@@ -160,27 +136,19 @@ class TrainingStep:
             )
         return loss
 
-    @contextlib.contextmanager
-    def _attention(self) -> Iterator[None]:
-        if self.settings.attention is None:
-            yield
-            return
-        backends = [SDPBackend.MATH]
-        if self.settings.attention != "math":
-            backends.insert(0, _BACKENDS[self.settings.attention])
-        with sdpa_kernel(backends):
-            yield
+    def _attention(self) -> contextlib.AbstractContextManager[None]:
+        word = self.settings.attention
+        if word is None:
+            return contextlib.nullcontext()
+        fused = [] if word == "math" else [getattr(SDPBackend, f"{word.upper()}_ATTENTION")]
+        return sdpa_kernel([*fused, SDPBackend.MATH])
 
 
 def _own_loss(model: nn.Module, batch: Any) -> Tensor:
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    if isinstance(batch, Mapping):
-        args, kwargs = (), {str(key): value for key, value in batch.items()}
-    elif isinstance(batch, Sequence) and not isinstance(batch, str):
-        args, kwargs = tuple(batch), {}
-    else:
-        args, kwargs = (batch,), {}
+    kwargs = {str(key): value for key, value in batch.items()} if isinstance(batch, Mapping) else {}
+    args: tuple[Any, ...] = () if isinstance(batch, Mapping) else (batch,)
+    if isinstance(batch, Sequence) and not isinstance(batch, str):
+        args = tuple(batch)
     try:
         inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError as error:

@@ -7,6 +7,7 @@ updates run on the device and nothing depends on when a copy ends.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.errors import BudgetError, PlanError
+from lowtide.memory.chunk import Layout, lay_out
 from lowtide.memory.groups import find_groups
-from lowtide.memory.layout import Layout, lay_out
 from lowtide.optim.update_types import numerics_of
 from lowtide.planning.hand_plan import make_plan
 from lowtide.planning.plan import Plan
@@ -139,20 +140,33 @@ def tracked_bytes(plan: Plan, batch: int | Tensor, make: Any = SGD, precision: s
         return session.take_device_peak()
 
 
-ACTIVATIONS = [(None, FEW_ROWS), ("recompute", FEW_ROWS), ("offload", MANY_ROWS), ("recompute/2", MANY_ROWS)]
+FEW, MANY = (None, "recompute"), ("offload", "recompute/2")
+"""Policies, and with how many rows."""
+SCHEDULES = ("in_backward", "deferred")
 
 
-@pytest.mark.parametrize("schedule", ["in_backward", "deferred"])
-@pytest.mark.parametrize(("activations", "rows"), ACTIVATIONS)
 class TestUpdatesOnTheDevice:
-    @pytest.mark.parametrize("depth", [0, 1, 2])
+    @pytest.mark.parametrize(
+        ("activations", "rows", "schedule", "depth"),
+        [
+            *itertools.product(FEW, [FEW_ROWS], SCHEDULES, [0, 1, 2]),
+            *((word, MANY_ROWS, SCHEDULES[depth % 2], depth) for word in MANY for depth in (0, 1, 2)),
+        ],
+    )
     def test_streamed(self, schedule: str, activations: str | None, rows: int, depth: int) -> None:
         layout, plan = planned(
             weights="streamed", update="device", schedule=schedule, activations=activations, prefetch_depth=depth
         )
         _agree(predicted_bytes(layout, plan, rows), tracked_bytes(plan, rows), activations)
 
-    @pytest.mark.parametrize("chunk_bytes", [WHOLE_BLOCKS, SINGLE_MATRICES])
+    @pytest.mark.parametrize(
+        ("activations", "rows", "schedule", "chunk_bytes"),
+        [
+            *itertools.product(FEW, [FEW_ROWS], SCHEDULES, [WHOLE_BLOCKS, SINGLE_MATRICES]),
+            *itertools.product(MANY, [MANY_ROWS], SCHEDULES[:1], [WHOLE_BLOCKS]),
+            *itertools.product(MANY, [MANY_ROWS], SCHEDULES[1:], [SINGLE_MATRICES]),
+        ],
+    )
     def test_resident(self, schedule: str, activations: str | None, rows: int, chunk_bytes: int) -> None:
         layout, plan = planned(
             chunk_bytes, weights="resident", update="device", schedule=schedule, activations=activations

@@ -148,7 +148,7 @@ def attend(lab: Lab, dtype: torch.dtype, **options: object) -> tuple[list[tuple[
     out = F.scaled_dot_product_attention(query, key, value, **options)  # type: ignore[arg-type]
     assert out.shape == query.shape
     assert out.dtype is dtype
-    return lab.outputs, [str(backend) for backend in lab.machine.attention.chosen]
+    return lab.outputs, [str(backend) for backend in lab.machine.attention.choices.chosen]
 
 
 class TestOnGhosts:
@@ -206,7 +206,7 @@ class TestOnGhosts:
             out = F.scaled_dot_product_attention(query, query, query, attn_mask=bias).sum()
             lab.recorder.begin_phase(lab.phase.BACKWARD)
             out.backward()
-            return tuple(bias.grad.shape), [str(b) for b in lab.machine.attention.chosen]
+            return tuple(bias.grad.shape), [str(b) for b in lab.machine.attention.choices.chosen]
 
         assert ghosts(step) == ((1, 4, 16, 16), ["efficient"])
 

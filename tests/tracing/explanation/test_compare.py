@@ -104,4 +104,4 @@ def test_a_step_that_never_exceeds_its_start() -> None:
 
 @pytest.mark.parametrize(("predicted", "observed", "error"), [(5, 0, None), (5, 4, 0.25), (3, 4, -0.25)])
 def test_an_error_is_relative_to_the_observation(predicted: int, observed: int, error: float | None) -> None:
-    assert Difference(what="x", predicted_bytes=predicted, observed_bytes=observed).error == error
+    assert Difference("x", predicted, observed).error == error

@@ -77,7 +77,7 @@ class Lab:
 
     @property
     def calls(self) -> list[str]:
-        return self.recorder.op_names
+        return [op.name for op in self.recorder.ops]
 
 
 class GhostProcess:

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from lowtide.hardware import find_hardware
-from lowtide.tracing.ghost.costs import CudaCosts, Reduction, describe_reduction, num_flops, staging_bytes
-from lowtide.tracing.ghost.operators import describe
+from lowtide.tracing.ghost.costs import Costs, Reduction, describe_reduction, num_flops, staging_bytes
+from lowtide.tracing.ghost.operators import FREE, describe
 from lowtide.units import MiB
 
 aten = torch.ops.aten
@@ -26,9 +26,17 @@ F32, BF16 = torch.float32, torch.bfloat16
 
 
 def scratch(overload: Any, *args: Any, out: Any = None) -> int:
-    """Bytes of the largest stage, in blocks of the allocator."""
-    stages = CudaCosts(find_hardware("h200"), "2.11.0").passing(describe(overload), args, out)
-    return max((sum(-(-nbytes // 512) * 512 for nbytes in stage) for stage in stages), default=0)
+    """The most bytes at one time, in blocks of the allocator."""
+    taken: list[int] = []
+    most = 0
+    for nbytes in Costs(find_hardware("h200"), "2.11.0").passing(describe(overload), args, out):
+        assert isinstance(nbytes, int)
+        if nbytes == FREE:
+            taken.pop()
+        elif nbytes:
+            taken.append(-(-nbytes // 512) * 512)
+        most = max(most, sum(taken))
+    return most
 
 
 def f32(*shape: int, strides: tuple[int, ...] | None = None) -> Tensor:
@@ -210,11 +218,11 @@ def test_what_the_rules_miss_is_small(overload: Any, args: tuple[Any, ...], meas
 class TestWorkspaces:
     """cuBLAS on the card: mm leaves 33,554,432 bytes behind, the first addmm another 1,048,576 (torch 2.11)."""
 
-    def lasting(self, costs: CudaCosts, overload: Any) -> list[tuple[str, int]]:
+    def lasting(self, costs: Costs, overload: Any) -> list[tuple[str, int]]:
         return list(costs.lasting(describe(overload), ()))
 
     def test_each_thread_takes_its_own_once(self) -> None:
-        costs = CudaCosts(find_hardware("h200"), "2.11.0")
+        costs = Costs(find_hardware("h200"), "2.11.0")
         assert self.lasting(costs, aten.mm.default) == [("cuBLAS", 33554432)]
         assert self.lasting(costs, aten.bmm.default) == []
         assert self.lasting(costs, aten.addmm.default) == [("cuBLASLt", 1048576)]
@@ -227,22 +235,22 @@ class TestWorkspaces:
 
     def test_dropout_of_recurrent_layers_keeps_a_state_once(self) -> None:
         """6,488,064 bytes on an H200 of 132 multiprocessors, whatever the layers' sizes."""
-        costs, call = CudaCosts(find_hardware("h200"), "2.11.0"), describe(aten._cudnn_rnn.default)
+        costs, call = Costs(find_hardware("h200"), "2.11.0"), describe(aten._cudnn_rnn.default)
         args = [None] * 11
         assert list(costs.lasting(call, (*args, 0.0, True))) == list(costs.lasting(call, (*args, 0.1, False))) == []
         assert list(costs.lasting(call, (*args, 0.1, True))) == [("cuDNN", 6488064)]
         assert list(costs.lasting(call, (*args, 0.1, True))) == []
 
     def test_addmm_first_takes_both(self) -> None:
-        costs = CudaCosts(find_hardware("h200"), "2.11.0")
+        costs = Costs(find_hardware("h200"), "2.11.0")
         assert sum(nbytes for _, nbytes in self.lasting(costs, aten.addmm.default)) == 34603008  # as measured
 
     def test_from_torch_2_12_on_they_share_one(self) -> None:
-        costs = CudaCosts(find_hardware("h200"), "2.12.0")
+        costs = Costs(find_hardware("h200"), "2.12.0")
         assert self.lasting(costs, aten.addmm.default) == [("cuBLAS", 33554432)]
 
     def test_other_operators_take_none(self) -> None:
-        costs = CudaCosts(find_hardware("h200"), "2.11.0")
+        costs = Costs(find_hardware("h200"), "2.11.0")
         assert self.lasting(costs, aten.add.Tensor) == self.lasting(costs, aten.convolution.default) == []
 
 
@@ -250,14 +258,14 @@ class TestSeconds:
     def test_a_product_is_bound_by_arithmetic(self) -> None:
         card = find_hardware("h200")
         left, out = bf16(8192, 8192), bf16(8192, 8192)
-        seconds = CudaCosts(card, "2.11.0").seconds(describe(aten.mm.default), (left, left), out)
+        seconds = Costs(card, "2.11.0").seconds(describe(aten.mm.default), (left, left), out)
         assert card.bf16_flops is not None
         assert seconds == pytest.approx(2 * 8192**3 / (card.bf16_flops * 0.7))
 
     def test_a_sum_is_bound_by_memory(self) -> None:
         card = find_hardware("h200")
         x = f32(1 << 20)
-        seconds = CudaCosts(card, "2.11.0").seconds(describe(aten.add.Tensor), (x, x), x)
+        seconds = Costs(card, "2.11.0").seconds(describe(aten.add.Tensor), (x, x), x)
         assert card.memory_bytes_per_s is not None
         assert seconds == pytest.approx(3 * 4 * (1 << 20) / (card.memory_bytes_per_s * 0.7))
 

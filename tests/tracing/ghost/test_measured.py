@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.accuracy.cases import OPTIMIZERS, Case, suite
-from benchmarks.render import RESULTS, newest
+from benchmarks.records import RESULTS, newest
 from lowtide.runtime.prediction.trace import trace
 from lowtide.tracing.settings import StepSettings
 from lowtide.tracing.step_trace import StepTrace

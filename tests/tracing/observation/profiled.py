@@ -13,7 +13,7 @@ from lowtide.tracing.observation.on_cuda import named_tensors
 from lowtide.tracing.observation.profile import Marks, read_profile
 from lowtide.tracing.recorder import StorageRecorder
 from lowtide.tracing.step_trace import StepTrace, Target
-from lowtide.tracing.training_step import GradientWatch, ModulePaths, TrainingStep
+from lowtide.tracing.training_step import TrainingStep, watch_gradients, watch_modules
 
 CPU = torch.device("cpu")
 
@@ -23,7 +23,7 @@ def profile_step(step: TrainingStep, *, warm_up: int = 2) -> tuple[StepTrace, in
     marks = Marks()
     recorder = StorageRecorder()
     recorder.name_after(step.model, step.optimizer)
-    with ModulePaths(step.model, marks), GradientWatch(step.model, marks.mark_gradient):
+    with watch_modules(step.model, marks), watch_gradients(step.model, marks.mark_gradient):
         for _ in range(warm_up):
             step("cpu", marks.begin_phase)
         blocks = [
@@ -38,10 +38,8 @@ def profile_step(step: TrainingStep, *, warm_up: int = 2) -> tuple[StepTrace, in
             for address, (tensor, role) in named_tensors(step, recorder.root).items()
         ]
         record = StepRecord(recorder, blocks, 0)
-        marks.is_on = True
-        with compat.MemoryProfile() as profile:
+        with marks.on(), compat.MemoryProfile() as profile:
             step("cpu", marks.begin_phase)
-        marks.is_on = False
     record.walk(read_profile(profile.roots, CPU), None)
     record.finish({})
     trace = assemble(

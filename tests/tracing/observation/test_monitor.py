@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lowtide.errors import ConfigError, ObserveError
-from lowtide.memory.capacity import HostMemory
+from lowtide.memory.tier import HostMemory
 from lowtide.tracing.observation import monitor as monitor_module
 from lowtide.tracing.observation.monitor import MemoryMonitor, own_device, own_index, take_sample
 from lowtide.units import MiB

@@ -138,7 +138,9 @@ def test_a_cards_recurrent_weights_lie_in_one_buffer_except_in_bf16(dtype: torch
     assert len(copies) == (0 if is_flat else 1)
 
 
-@pytest.mark.parametrize("activations", ["recompute", "recompute/3", "offload"])
+@pytest.mark.parametrize(
+    "activations", ["recompute/3", *(pytest.param(word, marks=pytest.mark.slow) for word in ("recompute", "offload"))]
+)
 def test_the_first_trace_of_a_process_is_that_of_any_later_one(activations: str) -> None:
     """What a backward runs again is numbered in its own thread, from 0 in a new process."""
     source = resolve_model("gpt-tiny")

@@ -470,7 +470,9 @@ class TestBadInput:
         with pytest.raises(TraceError, match="Outputs returned a dict without a loss"):
             trace(Outputs(), self.batch)
 
-    @pytest.mark.parametrize(("kind", "number"), [(Killed, signal.SIGKILL), (Aborted, signal.SIGABRT)])
+    @pytest.mark.parametrize(
+        ("kind", "number"), [(Killed, signal.SIGKILL), pytest.param(Aborted, signal.SIGABRT, marks=pytest.mark.slow)]
+    )
     def test_a_crash_is_an_exception_and_the_next_trace_works(self, kind: type[MLP], number: int) -> None:
         with pytest.raises(TraceCrashedError, match=rf"{kind.__name__}.*signal {int(number)}\b.*observe") as info:
             trace(kind(), self.batch)

@@ -303,6 +303,9 @@ def accumulate_product(total: Tensor, left: Tensor, right: Tensor, *, is_first: 
 
     Where `total` is fp32 and the factors are not, products are summed in fp32 and never rounded to their dtype.
     """
+    if total.dtype != left.dtype and compat.has_no_values(total):
+        total.zero_()  # a prediction for a GPU, whose product needs no temporary: whatever is written has no value
+        return
     transposed = left.t()
     if total.dtype == left.dtype:
         if is_first:

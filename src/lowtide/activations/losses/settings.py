@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Literal, get_args
@@ -54,31 +55,27 @@ class LossSettings:
     def __post_init__(self) -> None:
         for key in ("ignore_index", "chunk_tokens", "label_smoothing", "z_loss", "softcap", "logit_scale"):
             _require_number(key, getattr(self, key))
-        if not 0.0 <= self.label_smoothing <= 1.0:
-            raise ConfigError(
-                f"label_smoothing is {self.label_smoothing}; give a number from 0 to 1", key="label_smoothing"
-            )
-        if not 0.0 <= self.z_loss < math.inf:
-            raise ConfigError(f"z_loss is {self.z_loss}; give a finite number, 0 or more", key="z_loss")
-        if self.softcap is not None and not 0.0 < self.softcap < math.inf:
-            raise ConfigError(
-                f"softcap is {self.softcap}; give a finite number above 0, or None for no cap", key="softcap"
-            )
-        if self.logit_scale is not None and not -math.inf < self.logit_scale < math.inf:
-            raise ConfigError(
-                f"logit_scale is {self.logit_scale}; give a finite number, or None for no scale", key="logit_scale"
-            )
-        if self.chunk_tokens is not None and self.chunk_tokens < 1:
-            raise ConfigError(
-                f"chunk_tokens is {self.chunk_tokens}; give 1 or more, or None to have it chosen", key="chunk_tokens"
-            )
-        for key, choices in (
-            ("reduction", get_args(Reduction)),
-            ("accumulation", get_args(Accumulation)),
-            ("implementation", get_args(Implementation)),
-        ):
+        for key, (fits, advice) in _RANGES.items():
+            value = getattr(self, key)
+            if value is not None and not fits(value):
+                raise ConfigError(f"{key} is {value}; give {advice}", key=key)
+        for key, choices in _CHOICES.items():
             if getattr(self, key) not in choices:
                 raise ConfigError(f"{key} is {getattr(self, key)!r}; choose one of {', '.join(choices)}", key=key)
+
+
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "label_smoothing": (lambda share: 0.0 <= share <= 1.0, "a number from 0 to 1"),
+    "z_loss": (lambda factor: 0.0 <= factor < math.inf, "a finite number, 0 or more"),
+    "softcap": (lambda cap: 0.0 < cap < math.inf, "a finite number above 0, or None for no cap"),
+    "logit_scale": (lambda scale: -math.inf < scale < math.inf, "a finite number, or None for no scale"),
+    "chunk_tokens": (lambda count: count >= 1, "1 or more, or None to have it chosen"),
+}
+_CHOICES = {
+    "reduction": get_args(Reduction),
+    "accumulation": get_args(Accumulation),
+    "implementation": get_args(Implementation),
+}
 
 
 def _require_number(key: str, value: object) -> None:

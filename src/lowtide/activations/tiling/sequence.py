@@ -21,13 +21,8 @@ from lowtide.errors import ConfigError, UnknownNameError
 
 Predicate = Callable[[str, nn.Module], bool]
 MIXING_KINDS = (
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
-    nn.InstanceNorm1d,
-    nn.MultiheadAttention,
-)
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.MultiheadAttention,
+)  # fmt: skip
 """What is inside of these looks at several positions, some of them in training only."""
 NUM_CHECKED = 16
 """Positions that are run whole and in slices, once, to see that a module does not mix them."""
@@ -145,7 +140,7 @@ class _Slicer:
             return inner(*args, **kwargs)
         leaves, structure = compat.flatten((args, kwargs))
         modes = TrainingModes(self._parts)
-        return checkpointed(GroupCall(inner, args, kwargs, structure, self._buffers, modes, _pass), leaves)
+        return checkpointed(GroupCall(inner, (args, kwargs), structure, self._buffers, modes, _pass), leaves)
 
     def _slices(self, x: Tensor) -> tuple[Tensor, ...]:
         length = x.shape[POSITIONS]

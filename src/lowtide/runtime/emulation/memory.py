@@ -82,7 +82,7 @@ class TrackedMemory:
     def __init__(self, budget_bytes: int | None, owner: str | None = None) -> None:
         self.budget_bytes = budget_bytes
         self._owner = owner
-        self._part_of_step: Callable[[], str | None] | None = None
+        self._part_of_step: weakref.WeakMethod[Callable[[], str | None]] | None = None
         self._device: EmulatedDevice | None = None
         self._lives: dict[int, _Life] = {}
         # Storages die in any thread and at any moment, in the middle of a sum too: the callback only appends, which is
@@ -135,7 +135,8 @@ class TrackedMemory:
         What they read in a forward is so too, a batch that meets no weights first; an update reads counters of the host's.
         Asked at every operator that reads nothing of the device.
         """
-        self._part_of_step = part_of_step
+        # Weak: the tracker may outlive the session, and must not keep it.
+        self._part_of_step = weakref.WeakMethod(part_of_step)
 
     def stop(self) -> None:
         """See no more operators; storages on the books still leave them when they die. May be repeated."""
@@ -244,7 +245,8 @@ class TrackedMemory:
                     foreign.append((tensor, storage))
                 elif mark is Mark.CHARGED:
                     is_with_device = True
-            part = None if is_with_device or self._part_of_step is None else self._part_of_step()
+            part_of_step = None if is_with_device or self._part_of_step is None else self._part_of_step()
+            part = None if part_of_step is None else part_of_step()
             if foreign and (is_with_device or part == "forward") and _name_of(func) not in _MAY_MIX_TIERS:
                 brought = [self._enter_foreign(tensor, storage, func) for tensor, storage in foreign]
             known = {id(storage) for _, storage in foreign}

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
 
-from lowtide import compat
-from lowtide.memory.chunk import Chunk, ChunkState, StoredGroup, view_of
-from lowtide.memory.layout import ChunkSpec, GroupSpec, Layout, ParameterSpec
+from lowtide.memory.chunk import Chunk, ChunkSpec, ChunkState, GroupSpec, Layout, ParameterSpec, StoredGroup, view_of
 from lowtide.memory.mover import Mover
 from lowtide.memory.store import Books
 from lowtide.planning.plan import GroupPlan, Plan, Schedule, Site, Weights
 from lowtide.runtime.host_memory import HostPool
 from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter
-from lowtide.runtime.parameters.pending import make_plain
-from lowtide.runtime.parameters.tensors import own_storage
+from lowtide.runtime.parameters.pending import make_plain, own_storage
 
 Fill = Callable[[ParameterSpec, nn.Parameter, torch.Tensor], None]
 """Writes a parameter's values into a view: from the parameter itself, or from a file."""
@@ -87,8 +83,15 @@ class Binder:
         with torch.no_grad():
             fill(span.parameter, parameter, view)
         _give_data(parameter, view)
-        managed = ManagedParameter(parameter, span.parameter, chunk, Site.HOST, host_view=view, device_view=view)
-        managed.owners = self._owners[id(parameter)]
+        managed = ManagedParameter(
+            parameter,
+            span.parameter,
+            chunk,
+            Site.HOST,
+            host_view=view,
+            device_view=view,
+            owners=self._owners[id(parameter)],
+        )
         if self._has_optimizer and span.parameter.requires_grad:
             managed.update_through(parameter.detach())
         self.members.append(managed)
@@ -124,14 +127,18 @@ class Binder:
             assert home is not None
             _give_data(parameter, home)
             managed = ManagedParameter(
-                parameter, span.parameter, chunk, site, host_view=host_view, device_view=device_view
+                parameter,
+                span.parameter,
+                chunk,
+                site,
+                host_view=host_view,
+                device_view=device_view,
+                owners=self._owners[id(parameter)],
             )
-            managed.owners = self._owners[id(parameter)]
             if is_updated:
                 assert host_view is not None
-                managed.update_through(host_view if is_resident else parameter.detach())
-            if homes is not None:
-                managed.gradient_home = view_of(homes, span.offset_bytes, span.parameter)
+                gradient_home = None if homes is None else view_of(homes, span.offset_bytes, span.parameter)
+                managed.update_through(host_view if is_resident else parameter.detach(), gradient_home)
             members.append(managed)
             self.members.append(managed)
         if is_resident:
@@ -161,10 +168,12 @@ def move_part(groups: dict[str, ManagedGroup], key: str, flat: torch.Tensor) -> 
             offset = next(span.offset_bytes for span in chunk.spec.spans if span.parameter.name == managed.spec.name)
             view = view_of(flat, offset, managed.spec)
             if kind == "gradients":
-                _move_gradient(managed, view)
+                if managed.host_gradient is not None:
+                    managed.host_gradient.move_home(view)
                 continue
             chunk.move_host(flat)
-            view = managed.host_view = own_storage(view)
+            view = own_storage(view)
+            managed.move_host_view(view)
             if not group.is_resident and not group.looks_at_device:
                 managed.parameter.data = view
                 managed.rest_at(view)
@@ -172,25 +181,28 @@ def move_part(groups: dict[str, ManagedGroup], key: str, flat: torch.Tensor) -> 
                 managed.update_through(view if group.is_resident else managed.parameter.detach())
 
 
-def _move_gradient(managed: ManagedParameter, view: torch.Tensor) -> None:
-    old = managed.gradient_home
-    managed.gradient_home = view
-    if managed.gradient is not None and old is not None:
-        is_home = managed.gradient.data_ptr() == old.data_ptr()
-        if is_home:
-            managed.gradient.data = own_storage(view)
-            managed.lent = weakref.ref(managed.gradient.untyped_storage())
+def place_gradient(managed: ManagedParameter, *, is_copied: bool) -> None:
+    """Bring a gradient that was there before the plan to where the plan wants it.
 
-
-def is_gradient_held(managed: ManagedParameter) -> bool:
-    """Whether somebody else looks at the gradient's memory on the host: an older gradient, a view."""
-    lent = None if managed.lent is None else managed.lent()
-    if lent is None:
-        return False
-    if managed.gradient is None:
-        return True
-    with compat.without_torch_function():
-        return managed.gradient.untyped_storage() is not lent or compat.num_storage_owners(managed.gradient) > 1
+    Args:
+        managed: The plan has placed it.
+        is_copied: To the device in any case: what stood for the host's memory on an emulated device does no longer.
+    """
+    parameter = managed.parameter
+    gradient = parameter.grad
+    if gradient is None:
+        return
+    data = parameter.data
+    is_for_host = managed.host_target is not None
+    home = managed.host_view if is_for_host else data
+    assert home is not None
+    if gradient.device == home.device and (is_for_host or not is_copied):
+        return
+    parameter.grad = None
+    # A parameter on the device may have a gradient on the host, but not be given one.
+    parameter.data = home
+    parameter.grad = gradient.detach().to(home.device, copy=True)
+    parameter.data = data
 
 
 def release(members: Iterable[ManagedParameter], original: dict[int, torch.device]) -> None:
@@ -198,8 +210,8 @@ def release(members: Iterable[ManagedParameter], original: dict[int, torch.devic
     for managed in members:
         parameter = managed.parameter
         make_plain(parameter)
-        if managed.gradient is not None:
-            make_plain(managed.gradient)
+        if managed.host_gradient is not None:
+            managed.host_gradient.make_plain()
         device = original.get(id(parameter), parameter.device)
         gradient = parameter.grad
         parameter.grad = None

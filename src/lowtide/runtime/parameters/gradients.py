@@ -1,4 +1,4 @@
-"""GradientMover: takes finished gradients from the device to the host, and adds them to what is there.
+"""HostGradient: a gradient that is made on the device and waits on the host; GradientMover brings it there.
 
 Deferred, a gradient lands in a home of its own on the host, where the user finds it as `p.grad`. In backward it lands in
 a staging buffer of its chunk, which the update gives back. A second gradient before the update is added on the host, in
@@ -7,26 +7,481 @@ the order in which autograd would add it.
 
 from __future__ import annotations
 
+import enum
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from lowtide import compat
-from lowtide.errors import ConfigError, SessionError
-from lowtide.memory.allocation_cache import AllocationCache
-from lowtide.memory.chunk import Chunk, view_of
+from lowtide.errors import ConfigError, GradientStateError, SessionError
+from lowtide.memory.chunk import Chunk, ParameterSpec, view_of
+from lowtide.memory.groups import SPARSE_GRADIENT, unmanaged_parameters
 from lowtide.memory.mover import Mover, Ticket
-from lowtide.memory.unmanaged import SPARSE_GRADIENT, unmanaged_parameters
+from lowtide.memory.pools import AllocationCache
 from lowtide.planning.plan import Schedule
-from lowtide.runtime.parameters.group import ManagedParameter
-from lowtide.runtime.parameters.pending import is_pending, make_pending, make_plain
-from lowtide.runtime.parameters.tensors import beside, own_storage
+from lowtide.runtime.parameters.pending import beside, is_pending, make_pending, make_plain, own_storage, same_memory
 from lowtide.runtime.statistics.recording import Recorder
+from lowtide.runtime.updates.norms import norm_of
 from lowtide.runtime.updates.worker import HostWorker, Job
+
+
+class GradientState(enum.StrEnum):
+    """Which backward, if any, a gradient on the host belongs to."""
+
+    RESTING = "resting"
+    """No backward makes one. What there is lies at the parameter, for the user, or an update reads it."""
+    SET_ASIDE = "set aside"
+    """A backward uses the parameter: what was at it waits here, so that autograd starts afresh."""
+    ARRIVING = "arriving"
+    """This backward has brought one: copies to the host and sums there may be under way."""
+
+
+LEGAL: Mapping[GradientState, frozenset[GradientState]] = {
+    GradientState.RESTING: frozenset({GradientState.SET_ASIDE}),
+    # Back to RESTING: the backward brought none, or somebody used it up before it could be taken.
+    GradientState.SET_ASIDE: frozenset({GradientState.ARRIVING, GradientState.RESTING}),
+    # To ARRIVING: a second gradient of the same backward. To RESTING: shown to the user, or used up by an update.
+    GradientState.ARRIVING: frozenset({GradientState.ARRIVING, GradientState.RESTING}),
+}
+
+
+class HostGradient:
+    """The gradient of one parameter that the host updates. Others tell it what they did, and assign nothing.
+
+    Args:
+        parameter: The user's.
+        host: Where the host updates the parameter.
+        home: Where a deferred gradient lands; None in backward.
+    """
+
+    def __init__(
+        self, parameter: nn.Parameter, spec: ParameterSpec, chunk: Chunk, host: torch.device, home: torch.Tensor | None
+    ) -> None:
+        self.spec = spec
+        self.chunk = chunk
+        self.state = GradientState.RESTING
+        self.tensor: torch.Tensor | None = None
+        """The gradient that the last backward made, or is making."""
+        self.pending: list[Ticket | Job] = []
+        """What must happen before it is complete, and updates that read it."""
+        self.was_seen = False
+        """Whether somebody has looked at it since it began, and may write to it through a view."""
+        self.home = home
+        self._parameter = parameter
+        self._host = host
+        self._aside: torch.Tensor | None = None
+        """What was at the parameter before this backward."""
+        self._is_whole = False
+        """Whether this backward adds to what is set aside on the device, for hooks of the user's to see."""
+        self._lent: weakref.ref[torch.UntypedStorage] | None = None
+        """The storage of the user's last gradient in the home; while it lives, somebody may hold it."""
+        self._is_held = False
+        """Whether somebody else holds the memory to which this backward adds."""
+        self._num_takes = 0
+        """Counts what came to it: a norm is of one time."""
+        self._norm: tuple[int, torch.Tensor] | None = None
+        """The norm, and after which take."""
+        self._pending_value: PendingGradient | None = None
+
+    def become(self, state: GradientState) -> None:
+        """Change the state, if the table allows it."""
+        if state not in LEGAL[self.state]:
+            raise GradientStateError(
+                f"the gradient of {self.spec.name} cannot go from {self.state.value!r} to {state.value!r}: it may become "
+                f"{', '.join(sorted(LEGAL[self.state]))}. This is a fault of Lowtide's; please report it with the plan"
+            )
+        self.state = state
+
+    # -- a backward ----------------------------------------------------------------------------------------------------
+
+    def set_aside(self, *, has_hooks: bool) -> None:
+        """A backward uses the parameter. Hooks of the user's on the gradient find the sum at the parameter, as in plain torch."""
+        found = self._parameter.grad
+        if found is not None and found.device != self._host:
+            found = found.detach().to(self._host)  # the user set it beside resident weights on the device
+        self._aside, self._parameter.grad = found, None
+        self._is_whole = has_hooks and found is not None
+        if self._is_whole and found is not None:
+            self._parameter.grad = found.to(self._parameter.device, copy=True)
+        self.become(GradientState.SET_ASIDE)
+
+    def drop(self) -> None:
+        """Nothing of this backward is kept, nor of what was there before it: it was used up, or nobody wants it."""
+        self._aside = None
+
+    def is_first(self) -> bool:
+        """Whether this backward has not brought a gradient yet."""
+        return self.state is not GradientState.ARRIVING
+
+    def stage_in(self, staging: torch.Tensor) -> torch.Tensor:
+        """Where a gradient lands that is used up in backward: in the chunk's staging buffer."""
+        if self.tensor is None or self.is_first():
+            spans = self.chunk.spec.spans
+            offset = next(span.offset_bytes for span in spans if span.parameter.name == self.spec.name)
+            self.tensor = view_of(staging, offset, self.spec)
+        return self.tensor
+
+    def land(self) -> tuple[torch.Tensor, bool]:
+        """Where a deferred gradient lands, and whether it is added to what lies there."""
+        adds = not self.is_first()
+        if not adds and self._aside is not None:
+            # Accumulation: what is there already belongs to the user, wherever it lies. One that the user made is the user's
+            # to write to.
+            self.was_seen = self.was_seen or self._aside is not self.tensor
+            self.tensor, adds = self._aside, not self._is_whole
+            make_plain(self.tensor)
+            self._is_held = compat.num_storage_owners(self.tensor) > 1
+        elif not adds:
+            # What a loop that never looks at a gradient leaves behind: the copy and the update of the last step.
+            self.pending = [waiting for waiting in self.pending if not waiting.is_done()]
+            self._leave_old()
+            self.was_seen = False
+        assert self.tensor is not None
+        # Not the user's own object: that one is pending before the copy has happened.
+        return self._inner(self.tensor), adds
+
+    def count_take(self) -> int:
+        """One more gradient comes; its number."""
+        self._num_takes += 1
+        return self._num_takes
+
+    def note_norm(self, number: int, norm: torch.Tensor | None) -> None:
+        """The norm after the take of that number; None where it is not known."""
+        self._norm = None if norm is None else (number, norm)
+
+    def add_norm(self, norm: torch.Tensor) -> None:
+        """What is not clipped is only judged: a sum of norms is finite if all that was added is."""
+        known = norm if self._norm is None else self._norm[1] + norm.to(self._norm[1].device)
+        self._norm = (self._num_takes, known)
+
+    def await_(self, waiting: Ticket | Job) -> None:
+        """It is complete when this has happened too."""
+        self.pending.append(waiting)
+
+    def take_aside(self) -> torch.Tensor | None:
+        """What was at the parameter before, for the caller to add; None where there was nothing, or it is in the sum already."""
+        found = None if self._is_whole else self._aside
+        if found is not None:
+            self._aside = None
+        return found
+
+    def show(self, host_view: torch.Tensor | None, mover: Mover) -> None:
+        """A backward is over, deferred: the user finds the gradient on the host at the parameter."""
+        gradient = self._aside if self.is_first() else self.tensor
+        self._aside = None
+        if gradient is not None:
+            parameter = self._parameter
+            if parameter.device == gradient.device:
+                parameter.grad = gradient
+            else:
+                # A parameter on the device may have a gradient on the host, but not be given one.
+                # Past what notices a look: nobody looks at the weights here.
+                with compat.without_torch_function():
+                    data = parameter.data
+                    parameter.data = host_view if host_view is not None else gradient.detach()
+                    parameter.grad = gradient
+                    parameter.data = data
+            if self._is_held:
+                self.settle()  # what is held is not pending
+                self._is_held = False
+            self.make_pending(mover)
+        self.rest()
+
+    def show_aside(self) -> None:
+        """A backward is over that used up what it brought. What was there before, and was not used, is left for `step()`."""
+        if self._aside is not None and not self._is_whole:
+            self._parameter.grad, self._aside = self._aside, None
+        self.rest()
+
+    def rest(self) -> None:
+        """No backward makes it any more; also after an exception."""
+        if self.state is not GradientState.RESTING:
+            self.become(GradientState.RESTING)
+
+    # -- an update -----------------------------------------------------------------------------------------------------
+
+    def for_update(self, *, is_staged: bool) -> torch.Tensor | None:
+        """What an update on the host reads: an object of our own over the memory, because the user's may be pending, and would
+        wait for this very update.
+        """
+        if is_staged:
+            return None if self.tensor is None else same_memory(self.tensor)
+        gradient = self._parameter.grad
+        if gradient is None or gradient is self.tensor:
+            return None if gradient is None else self._inner(gradient)
+        # Set by the user, who may change it as soon as `step` returns, and who may have put it beside resident weights.
+        if gradient.device != self._host:
+            return gradient.detach().to(self._host)
+        return beside(gradient).copy_(gradient)
+
+    def use_in_place(self) -> None:
+        """Autograd made the gradient on the host, where it belongs; it is pending while the update reads it."""
+        self.tensor = self._parameter.grad
+
+    def is_held_beside(self) -> bool:
+        """Whether somebody else holds the memory that an update of `p.grad` reads, and may write to it unnoticed."""
+        if self.tensor is None:
+            return False
+        with compat.without_torch_function():
+            return self._parameter.grad is self.tensor and compat.num_storage_owners(self.tensor) > 1
+
+    def use_up(self) -> None:
+        """An update has it, in a staging buffer that it gives back."""
+        self.pending.clear()
+        self.tensor = None
+        self.rest()
+
+    def forget_norm(self) -> None:
+        """The norm was judged, or the gradient changed."""
+        self._norm = None
+
+    @property
+    def sent_norm(self) -> torch.Tensor | None:
+        """The norm as it left the device."""
+        return None if self._norm is None else self._norm[1]
+
+    @property
+    def known_norm(self) -> torch.Tensor | None:
+        """The norm of the gradient as it is now; None where it is not known, or not yet."""
+        is_known = self._norm is not None and self._norm[0] == self._num_takes and not self.was_seen
+        return self._norm[1] if self._norm is not None and is_known else None
+
+    def clear_unseen(self, clear: Callable[[], None]) -> None:
+        """Run what clears the gradient; nobody but it has looked, and nothing of its value is kept."""
+        was_seen = self.was_seen
+        clear()
+        self.was_seen = was_seen
+        self.forget_norm()
+
+    # -- the user ------------------------------------------------------------------------------------------------------
+
+    def make_pending(self, mover: Mover) -> None:
+        """A look at the user's gradient waits for what is pending for it."""
+        if self.tensor is not None and self._parameter.grad is self.tensor:
+            self._pending_value = self._pending_value or PendingGradient(self, mover)
+            make_pending(self.tensor, self._pending_value)
+
+    def make_plain(self) -> None:
+        """The session ends: the gradient is what it seems."""
+        if self.tensor is not None:
+            make_plain(self.tensor)
+
+    def mark_seen(self) -> None:
+        """Somebody looks, who may write, and may keep a view of it and write later."""
+        self.was_seen = True
+
+    def settle(self) -> None:
+        """Wait until the gradient is complete and no update reads it."""
+        while self.pending:
+            first = self.pending[0]
+            try:
+                first.wait()
+            except Exception:
+                self.pending.remove(first)
+                raise
+            # Not before: an interrupted wait must not forget it.
+            if self.pending and self.pending[0] is first:
+                self.pending.pop(0)
+
+    def is_settled(self) -> bool:
+        """Whether nothing is under way for it."""
+        return all(waiting.is_done() for waiting in self.pending)
+
+    def is_home_held(self) -> bool:
+        """Whether somebody else looks at the home's memory: an older gradient, a view."""
+        lent = None if self._lent is None else self._lent()
+        if lent is None:
+            return False
+        if self.tensor is None:
+            return True
+        with compat.without_torch_function():
+            return self.tensor.untyped_storage() is not lent or compat.num_storage_owners(self.tensor) > 1
+
+    def move_home(self, home: torch.Tensor) -> None:
+        """The home lies elsewhere now; whoever moved it has copied it."""
+        old, self.home = self.home, home
+        if self.tensor is not None and old is not None and self.tensor.data_ptr() == old.data_ptr():
+            self.tensor.data = own_storage(home)
+            self._lent = weakref.ref(self.tensor.untyped_storage())
+
+    def _leave_old(self) -> None:
+        """A new gradient is written where the last one lay, unless somebody still holds that one."""
+        assert self.home is not None
+        old, self.tensor = self.tensor, None
+        # Two references: the local name and that of `getrefcount`.
+        if old is not None and (sys.getrefcount(old) > 2 or is_pending(old)):
+            self.settle()
+            make_plain(old)
+        del old
+        if self._lent is not None and self._lent() is not None:
+            # Somebody holds a gradient of before, or a view of it: it keeps its place and its value.
+            self.tensor = beside(self.home)
+        else:
+            self.tensor = own_storage(self.home)
+            self._lent = weakref.ref(self.tensor.untyped_storage())
+
+    def _inner(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A tensor of our own over a gradient of the user's, which may be pending and is the user's alone to hold."""
+        home = self.home
+        with compat.without_torch_function():
+            is_at_home = home is not None and gradient.data_ptr() == home.data_ptr()
+        return same_memory(home if is_at_home and home is not None else gradient)
+
+
+class PendingGradient:
+    """What a look at a gradient on the host waits for: its completion, and updates that read it."""
+
+    def __init__(self, gradient: HostGradient, mover: Mover) -> None:
+        self._gradient = gradient
+        self._mover = mover
+
+    @property
+    def label(self) -> str:
+        """For messages."""
+        return f"the gradient of {self._gradient.spec.name}"
+
+    def settle(self) -> None:
+        """Wait for the copies and the update. It stays pending: a GradScaler's kernel must be noticed at any time."""
+        self._gradient.settle()
+        self._gradient.mark_seen()
+
+    def check_gradient(self) -> None:
+        """A gradient has none itself."""
+
+    def wait_for_device(self) -> None:
+        """Copies to the host that the loop's own stream makes, as a GradScaler's of its flag, are done then."""
+        self._mover.now().wait()
+
+
+class GradientSink(Protocol):
+    """Takes gradients off the device: a session's to the host, a prediction's to nowhere."""
+
+    def take(self, taken: HostGradient, parameter: nn.Parameter) -> None:
+        """The parameter's gradient is complete on the device."""
+
+    def abandon(self, gradients: Iterable[HostGradient], chunks: Iterable[Chunk]) -> None:
+        """After an exception: nothing of this backward is kept."""
+
+    def show(self, gradient: HostGradient, host_view: torch.Tensor | None, *, is_resident: bool) -> None:
+        """A backward is over: the user finds the gradient where it rests."""
+
+
+class GradientMover:
+    """Sends gradients to the host and adds them up there.
+
+    Args:
+        takes_totals: Whether the norm of what was added up on the host is taken there, for a clipping that does not read
+            the sum again.
+    """
+
+    def __init__(
+        self,
+        mover: Mover,
+        worker: HostWorker,
+        cache: AllocationCache,
+        schedule: Schedule,
+        recorder: Recorder,
+        *,
+        takes_totals: bool,
+    ) -> None:
+        self._mover = mover
+        self._worker = worker
+        self._cache = cache
+        self._schedule = schedule
+        self._recorder = recorder
+        self._takes_totals = takes_totals
+
+    def take(self, taken: HostGradient, parameter: nn.Parameter) -> None:
+        """The parameter's gradient is complete on the device: send it to the host and let it go there."""
+        gradient = parameter.grad
+        assert gradient is not None
+        refuse_sparse_gradient(gradient, taken.spec.name)
+        parameter.grad = None
+        if self._schedule is Schedule.IN_BACKWARD:
+            target, adds = taken.stage_in(self._staging(taken.chunk)), not taken.is_first()
+        else:
+            target, adds = taken.land()
+        number = taken.count_take()
+        if adds:
+            self._send_and_add(taken, number, target, gradient)
+        else:
+            taken.note_norm(number, None if taken.was_seen else norm_of(gradient))
+            taken.await_(self._send(taken, target, gradient))
+        if self._schedule is Schedule.IN_BACKWARD and (aside := taken.take_aside()) is not None:
+            # From a use outside of the module's call, on the host: its gradient came first.
+            self._add(taken, target, aside)
+        taken.become(GradientState.ARRIVING)
+
+    def abandon(self, gradients: Iterable[HostGradient], chunks: Iterable[Chunk]) -> None:
+        """After an exception: wait for the work on the host, and take back staging that no update will give back."""
+        self._worker.drain()
+        for gradient in gradients if self._schedule is Schedule.IN_BACKWARD else ():
+            gradient.use_up()
+        for chunk in chunks:
+            chunk.take_staging()
+        self._cache.take_back_all()
+
+    def show(self, gradient: HostGradient, host_view: torch.Tensor | None, *, is_resident: bool) -> None:
+        """A backward is over: the user finds the gradient where it rests."""
+        if self._schedule is Schedule.DEFERRED:
+            gradient.show(host_view, self._mover)
+        elif is_resident:
+            gradient.rest()
+        else:
+            gradient.show_aside()
+
+    def make_pending(self, gradient: HostGradient) -> None:
+        """An update on the host reads the user's gradient: a look at it waits."""
+        gradient.make_pending(self._mover)
+
+    def _staging(self, chunk: Chunk) -> torch.Tensor:
+        if chunk.staging is None:
+            chunk.stage_in(self._cache.take(chunk.spec.nbytes))
+        assert chunk.staging is not None
+        return chunk.staging
+
+    def _send(self, taken: HostGradient, target: torch.Tensor, gradient: torch.Tensor) -> Ticket:
+        copied = self._mover.to_host(target, gradient, [self._mover.now()])
+        self._recorder.on_gradient(taken.chunk, copied, gradient.nbytes)
+        return copied.ended
+
+    def _add(self, taken: HostGradient, total: torch.Tensor, other: torch.Tensor) -> None:
+        make_plain(other)
+        taken.add_norm(norm_of(other))
+
+        def add() -> None:
+            with torch.no_grad():
+                total.add_(other)
+
+        taken.await_(self._worker.submit(add, after=_earlier(taken)))
+
+    def _send_and_add(self, taken: HostGradient, number: int, total: torch.Tensor, gradient: torch.Tensor) -> None:
+        buffer = self._cache.take(max(gradient.nbytes, 1))
+        staging = view_of(buffer, 0, taken.spec)
+        before = _earlier(taken)
+        arrived = self._send(taken, staging, gradient)
+        takes_norm = self._takes_totals and not taken.was_seen
+        if not takes_norm:
+            taken.add_norm(norm_of(gradient))
+
+        def add() -> None:
+            with torch.no_grad():
+                total.add_(staging)
+            if takes_norm:
+                taken.note_norm(number, norm_of(total))
+
+        give_back = partial(self._cache.give_back, buffer)
+        taken.await_(self._worker.submit(add, after=[*before, arrived], lastly=give_back))
+
+
+def _earlier(gradient: HostGradient) -> tuple[Ticket | Job, ...]:
+    """What an addition comes after: the copies and additions before it, and an update that reads what they made."""
+    return tuple(waiting for waiting in gradient.pending if not waiting.is_done())
 
 
 def refuse_sparse_gradient(gradient: torch.Tensor, name: str) -> None:
@@ -67,207 +522,3 @@ def refuse_sparse_tables(model: nn.Module, optimizer: torch.optim.Optimizer, ask
                 f"sparse=False, or leave {settings[0].partition('=')[0]} out",
                 key=settings[0].partition("=")[0],
             )
-
-
-class PendingGradient:
-    """A gradient on the host, pending until it is complete and no update reads it."""
-
-    def __init__(self, managed: ManagedParameter, mover: Mover) -> None:
-        self._managed_parameter = managed
-        self._mover = mover
-
-    @property
-    def label(self) -> str:
-        """For messages."""
-        return f"the gradient of {self._managed_parameter.spec.name}"
-
-    def settle(self) -> None:
-        """Wait for the copies and the update. It stays pending: a GradScaler's kernel must be noticed at any time."""
-        self._managed_parameter.settle_gradient()
-        # Whoever looks may write, and may keep a view of it and write later.
-        self._managed_parameter.was_seen = True
-
-    def check_gradient(self) -> None:
-        """A gradient has none itself."""
-
-    def wait_for_device(self) -> None:
-        """Copies to the host that the loop's own stream makes, as a GradScaler's of its flag, are done then."""
-        self._mover.now().wait()
-
-
-class GradientMover:
-    """Sends gradients to the host and adds them up there; the parameters keep what is under way."""
-
-    def __init__(
-        self, mover: Mover, worker: HostWorker, cache: AllocationCache, schedule: Schedule, recorder: Recorder
-    ) -> None:
-        self._mover = mover
-        self._worker = worker
-        self._cache = cache
-        self._schedule = schedule
-        self._recorder = recorder
-        self.takes_totals = False
-        """Whether the norm of what was added up on the host is taken there, for a clipping that does not read it again."""
-
-    def take(self, managed: ManagedParameter) -> None:
-        """The parameter's gradient is complete on the device: send it to the host and let it go there."""
-        gradient = managed.parameter.grad
-        assert gradient is not None
-        refuse_sparse_gradient(gradient, managed.spec.name)
-        managed.parameter.grad = None
-        is_first = not managed.has_fired
-        if self._schedule is Schedule.IN_BACKWARD:
-            home = self._staged(managed)
-        else:
-            if managed.stashed is not None and is_first:
-                # Accumulation: what is there already belongs to the user, wherever it lies.
-                # One that the user made is the user's to write to.
-                managed.was_seen = managed.was_seen or managed.stashed is not managed.gradient
-                managed.gradient, is_first = managed.stashed, managed.is_whole
-                make_plain(managed.gradient)
-                managed.is_gradient_held = compat.num_storage_owners(managed.gradient) > 1
-            elif is_first:
-                # What a loop that never looks at a gradient leaves behind: the copy and the update of the last step.
-                managed.pending = [waiting for waiting in managed.pending if not waiting.is_done()]
-                self._leave_old_gradient(managed)
-                managed.was_seen = False
-            assert managed.gradient is not None
-            # Not the user's own object: that one is pending before the copy has happened.
-            home = managed.inner_gradient(managed.gradient)
-        managed.num_takes += 1
-        if is_first:
-            managed.norm = None if managed.was_seen else (managed.num_takes, norm_of(gradient))
-            managed.pending.append(self._send(managed, home, gradient))
-        else:
-            self._send_and_add(managed, home, gradient)
-        if self._schedule is Schedule.IN_BACKWARD and managed.stashed is not None and not managed.is_whole:
-            # From a use outside of the module's call, on the host: its gradient came first.
-            self._add_stashed(managed, home, managed.stashed)
-            managed.stashed = None
-        managed.has_fired = True
-
-    def abandon(self, members: Iterable[ManagedParameter]) -> None:
-        """After an exception: wait for the work on the host, and take back staging that no update will give back."""
-        self._worker.drain()
-        for managed in members:
-            if self._schedule is Schedule.IN_BACKWARD:
-                managed.gradient = None
-                managed.pending.clear()
-            managed.chunk.take_staging()
-        self._cache.take_back_all()
-
-    def expose(self, managed: ManagedParameter) -> None:
-        """Backward is over: the user finds the gradient on the host at the parameter."""
-        gradient = managed.gradient if managed.has_fired else managed.stashed
-        managed.stashed = None
-        if gradient is None:
-            return
-        parameter = managed.parameter
-        if parameter.device == gradient.device:
-            parameter.grad = gradient
-        else:
-            # A parameter on the device may have a gradient on the host, but not be given one.
-            # Past what notices a look: nobody looks at the weights here.
-            with compat.without_torch_function():
-                data = parameter.data
-                parameter.data = managed.host_view if managed.host_view is not None else gradient.detach()
-                parameter.grad = gradient
-                parameter.data = data
-        if managed.is_gradient_held:
-            managed.settle_gradient()  # what is held is not pending
-            managed.is_gradient_held = False
-        self.make_pending(managed)
-
-    def make_pending(self, managed: ManagedParameter) -> None:
-        """A look at the user's gradient on the host waits for what is pending for it."""
-        if managed.gradient is not None and managed.parameter.grad is managed.gradient:
-            managed.pending_gradient = managed.pending_gradient or PendingGradient(managed, self._mover)
-            make_pending(managed.gradient, managed.pending_gradient)
-
-    def _staged(self, managed: ManagedParameter) -> torch.Tensor:
-        chunk = managed.chunk
-        if chunk.staging is None:
-            chunk.stage_in(self._cache.take(chunk.spec.nbytes))
-        if managed.gradient is None or not managed.has_fired:
-            assert chunk.staging is not None
-            managed.gradient = _home_in(chunk, chunk.staging, managed)
-        return managed.gradient
-
-    def _leave_old_gradient(self, managed: ManagedParameter) -> None:
-        """A new gradient is written where the last one lay, unless somebody still holds that one."""
-        assert managed.gradient_home is not None
-        old, managed.gradient = managed.gradient, None
-        # Two references: the local name and that of `getrefcount`.
-        if old is not None and (sys.getrefcount(old) > 2 or is_pending(old)):
-            managed.settle_gradient()
-            make_plain(old)
-        del old
-        if managed.lent is not None and managed.lent() is not None:
-            # Somebody holds a gradient of before, or a view of it: it keeps its place and its value.
-            managed.gradient = beside(managed.gradient_home)
-        else:
-            managed.gradient = own_storage(managed.gradient_home)
-            managed.lent = weakref.ref(managed.gradient.untyped_storage())
-
-    def _send(self, managed: ManagedParameter, target: torch.Tensor, gradient: torch.Tensor) -> Ticket:
-        copied = self._mover.to_host(target, gradient, [self._mover.now()])
-        self._recorder.on_gradient(managed.chunk, copied, gradient.nbytes)
-        return copied.ended
-
-    def _add_stashed(self, managed: ManagedParameter, total: torch.Tensor, stashed: torch.Tensor) -> None:
-        make_plain(stashed)
-        self._judge_too(managed, stashed)
-
-        def add() -> None:
-            with torch.no_grad():
-                total.add_(stashed)
-
-        managed.pending.append(self._worker.submit(add, after=_earlier(managed)))
-
-    def _judge_too(self, managed: ManagedParameter, gradient: torch.Tensor) -> None:
-        """Where nothing is clipped the norm says no more than whether all that was added is finite."""
-        norm = norm_of(gradient)
-        managed.norm = (
-            managed.num_takes,
-            norm if managed.norm is None else managed.norm[1] + norm.to(managed.norm[1].device),
-        )
-
-    def _send_and_add(self, managed: ManagedParameter, total: torch.Tensor, gradient: torch.Tensor) -> None:
-        buffer = self._cache.take(max(gradient.nbytes, 1))
-        staging = view_of(buffer, 0, managed.spec)
-        before = _earlier(managed)
-        arrived = self._send(managed, staging, gradient)
-        number = managed.num_takes
-        takes_norm = self.takes_totals and not managed.was_seen
-        if not takes_norm:
-            self._judge_too(managed, gradient)
-
-        def add() -> None:
-            with torch.no_grad():
-                total.add_(staging)
-            if takes_norm:
-                managed.norm = (number, norm_of(total))
-
-        give_back = partial(self._cache.give_back, buffer)
-        managed.pending.append(self._worker.submit(add, after=[*before, arrived], lastly=give_back))
-
-
-def _earlier(managed: ManagedParameter) -> tuple[Ticket | Job, ...]:
-    """What an addition comes after: the copies and additions before it, and an update that reads what they made."""
-    return tuple(waiting for waiting in managed.pending if not waiting.is_done())
-
-
-def norm_of(gradient: torch.Tensor) -> torch.Tensor:
-    """In fp32, of doubles and complex numbers in their own precision; on their device, without a copy of the gradient."""
-    with torch.no_grad():
-        if gradient.layout is not torch.strided:
-            gradient = gradient.coalesce().values()
-        # torch narrows none of these, and would refuse.
-        is_own = gradient.is_complex() or gradient.dtype is torch.float64
-        norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=None if is_own else torch.float32)
-    return norm
-
-
-def _home_in(chunk: Chunk, buffer: torch.Tensor, managed: ManagedParameter) -> torch.Tensor:
-    span = next(span for span in chunk.spec.spans if span.parameter.name == managed.spec.name)
-    return view_of(buffer, span.offset_bytes, managed.spec)

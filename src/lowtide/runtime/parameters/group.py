@@ -23,7 +23,7 @@ their own, and updates change x. So code that sets `p.data` to an average and ba
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -31,17 +31,14 @@ from torch import nn
 
 from lowtide import compat
 from lowtide.errors import GradientGoneError, ModelChangedError
-from lowtide.memory.chunk import Chunk, StoredGroup
-from lowtide.memory.layout import ParameterSpec
-from lowtide.memory.mover import Ticket
+from lowtide.memory.chunk import Chunk, ParameterSpec, StoredGroup
 from lowtide.planning.plan import Site
-from lowtide.runtime.parameters.pending import PendingValue, make_all_pending, make_all_plain, make_plain
-from lowtide.runtime.parameters.tensors import beside, same_memory
-from lowtide.runtime.updates.worker import Job
+from lowtide.runtime.parameters.gradients import HostGradient
+from lowtide.runtime.parameters.pending import beside, make_all_pending, make_all_plain, make_plain
 
 
 class Visit(Protocol):
-    """A forward call whose graph is alive; see `passes.window`."""
+    """A forward call whose graph is alive; see `passes.forward`."""
 
     backward: int | None
     """The backward that opened it last."""
@@ -59,6 +56,7 @@ class ManagedParameter:
         *,
         host_view: torch.Tensor | None,
         device_view: torch.Tensor,
+        owners: Sequence[tuple[nn.Module, str]] = (),
     ) -> None:
         self.parameter = parameter
         self.spec = spec
@@ -71,51 +69,41 @@ class ManagedParameter:
         """What the host updates: shares the host's memory, and the parameter's version where that is its data."""
         self.num_own_views = 1
         """Tensors of our own on the home's storage: the home, and the host target where it is another tensor there."""
-        self.gradient_home: torch.Tensor | None = None
-        """Where a deferred gradient lands on the host."""
-        self.lent: weakref.ref[torch.UntypedStorage] | None = None
-        """The user's last gradient in that home; while it lives, somebody may hold it."""
-        self.pending_gradient: PendingValue | None = None
-        """What the user's gradient waits for, while it is pending."""
-        self.hook: torch.utils.hooks.RemovableHandle | None = None
-        """Tells when the gradient is complete."""
-        self.is_whole = False
-        """Whether this backward adds to the gradient from before it on the device, for hooks of the user's to see."""
-        self.stashed: torch.Tensor | None = None
-        """The gradient on the host from before this backward, set aside while the parameter looks at the device."""
-        self.gradient: torch.Tensor | None = None
-        """The gradient on the host that this backward is making."""
-        self.num_takes = 0
-        """Counts what came to the gradient on the host: a norm is of one moment."""
-        self.is_gradient_held = False
-        """Whether somebody else holds the gradient's memory on the host, to which this backward adds."""
-        self.was_seen = False
-        """Whether somebody has looked at the gradient on the host since it began, and may write to it through a view."""
-        self.norm: tuple[int, torch.Tensor] | None = None
-        """The norm of the gradient on the host, and after which take."""
-        self.pending: list[Ticket | Job] = []
-        """What must happen before the gradient on the host is complete."""
+        self.host_gradient: HostGradient | None = None
+        """The gradient that goes to the host; None where the device updates the parameter."""
         self.version = 0
         """The parameter's version when its window opened."""
-        self.is_hook_awaited = False
-        """Whether hooks of the user's on the gradient are still to run in this backward; they may write to the weights."""
-        self.is_hooked = False
-        """Whether there are such hooks."""
-        self.version_in_backward = 0
-        """The parameter's version when the backward reached it."""
-        self.is_written_in_backward = False
-        """Whether such hooks wrote to the parameter, or may have."""
         self.has_fired = False
         """Whether this backward brought a gradient."""
-        self.owners: list[tuple[nn.Module, str]] = []
+        self.is_hook_awaited = False
+        """Whether hooks of the user's on the gradient are still to run in this backward; they may write to the weights."""
+        self.is_written_in_backward = False
+        """Whether such hooks wrote to the parameter, or may have."""
+        self._version_in_backward = 0
+        self._is_hooked = False
+        self._hook: torch.utils.hooks.RemovableHandle | None = None
+        self.owners = tuple(owners)
         """Modules and names under which the model has it."""
         self.foreign: torch.Tensor | None = None
         """What the parameter shows instead of its home; see Note [Memory that the user holds]."""
 
-    def update_through(self, host_target: torch.Tensor) -> None:
-        """The host updates the parameter through this tensor: a view of streamed weights, or the host's copy of resident ones."""
+    def update_through(self, host_target: torch.Tensor, gradient_home: torch.Tensor | None = None) -> None:
+        """The host updates the parameter through this tensor: a view of streamed weights, or the host's copy of resident ones.
+
+        A deferred gradient lands in `gradient_home`.
+        """
         self.host_target = host_target
+        if self.host_gradient is None:
+            self.host_gradient = HostGradient(self.parameter, self.spec, self.chunk, host_target.device, gradient_home)
         self.num_own_views = 1 if host_target is self.host_view else 2
+
+    def move_host_view(self, host_view: torch.Tensor) -> None:
+        """The host's bytes lie elsewhere now."""
+        self.host_view = host_view
+
+    def forget_device(self) -> None:
+        """The chunk has let go of its memory on the device."""
+        self.device_view = self.chunk.device
 
     def rest_at(self, home: torch.Tensor) -> None:
         """The parameter rests in this memory: the device's for a resident one, else the host's."""
@@ -132,31 +120,62 @@ class ManagedParameter:
         with compat.without_torch_function():  # as a rule the parameter
             return compat.storage_key(self.parameter) != compat.storage_key(self.home)
 
-    @property
-    def known_norm(self) -> torch.Tensor | None:
-        """The norm of the gradient as it is now; None where it is not known, or not yet."""
-        is_known = self.norm is not None and self.norm[0] == self.num_takes and not self.was_seen
-        return self.norm[1] if self.norm is not None and is_known else None
+    # -- told by the backward pass -------------------------------------------------------------------------------------
 
-    def inner_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """A tensor of our own over a gradient of the user's, which may be pending and is the user's alone to hold."""
-        home = self.gradient_home
-        with compat.without_torch_function():
-            is_at_home = home is not None and gradient.data_ptr() == home.data_ptr()
-        return same_memory(home if is_at_home and home is not None else gradient)
+    def watch(self, on_gradient: Callable[[torch.Tensor], None]) -> torch.utils.hooks.RemovableHandle:
+        """Tell when the gradient is complete, after hooks of the user's."""
+        self._hook = self.parameter.register_post_accumulate_grad_hook(on_gradient)
+        return self._hook
 
-    def settle_gradient(self) -> None:
-        """Wait until the gradient on the host is complete."""
-        while self.pending:
-            first = self.pending[0]
-            try:
-                first.wait()
-            except Exception:
-                self.pending.remove(first)
-                raise
-            # Not before: an interrupted wait must not forget it.
-            if self.pending and self.pending[0] is first:
-                self.pending.pop(0)
+    def enter_backward(self, *, is_resident: bool) -> bool:
+        """A backward uses the parameter; whether hooks of the user's on its gradient are still to run."""
+        self.has_fired = False
+        has_other_hooks = self._hook is not None and compat.make_last_gradient_hook(self.parameter, self._hook)
+        self._is_hooked = has_other_hooks or (not is_resident and compat.has_gradient_hooks(self.parameter))
+        self.is_hook_awaited = self._is_hooked
+        self.is_written_in_backward = False
+        self._version_in_backward = compat.version_of(self.parameter)
+        if self.host_gradient is not None:
+            self.host_gradient.set_aside(has_hooks=has_other_hooks)
+            return self._is_hooked
+        gradient = self.parameter.grad
+        if gradient is not None and gradient.device != self.parameter.device:
+            # From a use outside of the module's call, on the host: autograd adds to it here.
+            self.parameter.grad = gradient.to(self.parameter.device)
+        return self._is_hooked
+
+    def may_be_written(self) -> bool:
+        """Whether hooks of the user's have run on the gradient, or somebody wrote to the parameter in this backward."""
+        return self._is_hooked or self.is_written()
+
+    def is_written(self) -> bool:
+        """Whether somebody wrote to the parameter since the backward reached it."""
+        return compat.version_of(self.parameter) != self._version_in_backward
+
+    def note_hooks(self, *, has_written: bool) -> None:
+        """Hooks of the user's on the gradient have run."""
+        self.is_written_in_backward = has_written
+        self.is_hook_awaited = False
+
+    def stop_awaiting_hooks(self) -> None:
+        """None of them will run in this backward any more."""
+        self.is_hook_awaited = False
+
+    def forget_writes(self) -> None:
+        """What they wrote is where the truth is."""
+        self.is_written_in_backward = False
+
+    def fire(self) -> None:
+        """The gradient of this backward is complete."""
+        self.has_fired = True
+
+    def forget_gradient(self) -> None:
+        """It was used up, or shown to the user."""
+        self.has_fired = False
+
+    def version_before(self, *, is_in_backward: bool) -> int:
+        """The parameter's version when a window opened, or when the backward reached it."""
+        return self._version_in_backward if is_in_backward else self.version
 
 
 class ManagedGroup:
@@ -195,9 +214,9 @@ class ManagedGroup:
         """Whether somebody holds memory that an update or a copy under way changes: `step()` waits for it."""
         self.place = 0
         """In the order in which the last forward first used groups; before the first, that of the layout."""
-        self.awaited: dict[str, ManagedParameter] = {}
+        self._awaited: dict[str, ManagedParameter] = {}
         """By chunk, a trained parameter whose gradient was still to come in this backward when that was last asked."""
-        self.settler: Settler | None = None
+        self._settler: Settler | None = None
 
     @property
     def is_consumed(self) -> bool:
@@ -205,14 +224,112 @@ class ManagedGroup:
         return bool(self.consumed)
 
     @property
+    def is_updated_on_host(self) -> bool:
+        """Whether gradients of it go to the host."""
+        return any(managed.host_gradient is not None for managed in self.members)
+
+    @property
     def guards_gradients(self) -> bool:
         """Whether a look at a gradient must be refused until `step()`."""
         return bool(self.consumed or self.dropped)
+
+    # -- told by the passes and the updates ----------------------------------------------------------------------------
+
+    def take_place(self, place: int) -> None:
+        """The group is used at this place of a forward."""
+        self.place = place
+
+    def enter_backward(self) -> None:
+        """One more backward uses the group: gradients on the host are set aside, so that autograd starts afresh."""
+        self.num_tasks += 1
+        if self.num_tasks == 1:
+            self.awaits_hooks = False
+            self._awaited.clear()
+            for managed in self.members:
+                is_hooked = managed.enter_backward(is_resident=self.is_resident)
+                self.awaits_hooks = self.awaits_hooks or is_hooked
+
+    def leave_backward(self) -> bool:
+        """One uses it no more; whether none does."""
+        self.num_tasks -= 1
+        return self.num_tasks == 0
+
+    def note_hooks(self, managed: ManagedParameter, *, has_written: bool) -> None:
+        """Hooks of the user's on the parameter's gradient have run."""
+        managed.note_hooks(has_written=has_written)
+        self.awaits_hooks = any(other.is_hook_awaited for other in self.members)
+
+    def stop_awaiting_hooks(self) -> None:
+        """No hook of the user's will run in this backward any more."""
+        self.awaits_hooks = False
+        for managed in self.members:
+            managed.stop_awaiting_hooks()
+
+    def written_by_hooks(self) -> list[Chunk]:
+        """Chunks that hooks of the user's have written to, and will not write to again. Each is named once."""
+        found: list[Chunk] = []
+        for chunk in self.stored.chunks:
+            members = [managed for managed in self.members if managed.chunk is chunk]
+            if any(managed.is_written_in_backward for managed in members) and not any(
+                managed.is_hook_awaited for managed in members
+            ):
+                for managed in members:
+                    managed.forget_writes()
+                found.append(chunk)
+        return found
+
+    def complete(self, chunk: Chunk, *, is_last: bool) -> list[ManagedParameter]:
+        """The chunk's parameters with a gradient, once all of them that are trained have one, or will get none."""
+        if not is_last:
+            # This is asked at every gradient: as long as the same one is missing, the chunk is not complete.
+            awaited = self._awaited.get(chunk.spec.name)
+            if awaited is not None and not awaited.has_fired:
+                return []
+        fired: list[ManagedParameter] = []
+        with compat.without_torch_function():  # parameters may be guarded; nobody reads a value here
+            for managed in self.members:
+                if managed.chunk is not chunk:
+                    continue
+                if managed.has_fired:
+                    if managed.parameter.requires_grad:
+                        fired.append(managed)
+                elif not is_last and managed.parameter.requires_grad:
+                    self._awaited[chunk.spec.name] = managed
+                    return []
+        return fired
+
+    def count_update(self) -> None:
+        """The weights are about to change: a backward through those of before will be refused."""
+        self.generation += 1
+
+    def use_up(self, chunk: str) -> None:
+        """A backward is about to update the chunk, and to use up its gradients."""
+        self.consumed.add(chunk)
+
+    def keep(self, chunk: str) -> None:
+        """It did not: the chunk is as before."""
+        self.consumed.discard(chunk)
+
+    def drop_gradient(self, name: str) -> None:
+        """A backward dropped the gradient of this parameter."""
+        self.dropped.add(name)
 
     def forget_backward(self) -> None:
         """The step is over, or given up: gradients may come and be looked at again."""
         self.consumed.clear()
         self.dropped.clear()
+
+    def await_change(self) -> None:
+        """Somebody holds memory that an update or a copy under way changes."""
+        self.is_awaited = True
+
+    def forget_change(self) -> None:
+        """It has changed."""
+        self.is_awaited = False
+
+    def be_settled_by(self, settler: Settler) -> None:
+        """The settler is called when somebody looks at one of the parameters."""
+        self._settler = settler
 
     @property
     def label(self) -> str:
@@ -246,8 +363,7 @@ class ManagedGroup:
                     continue
                 if managed.foreign is not None and self.is_resident:
                     continue  # the parameter shows memory of the user's
-                version = managed.version_in_backward if self.num_tasks else managed.version
-                if compat.version_of(managed.parameter) != version:
+                if compat.version_of(managed.parameter) != managed.version_before(is_in_backward=bool(self.num_tasks)):
                     (managed.host_view if managed.foreign is None else managed.foreign).copy_(managed.parameter)
 
     def look_at_device(self) -> None:
@@ -322,6 +438,11 @@ class ManagedGroup:
                 assert managed.host_view is not None
                 managed.parameter.data = managed.host_view if managed.foreign is None else managed.foreign
 
+    def forget_device(self) -> None:
+        """The chunks have let go of their memory on the device, for good."""
+        for managed in self.members:
+            managed.forget_device()
+
     def make_pending(self) -> None:
         """From now on a look at a parameter settles the group first."""
         make_all_pending(self.parameters, self)
@@ -332,8 +453,8 @@ class ManagedGroup:
 
     def settle(self) -> None:
         """Make the values of the group's parameters true: user code looks at one of them."""
-        assert self.settler is not None
-        self.settler.settle_group(self)
+        assert self._settler is not None
+        self._settler.settle_group(self)
 
     def check_gradient(self) -> None:
         """Refuse a look at a gradient that was used up."""
@@ -429,6 +550,11 @@ def _is_given(managed: ManagedParameter, module: nn.Module, name: str) -> bool:
 def chunks_in(groups: Iterable[ManagedGroup]) -> list[Chunk]:
     """All chunks of all groups."""
     return [chunk for group in groups for chunk in group.stored.chunks]
+
+
+def members_of(groups: Mapping[str, ManagedGroup]) -> list[ManagedParameter]:
+    """All parameters of all groups."""
+    return [managed for group in groups.values() for managed in group.members]
 
 
 class Settler(Protocol):

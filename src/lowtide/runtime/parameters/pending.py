@@ -4,20 +4,23 @@ Between its uses a streamed parameter may have an update under way on the host, 
 back, or a prefetched copy that a write would leave behind. To wait for all of that after each step would undo the
 overlap; so the tensor is pending instead: its class is exchanged for one whose `__torch_function__` first settles what
 is pending. A loop that never looks never waits, and one that looks always sees the true value. Inside a group's window
-its parameters are ordinary ones: no operator of the model pays for this.
+its parameters are ordinary ones: no operator of the model pays for this. `LiveState` does the same for optimizer state.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from lowtide import compat
+from lowtide.errors import OptimizerStateError
+from lowtide.runtime.emulation.device import mark_of, set_mark
 
 
 class PendingValue(Protocol):
@@ -238,3 +241,105 @@ def _pending_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
             yield from _pending_in(value)
         elif isinstance(value, dict):
             yield from _pending_in(value.values())
+
+
+def same_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Another tensor object over the same memory, outside of autograd, with a version of its own."""
+    with compat.without_torch_function():
+        return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+            tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
+        )
+
+
+def own_storage(view: torch.Tensor) -> torch.Tensor:
+    """Another tensor over the same memory, with a storage that ends where the view does, and that keeps the memory alive.
+
+    What torch saves and pickles is the storage: a view of a large buffer would carry its neighbours along. And as long
+    as such a storage lives, somebody may look at the memory. The view must be dense.
+    """
+    with compat.without_torch_function():
+        num_bytes, start = view.numel() * view.element_size(), view.storage_offset() * view.element_size()
+        flat = torch.empty(0, dtype=torch.uint8, device=view.device)
+        flat.set_(view.untyped_storage(), start, (num_bytes,), (1,))
+        storage = compat.storage_over(flat)
+        set_mark(storage, mark_of(view.untyped_storage()))
+        return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.size(), view.stride())
+
+
+def beside(tensor: torch.Tensor) -> torch.Tensor:
+    """New memory of the same tier and shape, which holds nothing yet."""
+    with compat.without_torch_function(), compat.without_modes():
+        made = torch.empty_like(tensor, requires_grad=False)
+        set_mark(made.untyped_storage(), mark_of(tensor.untyped_storage()))
+    return made
+
+
+Entries = dict[str, Any]
+
+
+class LiveState(defaultdict[torch.Tensor, Entries]):
+    """The states of an optimizer whose own step runs on the chunks: reading waits for the updates under way.
+
+    The session itself, whose worker makes them, goes past this by `dict`'s own methods.
+    """
+
+    def __init__(self, settle: Callable[[], None], entries: Mapping[torch.Tensor, Entries]) -> None:
+        super().__init__(dict, entries)
+        self._settle = settle
+
+    def __getitem__(self, key: torch.Tensor) -> Entries:
+        self._settle()
+        return super().__getitem__(key)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self._settle()
+        return super().__iter__()
+
+    def get(self, key: torch.Tensor, default: Any = None) -> Any:
+        """As a dictionary's."""
+        self._settle()
+        return super().get(key, default)
+
+    def items(self) -> ItemsView[torch.Tensor, Entries]:  # type: ignore[override]  # of a dictionary it is its own class
+        """As a dictionary's."""
+        self._settle()
+        return super().items()
+
+    def values(self) -> ValuesView[Entries]:  # type: ignore[override]  # of a dictionary it is its own class
+        """As a dictionary's."""
+        self._settle()
+        return super().values()
+
+    def copy(self) -> defaultdict[torch.Tensor, Entries]:  # type: ignore[override]  # not of this class
+        """A copy is torch's own kind of dictionary."""
+        self._settle()
+        return defaultdict(dict, dict.items(self))
+
+    def __copy__(self) -> defaultdict[torch.Tensor, Entries]:  # type: ignore[override]  # not of this class
+        return self.copy()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._settle()
+        return defaultdict, (dict, dict(dict.items(self)))
+
+
+class AbsentState(defaultdict[torch.Tensor, Entries]):
+    """Empty: the states are the session's, in its own formats."""
+
+    def __init__(self) -> None:
+        super().__init__(dict)
+
+    def __missing__(self, key: torch.Tensor) -> Entries:
+        raise OptimizerStateError(
+            "optimizer.state is empty while a session with precision= is open: the states are the session's, in its own formats; "
+            "read them with optimizer.state_dict(), and write them with optimizer.load_state_dict()"
+        )
+
+    def get(self, key: torch.Tensor, default: Any = None) -> Any:
+        """Refused, as reading is: what is not here is not absent."""
+        del default
+        return self[key]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy is torch's own kind of dictionary."""
+        return defaultdict, (dict, dict(dict.items(self)))

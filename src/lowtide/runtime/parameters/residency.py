@@ -3,28 +3,103 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 
 from lowtide.memory.chunk import Chunk, ChunkState, StoredGroup
-from lowtide.memory.mover import Copied, Ticket
-from lowtide.memory.store import ChunkStore
-from lowtide.runtime.parameters.group import ManagedGroup
-from lowtide.runtime.parameters.tensors import beside
-from lowtide.runtime.statistics.recording import Recorder
+from lowtide.memory.mover import Copied, Mover, Ticket
+from lowtide.memory.store import Books, ChunkStore
+from lowtide.runtime.parameters.group import ManagedGroup, Settler, chunks_in
+from lowtide.runtime.parameters.pending import beside
+from lowtide.runtime.statistics.observer import StepObserver
+from lowtide.runtime.statistics.recording import Recorder, is_resident
 
 
-class Residency:
-    """The groups of a session over their store. Also the store's listener.
+class Residency(Protocol):
+    """What the passes and the updates ask: a session's answers with memory, a prediction's without."""
 
-    `store` is set right after both are made: each of the two needs the other.
+    groups: dict[str, ManagedGroup]
+
+    @property
+    def store(self) -> ChunkStore:
+        """Which groups are on the device."""
+
+    def open(self, group: ManagedGroup) -> None:
+        """Bring the group to the device."""
+
+    def open_all(self, groups: Sequence[ManagedGroup]) -> None:
+        """All of them or, where one fails, none."""
+
+    def close(self, group: ManagedGroup, at: Ticket | None = None) -> None:
+        """One use less; `at` is where the computation last used the group."""
+
+    def forget_old_copy(self, group: ManagedGroup) -> None:
+        """Where the host is changing the weights, a copy on the device is the old one."""
+
+    def keep_writes(self, group: ManagedGroup) -> None:
+        """The forward may have written to its own weights, on the device."""
+
+    def keep_write(self, group: ManagedGroup, chunk: Chunk) -> None:
+        """The user's code wrote to weights of the chunk on the device."""
+
+    def write_back(self, group: ManagedGroup, chunk: Chunk) -> None:
+        """The computation changed an open chunk of streamed weights."""
+
+    def settle_held(self) -> None:
+        """Wait for what is changing memory that somebody holds."""
+
+    def guard(self, group: ManagedGroup) -> None:
+        """Make parameters pending where something is under way for them."""
+
+    def rest(self) -> None:
+        """No graph was made: parameters look at the host again."""
+
+    def rebuild(self) -> None:
+        """Start afresh after an exception."""
+
+
+class ManagedResidency:
+    """The groups of a session over their store, whose listener this is.
+
+    Args:
+        groups: Bound to the model's parameters.
+        mover: Issues the copies.
+        books: Where device bytes of streamed chunks are counted.
+        settler: Called when somebody looks at a parameter that is pending.
+        window_bytes: How many device bytes streamed chunks may take together.
+        prefetch_depth: How many groups ahead are fetched.
+        observer: Told when chunks come and go.
     """
 
-    store: ChunkStore
-
-    def __init__(self, groups: Iterable[ManagedGroup], recorder: Recorder) -> None:
+    def __init__(
+        self,
+        groups: Iterable[ManagedGroup],
+        mover: Mover,
+        books: Books,
+        recorder: Recorder,
+        *,
+        settler: Settler,
+        window_bytes: int,
+        prefetch_depth: int,
+        observer: StepObserver | None,
+    ) -> None:
         self.groups = {group.name: group for group in groups}
         self._recorder = recorder
+        self._observer = observer
+        self.store = ChunkStore(
+            [group.stored for group in self.groups.values()],
+            mover,
+            [books],
+            window_bytes=window_bytes,
+            prefetch_depth=prefetch_depth,
+            listener=self,
+        )
+        for group in self.groups.values():
+            group.be_settled_by(settler)
+        if observer is not None:
+            chunks = chunks_in(self.groups.values())
+            observer.watch(self.store, sum(chunk.spec.nbytes for chunk in chunks if is_resident(chunk)))
 
     def open(self, group: ManagedGroup) -> None:
         """Bring the group to the device, and let its parameters look there."""
@@ -78,7 +153,8 @@ class Residency:
 
     def write_back(self, group: ManagedGroup, chunk: Chunk) -> None:
         """The computation changed an open chunk of streamed weights: copy it to where the truth is."""
-        group.is_awaited = group.is_awaited or group.is_held(chunk)
+        if group.is_held(chunk):
+            group.await_change()
         if group.shown_memory:
             self._write_back_beside(group, chunk)
         else:
@@ -102,7 +178,7 @@ class Residency:
         for group in self.groups.values():
             if group.is_awaited and not group.stored.num_open:
                 self.settle(group)
-                group.is_awaited = False
+                group.forget_change()
 
     def settle(self, group: ManagedGroup) -> None:
         """Wait for the group's true values, and forget copies that a write would leave behind."""
@@ -163,6 +239,16 @@ class Residency:
     def before_fetch(self, chunk: Chunk) -> None:
         """The user may have given a parameter other memory."""
         self.groups[chunk.spec.group].adopt_foreign_data()
+
+    def chunks_change(self) -> None:
+        """Chunks are about to come or go."""
+        if self._observer is not None:
+            self._observer.chunks_change()
+
+    def chunks_changed(self) -> None:
+        """They have."""
+        if self._observer is not None:
+            self._observer.chunks_changed()
 
     def on_copy(self, chunk: Chunk, copied: Copied, reason: str) -> None:
         """For the statistics."""

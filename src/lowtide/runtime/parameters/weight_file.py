@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from lowtide.errors import BadRecordError, did_you_mean
-from lowtide.memory.layout import ParameterSpec
+from lowtide.memory.chunk import ParameterSpec
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """BackwardPass: opens groups when a backward reaches their modules, takes their gradients, and starts updates.
 
-See `passes.window` for when a group's backward starts and ends, `passes.backward_task` for what one backward has open.
+See `passes.forward` for when a group's backward starts and ends.
 
 Note [After an exception]
 Any line may raise: an operator that runs out of memory, a hook of the user's, an interrupt. What changes the condition of a
@@ -14,35 +14,64 @@ it after the copy; weights say that they moved before they do. So a group is nev
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
 
 from lowtide import compat
+from lowtide.errors import (
+    GradientGoneError,
+    HigherOrderError,
+    SecondBackwardError,
+    SessionError,
+    StaleBackwardError,
+)
 from lowtide.memory.mover import Mover, Ticket
 from lowtide.planning.plan import Schedule
-from lowtide.runtime.parameters.gradients import GradientMover
-from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter
+from lowtide.runtime.parameters.gradients import GradientSink
+from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter, chunks_in, members_of
 from lowtide.runtime.parameters.residency import Residency
-from lowtide.runtime.passes.backward_task import (
-    BackwardTask,
-    GradientHooks,
-    graph_through_streamed,
-    graph_through_used_up,
-    is_away,
-    refuse_old_weights,
-    refuse_other_memory,
-    second_backward_in_step,
-    session_was_closed,
+from lowtide.runtime.passes.forward import Visit, Window
+from lowtide.runtime.passes.lock import (
+    HELD,
+    LostStep,
+    SessionLock,
+    locked,
+    other_threads_in_backward,
+    two_threads,
     why_step_is_lost,
 )
-from lowtide.runtime.passes.lock import HELD, SessionLock, locked, other_threads_in_backward, two_threads
-from lowtide.runtime.passes.window import Visit
 from lowtide.runtime.statistics.observer import StepObserver
 from lowtide.runtime.statistics.recording import Recorder
-from lowtide.runtime.updates.finite import GradientWatch, LossWatch
+from lowtide.runtime.updates.norms import GradientWatch, LossJudge
 from lowtide.runtime.updates.updater import Finisher
+
+
+class BackwardTask:
+    """Lives from the first gradient that reaches a managed module to the end of the backward."""
+
+    def __init__(self, number: int, callers: set[int]) -> None:
+        self.number = number
+        self.callers = callers
+        """Threads of which one has called `backward`."""
+        self.groups: dict[str, ManagedGroup] = {}
+        self.open_visits: list[Visit] = []
+        self.late: list[ManagedGroup] = []
+        """Groups whose visits have ended, and which stay open for hooks of the user's that are still to come."""
+
+    def enter(self, group: ManagedGroup) -> None:
+        """The backward uses the group."""
+        if group.name not in self.groups:
+            self.groups[group.name] = group
+            group.enter_backward()
+
+    def leave(self) -> list[ManagedGroup]:
+        """The backward is over; the groups that no other backward uses."""
+        left = [group for group in self.groups.values() if group.leave_backward()]
+        self.groups.clear()
+        return left
 
 
 class BackwardPass:
@@ -51,8 +80,10 @@ class BackwardPass:
     Args:
         residency: Opens and closes the groups.
         gradients: Takes finished gradients to the host.
+        finisher: Makes updates in backward; None where no optimizer steps through the session.
         loss: Asked at the start of each backward.
         gradient_watch: Asked there about the backward before.
+        lost_step: Told of a backward that broke off.
         observer: Asked at each opening and closing of a window; None costs nothing.
         lock: Shared with the forward pass.
     """
@@ -61,23 +92,21 @@ class BackwardPass:
         self,
         residency: Residency,
         mover: Mover,
-        gradients: GradientMover,
+        gradients: GradientSink,
         recorder: Recorder,
         schedule: Schedule,
         *,
-        loss: LossWatch,
+        finisher: Finisher | None,
+        loss: LossJudge,
         gradient_watch: GradientWatch,
+        lost_step: LostStep,
         observer: StepObserver | None,
         lock: SessionLock,
     ) -> None:
-        self.finisher: Finisher | None = None
-        """Set where there is an optimizer that steps through the session."""
-        self.lost: str | None = None
-        """Why the last step must be repeated; None where nothing broke."""
-        self.dropped: dict[int, str] = {}
+        self._lost_step = lost_step
+        self._finisher = finisher
+        self._dropped: dict[int, str] = {}
         """Names of parameters whose gradients the last backward dropped, by their `id`; `step()` does not forget them."""
-        self.is_untold = False
-        """Whether that step has moved some groups and not others, and the user has not been told which."""
         self._groups = residency.groups
         self._residency = residency
         self._mover = mover
@@ -88,7 +117,7 @@ class BackwardPass:
         self._gradient_watch = gradient_watch
         self._observer = observer
         self._lock = lock
-        self._hooks = GradientHooks()
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._tasks: dict[int, BackwardTask] = {}
         self._visit_started: dict[int, Ticket] = {}
         self._is_stopped = False
@@ -101,14 +130,26 @@ class BackwardPass:
     def watch_gradients(self) -> None:
         """Be told when a parameter's gradient is complete, where that is not simply left to autograd."""
         for group in self._groups.values():
-            if group.is_resident and self._schedule is Schedule.DEFERRED and not any(map(is_away, group.members)):
+            if (
+                group.is_resident
+                and self._schedule is Schedule.DEFERRED
+                and not any(managed.host_gradient is not None for managed in group.members)
+            ):
                 continue
-            self._hooks.watch(group, self._on_gradient, self._before_gradient)
+            for managed in group.members:
+                if managed.parameter.requires_grad:
+                    self._hooks.append(managed.watch(_weakly(self._on_gradient, group, managed)))
+                    if group.is_resident and managed.host_gradient is not None:
+                        before = _weakly(self._before_gradient, group)
+                        self._hooks.append(managed.parameter.register_hook(before))
 
     def stop(self) -> None:
         """The session ends: remove the hooks, and refuse what graphs that outlive it ask for."""
         self._is_stopped = True
-        self._hooks.remove()
+        while self._hooks:
+            # Not before it is removed: an exception in between must not forget it.
+            self._hooks[-1].remove()
+            self._hooks.pop()
 
     # -- told by visits ------------------------------------------------------------------------------------------------
 
@@ -142,8 +183,8 @@ class BackwardPass:
             task.enter(group)
         visit.is_open = True
         task.open_visits.append(visit)
-        if self._schedule is Schedule.IN_BACKWARD and self.finisher is not None:
-            self.finisher.prefetch(window.groups)
+        if self._schedule is Schedule.IN_BACKWARD and self._finisher is not None:
+            self._finisher.prefetch(window.groups)
         self._visit_started[id(visit)] = self._mover.now()
         if self._observer is not None:
             self._observer.take_sample(window.name, "backward")
@@ -180,9 +221,7 @@ class BackwardPass:
         while task.late:
             group = task.late.pop()
             try:
-                group.awaits_hooks = False
-                for managed in group.members:
-                    managed.is_hook_awaited = False
+                group.stop_awaiting_hooks()
                 self._keep_writes(group)
             finally:
                 self._residency.close(group)
@@ -206,35 +245,33 @@ class BackwardPass:
             refuse_old_weights(group, group.generation)
             task.enter(group)
         task = self._current_task(None)
-        if torch.is_grad_enabled() and self._schedule is Schedule.IN_BACKWARD and self.finisher is not None:
+        if torch.is_grad_enabled() and self._schedule is Schedule.IN_BACKWARD and self._finisher is not None:
             raise graph_through_used_up(group)
         if managed.chunk.spec.name in group.consumed:
             refuse_old_weights(group, group.generation)
-        if managed.is_hooked or compat.version_of(parameter) != managed.version_in_backward:
+        if managed.may_be_written():
             self._note_hooks(group, managed, task)
-        if is_away(managed):
+        if managed.host_gradient is not None:
             with compat.without_torch_function():
                 gradient = parameter.grad
             if gradient is None:
-                managed.stashed = None  # a hook of the user's has used the gradient up, with what was there before
+                managed.host_gradient.drop()  # a hook of the user's has used it up, with what was there before
                 return
             if self._is_dropped(parameter):
-                managed.stashed = parameter.grad = None
-                group.dropped.add(managed.spec.name)
-                self.dropped[id(parameter)] = managed.spec.name
+                parameter.grad = None
+                managed.host_gradient.drop()
+                group.drop_gradient(managed.spec.name)
+                self._dropped[id(parameter)] = managed.spec.name
             else:
-                self._gradients.take(managed)
-        managed.has_fired = True
+                self._gradients.take(managed.host_gradient, managed.parameter)
+        managed.fire()
         self._finish(group, task, is_last=False)
 
     def _note_hooks(self, group: ManagedGroup, managed: ManagedParameter, task: BackwardTask) -> None:
         """Hooks of the user's on the gradient have run, and may have written to the weights on the device."""
-        is_written = compat.version_of(managed.parameter) != managed.version_in_backward
         # Past autograd (`p.data.add_(...)`) it cannot be seen. Where nobody else updates the parameter, that is what they are for.
-        is_theirs = self.finisher is None or not self.finisher.updater.optimizer.knows(managed.parameter)
-        managed.is_written_in_backward = is_written or is_theirs
-        managed.is_hook_awaited = False
-        group.awaits_hooks = any(other.is_hook_awaited for other in group.members)
+        is_theirs = self._finisher is None or not self._finisher.updater.optimizer.knows(managed.parameter)
+        group.note_hooks(managed, has_written=managed.is_written() or is_theirs)
         self._keep_writes(group)
         if group in task.late and not group.awaits_hooks:
             task.late.remove(group)
@@ -242,14 +279,8 @@ class BackwardPass:
 
     def _keep_writes(self, group: ManagedGroup) -> None:
         """Bring what hooks have written to where the truth is, chunk by chunk, when all hooks of the chunk have run."""
-        for chunk in group.stored.chunks:
-            members = [managed for managed in group.members if managed.chunk is chunk]
-            if any(managed.is_written_in_backward for managed in members) and not any(
-                managed.is_hook_awaited for managed in members
-            ):
-                for managed in members:
-                    managed.is_written_in_backward = False
-                self._residency.keep_write(group, chunk)
+        for chunk in group.written_by_hooks():
+            self._residency.keep_write(group, chunk)
 
     # -- one backward --------------------------------------------------------------------------------------------------
 
@@ -260,12 +291,12 @@ class BackwardPass:
         if task is None:
             self._refuse_second_thread()
             if not self._tasks:
-                self.dropped.clear()
+                self._dropped.clear()
             task = self._tasks[number] = BackwardTask(number, self._callers())
             self._recorder.phases.backward_begins(number)
-            if self.finisher is not None:
-                self.finisher.updater.begin_step()
-                self.finisher.updater.optimizer.refresh_groups()  # one may have been added since the last step
+            if self._finisher is not None:
+                self._finisher.updater.begin_step()
+                self._finisher.updater.optimizer.refresh_groups()  # one may have been added since the last step
             compat.call_after_backward(partial(self._end_task, number))
             if self._loss.has_verdict and not self._has_gradients():
                 # The user gave the step before up by clearing its gradients, not through the optimizer.
@@ -286,8 +317,8 @@ class BackwardPass:
             self._finish(group, task, is_last=True)
         # Not before: what an update raises is the end of a backward that broke off.
         del self._tasks[number]
-        if self.finisher is not None:
-            self.finisher.updater.optimizer.dismiss()
+        if self._finisher is not None:
+            self._finisher.updater.optimizer.dismiss()
         for group in task.leave():
             self._show_host(group)
             self._residency.guard(group)
@@ -315,7 +346,10 @@ class BackwardPass:
     def put_in_order(self) -> None:
         """Start afresh from the truth."""
         self._lock.broke_off()  # until it is done
-        self._gradients.abandon(managed for group in self._groups.values() for managed in group.members)
+        self._gradients.abandon(
+            [managed.host_gradient for managed in members_of(self._groups) if managed.host_gradient is not None],
+            chunks_in(self._groups.values()),
+        )
         self._mover.drain()
         for group in self._groups.values():
             if group.stored.num_open:
@@ -328,34 +362,50 @@ class BackwardPass:
         self._residency.rebuild()
         for group in self._groups.values():
             self._show_gradients(group)
-        if self.finisher is not None:
-            self.finisher.updater.optimizer.dismiss()
+        if self._finisher is not None:
+            self._finisher.updater.optimizer.dismiss()
         self._tasks.clear()
         self._lock.put_in_order()
 
     def lose_step(self, moved: Iterable[ManagedGroup], where: str = "the backward of this step") -> None:
         """The step broke off there when these had moved: `step` refuses until the user gives it up."""
         labels = sorted({group.label for group in moved})
-        is_torn = self._is_torn
-        self.lost = why_step_is_lost(labels, len(self._groups), where, is_torn=is_torn)
         is_whole = all(len(group.consumed) == len(group.stored.chunks) for group in self._groups.values())
-        self.is_untold = bool(labels) and (is_torn or not is_whole)
+        self._lost_step.lose(labels, len(self._groups), where, is_torn=self._is_torn, is_whole=is_whole)
 
     def has_broken_off(self) -> bool:
         """Whether the last backward raised, and the step was not given up since."""
         if not self._tasks:
-            return self.lost is not None
+            return self._lost_step.reason is not None
         return compat.backward_number() is None and self._thread_beside() is None
 
     def why_mixed(self) -> str | None:
         """What a backward that broke off has moved; None where it moved nothing, or none did."""
-        moved = self._moved() if self.has_broken_off() else []
-        return why_step_is_lost(moved, len(self._groups), is_torn=self._is_torn) if moved else None
+        moved = sorted(group.label for group in self._groups.values() if group.is_consumed)
+        if not moved or not self.has_broken_off():
+            return None
+        return why_step_is_lost(moved, len(self._groups), is_torn=self._is_torn)
+
+    def refuse_dropped(self, other: torch.optim.Optimizer) -> None:
+        """Refuse a step of an optimizer that is not the session's, where the last backward dropped its gradients."""
+        parameters = (
+            [parameter for group in other.param_groups for parameter in group["params"]] if self._dropped else []
+        )
+        with compat.without_torch_function():
+            # One that has a gradient got it in another way.
+            lost = [self._dropped[id(each)] for each in parameters if id(each) in self._dropped and each.grad is None]
+        if lost:
+            raise GradientGoneError(
+                f"this {type(other).__name__} holds {len(lost)} parameters (the first is {lost[0]}) of a managed model whose "
+                "own optimizer does not hold them: the schedule 'in_backward' has dropped their gradients, and the step would "
+                "leave them as they are. Use the schedule 'deferred', or give them to the session's optimizer as a group of "
+                "its own. Nothing of them was updated"
+            )
 
     @property
     def _is_torn(self) -> bool:
         """Whether an update on the device broke off in the middle."""
-        return self.finisher is not None and self.finisher.updater.is_torn
+        return self._finisher is not None and self._finisher.updater.is_torn
 
     def refuse_beside(self, what: str) -> None:
         """Refuse what this thread begins while another runs a backward. See Note [Threads] in `passes.lock`."""
@@ -379,23 +429,20 @@ class BackwardPass:
         if running is None and not is_beside_call:
             return
         # Weights that are left to autograd have their gradients by now, added to those of the other thread's step.
-        self.lost = second_backward_in_step(self._schedule)
+        self._lost_step.lose_to_thread(has_moved=self._schedule is Schedule.IN_BACKWARD)
         if running is not None:
             raise two_threads("a backward", running, "another")
         self._lock.refuse_beside("a backward")
 
-    def _moved(self) -> list[str]:
-        return sorted(group.label for group in self._groups.values() if group.is_consumed)
-
     def _finish(self, group: ManagedGroup, task: BackwardTask, *, is_last: bool) -> None:
-        if self._schedule is Schedule.IN_BACKWARD and self.finisher is not None:
-            self.finisher.finish(group, task.number, is_last=is_last)
+        if self._schedule is Schedule.IN_BACKWARD and self._finisher is not None:
+            self._finisher.finish(group, task.number, is_last=is_last)
 
     def _is_dropped(self, parameter: torch.Tensor) -> bool:
         """In backward, of a parameter that the optimizer does not hold: no update would ever give its staging back."""
-        if self._schedule is not Schedule.IN_BACKWARD or self.finisher is None:
+        if self._schedule is not Schedule.IN_BACKWARD or self._finisher is None:
             return False
-        return not self.finisher.updater.optimizer.knows(parameter)
+        return not self._finisher.updater.optimizer.knows(parameter)
 
     def _show_host(self, group: ManagedGroup) -> None:
         """No backward uses the group any more: the user finds weights and gradients where they rest."""
@@ -404,12 +451,74 @@ class BackwardPass:
 
     def _show_gradients(self, group: ManagedGroup) -> None:
         for managed in group.members:
-            if is_away(managed) and self._schedule is Schedule.DEFERRED:
-                self._gradients.expose(managed)
-            elif managed.stashed is not None and not managed.is_whole and not group.is_resident:
-                # From a use outside of the module's call, and the call itself brought none: it is left for `step()`.
-                managed.parameter.grad, managed.stashed = managed.stashed, None
-            managed.has_fired = False
+            if managed.host_gradient is not None:
+                self._gradients.show(managed.host_gradient, managed.host_view, is_resident=group.is_resident)
+            managed.forget_gradient()
 
     def _has_gradients(self) -> bool:
         return any(managed.parameter.grad is not None for group in self._groups.values() for managed in group.members)
+
+
+def _weakly(method: Callable[..., None], *arguments: object) -> Callable[[torch.Tensor], None]:
+    """The method as a hook on a parameter. It holds nothing: Python's collector does not see what such hooks hold, and a
+    session that is forgotten with its model would live for ever.
+    """
+    weak_method = weakref.WeakMethod(method)
+    weak_arguments = [weakref.ref(argument) for argument in arguments]
+
+    def hook(tensor: torch.Tensor) -> None:
+        call = weak_method()
+        if call is not None:
+            call(*[reference() for reference in weak_arguments], tensor)
+
+    return hook
+
+
+def refuse_old_weights(group: ManagedGroup, generation: int) -> None:
+    """Refuse a backward through weights as they were in that generation, if they are not that any more."""
+    if group.is_consumed:
+        raise SecondBackwardError(
+            f"a second backward reached group {group.label} before step(), and the first one has updated its "
+            "weights already. Use the schedule 'deferred' to accumulate gradients over several backwards"
+        )
+    if group.generation != generation:
+        raise StaleBackwardError(
+            f"this backward goes through the weights of group {group.label} as they were {group.generation - generation} "
+            "update(s) ago, and they are gone; run the forward again after optimizer.step(). Nothing was updated"
+        )
+
+
+def refuse_other_memory(group: ManagedGroup, shown: tuple[int, ...]) -> None:
+    """Refuse a backward through streamed weights whose parameters had other memory in the forward."""
+    group.adopt_foreign_data()
+    if not group.is_resident and group.shown_memory != shown:
+        raise StaleBackwardError(
+            f"this backward goes through the weights of group {group.label} as they were before p.data was set to other memory, "
+            "and they are not on the device any more; set p.data before the forward or after the backward, or make the group "
+            "resident. Nothing was updated"
+        )
+
+
+def session_was_closed(window: Window) -> SessionError:
+    """The graph has outlived the session that its streamed weights were in."""
+    return SessionError(
+        f"this backward goes through the streamed weights of {window.path or 'the model'} in a session that was "
+        "closed since; they are gone. Run the forward again: the model is plain now, and nothing was updated"
+    )
+
+
+def graph_through_streamed(window: Window) -> HigherOrderError:
+    """Gradients of gradients would need weights that have left the device."""
+    return HigherOrderError(
+        f"create_graph=True asks for gradients of gradients through {window.path or 'the model'}, whose "
+        "weights are streamed and gone by then; make its group resident. Nothing was updated"
+    )
+
+
+def graph_through_used_up(group: ManagedGroup) -> HigherOrderError:
+    """Gradients of gradients would need gradients that the update has used up."""
+    return HigherOrderError(
+        f"backward(create_graph=True) keeps gradients for more gradients, and the schedule 'in_backward' uses up "
+        f"those of group {group.label} at once; use the schedule 'deferred' with resident groups, or "
+        "torch.autograd.grad(create_graph=True). Nothing was updated"
+    )

@@ -1,28 +1,343 @@
-"""ForwardPass: opens groups when their modules are called, and closes them when the call returns.
+"""The forward pass: windows around modules' calls, which open their groups before and close them after.
 
-Also when a checkpoint calls a module again in the middle of a backward, in the thread of autograd then.
+A `Window` stands around the call of a module and tells the `ForwardPass`; a `Visit` stays in the call's graph and tells
+the backward pass. Also when a checkpoint calls a module again in the middle of a backward, in the thread of autograd then.
+
+Note [When a group's backward starts and ends]
+It starts when the gradient of one of the module's outputs is complete: a hook on each of them opens the groups. It ends
+when the oldest node of the module's graph has run. Autograd runs what is ready in the order of creation, latest first,
+so all other nodes of the module have run by then; only the accumulation of the last gradients is still to come. Nothing
+is put into the graph for this: a view around an input would group the sum of a gradient that comes from several places
+in another way, and round it otherwise than plain torch. A call whose oldest node is never reached, because its output
+is not used, ends with the backward. Where only some gradients are asked for (`torch.autograd.grad`, `backward(inputs=)`)
+the oldest node may have nothing to do and not run; then the call ends when the backward reaches an earlier one.
+
+Note [Recomputation]
+A checkpoint around the module calls it again in the middle of its backward, and may break the call off by an exception
+when it has what it needs. The groups are open then already, and stay open until the first call's inputs are reached:
+the second call's graph is never run.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from lowtide import compat
-from lowtide.memory.eviction import AccessOrder
-from lowtide.memory.mover import Mover
-from lowtide.runtime.parallel import refuse_running_wrapper
+from lowtide.errors import ModelChangedError, SessionError
+from lowtide.memory.mover import Mover, Ticket
+from lowtide.memory.store import AccessOrder
+from lowtide.planning.plan import Schedule
 from lowtide.runtime.parameters.group import ManagedGroup
+from lowtide.runtime.parameters.pending import is_pending, settle
 from lowtide.runtime.parameters.residency import Residency
-from lowtide.runtime.passes.backward import BackwardPass
-from lowtide.runtime.passes.lock import HELD, SessionLock, locked
-from lowtide.runtime.passes.window import Call, Window
+from lowtide.runtime.passes.lock import HELD, SessionLock, locked, refuse_running_wrapper
 from lowtide.runtime.statistics.observer import StepObserver
 from lowtide.runtime.statistics.recording import Recorder
-from lowtide.runtime.updates.finite import GradientWatch, LossWatch
+from lowtide.runtime.updates.norms import GradientWatch, LossJudge
 from lowtide.runtime.updates.worker import HostWorker
+
+
+class Visit:
+    """One forward call with a graph. Only hooks in that graph hold it, so it dies with the graph."""
+
+    def __init__(self, window: Window, listener: BackwardListener) -> None:
+        self.window = window
+        self.generations = tuple(group.generation for group in window.groups)
+        self.shown = tuple(group.shown_memory for group in window.groups)
+        self.backward: int | None = None
+        """The backward that opened it last; it may be run again by another, where the graph was retained."""
+        self.is_open = False
+        self.first_node = compat.next_node_number()
+        """Number of the call's first node, and after it of the first one that came after the call."""
+        self.next_node = self.first_node
+        self._listener = listener
+
+    def watch(self, outputs: Iterable[torch.Tensor]) -> bool:
+        """Hook the call's graph; False where the call has made none that could need its weights."""
+        self.next_node = compat.next_node_number()
+        reached = [tensor for tensor in outputs if tensor.requires_grad and tensor.grad_fn is not None]
+        last = self.window.oldest_node.find([tensor.grad_fn for tensor in reached], self.first_node)
+        if last is None:
+            return False
+        for tensor in reached:
+            tensor.register_hook(self._on_output_gradient)
+        last.register_hook(self._on_last_node)
+        return True
+
+    def _on_output_gradient(self, gradient: torch.Tensor) -> None:
+        self._listener.reached(self, gradient)
+
+    def _on_last_node(self, inputs: object, outputs: object) -> None:
+        del inputs, outputs
+        self._listener.left(self)
+
+
+class Call:
+    """One call of a module, from `begins` to `ends`."""
+
+    def __init__(self, window: Window) -> None:
+        self.window = window
+        self.started: Ticket | None = None
+        """When its groups were open; None before."""
+        self.is_over = False
+
+
+class BackwardListener(Protocol):
+    """Opens and closes the groups in a backward."""
+
+    def reached(self, visit: Visit, gradient: torch.Tensor) -> None:
+        """A gradient arrived at an output of the visit."""
+
+    def left(self, visit: Visit) -> None:
+        """The oldest node of the visit has run."""
+
+
+Gate = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Given what runs the module, and its arguments; gives its output."""
+
+
+_REFUSAL = partial(
+    SessionError,
+    "torch.compile around a managed model would take in the moments at which weights come and go; compile its blocks, before "
+    "you manage it: for block in model.layers: block.compile(). Nothing was run",
+)
+
+
+class Window:
+    """Stands around one module: `module(...)` goes through it, hooks and compiled code inside.
+
+    Args:
+        path: Of the module, "" for the whole model.
+        groups: The groups that the module needs.
+        forward: Told of the module's calls.
+        backward: Told of backwards through them.
+        inside: For the whole model, the windows on its modules.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        path: str,
+        groups: tuple[ManagedGroup, ...],
+        forward: ForwardPass,
+        backward: BackwardListener,
+        inside: Sequence[Window] = (),
+    ) -> None:
+        self.module = module
+        self.path = path
+        self.groups = groups
+        self._forward = forward
+        self._backward = backward
+        self._inside = tuple(inside)
+        self._inner: Callable[..., Any] | None = None
+        self._is_installed = False
+        self.oldest_node = compat.OldestNode()
+        self._known: dict[int, str] = {}
+        self._streamed: dict[int, ManagedGroup] | None = None
+        """By the storage of a chunk on the device, which is the same for the whole session; made at the first call."""
+        self.is_given = False
+        """Whether it stands for one call, in which `functional_call` gives the module tensors of the user's."""
+        self._gate: Gate | None = None
+
+    @property
+    def name(self) -> str:
+        """That of its first group, where it has one: under which moments are written down."""
+        return self.groups[0].name if self.groups else self.path
+
+    def install(self) -> None:
+        """Take the module's calls."""
+        self._known = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        # Said first: `remove` undoes as much as was done.
+        self._inner = compat.call_of(self.module)
+        self._is_installed = True
+        compat.replace_call(self.module, self._call)
+        if self.path == "":
+            # Of the others it is found at the next call of the model, which goes through here.
+            compat.guard_compile(self.module, _REFUSAL)
+
+    def remove(self) -> None:
+        """Give the module's calls back."""
+        if self._is_installed:
+            if self.path == "":
+                compat.unguard_compile(self.module, _REFUSAL)
+            compat.replace_call(self.module, self._inner)
+            self._is_installed = False
+
+    def go_through(self, gate: Gate | None) -> None:
+        """The gate decides how calls go on, until it is None."""
+        self._gate = gate
+
+    def check_model(self) -> None:
+        """Refuse a model with other parameters than it had, or one whose modules' calls no longer come here."""
+        self._check_parameters()
+        for window in (*self._inside, self):
+            window.check_in_place()
+
+    def _check_parameters(self) -> None:
+        now = {id(parameter) for parameter in self.module.parameters()}
+        if now == self._known.keys():
+            return
+        named = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        new = [name for key, name in named.items() if key not in self._known]
+        gone = [name for key, name in self._known.items() if key not in now]
+        replaced = [name for name in gone if name in new]
+        added = [name for name in new if name not in replaced]
+        removed = [name for name in gone if name not in replaced]
+        changes = [
+            f"{len(names)} {word} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+            for names, word in ((replaced, "replaced"), (added, "added"), (removed, "removed"))
+            if names
+        ]
+        shards = [kind for kind in map(compat.sharding_of, self.module.parameters()) if kind is not None]
+        by_whom = f", by {shards[0]}, and a session is for one process" if shards else ""
+        raise ModelChangedError(
+            f"the parameters of the model are not those that were managed: {', '.join(changes)}{by_whom}; call session.close(), "
+            "change the model, make a plan for it, and manage it again. Nothing was updated"
+        )
+
+    def check_in_place(self) -> None:
+        """Refuse a module whose calls no longer come here: its weights would not be brought."""
+        if compat.call_of(self.module) != self._call:
+            raise ModelChangedError(
+                f"module {self.path or '(the model)'} was compiled in place (or its call replaced) after the model was "
+                "managed, so that its weights would not come; call session.close(), compile the blocks before you manage "
+                "the model, and manage it again. Nothing was updated"
+            )
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        if self.path == "" and compat.is_compiled_around():
+            raise _REFUSAL()
+        self._forward.call_begins()
+        went_well = False
+        try:
+            output = self._run(*args, **kwargs) if self._gate is None else self._gate(self._run, args, kwargs)
+            went_well = True
+        finally:
+            self._forward.call_over(went_well)
+        return output
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if self.groups and compat.is_in_transform():
+            return self._part()._run_given(args, kwargs)
+        call = Call(self)
+        try:
+            output = self._run_open(call, args, kwargs)
+        except ModelChangedError:
+            if call.started is not None or not compat.is_functional_call():
+                raise
+            return self._part()._run_given(args, kwargs)
+        if self.path == "":
+            self._forward.model_returned(output)
+        return output
+
+    def _run_open(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inner = self._inner or compat.plain_call(self.module)
+        try:
+            try:
+                self._forward.begins(call)
+                makes_graph = torch.is_grad_enabled() and bool(self.groups)
+                output = self._visit(inner, args, kwargs) if makes_graph else inner(*args, **kwargs)
+            finally:
+                self._forward.ends(call)
+        finally:
+            # Once more: an interrupt may have come before the first was under way, or have broken it off.
+            self._forward.ends(call)
+        self._refuse_weights_in(output)
+        return output
+
+    def _part(self) -> Window:
+        """For one call: a window on the groups of which the module has a parameter of the session's in this call."""
+        rest: list[ManagedGroup] = []
+        for group in self.groups:
+            if not group.is_wholly_given:
+                rest.append(group)
+            for tensor in group.given_instead():
+                self._check_given(group, compat.unwrapped(tensor))
+        part = Window(self.module, self.path, tuple(rest), self._forward, self._backward)
+        part._inner, part.is_given = self._inner, True
+        return part
+
+    def _check_given(self, group: ManagedGroup, tensor: torch.Tensor) -> None:
+        """Tensors of the user's are used as they are; where one is a parameter of the session's, its value must be true."""
+        device = group.members[0].device_view.device
+        if is_pending(tensor):
+            with compat.outside_transforms():
+                settle(tensor)
+        if tensor.device != device:
+            raise SessionError(
+                f"functional_call gives {type(self.module).__name__} at {self.path or 'the top'} a tensor "
+                f"{tuple(tensor.shape)} on {tensor.device}, and the model computes on {device}; bring it there: "
+                f"tensor.to({str(device)!r}). Streamed weights, and what is made from them, are on the host"
+            )
+
+    def _run_given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.groups:
+            return (self._inner or compat.plain_call(self.module))(*args, **kwargs)
+        if compat.is_in_transform():
+            raise SessionError(
+                f"a transform of torch.func calls {type(self.module).__name__} at {self.path or 'the top'}, around whose "
+                f"calls the session moves weights (group {self.groups[0].label}); give it weights of your own for the call: "
+                "torch.func.functional_call(model, {name: value.detach().clone() for name, value in "
+                "model.named_parameters()}, ...), or make the group resident and update it on the device. Nothing was updated"
+            )
+        output = self._run_open(Call(self), args, kwargs)
+        if self.path == "" and not torch.is_grad_enabled():
+            self._forward.model_returned(output)
+        return output
+
+    def _refuse_weights_in(self, output: object) -> None:
+        """What shares memory with streamed weights would be read after they have left the device."""
+        if self._streamed is None:
+            self._streamed = {
+                compat.storage_key(chunk.device): group
+                for group in self.groups
+                if not group.is_resident
+                for chunk in group.stored.chunks
+            }
+        streamed = self._streamed
+        for tensor in compat.tensors_in(output) if streamed else ():
+            group = streamed.get(compat.storage_key(tensor)) if tensor.layout is torch.strided else None
+            if group is not None:
+                raise SessionError(
+                    f"{type(self.module).__name__} at {self.path or 'the top'} returns its own weights or a view of them "
+                    f"({tuple(tensor.shape)}), and group {group.label} is streamed: they leave the device after the call. "
+                    "Make the group resident, or return a copy. Nothing was updated"
+                )
+
+    def _visit(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        visit = Visit(self, self._backward)
+        # Nodes too: a module may write to its argument and return it.
+        entered = {id(tensor): tensor.grad_fn for tensor in compat.tensors_in((args, kwargs))}
+        output = inner(*args, **kwargs)
+        # What passes through unchanged has no node of the module; its gradient comes after the module's.
+        if visit.watch(
+            tensor
+            for tensor in compat.tensors_in(output)
+            if id(tensor) not in entered or tensor.grad_fn is not entered[id(tensor)]
+        ):
+            for group in self.groups:
+                group.visits.add(visit)
+        return output
+
+
+class BackwardCondition(Protocol):
+    """What a forward asks about backwards."""
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a backward has begun and not ended, well or not."""
+
+    def check_broken(self) -> None:
+        """Where the last one broke off: put everything back where it belongs."""
+
+    def refuse_beside(self, what: str) -> None:
+        """Refuse what this thread begins while another runs a backward."""
 
 
 class ForwardPass:
@@ -44,14 +359,12 @@ class ForwardPass:
         worker: HostWorker,
         recorder: Recorder,
         *,
-        backward: BackwardPass,
-        loss: LossWatch,
+        backward: BackwardCondition,
+        loss: LossJudge,
         gradient_watch: GradientWatch,
         observer: StepObserver | None,
         lock: SessionLock,
     ) -> None:
-        self.windows: Sequence[Window] = ()
-        """Those that tell it; set when they are made."""
         self._residency = residency
         self._mover = mover
         self._worker = worker
@@ -190,15 +503,13 @@ class ForwardPass:
     def _note_first_use(self, group: ManagedGroup) -> None:
         """The host updates groups in the order in which a forward first uses them, which modules need not be listed in."""
         if self._used is not None and group.name not in self._used:
-            group.place = len(self._used)
+            group.take_place(len(self._used))
             self._used.add(group.name)
 
     def _begin_cycle(self, window: Window) -> None:
         """The whole model is called: check that it is the managed one, and count a step."""
-        window.check_parameters()
+        window.check_model()
         refuse_running_wrapper(window.module.parameters())
-        for other in self.windows:
-            other.check_in_place()
         for group in self._residency.groups.values():
             if group.is_resident:  # others are asked when their own windows open
                 group.check_unchanged()
@@ -208,3 +519,31 @@ class ForwardPass:
         store.order.end_cycle()
         store.order = self._orders.setdefault(key, store.order if not self._orders else AccessOrder())
         self._recorder.begin_step()
+
+
+def make_windows(
+    model: nn.Module,
+    groups: Iterable[ManagedGroup],
+    schedule: Schedule,
+    forward: ForwardPass,
+    backward: BackwardListener,
+) -> list[Window]:
+    """One for each module whose call must be known, not installed yet; that of the whole model is the last.
+
+    Resident groups that the device updates need none.
+    """
+    by_path: dict[str, list[ManagedGroup]] = {}
+    needs_model = schedule is Schedule.IN_BACKWARD
+    for group in groups:
+        needs_model = needs_model or group.is_on_host
+        if group.is_on_host or (group.is_resident and not group.is_updated_on_host):
+            continue
+        for path in group.stored.spec.modules:
+            by_path.setdefault(path, []).append(group)
+    if not by_path and not needs_model:
+        return []
+    of_model = by_path.pop("", [])
+    inside = [
+        Window(model.get_submodule(path), path, tuple(groups), forward, backward) for path, groups in by_path.items()
+    ]
+    return [*inside, Window(model, "", tuple(of_model), forward, backward, inside)]

@@ -1,4 +1,4 @@
-"""The session's lock: one thread of one process at a time, and an interrupt waits until nothing is half done.
+"""Who may call a session: one thread of one process at a time, and no rank; an interrupt waits until nothing is half done.
 
 Note [When an interrupt arrives]
 Python calls the handler of a signal between two bytecodes of the main thread, and the handler raises there. So what must
@@ -20,22 +20,36 @@ Note [Forked processes]
 A child has the session's objects but not its worker's thread: to wait for an update there would never end, and a lock
 that another thread held stays locked. So whatever goes through the session is refused in a child. A data loader's
 workers do not touch it.
+
+Note [Ranks]
+Models that are spread over several processes or devices are refused. A session takes gradients away and updates weights
+by itself, one model on one device. DistributedDataParallel averages gradients where autograd leaves them: where the
+session takes them first, ranks would not train, or drift apart, in silence. So neither may be around the other,
+whichever came first.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from types import FrameType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
 from lowtide import compat
-from lowtide.errors import ModelChangedError, SessionError, TwoThreadsError
+from lowtide.errors import ModelChangedError, SessionError, StepLostError, TwoThreadsError
 
 # What these wrap: both turn numbers into enumerations at each call, which takes longer than all the rest.
 _get_handler: Callable[[int], Any] = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
@@ -77,7 +91,11 @@ class HeldInterrupts:
 
     def rest(self) -> None:
         """Put the handler back that was there; in the last section of a forward, a backward or a step, or after it."""
-        if threading.get_ident() == self._main and self._is_installed:
+        if threading.get_ident() != self._main:
+            return
+        if self._owner is not None and not self._is_inside(sys._getframe(1)):
+            self._depth, self._owner = 0, None
+        if self._is_installed:
             self._is_installed = False
             # Else somebody has set another one meanwhile.
             if _get_handler(_SIGINT) is self._handler:
@@ -97,15 +115,19 @@ class HeldInterrupts:
         signal.raise_signal(signal.SIGINT)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        while frame is not None and frame is not self._owner:
-            frame = frame.f_back
-        if self._depth and frame is not None and not self._has_come:
+        is_inside = self._is_inside(frame)
+        if self._depth and is_inside and not self._has_come:
             self._has_come = True
             return
-        if frame is None:
-            # An exception has left the outermost section without its end.
+        if not is_inside:
             self._depth, self._owner = 0, None
         self._deliver()
+
+    def _is_inside(self, frame: FrameType | None) -> bool:
+        """Whether the outermost section is under way in this frame; else an exception has left it without its end."""
+        while frame is not None and frame is not self._owner:
+            frame = frame.f_back
+        return frame is not None
 
     def _follow_fork(self) -> None:
         self._main, self._depth, self._has_come, self._owner = threading.get_ident(), 0, False, None
@@ -287,3 +309,213 @@ def locked(method: Callable[Concatenate[L, P], R]) -> Callable[Concatenate[L, P]
                 raise
 
     return run
+
+
+_ADVICE = (
+    "a session trains one model in one process on one device. Manage the plain model, without the wrapper, in one process, "
+    "or train it under the wrapper without Lowtide"
+)
+
+
+def refuse_parallel(model: nn.Module) -> None:
+    """Refuse a model that is in, around or of a parallel wrapper, or whose parameters are shards.
+
+    Raises:
+        SessionError: It names the wrapper.
+    """
+    wrappers = compat.parallel_wrappers()
+    for path, module in model.named_modules():
+        if isinstance(module, wrappers) and _spreads(module):
+            where = f"the model's {path}" if path else "the model"
+            raise SessionError(f"{where} is a {_name(module)}, and {_ADVICE}")
+    for name, parameter in model.named_parameters():
+        kind = compat.sharding_of(parameter)
+        if kind is not None:
+            raise SessionError(f"parameter {name} is a shard, made by {kind}, and {_ADVICE}")
+    own = {id(parameter) for parameter in model.parameters()}
+    for wrapper in _wrappers_in_process(wrappers):
+        if _spreads(wrapper) and any(id(parameter) in own for parameter in wrapper.parameters()):
+            raise SessionError(f"the model is inside of a {_name(wrapper)}, and {_ADVICE}")
+
+
+def refuse_wrapping(wrapper: nn.Module, module: nn.Module, managed_ids: Callable[[], set[int]]) -> None:
+    """Refuse a parallel wrapper that is being made around managed modules or parameters.
+
+    Raises:
+        SessionError: From the wrapper's constructor.
+    """
+    if not isinstance(wrapper, compat.parallel_wrappers()):
+        return
+    # Its devices are not known yet. On one card, or none, it calls the model and does nothing else.
+    if isinstance(wrapper, nn.DataParallel) and torch.cuda.device_count() <= 1:
+        return
+    managed = managed_ids()
+    has_parameters = any(id(parameter) in managed for parameter in module.parameters())
+    if has_parameters or any(id(each) in managed for each in module.modules()):
+        # FSDP takes the parameters before it takes the module.
+        rest = (
+            "nothing was changed" if has_parameters else "the wrapper has its parameters already: build the model again"
+        )
+        raise SessionError(
+            f"a {_name(wrapper)} is being made around a managed model, and {_ADVICE}: session.close() gives the plain model "
+            f"back ({rest})"
+        )
+
+
+def refuse_running_wrapper(parameters: Iterable[torch.Tensor]) -> None:
+    """Refuse a call through a DistributedDataParallel that neither `manage` nor its constructor could be seen by.
+
+    Raises:
+        SessionError: Before the model is run.
+    """
+    running = compat.running_data_parallel()
+    if running is None:
+        return
+    spread = {id(parameter) for parameter in running.parameters()}
+    # A managed model that is called in another one's forward, and is no part of it, is nobody's concern.
+    if any(id(parameter) in spread for parameter in parameters):
+        raise SessionError(
+            f"the managed model was called by a {_name(running)} around it, and {_ADVICE}: session.close() gives the plain "
+            "model back. Nothing was updated"
+        )
+
+
+class ProcessListener(Protocol):
+    """Is told what the process does with modules and optimizers of others."""
+
+    optimizer: torch.optim.Optimizer | None
+    """The listener's own."""
+
+    def module_registered(self, module: nn.Module, submodule: nn.Module) -> None:
+        """A module has got a submodule."""
+
+    def other_optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer that is not the listener's is about to step."""
+
+
+def watch_process(listener: weakref.ref[ProcessListener]) -> list[Any]:
+    """Hooks on all modules and all optimizers: what others do with managed parameters is noticed."""
+
+    def module_registered(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        del name
+        living = listener()
+        if living is not None and submodule is not None:
+            living.module_registered(module, submodule)
+
+    def optimizer_steps(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        del args, kwargs
+        living = listener()
+        if living is not None and optimizer is not living.optimizer:
+            living.other_optimizer_steps(optimizer)
+
+    return [
+        register_module_module_registration_hook(module_registered),
+        register_optimizer_step_pre_hook(optimizer_steps),
+    ]
+
+
+def remove_all(hooks: Iterable[Any]) -> None:
+    """Take hooks off again. May be repeated."""
+    for hook in hooks:
+        hook.remove()
+
+
+def _wrappers_in_process(wrappers: tuple[type[nn.Module], ...]) -> Iterator[nn.Module]:
+    """All that exist. A module does not know what it is in, and torch keeps no list: Python's collector has one.
+
+    A tenth of a second for a million objects, and only where there can be a wrapper that matters.
+    """
+    has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not has_ranks and torch.cuda.device_count() <= 1:
+        return
+    for found in gc.get_objects():
+        # Not `isinstance`: it asks the object itself, and some answer with a warning.
+        if issubclass(type(found), wrappers):
+            yield found
+
+
+def _spreads(wrapper: nn.Module) -> bool:
+    """Whether it does more than to call the module: `DataParallel` on one card, or none, does not."""
+    return not isinstance(wrapper, nn.DataParallel) or len(wrapper.device_ids) > 1
+
+
+def _name(wrapper: nn.Module) -> str:
+    kind = next(kind for kind in compat.parallel_wrappers() if isinstance(wrapper, kind))
+    return "module under fully_shard" if kind.__name__ == "FSDPModule" else kind.__name__
+
+
+class LostStep:
+    """What became of a step that broke off, until the user gives it up."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        """Why the last step must be repeated; None where nothing broke."""
+        self._is_untold = False
+        """Whether it has moved some groups and not others, and the user has not been told which."""
+
+    def lose(self, moved: Sequence[str], num_groups: int, where: str, *, is_torn: bool, is_whole: bool) -> None:
+        """It broke off there when it had moved these groups; where all have moved whole, it was as good as over."""
+        self.reason = why_step_is_lost(moved, num_groups, where, is_torn=is_torn)
+        self._is_untold = bool(moved) and (is_torn or not is_whole)
+
+    def lose_to_thread(self, *, has_moved: bool) -> None:
+        """Another thread began a backward in the middle of it."""
+        if has_moved:
+            condition = "weights may have taken both. Load a checkpoint, or call zero_grad() to go on"
+        else:
+            condition = "weights and optimizer are as before the step. Call zero_grad() and repeat the step"
+        self.reason = (
+            "another thread began a backward in the middle of this step, and was refused: gradients may hold a part of it; "
+            + condition
+        )
+
+    def refuse(self) -> None:
+        """Refuse an update after a step that broke off.
+
+        Raises:
+            StepLostError: It did. The message says which groups moved.
+        """
+        if self.reason is not None:
+            self._is_untold = False
+            raise StepLostError(self.reason)
+
+    def tell(self, raised: BaseException | None = None) -> None:
+        """The user gives up a step of which some groups have moved, without having asked `step()` about it: warn.
+
+        Args:
+            raised: The exception that ends the session, if one does: it gets a note instead.
+        """
+        if self._is_untold and self.reason is not None:
+            self._is_untold = False
+            if raised is not None:
+                raised.add_note(self.reason)
+            else:
+                warnings.warn(self.reason, RuntimeWarning, stacklevel=2)
+
+    def be_told(self) -> None:
+        """Somebody else tells the user."""
+        self._is_untold = False
+
+    def forget(self) -> None:
+        """The user has given the step up."""
+        self.reason = None
+
+
+def why_step_is_lost(
+    moved: Sequence[str], num_groups: int, where: str = "the backward of this step", *, is_torn: bool = False
+) -> str:
+    """After a backward, or a `step()`, that raised when it had updated these groups, of so many.
+
+    Where it `is_torn`, it raised in the middle of an update on the device.
+    """
+    if moved:
+        by_half = ", one of them perhaps by half" if is_torn else ""
+        return (
+            f"{where} raised after it had updated "
+            f"{len(moved)} of {num_groups} groups ({', '.join(moved[:8])}{', ...' if len(moved) > 8 else ''}); "
+            f"these have taken the step{by_half}, the others have not. Load a checkpoint, or call zero_grad() to go on"
+        )
+    return (
+        f"{where} raised, so its gradients are incomplete; weights and optimizer are as "
+        "before the step. Call zero_grad() and repeat the step"
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,20 +20,14 @@ from lowtide.activations.apply import Applied, apply
 from lowtide.activations.host_embedding import find_repeats
 from lowtide.activations.policy import Keep, Policy
 from lowtide.errors import TraceError
-from lowtide.memory.chunk import Chunk, ChunkState, StoredGroup
-from lowtide.memory.layout import Layout
-from lowtide.memory.store import ChunkStore
+from lowtide.memory.chunk import Chunk, ChunkState, Layout, StoredGroup
 from lowtide.optim.update_types import Numerics
 from lowtide.planning.placement import window_bytes_needed
 from lowtide.planning.plan import GroupPlan, Plan, Schedule, Site, Weights
-from lowtide.runtime.parameters.gradients import GradientMover
 from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter
-from lowtide.runtime.parameters.residency import Residency
 from lowtide.runtime.passes.backward import BackwardPass
-from lowtide.runtime.passes.backward_task import is_away
-from lowtide.runtime.passes.forward import ForwardPass
-from lowtide.runtime.passes.lock import SessionLock
-from lowtide.runtime.passes.window import Window
+from lowtide.runtime.passes.forward import ForwardPass, make_windows
+from lowtide.runtime.passes.lock import LostStep, SessionLock
 from lowtide.runtime.prediction.without_memory import (
     FootprintGradients,
     FootprintMover,
@@ -44,8 +38,8 @@ from lowtide.runtime.prediction.without_memory import (
 )
 from lowtide.runtime.statistics.recording import Recorder
 from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer
-from lowtide.runtime.updates.finite import LossWatch
-from lowtide.runtime.updates.updater import Finisher, Updater
+from lowtide.runtime.updates.norms import LossWatch
+from lowtide.runtime.updates.updater import Finisher
 from lowtide.runtime.updates.worker import HostWorker
 from lowtide.tracing.prediction.context import DeviceMemory
 
@@ -195,7 +189,8 @@ class SessionFootprint:
     def around(self, model: nn.Module, memory: DeviceMemory) -> Iterator[None]:
         """The session begins, and ends."""
         self._bind(model, memory)
-        windows = self._forward.windows = self._windows(model)
+        groups = self._residency.groups.values()
+        windows = make_windows(model, groups, self._plan.schedule, self._forward, self._backward)
         self._backward.watch_gradients()
         with ExitStack() as stack:
             stack.callback(self._backward.stop)
@@ -226,35 +221,34 @@ class SessionFootprint:
         mover = self._mover = FootprintMover(memory, max_kept_bytes=kept_bytes)
         parameters = dict(model.named_parameters())
         groups = [self._group(plan, parameters) for plan in self._plan.groups]
-        residency = self._residency = FootprintResidency(groups, memory.tell)
         window_bytes = self._plan.budgets.window_bytes
-        residency.store = ChunkStore(
-            [group.stored for group in groups],
+        residency = self._residency = FootprintResidency(
+            groups,
             mover,
-            [residency],
+            memory.tell,
             window_bytes=window_bytes if window_bytes is not None else window_bytes_needed(self._layout, self._plan),
             prefetch_depth=self._plan.prefetch_depth,
-            listener=residency,
         )
-        # Each does here what the runtime's class of that name does in a session, without memory to point to.
-        as_residency = cast(Residency, residency)
-        gradients = cast(GradientMover, FootprintGradients(mover))
         recorder, lock = Recorder(mover), SessionLock()
         watch = FootprintWatch(mover)
-        self._loss = cast(LossWatch, FootprintLoss(is_immediate=self._plan.schedule is Schedule.IN_BACKWARD))
+        self._loss = FootprintLoss(is_immediate=self._plan.schedule is Schedule.IN_BACKWARD)
+        self._updater = FootprintUpdater(self._runner, residency.store, watch, self._plan.schedule)
+        self._finisher = Finisher(self._updater, residency, mover, recorder)
         self._backward = BackwardPass(
-            as_residency,
+            residency,
             mover,
-            gradients,
+            FootprintGradients(mover),
             recorder,
             self._plan.schedule,
+            finisher=self._finisher,
             loss=self._loss,
             gradient_watch=watch,
+            lost_step=LostStep(),
             observer=None,
             lock=lock,
         )
         self._forward = ForwardPass(
-            as_residency,
+            residency,
             mover,
             HostWorker(),
             recorder,
@@ -264,9 +258,6 @@ class SessionFootprint:
             observer=None,
             lock=lock,
         )
-        self._updater = FootprintUpdater(self._runner, residency.store, watch, self._plan.schedule)
-        self._finisher = Finisher(cast(Updater, self._updater), as_residency, mover, recorder)
-        self._backward.finisher = self._finisher
 
     def _group(self, plan: GroupPlan, parameters: dict[str, nn.Parameter]) -> ManagedGroup:
         is_resident = plan.weights is Weights.RESIDENT
@@ -281,7 +272,7 @@ class SessionFootprint:
                     parameter, span.parameter, chunk, site, host_view=None, device_view=parameter
                 )
                 if site is Site.HOST and parameter.requires_grad:
-                    managed.host_target = parameter
+                    managed.update_through(parameter)
                 members.append(managed)
             if is_resident:
                 self._mover.grow(chunk.device)
@@ -289,22 +280,6 @@ class SessionFootprint:
         group_spec = next(each for each in self._layout.groups if each.name == plan.name)
         is_on_host = plan.weights is Weights.HOST
         return ManagedGroup(StoredGroup(group_spec, chunks), members, is_resident=is_resident, is_on_host=is_on_host)
-
-    def _windows(self, model: nn.Module) -> list[Window]:
-        """As `ModelCalls` makes them."""
-        by_path: dict[str, list[ManagedGroup]] = {}
-        for group in self._residency.groups.values():
-            if group.is_on_host or (group.is_resident and not any(map(is_away, group.members))):
-                continue
-            for path in group.stored.spec.modules:
-                by_path.setdefault(path, []).append(group)
-        has_tables = any(group.is_on_host for group in self._residency.groups.values())
-        if by_path or has_tables or self._plan.schedule is Schedule.IN_BACKWARD:
-            by_path.setdefault("", [])
-        return [
-            Window(model.get_submodule(path), path, tuple(groups), self._forward, self._backward)
-            for path, groups in by_path.items()
-        ]
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
@@ -331,7 +306,7 @@ class SessionFootprint:
         ]
         self._updater.update_here(here, loose, settings)
         for group in groups:
-            group.consumed.clear()
+            group.forget_backward()
             if self._plan.schedule is Schedule.DEFERRED:
                 self._step_group(group)
 
@@ -340,7 +315,7 @@ class SessionFootprint:
         settings = self._runner.settings()
         for chunk in group.stored.chunks:
             members = [managed for managed in group.members if managed.chunk is chunk]
-            if any(map(is_away, members)):
+            if any(managed.host_gradient is not None for managed in members):
                 self._updater.update_on_host(group, chunk, members, settings)
                 self._residency.store.drop(group.name)
             elif not group.is_resident and any(managed.parameter.grad is not None for managed in members):

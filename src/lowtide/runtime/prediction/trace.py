@@ -13,14 +13,14 @@ from torch import nn
 from lowtide import compat
 from lowtide.errors import ConfigError
 from lowtide.hardware import Hardware, find_hardware
+from lowtide.memory.chunk import lay_out
 from lowtide.memory.groups import find_groups, find_named_groups
-from lowtide.memory.layout import lay_out
 from lowtide.optim.update_types import Numerics, numerics_of
 from lowtide.planning.budget_plans import StaticPartition, WarmUp, partition
 from lowtide.planning.placement import check_plan
 from lowtide.planning.plan import Plan, Site
+from lowtide.runtime.host_memory import HostNeed, host_need, state_bytes_per_parameter_byte
 from lowtide.runtime.prediction.session import SessionFootprint
-from lowtide.runtime.updates.host_need import HostNeed, host_need, state_bytes_per_parameter_byte
 from lowtide.tracing.allocator import AllocatorFullError, AllocatorSettings
 from lowtide.tracing.prediction.trace import trace_step
 from lowtide.tracing.settings import StepSettings, UpdateSchedule

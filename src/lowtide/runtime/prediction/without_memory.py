@@ -18,11 +18,11 @@ from lowtide.optim.rules import Adafactor, require_rule
 from lowtide.optim.state import ParameterState, new_state
 from lowtide.optim.update_types import Numerics, Rounding, rounding_for
 from lowtide.planning.plan import Schedule
-from lowtide.runtime.parameters.gradients import norm_of
+from lowtide.runtime.parameters.gradients import GradientState, HostGradient
 from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter
 from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer, Settings, Update
-from lowtide.runtime.updates.finite import GradientWatch, Verdict
 from lowtide.runtime.updates.kernel_optimizer import follow_writes
+from lowtide.runtime.updates.norms import GradientWatch, Verdict, norm_of
 from lowtide.runtime.updates.updater import judge_here, judge_sent
 from lowtide.tracing.prediction.context import DeviceMemory
 from lowtide.tracing.recorder import Life
@@ -44,14 +44,14 @@ class Point:
 
 
 class FootprintMover:
-    """See `memory.mover`; buffers are meta tensors, and stand for memory of the traced card while they are grown.
+    """See `memory.mover`; buffers are meta tensors, and stand for memory of the traced device while they are grown.
 
     Note [How long sources are kept]
-    On a card the source of a copy to the host goes when the copy is done or too much waits. The host is ahead of the card as a
+    On a device the source of a copy to the host goes when the copy is done or too much waits. The host is ahead of it as a
     rule, so that hardly any copy is done when it looks: here none is, and the figure is the most that can be.
 
     Args:
-        memory: Of the traced card.
+        memory: Of the traced device.
         max_kept_bytes: As for a `CudaMover`.
     """
 
@@ -72,7 +72,7 @@ class FootprintMover:
         return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        """The host's memory is not the card's."""
+        """The host's memory is not the device's."""
         return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
 
     def free_host_buffer(self, buffer: torch.Tensor) -> None:
@@ -118,16 +118,35 @@ class FootprintMover:
 
 
 class FootprintResidency:
-    """What `Residency` is in a session. Also the store's listener, and its books.
+    """The groups of a traced session over their store, whose listener and books this is.
 
-    `store` is set right after both are made: each of the two needs the other. `tell` is told of errors before they are raised.
+    Args:
+        groups: Without memory.
+        mover: Takes the memory of the traced device.
+        tell: Told of errors before they are raised.
+        window_bytes: How many device bytes streamed chunks may take together.
+        prefetch_depth: How many groups ahead are fetched.
     """
 
-    store: ChunkStore
-
-    def __init__(self, groups: Iterable[ManagedGroup], tell: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self,
+        groups: Iterable[ManagedGroup],
+        mover: FootprintMover,
+        tell: Callable[[BaseException], None],
+        *,
+        window_bytes: int,
+        prefetch_depth: int,
+    ) -> None:
         self.groups = {group.name: group for group in groups}
         self._tell = tell
+        self.store = ChunkStore(
+            [group.stored for group in self.groups.values()],
+            mover,
+            [self],
+            window_bytes=window_bytes,
+            prefetch_depth=prefetch_depth,
+            listener=self,
+        )
 
     def open(self, group: ManagedGroup) -> None:
         """Bring the group to the device.
@@ -198,6 +217,12 @@ class FootprintResidency:
 
     def before_fetch(self, chunk: Chunk) -> None:
         """There are no bytes that could be the wrong ones."""
+
+    def chunks_change(self) -> None:
+        """Nobody observes a trace."""
+
+    def chunks_changed(self) -> None:
+        """Nobody observes a trace."""
 
     def on_copy(self, chunk: Chunk, copied: Copied, reason: str) -> None:
         """Copies are not counted."""
@@ -291,18 +316,20 @@ class FootprintGradients:
     def __init__(self, mover: FootprintMover) -> None:
         self._mover = mover
 
-    def take(self, managed: ManagedParameter) -> None:
+    def take(self, taken: HostGradient, parameter: torch.nn.Parameter) -> None:
         """Complete: it waits for its copy, and is nobody's beside that."""
-        gradient, managed.parameter.grad = managed.parameter.grad, None
+        gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
-        managed.norm = (0, norm_of(gradient))
+        taken.note_norm(taken.count_take(), norm_of(gradient))
         self._mover.to_host(gradient, gradient)
-        managed.has_fired = True
+        taken.become(GradientState.ARRIVING)
 
-    def expose(self, managed: ManagedParameter) -> None:
+    def show(self, gradient: HostGradient, host_view: torch.Tensor | None, *, is_resident: bool) -> None:
         """What is on the host costs the device nothing."""
+        del host_view, is_resident
+        gradient.rest()
 
-    def abandon(self, members: Iterable[ManagedParameter]) -> None:
+    def abandon(self, gradients: Iterable[HostGradient], chunks: Iterable[Chunk]) -> None:
         """A trace that broke off is over."""
 
 
@@ -367,5 +394,6 @@ class FootprintUpdater:
         if self._schedule is Schedule.IN_BACKWARD:
             judge_sent(members, self._watch)
         for managed in members:
-            managed.norm = None
+            if managed.host_gradient is not None:
+                managed.host_gradient.forget_norm()
         self._store.host_changes(chunk, Point(), group.place)

@@ -13,7 +13,6 @@ from typing import Protocol
 
 import torch
 
-from lowtide.memory.chunk import Chunk
 from lowtide.memory.store import ChunkStore
 from lowtide.planning.budget_plans import MonitorMode, StepSample
 from lowtide.runtime.emulation.memory import TrackedMemory
@@ -93,8 +92,6 @@ class StepObserver:
 
     def watch(self, store: ChunkStore, resident_bytes: int) -> None:
         """Chunks on the device are those of the store, and resident ones of so many bytes."""
-        assert isinstance(store, ObservedStore)
-        store.observer = self
         self._store, self._resident_bytes = store, resident_bytes
 
     @property
@@ -146,6 +143,10 @@ class StepObserver:
             self.take_sample("", "update")
             self.is_watching = False
 
+    def give_up(self) -> None:
+        """Nobody wants more samples."""
+        self.is_watching = False
+
     def _write(self, group: str, phase: str, used_bytes: int) -> None:
         assert self._store is not None
         sample = StepSample(
@@ -159,19 +160,3 @@ class StepObserver:
         fullest = self._fullest.get((group, phase))
         if fullest is None or sample.other_bytes > fullest.other_bytes:
             self._fullest[group, phase] = sample
-
-
-class ObservedStore(ChunkStore):
-    """Tells an observer when chunks come and go."""
-
-    observer: StepObserver
-
-    def _fetch(self, chunks: list[Chunk]) -> None:
-        self.observer.chunks_change()
-        super()._fetch(chunks)
-        self.observer.chunks_changed()
-
-    def _release(self, chunk: Chunk) -> None:
-        self.observer.chunks_change()
-        super()._release(chunk)
-        self.observer.chunks_changed()

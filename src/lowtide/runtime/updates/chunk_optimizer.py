@@ -27,7 +27,7 @@ import torch
 from lowtide import compat
 from lowtide.errors import ConfigError, UnsupportedOptimizerError
 from lowtide.planning.plan import Schedule
-from lowtide.runtime.updates.clipping import ClipFactor
+from lowtide.runtime.updates.norms import ClipFactor
 
 
 def unwrapped(optimizer: torch.optim.Optimizer, schedule: Schedule | None) -> torch.optim.Optimizer:

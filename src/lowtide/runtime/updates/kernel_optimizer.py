@@ -67,6 +67,10 @@ class KernelStates:
                     state[key] = self._in_torchs_form(parameter)
         return {**state_dict, "state": state}
 
+    def go_on_from(self, other: KernelStates) -> None:
+        """Another plan of the same session had these states."""
+        self.by_parameter = other.by_parameter
+
     def in_torchs_form(self) -> dict[torch.Tensor, dict[str, Any]]:
         """What `fill` writes, by parameter."""
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]

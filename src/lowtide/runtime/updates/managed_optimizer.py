@@ -19,18 +19,21 @@ import torch
 from lowtide import compat
 from lowtide.errors import NonFiniteGradientError, UnsupportedOptimizerError
 from lowtide.planning.plan import Schedule, Site
-from lowtide.runtime.parameters.gradients import norm_of
 from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter
-from lowtide.runtime.parameters.pending import make_plain
-from lowtide.runtime.passes.backward_task import is_away
-from lowtide.runtime.passes.engine import Engine
+from lowtide.runtime.parameters.pending import AbsentState, LiveState, make_plain
+from lowtide.runtime.passes.executor import Executor
 from lowtide.runtime.passes.lock import HELD
 from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer, Settings
-from lowtide.runtime.updates.clipping import clip_by_norm, clip_factor, refuse_non_finite
-from lowtide.runtime.updates.finite import refuse_non_finite_gradients
 from lowtide.runtime.updates.kernel_optimizer import KernelOptimizer
-from lowtide.runtime.updates.state import AbsentState, LiveState, check_loaded_settings, check_loaded_state
-from lowtide.runtime.updates.updater import LOOSE, Finisher
+from lowtide.runtime.updates.norms import (
+    clip_by_norm,
+    clip_factor,
+    norm_of,
+    refuse_non_finite,
+    refuse_non_finite_gradients,
+)
+from lowtide.runtime.updates.state import check_loaded_settings, check_loaded_state
+from lowtide.runtime.updates.updater import LOOSE
 
 
 class ManagedOptimizer:
@@ -38,8 +41,7 @@ class ManagedOptimizer:
 
     Args:
         optimizer: The user's.
-        engine: Knows the groups and their condition.
-        finisher: Runs the updates.
+        executor: Knows the groups and their condition, and runs the updates.
         max_grad_norm: Clip the gradients to this norm before each step; None leaves them.
         num_closure_calls: How often the optimizer's own step calls a closure that it is given.
         after_step: Called at the end of each step.
@@ -48,8 +50,7 @@ class ManagedOptimizer:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        engine: Engine,
-        finisher: Finisher,
+        executor: Executor,
         *,
         max_grad_norm: float | None,
         num_closure_calls: int = 1,
@@ -57,7 +58,7 @@ class ManagedOptimizer:
     ) -> None:
         self._optimizer = optimizer
         self._num_closure_calls = num_closure_calls
-        self.serve(engine, finisher, after_step)
+        self.serve(executor, after_step)
         self._max_grad_norm = max_grad_norm
         self.last_norm: torch.Tensor | None = None
         """The norm before clipping, of the last step with `max_grad_norm`."""
@@ -73,11 +74,12 @@ class ManagedOptimizer:
         """Runs the updates of chunks."""
         return self._updater.optimizer
 
-    def serve(self, engine: Engine, finisher: Finisher, after_step: Callable[[], None] | None) -> None:
+    def serve(self, executor: Executor, after_step: Callable[[], None] | None) -> None:
         """Step through these from now on: the session goes on under another plan."""
-        self._engine = engine
-        self._finisher = finisher
-        self._updater = finisher.updater
+        self._executor = executor
+        assert executor.updater is not None and executor.finisher is not None, "the executor was made without a runner"  # noqa: PT018
+        self._finisher = executor.finisher
+        self._updater = executor.updater
         self._after_step = after_step
 
     def install(self) -> None:
@@ -163,10 +165,10 @@ class ManagedOptimizer:
 
     def settle(self) -> None:
         """Wait until every update has been made."""
-        for group in self._engine.groups.values():
-            self._engine.settle_group(group)
-        self._engine.worker.check()
-        self._engine.gradient_watch.check(waits=True)
+        for group in self._executor.groups.values():
+            self._executor.settle_group(group)
+        self._executor.worker.check()
+        self._executor.gradient_watch.check(waits=True)
         self._updater.optimizer.forget_empty_state()
 
     def _whole_state(self) -> Any:
@@ -209,7 +211,7 @@ class ManagedOptimizer:
             self.runner.kept.load_accepted()
         self._guard_state()
         self._updater.optimizer.refresh_groups()
-        self._updater.place_state(list(self._engine.groups.values()), self._engine.mover.device)
+        self._updater.place_state(list(self._executor.groups.values()), self._executor.mover.device)
 
     # -- the two methods -----------------------------------------------------------------------------------------------
 
@@ -224,8 +226,8 @@ class ManagedOptimizer:
                 )
             with torch.enable_grad():
                 result = closure()
-        phases = self._engine.recorder.phases
-        with self._engine.calling("optimizer.step()"):
+        phases = self._executor.recorder.phases
+        with self._executor.calling("optimizer.step()"):
             went_well = False
             try:
                 with HELD:
@@ -235,32 +237,32 @@ class ManagedOptimizer:
             finally:
                 phases.leave("update")
                 HELD.rest()
-                self._engine.forward.call_over(went_well)
+                self._executor.forward.call_over(went_well)
         return result
 
     def _step_after(self, closure: Callable[[], Any] | None) -> None:
-        engine = self._engine  # after the closure, whose forward may begin another plan
-        engine.check_broken()
-        engine.worker.check()
-        engine.gradient_watch.check(waits=False)
-        engine.refuse_lost_step()
+        executor = self._executor  # after the closure, whose forward may begin another plan
+        executor.check_broken()
+        executor.worker.check()
+        executor.gradient_watch.check(waits=False)
+        executor.lost_step.refuse()
         if not compat.scaler_values(self._optimizer):
-            engine.loss.check()  # a scaler judges the gradients itself, and skips the update
+            executor.loss.check()  # a scaler judges the gradients itself, and skips the update
         before, after = compat.step_hooks(self._optimizer)
         arguments = (self._optimizer,) if closure is None else (self._optimizer, closure)
         for hook in before:
             hook(self._optimizer, arguments, {})
         self._updater.optimizer.refresh_groups()
         self._update()
-        engine.residency.settle_held()
-        for group in engine.groups.values():
+        executor.residency.settle_held()
+        for group in executor.groups.values():
             if group.guards_gradients:
                 group.forget_backward()
-                engine.residency.guard(group)
+                executor.residency.guard(group)
         for hook in after:
             hook(self._optimizer, arguments, {})
         compat.mark_stepped(self._optimizer)
-        engine.recorder.count_update()
+        executor.recorder.count_update()
         if self._after_step is not None:
             self._after_step()
 
@@ -272,13 +274,13 @@ class ManagedOptimizer:
             HELD.rest()
 
     def _clear_gradients(self, set_to_none: bool) -> None:
-        self._engine.check_broken()
-        self._engine.forget_step()
-        for group in self._engine.groups.values():
+        self._executor.check_broken()
+        self._executor.forget_step()
+        for group in self._executor.groups.values():
             if group.guards_gradients:
                 # Given up between backward and step: the weights have moved, the gradients are gone.
                 group.forget_backward()
-                self._engine.residency.guard(group)
+                self._executor.residency.guard(group)
         members = {} if set_to_none else self._members()
         for param_group in self._optimizer.param_groups:
             for parameter in param_group["params"]:
@@ -288,24 +290,20 @@ class ManagedOptimizer:
                     parameter.grad = None
                 else:
                     managed = members.get(id(parameter))
-                    was_seen = managed is not None and managed.was_seen
-                    if parameter.grad.grad_fn is not None:
-                        parameter.grad.detach_()
+                    gradient = None if managed is None else managed.host_gradient
+                    if gradient is None:
+                        _zero(parameter)
                     else:
-                        parameter.grad.requires_grad_(False)
-                    parameter.grad.zero_()
-                    if managed is not None:
-                        # Nobody but this has looked, and nothing of it is kept.
-                        managed.was_seen, managed.norm = was_seen, None
+                        gradient.clear_unseen(partial(_zero, parameter))
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _update(self) -> None:
         optimizer = self._updater.optimizer
         settings = optimizer.settings()
-        groups = list(self._engine.groups.values())
+        groups = list(self._executor.groups.values())
         parameters = [parameter for params in self._optimizer.param_groups for parameter in params["params"]]
-        if isinstance(optimizer, KernelOptimizer) and self._engine.schedule is Schedule.DEFERRED:
+        if isinstance(optimizer, KernelOptimizer) and self._executor.schedule is Schedule.DEFERRED:
             # All of them before the first update.
             members = self._members()
             for parameter in parameters:
@@ -318,7 +316,7 @@ class ManagedOptimizer:
                 norms = {**taken, **{number: norm_of(gradient) for number, gradient in others.items()}}
                 del others  # or somebody would seem to hold the gradients
                 in_order = [norms[number] for number in sorted(norms)]
-                clip = clip_factor(in_order, self._max_grad_norm, self._engine.mover, scale)
+                clip = clip_factor(in_order, self._max_grad_norm, self._executor.mover, scale)
                 settings, self.last_norm = replace(settings, clip=clip), clip.total
                 if not settings.scaler:
                     refuse_non_finite(clip.total, self._max_grad_norm)
@@ -344,7 +342,7 @@ class ManagedOptimizer:
 
     def _update_all(self, groups: Sequence[ManagedGroup], loose: Sequence[torch.Tensor], settings: Settings) -> None:
         """All that was not updated yet in this step."""
-        if self._engine.schedule is Schedule.IN_BACKWARD:
+        if self._executor.schedule is Schedule.IN_BACKWARD:
             if not self._updater.has_updated(LOOSE):
                 self._updater.update_here((), loose, settings)
             for group in groups:
@@ -366,7 +364,7 @@ class ManagedOptimizer:
         """
         updater = self._updater
         names = {LOOSE: None, **{chunk.spec.name: group for group in groups for chunk in group.stored.chunks}}
-        self._engine.put_in_order()
+        self._executor.put_in_order()
         has_moved = any(map(updater.has_updated, names)) or any(group.is_consumed for group in groups)
         if not updater.is_torn and not has_moved:
             return False
@@ -375,9 +373,9 @@ class ManagedOptimizer:
                 self._update_all(groups, loose, settings)
                 return True
         except BaseException:
-            self._engine.put_in_order()
+            self._executor.put_in_order()
         moved = {id(group): group for name, group in names.items() if group is not None and updater.has_begun(name)}
-        self._engine.lose_step(moved.values())
+        self._executor.lose_step(moved.values())
         return False
 
     def _clip(self, parameters: Sequence[torch.Tensor], *, is_judged: bool) -> torch.Tensor:
@@ -388,12 +386,12 @@ class ManagedOptimizer:
             raise
         except BaseException:
             # Some of the gradients may be clipped, and others not.
-            self._engine.lose_step(())
+            self._executor.lose_step(())
             raise
 
     def _members(self) -> dict[int, ManagedParameter]:
         """By the `id` of the parameter."""
-        return {id(managed.parameter): managed for group in self._engine.groups.values() for managed in group.members}
+        return {id(managed.parameter): managed for group in self._executor.groups.values() for managed in group.members}
 
     def _norms(self, parameters: Sequence[torch.Tensor]) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
         """By the parameters' numbers: norms that were taken when gradients passed by, and the gradients of all others."""
@@ -407,10 +405,11 @@ class ManagedOptimizer:
                 gradient = parameter.grad
             if gradient is None:
                 continue
-            if managed is not None and is_away(managed) and gradient is managed.gradient:
-                if managed.known_norm is None:
-                    managed.settle_gradient()  # the worker takes it after the last addition
-                if (norm := managed.known_norm) is not None:
+            on_host = None if managed is None else managed.host_gradient
+            if on_host is not None and gradient is on_host.tensor:
+                if on_host.known_norm is None:
+                    on_host.settle()  # the worker takes it after the last addition
+                if (norm := on_host.known_norm) is not None:
                     taken[number] = norm
                     continue
             others[number] = gradient.detach()
@@ -436,14 +435,14 @@ class ManagedOptimizer:
             return  # all of them were, in one step
         for group in groups:
             if group.is_resident and any(managed.parameter.grad is not None for managed in group.members):
-                group.generation += 1
+                group.count_update()
         for managed in members:
             make_plain(managed.parameter)  # torch's foreach kernels are for plain tensors only
         self._updater.update_here(members, loose, settings)
 
     def _update_group(self, group: ManagedGroup, settings: Settings) -> None:
         """A group's chunks on the host, and its streamed ones on the device."""
-        engine, known = self._engine, self._updater.optimizer
+        executor, known = self._executor, self._updater.optimizer
         group.adopt_foreign_data()
         is_updated = False
         for chunk in group.stored.chunks:
@@ -458,20 +457,29 @@ class ManagedOptimizer:
             # Before it is: a backward through older weights must be refused, wherever this breaks off.
             if not group.is_resident and not is_updated:
                 is_updated = True
-                group.generation += 1
+                group.count_update()
             if members[0].site is Site.HOST:
-                if group.is_on_host:
-                    for managed in members:
-                        # Autograd made it where it belongs: it is used in place, and pending until it has been.
-                        managed.gradient = managed.parameter.grad
+                for managed in members if group.is_on_host else ():
+                    assert managed.host_gradient is not None
+                    managed.host_gradient.use_in_place()
                 self._updater.update_on_host(group, chunk, members, settings)
-                engine.residency.store.drop(group.name)
+                executor.residency.store.drop(group.name)
                 for managed in members:
-                    engine.make_gradient_pending(managed)
+                    executor.make_gradient_pending(managed)
             elif not group.is_resident:
                 self._finisher.update_streamed_on_device(group, chunk, members, settings)
             elif members[0].site is Site.PAGED:
                 for managed in members:
                     make_plain(managed.parameter)
                 self._updater.update_here(members, (), settings)
-        engine.residency.guard(group)
+        executor.residency.guard(group)
+
+
+def _zero(parameter: torch.Tensor) -> None:
+    """As torch's own `zero_grad(set_to_none=False)`."""
+    assert parameter.grad is not None
+    if parameter.grad.grad_fn is not None:
+        parameter.grad.detach_()
+    else:
+        parameter.grad.requires_grad_(False)
+    parameter.grad.zero_()

@@ -1,4 +1,4 @@
-"""The optimizer's state as the user sees it: read while updates run, and loaded before or after `manage`.
+"""State that is loaded into a managed optimizer is checked: it must be of this optimizer and this model.
 
 What the optimizer keeps is found by asking it: with the saved settings it takes one step on a small tensor of each kind of
 parameter. Where it cannot, there is nothing to compare with, and torch loads what it is given.
@@ -6,8 +6,7 @@ parameter. Where it cannot, there is nothing to compare with, and torch loads wh
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,77 +15,6 @@ from lowtide import compat
 from lowtide.errors import OptimizerStateError
 from lowtide.optim.state import STEP, check_form
 from lowtide.runtime.updates.proof import apart, set_to_train
-
-Entries = dict[str, Any]
-
-
-class LiveState(defaultdict[torch.Tensor, Entries]):
-    """The states of an optimizer whose own step runs on the chunks: reading waits for the updates under way.
-
-    The session itself, whose worker makes them, goes past this by `dict`'s own methods.
-    """
-
-    def __init__(self, settle: Callable[[], None], entries: Mapping[torch.Tensor, Entries]) -> None:
-        super().__init__(dict, entries)
-        self._settle = settle
-
-    def __getitem__(self, key: torch.Tensor) -> Entries:
-        self._settle()
-        return super().__getitem__(key)
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        self._settle()
-        return super().__iter__()
-
-    def get(self, key: torch.Tensor, default: Any = None) -> Any:
-        """As a dictionary's."""
-        self._settle()
-        return super().get(key, default)
-
-    def items(self) -> ItemsView[torch.Tensor, Entries]:  # type: ignore[override]  # of a dictionary it is its own class
-        """As a dictionary's."""
-        self._settle()
-        return super().items()
-
-    def values(self) -> ValuesView[Entries]:  # type: ignore[override]  # of a dictionary it is its own class
-        """As a dictionary's."""
-        self._settle()
-        return super().values()
-
-    def copy(self) -> defaultdict[torch.Tensor, Entries]:  # type: ignore[override]  # not of this class
-        """A copy is torch's own kind of dictionary."""
-        self._settle()
-        return defaultdict(dict, dict.items(self))
-
-    def __copy__(self) -> defaultdict[torch.Tensor, Entries]:  # type: ignore[override]  # not of this class
-        return self.copy()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        self._settle()
-        return defaultdict, (dict, dict(dict.items(self)))
-
-
-class AbsentState(defaultdict[torch.Tensor, Entries]):
-    """Empty: the states are the session's, in its own formats."""
-
-    def __init__(self) -> None:
-        super().__init__(dict)
-
-    def __missing__(self, key: torch.Tensor) -> Entries:
-        raise OptimizerStateError(
-            "optimizer.state is empty while a session with precision= is open: the states are the session's, in its own formats; "
-            "read them with optimizer.state_dict(), and write them with optimizer.load_state_dict()"
-        )
-
-    def get(self, key: torch.Tensor, default: Any = None) -> Any:
-        """Refused, as reading is: what is not here is not absent."""
-        del default
-        return self[key]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy is torch's own kind of dictionary."""
-        return defaultdict, (dict, dict(dict.items(self)))
-
 
 _LARGEST_PROBE = 4
 

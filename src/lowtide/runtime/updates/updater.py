@@ -5,26 +5,58 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 
 from lowtide import compat
-from lowtide.memory.allocation_cache import AllocationCache
 from lowtide.memory.chunk import Chunk
 from lowtide.memory.mover import Mover
+from lowtide.memory.pools import AllocationCache
 from lowtide.memory.store import ChunkStore
 from lowtide.planning.plan import Site
-from lowtide.runtime.parameters.gradients import norm_of
+from lowtide.runtime.parameters.gradients import HostGradient
 from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter
+from lowtide.runtime.parameters.pending import beside
 from lowtide.runtime.parameters.residency import Residency
-from lowtide.runtime.parameters.tensors import beside, same_memory
 from lowtide.runtime.statistics.recording import Recorder
 from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer, Settings, Update
-from lowtide.runtime.updates.finite import GradientWatch, Verdict
+from lowtide.runtime.updates.norms import GradientWatch, Verdict, norm_of
 from lowtide.runtime.updates.worker import HostWorker, Job
 
 LOOSE = "(unmanaged)"
 """Stands for parameters that no chunk has."""
+
+
+class ChunkUpdates(Protocol):
+    """Updates of chunks where the plan wants them: a session's are made, a prediction's take what they would take."""
+
+    @property
+    def optimizer(self) -> ChunkOptimizer:
+        """Steps the user's optimizer by chunks."""
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether an update on the device broke off in the middle, in this step."""
+
+    def begin_step(self) -> None:
+        """What is updated from now on belongs to another step."""
+
+    def has_updated(self, chunk: str) -> bool:
+        """Whether the chunk's update was made in this step, or the worker will make it."""
+
+    def judge_in_backward(self, members: Sequence[ManagedParameter]) -> torch.Tensor | None:
+        """Gradients on the device, which an update there is about to take; its gate, where it can have one."""
+
+    def update_here(
+        self, members: Sequence[ManagedParameter], loose: Sequence[torch.Tensor], settings: Settings
+    ) -> None:
+        """One step on parameters that look at the device, and on unmanaged ones."""
+
+    def update_on_host(
+        self, group: ManagedGroup, chunk: Chunk, members: Sequence[ManagedParameter], settings: Settings
+    ) -> None:
+        """One step on the host for a chunk whose gradients are there or on their way."""
 
 
 class Updater:
@@ -102,15 +134,16 @@ class Updater:
         updates: list[Update] = []
         gradients: list[torch.Tensor | None] = []
         if group.is_held(chunk):
-            group.is_awaited = True
+            group.await_change()
             chunk.mark_touched()
         self._store.take_over(chunk)
-        awaited = [waiting for managed in members for waiting in managed.pending]
+        is_staged = chunk.staging is not None
+        awaited = [waiting for managed in members for waiting in _gradient_of(managed).pending]
         for managed in members:
-            assert managed.host_target is not None
-            # Another object over the same memory: the user's gradient may be pending, and would wait for this very job.
-            group.is_awaited = group.is_awaited or _is_gradient_held(managed)
-            gradients.append(_gradient_of(managed))
+            gradient = _gradient_of(managed)
+            if not is_staged and gradient.is_held_beside():
+                group.await_change()
+            gradients.append(gradient.for_update(is_staged=is_staged))
             updates.append(Update(managed.parameter, _target_on_host(managed)))
         # A fetch may still be reading the bytes that the update is about to change, or a write-back be filling them.
         copies = [copied.ended for copied in (chunk.fetched, chunk.written) if copied is not None]
@@ -124,7 +157,7 @@ class Updater:
         # Deferred, `step()` has judged them all.
         verdict = judge_sent(members, self._gradient_watch) if staging is not None else None
         for managed in members:
-            managed.norm = None
+            _gradient_of(managed).forget_norm()
         step = self._recorder.step
 
         def update() -> None:
@@ -164,11 +197,9 @@ class Updater:
                     managed.foreign.copy_(item.target)
         for managed in members:
             if staging is None:
-                managed.pending.append(job)
+                _gradient_of(managed).await_(job)
             else:
-                # The gradient's memory goes back with the staging buffer.
-                managed.pending.clear()
-                managed.gradient = None
+                _gradient_of(managed).use_up()
 
     def judge_in_backward(self, members: Sequence[ManagedParameter]) -> torch.Tensor | None:
         """Gradients on the device, which an update there is about to take; its gate, where it can have one."""
@@ -212,7 +243,7 @@ def judge_here(
 
 def judge_sent(members: Sequence[ManagedParameter], watch: GradientWatch) -> Verdict | None:
     """Gradients on their way to the host, whose norms were taken before they left."""
-    sent = [(managed.spec.name, managed.norm[1]) for managed in members if managed.norm is not None]
+    sent = [(managed.spec.name, norm) for managed in members if (norm := _gradient_of(managed).sent_norm) is not None]
     if not sent:
         return None
     names, norms = zip(*sent, strict=True)
@@ -230,32 +261,15 @@ def _target_on_host(managed: ManagedParameter) -> torch.Tensor:
     return beside(managed.host_target).copy_(foreign)
 
 
-def _is_gradient_held(managed: ManagedParameter) -> bool:
-    """Whether somebody else holds the memory of the gradient that the update reads, and may write to it unnoticed."""
-    if managed.chunk.staging is not None or managed.gradient is None:
-        return False
-    with compat.without_torch_function():
-        return managed.parameter.grad is managed.gradient and compat.num_storage_owners(managed.gradient) > 1
-
-
-def _gradient_of(managed: ManagedParameter) -> torch.Tensor | None:
-    if managed.chunk.staging is not None:
-        return None if managed.gradient is None else same_memory(managed.gradient)
-    gradient = managed.parameter.grad
-    if gradient is None or gradient is managed.gradient:
-        return None if gradient is None else managed.inner_gradient(gradient)
-    # Set by the user, who may change it as soon as `step` returns, and who may have put it beside resident weights.
-    assert managed.host_target is not None
-    if gradient.device != managed.host_target.device:
-        return gradient.detach().to(managed.host_target.device)
-    copied = beside(gradient)
-    return copied.copy_(gradient)
+def _gradient_of(managed: ManagedParameter) -> HostGradient:
+    assert managed.host_gradient is not None
+    return managed.host_gradient
 
 
 class Finisher:
     """Updates chunks whose gradients are complete, in a backward or on the device in `step()`."""
 
-    def __init__(self, updater: Updater, residency: Residency, mover: Mover, recorder: Recorder) -> None:
+    def __init__(self, updater: ChunkUpdates, residency: Residency, mover: Mover, recorder: Recorder) -> None:
         self.updater = updater
         self._residency = residency
         self._mover = mover
@@ -269,7 +283,7 @@ class Finisher:
         Where `is_last`, the backward is over: parameters without a gradient will get none.
         """
         for chunk in group.stored.chunks:
-            fired = _complete(group, chunk, is_last=is_last)
+            fired = group.complete(chunk, is_last=is_last)
             if not fired:
                 continue
             if not is_last and any(visit.backward != backward for visit in group.visits):
@@ -303,15 +317,15 @@ class Finisher:
     def _use_up(self, group: ManagedGroup, chunk: Chunk, fired: list[ManagedParameter], settings: Settings) -> None:
         trained = [managed for managed in fired if self.updater.optimizer.knows(managed.parameter)]
         for managed in fired:
-            managed.has_fired = False
-        group.generation += 1
+            managed.forget_gradient()
+        group.count_update()
         try:
             # Before it is: a group that has moved is named, wherever this breaks off.
-            group.consumed.add(chunk.spec.name)
+            group.use_up(chunk.spec.name)
             self._update(group, chunk, trained, settings)
         except BaseException:
             if not self.updater.is_torn and not self.updater.has_updated(chunk.spec.name):
-                group.consumed.discard(chunk.spec.name)
+                group.keep(chunk.spec.name)
             raise
 
     def _update(
@@ -345,24 +359,3 @@ class Finisher:
             self._recorder.on_compute(group.name, "update", started, self._mover.now())
         finally:
             self._residency.close(group)
-
-
-def _complete(group: ManagedGroup, chunk: Chunk, *, is_last: bool) -> list[ManagedParameter]:
-    """The chunk's parameters with a gradient, once all of them that are trained have one, or will get none."""
-    if not is_last:
-        # This is asked at every gradient: as long as the same one is missing, the chunk is not complete.
-        awaited = group.awaited.get(chunk.spec.name)
-        if awaited is not None and not awaited.has_fired:
-            return []
-    fired: list[ManagedParameter] = []
-    with compat.without_torch_function():  # parameters may be guarded; nobody reads a value here
-        for managed in group.members:
-            if managed.chunk is not chunk:
-                continue
-            if managed.has_fired:
-                if managed.parameter.requires_grad:
-                    fired.append(managed)
-            elif not is_last and managed.parameter.requires_grad:
-                group.awaited[chunk.spec.name] = managed
-                return []
-    return fired

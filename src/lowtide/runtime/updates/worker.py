@@ -207,8 +207,8 @@ class _Queue:
 
 
 def _keep_working(queue: _Queue) -> None:
-    queue.thread = threading.get_ident()
     try:
+        queue.thread = threading.get_ident()
         _work(queue)
     except BaseException as error:
         # Between two jobs, where nothing raises but what a debugger brings. Nobody would ever run the others.
@@ -286,6 +286,7 @@ class HostWorker:
             self._thread = threading.Thread(
                 target=_keep_working, args=(self._queue,), name="lowtide host worker", daemon=True
             )
+        if self._thread.ident is None:  # also where an exception came before the start
             self._thread.start()
         self._note_threads()
         entry = _Entry(place, next(self._numbers), work, tuple(after), lastly, job.future)
@@ -352,7 +353,7 @@ class HostWorker:
     def close(self) -> None:
         """Let the jobs finish and end the thread. May be repeated."""
         self._queue.close()  # not by its finalizer, which would do it once, though an exception broke it off
-        if self._thread is not None:
+        if self._thread is not None and self._thread.ident is not None:
             with compat.waiting():
                 self._thread.join()
 

@@ -1,34 +1,33 @@
-"""The pieces the allocator replay is made of: blocks in a chain per segment, pools of free blocks kept by size, snapshots."""
+"""The pieces the allocator replay is made of: blocks in a chain per segment, and pools of free blocks kept by size."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import attrgetter
 
+_ADDRESS = attrgetter("address")
 _ADDRESS_BITS = 56
 _ADDRESS_MASK = (1 << _ADDRESS_BITS) - 1
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Block:
     """A stretch of a segment: in use, free, or (in an expandable segment) address space without memory behind it."""
 
-    __slots__ = ("address", "free_since", "is_allocated", "is_mapped", "next", "pool", "prev", "requested", "size")
-
-    def __init__(self, pool: Pool, address: int, size: int, *, is_mapped: bool = True) -> None:
-        self.pool = pool
-        self.address = address
-        self.size = size
-        """In bytes."""
-        self.requested = 0
-        """Bytes the caller asked for; 0 while it is free."""
-        self.is_allocated = False
-        self.is_mapped = is_mapped
-        self.prev: Block | None = None
-        """Neighbour below in the same segment."""
-        self.next: Block | None = None
-        self.free_since = 0
-        """Searches for large blocks there had been when this one became free: its age, for garbage collection."""
+    pool: Pool
+    address: int
+    size: int
+    """In bytes."""
+    is_mapped: bool = True
+    is_allocated: bool = False
+    requested: int = 0
+    """Bytes the caller asked for; 0 while it is free."""
+    prev: Block | None = None
+    """Neighbour below in the same segment."""
+    next: Block | None = None
+    free_since: int = 0
+    """Searches for large blocks there had been when this one became free: its age, for garbage collection."""
 
     @property
     def is_whole_segment(self) -> bool:
@@ -50,6 +49,21 @@ class Block:
         self.address += size
         self.size -= size
         return front
+
+    def split_back(self, size: int) -> Block:
+        """A new block of what lies behind the first `size` bytes, which this one keeps."""
+        back = Block(self.pool, self.address + size, self.size - size, is_mapped=self.is_mapped)
+        back.insert_between(self, self.next)
+        self.size = size
+        return back
+
+    def begin_use(self, requested: int) -> None:
+        """A caller asked for so many bytes and got this block."""
+        self.is_allocated, self.requested = True, requested
+
+    def end_use(self) -> None:
+        """The caller has given it back."""
+        self.is_allocated, self.requested = False, 0
 
     def merge(self) -> None:
         """Take over the free neighbours on either side, which leave their pool. This block must not be in it.
@@ -75,10 +89,7 @@ class Block:
             self.pool.remove_unmapped(self)
 
 
-def _address(block: Block) -> int:
-    return block.address
-
-
+@dataclass(slots=True, eq=False, repr=False, kw_only=True)
 class Pool:
     """The free blocks of one kind (small or large) on one stream: smallest first, lowest address first among equals.
 
@@ -86,18 +97,14 @@ class Pool:
     for the few thousand free blocks that a training step leaves.
     """
 
-    __slots__ = ("_by_address", "_keys", "is_small", "min_remainder", "stream", "unmapped")
-
-    def __init__(self, *, is_small: bool, stream: int, min_remainder: int) -> None:
-        self.is_small = is_small
-        self.stream = stream
-        self.min_remainder = min_remainder
-        """Smallest rest, in bytes, that is worth splitting off a block of this pool."""
-        # Size and address in one int, because comparing ints is several times faster than comparing tuples.
-        self._keys: list[int] = []
-        self._by_address: dict[int, Block] = {}
-        self.unmapped: list[Block] = []
-        """Address space without memory behind it, lowest address first."""
+    is_small: bool
+    min_remainder: int
+    """Smallest rest, in bytes, that is worth splitting off a block of this pool."""
+    # Size and address in one int, because comparing ints is several times faster than comparing tuples.
+    _keys: list[int] = field(default_factory=list)
+    _by_address: dict[int, Block] = field(default_factory=dict)
+    unmapped: list[Block] = field(default_factory=list)
+    """Address space without memory behind it, lowest address first."""
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -138,62 +145,8 @@ class Pool:
 
     def add_unmapped(self, block: Block) -> None:
         """Keep address space that memory can be mapped into."""
-        insort(self.unmapped, block, key=_address)
+        insort(self.unmapped, block, key=_ADDRESS)
 
     def remove_unmapped(self, block: Block) -> None:
         """Let go of address space."""
-        del self.unmapped[bisect_left(self.unmapped, block.address, key=_address)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockInfo:
-    """One block of a snapshot."""
-
-    address: int
-    bytes: int
-    requested_bytes: int
-    """0 for a free block."""
-    is_allocated: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SegmentInfo:
-    """One segment of a snapshot: memory taken from the driver in one piece (or mapped in a row, when expandable)."""
-
-    address: int
-    bytes: int
-    stream: int
-    is_small: bool
-    is_expandable: bool
-    blocks: tuple[BlockInfo, ...]
-    """In order of address, without gaps."""
-
-
-def describe_segments(blocks: Iterable[Block], *, is_expandable: bool) -> tuple[SegmentInfo, ...]:
-    """The segments that some blocks with memory belong to, in order of address."""
-    heads = [block for block in blocks if block.prev is None or not block.prev.is_mapped]
-    heads.sort(key=lambda block: block.address)
-    return tuple(_describe(head, is_expandable) for head in heads)
-
-
-def _describe(head: Block, is_expandable: bool) -> SegmentInfo:
-    blocks = tuple(_run(head))
-    return SegmentInfo(
-        address=head.address,
-        bytes=sum(info.bytes for info in blocks),
-        stream=head.pool.stream,
-        is_small=head.pool.is_small,
-        is_expandable=is_expandable,
-        blocks=blocks,
-    )
-
-
-def _run(block: Block | None) -> Iterator[BlockInfo]:
-    while block is not None and block.is_mapped:
-        yield BlockInfo(
-            address=block.address,
-            bytes=block.size,
-            requested_bytes=block.requested,
-            is_allocated=block.is_allocated,
-        )
-        block = block.next
+        del self.unmapped[bisect_left(self.unmapped, block.address, key=_ADDRESS)]

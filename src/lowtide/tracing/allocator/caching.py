@@ -14,9 +14,8 @@ a stream serves that stream only; `record_stream`, graph capture and private poo
 from __future__ import annotations
 
 from lowtide.errors import ConfigError, TraceError
-from lowtide.tracing.allocator.blocks import Block, Pool, SegmentInfo, describe_segments
-from lowtide.tracing.allocator.driver import AddressPolicy, DriverMemory
-from lowtide.tracing.allocator.expandable import ExpandableSegments
+from lowtide.tracing.allocator.blocks import Block, Pool
+from lowtide.tracing.allocator.driver import DriverMemory, ExpandableSegments
 from lowtide.tracing.allocator.settings import BLOCK_BYTES, SMALL_REQUEST_BYTES, AllocatorSettings
 from lowtide.units import format_bytes
 
@@ -38,16 +37,16 @@ class AllocatorFullError(TraceError):
         request, more, in_use = map(format_bytes, (requested_bytes, segment_bytes, allocated_bytes))
         pieces = format_bytes(reserved_bytes - allocated_bytes)
         super().__init__(
-            f"a request of {request} needs {more} more from a card of {limit}, of which {in_use} are in use and"
+            f"a request of {request} needs {more} more from a device of {limit}, of which {in_use} are in use and"
             f" {pieces} are free in pieces that cannot be given back; make the batch smaller, use a technique that"
-            " saves memory, or choose a larger card"
+            " saves memory, or choose a larger device"
         )
         self.requested_bytes = requested_bytes
         """The request that failed."""
         self.allocated_bytes = allocated_bytes
-        """In use at that moment."""
+        """In use then."""
         self.reserved_bytes = reserved_bytes
-        """Held by the allocator at that moment: in use, or in pieces of segments that are in use."""
+        """Held by the allocator then: in use, or in pieces of segments that are in use."""
 
 
 class CachingAllocator:
@@ -65,9 +64,7 @@ class CachingAllocator:
         (0, 2097152, 1024)
     """
 
-    def __init__(
-        self, settings: AllocatorSettings | None = None, *, address_policy: AddressPolicy = AddressPolicy.CUDA
-    ) -> None:
+    def __init__(self, settings: AllocatorSettings | None = None) -> None:
         self.settings = settings or AllocatorSettings()
         self.allocated_bytes = 0
         """Blocks in use: `torch.cuda.memory_allocated()`."""
@@ -77,7 +74,7 @@ class CachingAllocator:
         self.peak_requested_bytes = 0
         self.num_retries = 0
         """How often the device was full and cached memory had to be given back first."""
-        self._driver = DriverMemory(self.settings.capacity_bytes, address_policy)
+        self._driver = DriverMemory(self.settings.capacity_bytes)
         self._expandable = (
             ExpandableSegments(self.settings, self._driver) if self.settings.expandable_segments else None
         )
@@ -98,12 +95,6 @@ class CachingAllocator:
     def peak_reserved_bytes(self) -> int:
         """`torch.cuda.max_memory_reserved()`."""
         return self._driver.peak_taken_bytes
-
-    def reset_peaks(self) -> None:
-        """Begin the peaks anew from what is in use now, as `torch.cuda.reset_peak_memory_stats()` does."""
-        self.peak_allocated_bytes = self.allocated_bytes
-        self.peak_requested_bytes = self.requested_bytes
-        self._driver.peak_taken_bytes = self._driver.taken_bytes
 
     def malloc(self, requested_bytes: int, stream: int = 0) -> int:
         """A handle to a new block of at least that many bytes; of no bytes at all, and no cost, for a request of 0.
@@ -131,8 +122,7 @@ class CachingAllocator:
         if block.size - size >= pool.min_remainder and (self._is_plain or self._may_split(pool, size)):
             rest, block = block, block.split_front(size)
             self._keep(rest)
-        block.is_allocated = True
-        block.requested = requested_bytes
+        block.begin_use(requested_bytes)
         self._live[handle] = block
         self._count(block.size, requested_bytes)
         return handle
@@ -151,20 +141,17 @@ class CachingAllocator:
             return
         self.allocated_bytes -= block.size
         self.requested_bytes -= block.requested
-        block.is_allocated = False
-        block.requested = 0
+        block.end_use()
         block.merge()
         self._keep(block)
 
     def block_bytes(self, handle: int) -> int:
         """Size of a live block, as it counts in `allocated_bytes`."""
-        block = self._block(handle)
+        try:
+            block = self._live[handle]
+        except KeyError:
+            raise self._not_alive(handle) from None
         return block.size if block is not None else 0
-
-    def address(self, handle: int) -> int:
-        """Where a live block lies, in invented addresses; 0 for a request of no bytes."""
-        block = self._block(handle)
-        return block.address if block is not None else 0
 
     def empty_cache(self) -> None:
         """Give back every segment (or page of one) without a block in use, as `torch.cuda.empty_cache()` does."""
@@ -179,16 +166,10 @@ class CachingAllocator:
                     if block.is_whole_segment:
                         self._release(block)
 
-    def snapshot(self) -> tuple[SegmentInfo, ...]:
-        """All segments with their blocks, in order of address. Walks over everything, so not for hot loops."""
-        blocks = [block for block in self._live.values() if block is not None]
-        blocks += [block for pools in self._pools.values() for pool in pools for block in pool.free_blocks()]
-        return describe_segments(blocks, is_expandable=self._expandable is not None)
-
     def _add_stream(self, stream: int) -> tuple[Pool, Pool]:
         large_remainder = SMALL_REQUEST_BYTES + 1 if self._expandable is None else BLOCK_BYTES
-        small = Pool(is_small=True, stream=stream, min_remainder=BLOCK_BYTES)
-        large = Pool(is_small=False, stream=stream, min_remainder=large_remainder)
+        small = Pool(is_small=True, min_remainder=BLOCK_BYTES)
+        large = Pool(is_small=False, min_remainder=large_remainder)
         self._pools[stream] = (small, large)
         return small, large
 
@@ -296,12 +277,6 @@ class CachingAllocator:
                 else:
                     young.append(block)
             idle = young
-
-    def _block(self, handle: int) -> Block | None:
-        try:
-            return self._live[handle]
-        except KeyError:
-            raise self._not_alive(handle) from None
 
     def _not_alive(self, handle: int) -> TraceError:
         state = "is free already" if 0 <= handle < self._next_handle else "was never given out"

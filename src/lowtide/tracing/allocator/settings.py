@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 from lowtide.errors import ConfigError, did_you_mean
 from lowtide.units import MiB
@@ -143,24 +144,20 @@ def parse_allocator_conf(
     Raises:
         ConfigError: A value is missing, of the wrong type or out of range.
     """
-    values = _split_conf(conf)
-    settings = AllocatorSettings(capacity_bytes=capacity_bytes)
-    # First, because the lower limit of two other settings is this one.
-    if "large_segment_size_mb" in values:
-        settings = _apply(settings, "large_segment_size_mb", values.pop("large_segment_size_mb"))
-    for key, value in values.items():
-        if key == "per_process_memory_fraction":
-            allowed = _allowed_bytes(_parse_float(key, value), total_bytes or capacity_bytes)
-            settings = replace(settings, allowed_bytes=allowed)
+    fields: dict[str, Any] = {"capacity_bytes": capacity_bytes}
+    for key, value in _split_conf(conf).items():
+        if key in _READERS:
+            field, read = _READERS[key]
+            fields[field] = read(key, value)
+        elif key == "per_process_memory_fraction":
+            fields["allowed_bytes"] = _allowed_bytes(_parse_float(key, value), total_bytes or capacity_bytes)
         elif key == "backend":
             if value != "native":
                 _warn(f"the allocator backend {value!r} is not modelled; the native one is replayed instead")
-        elif key in _READERS:
-            settings = _apply(settings, key, value)
         elif key not in _WITHOUT_EFFECT:
             advice = did_you_mean(key, (*_READERS, *_WITHOUT_EFFECT, "per_process_memory_fraction", "backend"))
             _warn(f"unknown allocator setting {key!r} is ignored; {advice}")
-    return settings
+    return AllocatorSettings(**fields)
 
 
 def _split_conf(conf: str) -> dict[str, str]:
@@ -178,19 +175,13 @@ def _split_conf(conf: str) -> dict[str, str]:
     return values
 
 
-def _apply(settings: AllocatorSettings, key: str, value: str) -> AllocatorSettings:
-    field, read = _READERS[key]
-    changed = {field: read(key, value)}
-    return replace(settings, **changed)  # type: ignore[arg-type]  # each reader returns its field's type
-
-
 def _allowed_bytes(fraction: float, total_bytes: int | None) -> int | None:
     if not 0.0 <= fraction <= 1.0:
         raise ConfigError(f"per_process_memory_fraction must be between 0 and 1, got {fraction}")
     if fraction == 1.0:
         return None
     if total_bytes is None:
-        _warn("per_process_memory_fraction is ignored, because the memory of the card is not known; pass total_bytes")
+        _warn("per_process_memory_fraction is ignored, because the memory of the device is not known; pass total_bytes")
         return None
     return int(fraction * total_bytes)
 
@@ -229,15 +220,15 @@ def _parse_divisions(key: str, value: str) -> tuple[int, ...]:
     divisions = [0] * _NUM_DIVISION_INTERVALS
     last: int | None = None
     for pair in value.strip("[]").split(","):
-        bound, _, count = pair.partition(":")
+        limit, _, count = pair.partition(":")
         steps = _parse_int(key, count)
-        if bound == ">":
+        if limit == ">":
             start = 1 if last is None else last + 1
             divisions[start:] = [steps] * len(divisions[start:])
             continue
-        size_mb = _parse_int(key, bound)
+        size_mb = _parse_int(key, limit)
         if size_mb <= 0 or not _is_power2_or_0(size_mb):
-            raise ConfigError(f"the intervals of {key} must be powers of two, got {bound}", key=key)
+            raise ConfigError(f"the intervals of {key} must be powers of two, got {limit}", key=key)
         index = min(size_mb.bit_length() - 1, _NUM_DIVISION_INTERVALS - 1)
         if last is None:
             divisions[:index] = [steps] * index
@@ -255,22 +246,12 @@ _READERS: dict[str, tuple[str, Callable[[str, str], object]]] = {
     "expandable_segments": ("expandable_segments", _parse_bool),
 }
 
-_WITHOUT_EFFECT = frozenset(
-    {
-        "graph_capture_record_stream_reuse",
-        "pinned_free_catch_all",
-        "pinned_max_cached_size_mb",
-        "pinned_max_round_threshold_mb",
-        "pinned_num_register_threads",
-        "pinned_reserve_segment_size_mb",
-        "pinned_use_background_threads",
-        "pinned_use_cuda_host_register",
-        "pinned_use_hip_host_register",
-        "release_lock_on_cudamalloc",
-        "release_lock_on_hipmalloc",
-        "throw_on_cudamalloc_oom",
-    }
-)
+_WITHOUT_EFFECT = (
+    "graph_capture_record_stream_reuse", "pinned_free_catch_all", "pinned_max_cached_size_mb",
+    "pinned_max_round_threshold_mb", "pinned_num_register_threads", "pinned_reserve_segment_size_mb",
+    "pinned_use_background_threads", "pinned_use_cuda_host_register", "pinned_use_hip_host_register",
+    "release_lock_on_cudamalloc", "release_lock_on_hipmalloc", "throw_on_cudamalloc_oom",
+)  # fmt: skip
 
 
 def _warn(message: str) -> None:

@@ -1,3 +1,1 @@
 """Attention: which backend a call takes, what that one allocates, and which of them a step used."""
-
-from __future__ import annotations

@@ -6,7 +6,7 @@ Layouts and shapes of the fused kernels' outputs and scratch were read off an H2
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ class Attention:
         if backend is Backend.FLASH:
             padding = -query.size(-1) % 8
             if padding:
-                query, key, value = (torch.nn.functional.pad(t, (0, padding)) for t in (query, key, value))
+                query, key, value = (F.pad(t, (0, padding)) for t in (query, key, value))
             out: Tensor = aten._scaled_dot_product_flash_attention(
                 query, key, value, dropout_p, is_causal, False, **options
             )[0]
@@ -82,7 +82,7 @@ def _aligned(mask: Tensor) -> Tensor:
     if mask.stride(-1) == 1 and all(stride % 8 == 0 for stride in mask.stride()[:-1]):
         return mask
     length = mask.size(-1)
-    return torch.nn.functional.pad(mask, (0, 8 - length % 8))[..., :length]
+    return F.pad(mask, (0, 8 - length % 8))[..., :length]
 
 
 def _math(
@@ -132,13 +132,7 @@ class TargetAttention(TorchFunctionMode):
         super().__init__()
         self._attention = attention
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # whatever torch's function returns
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

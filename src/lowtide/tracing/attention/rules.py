@@ -85,14 +85,14 @@ def why_not(backend: Backend, call: AttentionCall, capability: tuple[int, int]) 
         if call.dtype not in (torch.float16, torch.float32, torch.bfloat16):
             return f"it does not take {call.dtype}"
         if call.dtype is torch.bfloat16 and capability[0] < 8:
-            return "bfloat16 needs a card of compute capability 8.0 or newer"
+            return "bfloat16 needs a GPU of compute capability 8.0 or newer"
         if head % alignment or value_head % alignment:
             return f"the head size {head} is not a multiple of {alignment}"
         return None
     if not is_half or (call.dtype is torch.bfloat16 and capability[0] < 8):
         return f"it takes half precision only, not {str(call.dtype).removeprefix('torch.')}"
     if capability[0] < 8:
-        return "it needs a card of compute capability 8.0 or newer"
+        return "it needs a GPU of compute capability 8.0 or newer"
     if backend is Backend.FLASH:
         if call.mask is not None:
             return "it takes no mask"
@@ -101,7 +101,7 @@ def why_not(backend: Backend, call: AttentionCall, capability: tuple[int, int]) 
         if call.is_causal and call.query[2] != call.key[2]:
             return "causal attention needs as many queries as keys"
         if call.needs_grad and (8, 6) <= capability <= (8, 9) and (192 < head <= 224 or (head > 224 and call.dropout)):
-            return f"it cannot train with head size {head} on this card"
+            return f"it cannot train with head size {head} on this GPU"
         return None
     if call.mask is not None:
         if call.mask_needs_grad:
@@ -241,7 +241,7 @@ def _changes(call: AttentionCall, capability: tuple[int, int]) -> Iterator[tuple
 
 
 def enabled_backends() -> frozenset[Backend]:
-    """What `torch.nn.attention.sdpa_kernel` and the global switches allow at this moment."""
+    """What `torch.nn.attention.sdpa_kernel` and the global switches allow now."""
     switches = {
         Backend.CUDNN: torch.backends.cuda.cudnn_sdp_enabled(),
         Backend.FLASH: torch.backends.cuda.flash_sdp_enabled(),

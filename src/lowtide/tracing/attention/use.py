@@ -10,6 +10,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lowtide import compat
+from lowtide.hardware import release_of
 from lowtide.tracing.attention.rules import (
     HOST,
     AttentionCall,
@@ -22,7 +23,7 @@ from lowtide.tracing.attention.rules import (
     ways_out,
 )
 from lowtide.tracing.step_trace import Phase, StepTrace
-from lowtide.tracing.training_step import ModulePaths
+from lowtide.tracing.training_step import watch_modules
 
 WRITTEN_OUT = "written out"
 """Stands for a backend where the model computes scores and softmax itself, instead of calling torch's attention."""
@@ -159,25 +160,31 @@ class AttentionChoices:
         self._fallbacks[words] = f"the attention{where} ({words}) {_FALLS_BACK}: {advice}"
 
 
-class AttentionWatch:
+class AttentionWatch(TorchFunctionMode):
     """A context around one step, which it does not change. Meant for a warm-up step: looking on costs time.
 
     Which backend ran is in the record of the step; torch does not say why, so the rules are asked.
     """
 
     def __init__(self, model: nn.Module, choices: AttentionChoices) -> None:
+        super().__init__()
         self._choices = choices
         self._modules: list[str] = []
-        self._paths = ModulePaths(model, self)
-        self._mode = _Calls(self)
+        self._paths = watch_modules(model, self)
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> AttentionWatch:
         self._paths.__enter__()
-        self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch's has no types
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch's has no types
+        return self
 
     def __exit__(self, *error: Any) -> None:
-        self._mode.__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._paths.__exit__(*error)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            self.see(call_of(*args, **(kwargs or {})))
+        return func(*args, **(kwargs or {}))
 
     def enter_module(self, path: str) -> None:
         """A module's forward begins."""
@@ -200,19 +207,6 @@ class AttentionWatch:
         return replace(trace, notes=(*trace.notes, *self._choices.notes_on_math()))
 
 
-class _Calls(TorchFunctionMode):
-    """Tells the watch of attention calls, and runs everything as it is."""
-
-    def __init__(self, watch: AttentionWatch) -> None:
-        super().__init__()
-        self._watch = watch
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            self._watch.see(call_of(*args, **(kwargs or {})))
-        return func(*args, **(kwargs or {}))
-
-
 def attention_watch(model: nn.Module, device: torch.device) -> AttentionWatch | None:
     """The watch for a model on its device; None where it cannot help.
 
@@ -220,8 +214,9 @@ def attention_watch(model: nn.Module, device: torch.device) -> AttentionWatch | 
     """
     if device.type != "cuda" or any(_is_compiled(module) for module in model.modules()):
         return None
-    major, minor = (int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    return AttentionWatch(model, AttentionChoices(torch.cuda.get_device_capability(device), (major, minor)))
+    return AttentionWatch(
+        model, AttentionChoices(torch.cuda.get_device_capability(device), release_of(torch.__version__))
+    )
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -1,3 +1,1 @@
 """Compiled code: what a compiler makes of a forward and backward under a memory budget, as steps, buffers and lifetimes."""
-
-from __future__ import annotations

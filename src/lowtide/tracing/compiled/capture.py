@@ -32,7 +32,6 @@ TENSOR = object()
 """Stands for a tensor."""
 _STANDARD = frozenset(vars(nn.Module())) | {"_hf_hook", "_is_hf_initialized", "_compiled_call_impl"}
 """The last holds an activation policy, the same for all blocks of a trace; a user's compiled code does not travel."""
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLAIN_SETTINGS = (bool, float, complex, str, bytes, type(None), type, torch.dtype, torch.device, torch.memory_format)
 _CACHE_STORES = frozenset({"layers", "is_updated", "key_cache", "value_cache"})
 """Attributes of caches of keys and values that a layer looks itself up in."""
@@ -169,7 +168,7 @@ def _form(tensor: Tensor) -> Tensor:
 def _circumstances(call: GroupCall) -> tuple[Any, ...]:
     """All that a capture can depend on, as a comparable value."""
     signature = signature_of(call.module)
-    group = ("module", id(call.module)) if signature is None else without_own_numbers(signature)
+    group = ("module", id(call.module)) if signature is None else signature
     arguments = tuple(_describe(leaf) for leaf in call.leaves)
     return group, arguments, call.structure, frozenset(enabled_backends())
 
@@ -220,28 +219,18 @@ def _refusal(call: GroupCall, reason: str) -> TraceError:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """A block's description: equal for blocks that behave alike, up to `numbers`.
+def signature_of(block: nn.Module) -> tuple[Any, ...] | None:
+    """A block's description, equal for blocks that behave alike; None for one that has hooks, whose effects cannot be foreseen.
 
     Alike is decided before anything runs, and strictly: what cannot be compared (a foreign object that is not the very same
     one) makes two blocks different. The only difference allowed is a block's own number, as in `layer_idx`, and only where
     the block's code hands that number on (to a cache, say) without computing or deciding anything with it.
     """
-
-    structure: tuple[Any, ...]
-    numbers: tuple[tuple[type, str, int], ...]
-    """Integer settings with the class and the attribute they are found in."""
-
-
-def signature_of(block: nn.Module) -> Signature | None:
-    """The signature of a block; None for one that has hooks, whose effects cannot be foreseen."""
     paths = {id(module): path for path, module in block.named_modules()}
     tensors: dict[int, str] = {}
-    numbers: list[tuple[type, str, int]] = []
     structure: list[Any] = []
     for path, module in block.named_modules():
-        if _has_hooks(module):
+        if compat.has_module_hooks(module):
             return None
         for kind in ("_parameters", "_buffers"):
             for name, tensor in getattr(module, kind).items():
@@ -252,23 +241,38 @@ def signature_of(block: nn.Module) -> Signature | None:
                     return None
                 place = tensors.setdefault(id(tensor), f"{path}.{name}")
                 structure.append((path, kind, name, place, _describe_tensor(tensor)))
-    words = _SettingsWords(paths, tensors, numbers)
+
+    def describe(value: Any, kind: type, name: str) -> Any:
+        """The value of a setting, relative to the block."""
+        if isinstance(value, _PLAIN_SETTINGS):
+            return type(value), value
+        if type(value) is int:
+            return int, value if _decides_by(kind, name) else None
+        if isinstance(value, Tensor):
+            return "tensor", tensors.get(id(value), id(value))
+        if isinstance(value, nn.Module):
+            return "module", paths.get(id(value), id(value))
+        if type(value) in (tuple, list, torch.Size):
+            return type(value), tuple(describe(item, kind, name) for item in value)
+        if type(value) is dict:
+            return dict, tuple((key, describe(item, kind, name)) for key, item in value.items())
+        if isinstance(value, types.MethodType):
+            return "method", value.__func__, describe(value.__self__, kind, name)
+        if isinstance(value, functools.partial):
+            held = (value.func, list(value.args), dict(value.keywords))
+            return "partial", *(describe(part, kind, name) for part in held)
+        if isinstance(value, types.FunctionType):
+            cells = [cell.cell_contents for cell in value.__closure__ or ()]
+            parts = (cells, list(value.__defaults__ or ()), dict(value.__kwdefaults__ or {}))
+            return "function", value.__code__, *(describe(part, kind, name) for part in parts)
+        return "object", id(value)
+
     for path, module in block.named_modules():
         settings = vars(module)
-        names = settings.keys() - _STANDARD
-        described = tuple((name, words.describe(settings[name], type(module), name)) for name in sorted(names))
+        names = sorted(settings.keys() - _STANDARD)
+        described = tuple((name, describe(settings[name], type(module), name)) for name in names)
         structure.append((path, type(module), module.training, tuple(module._modules), described))
-    return Signature(tuple(structure), tuple(numbers))
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """Whether anything but the module's own code runs when it is called."""
-    return any(getattr(module, name) for name in _HOOKS)
-
-
-def without_own_numbers(signature: Signature) -> tuple[Any, ...]:
-    """The signature without the numbers that its block decides nothing by: equal for blocks that are alike."""
-    return signature.structure, tuple(number for number in signature.numbers if _decides_by(number[0], number[1]))
+    return tuple(structure)
 
 
 def _describe_tensor(tensor: Tensor) -> tuple[Any, ...]:
@@ -288,40 +292,6 @@ def _describe_tensor(tensor: Tensor) -> tuple[Any, ...]:
 def _is_own(hook: Any) -> bool:
     """The tracer's own hooks, which mark gradients and update in the backward, do the same to every parameter."""
     return str(getattr(hook, "__module__", "")).startswith("lowtide.tracing.")
-
-
-class _SettingsWords:
-    """Describes attribute values, relative to one block."""
-
-    def __init__(self, paths: dict[int, str], tensors: dict[int, str], numbers: list[tuple[type, str, int]]) -> None:
-        self._paths = paths
-        self._tensors = tensors
-        self._numbers = numbers
-
-    def describe(self, value: Any, kind: type, name: str) -> Any:
-        if isinstance(value, _PLAIN_SETTINGS):
-            return type(value), value
-        if type(value) is int:
-            self._numbers.append((kind, name, value))
-            return int
-        if isinstance(value, Tensor):
-            return "tensor", self._tensors.get(id(value), id(value))
-        if isinstance(value, nn.Module):
-            return "module", self._paths.get(id(value), id(value))
-        if type(value) in (tuple, list, torch.Size):
-            return type(value), tuple(self.describe(item, kind, name) for item in value)
-        if type(value) is dict:
-            return dict, tuple((key, self.describe(item, kind, name)) for key, item in value.items())
-        if isinstance(value, types.MethodType):
-            return "method", value.__func__, self.describe(value.__self__, kind, name)
-        if isinstance(value, functools.partial):
-            bound = (value.func, list(value.args), dict(value.keywords))
-            return "partial", *(self.describe(part, kind, name) for part in bound)
-        if isinstance(value, types.FunctionType):
-            cells = [cell.cell_contents for cell in value.__closure__ or ()]
-            parts = (cells, list(value.__defaults__ or ()), dict(value.__kwdefaults__ or {}))
-            return "function", value.__code__, *(self.describe(part, kind, name) for part in parts)
-        return "object", id(value)
 
 
 @functools.cache

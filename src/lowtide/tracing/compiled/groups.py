@@ -20,7 +20,7 @@ from lowtide.tracing.compiled.partition import Returned
 from lowtide.tracing.compiled.program import Effect, Program, Step, effects, unread_inputs, with_reuse
 from lowtide.tracing.ghost.mode import GhostMode
 from lowtide.tracing.ghost.operators import Operator, describe
-from lowtide.tracing.ghost.tensor import Ghost
+from lowtide.tracing.ghost.tensor import Ghost, meta_over
 
 
 class GhostCompiler:
@@ -33,11 +33,7 @@ class GhostCompiler:
 
     def __call__(self, module: nn.Module, path: str, share: float) -> Callable[..., Any]:
         """What takes the calls of a module that is compiled with a share of what it would save."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return self._call(GroupCall.of(module, path, args, kwargs), share, args, kwargs)
-
-        return call
+        return lambda *args, **kwargs: self._call(GroupCall.of(module, path, args, kwargs), share, args, kwargs)
 
     def _call(self, call: GroupCall, share: float, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mode = self._mode
@@ -114,14 +110,7 @@ class _Run:
                 kept.append(buffer)  # autograd holds it
             else:
                 given[buffer] = gradient.contiguous()
-        made = play(
-            captured.backward,
-            given,
-            partition.forms,
-            mode=self.mode,
-            kept=kept,
-            donated=partition.donated,
-        )
+        made = play(captured.backward, given, partition.forms, mode=self.mode, kept=kept, donated=partition.donated)
         return tuple(None if result is None else self._seen(made, result) for result in partition.gradients)
 
     @property
@@ -136,10 +125,7 @@ class _Run:
         """A result over the storage of its buffer."""
         assert result is not None, "the capture has refused it"
         form, storage = result.form, made[result.buffer].untyped_storage()
-        inner = torch.empty(0, dtype=form.dtype, device="meta").set_(
-            storage, form.storage_offset(), form.shape, form.stride()
-        )
-        return self.mode.place(inner)
+        return self.mode.place(meta_over(storage, form.dtype, form.shape, form.stride(), int(form.storage_offset())))
 
     def _alone(self, ghost: Ghost) -> Ghost:
         return self.mode.place(ghost.inner.detach())
@@ -212,7 +198,7 @@ def _run(effect: Effect, alive: dict[str, Ghost], forms: Mapping[str, Tensor], m
 def _new_storage(form: Tensor) -> Tensor:
     """A meta tensor like a form, with a storage of just its elements."""
     storage = torch.UntypedStorage(form.numel() * form.element_size(), device="meta")
-    return torch.empty(0, dtype=form.dtype, device="meta").set_(storage, 0, form.shape, _dense(form))
+    return meta_over(storage, form.dtype, form.shape, _dense(form))
 
 
 def _dense(form: Tensor) -> tuple[int, ...]:
@@ -230,16 +216,4 @@ def _charge(step: Step, tensors: list[Tensor], mode: GhostMode) -> None:
     if step.call is not None and hasattr(step.call.operator, "_schema"):
         mode.charge(describe(step.call.operator), step.call.args, step.call.out)
     else:
-        mode.charge(_fused(_name(step)), tuple(tensors), None)
-
-
-def _fused(name: str) -> Operator:
-    return Operator(
-        name=name,
-        writes=(),
-        returns_written=(),
-        written_names=(),
-        is_chance=False,
-        reads_values=False,
-        is_view_in_place=False,
-    )
+        mode.charge(Operator(_name(step)), tuple(tensors), None)

@@ -121,9 +121,13 @@ def join(program: Program) -> Program:
 def in_order(steps: Iterable[Step]) -> list[Step]:
     """Steps in the order in which they are given, each behind those that make what it reads."""
     given = list(steps)
-    makers = {buffer: index for index, step in enumerate(given) for buffer in step.writes}
-    before = [[makers[buffer] for buffer in step.reads if buffer in makers] for step in given]
-    return [given[index] for index in behind(range(len(given)), before)]
+    return [given[index] for index in behind(range(len(given)), _makers(given))]
+
+
+def _makers(steps: Sequence[Step]) -> list[list[int]]:
+    """For each step the numbers of those that make what it reads, in the order of its reads."""
+    makers = {buffer: index for index, step in enumerate(steps) for buffer in step.writes}
+    return [[makers[buffer] for buffer in step.reads if buffer in makers] for step in steps]
 
 
 def behind(order: Iterable[int], before: Sequence[Iterable[int]]) -> list[int]:
@@ -193,20 +197,20 @@ class _Order:
 
     def __init__(self, steps: Iterable[Step]) -> None:
         ordered = in_order(steps)
-        self._bits = {step.name: 1 << index for index, step in enumerate(ordered)}
-        makers = {buffer: step.name for step in ordered for buffer in step.writes}
-        before = {step.name: {makers[buffer] for buffer in step.reads if buffer in makers} for step in ordered}
-        self._before, self._after = dict.fromkeys(self._bits, 0), dict.fromkeys(self._bits, 0)
-        for step in ordered:
-            for name in before[step.name]:
-                self._before[step.name] |= self._before[name] | self._bits[name]
-        for step in reversed(ordered):
-            for name in before[step.name]:
-                self._after[name] |= self._after[step.name] | self._bits[step.name]
+        self._numbers = {step.name: index for index, step in enumerate(ordered)}
+        makers = _makers(ordered)
+        self._before, self._after = [0] * len(ordered), [0] * len(ordered)
+        for index, makers_of in enumerate(makers):
+            for maker in makers_of:
+                self._before[index] |= self._before[maker] | 1 << maker
+        for index, makers_of in reversed(list(enumerate(makers))):
+            for maker in makers_of:
+                self._after[maker] |= self._after[index] | 1 << index
 
     def is_free(self, one: str, other: str) -> bool:
         """Whether no third step needs one of the two and is needed by the other."""
-        return not (self._after[one] & self._before[other] or self._after[other] & self._before[one])
+        first, second = self._numbers[one], self._numbers[other]
+        return not (self._after[first] & self._before[second] or self._after[second] & self._before[first])
 
 
 def _merged(program: Program, steps: Mapping[int, Step], first: int, second: int) -> Step:
@@ -248,13 +252,12 @@ class _Graph:
         self.steps, self.sizes = program.steps, program.sizes
         self.outputs = program.outputs
         self.freeable = set(freeable)
-        makers = {buffer: index for index, step in enumerate(self.steps) for buffer in step.writes}
-        self.before = [sorted({makers[buffer] for buffer in step.reads if buffer in makers}) for step in self.steps]
+        self.made = {buffer for step in self.steps for buffer in step.writes}
+        self.before = [sorted(set(makers)) for makers in _makers(self.steps)]
         self.after: list[list[int]] = [[] for _ in self.steps]
         for index, makers_of in enumerate(self.before):
             for maker in makers_of:
                 self.after[maker].append(index)
-        self.made = set(makers)
 
     def counts(self, step: Step) -> list[str]:
         """What a step reads that can end."""

@@ -1,3 +1,1 @@
 """Explanation: why the peak of a trace is where it is, and how far two traces are apart."""
-
-from __future__ import annotations

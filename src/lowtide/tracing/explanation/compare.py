@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from lowtide.tracing.explanation.instant import decisive_event, instant_of
+from lowtide.tracing.explanation.instant import Instant, decisive_event, instant_of
 from lowtide.tracing.step_trace import Category, Phase, StepTrace
 from lowtide.units import format_bytes, format_count
 
@@ -19,7 +19,7 @@ _IGNORED_SETTINGS = frozenset({"precision"})
 """A prediction converts the model, an observation finds it converted: the same step under two settings."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Difference:
     """One quantity, predicted and observed."""
 
@@ -39,22 +39,6 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PeakPlace:
-    """Where one of the two has its peak."""
-
-    phase: Phase | None
-    """None when the step never exceeds its start."""
-    module: str
-    """The module of the last sizeable tensor that was allocated up to the peak."""
-    op: str
-
-    def __str__(self) -> str:
-        if self.phase is None:
-            return "before the step begins"
-        return f"{self.phase.value}, {self.module or '(outside the model)'} {self.op}".rstrip()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """A prediction against an observation. Categories and modules are those alive at the peak of each."""
 
@@ -67,16 +51,17 @@ class Comparison:
     """Each category that either has; their differences sum to that of the peak."""
     by_module: tuple[Difference, ...]
     """The largest differences by the first two levels of the module path, largest first; equal ones are left out."""
-    predicted_place: PeakPlace
-    observed_place: PeakPlace
+    predicted_place: Instant
+    """When the last sizeable tensor up to the peak was allocated; its phase is that of the peak."""
+    observed_place: Instant
     cautions: tuple[str, ...]
     """Why the two may not be of the same step: other settings, another device, another model."""
 
     @property
     def differences(self) -> tuple[Difference, ...]:
         """The rows of a table: the peaks, each phase, each category."""
-        phases = [_renamed(row, f"highest in {row.what}") for row in self.by_phase]
-        categories = [_renamed(row, f"{row.what} at the peak") for row in self.by_category]
+        phases = [replace(row, what=f"highest in {row.what}") for row in self.by_phase]
+        categories = [replace(row, what=f"{row.what} at the peak") for row in self.by_category]
         return (self.peak, self.reserved, *phases, *categories)
 
     def summary(self) -> list[str]:
@@ -105,20 +90,18 @@ def compare(predicted: StepTrace, observed: StepTrace) -> Comparison:
         >>> result.by_category[0].what, result.by_category[0].observed_bytes
         ('weights', 16640)
     """
-    phases = predicted.phase_peaks(), observed.phase_peaks()
+    both = predicted, observed
+    phases = [trace.phase_peaks() for trace in both]
+    at_peak = [trace.at_peak for trace in both]
+    modules = [_bytes_by_module(trace) for trace in both]
+    by_module = _paired(sorted(modules[0].keys() | modules[1].keys()), *modules)
     return Comparison(
         model=observed.model,
-        peak=Difference(
-            what="peak allocated", predicted_bytes=predicted.peak_bytes, observed_bytes=observed.peak_bytes
-        ),
-        reserved=Difference(
-            what="peak reserved",
-            predicted_bytes=predicted.peak_reserved_bytes,
-            observed_bytes=observed.peak_reserved_bytes,
-        ),
+        peak=Difference("peak allocated", predicted.peak_bytes, observed.peak_bytes),
+        reserved=Difference("peak reserved", predicted.peak_reserved_bytes, observed.peak_reserved_bytes),
         by_phase=_paired([phase for phase in Phase if phase in phases[0] or phase in phases[1]], *phases),
-        by_category=_categories(predicted.at_peak, observed.at_peak),
-        by_module=_modules(predicted, observed),
+        by_category=_paired([kind for kind in Category if at_peak[0][kind] or at_peak[1][kind]], *at_peak),
+        by_module=tuple(sorted((row for row in by_module if row.bytes), key=lambda row: -abs(row.bytes))[:NUM_MODULES]),
         predicted_place=_peak_place(predicted),
         observed_place=_peak_place(observed),
         cautions=tuple(_cautions(predicted, observed)),
@@ -128,22 +111,7 @@ def compare(predicted: StepTrace, observed: StepTrace) -> Comparison:
 def _paired(
     names: Iterable[_Name], predicted: Mapping[_Name, int], observed: Mapping[_Name, int]
 ) -> tuple[Difference, ...]:
-    return tuple(
-        Difference(what=str(name), predicted_bytes=predicted.get(name, 0), observed_bytes=observed.get(name, 0))
-        for name in names
-    )
-
-
-def _categories(predicted: Mapping[Category, int], observed: Mapping[Category, int]) -> tuple[Difference, ...]:
-    return _paired(
-        [category for category in Category if predicted[category] or observed[category]], predicted, observed
-    )
-
-
-def _modules(predicted: StepTrace, observed: StepTrace) -> tuple[Difference, ...]:
-    ours, theirs = _bytes_by_module(predicted), _bytes_by_module(observed)
-    rows = _paired(sorted(ours.keys() | theirs.keys()), ours, theirs)
-    return tuple(sorted((row for row in rows if row.bytes), key=lambda row: -abs(row.bytes))[:NUM_MODULES])
+    return tuple(Difference(str(name), predicted.get(name, 0), observed.get(name, 0)) for name in names)
 
 
 def _bytes_by_module(trace: StepTrace) -> Counter[str]:
@@ -153,10 +121,8 @@ def _bytes_by_module(trace: StepTrace) -> Counter[str]:
     return sizes
 
 
-def _peak_place(trace: StepTrace) -> PeakPlace:
-    instant = instant_of(trace, decisive_event(trace))
-    phase = trace.peak_phase if trace.peak_event >= 0 else None
-    return PeakPlace(phase=phase, module=instant.module, op=instant.op)
+def _peak_place(trace: StepTrace) -> Instant:
+    return replace(instant_of(trace, decisive_event(trace)), phase=trace.peak_phase if trace.peak_event >= 0 else None)
 
 
 def _cautions(predicted: StepTrace, observed: StepTrace) -> Iterable[str]:
@@ -171,10 +137,6 @@ def _cautions(predicted: StepTrace, observed: StepTrace) -> Iterable[str]:
     for key in sorted((predicted.settings.keys() & observed.settings.keys()) - _IGNORED_SETTINGS):
         if predicted.settings[key] != observed.settings[key]:
             yield f"{key} was {predicted.settings[key]} in the prediction, {observed.settings[key]} in the observation"
-
-
-def _renamed(row: Difference, what: str) -> Difference:
-    return Difference(what=what, predicted_bytes=row.predicted_bytes, observed_bytes=row.observed_bytes)
 
 
 def _line(row: Difference) -> str:

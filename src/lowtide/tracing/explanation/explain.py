@@ -166,10 +166,12 @@ def _composition(explanation: Explanation) -> str:
     sentence = f"Alive there: {', '.join(parts)}"
     if explanation.alive:
         kind = explanation.alive[0]
-        times = f" x{kind.count}" if kind.count > 1 else ""
-        label = f"{kind.module or '(outside the model)'} {kind.op}{times}"
-        sentence += f"; the largest kind is {label}, {list(kind.shape)} {kind.dtype}, {format_bytes(kind.bytes)}"
+        sentence += f"; the largest kind is {_label(kind)}, {list(kind.shape)} {kind.dtype}, {format_bytes(kind.bytes)}"
     return sentence + "."
+
+
+def _label(kind: AliveGroup | IdleGroup) -> str:
+    return f"{kind.module or '(outside the model)'} {kind.op}{f' x{kind.count}' if kind.count > 1 else ''}"
 
 
 def _attention(explanation: Explanation) -> str:
@@ -180,13 +182,11 @@ def _attention(explanation: Explanation) -> str:
 
 def _idleness(explanation: Explanation) -> str:
     kind = explanation.idle[0]
-    times = f" x{kind.count}" if kind.count > 1 else ""
-    label = f"{kind.module or '(outside the model)'} {kind.op}{times}"
     waits = f"{kind.idle_share:.1%} of the step"
     if explanation.is_timed:
         waits = f"{format_seconds(kind.idle_s)} ({waits})"
     return (
-        f"Most idle is {label} ({kind.category.value}, {format_bytes(kind.bytes)}): each lies unused for {waits}, "
+        f"Most idle is {_label(kind)} ({kind.category.value}, {format_bytes(kind.bytes)}): each lies unused for {waits}, "
         f"mostly until the {kind.next_phase.value}."
     )
 

@@ -37,6 +37,9 @@ class Instant:
             return "before the step begins"
         return " ".join(part for part in (self.module or "(outside the model)", self.op) if part)
 
+    def __str__(self) -> str:
+        return self.place if self.phase is None else f"{self.phase.value}, {self.place}"
+
 
 def instant_of(trace: StepTrace, event: int) -> Instant:
     """What was running at an event (-1: before the step)."""

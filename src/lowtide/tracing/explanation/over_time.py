@@ -6,8 +6,9 @@ thumb.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -35,7 +36,7 @@ class Clock:
     starts: Seconds
     """Start of each op, and the end of the step as last value: `len(ops) + 1` values."""
     is_timed: bool
-    """False where the trace holds no times: then each op counts as one unit."""
+    """False where the trace holds no times: then each op counts as one."""
 
     @property
     def total(self) -> float:
@@ -176,16 +177,8 @@ def _measure(trace: StepTrace, clock: Clock, alike: list[Allocation]) -> IdleGro
     idle = [sum(seconds for seconds, _ in of_one) for of_one in waits]
     mean = sum(idle) / len(idle)
     longest = max(waits[0], default=(0.0, alike[0].uses[0]))
-    kind = describe_alike(alike)
     return IdleGroup(
-        category=kind.category,
-        module=kind.module,
-        op=kind.op,
-        source=kind.source,
-        shape=kind.shape,
-        dtype=kind.dtype,
-        count=kind.count,
-        bytes=kind.bytes,
+        **asdict(describe_alike(alike)),
         idle_s=mean,
         idle_share=mean / clock.total if clock.total else 0.0,
         byte_seconds=sum(seconds * allocation.bytes for seconds, allocation in zip(idle, alike, strict=True)),
@@ -263,11 +256,11 @@ def _why(trace: StepTrace, average: dict[Category, float]) -> str:
 
 def _main_dtype(trace: StepTrace, category: Category) -> str:
     """The dtype that holds most of a category's bytes before the step."""
-    sizes: dict[str, int] = {}
+    sizes: Counter[str] = Counter()
     for allocation in trace.alive_at(-1):
         if allocation.category is category:
-            sizes[allocation.dtype] = sizes.get(allocation.dtype, 0) + allocation.bytes
-    return max(sizes, key=lambda dtype: sizes[dtype])
+            sizes[allocation.dtype] += allocation.bytes
+    return sizes.most_common(1)[0][0]
 
 
 def _about_scores(scores: int, kept: int) -> str:

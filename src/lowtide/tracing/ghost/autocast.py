@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lowtide import compat
 from lowtide.tracing.ghost import recurrent
+from lowtide.tracing.ghost.operators import tensors_in
 from lowtide.tracing.ghost.tensor import Ghost
 
 LOWER_PRECISION = (
@@ -125,13 +126,22 @@ def register(casts: WeightCasts, library: torch.library.Library, *, is_host: boo
                 library.impl(name, make(overload, casts), "AutocastPrivateUse1")
 
 
+def _call(
+    overload: Any, casts: WeightCasts, dtype: torch.dtype | None, args: Any, kwargs: Any, cast_all: Callable[..., Any]
+) -> Any:
+    """Call an operator with its arguments cast; None leaves them as they are."""
+    with compat.without_autocast():
+        if dtype is None:
+            return overload(*args, **kwargs)
+        named = {key: _cast(value, casts, dtype) for key, value in kwargs.items()} if kwargs else {}
+        return overload(*cast_all(args, casts, dtype), **named)
+
+
 def _lower(overload: Any, casts: WeightCasts) -> Callable[..., Any]:
     cast_all = _cast if len(overload._schema.arguments) == 2 else _cast_last_first
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        dtype = torch.get_autocast_dtype("ghost")
-        with compat.without_autocast():
-            return overload(*cast_all(args, casts, dtype), **_cast_mapping(kwargs, casts, dtype))
+        return _call(overload, casts, torch.get_autocast_dtype("ghost"), args, kwargs, cast_all)
 
     return kernel
 
@@ -150,12 +160,8 @@ def _raise(overload: Any, casts: WeightCasts) -> Callable[..., Any]:
     since = SINCE.get(overload._overloadpacket.__name__, (0, 0))
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with compat.without_autocast():
-            if casts.torch_version < since:
-                return overload(*args, **kwargs)
-            return overload(
-                *_cast_last_first(args, casts, torch.float32), **_cast_mapping(kwargs, casts, torch.float32)
-            )
+        dtype = None if casts.torch_version < since else torch.float32
+        return _call(overload, casts, dtype, args, kwargs, _cast_last_first)
 
     return kernel
 
@@ -184,21 +190,11 @@ def _name_dtype(overload: Any, casts: WeightCasts) -> Callable[..., Any]:
 
 def _widen(overload: Any, casts: WeightCasts) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        dtype = torch.get_autocast_dtype("ghost")
-        if torch.float32 in _dtypes(args) or torch.float32 in _dtypes(list(kwargs.values())):
-            dtype = torch.float32
-        with compat.without_autocast():
-            return overload(*_cast(args, casts, dtype), **_cast_mapping(kwargs, casts, dtype))
+        is_wide = any(tensor.dtype is torch.float32 for tensor in tensors_in([*args, *kwargs.values()]))
+        dtype = torch.float32 if is_wide else torch.get_autocast_dtype("ghost")
+        return _call(overload, casts, dtype, args, kwargs, _cast)
 
     return kernel
-
-
-def _dtypes(value: Any) -> set[torch.dtype]:
-    if isinstance(value, Tensor):
-        return {value.dtype} if value.is_floating_point() else set()
-    if isinstance(value, list | tuple):
-        return set().union(*(_dtypes(item) for item in value)) if value else set()
-    return set()
 
 
 def _cast(value: Any, casts: WeightCasts, dtype: torch.dtype) -> Any:
@@ -215,7 +211,3 @@ def _cast_last_first(args: Any, casts: WeightCasts, dtype: torch.dtype) -> Any:
     Measured: linear layers and convolutions do, the two of a product (`matmul`) are cast in their own order.
     """
     return tuple(reversed([_cast(value, casts, dtype) for value in reversed(args)]))
-
-
-def _cast_mapping(values: dict[str, Any], casts: WeightCasts, dtype: torch.dtype) -> dict[str, Any]:
-    return {key: _cast(value, casts, dtype) for key, value in values.items()}

@@ -50,7 +50,7 @@ POINTWISE_SPLIT_BYTES = MiB
 IMAGE_SPLITS = 160
 """The same for inputs of few channels, with channels last."""
 IMAGE_PARTS, IMAGE_TILE, POSITIONS_PER_IMAGE_PART = 122, 256, 1280
-"""And with channels first, where windows overlap: as many parts, fewer for each tile, and each sums up enough positions."""
+"""And with channels first, where a kernel's steps overlap: as many parts, fewer for each tile, each of enough positions."""
 DEPTHWISE_PARTS = 8
 """Parts for each image of the gradient of a depthwise weight, half precision, channels last."""
 DEPTHWISE_FACTOR, DEPTHWISE_SIZE = 6.46, 24
@@ -127,7 +127,7 @@ class ConvolutionCall(NamedTuple):
 
     @property
     def reads_image(self) -> bool:
-        """Whether windows overlap in an image or a waveform with channels first."""
+        """Whether the kernel's steps overlap in an image or a waveform with channels first."""
         overlaps = all(size > step for size, step in zip(self.weight.shape[2:], self.stride, strict=True))
         return self.has_few_channels and self.inputs.dim() <= 4 and not self.is_last and overlaps
 
@@ -284,5 +284,5 @@ def _bytes(tensor: Tensor) -> int:
 
 def _padded_bytes(tensor: Tensor) -> int:
     """With channels that fill 16 bytes."""
-    unit, channels = 16 // tensor.element_size(), tensor.size(1)
-    return tensor.numel() // max(channels, 1) * (-(-channels // unit) * unit) * tensor.element_size()
+    multiple, channels = 16 // tensor.element_size(), tensor.size(1)
+    return tensor.numel() // max(channels, 1) * (-(-channels // multiple) * multiple) * tensor.element_size()

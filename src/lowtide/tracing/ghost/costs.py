@@ -1,4 +1,4 @@
-"""CudaCosts: what CUDA kernels and libraries allocate beside an operator's outputs, and how long it takes them.
+"""Costs: what CUDA kernels and libraries allocate beside an operator's outputs, and how long it takes them.
 
 Each rule states its cause: a library that keeps a workspace, a kernel that copies a strided input, a convolution that
 rearranges its operands. Figures behind the rules: `benchmarks/accuracy/calibrate_ops.py` on an H200.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,23 +16,16 @@ from torch import Tensor
 
 from lowtide.hardware import Hardware
 from lowtide.tracing.ghost import convolutions, recurrent
-from lowtide.tracing.ghost.operators import Course, Operator
+from lowtide.tracing.ghost.operators import FREE, Course, Operator, tensors_in
 
 MATRIX_PRODUCTS = frozenset(
-    {
-        "aten.mm",
-        "aten.addmm",
-        "aten.bmm",
-        "aten.baddbmm",
-        "aten.addbmm",
-        "aten._addmm_activation",
-        "aten.mv",
-        "aten.addmv",
-        "aten.dot",
-    }
+    f"aten.{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "_addmm_activation", "mv", "addmv", "dot")
 )
-EFFICIENCY = 0.7
-"""Share of the device's best rates that ordinary kernels reach; only the shape of the time axis depends on it."""
+PRODUCT_EFFICIENCY, ATTENTION_EFFICIENCY, MEMORY_EFFICIENCY = 0.73, 0.55, 0.49
+"""Shares of the vendor's rates that kernels reach: matrix products, fused attention, and all that is bound by memory. Fitted to
+seven steps of Llamas on an H200 (`tests/tracing/test_step_time.py`), and taken for other devices too."""
+KERNEL_S = 2.5e-6
+"""What every kernel takes beside its work: to be started, and to end."""
 _ATTENTION_STATISTICS = 4
 MAX_THREADS = 512
 WARP = 32
@@ -41,88 +34,69 @@ MAX_VALUES_PER_THREAD = 256
 THREADS_PER_SM = 2048
 BACKWARD_ATTENTION = 2.5
 """Products in the backward of fused attention (five) over those in its forward (two)."""
+_Rule = Callable[[Any, Any, int], Course]
+"""From the arguments, the outputs and the number of multiprocessors to scratch memory."""
+_Formula = Callable[[Any, Any], Any]
 
 
-class CudaCosts:
-    """The costs of one target device under one torch version."""
+class Costs:
+    """The costs of one target device under one torch version.
+
+    The host's kernels keep no workspaces; their scratch memory lies outside torch's tensors and is not counted.
+    """
 
     def __init__(self, hardware: Hardware, torch_version: str) -> None:
         self._hardware = hardware
         self._workspace_bytes = hardware.cublas_workspace_for(torch_version)
         self._lt_workspace_bytes = hardware.cublaslt_workspace_for(torch_version)
-        self._warm: set[tuple[int, str]] = set()
-        self._kept: set[str] = set()
+        self._courses = {} if hardware.is_host else _COURSES
+        self._rules = {} if hardware.is_host else _RULES
+        self._kept: set[tuple[int, str]] = set()
 
-    def lasting(self, op: Operator, args: tuple[Any, ...]) -> Iterable[tuple[str, int]]:
-        """CuBLAS keeps one workspace per thread that calls it: the main one, and autograd's. CuDNN keeps the state of its
-        dropout, one for all recurrent layers.
+    def lasting(self, op: Operator, args: tuple[Any, ...]) -> Iterator[tuple[str, int]]:
+        """Workspaces that a call takes for good: (owner, bytes).
+
+        CuBLAS keeps one per thread that calls it: the main one, and autograd's. CuDNN keeps the state of its dropout, one for
+        all recurrent layers.
         """
-        if op.name == "aten._cudnn_rnn" and recurrent.drops(args) and "dropout" not in self._kept:
-            self._kept.add("dropout")
-            yield "cuDNN", self._hardware.num_sms * recurrent.DROPOUT_BYTES_PER_SM
-        if op.name not in MATRIX_PRODUCTS or not self._workspace_bytes:
+        if self._hardware.is_host:
             return
-        thread = threading.get_ident()
-        if (thread, "cuBLAS") not in self._warm:
-            self._warm.add((thread, "cuBLAS"))
-            yield "cuBLAS", self._workspace_bytes
-        if op.name in ("aten.addmm", "aten._addmm_activation") and (thread, "cuBLASLt") not in self._warm:
-            self._warm.add((thread, "cuBLASLt"))
-            if self._lt_workspace_bytes:
-                yield "cuBLASLt", self._lt_workspace_bytes
+        if op.name == "aten._cudnn_rnn" and recurrent.drops(args):
+            yield from self._keep(0, "cuDNN", self._hardware.num_sms * recurrent.DROPOUT_BYTES_PER_SM)
+        if op.name in MATRIX_PRODUCTS:
+            thread = threading.get_ident()
+            yield from self._keep(thread, "cuBLAS", self._workspace_bytes)
+            if op.name in ("aten.addmm", "aten._addmm_activation"):
+                yield from self._keep(thread, "cuBLASLt", self._lt_workspace_bytes)
 
-    def has_course(self, op: Operator) -> bool:
-        """Whether scratch memory is taken before and between the operator's outputs."""
-        return op.name in _COURSES
+    def _keep(self, thread: int, owner: str, num_bytes: int) -> Iterator[tuple[str, int]]:
+        """What an owner takes the first time."""
+        if num_bytes and (thread, owner) not in self._kept:
+            self._kept.add((thread, owner))
+            yield owner, num_bytes
 
-    def course(self, op: Operator, args: tuple[Any, ...], out: Any) -> Course:
-        """What such an operator takes and frees, in order."""
-        return _COURSES[op.name](args, out)
+    def course(self, op: Operator) -> Callable[[Any, Any], Course] | None:
+        """What gives the memory of an operator, in order, that takes scratch memory before and between its outputs."""
+        return self._courses.get(op.name)
 
-    def passing(self, op: Operator, args: tuple[Any, ...], out: Any) -> list[list[int]]:
-        """Scratch that lives while the operator runs: stages, one after the other."""
-        staged = _STAGED_RULES.get(op.name)
-        if staged is not None:
-            return staged(args, out, self._hardware.num_sms)
-        rule = _RULES.get(op.name)
-        return [] if rule is None else [rule(args, out, self._hardware.num_sms)]
+    def passing(self, op: Operator, args: tuple[Any, ...], out: Any) -> Course:
+        """Scratch memory beside the outputs of any other operator, while it runs."""
+        rule = self._rules.get(op.name)
+        return [] if rule is None else rule(args, out, self._hardware.num_sms)
 
     def seconds(self, op: Operator, args: tuple[Any, ...], out: Any) -> float:
         """Roofline: the longer of arithmetic and memory traffic."""
         hardware = self._hardware
-        tensors = [*_tensors(args), *_tensors(out)]
-        moved = sum(t.numel() * t.element_size() for t in tensors)
-        seconds = moved / (hardware.memory_bytes_per_s * EFFICIENCY) if hardware.memory_bytes_per_s else 0.0
+        tensors = [*tensors_in(args), *tensors_in(out)]
+        moved = sum(_nbytes(tensor) for tensor in tensors)
+        seconds = moved / (hardware.memory_bytes_per_s * MEMORY_EFFICIENCY) if hardware.memory_bytes_per_s else 0.0
         flops = num_flops(op.name, args, out)
         if flops:
             rate = hardware.flops(str(tensors[0].dtype), allow_tf32=False)
             if rate:
-                seconds = max(seconds, flops / (rate * EFFICIENCY))
-        return seconds
-
-
-class HostCosts(CudaCosts):
-    """The host's kernels keep no workspaces; their scratch memory lies outside torch's tensors and is not counted."""
-
-    def lasting(self, op: Operator, args: tuple[Any, ...]) -> Iterable[tuple[str, int]]:
-        """Nothing."""
-        return ()
-
-    def has_course(self, op: Operator) -> bool:
-        """None has."""
-        return False
-
-    def passing(self, op: Operator, args: tuple[Any, ...], out: Any) -> list[list[int]]:
-        """Nothing."""
-        return []
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return []
+                share = ATTENTION_EFFICIENCY if "attention" in op.name else PRODUCT_EFFICIENCY
+                seconds = max(seconds, flops / (rate * share))
+        return seconds + KERNEL_S if seconds else 0.0
 
 
 def _nbytes(tensor: Tensor) -> int:
@@ -134,52 +108,29 @@ def _copy_if_strided(tensor: Any) -> int:
     return 0 if not isinstance(tensor, Tensor) or tensor.is_contiguous() else _nbytes(tensor)
 
 
-def _reduce(args: Any, out: Any, num_sms: int) -> list[int]:
-    tensor = args[0]
-    dims = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else []
-    return _staging(tensor, dims, num_sms)
+def _reduction(position: int, *kinds: type) -> _Rule:
+    """The rule of a reduction whose dimensions are an argument of these types; of any other type they are all."""
+
+    def rule(args: Any, out: Any, num_sms: int) -> Course:
+        given = args[position] if len(args) > position and isinstance(args[position], kinds) else []
+        return _staging(args[0], [given] if isinstance(given, int) else given, num_sms)
+
+    return rule
 
 
-def _reduce_norm(args: Any, out: Any, num_sms: int) -> list[int]:
-    return _staging(args[0], args[2] if len(args) > 2 and args[2] else [], num_sms)
-
-
-def _reduce_one(args: Any, out: Any, num_sms: int) -> list[int]:
-    return _staging(args[0], [args[1]] if len(args) > 1 and isinstance(args[1], int) else [], num_sms)
-
-
-def _staging(tensor: Tensor, dims: Any, num_sms: int) -> list[int]:
+def _staging(tensor: Tensor, dims: Any, num_sms: int) -> Course:
     if tensor.dim() == 0 or tensor.numel() == 0:
         return []
     accumulator = max(tensor.element_size(), 4) if tensor.is_floating_point() else 8
     return list(staging_bytes(describe_reduction(tensor, dims, accumulator), num_sms))
 
 
-def _softmax_backward(args: Any, out: Any, num_sms: int) -> list[int]:
-    return [_nbytes(out)]  # the product of gradient and output
+def _strided(*positions: int) -> _Rule:
+    """The rule of an operator that copies these arguments where they are strided."""
+    return lambda args, out, num_sms: [_copy_if_strided(args[position]) for position in positions]
 
 
-def _safe_softmax(args: Any, out: Any, num_sms: int) -> list[int]:
-    return [args[0].numel()]  # which entries are minus infinity
-
-
-def _first_strided(args: Any, out: Any, num_sms: int) -> list[int]:
-    return [_copy_if_strided(args[0])]
-
-
-def _first_two_strided(args: Any, out: Any, num_sms: int) -> list[int]:
-    return [_copy_if_strided(args[0]), _copy_if_strided(args[1])]
-
-
-def _layer_norm_backward(args: Any, out: Any, num_sms: int) -> list[int]:
-    return [_copy_if_strided(args[0]), _copy_if_strided(args[1])]
-
-
-def _roll(args: Any, out: Any, num_sms: int) -> list[int]:
-    return [_nbytes(out)] * (len(args[1]) - 1)  # one dimension after the other
-
-
-def _embedding_backward(args: Any, out: Any, num_sms: int) -> list[int]:
+def _embedding_backward(args: Any, out: Any, num_sms: int) -> Course:
     """Sorted by token, summed in segments of at most ten rows, in fp32; few tokens take a kernel without all that."""
     gradient, indices, num_weights = args[0], args[1], args[2]
     count = indices.numel()
@@ -190,18 +141,14 @@ def _embedding_backward(args: Any, out: Any, num_sms: int) -> list[int]:
     return [_copy_if_strided(gradient), 40 * count + 8 * segments, 4 * partial * gradient.size(-1)]
 
 
-def _index_put(args: Any, out: Any, num_sms: int) -> list[int]:
+def _index_put(args: Any, out: Any, num_sms: int) -> Course:
     if len(args) < 4 or not args[3]:
         return []
     count = max((index.numel() for index in args[1] if isinstance(index, Tensor)), default=0)
     return [48 * count]  # sorted so that equal rows can be summed without atomics
 
 
-def _sort(args: Any, out: Any, num_sms: int) -> list[int]:
-    return [2 * _nbytes(args[0])]
-
-
-def _cudnn_attention_backward(args: Any, out: Any, num_sms: int) -> list[int]:
+def _cudnn_attention_backward(args: Any, out: Any, num_sms: int) -> Course:
     query, key = args[1], args[2]
     batch, heads, length, size = query.shape
     needed = batch * heads * length * (size + 1) * _ATTENTION_STATISTICS  # dq in fp32 and one number a row
@@ -210,17 +157,17 @@ def _cudnn_attention_backward(args: Any, out: Any, num_sms: int) -> list[int]:
     return [needed]
 
 
-def _flash_attention_backward(args: Any, out: Any, num_sms: int) -> list[int]:
+def _flash_attention_backward(args: Any, out: Any, num_sms: int) -> Course:
     query, key = args[1], args[2]
     batch, heads, length, size = query.shape
     rounded, wide = -(-length // 128) * 128, -(-size // 32) * 32
-    needed = [batch * heads * rounded * 4, batch * heads * rounded * wide * 4]
+    needed: Course = [batch * heads * rounded * 4, batch * heads * rounded * wide * 4]
     if key.size(1) != heads:
         needed += [batch * heads * key.size(2) * size * query.element_size()] * 2
     return needed
 
 
-def _efficient_attention_backward(args: Any, out: Any, num_sms: int) -> list[list[int]]:
+def _efficient_attention_backward(args: Any, out: Any, num_sms: int) -> Course:
     """The query's gradient is summed in fp32 tiles, each with a lock of 16 bytes, whole tiles even for a part of one.
 
     Row sums of gradient times output come first; in half precision the kernel makes them itself, in fp32 torch does, by way
@@ -233,55 +180,50 @@ def _efficient_attention_backward(args: Any, out: Any, num_sms: int) -> list[lis
     tiles = -(-length // rows) * -(-size // columns)
     copied = _copy_if_strided(gradient.transpose(1, 2))
     sums = 4 * batch * heads * length
-    summed = [copied, sums, 4 * batch * heads * tiles * (rows * columns + 4)]
-    return [summed] if is_half else [[copied, _nbytes(gradient), sums, sums], summed]
+    before = [] if is_half else [size for size in (copied, _nbytes(gradient), sums, sums) if size]
+    return [*before, *[FREE] * len(before), copied, sums, 4 * batch * heads * tiles * (rows * columns + 4)]
 
 
-def _ctc_backward(args: Any, out: Any, num_sms: int) -> list[int]:
-    return [_nbytes(args[6])]  # the backward variables, in a table like that of the forward ones
-
-
-def _dropout(args: Any, out: Any) -> Course:
-    return [out[1], out[0]]  # the mask first
-
-
-def _upsample_backward(args: Any, out: Any, num_sms: int) -> list[int]:
+def _upsample_backward(args: Any, out: Any, num_sms: int) -> Course:
     is_same_size = list(args[1]) == list(args[2][2:])
     return [] if is_same_size else [_copy_if_strided(args[0])]  # one to one is a plain copy into the output
 
 
-_RULES: dict[str, Callable[[Any, Any, int], list[int]]] = {
-    **dict.fromkeys(
-        ("aten.sum", "aten.mean", "aten.amax", "aten.amin", "aten.any", "aten.all", "aten.nansum", "aten.var"), _reduce
-    ),
-    **dict.fromkeys(("aten.prod", "aten.argmax", "aten.argmin", "aten.max", "aten.min"), _reduce_one),
-    "aten.linalg_vector_norm": _reduce_norm,
-    "aten._softmax_backward_data": _softmax_backward,
-    "aten._safe_softmax": _safe_softmax,
-    "aten._softmax": _first_strided,
-    "aten._log_softmax": _first_strided,
-    "aten._log_softmax_backward_data": _first_two_strided,
-    "aten.native_layer_norm": _first_strided,
-    "aten.native_layer_norm_backward": _layer_norm_backward,
-    "aten._fused_rms_norm": _first_strided,
-    "aten._fused_rms_norm_backward": _layer_norm_backward,
-    "aten.roll": _roll,
+_RULES: dict[str, _Rule] = {
+    **{
+        f"aten.{name}": _reduction(1, list, tuple)
+        for name in ("sum", "mean", "amax", "amin", "any", "all", "nansum", "var")
+    },
+    **{f"aten.{name}": _reduction(1, int) for name in ("prod", "argmax", "argmin", "max", "min")},
+    "aten.linalg_vector_norm": _reduction(2, list, tuple),
+    # The product of gradient and output.
+    "aten._softmax_backward_data": lambda args, out, num_sms: [_nbytes(out)],
+    # Which entries are minus infinity.
+    "aten._safe_softmax": lambda args, out, num_sms: [args[0].numel()],
+    "aten._softmax": _strided(0),
+    "aten._log_softmax": _strided(0),
+    "aten._log_softmax_backward_data": _strided(0, 1),
+    "aten.native_layer_norm": _strided(0),
+    "aten.native_layer_norm_backward": _strided(0, 1),
+    "aten._fused_rms_norm": _strided(0),
+    "aten._fused_rms_norm_backward": _strided(0, 1),
+    # One dimension after the other.
+    "aten.roll": lambda args, out, num_sms: [_nbytes(out)] * (len(args[1]) - 1),
     "aten.embedding_dense_backward": _embedding_backward,
     "aten.index_put": _index_put,
     "aten.index_put_": _index_put,
     "aten._index_put_impl_": _index_put,
-    "aten.sort": _sort,
-    "aten._ctc_loss_backward": _ctc_backward,
+    "aten.sort": lambda args, out, num_sms: [2 * _nbytes(args[0])],
+    # The backward variables, in a table like that of the forward ones.
+    "aten._ctc_loss_backward": lambda args, out, num_sms: [_nbytes(args[6])],
     "aten.upsample_bilinear2d_backward": _upsample_backward,
     "aten.upsample_nearest2d_backward": _upsample_backward,
     "aten._scaled_dot_product_cudnn_attention_backward": _cudnn_attention_backward,
     "aten._scaled_dot_product_flash_attention_backward": _flash_attention_backward,
-}
-_STAGED_RULES: dict[str, Callable[[Any, Any, int], list[list[int]]]] = {
     "aten._scaled_dot_product_efficient_attention_backward": _efficient_attention_backward,
 }
 _COURSES: dict[str, Callable[[Any, Any], Course]] = {
-    "aten.native_dropout": _dropout,
+    "aten.native_dropout": lambda args, out: [out[1], out[0]],  # the mask first
     "aten.convolution": convolutions.forward_course,
     "aten.convolution_backward": convolutions.backward_course,
     "aten._cudnn_rnn": recurrent.forward_course,
@@ -379,48 +321,42 @@ def num_flops(name: str, args: tuple[Any, ...], out: Any) -> float:
     return 0.0 if formula is None else float(formula(args, out))
 
 
-def _product(left: int) -> Callable[[tuple[Any, ...], Any], Any]:
-    def formula(args: tuple[Any, ...], out: Any) -> Any:
-        return 2.0 * math.prod(out.shape) * args[left].shape[-1]
+def _product(left: int) -> _Formula:
+    return lambda args, out: 2.0 * math.prod(out.shape) * args[left].shape[-1]
+
+
+def _grouped_product(args: Any, out: Any) -> Any:
+    # The weights' gradients use each row for one group only.
+    are_gradients = args[0].dim() == 2 and args[1].dim() == 2
+    return 2.0 * math.prod(out.shape[1:] if are_gradients else out.shape) * args[0].shape[-1]
+
+
+def _attention(scale: float, first: int, causal: int) -> _Formula:
+    """Two products in the forward. `first` is the query's place among the arguments, `causal` that of `is_causal`."""
+
+    def formula(args: Any, out: Any) -> Any:
+        batch, heads, length, size = args[first].shape
+        is_causal = len(args) > causal and args[causal] is True
+        return scale * (2.0 if is_causal else 4.0) * batch * heads * length * args[first + 1].shape[2] * size
 
     return formula
 
 
-def _grouped_product(args: tuple[Any, ...], out: Any) -> Any:
-    if args[0].dim() == 2 and args[1].dim() == 2:  # the weights' gradients: each row is used by one group only
-        return 2.0 * math.prod(out.shape[1:]) * args[0].shape[-1]
-    return 2.0 * math.prod(out.shape) * args[0].shape[-1]
-
-
-def _attention(scale: float, first: int) -> Callable[[tuple[Any, ...], Any], Any]:
-    def formula(args: tuple[Any, ...], out: Any) -> Any:
-        query, key = args[first], args[first + 1]
-        batch, heads, length, size = query.shape
-        return scale * 4.0 * batch * heads * length * key.shape[2] * size
-
-    return formula
-
-
-def _convolution(args: tuple[Any, ...], out: Any) -> Any:
-    return 2.0 * math.prod(out.shape) * math.prod(args[1].shape[1:])
-
-
-def _convolution_backward(args: tuple[Any, ...], out: Any) -> Any:
-    return 4.0 * math.prod(args[0].shape) * math.prod(args[2].shape[1:])
-
-
-_FORMULAS: dict[str, Callable[[tuple[Any, ...], Any], Any]] = {
+_FORMULAS: dict[str, _Formula] = {
     "aten.mm": _product(0),
     "aten.bmm": _product(0),
     "aten.addmm": _product(1),
     "aten.baddbmm": _product(1),
     "aten._addmm_activation": _product(1),
     "aten._grouped_mm": _grouped_product,
-    "aten.convolution": _convolution,
-    "aten.convolution_backward": _convolution_backward,
-    **{f"aten._scaled_dot_product_{kind}_attention": _attention(1.0, 0) for kind in ("cudnn", "flash", "efficient")},
+    "aten.convolution": lambda args, out: 2.0 * math.prod(out.shape) * math.prod(args[1].shape[1:]),
+    "aten.convolution_backward": lambda args, out: 4.0 * math.prod(args[0].shape) * math.prod(args[2].shape[1:]),
     **{
-        f"aten._scaled_dot_product_{kind}_attention_backward": _attention(BACKWARD_ATTENTION, 1)
-        for kind in ("cudnn", "flash", "efficient")
+        f"aten._scaled_dot_product_{kind}_attention": _attention(1.0, 0, causal)
+        for kind, causal in (("cudnn", 6), ("flash", 4), ("efficient", 6))
+    },
+    **{
+        f"aten._scaled_dot_product_{kind}_attention_backward": _attention(BACKWARD_ATTENTION, 1, causal)
+        for kind, causal in (("cudnn", 14), ("flash", 11), ("efficient", 11))
     },
 }

@@ -1,4 +1,4 @@
-"""The ghost device, and `torch.cuda` as it would answer on a machine with one device of the target kind.
+"""The ghost device with its mover, and `torch.cuda` as it would answer on a machine with one device of the target kind.
 
 The ghost device is torch's spare backend slot, registered as an accelerator that has no memory and runs nothing. A spare
 backend, not `meta` or `cpu`, because C++ code asks tensors for their kind of device: dropout takes its fused form, the
@@ -14,7 +14,7 @@ memory of a step (side streams, graphs) is not pretended.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,61 +24,42 @@ from torch.overrides import TorchFunctionMode
 
 from lowtide import compat
 from lowtide.hardware import Hardware
+from lowtide.memory.mover import Copied, Ticket
 
 NAME = "ghost"
 
 
-class _GhostModule:
-    """What torch expects to find as `torch.ghost`: one device, no random state worth keeping."""
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
 
-    def is_initialized(self) -> bool:
-        return True
 
-    def is_available(self) -> bool:
-        return True
+def _no_random_state(device: object = None) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8)  # recompute asks for it; there is no randomness to replay
 
-    def current_device(self) -> int:
-        return 0
 
-    def set_device(self, device: object) -> None:
-        pass
-
-    def device_count(self) -> int:
-        return 1
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def manual_seed_all(self, seed: int) -> None:
-        pass
-
-    def manual_seed(self, seed: int) -> None:
-        pass
-
-    def synchronize(self, device: object = None) -> None:
-        pass
-
-    def empty_cache(self) -> None:
-        pass
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16, torch.float32]
-
-    def get_rng_state(self, device: object = None) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.uint8)  # recompute asks for it; there is no randomness to replay
-
-    def set_rng_state(self, state: object, device: object = None) -> None:
-        pass
-
-    def device(self, device: Any) -> Any:
-        return torch.device(NAME, 0)
+_ONE_DEVICE: dict[str, Callable[..., Any]] = {
+    "is_initialized": lambda: True,
+    "is_available": lambda: True,
+    "current_device": lambda: 0,
+    "device_count": lambda: 1,
+    "get_rng_state": _no_random_state,
+    **dict.fromkeys(
+        ("set_device", "synchronize", "empty_cache", "manual_seed", "manual_seed_all", "set_rng_state"), _nothing
+    ),
+}
+"""What both `torch.ghost` and `torch.cuda` answer: one device, no random state worth keeping."""
 
 
 def register_device() -> torch.device:
     """Make the ghost device known to torch, once, and return it."""
-    module = getattr(torch, NAME, None)
-    if module is None:
-        compat.register_python_backend(NAME, _GhostModule())
+    if getattr(torch, NAME, None) is None:
+        module = SimpleNamespace(
+            **_ONE_DEVICE,
+            _is_in_bad_fork=lambda: False,
+            get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16, torch.float32],
+            device=lambda device: torch.device(NAME, 0),
+        )
+        compat.register_python_backend(NAME, module)
     return torch.device(NAME, 0)
 
 
@@ -99,10 +80,6 @@ def cuda_functions(hardware: Hardware) -> Iterator[None]:
             setattr(place, name, original)
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    pass
-
-
 def _answers(hardware: Hardware) -> dict[str, Callable[..., Any]]:
     major, minor = hardware.compute_capability
     properties = SimpleNamespace(
@@ -114,24 +91,16 @@ def _answers(hardware: Hardware) -> dict[str, Callable[..., Any]]:
     )
     # A model that logs its memory must not fail; what it logs does not matter here.
     logged = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
-    without_effect = (
-        "set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "manual_seed", "manual_seed_all",
-        "set_rng_state",
-    )  # fmt: skip
     return {
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
+        **_ONE_DEVICE,
+        "reset_peak_memory_stats": _nothing,
         "is_bf16_supported": lambda including_emulation=True: major >= 8 or including_emulation,
         "is_current_stream_capturing": lambda: False,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
         "get_device_capability": lambda device=None: (major, minor),
         "get_device_name": lambda device=None: hardware.label,
         "get_device_properties": lambda device=None: properties,
         "mem_get_info": lambda device=None: (hardware.memory_bytes, hardware.memory_bytes),
-        "get_rng_state": lambda device="cuda": torch.empty(0, dtype=torch.uint8),  # there is no randomness to replay
         **{name: lambda device=None: 0 for name in logged},
-        **dict.fromkeys(without_effect, _nothing),
     }
 
 
@@ -162,3 +131,78 @@ class LiteralDevices(TorchFunctionMode):
 
     def _to_device(self, tensor: Tensor, device: Any = None, non_blocking: bool = False, **options: Any) -> Tensor:
         return tensor.to(self._device, non_blocking=non_blocking, **options)
+
+
+class _Point:
+    """Ghosts have no clock: what is asked for has happened."""
+
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+    def time_s(self) -> float:
+        return 0.0
+
+
+class GhostMover:
+    """Carries ghosts between the ghost device and the host (see `memory.mover`).
+
+    Copies happen at once. It holds nothing: a stash holds what it sends by itself.
+
+    Args:
+        device: The ghost device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @property
+    def device(self) -> torch.device:
+        """The ghost device."""
+        return self._device
+
+    def device_buffer(self, num_bytes: int) -> Tensor:
+        """Memory of the ghost device."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        """A ghost on the host; a small one is real."""
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def free_host_buffer(self, buffer: Tensor) -> None:
+        """Nothing is locked."""
+
+    def grow(self, buffer: Tensor) -> None:
+        """Not for ghosts."""
+        raise AssertionError("a ghost's storage cannot be taken away and given back")
+
+    def shrink(self, buffer: Tensor, after: Sequence[Ticket]) -> None:
+        """Not for ghosts."""
+        raise AssertionError("a ghost's storage cannot be taken away and given back")
+
+    def to_device(self, target: Tensor, source: Tensor, after: Sequence[Ticket] = ()) -> Copied:
+        """Copy at once."""
+        return _copy(target, source)
+
+    def to_host(self, target: Tensor, source: Tensor, after: Sequence[Ticket] = (), *, keep: bool = True) -> Copied:
+        """Copy at once."""
+        assert not keep, "ghosts are sent by stashes alone, which hold them"
+        return _copy(target, source)
+
+    def now(self) -> _Point:
+        """A point that has been reached."""
+        return _Point()
+
+    def compute_after(self, ticket: Ticket) -> None:
+        """There is nothing to wait for."""
+
+    def drain(self) -> None:
+        """No copy is under way."""
+
+
+def _copy(target: Tensor, source: Tensor) -> Copied:
+    with torch.no_grad():
+        target.copy_(source)
+    return Copied(_Point(), _Point())

@@ -1,37 +1,43 @@
 """GhostMachine: a process in which torch believes in a CUDA device of a given kind.
 
 Installs, once per process: the ghost device, its choice of attention, and the optimizers' defaults for CUDA. Autocast rules and
-kernels that only CUDA or only the host has change with the target. Only the tracing subprocess becomes one.
+kernels that only CUDA or only the host has change with the target. Code outside of torch that has to accept ghosts does: scipy's
+matching, and what offloads activations. Only the tracing subprocess becomes one.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import scipy.optimize
 import torch
 from torch import Tensor
 
 from lowtide import compat
-from lowtide.hardware import Hardware
+from lowtide.activations.saved import Geometry
+from lowtide.hardware import Hardware, release_of
 from lowtide.tracing.attention.kernels import Attention
 from lowtide.tracing.attention.use import AttentionChoices
 from lowtide.tracing.ghost import autocast, recurrent
-from lowtide.tracing.ghost.accepting import accept_ghosts
-from lowtide.tracing.ghost.costs import CudaCosts, HostCosts
+from lowtide.tracing.ghost.costs import Costs
 from lowtide.tracing.ghost.device import register_device
 from lowtide.tracing.ghost.mode import GhostMode
 from lowtide.tracing.ghost.shapes import HOST_SHAPES, SHAPES
-from lowtide.tracing.ghost.tensor import Ghost, Known
+from lowtide.tracing.ghost.tensor import Ghost, Known, meta_over
 from lowtide.tracing.recorder import StorageRecorder
 
 aten = torch.ops.aten
+MATCHING_NOTE = (
+    "the loss matches predictions with targets by costs that depend on weights: "
+    "some matching of the right size was taken"
+)
 
 
 class GhostMachine:
     """The process-wide part of tracing. `mode_for` gives the part that belongs to one trace."""
-
-    _instance: GhostMachine | None = None
 
     def __init__(self) -> None:
         self.device = register_device()
@@ -42,8 +48,8 @@ class GhostMachine:
         self._target_library: torch.library.Library | None = None
         self._is_host: bool | None = None
         library = torch.library.Library("aten", "IMPL")
-        library.impl("scaled_dot_product_attention", self._attend, "AutogradPrivateUse1")
-        library.impl("scaled_dot_product_attention", self._attend, "PrivateUse1")
+        for key in ("AutogradPrivateUse1", "PrivateUse1"):
+            library.impl("scaled_dot_product_attention", lambda *args, **kwargs: self.attention(*args, **kwargs), key)
         for name in compat.operators_with_fallback():
             library.impl(name, _never_called, "PrivateUse1")  # its presence keeps torch from taking the operator apart
         # `torch.tensor(..., device=)` and indexing with a list make their tensors below any dispatch mode.
@@ -54,14 +60,14 @@ class GhostMachine:
         self._libraries.append(library)
         compat.allow_foreach_on(Ghost)
         compat.treat_cuda_as(self.device.type, self._casts.clear)
-        accept_ghosts(self._note)
+        _accept_in_matching(self._note)
+        _accept_in_stashes()
 
     @classmethod
+    @functools.cache
     def get(cls) -> GhostMachine:
         """The machine of this process."""
-        if cls._instance is None:
-            cls._instance = cls()
-        return cls._instance
+        return cls()
 
     def mode_for(
         self,
@@ -71,12 +77,12 @@ class GhostMachine:
         on_fatal: Callable[[BaseException], None] | None = None,
     ) -> GhostMode:
         """The dispatch mode of a trace on a device under a torch version; `on_fatal` as for the mode."""
-        major, minor = (int(part) for part in torch_version.split("+")[0].split(".")[:2])
-        choices = AttentionChoices(hardware.compute_capability, (major, minor))
+        release = release_of(torch_version)
+        choices = AttentionChoices(hardware.compute_capability, release)
         self._attention = Attention(choices, lambda: recorder.module)
-        self._casts.begin_trace((major, minor))
+        self._casts.begin_trace(release)
         self._register_for(is_host=hardware.is_host)
-        costs = (HostCosts if hardware.is_host else CudaCosts)(hardware, torch_version)
+        costs = Costs(hardware, torch_version)
         mode = self._mode = GhostMode(
             recorder, self.device, costs, HOST_SHAPES if hardware.is_host else SHAPES, on_fatal
         )
@@ -102,30 +108,21 @@ class GhostMachine:
         self._is_host = is_host
 
     @property
-    def attention(self) -> AttentionChoices:
-        """The attention choices of the current trace."""
-        assert self._attention is not None, "no trace has begun"
-        return self._attention.choices
-
-    @property
     def has_cast(self) -> bool:
         """Whether autocast cast anything in the current trace."""
         return self._casts.has_cast
 
     @property
-    def target_attention(self) -> Attention:
+    def attention(self) -> Attention:
         """The attention of the current trace."""
         assert self._attention is not None, "no trace has begun"
         return self._attention
 
     def _empty(self, size: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-        return self._place(torch.empty(size, dtype=dtype, device="meta"))
+        return self._current_mode.place(torch.empty(size, dtype=dtype, device="meta"))
 
     def _empty_strided(self, size: Any, stride: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-        return self._place(torch.empty_strided(size, stride, dtype=dtype, device="meta"))
-
-    def _place(self, inner: Tensor) -> Tensor:
-        return self._current_mode.place(inner)
+        return self._current_mode.place(torch.empty_strided(size, stride, dtype=dtype, device="meta"))
 
     @property
     def _current_mode(self) -> GhostMode:
@@ -143,10 +140,6 @@ class GhostMachine:
     def _note(self, text: str) -> None:
         if self._mode is not None:
             self._mode.note(text)
-
-    def _attend(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._attention is not None, "no trace has begun"
-        return self._attention(*args, **kwargs)
 
 
 def _dropout_on_host(tensor: Tensor, p: float, train: bool) -> Tensor:
@@ -175,3 +168,35 @@ def _group_norm_on_cuda(
 
 def _never_called(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("a ghost operator reached its backend kernel")
+
+
+def _accept_in_matching(note: Callable[[str], None]) -> None:
+    """`scipy.optimize.linear_sum_assignment`, the Hungarian matching in the loss of detection models, wants numbers.
+
+    How many pairs it returns follows from the shape of the costs alone, and so do all shapes that come after it. On ghosts,
+    whose costs depend on weights, the pairs are the first rows with the first columns.
+    """
+    original = scipy.optimize.linear_sum_assignment
+
+    @functools.wraps(original)
+    def linear_sum_assignment(cost_matrix: Any, maximize: bool = False) -> Any:
+        if not isinstance(cost_matrix, Ghost) or cost_matrix.value() is not None:
+            return original(cost_matrix, maximize)
+        note(MATCHING_NOTE)
+        pairs = min(cost_matrix.shape)
+        return np.arange(pairs), np.arange(pairs)
+
+    scipy.optimize.linear_sum_assignment = linear_sum_assignment
+
+
+def _accept_in_stashes() -> None:
+    """Make stashes bring ghosts back: they set plain tensors over a storage, byte by byte."""
+    plain = Geometry.over
+
+    def over(geometry: Geometry, memory: Tensor) -> Tensor:
+        if not isinstance(memory, Ghost):
+            return plain(geometry, memory)
+        inner = meta_over(memory.untyped_storage(), geometry.dtype, geometry.size, geometry.stride, geometry.offset)
+        return Ghost(inner, memory.device, memory.life)
+
+    Geometry.over = over  # type: ignore[method-assign, assignment]  # its first argument has another name

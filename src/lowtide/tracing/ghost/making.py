@@ -18,7 +18,7 @@ from lowtide import compat
 from lowtide.errors import ValueReadError
 from lowtide.tracing.ghost.operators import HOST, META, Operator, describe, to_known, to_meta
 from lowtide.tracing.ghost.tensor import Ghost, Known, balanced_choice
-from lowtide.tracing.recorder import Life, StorageRecorder
+from lowtide.tracing.recorder import Life, StorageRecorder, is_called_from_engine
 from lowtide.tracing.step_trace import Phase
 
 aten = torch.ops.aten
@@ -26,7 +26,6 @@ CHECKS = "checks of values that depend on weights were taken to pass: `.all()` t
 FINITE = "values that depend on weights were taken to be finite"
 BALANCE = "choices that depend on weights (a router's topk, argmax or max) were taken to be spread evenly"
 _CHECKS = {"aten.all": True, "aten._is_all_true": True, "aten.any": False, "aten._is_any_true": False}
-Note = Callable[[str], None]
 INDEX_PUTS = ("aten.index_put", "aten.index_put_", "aten._index_put_impl_")
 
 
@@ -40,11 +39,10 @@ class Maker:
 
     def place(self, inner: Tensor, *, known: Known | None = None, is_logged: bool = True) -> Ghost:
         """A ghost on the device for a meta tensor: of a new storage, or of one placed before."""
-        ghost = Ghost(inner, self.device, self._life_of(inner, on_device=True, is_logged=is_logged), known)
-        ghost.begin_content()
-        return ghost
+        return Ghost(inner, self.device, self.life_of(inner, on_device=True, is_logged=is_logged), known)
 
-    def _life_of(self, inner: Tensor, *, on_device: bool, is_logged: bool = True) -> Life:
+    def life_of(self, inner: Tensor, *, on_device: bool, is_logged: bool = True) -> Life:
+        """The life of a meta tensor's storage, which begins now if it is new."""
         storage = inner.untyped_storage()
         key = storage._cdata
         life = self._lives.get(key)
@@ -59,10 +57,6 @@ class Maker:
             )
             self._lives[key] = life
         return life
-
-    def begin(self, inner: Tensor, *, on_device: bool) -> None:
-        """Allocate an output ahead of `wrap`, which takes outputs in the order of the operator's schema."""
-        self._life_of(inner, on_device=on_device)
 
     def wrap(self, op: Operator, args: Any, kwargs: Any, out: Any, values: Any, on_device: bool) -> Any:
         """What an operator returns: `out` are the meta tensors, `values` makes their values where they are known."""
@@ -94,11 +88,9 @@ class Maker:
 
     def ghost(self, inner: Tensor, known: Known | None, on_device: bool) -> Ghost:
         """For a meta tensor that the operator at hand returns: of new memory, or of what it shares."""
-        life = self._life_of(inner, on_device=on_device)
-        self.recorder.use(life, len(self.recorder.op_names) - 1)
-        ghost = Ghost(inner, self.device if life.on_device else HOST, life, known)
-        ghost.begin_content()
-        return ghost
+        life = self.life_of(inner, on_device=on_device)
+        self.recorder.use(life, len(self.recorder.ops) - 1)
+        return Ghost(inner, self.device if life.on_device else HOST, life, known)
 
     def written(self, target: Any, op: Operator, values: Any) -> None:
         """An operator has written to an argument: what it holds is another value now, or none that is known."""
@@ -116,21 +108,19 @@ class GradientSums:
         self._sole_owner_count: int | None = None
         """References to a gradient that only the engine holds; None: the next sum shows it."""
 
-    def is_one(self, func: Any) -> bool:
-        """Whether autograd's engine itself adds two gradients: in the backward, with no Python code calling."""
-        return (
-            func is aten.add.Tensor
-            and self._maker.recorder.phase is Phase.BACKWARD
-            and self._maker.recorder.is_called_from_engine()
-        )
-
     def learn_from(self, probe: GradientSums) -> None:
         """Take over what a sum without other owners has shown."""
         assert probe._sole_owner_count is not None, "autograd no longer sums gradients through add.Tensor"
         self._sole_owner_count = probe._sole_owner_count
 
-    def in_place(self, args: Any) -> Ghost | None:
-        """The first term, which now holds the sum; None where something else has a reference to it."""
+    def in_place(self, func: Any, args: Any) -> Ghost | None:
+        """The first term, which now holds the sum; None where something else has a reference to it, or it is no such sum.
+
+        It is one where autograd's engine itself adds two gradients: in the backward, with no Python code calling.
+        """
+        recorder = self._maker.recorder
+        if func is not aten.add.Tensor or recorder.phase is not Phase.BACKWARD or not is_called_from_engine():
+            return None
         old = args[0]
         if not isinstance(old, Ghost) or compat.num_storage_owners(old.inner) > 1:
             return None
@@ -143,47 +133,6 @@ class GradientSums:
         return old
 
 
-def assumed(op: Operator, args: Any, result: Any, note: Note) -> tuple[Any, Known] | None:
-    """The output an assumption is made about, and its assumed values; None where there is nothing to assume."""
-    if op.name in _CHECKS and result.dim() == 0:
-        return result, _filled((), _CHECKS[op.name], CHECKS, note)
-    if op.name in ("aten.isnan", "aten.isinf"):
-        return result, _filled(result.shape, False, FINITE, note)
-    if op.name in ("aten.topk", "aten.argmax", "aten.max"):
-        return _choice(op, args, result, note)
-    return None
-
-
-def _filled(shape: tuple[int, ...], value: bool, text: str, note: Note) -> Known:
-    def make() -> torch.Tensor:
-        note(text)
-        return torch.full(shape, value)
-
-    return Known(func=make)
-
-
-def _choice(op: Operator, args: Any, result: Any, note: Note) -> tuple[Any, Known] | None:
-    """A choice along the last dimension: of some of its entries, or of the best one."""
-    source = args[0]
-    if op.name == "aten.topk":
-        chosen, count, dim = result[1], args[1], args[2] if len(args) > 2 else -1
-    else:
-        is_pair = isinstance(result, list | tuple)
-        if len(args) < 2 or not isinstance(args[1], int) or (op.name == "aten.max" and not is_pair):
-            return None  # over all elements, or the larger of two tensors
-        chosen, count, dim = result[1] if is_pair else result, 1, args[1]
-    if dim not in (-1, source.dim() - 1) or not source.dim() or count >= source.shape[-1]:
-        return None
-    make = balanced_choice(source.shape[:-1], source.shape[-1], count)
-    shape = chosen.shape  # not the tensor itself: it holds the recipe, and would live until the next garbage collection
-
-    def choose() -> torch.Tensor:
-        note(BALANCE)
-        return make().view(shape)
-
-    return chosen, Known(func=choose)
-
-
 class ValueReader:
     """Finds the values of one trace's tensors.
 
@@ -192,23 +141,18 @@ class ValueReader:
         note: Is told of assumptions made on the way.
     """
 
-    def __init__(self, maker: Maker, note: Note) -> None:
+    def __init__(self, maker: Maker, note: Callable[[str], None]) -> None:
         self._maker = maker
         self._note = note
 
     def values(self, func: Any, op: Operator, args: Any, kwargs: Any) -> Any:
         """A maker of the outputs' values, None where they are not known."""
-        if op.is_chance:
+        known = None if op.is_chance else to_known((args, kwargs))
+        if known is None:
             return None
-        known_args = to_known(args)
-        if known_args is None:
-            return None
-        known_kwargs = to_known(kwargs)
-        if known_kwargs is None:
-            return None
-        known_kwargs = {
-            key: HOST if key == "device" and value is not None else value for key, value in known_kwargs.items()
-        }
+        known_args, known_kwargs = known
+        if known_kwargs.get("device") is not None:
+            known_kwargs["device"] = HOST
         if op.writes:
             # The recipe may be evaluated after more writes: it works on a copy of what it writes to.
             def run(*values: Any, **options: Any) -> Any:
@@ -227,11 +171,10 @@ class ValueReader:
         if values is None:
             if op.name in INDEX_PUTS and to_known(args[1]) is None:
                 # Whichever elements are meant: the result has the shape of what is written to.
-                written = (
-                    None if op.writes else self._maker.ghost(torch.empty_like(args[0].inner), None, on_device=True)
-                )
-                self._maker.written(args[0] if op.writes else None, op, None)
-                return args[0] if written is None else written
+                if not op.writes:
+                    return self._maker.ghost(torch.empty_like(args[0].inner), None, on_device=True)
+                self._maker.written(args[0], op, None)
+                return args[0]
             if op.name.startswith("aten.index"):
                 known_indices = to_known(args[1])
                 if known_indices is not None:
@@ -242,10 +185,10 @@ class ValueReader:
                 return self._maker.ghost(torch.empty(count, dtype=args[0].dtype, device=META), None, on_device=True)
             if op.name == "aten._local_scalar_dense" and self._maker.recorder.phase is Phase.UPDATE:
                 # Adafactor scales by the norm of the weights: a number that changes no shape and no lifetime.
-                self._note("numbers that the optimizer reads back from the card were taken to be 1")
+                self._note("numbers that the optimizer reads back from the device were taken to be 1")
                 return 1.0
-            module = self._maker.recorder.op_modules[-1]
-            source = self._maker.recorder.op_sources[-1] or self._maker.recorder.line()
+            module = self._maker.recorder.ops[-1].module
+            source = self._maker.recorder.ops[-1].source or self._maker.recorder.line()
             raise ValueReadError(
                 f"{op.name} reads the values of a tensor in {module!r}{f' ({source})' if source else ''}, and they depend on "
                 "weights or chance, which a prediction does not have. Use lowtide.observe on a machine with a GPU, or "
@@ -257,11 +200,12 @@ class ValueReader:
             self._maker.written(args[0], op, values)
             return args[0]
         result = values(None).get()
-        if not isinstance(result, Tensor | list | tuple):
-            return result
-        if isinstance(result, Tensor):
-            return self._maker.ghost(result.to(META), Known(result), on_device=True)
-        return tuple(self._maker.ghost(item.to(META), Known(item), on_device=True) for item in result)
+        if isinstance(result, list | tuple):
+            return tuple(map(self._known, result))
+        return self._known(result) if isinstance(result, Tensor) else result
+
+    def _known(self, value: Tensor) -> Ghost:
+        return self._maker.ghost(value.to(META), Known(value), on_device=True)
 
     def _index_by_mask(self, func: Any, op: Operator, args: Any, kwargs: Any, indices: Any) -> Any:
         """Indexing with a known boolean mask: the mask becomes the rows it selects, as the CUDA kernel does itself."""
@@ -269,11 +213,9 @@ class ValueReader:
         for index in indices:
             value = index.get() if isinstance(index, Known) else index
             if isinstance(value, Tensor) and value.dtype in (torch.bool, torch.uint8):
-                rows += [
-                    self._maker.ghost(row.to(META), Known(row), on_device=True) for row in value.nonzero(as_tuple=True)
-                ]
+                rows += map(self._known, value.nonzero(as_tuple=True))
             elif isinstance(value, Tensor):
-                rows.append(self._maker.ghost(value.to(META), Known(value), on_device=True))
+                rows.append(self._known(value))
             else:
                 rows.append(value)
         new_args = (args[0], rows, *args[2:])
@@ -282,10 +224,42 @@ class ValueReader:
 
     def assume(self, op: Operator, args: Any, result: Any) -> None:
         """Take values for known that a trained model would have, where the step goes on by them."""
-        found = assumed(op, args, result, self._note)
-        if found is not None:
-            ghost, known = found
-            ghost.know(known)
+        if op.name in _CHECKS and result.dim() == 0:
+            result.know(self._filled((), _CHECKS[op.name], CHECKS))
+        elif op.name in ("aten.isnan", "aten.isinf"):
+            result.know(self._filled(result.shape, False, FINITE))
+        elif op.name in ("aten.topk", "aten.argmax", "aten.max"):
+            self._assume_choice(op, args, result)
+
+    def _filled(self, shape: tuple[int, ...], value: bool, text: str) -> Known:
+        def make() -> Tensor:
+            self._note(text)
+            return torch.full(shape, value)
+
+        return Known(func=make)
+
+    def _assume_choice(self, op: Operator, args: Any, result: Any) -> None:
+        """A choice along the last dimension: of some of its entries, or of the best one."""
+        source = args[0]
+        if op.name == "aten.topk":
+            chosen, count, dim = result[1], args[1], args[2] if len(args) > 2 else -1
+        else:
+            is_pair = isinstance(result, list | tuple)
+            if len(args) < 2 or not isinstance(args[1], int) or (op.name == "aten.max" and not is_pair):
+                return  # over all elements, or the larger of two tensors
+            chosen, count, dim = result[1] if is_pair else result, 1, args[1]
+        if dim not in (-1, source.dim() - 1) or not source.dim() or count >= source.shape[-1]:
+            return
+        make = balanced_choice(source.shape[:-1], source.shape[-1], count)
+        shape = (
+            chosen.shape
+        )  # not the tensor itself: it holds the recipe, and would live until the next garbage collection
+
+        def choose() -> Tensor:
+            self._note(BALANCE)
+            return make().view(shape)
+
+        chosen.know(Known(func=choose))
 
 
 def has_mask_index(op: Operator, args: Any) -> bool:

@@ -7,14 +7,16 @@ they are known, extra memory of the CUDA libraries from `costs`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowtide import compat
 from lowtide.errors import BatchMismatchError, LowtideError, MissingKernelError
+from lowtide.tracing.ghost.costs import Costs
 from lowtide.tracing.ghost.making import GradientSums, Maker, ValueReader, has_mask_index
 from lowtide.tracing.ghost.operators import FREE, META, Course, Operator, collect_ghosts, describe, to_meta
 from lowtide.tracing.ghost.shapes import SHAPES, VALUE_SHAPES
@@ -27,30 +29,6 @@ HOST_GHOST_BYTES = 2**20
 
 SAME_TYPES = frozenset({"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.addmv", "aten.mv", "aten.dot"})
 """Operators that refuse arguments of different types on CUDA; torch's shape functions let them pass."""
-
-
-class Costs(Protocol):
-    """What the device's libraries allocate around an operator."""
-
-    def lasting(self, op: Operator, args: tuple[Any, ...]) -> Iterable[tuple[str, int]]:
-        """Workspaces this call takes for good: (owner, bytes)."""
-        ...
-
-    def passing(self, op: Operator, args: tuple[Any, ...], out: Any) -> list[list[int]]:
-        """Bytes needed while the operator runs, beside its outputs: in stages, each freed before the next."""
-        ...
-
-    def has_course(self, op: Operator) -> bool:
-        """Whether scratch memory is taken before and between the operator's outputs."""
-        ...
-
-    def course(self, op: Operator, args: tuple[Any, ...], out: Any) -> Course:
-        """What such an operator takes and frees, in order."""
-        ...
-
-    def seconds(self, op: Operator, args: tuple[Any, ...], out: Any) -> float:
-        """Estimated time on the device."""
-        ...
 
 
 class GhostMode(compat.TorchDispatchMode):
@@ -128,7 +106,7 @@ class GhostMode(compat.TorchDispatchMode):
         except LowtideError:
             raise
         except NotImplementedError as error:
-            module = self.recorder.op_modules[number]
+            module = self.recorder.ops[number].module
             raise MissingKernelError(
                 f"{op.name}, called in {module!r}, has no shape function (meta kernel), so it cannot be traced without "
                 f"running it: {_first_line(error)}. Register one with torch.library.register_fake, or use "
@@ -137,7 +115,7 @@ class GhostMode(compat.TorchDispatchMode):
                 op=op.name,
             ) from error
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
-            module = self.recorder.op_modules[number]
+            module = self.recorder.ops[number].module
             shapes = ", ".join(f"{list(ghost.shape)} {str(ghost.dtype).removeprefix('torch.')}" for ghost in ghosts)
             raise BatchMismatchError(
                 f"{op.name} in {module!r} does not accept {shapes}: {_first_line(error)}. Check the batch's shapes and "
@@ -156,10 +134,9 @@ class GhostMode(compat.TorchDispatchMode):
             special = self._reader.read(func, op, args, kwargs)
             if special is not NotImplemented:
                 return special
-        if self._sums.is_one(func):
-            summed = self._sums.in_place(args)
-            if summed is not None:
-                return summed
+        summed = self._sums.in_place(func, args)
+        if summed is not None:
+            return summed
         if op.name in ("aten.is_pinned", "aten.record_stream"):
             return False
         if op.is_view_in_place:
@@ -183,9 +160,10 @@ class GhostMode(compat.TorchDispatchMode):
             out = func(*to_meta(args), **{key: to_meta(value) for key, value in kwargs.items()})
         values = self._reader.values(func, op, args, kwargs)
         num_lives = len(self.recorder.lives)
-        if on_device and self.costs.has_course(op):
+        course = self.costs.course(op) if on_device else None
+        if course is not None:
             self._charge_lasting(op, args)
-            self._follow(self.costs.course(op, to_meta(args), out), makes_outputs=True)
+            self._follow(course(to_meta(args), out), makes_outputs=True)
             self.recorder.time_op(self.costs.seconds(op, to_meta(args), out))
             return self._maker.wrap(op, args, kwargs, out, values, on_device)
         result = self._maker.wrap(op, args, kwargs, out, values, on_device)
@@ -212,9 +190,8 @@ class GhostMode(compat.TorchDispatchMode):
         self._charge_lasting(op, args)
         # The rules see the meta tensors: they may ask for views and layouts without being recorded.
         args, out = to_meta(args), to_meta(out)
-        has_course = self.costs.has_course(op)
-        for each in [self.costs.course(op, args, out)] if has_course else self.costs.passing(op, args, out):
-            self._follow(each, makes_outputs=False)
+        course = self.costs.course(op) or partial(self.costs.passing, op)
+        self._follow(course(args, out), makes_outputs=False)
         self.recorder.time_op(self.costs.seconds(op, args, out))
 
     def _charge_lasting(self, op: Operator, args: Any) -> None:
@@ -222,13 +199,13 @@ class GhostMode(compat.TorchDispatchMode):
             life = self.recorder.allocate(nbytes, (nbytes,), "uint8", category=Category.WORKSPACE)
             life.rename(owner, "workspace")
 
-    def _follow(self, course: Iterable[int | Tensor], *, makes_outputs: bool) -> None:
+    def _follow(self, course: Course, *, makes_outputs: bool) -> None:
         """Take and free memory along a course."""
         taken: list[Life] = []
         for step in course:
             if isinstance(step, Tensor):
                 if makes_outputs:
-                    self._maker.begin(step, on_device=True)
+                    self._maker.life_of(step, on_device=True)  # ahead of `wrap`, which has the schema's order
             elif step == FREE:
                 self.recorder.free(taken.pop())
             elif step:

@@ -17,38 +17,17 @@ from torch import Tensor
 from lowtide.tracing.ghost.tensor import MAX_ELEMENTS, Ghost, Known
 
 _CHANCE = (
-    "rand",
-    "bernoulli",
-    "dropout",
-    "normal",
-    "uniform",
-    "multinomial",
-    "exponential",
-    "geometric",
-    "cauchy",
-    "poisson",
-)
+    "rand", "bernoulli", "dropout", "normal", "uniform", "multinomial", "exponential", "geometric", "cauchy", "poisson",
+)  # fmt: skip
 
 _OTHER_STORAGE = ("resize_", "resize_as_", "set_", "set_data", "_resize_output_")
 """Tagged by torch as in-place views, and give their argument other bytes as well."""
 
-READERS = frozenset(
-    {
-        "aten._local_scalar_dense",
-        "aten.equal",
-        "aten.nonzero",
-        "aten.masked_select",
-        "aten.unique_consecutive",
-        "aten.unique_dim",
-        "aten._unique",
-        "aten._unique2",
-        "aten.repeat_interleave",
-        "aten.bincount",
-        "aten.allclose",
-    }
-)
+READERS = frozenset(f"aten.{name}" for name in (
+    "_local_scalar_dense", "equal", "nonzero", "masked_select", "unique_consecutive", "unique_dim", "_unique", "_unique2",
+    "repeat_interleave", "bincount", "allclose",
+))  # fmt: skip
 """Operators whose result or whose result's shape depends on values."""
-
 
 FREE = -1
 """In a course: free the scratch memory that was taken last."""
@@ -64,15 +43,15 @@ class Operator:
     """An operator's schema, reduced to what the trace asks."""
 
     name: str
-    writes: tuple[int, ...]
+    writes: tuple[int, ...] = ()
     """Positions of the arguments it writes to."""
-    returns_written: tuple[int | None, ...]
+    returns_written: tuple[int | None, ...] = ()
     """For each output the position of the argument it is, None for a new tensor or a view."""
-    written_names: tuple[str, ...]
+    written_names: tuple[str, ...] = ()
     """Written arguments that are keyword-only (`out=`)."""
-    is_chance: bool
-    reads_values: bool
-    is_view_in_place: bool
+    is_chance: bool = False
+    reads_values: bool = False
+    is_view_in_place: bool = False
     """Changes the shape of its argument, not its bytes: `unsqueeze_`."""
 
 
@@ -115,6 +94,13 @@ def collect_ghosts(values: Iterable[Any], found: list[Ghost]) -> None:
             collect_ghosts(value, found)
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of an argument, or of what an operator returned."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for item in value for tensor in tensors_in(item)] if isinstance(value, list | tuple) else []
+
+
 def to_meta(value: Any) -> Any:
     """The argument with every tensor replaced by one on meta: what torch's shape functions take."""
     if isinstance(value, Ghost):
@@ -133,19 +119,19 @@ def to_known(value: Any) -> Any:
     if isinstance(value, Tensor):
         return Known(value.detach())
     if isinstance(value, list | tuple):
-        items = []
-        for item in value:
-            known = to_known(item)
-            if known is None and item is not None:
-                return None
-            items.append(known)
-        return tuple(items) if isinstance(value, tuple) else items
+        items = _each_known(value)
+        return tuple(items) if items is not None and isinstance(value, tuple) else items
     if isinstance(value, dict):
-        resolved = {}
-        for key, item in value.items():
-            known = to_known(item)
-            if known is None and item is not None:
-                return None
-            resolved[key] = known
-        return resolved
+        items = _each_known(value.values())
+        return None if items is None else dict(zip(value, items, strict=True))
     return value
+
+
+def _each_known(values: Iterable[Any]) -> list[Any] | None:
+    found = []
+    for value in values:
+        known = to_known(value)
+        if known is None and value is not None:
+            return None
+        found.append(known)
+    return found

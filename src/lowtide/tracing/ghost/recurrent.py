@@ -1,13 +1,13 @@
 """LSTM, GRU and RNN layers as cuDNN runs them: one operator forward, one backward, and a reserve kept between them.
 
-In units of one level's output, the output and the reserve together are 6 a level for an LSTM (four gates, the cell, the output), 7
+Counted in outputs of one level, the output and the reserve together are 6 a level for an LSTM (four gates, the cell, the output), 7
 for a GRU, 2 for a plain RNN; dropout keeps one bit for each number of a level, for each direction of the next. Torch copies the
 weights into one buffer, kept for the backward, unless they lie in one already: it lays fp32 and fp16 weights so when a model comes
 to the device, and bf16 ones never. Under autocast the cast weights are that buffer.
 
-The workspace is a rule, read off measured layers on an H200 (cuDNN 9.19), 576 of them in fp32: some units, one more a level, and a
-share of the weights. Within 2.5% for the layers of both `fresh` lists; narrow layers (256) take up to twice that. Of plain RNNs and
-GRUs in half precision only layers of both ways were measured.
+The workspace is a rule, read off measured layers on an H200 (cuDNN 9.19), 576 of them in fp32: some outputs, one more a level, and
+a share of the weights. Within 2.5% for the layers of both `fresh` lists; narrow layers (256) take up to twice that. Only layers of
+both ways were measured of plain RNNs and GRUs in half precision.
 
 On the host an LSTM runs level by level in oneDNN, with a workspace kept for the backward; other layers are traced as if cuDNN ran
 them.
@@ -15,26 +15,25 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowtide.tracing.ghost.operators import FREE, Course
+from lowtide.tracing.ghost.operators import FREE, META, Course
 
 aten = torch.ops.aten
-META = torch.device("meta")
 
 RNN_RELU, RNN_TANH, LSTM, GRU = range(4)
-RESERVE_UNITS = {RNN_RELU: 2, RNN_TANH: 2, LSTM: 6, GRU: 7}
+RESERVE_OUTPUTS = {RNN_RELU: 2, RNN_TANH: 2, LSTM: 6, GRU: 7}
 """Outputs' worth of memory that each level keeps for the backward, its own output included."""
-WORKSPACE_UNITS = {RNN_RELU: 7.0, RNN_TANH: 7.0, LSTM: 7.0, GRU: 5.25}
+WORKSPACE_OUTPUTS = {RNN_RELU: 7.0, RNN_TANH: 7.0, LSTM: 7.0, GRU: 5.25}
 WEIGHT_SHARES = {RNN_RELU: 0.3, RNN_TANH: 0.3, LSTM: 0.3, GRU: 0.42}
-"""What the kernels need beside one unit per level in fp32, and the share of the weights' bytes that the workspace holds as well."""
-HALF_UNITS, HALF_WEIGHT_SHARE = {RNN_RELU: 4.5, RNN_TANH: 4.5, LSTM: 6.0, GRU: 5.8}, 1.1
+"""What the kernels need beside one output per level in fp32, and the share of the weights' bytes that the workspace holds too."""
+HALF_OUTPUTS, HALF_WEIGHT_SHARE = {RNN_RELU: 4.5, RNN_TANH: 4.5, LSTM: 6.0, GRU: 5.8}, 1.1
 """The same in half precision, the share for all kinds of layers."""
-BOTH_WAYS_UNITS = {2: 0.5, 4: 1.0}
+BOTH_WAYS_OUTPUTS = {2: 0.5, 4: 1.0}
 """What layers of both ways need beside, by the bytes of a number; a GRU needs nothing."""
 RESERVE_HEAD_BYTES = 256
 """Each reserve has these beside the numbers it keeps."""
@@ -46,42 +45,40 @@ PAGE_BYTES = 4096
 """To which oneDNN rounds each part of a workspace."""
 
 
-def lstm(
-    inputs: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], has_biases: bool, num_layers: int, dropout: float,
-    train: bool, bidirectional: bool, batch_first: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Stands in for `aten::lstm.input` on the ghost device."""
-    projected = hx[0].size(2) if hx[0].size(2) != hx[1].size(2) else 0
-    stride = (4 if has_biases else 2) + bool(projected)
-    out = aten._cudnn_rnn(
-        inputs, list(params), stride, None, hx[0], hx[1], LSTM, hx[1].size(2), projected, num_layers, batch_first,
-        dropout, train, bidirectional, [], None,
-    )  # fmt: skip
-    return out[0], out[1], out[2]
-
-
-def plain(mode: int) -> Any:
-    """Stands in for `aten::gru.input`, `rnn_tanh.input` and `rnn_relu.input`."""
+def _layer(mode: int) -> Any:
+    """Stands in for one of torch's layers on the ghost device."""
 
     def run(
-        inputs: Tensor, hx: Tensor, params: Sequence[Tensor], has_biases: bool, num_layers: int, dropout: float,
+        inputs: Tensor, hx: Any, params: Sequence[Tensor], has_biases: bool, num_layers: int, dropout: float,
         train: bool, bidirectional: bool, batch_first: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> Any:  # fmt: skip
+        state, cells = hx if mode == LSTM else (hx, None)
+        hidden = state.size(2) if cells is None else cells.size(2)
+        projected = state.size(2) if state.size(2) != hidden else 0
+        stride = (4 if has_biases else 2) + bool(projected)
         out = aten._cudnn_rnn(
-            inputs, list(params), 4 if has_biases else 2, None, hx, None, mode, hx.size(2), 0, num_layers, batch_first,
-            dropout, train, bidirectional, [], None,
+            inputs, list(params), stride, None, state, cells, mode, hidden, projected, num_layers, batch_first, dropout,
+            train, bidirectional, [], None,
         )  # fmt: skip
-        return out[0], out[1]
+        return out[:2] if cells is None else out[:3]
 
     return run
 
 
 KERNELS = {
-    "lstm.input": lstm,
-    "gru.input": plain(GRU),
-    "rnn_tanh.input": plain(RNN_TANH),
-    "rnn_relu.input": plain(RNN_RELU),
+    "lstm.input": _layer(LSTM),
+    "gru.input": _layer(GRU),
+    "rnn_tanh.input": _layer(RNN_TANH),
+    "rnn_relu.input": _layer(RNN_RELU),
 }
+
+
+def _parts_of(flat: Tensor, weights: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Views of one buffer, one after the other in the shapes of the weights."""
+    offset = 0
+    for weight in weights:
+        yield flat.narrow(0, offset, weight.numel()).view(weight.shape)
+        offset += weight.numel()
 
 
 class _FlatCast(torch.autograd.Function):
@@ -90,10 +87,7 @@ class _FlatCast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
         flat = torch.empty(sum(weight.numel() for weight in weights), dtype=dtype, device=weights[0].device)
-        parts, offset = [], 0
-        for weight in weights:
-            parts.append(flat.narrow(0, offset, weight.numel()).view(weight.shape).copy_(weight))
-            offset += weight.numel()
+        parts = [part.copy_(weight) for part, weight in zip(_parts_of(flat, weights), weights, strict=True)]
         ctx.mark_non_differentiable(flat)
         ctx.set_materialize_grads(False)
         ctx.dtypes = [weight.dtype for weight in weights]
@@ -120,10 +114,12 @@ def cast_flat(
 def lstm_on_host(
     inputs: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], has_biases: bool, num_layers: int, dropout: float,
     train: bool, bidirectional: bool, batch_first: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The same for the host, as torch's `mkldnn_rnn` spells it."""
+) -> Any:  # fmt: skip
+    """An LSTM on the host, as torch's `mkldnn_rnn` spells it."""
     if hx[0].size(2) != hx[1].size(2):
-        return lstm(inputs, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first)
+        return KERNELS["lstm.input"](
+            inputs, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
+        )
     hidden = (inputs.transpose(0, 1) if batch_first else inputs).contiguous()
     states, cells, directions, stride = [], [], 2 if bidirectional else 1, 4 if has_biases else 2
     for layer in range(num_layers):
@@ -177,7 +173,7 @@ def _line(count: int) -> int:
     return rounded + 16 if rounded % 256 == 0 else rounded
 
 
-def _unit(inputs: Tensor, hidden: int, bidirectional: bool) -> int:
+def _output_bytes(inputs: Tensor, hidden: int, bidirectional: bool) -> int:
     """Bytes of one level's output."""
     return inputs.size(0) * inputs.size(1) * hidden * (2 if bidirectional else 1) * inputs.element_size()
 
@@ -195,11 +191,11 @@ def forward_shapes(
     first, second = (inputs.size(1), inputs.size(0)) if batch_first else (inputs.size(0), inputs.size(1))
     width = (projected or hidden) * (2 if bidirectional else 1)
     out = torch.empty(first, second, width, dtype=inputs.dtype, device=META)
-    unit = _unit(inputs, hidden, bidirectional)
-    kept = (RESERVE_UNITS[mode] * layers - 1) * unit + RESERVE_HEAD_BYTES if train else 0
+    level_bytes = _output_bytes(inputs, hidden, bidirectional)
+    kept = (RESERVE_OUTPUTS[mode] * layers - 1) * level_bytes + RESERVE_HEAD_BYTES if train else 0
     if train and dropout > 0:
         # Each direction of the next level drops numbers of its own.
-        kept += (layers - 1) * (2 if bidirectional else 1) * unit // inputs.element_size() // 8
+        kept += (layers - 1) * (2 if bidirectional else 1) * level_bytes // inputs.element_size() // 8
     is_flat = buffer is not None or len({part.untyped_storage()._cdata for part in weight}) == 1
     return (
         out.transpose(0, 1) if batch_first else out,
@@ -215,10 +211,6 @@ def backward_shapes(
 ) -> tuple[Any, ...]:
     """Gradients of `_cudnn_rnn_backward`: the input's has time first, those of the weights are views of one buffer."""
     flat = torch.empty(sum(w.numel() for w in weight), dtype=inputs.dtype, device=META)
-    parts, offset = [], 0
-    for part in weight:
-        parts.append(flat.narrow(0, offset, part.numel()).view(part.shape))
-        offset += part.numel()
     batch_first = bool(args[8])
     given = inputs.transpose(0, 1) if batch_first else inputs
     gradient = torch.empty(given.shape, dtype=given.dtype, device=META)
@@ -226,7 +218,7 @@ def backward_shapes(
         gradient.transpose(0, 1) if batch_first else gradient,
         torch.empty_like(hx),
         None if cx is None else torch.empty_like(cx),
-        parts,
+        list(_parts_of(flat, weight)),
     )
 
 
@@ -256,9 +248,12 @@ def _copies(batch_first: bool, *tensors: Tensor | None) -> list[int]:
 def _workspace(
     inputs: Tensor, weight: Sequence[Tensor], mode: int, hidden: int, layers: int, bidirectional: bool
 ) -> int:
-    unit, weights = _unit(inputs, hidden, bidirectional), sum(part.numel() * part.element_size() for part in weight)
+    level_bytes, weights = (
+        _output_bytes(inputs, hidden, bidirectional),
+        sum(part.numel() * part.element_size() for part in weight),
+    )
     is_half = inputs.element_size() == 2
-    units = (HALF_UNITS if is_half else WORKSPACE_UNITS)[mode] + layers
+    outputs = (HALF_OUTPUTS if is_half else WORKSPACE_OUTPUTS)[mode] + layers
     if bidirectional and mode != GRU:
-        units += BOTH_WAYS_UNITS[2 if is_half else 4]
-    return int(units * unit + (HALF_WEIGHT_SHARE if is_half else WEIGHT_SHARES[mode]) * weights)
+        outputs += BOTH_WAYS_OUTPUTS[2 if is_half else 4]
+    return int(outputs * level_bytes + (HALF_WEIGHT_SHARE if is_half else WEIGHT_SHARES[mode]) * weights)

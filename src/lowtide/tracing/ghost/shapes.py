@@ -16,10 +16,10 @@ from torch import Tensor
 from lowtide import compat
 from lowtide.errors import ValueReadError
 from lowtide.tracing.ghost import convolutions, recurrent
+from lowtide.tracing.ghost.operators import META
 from lowtide.tracing.ghost.tensor import Ghost
 
 aten = torch.ops.aten
-META = torch.device("meta")
 
 
 def _like_query(query: Tensor, heads: int, length: int, size: int) -> Tensor:
@@ -134,7 +134,7 @@ def _batch_norm_backward(gradient: Tensor, inputs: Tensor, weight: Any, *args: A
 
 
 def _gru_cell(input_gates: Tensor, hidden_gates: Tensor, state: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    """Torch's fused cell (`RNN.cu`): the new state, and five numbers a unit for the backward."""
+    """Torch's fused cell (`RNN.cu`): the new state, and five numbers for each of its own for the backward."""
     return torch.empty_like(state), torch.empty(state.size(0), 5 * state.size(1), dtype=state.dtype, device=META)
 
 

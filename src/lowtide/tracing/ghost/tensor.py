@@ -12,6 +12,7 @@ afterwards: the values of a whole storage are kept too, so that a write through 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,37 +27,27 @@ MAX_ELEMENTS = 2**27
 """Above this a value is not computed: a quarter of a GiB of booleans takes a second on the host, more is not worth it."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Known:
     """The value of one tensor as a recipe: an operator and its arguments, evaluated at most once."""
 
-    __slots__ = ("_args", "_func", "_kwargs", "_output", "_tensor")
-
-    def __init__(
-        self,
-        tensor: Tensor | None = None,
-        *,
-        func: Callable[..., Any] | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        output: int | None = None,
-    ) -> None:
-        self._tensor = tensor
-        self._func = func
-        self._args = args
-        self._kwargs = kwargs or {}
-        self._output = output
+    tensor: Tensor | None = None
+    func: Callable[..., Any] | None = None
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    output: int | None = None
+    """Which of the operator's outputs; None where it has one."""
 
     def get(self) -> Tensor:
         """The value on the host."""
-        if self._tensor is None:
-            assert self._func is not None
-            args = _resolve(self._args)
-            kwargs = {key: _resolve(value) for key, value in self._kwargs.items()}
-            result = self._func(*args, **kwargs)
-            self._tensor = result if self._output is None else result[self._output]
-            self._func, self._args, self._kwargs = None, (), {}
-        assert self._tensor is not None
-        return self._tensor
+        if self.tensor is None:
+            assert self.func is not None
+            kwargs = {key: _resolve(value) for key, value in self.kwargs.items()}
+            result = self.func(*_resolve(self.args), **kwargs)
+            self.tensor = result if self.output is None else result[self.output]
+            self.func, self.args, self.kwargs = None, (), {}
+        assert self.tensor is not None
+        return self.tensor
 
 
 def _resolve(value: Any) -> Any:
@@ -65,6 +56,13 @@ def _resolve(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_resolve(item) for item in value)
     return value
+
+
+def meta_over(
+    storage: torch.UntypedStorage, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int = 0
+) -> Tensor:
+    """A meta tensor of this form over a storage."""
+    return torch.empty(0, dtype=dtype, device="meta").set_(storage, offset, size, stride)
 
 
 def balanced_choice(rows: torch.Size, choices: int, count: int) -> Callable[[], Tensor]:
@@ -118,6 +116,8 @@ class Ghost(Tensor):
         ghost.life = life
         ghost.known = known
         ghost.known_version = life.version
+        if known is not None and life.version == 0 and life.content is None and ghost._is_whole():
+            life.fill((known, ghost.dtype))  # the first tensor of a new storage
         return ghost
 
     def __init__(self, *args: Any) -> None:
@@ -135,12 +135,6 @@ class Ghost(Tensor):
     def value(self) -> Known | None:
         """How to compute the values, or None where they are not known (any more)."""
         return self.known if self.known_version == self.life.version else self._seen_through()
-
-    def begin_content(self) -> None:
-        """A new storage: where its first tensor has known values and fills it, its content is known."""
-        life = self.life
-        if life.version == 0 and life.content is None and self.known is not None and self._is_whole():
-            life.fill((self.known, self.dtype))
 
     def write(self, known: Known | None) -> None:
         """The tensor was written to, with these values; None where they are not known."""

@@ -1,3 +1,1 @@
 """Leaks: memory that survives from step to step, and who holds it."""
-
-from __future__ import annotations

@@ -13,17 +13,19 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from lowtide import compat
 from lowtide.compat import WatchingMode, autograd_references, is_autograd_holder, plain_storage
 
 # Frames of these files are not where a person would look for a tensor's birth.
@@ -53,22 +55,13 @@ StorageRef = weakref.ref[torch.UntypedStorage]
 
 @dataclass(slots=True)
 class Born:
-    """One living storage that was born while the log watched."""
+    """One storage that was born while the log watched."""
 
     ref: StorageRef
     site: BirthSite
     step: int
     bytes: int
     """As of the last `end_step`, because a storage may be resized."""
-
-
-@dataclass(frozen=True, slots=True)
-class Collected:
-    """One storage that outlived its step and was freed by the garbage collector, so by nothing else."""
-
-    site: BirthSite
-    step: int
-    bytes: int
 
 
 class BirthLog:
@@ -80,7 +73,8 @@ class BirthLog:
     def __init__(self) -> None:
         self.alive: dict[int, Born] = {}
         """By the `id` of the storage's Python object."""
-        self.collected: list[Collected] = []
+        self.collected: list[Born] = []
+        """What outlived its step and was freed by the garbage collector, so by nothing else."""
         self._older: dict[int, StorageRef] = {}
         self._step = 0
         self._in_step = False
@@ -145,24 +139,20 @@ class BirthLog:
     def _follow(self, storage: torch.UntypedStorage) -> StorageRef:
         return weakref.ref(storage, partial(self._forget, id(storage)))
 
-    def _forget(self, key: int, ref: StorageRef) -> None:
-        del ref
+    def _forget(self, key: int, _: StorageRef) -> None:
         self._older.pop(key, None)
         born = self.alive.pop(key, None)
         outlived_its_step = born is not None and (born.step < self._step or not self._in_step)
         if born is not None and self._collecting and outlived_its_step:
-            self.collected.append(Collected(born.site, born.step, born.bytes))
+            self.collected.append(born)
 
-    def _on_collection(self, phase: str, info: Mapping[str, int]) -> None:
-        del info
+    def _on_collection(self, phase: str, _: Mapping[str, int]) -> None:
         self._collecting = phase == "start"
 
-    def _enter_module(self, module: nn.Module, args: object) -> None:
-        del args
+    def _enter_module(self, module: nn.Module, _: object) -> None:
         self._module_stack.append(self._path_of(module))
 
-    def _leave_module(self, module: nn.Module, args: object, output: object) -> None:
-        del module, args, output
+    def _leave_module(self, *_: object) -> None:
         if self._module_stack:
             self._module_stack.pop()
 
@@ -182,20 +172,14 @@ class _BirthMode(WatchingMode):  # torch's __init_subclass__ has no types
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self._log = log
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # A wrapper subclass first takes itself apart; its inner tensors come back here and are the ones with memory.
         if any(_is_wrapper(kind) for kind in types):
             return NotImplemented
         # Of `aten.add.Tensor` the overload says little; a higher-order operator has none.
         op = str(getattr(func, "overloadpacket", func))
         result = func(*args, **(kwargs or {}))
-        for tensor in _tensors_in(result):
+        for tensor in compat.tensors_in(result):
             self._log.see(tensor, op)
         return result
 
@@ -235,14 +219,6 @@ def _with_graphs(tensors: list[torch.Tensor]) -> list[object]:
 def _is_wrapper(kind: type) -> bool:
     # The protocol of tensor subclasses that are made of other tensors (DTensor, quantised and nested ones).
     return hasattr(kind, "__tensor_flatten__")
-
-
-def _tensors_in(result: object) -> Iterable[torch.Tensor]:
-    if isinstance(result, torch.Tensor):
-        yield result
-    elif isinstance(result, list | tuple):
-        for entry in result:
-            yield from _tensors_in(entry)
 
 
 def _calling_line() -> str:

@@ -1,13 +1,13 @@
 """`find_leaks`: runs a training step a few times and reports the memory that survives from step to step.
 
 Note [What counts as a leak]
-    A storage that is alive after its step is not yet a leak: gradients, caches, a window of recent losses and the last
+    A storage that is alive after its step is not yet a leak: gradients, caches, a queue of recent losses and the last
     output all are. What they have in common is that the number of *different steps* they still hold memory of stops
     growing. So storages are counted by the line of their birth, and after each step its depth is noted: how many of the
     measured steps it still holds something of. A line leaks when its depth reaches a new height in each third of the
     measured steps. Sizes do not matter for that, so that batches of varying length do not mislead.
-    What grows for longer than the window lasts (a deque of 100 under 12 steps) does look like a leak, and what grows
-    more rarely than once in a third of the window is missed: more `steps` settle both.
+    What grows for longer than the steps last (a deque of 100 under 12 steps) does look like a leak, and what grows
+    more rarely than once in a third of the steps is missed: more `steps` settle both.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def find_leaks(
 
     Args:
         step: Runs one training step; takes no arguments, and its result is dropped.
-        steps: How many steps to measure. More find slower leaks and tell longer windows from leaks.
+        steps: How many steps to measure. More find slower leaks and tell longer queues from leaks.
         warmup: How many to run before: the first ones allocate what stays (optimizer state, workspaces).
         min_bytes_per_step: Growth below this is not reported; by default one detached scalar a step may be kept.
 
@@ -198,7 +198,9 @@ def _chains_of_unreachable(unreached: dict[int, Born]) -> dict[BirthSite, Chain]
     # One for each site, of the youngest: a search backwards is slow, and what comes from one site shares its fate.
     samples = {born.site: key for key, born in sorted(unreached.items(), key=lambda entry: entry[1].step)}
     # They may have no Python object of their own, only a graph that hangs on one.
-    owners = [tensor for tensor in living_tensors() if _may_own(tensor, unreached)]
+    owners = [
+        tensor for tensor in living_tensors() if tensor.grad_fn is not None or id(storage_of(tensor)) in unreached
+    ]
     outer = _not_saved_by_others(owners)
     paths = shortest_paths([outer, owners], set(samples.values()))
     chains: dict[BirthSite, Chain] = dict.fromkeys(samples, _NATIVE)
@@ -234,10 +236,6 @@ def _containers(
     """The `id`s of what holds the owners on our behalf."""
     anchored = [part for anchor in anchors.values() for part in (anchor, anchor.cycle, anchor.path)]
     return {id(container) for container in (owners, outer, paths, *paths.values(), *anchored)}
-
-
-def _may_own(tensor: torch.Tensor, unreached: dict[int, Born]) -> bool:
-    return tensor.grad_fn is not None or id(storage_of(tensor)) in unreached
 
 
 def _anchored_chain(path: ObjectPath, anchor: Anchor) -> Chain:
@@ -277,12 +275,11 @@ def _group_survivors(survivors: Iterable[_Survivor], *, steps: int) -> list[Leak
 
 def _key(survivor: _Survivor) -> _Key:
     # Positions in a container and the shape of a tensor differ from step to step; the place does not.
-    place = [(holder.kind, _generic(holder.name), holder.where) for holder in _down_to_graph(survivor.holders)]
-    return survivor.kind, tuple(link for link in place if link[0] != GRAPH)
-
-
-def _generic(name: str) -> str:
-    return ANY_PLACE if name.startswith("[") else name
+    return survivor.kind, tuple(
+        (holder.kind, ANY_PLACE if holder.name.startswith("[") else holder.name, holder.where)
+        for holder in _down_to_graph(survivor.holders)
+        if holder.kind != GRAPH
+    )
 
 
 def _down_to_graph(holders: Sequence[Holder]) -> Chain:
@@ -300,9 +297,8 @@ def _adopt_strays(groups: list[list[_Survivor]]) -> list[list[_Survivor]]:
     """
     lasting = [members for members in groups if len({member.step for member in members}) > 1]
     home = {member.site: members for members in lasting for member in members}
-    adopted = [members for members in groups if len({member.step for member in members}) == 1]
     alone = []
-    for members in adopted:
+    for members in [members for members in groups if len({member.step for member in members}) == 1]:
         strays = [member for member in members if member.site not in home]
         for member in members:
             if member.site in home:

@@ -132,11 +132,11 @@ class LeakReport:
 
     def summary(self) -> str:
         """The report as text for people, one paragraph a leak."""
-        window = f"{self.steps} steps after {self.warmup} of warm-up"
+        measured = f"{self.steps} steps after {self.warmup} of warm-up"
         if not self.leaks:
-            return f"No leak: nothing that {window} allocated kept growing."
+            return f"No leak: nothing that {measured} allocated kept growing."
         places = "1 place" if len(self.leaks) == 1 else f"{len(self.leaks)} places"
-        head = f"Memory grows by {format_bytes(self.bytes_per_step)} a step, in {places} ({window})."
+        head = f"Memory grows by {format_bytes(self.bytes_per_step)} a step, in {places} ({measured})."
         return "\n\n".join([head, *(_paragraph(index, leak) for index, leak in enumerate(self.leaks, start=1))])
 
 

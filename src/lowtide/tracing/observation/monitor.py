@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from lowtide.errors import ConfigError, ObserveError
-from lowtide.memory.capacity import HostMemory
+from lowtide.memory.tier import HostMemory
 
 SCHEMA = "lowtide.memory_monitor/1"
 MAX_SAMPLES = 20_000
@@ -266,17 +266,14 @@ def own_device(device: torch.device | str | int | None = None) -> torch.device |
             raise ConfigError(f"device is {chosen}, but only cuda and cpu can be watched", key="device")
         if not torch.cuda.is_available():
             raise ConfigError(f"device is {chosen}, but no CUDA device is available; use 'cpu'", key="device")
-        # torch's types deny it, but "cuda" alone has no index.
-        has_index = str(chosen) != "cuda"
-        return chosen if has_index else torch.device("cuda", own_index_here())
-    return torch.device("cuda", own_index_here()) if torch.cuda.is_available() else None
-
-
-def own_index_here() -> int:
-    """The index of this process's own device, from torch and the environment."""
-    return own_index(
+        if str(chosen) != "cuda":  # torch's types deny it, but "cuda" alone has no index
+            return chosen
+    elif not torch.cuda.is_available():
+        return None
+    index = own_index(
         current=torch.cuda.current_device(), local_rank=os.environ.get("LOCAL_RANK"), count=torch.cuda.device_count()
     )
+    return torch.device("cuda", index)
 
 
 def own_index(*, current: int, local_rank: str | None, count: int) -> int:

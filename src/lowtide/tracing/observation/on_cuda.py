@@ -26,7 +26,7 @@ from lowtide.tracing.observation.cuda_record import Block, Request, StepRecord
 from lowtide.tracing.observation.profile import Change, Marks, read_profile
 from lowtide.tracing.recorder import BATCH, Role, StorageRecorder, state_roles, users_line, weight_roles
 from lowtide.tracing.step_trace import Category, StepTrace, Target
-from lowtide.tracing.training_step import GradientWatch, ModulePaths, TrainingStep, about_step, tensors_in
+from lowtide.tracing.training_step import TrainingStep, about_step, tensors_in, watch_gradients, watch_modules
 from lowtide.units import format_bytes
 
 MAX_ENTRIES = 10_000_000
@@ -56,13 +56,13 @@ def observe_on_cuda(
     if compat.is_profiling():
         raise ObserveError("a torch profiler is running, and observing would end it; observe before or after it")
     marks = Marks()
-    with torch.cuda.device(device), ModulePaths(step.model, marks), GradientWatch(step.model, marks.mark_gradient):
-        with _history(device), _memory_errors(marks, device):
+    with torch.cuda.device(device), watch_modules(step.model, marks), watch_gradients(step.model, marks.mark_gradient):
+        with _history(marks, device):
             for number in range(1, steps):
                 on_progress(f"running step {number} of {steps}")
                 step("cuda", marks.begin_phase)
         on_progress(f"recording step {steps} of {steps}")
-        with _history(device), _memory_errors(marks, device):
+        with _history(marks, device):
             return _record(step, marks, device, name=name, notes=notes)
 
 
@@ -76,13 +76,9 @@ def _record(step: TrainingStep, marks: Marks, device: torch.device, *, name: str
     )
     start_reserved_bytes = torch.cuda.memory_reserved(device)
     record = StepRecord(recorder, blocks, start_reserved_bytes)
-    marks.is_on = True
-    try:
-        with compat.MemoryProfile() as profile:
-            step("cuda", marks.begin_phase)
-            torch.cuda.synchronize(device)
-    finally:
-        marks.is_on = False
+    with marks.on(), compat.MemoryProfile() as profile:
+        step("cuda", marks.begin_phase)
+        torch.cuda.synchronize(device)
     peaks = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     history = compat.allocator_history(device)
     seen = read_profile(profile.roots, device)
@@ -196,22 +192,16 @@ def _source(frames: Iterable[Mapping[str, Any]]) -> str:
 
 
 @contextmanager
-def _history(device: torch.device) -> Iterator[None]:
+def _history(marks: Marks, device: torch.device) -> Iterator[None]:
+    """While active, the allocator keeps its history; an error for lack of memory tells of the end of it."""
     compat.start_allocator_history(device, MAX_ENTRIES)
-    try:
-        yield
-    finally:
-        compat.stop_allocator_history(device)
-
-
-@contextmanager
-def _memory_errors(marks: Marks, device: torch.device) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
         allocated, capacity = torch.cuda.memory_allocated(device), torch.cuda.mem_get_info(device)[1]
-        message = out_of_memory(marks, compat.allocator_history(device), allocated, capacity)
-        raise ObserveError(message) from error
+        raise ObserveError(out_of_memory(marks, compat.allocator_history(device), allocated, capacity)) from error
+    finally:
+        compat.stop_allocator_history(device)
 
 
 def out_of_memory(marks: Marks, entries: list[dict[str, Any]], allocated: int, capacity: int) -> str:
@@ -222,7 +212,7 @@ def out_of_memory(marks: Marks, entries: list[dict[str, Any]], allocated: int, c
     requests = requests_in(entries)[-NUM_LAST_EVENTS:]
     last = "; ".join(f"{format_bytes(request.bytes)} {request.source}".rstrip() for request in requests)
     return (
-        f"the card ran out of memory in the {marks.phase or 'preparation'}{f' at {source}' if source else ''}, the "
+        f"the device ran out of memory in the {marks.phase or 'preparation'}{f' at {source}' if source else ''}, the "
         f"last module entered being {marks.last_module or '(none)'!r}: {size} was asked for with "
         f"{format_bytes(allocated)} allocated of {format_bytes(capacity)}. Last "
         f"allocations: {last or 'none'}. Use a smaller batch or activations='recompute', or lowtide.trace, which needs no memory."

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -17,15 +15,21 @@ from torch import Tensor
 from lowtide import compat, config
 from lowtide.errors import ObserveError
 from lowtide.tracing.assemble import assemble, exact
-from lowtide.tracing.recorder import BATCH, Life, Role, StorageRecorder, state_roles, weight_roles
+from lowtide.tracing.recorder import (
+    BATCH,
+    Life,
+    Role,
+    StorageRecorder,
+    is_called_from_engine,
+    state_roles,
+    weight_roles,
+)
 from lowtide.tracing.step_trace import Category, Phase, StepTrace, Target
-from lowtide.tracing.training_step import GradientWatch, ModulePaths, TrainingStep, about_step, tensors_in
+from lowtide.tracing.training_step import TrainingStep, about_step, tensors_in, watch_gradients, watch_modules
 from lowtide.units import format_bytes
 
 NUM_LAST_EVENTS = 5
 """How many allocations an out-of-memory error tells of."""
-_PLUMBING = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent / "utils" / "_python_dispatch.py"))
-"""Frames between an operator and the mode that sees it."""
 
 
 class HostMode(compat.WatchingMode):
@@ -116,7 +120,7 @@ class HostMode(compat.WatchingMode):
         """
         if func is not torch.ops.aten.add.Tensor or self.recorder.phase is not Phase.BACKWARD:
             return None
-        if not _is_called_from_engine():
+        if not is_called_from_engine(in_its_thread=False):
             return None
         old = args[0]
         if compat.num_storage_owners(old) > 1 or not _is_dense(old):
@@ -161,7 +165,7 @@ def observe_on_host(
     first_event = first_op = 0
     try:
         _place_all(mode, step)
-        with mode, ModulePaths(step.model, recorder), GradientWatch(step.model, mode.mark_gradient):
+        with mode, watch_modules(step.model, recorder), watch_gradients(step.model, mode.mark_gradient):
             for number in range(1, steps + 1):
                 on_progress(f"running step {number} of {steps}")
                 first_event, first_op = recorder.begin_step(is_detailed=number == steps)
@@ -215,19 +219,11 @@ def _out_of_memory(recorder: StorageRecorder, error: RuntimeError) -> str:
         for life in (recorder.lives[entry] for entry in recorder.log[-50:] if entry >= 0)
     ][-NUM_LAST_EVENTS:]
     return (
-        f"the host ran out of memory: {recorder.op_names[-1]} in {recorder.op_modules[-1]!r}, in the "
+        f"the host ran out of memory: {recorder.ops[-1].name} in {recorder.ops[-1].module!r}, in the "
         f"{recorder.phase or 'preparation'}, asked for {size} with {format_bytes(memory.allocated[-1])} in tensors "
         f"of the step. Last allocations: {'; '.join(last)}. Use a smaller batch, or lowtide.trace, which "
         "needs no memory."
     )
-
-
-def _is_called_from_engine() -> bool:
-    """Whether autograd's C++ code called the running operator: on the host it runs in the thread that asked for it."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_PLUMBING):
-        frame = frame.f_back
-    return frame is None or frame.f_code.co_name == compat.ENGINE_FUNCTION
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -12,7 +12,8 @@ those of a prediction.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,9 +30,18 @@ class Marks:
     """Leaves the marks; also remembers the last place for an error message, which needs no profiler."""
 
     def __init__(self) -> None:
-        self.is_on = False
+        self._is_on = False
         self.phase: Phase | None = None
         self.last_module = ""
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """While active, marks are left."""
+        self._is_on = True
+        try:
+            yield
+        finally:
+            self._is_on = False
 
     def begin_phase(self, phase: Phase) -> None:
         """A phase begins."""
@@ -49,11 +59,11 @@ class Marks:
 
     def mark_gradient(self, gradient: Tensor) -> None:
         """A gradient is complete."""
-        if self.is_on and gradient.layout is torch.strided:
+        if self._is_on and gradient.layout is torch.strided:
             self._leave(f"gradient {gradient.untyped_storage().data_ptr()}")
 
     def _leave(self, text: str) -> None:
-        if self.is_on:
+        if self._is_on:
             with torch.profiler.record_function(_MARK + text):
                 pass
 
@@ -183,11 +193,10 @@ def _read(event: Any, context: _Context, device: torch.device, profile: Profiled
         profile.marks.append(Mark(event.start_time_ns, event.start_tid, word, text))
         return context
     if name.startswith(_ENGINE):
-        inside = name.removeprefix(_ENGINE).rpartition("::")[2]
-        is_nested = context.node is not None
-        return _Context(inside=inside, node=details.sequence_number, is_nested=is_nested, is_update=context.is_update)
+        inside, is_nested = name.removeprefix(_ENGINE).rpartition("::")[2], context.node is not None
+        return replace(context, op=None, inside=inside, node=details.sequence_number, is_nested=is_nested)
     if name.startswith("Optimizer.step#"):
-        return _Context(inside=name, node=context.node, is_nested=context.is_nested, is_update=True)
+        return replace(context, op=None, inside=name, is_update=True)
     if context.op is not None:
         profile.touches.append(Touch(event.start_time_ns, context.op, list(_tensors(details.inputs))))
         return context
@@ -213,20 +222,12 @@ def _read_operator(event: Any, context: _Context, profile: ProfiledStep) -> _Con
     profile.running.append(running)
     if running.is_listed:
         profile.touches.append(Touch(event.start_time_ns, running, list(_tensors(details.inputs))))
-    return _Context(
-        op=running if running.is_listed else None,
-        inside=running.name,
-        node=context.node,
-        is_nested=context.is_nested,
-        is_update=context.is_update,
-    )
+    return replace(context, op=running if running.is_listed else None, inside=running.name)
 
 
 def _tensors(inputs: Iterable[Any]) -> Iterator[tuple[int, tuple[int, ...], str]]:
     for value in inputs:
         if isinstance(value, list | tuple):
             yield from _tensors(value)
-        elif (
-            address := getattr(value, "storage_data_ptr", None)
-        ) is not None:  # None: no tensor, or one without memory
+        elif (address := getattr(value, "storage_data_ptr", None)) is not None:  # a tensor with memory
             yield address, tuple(value.sizes), str(value.dtype).removeprefix("torch.")

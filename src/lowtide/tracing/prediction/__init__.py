@@ -1,3 +1,1 @@
 """Prediction: a training step on tensors without memory, in a process of its own."""
-
-from __future__ import annotations

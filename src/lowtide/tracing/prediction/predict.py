@@ -13,19 +13,16 @@ from lowtide.errors import ConfigError
 from lowtide.tracing.assemble import assemble, exact, replay
 from lowtide.tracing.compiled.groups import GhostCompiler
 from lowtide.tracing.ghost import recurrent
-from lowtide.tracing.ghost.accepting import CHUNKED_LOSS_NOTE, GhostMover
-from lowtide.tracing.ghost.device import LiteralDevices, cuda_functions
+from lowtide.tracing.ghost.device import GhostMover, LiteralDevices, cuda_functions
 from lowtide.tracing.ghost.machine import GhostMachine
 from lowtide.tracing.ghost.mode import GhostMode
-from lowtide.tracing.ghost.tensor import Ghost, Known
+from lowtide.tracing.ghost.tensor import Ghost, Known, meta_over
 from lowtide.tracing.prediction.context import DeviceMemory, StepContext
 from lowtide.tracing.prediction.job import Contents, Job, TensorDescription, unpack
 from lowtide.tracing.recorder import BATCH, StorageRecorder, state_roles, weight_roles
 from lowtide.tracing.settings import UpdateSchedule
 from lowtide.tracing.step_trace import Category, StepTrace, Target
 from lowtide.tracing.training_step import (
-    GradientWatch,
-    ModulePaths,
     TrainingStep,
     about_step,
     activations_applied,
@@ -33,7 +30,12 @@ from lowtide.tracing.training_step import (
     choose_as_on_host,
     choose_implementation,
     update_in_backward,
+    watch_gradients,
+    watch_modules,
 )
+
+CHUNKED_LOSS_NOTE = "the chunked loss is taken to run its kernel for CUDA, which needs Triton"
+"""For a trace with a chunked loss."""
 
 
 def predict(
@@ -54,7 +56,7 @@ def predict(
         recorder.name_after(step.model, step.optimizer)
         _name_weights(step.model, recorder)
 
-        compiler = GhostCompiler(mode, machine.target_attention, job.torch_version)
+        compiler = GhostCompiler(mode, machine.attention, job.torch_version)
         mover = GhostMover(machine.device)
         with contextlib.ExitStack() as stack:
             stack.enter_context(activations_applied(step.model, job.settings, mover=mover, compile_group=compiler))
@@ -65,7 +67,11 @@ def predict(
     on_progress("replaying the allocator")
     # The host's rounds nothing, and caches nothing.
     memory = exact(recorder) if job.hardware.is_host else replay(recorder, job.allocator, first_event)
-    notes = [*mode.notes, *machine.attention.notes(), *([CHUNKED_LOSS_NOTE] if job.settings.chunked_loss else [])]
+    notes = [
+        *mode.notes,
+        *machine.attention.choices.notes(),
+        *([CHUNKED_LOSS_NOTE] if job.settings.chunked_loss else []),
+    ]
     idle = autocast_note(step, has_cast=machine.has_cast)
     notes += [] if idle is None else [idle]
     return assemble(
@@ -83,6 +89,7 @@ def predict(
             torch_version=job.torch_version,
             context_bytes=job.hardware.context_bytes,
             capacity_bytes=job.hardware.memory_bytes,
+            launch_s=0.0 if job.hardware.is_host else job.hardware.launch_s,
         ),
         notes=tuple(notes),
     )
@@ -97,7 +104,7 @@ def _run_steps(
 ) -> tuple[int, int]:
     """Run all steps; returns where in the record the events and the ops of the last begin."""
     recorder, device_type = mode.recorder, mode.device.type
-    with ModulePaths(step.model, recorder), GradientWatch(step.model, _mark_gradient):
+    with watch_modules(step.model, recorder), watch_gradients(step.model, _mark_gradient):
         recorder.begin_step(is_detailed=False)
         on_progress("tracing the first step")
         for _ in range(1 if context is None else context.num_warm_up_steps):
@@ -174,9 +181,7 @@ class _Arrivals:
             num_bytes = description.storage_bytes // description.dtype.itemsize * dtype.itemsize
             storage = torch.UntypedStorage(num_bytes if is_converted else description.storage_bytes, device="meta")
             self._storages[description.storage_key] = storage
-        inner = torch.empty(0, dtype=dtype, device="meta").set_(
-            storage, description.offset, description.shape, description.stride
-        )
+        inner = meta_over(storage, dtype, description.shape, description.stride, description.offset)
         known = None if values is None else Known(values.to(dtype))
         ghost = self._mode.place(inner, known=known, is_logged=False)
         ghost.life.describe(description.shape, str(dtype).removeprefix("torch."))

@@ -69,9 +69,8 @@ class Sandbox:
 
     def _send(self, process: subprocess.Popen[bytes], job: Job) -> None:
         assert process.stdin is not None
-        request = (list(sys.path), str(Path.cwd()), cloudpickle.dumps(job))
         try:
-            send(process.stdin, request)
+            send(process.stdin, (list(sys.path), str(Path.cwd()), cloudpickle.dumps(job)))
         except BrokenPipeError as error:
             raise self._crashed(process, job) from error
 
@@ -142,21 +141,12 @@ def _python_path() -> str:
     return os.pathsep.join(part for part in (package_folder, inherited) if part)
 
 
-_shared: Sandbox | None = None
-
-
+@functools.cache
 def shared_sandbox() -> Sandbox:
     """The sandbox of this process; it ends with it."""
-    global _shared
-    if _shared is None:
-        _shared = Sandbox()
-        atexit.register(_shared.close)
-    return _shared
-
-
-def run_job(job: Job, on_progress: Any = None) -> StepTrace:
-    """Run a job in the shared sandbox."""
-    return shared_sandbox().run(job, on_progress)
+    sandbox = Sandbox()
+    atexit.register(sandbox.close)
+    return sandbox
 
 
 def send(stream: IO[bytes], message: Any) -> None:

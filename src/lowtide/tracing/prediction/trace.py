@@ -16,7 +16,7 @@ from lowtide.hardware import Hardware, find_hardware, known_hardware
 from lowtide.tracing.allocator import AllocatorSettings
 from lowtide.tracing.prediction.context import StepContext
 from lowtide.tracing.prediction.job import Contents, Job, pack
-from lowtide.tracing.prediction.sandbox import run_job
+from lowtide.tracing.prediction.sandbox import shared_sandbox
 from lowtide.tracing.settings import StepSettings
 from lowtide.tracing.step_trace import StepTrace
 from lowtide.tracing.training_step import Loss, OptimizerFactory
@@ -54,7 +54,7 @@ def trace_step(
         torch_version=_checked_version(torch_version or torch.__version__),
         allocator=allocator or AllocatorSettings(),
     )
-    result = run_job(job, on_progress)
+    result = shared_sandbox().run(job, on_progress)
     _check_size(result)
     for note in result.notes:
         if note.startswith("autocast="):
@@ -139,7 +139,7 @@ def _check_size(result: StepTrace) -> None:
     if largest is not None and largest.bytes > largest_known.memory_bytes:
         raise TooLargeError(
             f"{largest.op} in {largest.module!r} needs one tensor of {format_bytes(largest.bytes)} ({list(largest.shape)} "
-            f"{largest.dtype}); the largest card known, {largest_known.name}, has {format_bytes(largest_known.memory_bytes)}. "
+            f"{largest.dtype}); the largest device known, {largest_known.name}, has {format_bytes(largest_known.memory_bytes)}. "
             "Use a smaller batch or a shorter sequence.",
             module=largest.module,
             op=largest.op,

@@ -1,0 +1,1 @@
+"""The lab's recipes: tables of their runs, predictions, and whether a run repeats itself."""

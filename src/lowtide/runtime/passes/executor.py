@@ -1,0 +1,242 @@
+"""Executor: carries out a plan. Puts a forward and a backward pass over the same groups, and answers between steps.
+
+Everything here runs in the thread of the training loop, or in autograd's while the loop waits for it; only host updates
+run beside it. See `passes.forward` and `passes.backward` for what opens and closes groups, `parameters.group` for where
+parameters look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+
+from torch import nn
+
+from lowtide import compat
+from lowtide.memory.mover import Mover
+from lowtide.memory.pools import AllocationCache
+from lowtide.memory.store import Books
+from lowtide.planning.plan import Schedule
+from lowtide.runtime.parameters.gradients import GradientMover, HostGradient
+from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter
+from lowtide.runtime.parameters.residency import ManagedResidency
+from lowtide.runtime.passes.backward import BackwardPass
+from lowtide.runtime.passes.forward import ForwardPass, Window, make_windows
+from lowtide.runtime.passes.lock import LostStep, Process, SessionLock, locked
+from lowtide.runtime.statistics.observer import StepObserver
+from lowtide.runtime.statistics.recording import Recorder
+from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer
+from lowtide.runtime.updates.norms import GradientWatch, LossWatch
+from lowtide.runtime.updates.updater import Finisher, Updater
+from lowtide.runtime.updates.worker import HostWorker
+
+
+class Executor:
+    """The two passes of one session under one plan, with what they share.
+
+    Args:
+        groups: Bound to the model's parameters.
+        runner: Steps the optimizer by chunks; None where nobody does, or torch's own step runs.
+        books: Where device bytes of streamed chunks are counted.
+        staging: For gradients on their way.
+        worker: Runs host updates.
+        takes_totals: Take the norms of gradients that are added up on the host.
+        clock_origin_s: `perf_counter` at the mover's start, so that the host's spans share its clock.
+        observer: Asked at each opening and closing of a window.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[ManagedGroup],
+        runner: ChunkOptimizer | None,
+        mover: Mover,
+        books: Books,
+        staging: AllocationCache,
+        worker: HostWorker,
+        recorder: Recorder,
+        schedule: Schedule,
+        *,
+        window_bytes: int,
+        prefetch_depth: int,
+        takes_totals: bool,
+        clock_origin_s: float,
+        observer: StepObserver | None,
+    ) -> None:
+        self.mover = mover
+        self.recorder = recorder
+        self.schedule = schedule
+        self.worker = worker
+        self.lost_step = LostStep()
+        self.loss = LossWatch(is_immediate=schedule is Schedule.IN_BACKWARD)
+        self.gradient_watch = GradientWatch(mover)
+        self._lock = SessionLock()
+        self._gradients = GradientMover(mover, worker, staging, schedule, recorder, takes_totals=takes_totals)
+        self.residency = ManagedResidency(
+            groups,
+            mover,
+            books,
+            recorder,
+            settler=self,
+            window_bytes=window_bytes,
+            prefetch_depth=prefetch_depth,
+            observer=observer,
+        )
+        self.groups = self.residency.groups
+        self.updater: Updater | None = None
+        self.finisher: Finisher | None = None
+        if runner is not None:
+            self.updater = Updater(
+                runner,
+                self.residency.store,
+                worker,
+                staging,
+                recorder,
+                self.gradient_watch,
+                clock_origin_s=clock_origin_s,
+            )
+            self.finisher = Finisher(self.updater, self.residency, mover, recorder)
+        self.backward = BackwardPass(
+            self.residency,
+            mover,
+            self._gradients,
+            recorder,
+            schedule,
+            finisher=self.finisher,
+            loss=self.loss,
+            gradient_watch=self.gradient_watch,
+            lost_step=self.lost_step,
+            observer=observer,
+            lock=self._lock,
+        )
+        self.forward = ForwardPass(
+            self.residency,
+            mover,
+            worker,
+            recorder,
+            backward=self.backward,
+            loss=self.loss,
+            gradient_watch=self.gradient_watch,
+            observer=observer,
+            lock=self._lock,
+        )
+
+    # -- a session begins and ends -------------------------------------------------------------------------------------
+
+    def windows(self, model: nn.Module) -> list[Window]:
+        """The windows that tell the passes of the model's calls, not installed yet."""
+        return make_windows(model, self.groups.values(), self.schedule, self.forward, self.backward)
+
+    def start(self) -> None:
+        """Watch the parameters' gradients, until `stop`."""
+        self.backward.watch_gradients()
+
+    def stop(self) -> None:
+        """The session ends: remove the hooks, and refuse what graphs that outlive it ask for."""
+        self.backward.stop()
+
+    # -- a step that broke off -----------------------------------------------------------------------------------------
+
+    def check_broken(self) -> None:
+        """After a backward that raised: put everything back where it belongs, and remember that the step is lost."""
+        self.backward.check_broken()
+
+    def put_in_order(self) -> None:
+        """After an exception in `step()`, or at the end: start afresh from the truth."""
+        if compat.backward_number() is None:
+            self.forward.forget_calls()
+            self.backward.put_in_order()
+
+    def lose_step(self, moved: Iterable[ManagedGroup]) -> None:
+        """A `step()` broke off when these had moved, and could not be completed."""
+        self.backward.lose_step(moved, "step()")
+
+    def forget_step(self) -> None:
+        """The user gave the step up or begins the next: whatever was wrong with the last one is over."""
+        self.lost_step.tell()
+        self.lost_step.forget()
+        self.loss.forget()
+
+    def has_raised(self) -> bool:
+        """Whether an exception came out of the last call of the model, backward or step, and none went well since."""
+        return self.forward.has_raised or self.backward.has_broken_off()
+
+    def tell_why_mixed(self) -> str | None:
+        """Which weights a backward has moved that broke off; None where all weights are those of one step. Told once."""
+        self.check_broken()
+        self.lost_step.be_told()
+        return self.backward.why_mixed()
+
+    # -- between steps -------------------------------------------------------------------------------------------------
+
+    def part_of_step(self) -> str | None:
+        """In which part of a step this thread is: forward, backward or update; None where its work is not the session's."""
+        phases = self.recorder.phases
+        # Not by the phase of backwards and updates: one that raised may be on record until the next call.
+        if phases.is_in_backward():
+            return "backward"
+        if phases.phase == "forward":
+            return "forward"
+        return "update" if self._lock.is_in_call() else None
+
+    def is_idle(self) -> bool:
+        """Whether no graph is alive and no window open."""
+        if self.forward.is_under_way or self.backward.is_under_way or compat.backward_number() is not None:
+            return False
+        return not any(group.visits or group.stored.num_open for group in self.groups.values())
+
+    def is_quiet(self) -> bool:
+        """Whether it is idle and no work on the host's memory is under way."""
+        if not self.is_idle():
+            return False
+        for group in self.groups.values():
+            if any(chunk.host_work is not None for chunk in group.stored.chunks):
+                return False
+            if group.looks_at_device and not group.is_resident:
+                return False
+            if not all(gradient.is_settled() for gradient in host_gradients(group)):
+                return False
+        self.mover.drain()
+        return True
+
+    def settle(self) -> None:
+        """Wait until every update is made and every copy is done."""
+        for group in self.groups.values():
+            self.settle_group(group)
+            for gradient in host_gradients(group):
+                gradient.settle()
+        self.worker.check()
+        self.gradient_watch.check(waits=True)
+        self.mover.drain()
+
+    def settle_group(self, group: ManagedGroup) -> None:
+        """Make the values of the group's parameters true: user code looks at one of them."""
+        # Before the lock: who holds it may be waiting for this very thread.
+        self.worker.refuse_in_its_thread(f"a parameter of group {group.label}")
+        self._settle_group(group)
+
+    @locked
+    def _settle_group(self, group: ManagedGroup) -> None:
+        if compat.backward_number() is None and not self.forward.is_under_way:
+            self.backward.check_broken()
+        if not group.stored.num_open:
+            self.residency.settle(group)
+
+    def calling(self, what: str) -> AbstractContextManager[None]:
+        """What runs inside is a call of this thread, which no other thread may come between."""
+        self.backward.refuse_beside(what)
+        return self._lock.call(what)
+
+    @property
+    def process(self) -> Process:
+        """That of the session."""
+        return self._lock.process
+
+    def make_gradient_pending(self, managed: ManagedParameter) -> None:
+        """An update on the host reads the user's gradient: a look at it waits."""
+        if managed.host_gradient is not None:
+            self._gradients.make_pending(managed.host_gradient)
+
+
+def host_gradients(group: ManagedGroup) -> list[HostGradient]:
+    """Those of the group's parameters that the host updates."""
+    return [managed.host_gradient for managed in group.members if managed.host_gradient is not None]
