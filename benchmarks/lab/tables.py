@@ -12,10 +12,10 @@ from typing import Any
 from benchmarks.lab.predict import SCHEMA
 from benchmarks.records import footnote, gib, newest, percent, sources, table
 from lowtide.errors import BadRecordError
-from lowtide.lab.record import MemoryFigures, Outcome, RunRecord, SpeedFigures, read_record
+from lowtide.lab.record import MemoryFigures, Outcome, RunRecord, SpeedFigures, perplexity, read_record
 from lowtide.lab.records import seed_of
 from lowtide.lab.report.comparison import speed_text
-from lowtide.lab.report.rows import Spread, make_rows, perplexity
+from lowtide.lab.report.rows import Spread, make_rows
 from lowtide.units import GiB, MiB
 
 _PHASES = ("forward", "backward", "update")

@@ -19,7 +19,7 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Literal, TypeVar, Union
+from typing import Literal, TypeGuard, TypeVar, Union
 
 from lowtide import plain_text
 from lowtide.errors import ConfigError, did_you_mean, near
@@ -81,13 +81,9 @@ def read_config(kind: type[T], path: str | Path) -> T:
         ConfigError: The file does not exist, is not valid, repeats a key, or does not fit `kind`.
     """
     path = Path(path)
+    plain = plain_text.read(path, "config file")
     try:
-        plain = plain_text.parse(path.read_text(encoding="utf-8"), plain_text.format_of(path))
         return from_plain(kind, {} if plain is None else plain)
-    except OSError as error:
-        raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not text in UTF-8: {error}") from error
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}", key=error.key) from error
 
@@ -131,9 +127,7 @@ def _set(plain: dict[str, Plain], keys: list[str], text: _Typed) -> None:
 
 def _plain_fields(config: object, path: str) -> dict[str, Plain]:
     if not dataclasses.is_dataclass(config) or isinstance(config, type):
-        raise ConfigError(
-            f"{_named(path)} is of type {type(config).__name__}, not a dataclass instance", key=path or None
-        )
+        raise _refused(path, f"is of type {type(config).__name__}, not a dataclass instance")
     hints = _hints(type(config))
     return {
         field.name: _plain(hints[field.name], getattr(config, field.name), _join(path, field.name))
@@ -146,7 +140,7 @@ def _plain(annotation: object, value: object, path: str) -> Plain:
     if isinstance(value, enum.Enum):
         return next(text for text, member in _enum_choices(type(value)).items() if member is value)
     if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"{_named(path)} is {value}, which JSON cannot hold; use None or a finite number", key=path)
+        raise _refused(path, f"is {value}, which JSON cannot hold; use None or a finite number")
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Path):
@@ -159,10 +153,10 @@ def _plain(annotation: object, value: object, path: str) -> Plain:
         return {key: _plain(kind, item, _join(path, key)) for key, item in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         # The name is needed exactly where the reader would otherwise have to guess the class.
-        several = sum(dataclasses.is_dataclass(member) for member in _members(annotation)) > 1
+        several = sum(map(_is_config, _members(annotation))) > 1
         is_named = several and not _is_default(type(value))
         return ({"kind": _kind_name(type(value))} if is_named else {}) | _plain_fields(value, path)
-    raise ConfigError(f"{_named(path)} is of type {type(value).__name__}, which a config cannot hold", key=path)
+    raise _refused(path, f"is of type {type(value).__name__}, which a config cannot hold")
 
 
 def _item_types(annotation: object, count: int, of: type = tuple) -> tuple[object, ...]:
@@ -187,7 +181,7 @@ def _build(kind: type[T], plain: object, path: str) -> T:
     if not dataclasses.is_dataclass(kind):
         raise ConfigError(f"{kind.__name__} is not a dataclass", key=path or None)
     if not isinstance(plain, dict):
-        raise ConfigError(f"{_named(path)} must be a mapping of settings, got {_shown(plain)}", key=path or None)
+        raise _refused(path, f"must be a mapping of settings, got {_shown(plain)}")
     fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
     for key in plain:
         if key not in fields:
@@ -214,7 +208,7 @@ def _advice(kind: type, key: str, path: str) -> str:
             _join(path, f"{name}.{field.name}")
             for name in names
             for part in _members(_hints(kind)[name])
-            if isinstance(part, type) and dataclasses.is_dataclass(part)
+            if _is_config(part)
             for field in dataclasses.fields(part)
             if field.init and field.name == key
         ]
@@ -237,21 +231,19 @@ def _value(annotation: object, plain: object, path: str) -> object:
         # The type is part of the choice: 1 == True, and neither may stand for the other.
         if any(type(plain) is type(choice) and plain == choice for choice in arguments):
             return plain
-        raise ConfigError(
-            f"{_named(path)} must be one of {', '.join(map(repr, arguments))}, got {_shown(plain)}", key=path
-        )
+        raise _refused(path, f"must be one of {', '.join(map(repr, arguments))}, got {_shown(plain)}")
     if origin is tuple:
         if not isinstance(plain, list | tuple):
-            raise _mismatch("a list", plain, path)
+            raise _refused(path, f"must be a list, got {_shown(plain)}")
         if arguments[-1] is not Ellipsis and len(arguments) != len(plain):
-            raise ConfigError(f"{_named(path)} must have {len(arguments)} items, got {len(plain)}", key=path)
+            raise _refused(path, f"must have {len(arguments)} items, got {len(plain)}")
         items = zip(_item_types(annotation, len(plain)), plain, strict=True)
         return tuple(_value(kind, item, f"{path}[{index}]") for index, (kind, item) in enumerate(items))
     if _is_mapping(annotation):
         if not isinstance(plain, dict) or not all(isinstance(key, str) for key in plain):
-            raise _mismatch("a mapping with text keys", plain, path)
+            raise _refused(path, f"must be a mapping with text keys, got {_shown(plain)}")
         return {key: _value(arguments[1], item, _join(path, key)) for key, item in plain.items()}
-    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
+    if _is_config(annotation):
         return _build(annotation, plain, path)
     return _scalar(annotation, plain, path)
 
@@ -259,26 +251,22 @@ def _value(annotation: object, plain: object, path: str) -> object:
 def _scalar(annotation: object, plain: object, path: str) -> object:
     if annotation is types.NoneType:
         if plain is not None:
-            raise _mismatch("null", plain, path)
+            raise _refused(path, f"must be null, got {_shown(plain)}")
         return None
     if annotation is Path:
         return Path(str(_scalar(str, plain, path)))
     if annotation is float and type(plain) is int and abs(plain) < 2**1023:
         return float(plain)
     if annotation not in _SCALARS:
-        raise ConfigError(f"{_named(path)} is declared as {annotation}, which a config cannot hold", key=path)
+        raise _refused(path, f"is declared as {annotation}, which a config cannot hold")
     # `type is`, not isinstance: true is an int to Python and would be read as 1.
     if type(plain) is not annotation or (isinstance(plain, float) and not math.isfinite(plain)):
-        raise _mismatch(_SCALARS[annotation], plain, path)
+        raise _refused(path, f"must be {_SCALARS[annotation]}, got {_shown(plain)}")
     return plain
 
 
 def _union_value(members: tuple[object, ...], plain: object, path: str) -> object:
-    kinds = {
-        _kind_name(member): member
-        for member in members
-        if isinstance(member, type) and dataclasses.is_dataclass(member)
-    }
+    kinds = {_kind_name(member): member for member in members if _is_config(member)}
     mappings = [member for member in members if _is_mapping(member)]
     if isinstance(plain, dict) and len(kinds) > 1 and ("kind" in plain or not mappings):
         default = next((kind for kind in kinds.values() if _is_default(kind)), None)
@@ -339,8 +327,8 @@ def _choice(choices: Mapping[str, object], plain: object, path: str) -> object:
     if isinstance(plain, str) and plain in choices:
         return choices[plain]
     if plain is None:
-        raise ConfigError(f"{_named(path)} is missing; choose one of {', '.join(choices)}", key=path)
-    raise ConfigError(f"{_named(path)} cannot be {_shown(plain)}; {did_you_mean(str(plain), choices)}", key=path)
+        raise _refused(path, f"is missing; choose one of {', '.join(choices)}")
+    raise _refused(path, f"cannot be {_shown(plain)}; {did_you_mean(str(plain), choices)}")
 
 
 # What the annotations say
@@ -360,6 +348,10 @@ def _enum_choices(kind: type[enum.Enum]) -> dict[str, enum.Enum]:
     if all(isinstance(member.value, str) for member in kind):
         return {member.value: member for member in kind}
     return {member.name.lower(): member for member in kind}
+
+
+def _is_config(annotation: object) -> TypeGuard[type]:
+    return isinstance(annotation, type) and dataclasses.is_dataclass(annotation)
 
 
 def _is_mapping(annotation: object) -> bool:
@@ -389,5 +381,5 @@ def _shown(plain: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _mismatch(wanted: str, plain: object, path: str) -> ConfigError:
-    return ConfigError(f"{_named(path)} must be {wanted}, got {_shown(plain)}", key=path)
+def _refused(path: str, words: str) -> ConfigError:
+    return ConfigError(f"{_named(path)} {words}", key=path or None)

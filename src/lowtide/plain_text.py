@@ -45,6 +45,22 @@ def parse(text: str, text_format: Format) -> object:
         raise ConfigError(f"not valid {text_format.upper()}: {error}") from error
 
 
+def read(path: Path, what: str) -> object:
+    """Plain data from a file of that kind; None for an empty YAML file.
+
+    Raises:
+        ConfigError: The file cannot be read, its name promises no format, or its text is not valid in it.
+    """
+    try:
+        return parse(path.read_text(encoding="utf-8"), format_of(path))
+    except OSError as error:
+        raise ConfigError(f"cannot read the {what} {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not text in UTF-8: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}", key=error.key) from error
+
+
 def render(plain: Plain, text_format: Format) -> str:
     """Text that `parse` turns back into the same plain data; keys keep their order."""
     if text_format == "json":

@@ -198,7 +198,8 @@ class TestErrors:
 
         for begun in (
             *(
-                "cli.main.make_request",
+                "cli.trace.TraceRequest.run",
+                "cli.trace.TraceRequest.problem",
                 "cli.demo.run_demo",
                 "cli.lab.collect",
                 "cli.lab.run_all",

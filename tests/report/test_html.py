@@ -8,7 +8,7 @@ import pytest
 
 from lowtide.errors import ConfigError
 from lowtide.planning.what_if import WhatIfRow
-from lowtide.report.html import Section, render_html, render_page
+from lowtide.report.html import Section, render_page
 from lowtide.report.page import prose
 from lowtide.tracing.step_trace import Category, Phase, StepTrace
 from lowtide.units import GiB, MiB
@@ -59,9 +59,13 @@ def table_with(outline: Outline, head: str) -> list[list[str]]:
     return table
 
 
+def page_of(*traces: StepTrace, **more: object) -> str:
+    return render_page([Section(trace=trace, **more) for trace in traces], title="A step")
+
+
 def test_the_page_is_whole_and_asks_for_nothing() -> None:
     trace = transformer_trace(layers=2)
-    page = render_html([trace, observed_like(trace)], title="A step")
+    page = page_of(trace, observed=observed_like(trace))
     outline = Outline(page)
     assert any("default-src 'none'" in value for name, value in outline.attributes if name == "content")
     links = [value for name, value in outline.attributes if name in ("src", "href", "srcset", "action")]
@@ -74,7 +78,7 @@ def test_the_page_is_whole_and_asks_for_nothing() -> None:
 
 def test_tables_hold_the_numbers_without_the_script() -> None:
     trace = tiny_trace()
-    outline = Outline(render_html([trace], title="t"))
+    outline = Outline(page_of(trace))
     assert "Peak allocated19.0 MiB19,922,944 bytes" in outline.text
     assert "in loss, at (outside the model) aten._log_softmax tiny.py:20" in outline.text
     [by_category] = [table for table in outline.tables if table[0][:2] == ["category", "bytes"]]
@@ -104,7 +108,7 @@ def test_tables_hold_the_numbers_without_the_script() -> None:
 
 def test_what_is_alive_sums_to_the_peak() -> None:
     trace = transformer_trace(layers=2)
-    page = render_html([trace], title="t")
+    page = page_of(trace)
     table = re.search(r'aria-label="Alive at the peak.*?</table>', page, re.DOTALL)
     assert table is not None
     assert sum(int(size) for size in re.findall(r'data-bytes="(\d+)"', table[0])) == trace.peak_bytes
@@ -115,44 +119,32 @@ def test_many_kinds_of_tensors_still_sum_to_the_peak() -> None:
     for size in range(1, 60):
         builder.allocate(512 * size, Category.WEIGHTS, module=f"part_{size}")
     trace = builder.build()
-    page = render_html([trace], title="t")
+    page = page_of(trace)
     assert "35 smaller kinds" in page
     table = re.search(r'aria-label="Alive at the peak.*?</table>', page, re.DOTALL)
     assert table is not None
     assert sum(int(size) for size in re.findall(r'data-bytes="(\d+)"', table[0])) == trace.peak_bytes
 
 
-def test_an_observation_is_laid_over_its_prediction_only() -> None:
-    tiny, large = tiny_trace(), transformer_trace(layers=1)
-    observed = observed_like(tiny)
-    cases: list[tuple[list[StepTrace], list[bool]]] = [
-        ([tiny], [False]),
-        ([tiny, observed], [True]),
-        ([observed], [False]),
-        ([observed, tiny], [False, False]),
-        ([large, observed], [False, False]),
-        ([large, tiny, observed], [False, True]),
-        ([tiny, observed, observed], [True, False]),
-        ([tiny, tiny], [False, False]),
-    ]
-    for traces, expected in cases:
-        outline = Outline(render_html(traces, title="t"))
-        assert [data["observed"] is not None for data in json.loads(outline.data)] == expected
-        assert ("Predicted against observed" in outline.text) == any(expected)
+def test_an_observation_is_laid_over_its_prediction() -> None:
+    tiny = tiny_trace()
+    for observed in (None, observed_like(tiny)):
+        outline = Outline(page_of(tiny, observed=observed))
+        [data] = json.loads(outline.data)
+        assert (data["observed"] is not None) == (observed is not None)
+        assert ("Predicted against observed" in outline.text) == (observed is not None)
 
 
 def test_the_comparison_says_the_error() -> None:
     trace = transformer_trace(layers=2)
-    outline = Outline(render_html([trace, observed_like(trace, scale=1.25)], title="t"))
+    outline = Outline(page_of(trace, observed=observed_like(trace, scale=1.25)))
     assert table_with(outline, "observed")[1][3] == "-20.00%"
 
 
-def test_explanation_and_techniques_belong_to_the_first_section() -> None:
-    rows = [WhatIfRow(technique="bf16 <fast>", before_bytes=3 * GiB, after_bytes=GiB, reason="Half the bytes & more.")]
-    page = render_html([tiny_trace(), transformer_trace(layers=1)], title="t", explanation="Why.\n\nSo.", what_if=rows)
-    first, second = re.split(r'(?=<section class="trace")', page)[1:]
-    assert "<p>Why.</p><p>So.</p>" in first
-    assert "Why." not in second
+def test_explanation_and_techniques() -> None:
+    row = WhatIfRow(technique="bf16 <fast>", before_bytes=3 * GiB, after_bytes=GiB, reason="Half the bytes & more.")
+    page = page_of(tiny_trace(), explanation="Why.\n\nSo.", what_if=(row,))
+    assert "<p>Why.</p><p>So.</p>" in page
     assert table_with(Outline(page), "technique")[1] == [
         *("bf16 <fast>", "3.0 GiB", "1.0 GiB", "2.0 GiB", "Half the bytes & more.")
     ]
@@ -174,7 +166,7 @@ def test_hostile_names_stay_text() -> None:
     builder.allocate(MiB, Category.ACTIVATIONS, dtype=evil)
     trace = builder.build(notes=(evil,))
     row = WhatIfRow(technique=evil, before_bytes=1, after_bytes=1, reason=evil)
-    page = render_html([trace], title=evil, explanation=evil, what_if=[row])
+    page = render_page([Section(trace=trace, explanation=evil, what_if=(row,))], title=evil)
     outline = Outline(page)
     assert not [name for name, _ in outline.attributes if name.startswith("on")]
     assert page.count("<script") == 2
@@ -184,11 +176,11 @@ def test_hostile_names_stay_text() -> None:
 
 def test_a_page_needs_a_trace() -> None:
     with pytest.raises(ConfigError, match=r"needs at least one trace, got none; pass what lowtide\.trace or observe"):
-        render_html([], title="t")
+        render_page([], title="t")
 
 
 def test_settings_and_notes_are_shown() -> None:
-    outline = Outline(render_html([tiny_trace()], title="t"))
+    outline = Outline(page_of(tiny_trace()))
     settings = dict(table_with(outline, "setting")[1:])
     assert settings["optimizer.name"] == "AdamW"
     assert settings["parameters"] == "1.05M (1,048,576)"
@@ -200,11 +192,11 @@ def test_paragraphs() -> None:
 
 
 def test_contents_link_to_sections_when_there_are_several() -> None:
-    page = render_html([tiny_trace(), transformer_trace(layers=1)], title="t")
+    page = page_of(tiny_trace(), transformer_trace(layers=1))
     links = [value for name, value in Outline(page).attributes if name == "href" and value.startswith("#")]
     assert links == ["#trace-0", "#trace-1"]
     assert all(f'id="{link[1:]}"' in page for link in links)
-    assert "<nav" not in render_html([tiny_trace()], title="t")
+    assert "<nav" not in page_of(tiny_trace())
 
 
 def test_the_page_names_the_attention_backends() -> None:
@@ -213,6 +205,6 @@ def test_the_page_names_the_attention_backends() -> None:
     builder.op("aten._safe_softmax", module="layers.1")
     builder.allocate(MiB, Category.ACTIVATIONS)
     warning = "the attention in 'layers.1' (query [1] <f>) falls back to the math backend: in bfloat16 it runs on cudnn"
-    outline = Outline(render_html([builder.build(notes=(warning,))], title="A step"))
+    outline = Outline(page_of(builder.build(notes=(warning,))))
     assert f"Attention: math (1 call). {warning}." in outline.text
-    assert "Attention:" not in Outline(render_html([tiny_trace()], title="A step")).text
+    assert "Attention:" not in Outline(page_of(tiny_trace())).text

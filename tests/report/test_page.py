@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lowtide.planning.what_if import WhatIfRow
-from lowtide.report.html import render_html
+from lowtide.report.html import Section, render_page
 from lowtide.tracing.step_trace import Category, StepTrace
 from lowtide.units import GiB, format_bytes
 from tests.report.browser import Browser, Page
@@ -23,16 +23,17 @@ OBSERVED = observed_like(TRACE)
 WHAT_IF = (WhatIfRow(technique="recompute", before_bytes=3 * GiB, after_bytes=GiB, reason="Layers keep their input."),)
 
 
-def write(folder: Path, *traces: StepTrace) -> Path:
+def write(folder: Path, trace: StepTrace, *others: StepTrace, observed: StepTrace | None = None) -> Path:
     path = folder / "report.html"
-    path.write_text(render_html(traces, title="Report", explanation="Because.", what_if=WHAT_IF), encoding="utf-8")
+    first = Section(trace=trace, observed=observed, explanation="Because.", what_if=WHAT_IF)
+    path.write_text(render_page([first, *(Section(trace=other) for other in others)], title="Report"), encoding="utf-8")
     return path
 
 
 @pytest.fixture
 def page(browser: Browser, tmp_path: Path) -> Iterator[Page]:
     """A prediction with its observation, checked afterwards for complaints and requests."""
-    opened = browser.open(write(tmp_path, TRACE, OBSERVED))
+    opened = browser.open(write(tmp_path, TRACE, observed=OBSERVED))
     yield opened
     assert opened.complaints() == []
     assert opened.requests() == []
@@ -264,7 +265,7 @@ def test_a_large_step_is_drawn_from_few_points_and_keeps_its_peak(browser: Brows
 
 @pytest.mark.parametrize(("width", "dark"), [(1280, True), (390, False), (320, True)])
 def test_nothing_overflows_and_text_has_contrast(browser: Browser, tmp_path: Path, width: int, dark: bool) -> None:
-    page = browser.open(write(tmp_path, TRACE, OBSERVED, tiny_trace()), width=width, dark=dark)
+    page = browser.open(write(tmp_path, TRACE, tiny_trace(), observed=OBSERVED), width=width, dark=dark)
     assert page.run("document.documentElement.scrollWidth") <= width
     colours = page.run("(style => [style.color, style.backgroundColor])(getComputedStyle(document.body))")
     ink, ground = (sum(int(part) for part in colour[4:-1].split(",")) for colour in colours)

@@ -1,3 +1,1 @@
 """The command line: thin commands over the library, and the only place that prints."""
-
-from __future__ import annotations

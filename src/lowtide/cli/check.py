@@ -11,7 +11,7 @@ from rich.text import Text
 from lowtide.cli.console import OUT, progress
 from lowtide.lab.check import CheckReport, run_check
 from lowtide.lab.recipe_file import find_recipe, read_recipe
-from lowtide.report.table import Cell, Table, Tone, Value, make_table, number, words
+from lowtide.report.table import Table, Tone, Value, make_table, number, words
 from lowtide.units import format_bytes
 
 MAX_ROWS = 24
@@ -40,8 +40,14 @@ def loss_table(report: CheckReport) -> Table:
         [Value("…", tone=Tone.QUIET)] * 4 if step is None else _losses(report, step)
         for step in shown_steps(len(report.plain_losses), report.first_differing_step)
     ]
-    columns = (*map(number, ("step", "plain loss", "managed loss")), words("equal"))
-    return make_table(f"{report.recipe.model}, {report.recipe.dtype}, {where}", columns, rows)
+    return make_table(
+        f"{report.recipe.model}, {report.recipe.dtype}, {where}",
+        rows,
+        number("step", lambda row: row[0]),
+        number("plain loss", lambda row: row[1]),
+        number("managed loss", lambda row: row[2]),
+        words("equal", lambda row: row[3]),
+    )
 
 
 def _losses(report: CheckReport, step: int) -> list[Value]:
@@ -68,17 +74,14 @@ def shown_steps(num_steps: int, first_differing: int | None, limit: int = MAX_RO
 def tier_table(report: CheckReport) -> Table:
     """The managed run's peak in each tier, beside its budget."""
     kept = {True: Value("yes", tone=Tone.GOOD), False: Value("NO", tone=Tone.BAD), None: Value("")}
-    rows: list[list[Cell | str]] = [
-        [
-            tier.tier,
-            format_bytes(tier.peak_bytes),
-            "none" if tier.budget_bytes is None else format_bytes(tier.budget_bytes),
-            kept[tier.is_within_budget],
-        ]
-        for tier in report.stats.tiers
-    ]
-    columns = (words("tier"), number("peak"), number("budget"), words("kept"))
-    return make_table("The managed run's memory", columns, rows)
+    return make_table(
+        "The managed run's memory",
+        report.stats.tiers,
+        words("tier", lambda tier: tier.tier),
+        number("peak", lambda tier: format_bytes(tier.peak_bytes)),
+        number("budget", lambda tier: "none" if tier.budget_bytes is None else format_bytes(tier.budget_bytes)),
+        words("kept", lambda tier: kept[tier.is_within_budget]),
+    )
 
 
 def verdict(report: CheckReport) -> Text:

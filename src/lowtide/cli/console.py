@@ -9,6 +9,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -24,6 +25,10 @@ ERR = Console(stderr=True)
 
 UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES})
 """What a place that cannot be written to answers, at the start or after hours."""
+
+Gpu = Annotated[str, typer.Option(help="the hardware to predict for, or a capacity such as 24GiB")]
+Json = Annotated[bool, typer.Option("--json", help="machine-readable on the standard output")]
+Recipes = Annotated[list[Path] | None, typer.Option(help="a folder with more recipes; may be repeated")]
 
 REPORT_SUFFIXES = (".html", ".png", ".pdf", ".svg", ".json", ".json.gz")
 
@@ -118,8 +123,9 @@ def require_reports(paths: list[Path]) -> None:
     require_writable("--report", paths)
 
 
-def write_reports(paths: list[Path], section: Section, title: str) -> None:
+def write_reports(paths: list[Path], section: Section) -> None:
     """One file per path, which `require_reports` has seen; its suffix says which kind."""
+    title = f"{section.trace.model} on {section.trace.target.card}"
     for path in paths:
         name = path.name.lower()
         path.parent.mkdir(parents=True, exist_ok=True)

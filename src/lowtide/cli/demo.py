@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,13 +17,13 @@ from rich.rule import Rule
 
 from lowtide.cli.console import ERR, OUT, progress
 from lowtide.cli.trace import TraceRequest
+from lowtide.lab.meter import metered
 from lowtide.models.gpt import GPT, GPTConfig
 from lowtide.planning.hand_plan import make_plan
 from lowtide.report.html import Section, SessionSection, render_page
 from lowtide.report.table import Table, make_table, number, words
 from lowtide.report.terminal import headline, session_report
 from lowtide.report.trace_tables import category_table
-from lowtide.runtime.emulation.memory import TrackedMemory
 from lowtide.runtime.manage import manage
 from lowtide.runtime.statistics.session_stats import SessionStats
 from lowtide.runtime.statistics.timeline import Timeline
@@ -91,21 +91,13 @@ def run_demo(report: Path) -> None:
 
 def _train_plainly(training: Training, on_progress: Callable[[str], None]) -> Run:
     """Train as PyTorch does it, all on the device; without a GPU, bytes are counted as on an emulated one."""
-    if torch.cuda.is_available():
-        model, optimizer = _build(training)
-        model.to("cuda")
-        torch.cuda.reset_peak_memory_stats()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, optimizer = _build(training)
+    model.to(device)
+    with metered(model, None, device) as take_peak:
+        take_peak()
         run = _loop(model, optimizer, training, on_progress)
-        return Run(run.losses, torch.cuda.max_memory_allocated(), run.seconds)
-    tracked = TrackedMemory(None)
-    tracked.start()
-    try:
-        model, optimizer = _build(training)
-        tracked.reset_peak()
-        run = _loop(model, optimizer, training, on_progress)
-    finally:
-        tracked.stop()
-    return Run(run.losses, tracked.peak_bytes, run.seconds)
+        return replace(run, peak_bytes=take_peak())
 
 
 def _train_managed(training: Training, on_progress: Callable[[str], None]) -> tuple[Run, SessionStats, Timeline]:
@@ -119,7 +111,7 @@ def _train_managed(training: Training, on_progress: Callable[[str], None]) -> tu
     with manage(model, optimizer, plan) as session:
         run = _loop(model, optimizer, training, on_progress)
         stats, timeline = session.stats(), session.timeline()
-    return Run(run.losses, stats.tiers[0].peak_bytes, run.seconds), stats, timeline
+    return replace(run, peak_bytes=stats.tiers[0].peak_bytes), stats, timeline
 
 
 def _build(training: Training) -> tuple[GPT, torch.optim.Optimizer]:
@@ -147,18 +139,15 @@ def _loop(model: GPT, optimizer: torch.optim.Optimizer, training: Training, on_p
 
 
 def _side_by_side(plain: Run, managed: Run) -> Table:
-    rows = [
-        [
-            name,
-            f"{run.losses[0]:.6f}",
-            f"{run.losses[-1]:.6f}",
-            format_bytes(run.peak_bytes),
-            format_seconds(run.seconds / len(run.losses)),
-        ]
-        for name, run in (("plain PyTorch", plain), ("Lowtide", managed))
-    ]
-    columns = (words(""), *map(number, ("first loss", "last loss", "device peak", "time a step")))
-    return make_table("The same loop, the same seed", columns, rows)
+    return make_table(
+        "The same loop, the same seed",
+        [("plain PyTorch", plain), ("Lowtide", managed)],
+        words("", lambda row: row[0]),
+        number("first loss", lambda row: f"{row[1].losses[0]:.6f}"),
+        number("last loss", lambda row: f"{row[1].losses[-1]:.6f}"),
+        number("device peak", lambda row: format_bytes(row[1].peak_bytes)),
+        number("time a step", lambda row: format_seconds(row[1].seconds / len(row[1].losses))),
+    )
 
 
 def _verdict(training: Training, plain: Run, managed: Run) -> str:

@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
-from lowtide.cli.console import ERR, OUT, friendly_errors, progress, require_writable
+from lowtide.cli.console import ERR, OUT, Gpu, Json, Recipes, friendly_errors, progress, require_writable
 from lowtide.cli.lab_recipes import predict_all, prediction_table, recipe_lines, recipe_row, show_command
-from lowtide.cli.lab_results import sweep_command, sweep_table
+from lowtide.cli.lab_results import FOLDER, sweep_command, sweep_table
 from lowtide.cli.lab_runs import display_of, records_words, run_row, run_table
 from lowtide.errors import ConfigError
 from lowtide.hardware import find_hardware
@@ -29,9 +29,6 @@ lab_app = typer.Typer(
     rich_markup_mode="markdown",
 )
 
-Recipes = Annotated[list[Path] | None, typer.Option(help="a folder with more recipes; may be repeated")]
-Json = Annotated[bool, typer.Option("--json", help="machine-readable on the standard output")]
-FOLDER = Path("lowtide-lab")
 MOST_SEEDS = 20
 """The most seeds a number may ask for: a larger one is likely to be a seed itself."""
 
@@ -45,7 +42,7 @@ def list_command(
     predict: Annotated[
         bool, typer.Option("--predict", help="instead the peaks that the trace predicts, the smallest first")
     ] = False,
-    gpu: Annotated[str, typer.Option(help="the hardware to predict for")] = "h200",
+    gpu: Gpu = "h200",
     recipes: Recipes = None,
     json_: Json = False,
 ) -> None:

@@ -12,7 +12,7 @@ import typer
 from rich.text import Text
 
 from lowtide import config
-from lowtide.cli.console import friendly_errors, progress
+from lowtide.cli.console import Gpu, Json, Recipes, friendly_errors, progress
 from lowtide.errors import ConfigError, LowtideError, PlanError
 from lowtide.hardware import Hardware, find_hardware
 from lowtide.lab.catalogue import annotated_yaml, choose_recipes, recipe_differences
@@ -23,7 +23,7 @@ from lowtide.lab.recipe_file import known_recipes, read_recipe, resolve_recipe
 from lowtide.lab.record import PredictedFigures
 from lowtide.lab.records import folder_of
 from lowtide.plain_text import Plain
-from lowtide.report.table import Cell, Table, Tone, Value, make_table, number, words
+from lowtide.report.table import Table, Tone, Value, make_table, number, words
 from lowtide.units import format_bytes, parse_bytes
 
 
@@ -102,18 +102,15 @@ def predict_all(listed: Mapping[str, Path], gpu: str) -> dict[str, Prediction]:
 def prediction_table(predictions: Mapping[str, Prediction], hardware: Hardware) -> Table:
     """What recipes need on some hardware, the smallest peak first; those that are not predicted are not in it."""
     predicted = [(name, each, each.figures) for name, each in predictions.items() if each.figures is not None]
-    rows: list[list[Cell | str]] = [
-        [
-            name,
-            shown_bytes(figures.peak_bytes),
-            shown_bytes(figures.reserved_bytes or figures.peak_bytes),
-            figures.peak_phase,
-            _fits(prediction, figures, hardware),
-        ]
-        for name, prediction, figures in sorted(predicted, key=lambda row: row[2].peak_bytes)
-    ]
-    columns = (words("recipe", wraps=True), number("peak"), number("reserved"), words("in"), words("fits"))
-    return make_table(f"predicted on {hardware.name}, {format_bytes(hardware.memory_bytes)}", columns, rows)
+    return make_table(
+        f"predicted on {hardware.name}, {format_bytes(hardware.memory_bytes)}",
+        sorted(predicted, key=lambda row: row[2].peak_bytes),
+        words("recipe", lambda row: row[0], wraps=True),
+        number("peak", lambda row: shown_bytes(row[2].peak_bytes)),
+        number("reserved", lambda row: shown_bytes(row[2].reserved_bytes or row[2].peak_bytes)),
+        words("in", lambda row: row[2].peak_phase),
+        words("fits", lambda row: _fits(row[1], row[2], hardware)),
+    )
 
 
 def _fits(prediction: Prediction, figures: PredictedFigures, hardware: Hardware) -> Value:
@@ -197,13 +194,16 @@ def show_command(
     name: Annotated[str, typer.Argument(help="a recipe: a name such as peak_memory/control, or FILE.yaml")],
     set_: Annotated[list[str] | None, typer.Option("--set", help="steps=5, dtype=bfloat16, ...")] = None,
     predict: Annotated[bool, typer.Option("--predict", help="also the peak that the trace predicts")] = False,
-    gpu: Annotated[str, typer.Option(help="the hardware to predict for")] = "h200",
-    recipes: Annotated[list[Path] | None, typer.Option(help="a folder with more recipes; may be repeated")] = None,
-    json_: Annotated[bool, typer.Option("--json", help="machine-readable on the standard output")] = False,
+    gpu: Gpu = "h200",
+    recipes: Recipes = None,
+    json_: Json = False,
 ) -> None:
     """The recipe after everything that it extends and every --set, as YAML that can be run; comments say what set a key."""
     with friendly_errors():
-        found, path = _one_recipe(name, recipes or [])
+        chosen = choose_recipes([name], known_recipes(recipes or []))
+        if len(chosen) > 1:
+            raise ConfigError(f"{name!r} stands for {len(chosen)} recipes: {', '.join(chosen)}; give one of these")
+        ((found, path),) = chosen.items()
         resolved = resolve_recipe(path, set_ or [])
         plain = config.to_plain(resolved.recipe)
         predicted = None
@@ -229,13 +229,6 @@ def show_command(
         if differs := recipe_differences(path, resolved.recipe):
             print(f"# differs in {', '.join(differs)}")
         print(annotated_yaml(plain, resolved.sources), end="")
-
-
-def _one_recipe(name: str, folders: list[Path]) -> tuple[str, Path]:
-    chosen = choose_recipes([name], known_recipes(folders))
-    if len(chosen) > 1:
-        raise ConfigError(f"{name!r} stands for {len(chosen)} recipes: {', '.join(chosen)}; give one of these")
-    return next(iter(chosen.items()))
 
 
 def _prediction_lines(predicted: Prediction, gpu: str) -> list[str]:

@@ -14,7 +14,7 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from lowtide.cli.console import ERR, OUT, friendly_errors, progress, require_writable
+from lowtide.cli.console import ERR, OUT, Json, friendly_errors, progress, require_writable
 from lowtide.errors import ConfigError
 from lowtide.lab.budget import BudgetSweep, not_monotone, run_sweep, sweep_data, write_sweep
 from lowtide.lab.progress import shown_bytes
@@ -23,8 +23,8 @@ from lowtide.lab.records import SWEEPS
 from lowtide.lab.report.comparison import Comparison
 from lowtide.lab.report.lab_report import fastest_words, run_remarks
 from lowtide.lab.report.rows import Row, error_line
-from lowtide.lab.report.tables import number, outcome_words, result_table, shortened
-from lowtide.report.table import Cell, Column, Table, Tone, Value, make_table
+from lowtide.lab.report.tables import outcome_words, perplexity_text, result_table, shortened
+from lowtide.report.table import Cell, Column, Table, Tone, Value, make_table, number
 
 SHOWN = ("peak", "reduction", "at", "reserved", "steps", "perplexity")
 """Beside the speed that rows are compared by; the files have all columns."""
@@ -45,9 +45,11 @@ def summary_of(comparison: Comparison) -> Iterator[RenderableType]:
         f"{row.name.rpartition('/')[2]} [{marks[row.settings]}]" if row.settings in marks else row.label
         for row in comparison.rows
     ]
-    columns = _fitting(_shown(comparison), labels)
+    speed = "warm samples/s" if comparison.is_warm else "samples/s"
+    shown = [column for column in result_table(comparison).columns if column.head == speed or _kind(column) in SHOWN]
+    columns = _fitting(shown, labels)
     names = tuple(_name(row, label, comparison) for row, label in zip(comparison.rows, labels, strict=True))
-    # No lines, and heads of two lines: the names need the room of 80 columns.
+    # No lines, and heads of two lines: the names need the room of 80 columns. What the files say smaller is left out.
     figures = [replace(column, head=_head(column), values=tuple(map(_plain, column.values))) for column in columns]
     name = Column(head="configuration", is_number=False, wraps=True, values=names)
     yield Text(comparison.title, style="bold")
@@ -67,7 +69,6 @@ def _name(row: Row, label: str, comparison: Comparison) -> Value:
 
 
 def _plain(cell: Cell) -> Cell:
-    """The cell without what the files say smaller."""
     return Value(cell.text) if isinstance(cell, Value) else cell
 
 
@@ -83,17 +84,15 @@ def _reasons(comparison: Comparison, labels: Sequence[str]) -> list[str]:
 def _perplexities(comparison: Comparison, labels: Sequence[str]) -> list[str]:
     """A line for each row that was evaluated on the way: `control: perplexity 160.0, 152.1 after 80, 100 steps`."""
     return [
-        f"{label}: perplexity {', '.join(number(spread.mean) for spread in row.perplexities.values())} "
+        f"{label}: perplexity {', '.join(perplexity_text(spread.mean) for spread in row.perplexities.values())} "
         f"after {', '.join(map(str, row.perplexities))} steps"
         for row, label in zip(comparison.rows, labels, strict=True)
         if row.perplexities
     ]
 
 
-def _shown(comparison: Comparison) -> list[Column]:
-    speed = "warm samples/s" if comparison.is_warm else "samples/s"
-    columns = result_table(comparison).columns
-    return [column for column in columns if column.head == speed or column.head.partition(",")[0] in SHOWN]
+def _kind(column: Column) -> str:
+    return column.head.partition(",")[0]
 
 
 def _fitting(columns: list[Column], labels: Sequence[str]) -> list[Column]:
@@ -102,7 +101,7 @@ def _fitting(columns: list[Column], labels: Sequence[str]) -> list[Column]:
         # Two spaces between columns.
         used = max(map(len, labels)) + sum(2 + _width(column) for column in columns)
         if used > NUM_COLUMNS:
-            columns = [column for column in columns if column.head.partition(",")[0] != kind]
+            columns = [column for column in columns if _kind(column) != kind]
     return columns
 
 
@@ -134,6 +133,8 @@ def _letters(number: int) -> str:
     return last if number < 26 else _letters(number // 26 - 1) + last
 
 
+FOLDER = Path("lowtide-lab")
+"""Where runs and sweeps are written, and looked for, unless another folder is given."""
 BUDGETS = "0,0.05,0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9,1"
 
 
@@ -141,10 +142,8 @@ def sweep_command(
     name: Annotated[str, typer.Argument(help="a recipe: a name such as peak_memory/compile, or FILE.yaml")],
     budgets: Annotated[str, typer.Option(help="from 0 to 1, with commas")] = BUDGETS,
     set_: Annotated[list[str] | None, typer.Option("--set", help="batch=8x768, dtype=bfloat16, ...")] = None,
-    out: Annotated[Path, typer.Option(help="folder that the sweep is written to, for `lab report`")] = Path(
-        "lowtide-lab"
-    ),
-    json_: Annotated[bool, typer.Option("--json", help="machine-readable on the standard output")] = False,
+    out: Annotated[Path, typer.Option(help="folder that the sweep is written to, for `lab report`")] = FOLDER,
+    json_: Json = False,
 ) -> None:
     """What torch's activation budget saves and costs for a recipe's model, compiled as a whole; no GPU is needed."""
     with friendly_errors():
@@ -181,16 +180,13 @@ def parse_budgets(text: str) -> list[float]:
 
 def sweep_table(sweep: BudgetSweep) -> Table:
     """The points of a sweep, one a row."""
-    rows = [
-        [
-            f"{point.budget:g}",
-            shown_bytes(point.saved_bytes),
-            shown_bytes(point.peak_bytes),
-            shown_bytes(point.unfused_peak_bytes),
-            f"{100 * point.recomputed_flops_share:.1f}%",
-            f"{point.seconds:.1f}",
-        ]
-        for point in sweep.points
-    ]
-    heads = ("budget", "saved", "peak", "peak unfused", "recomputed", "seconds")
-    return make_table(sweep.title, [Column(head=head) for head in heads], rows)
+    return make_table(
+        sweep.title,
+        sweep.points,
+        number("budget", lambda point: f"{point.budget:g}"),
+        number("saved", lambda point: shown_bytes(point.saved_bytes)),
+        number("peak", lambda point: shown_bytes(point.peak_bytes)),
+        number("peak unfused", lambda point: shown_bytes(point.unfused_peak_bytes)),
+        number("recomputed", lambda point: f"{point.recomputed_flops_share:.1%}"),
+        number("seconds", lambda point: f"{point.seconds:.1f}"),
+    )

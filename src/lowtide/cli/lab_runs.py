@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
@@ -17,7 +16,7 @@ from rich.text import Text
 
 from lowtide.lab.progress import Progress as RunProgress
 from lowtide.lab.progress import describe, figures, shown_bytes
-from lowtide.lab.record import Outcome, RunRecord
+from lowtide.lab.record import Outcome, perplexity
 from lowtide.lab.runner import EndedRun, Run
 from lowtide.plain_text import Plain
 from lowtide.report.table import Table, Tone, Value, make_table, number, words
@@ -35,18 +34,8 @@ STYLES = {
 }
 
 
-class Display(Protocol):
-    """Shows what it is told of running recipes."""
-
-    def progressed(self, run: Run, progress: RunProgress) -> None:
-        """A run is somewhere; the first call of a run is its start."""
-
-    def ended(self, ended: EndedRun) -> None:
-        """A run is over."""
-
-
 @contextmanager
-def display_of(runs: Sequence[Run], console: Console) -> Iterator[Display]:
+def display_of(runs: Sequence[Run], console: Console) -> Iterator[BarDisplay | LineDisplay]:
     """The display that fits a console."""
     if not console.is_terminal:
         yield LineDisplay(runs, console)
@@ -147,31 +136,19 @@ def _print(console: Console, line: str, style: str | None = None) -> None:
 def run_row(ended: EndedRun) -> dict[str, Plain]:
     """What a script needs of a run; everything else is in its record."""
     record = ended.record
+    speed, loss = record.speed, record.evaluation_loss
+    found = math.inf if loss is None else perplexity(loss)
     return {
         "name": ended.run.name,
         "seed": ended.run.recipe.seed,
         "outcome": str(record.outcome),
         "message": record.message,
         "peak_bytes": None if record.memory is None else record.memory.peak_bytes,
-        "samples_per_s": _samples_per_s(record),
-        "perplexity": perplexity(record),
+        "samples_per_s": speed.samples_per_s if speed is not None and speed.step_s and speed.is_alone else None,
+        # JSON has no number for one that is beyond any.
+        "perplexity": found if math.isfinite(found) else None,
         "record": str(ended.path),
     }
-
-
-def _samples_per_s(record: RunRecord) -> float | None:
-    speed = record.speed
-    return speed.samples_per_s if speed is not None and speed.step_s and speed.is_alone else None
-
-
-def perplexity(record: RunRecord) -> float | None:
-    """The perplexity of the evaluation; None where there was none, or where it is beyond any number."""
-    if record.evaluation_loss is None:
-        return None
-    try:
-        return math.exp(record.evaluation_loss)
-    except OverflowError:
-        return None
 
 
 def run_table(results: Sequence[EndedRun]) -> Table:
@@ -181,9 +158,17 @@ def run_table(results: Sequence[EndedRun]) -> Table:
         if folder:
             rows.append([Value(f"{folder}/", tone=Tone.STRONG), "", "", "", "", ""])
         rows += [_run_cells(ended, indent="  " if folder else "") for ended in group]
-    # Where there is no room for all, long names are broken: how a run ended is what is looked for.
-    columns = (words("recipe", wraps=True), number("seed"), words("outcome"))
-    return make_table("", (*columns, *map(number, ("peak", "samples/s", "perplexity"))), rows)
+    return make_table(
+        "",
+        rows,
+        # Where there is no room for all, long names are broken: how a run ended is what is looked for.
+        words("recipe", lambda row: row[0], wraps=True),
+        number("seed", lambda row: row[1]),
+        words("outcome", lambda row: row[2]),
+        number("peak", lambda row: row[3]),
+        number("samples/s", lambda row: row[4]),
+        number("perplexity", lambda row: row[5]),
+    )
 
 
 def _run_cells(ended: EndedRun, *, indent: str) -> list[Value | str]:
@@ -193,8 +178,7 @@ def _run_cells(ended: EndedRun, *, indent: str) -> list[Value | str]:
         str(ended.run.recipe.seed),
         Value(str(outcome), tone=Tone.GOOD if outcome is Outcome.FINISHED else Tone.BAD),
         "" if ended.record.memory is None else shown_bytes(ended.record.memory.peak_bytes),
-        _figure(row["samples_per_s"]),
-        _figure(row["perplexity"]),
+        *(f"{value:.4g}" if isinstance(value, float) else "" for value in (row["samples_per_s"], row["perplexity"])),
     ]
 
 
@@ -203,7 +187,3 @@ def records_words(folder: Path) -> str:
     records = folder / "records"
     shown = records.relative_to(Path.cwd()) if records.is_relative_to(Path.cwd()) else records
     return f"records are in {shown}/RECIPE"
-
-
-def _figure(value: Plain) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else ""

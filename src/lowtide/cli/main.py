@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from lowtide.cli.check import run_check_command
-from lowtide.cli.console import OUT, friendly_errors, progress, require_reports, require_writable, write_reports
+from lowtide.cli.console import Gpu, Json, friendly_errors, require_writable
 from lowtide.cli.demo import run_demo
 from lowtide.cli.lab import lab_app
-from lowtide.cli.trace import make_request, run_explain, settable, summarise
-from lowtide.report.html import Section
-from lowtide.report.terminal import trace_report
+from lowtide.cli.trace import make_request, run_explain, run_trace, settable
 
 app = typer.Typer(
     name="lowtide",
@@ -46,7 +43,6 @@ Model = Annotated[
     str, typer.Argument(help="a built-in name (llama-8b), hf:FOLDER_OR_CONFIG, or package.module:factory")
 ]
 Batch = Annotated[str | None, typer.Option(help="8x2048 (sequences x tokens) or 64x3x224x224 (images)")]
-Gpu = Annotated[str, typer.Option(help="the hardware to predict for, or a capacity such as 24GiB")]
 Set = Annotated[
     list[str] | None,
     typer.Option(
@@ -54,7 +50,6 @@ Set = Annotated[
         help="dtype=float32 (else a factory's own type, or bfloat16), optimizer=sgd, torch=2.11.0, step.activations=recompute, ...",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="machine-readable figures on the standard output")]
 Report = Annotated[list[Path] | None, typer.Option(help="also write FILE.html, .png, .pdf or .json; may be repeated")]
 
 
@@ -64,15 +59,7 @@ def trace(
 ) -> None:
     """The predicted peak of a training step, by category and phase."""
     with friendly_errors():
-        require_reports(report or [])
-        request = make_request(model, batch, gpu, set_ or [])
-        with progress("tracing") as on_progress:
-            result = request.run(on_progress)
-        if json_:
-            print(json.dumps(summarise(result), indent=2))
-        else:
-            OUT.print(trace_report(result))
-        write_reports(report or [], Section(trace=result), title=f"{result.model} on {result.target.card}")
+        run_trace(make_request(model, batch, gpu, set_ or []), as_json=json_, reports=report or [])
 
 
 @app.command(epilog=settable())
@@ -81,7 +68,6 @@ def explain(
 ) -> None:
     """Why the peak is there, and what each technique would really save given the others."""
     with friendly_errors():
-        require_reports(report or [])
         run_explain(make_request(model, batch, gpu, set_ or []), as_json=json_, reports=report or [])
 
 

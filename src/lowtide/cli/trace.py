@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,15 @@ from rich.padding import Padding
 from torch import Tensor, nn
 
 from lowtide import config
-from lowtide.cli.console import OUT, progress, write_reports
+from lowtide.cli.console import OUT, progress, require_reports, write_reports
 from lowtide.errors import BatchMismatchError, ConfigError, TooLargeError, UnknownNameError
 from lowtide.hardware import find_hardware, known_hardware
+from lowtide.lab.recipe_parts import OPTIMIZERS as OPTIMIZERS_OF_RECIPES
 from lowtide.models import ModelSource, built_in_names, resolve_model
-from lowtide.optim.optimizers import Adafactor
 from lowtide.planning.techniques import Problem
-from lowtide.planning.what_if import WhatIf, what_if
+from lowtide.planning.what_if import what_if
 from lowtide.report.html import Section
-from lowtide.report.terminal import headline, notes, what_if_report
+from lowtide.report.terminal import headline, notes, trace_report, what_if_report
 from lowtide.report.trace_tables import alive_table, category_table
 from lowtide.tracing.attention.use import attention_use, is_on_attention
 from lowtide.tracing.explanation.explain import explain
@@ -33,15 +33,10 @@ from lowtide.tracing.settings import StepSettings
 from lowtide.tracing.step_trace import StepTrace
 from lowtide.units import parse_dtype
 
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adamw": torch.optim.AdamW,
-    "adam": torch.optim.Adam,
-    "sgd": torch.optim.SGD,
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    **{name: OPTIMIZERS_OF_RECIPES[name] for name in ("adamw", "adam", "sgd", "adafactor", "rmsprop", "adagrad")},
+    "deep-one-adafactor": OPTIMIZERS_OF_RECIPES["deep-one-adafactor"],
     "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
-    "adafactor": torch.optim.Adafactor,
-    "rmsprop": torch.optim.RMSprop,
-    "adagrad": torch.optim.Adagrad,
-    "deep-one-adafactor": Adafactor,
 }
 
 
@@ -61,7 +56,7 @@ class TraceRequest:
     """Type of the weights, and of everything computed from them without autocast: bfloat16, float16 or float32, or bf16 and so on.
     Left out: a factory's model as the factory makes it, all others in bfloat16."""
     optimizer: str = "adamw"
-    """adamw, adam, sgd, sgd-momentum, adafactor, rmsprop, adagrad, deep-one-adafactor, or none for forward and backward alone."""
+    """One of `OPTIMIZERS`, or none for forward and backward alone."""
     step: StepSettings = field(default_factory=StepSettings)
     """How the step is run."""
 
@@ -156,8 +151,21 @@ def summarise(trace: StepTrace) -> dict[str, Any]:
     }
 
 
+def run_trace(request: TraceRequest, *, as_json: bool, reports: list[Path]) -> None:
+    """Trace, and show the peak by category and phase."""
+    require_reports(reports)
+    with progress("tracing") as on_progress:
+        result = request.run(on_progress)
+    if as_json:
+        print(json.dumps(summarise(result), indent=2))
+    else:
+        OUT.print(trace_report(result))
+    write_reports(reports, Section(trace=result))
+
+
 def run_explain(request: TraceRequest, *, as_json: bool, reports: list[Path]) -> None:
     """Trace, explain, trace again with each technique, and show all of it."""
+    require_reports(reports)
     shared_sandbox().warm()
     with progress("tracing") as on_progress:
         problem = request.problem()
@@ -168,7 +176,10 @@ def run_explain(request: TraceRequest, *, as_json: bool, reports: list[Path]) ->
             problem, base, on_progress=lambda step: on_progress(f"{step.technique} ({step.number} of {step.total})")
         )
     if as_json:
-        print(json.dumps({**summarise(base), "explanation": list(explanation.sentences), **_plain(answer)}, indent=2))
+        tried = [{**asdict(row), "saved_bytes": row.saved_bytes} for row in answer.rows]
+        skipped = [asdict(each) for each in answer.skipped]
+        said = {"explanation": list(explanation.sentences), "what_if": tried, "not_tried": skipped}
+        print(json.dumps({**summarise(base), **said}, indent=2))
     else:
         OUT.print(headline(base), category_table(base), alive_table(base, limit=10))
         if told := [note for note in base.notes if not is_on_attention(note)]:
@@ -176,23 +187,6 @@ def run_explain(request: TraceRequest, *, as_json: bool, reports: list[Path]) ->
         for sentence in explanation.sentences:
             OUT.print(Padding(escape(sentence), (0, 0, 1, 0)), highlight=False)
         OUT.print(what_if_report(answer.rows))
-        for skipped in answer.skipped:
-            OUT.print(f"[dim]not tried: {escape(skipped.technique)}: {escape(skipped.reason)}[/]", highlight=False)
-    section = Section(trace=base, explanation=explanation.text, what_if=answer.rows)
-    write_reports(reports, section, title=f"{base.model} on {base.target.card}")
-
-
-def _plain(answer: WhatIf) -> dict[str, object]:
-    return {
-        "what_if": [
-            {
-                "technique": row.technique,
-                "before_bytes": row.before_bytes,
-                "after_bytes": row.after_bytes,
-                "saved_bytes": row.saved_bytes,
-                "reason": row.reason,
-            }
-            for row in answer.rows
-        ],
-        "not_tried": [{"technique": skipped.technique, "reason": skipped.reason} for skipped in answer.skipped],
-    }
+        for other in answer.skipped:
+            OUT.print(f"[dim]not tried: {escape(other.technique)}: {escape(other.reason)}[/]", highlight=False)
+    write_reports(reports, Section(trace=base, explanation=explanation.text, what_if=answer.rows))

@@ -167,14 +167,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> Tree:
 
 
 def _parse(path: Path) -> dict[str, Plain]:
-    try:
-        plain = plain_text.parse(path.read_text(encoding="utf-8"), plain_text.format_of(path))
-    except OSError as error:
-        raise ConfigError(f"cannot read the recipe file {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not text in UTF-8: {error}") from error
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}", key=error.key) from error
+    plain = plain_text.read(path, "recipe file")
     if plain is None:
         return {}
     if not isinstance(plain, dict):

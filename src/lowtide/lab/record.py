@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -192,6 +193,14 @@ class RunRecord:
     """The session's statistics; None for plain torch."""
     remarks: tuple[str, ...] = ()
     """What a reader of the figures should know, such as that TensorBoard was not there."""
+
+
+def perplexity(loss: float) -> float:
+    """The perplexity of a mean loss in nats; infinite where it is beyond any float."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 def write_record(record: RunRecord, path: Path) -> None:

@@ -110,7 +110,11 @@ class LossScaler:
                 f"the gradients of {type(optimizer).__name__} were {done} already since the last update(); dividing them "
                 f"by {self._state.scale:g} again would shrink them. Call unscale_ once, before step, and update after"
             )
-        self._require_scaled("unscale_")
+        if self._device is None:
+            raise LossScaleError(
+                f"unscale_ would divide gradients by {self._state.scale:g}, and no loss was ever scaled; call "
+                "scaler.scale(loss).backward() in place of loss.backward()"
+            )
         self._visits[id(optimizer)] = _Visit(optimizer, self._unscaled(optimizer))
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -143,7 +147,14 @@ class LossScaler:
         if not self._enabled:
             return
         if new_scale is None:
-            self._follow()
+            if not self._visits:
+                raise LossScaleError(
+                    "update() was called, and no optimizer was stepped or unscaled since the last one; call "
+                    "scaler.step(optimizer) before it"
+                )
+            # Read all of them: each is reduced over ranks, which must not depend on what this rank found.
+            found = [self._overflowed(visit) for visit in self._visits.values()]
+            self._state = after_step(self._state, self.settings, overflowed=any(found))
         else:
             value = to_fp32(float(new_scale))
             # Validated like a scale that is given at the start.
@@ -249,16 +260,6 @@ class LossScaler:
             visit.overflowed = visit.flag.item() != 0.0
         return visit.overflowed
 
-    def _follow(self) -> None:
-        if not self._visits:
-            raise LossScaleError(
-                "update() was called, and no optimizer was stepped or unscaled since the last one; call "
-                "scaler.step(optimizer) before it"
-            )
-        # Read all of them: each is reduced over ranks, which must not depend on what this rank found.
-        found = [self._overflowed(visit) for visit in self._visits.values()]
-        self._state = after_step(self._state, self.settings, overflowed=any(found))
-
     def _stop(self) -> None:
         is_static = isinstance(self.settings, StaticScale)
         advice = "lower the scale, or use a DynamicScale" if is_static else "lower min_scale if it is above 1"
@@ -268,13 +269,6 @@ class LossScaler:
             f"learnt. Look for NaN in the loss and the inputs, lower the learning rate or use bf16; {advice}. Weights and "
             "optimizer state are those of the last good step"
         )
-
-    def _require_scaled(self, call: str) -> None:
-        if self._device is None:
-            raise LossScaleError(
-                f"{call} would divide gradients by {self._state.scale:g}, and no loss was ever scaled; call "
-                "scaler.scale(loss).backward() in place of loss.backward()"
-            )
 
 
 def _refuse_closures(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -37,8 +37,7 @@ COLUMN = "col"
 STATISTICS = frozenset({ROW, COLUMN})
 """States that are fp32 whatever format was chosen for moments; named as `lowtide.optim.Adafactor` names them."""
 
-ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, LionOptimizer)
-MATRIX = (torch.optim.Adafactor, torch.optim.Muon, AdafactorOptimizer)
+WITH_KERNEL = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, LionOptimizer, AdafactorOptimizer)
 WEIGHT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What the kernels update."""
 _LARGEST = float(torch.finfo(torch.float32).max)
@@ -112,29 +111,25 @@ UNSIGNED = frozenset({"exp_avg_sq", "max_exp_avg_sq"})
 """States that are never negative: second moments."""
 
 
-def has_matrix_rule(optimizer: Optimizer) -> bool:
-    """Whether it updates a parameter as a whole, and each by itself: Adafactor and Muon.
-
-    There is a kernel for `lowtide.optim.Adafactor`; torch's two stay with their own code.
-    """
-    return type(optimizer) in MATRIX
-
-
-def rule_of(optimizer: Optimizer, group: Mapping[str, Any]) -> Rule | None:
-    """The rule of a param group as its settings are now; None where the kernels have none, see `reason_without_rule`.
+def require_rule(optimizer: Optimizer, group: Mapping[str, Any]) -> Rule:
+    """The rule of a param group as its settings are now.
 
     A rate or beta that is a tensor is read: on a GPU that waits for it.
 
     Example:
         >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5, momentum=0.9)
-        >>> rule_of(optimizer, optimizer.param_groups[0]).momentum
+        >>> require_rule(optimizer, optimizer.param_groups[0]).momentum
         0.9
 
     Raises:
+        UnsupportedOptimizerError: The kernels have none; the message says why.
         ConfigError: A setting is no number.
     """
-    if reason_without_rule(optimizer, group) is not None:
-        return None
+    if (reason := reason_without_rule(optimizer, group)) is not None:
+        raise UnsupportedOptimizerError(
+            f"there is no kernel for this update: {reason}; leave the precision of updates to the optimizer itself "
+            "(precision=None), or choose Adam, AdamW, SGD, lowtide.optim.Lion or lowtide.optim.Adafactor"
+        )
     lr, weight_decay = _number(group, "lr"), _number(group, "weight_decay")
     if isinstance(optimizer, AdafactorOptimizer):
         numbers = {key: _number(group, key) for key in ("eps", "decay_rate", "max_beta2", "clip_threshold")}
@@ -164,23 +159,6 @@ def rule_of(optimizer: Optimizer, group: Mapping[str, Any]) -> Rule | None:
     )
 
 
-def require_rule(optimizer: Optimizer, group: Mapping[str, Any]) -> Rule:
-    """`rule_of`, where there must be one.
-
-    Raises:
-        UnsupportedOptimizerError: There is none; the message says why.
-        ConfigError: A setting is no number.
-    """
-    rule = rule_of(optimizer, group)
-    if rule is None:
-        raise UnsupportedOptimizerError(
-            f"there is no kernel for this update: {reason_without_rule(optimizer, group)}; leave the precision of updates "
-            "to the optimizer itself (precision=None), or choose Adam, AdamW, SGD, lowtide.optim.Lion or "
-            "lowtide.optim.Adafactor"
-        )
-    return rule
-
-
 def as_numbers(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings whose tensors of one element were read, so that nobody else waits for them."""
     return {key: _read(value) for key, value in settings.items()}
@@ -189,12 +167,11 @@ def as_numbers(settings: Mapping[str, Any]) -> dict[str, Any]:
 def reason_without_rule(optimizer: Optimizer, group: Mapping[str, Any]) -> str | None:
     """Why the kernels cannot take a param group, as the rest of a sentence; None where they can."""
     name = type(optimizer).__name__
-    # A subclass may do anything in its step.
-    with_kernel = (*ELEMENTWISE, AdafactorOptimizer)
-    if has_matrix_rule(optimizer) and type(optimizer) not in with_kernel:
+    if type(optimizer) in (torch.optim.Adafactor, torch.optim.Muon):
         return f"torch.optim.{name} looks at whole matrices"
-    if type(optimizer) not in with_kernel:
-        known = ", ".join(sorted(kind.__name__ for kind in with_kernel))
+    # A subclass may do anything in its step.
+    if type(optimizer) not in WITH_KERNEL:
+        known = ", ".join(sorted(kind.__name__ for kind in WITH_KERNEL))
         return f"{name} is none of the rules there are kernels for ({known})"
     for option, why in (
         ("capturable", "keeps its count of steps on the device, for CUDA graphs"),

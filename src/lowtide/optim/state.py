@@ -158,17 +158,18 @@ def to_torch_state(weight: Tensor, state: ParameterState, numerics: Numerics) ->
     for name in state.names:
         flat = read_moment(name, state.tensors, stored_as(name, numerics.moments))
         entries[name] = flat.clone() if COLUMN in state.names else _shaped(flat, weight)
-    master = _master_of(weight, state, rounding_for(weight, numerics))
+    master = state.master
+    if state.remainder is not None:
+        master = join(_flat(weight.detach()), state.remainder)
     if master is not None:
         entries[MASTER] = _shaped(master, weight)
-    elif weight.dtype is not torch.float32 and any(_has_more(name, numerics.moments) for name in state.names):
+    elif weight.dtype is not torch.float32 and any(
+        # It has digits that bf16 has not.
+        stored_as(name, numerics.moments) is not Moments.BF16
+        for name in state.names
+    ):
         entries[MOMENTS] = _BITS[numerics.moments]  # a number: torch's loading takes a text apart
     return entries
-
-
-def _has_more(name: str, moments: Moments) -> bool:
-    """Whether a state has digits that bf16 has not."""
-    return stored_as(name, moments) is not Moments.BF16
 
 
 def from_torch_state(target: LoadTarget, saved: SavedState, numerics: Numerics) -> ParameterState:
@@ -324,13 +325,6 @@ def _check_master(master: Tensor, target: LoadTarget) -> None:
             f"{MASTER!r} entries to start from the weights as they are",
             parameter=target.name,
         )
-
-
-def _master_of(weight: Tensor, state: ParameterState, rounding: Rounding) -> Tensor | None:
-    if rounding is Rounding.EXACT:
-        assert state.remainder is not None, "the exact format has a remainder"
-        return join(_flat(weight.detach()), state.remainder)
-    return state.master if rounding is Rounding.MASTER else None
 
 
 def _write_master(weight: Tensor, master: Tensor, state: ParameterState) -> None:

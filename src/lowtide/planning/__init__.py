@@ -1,3 +1,1 @@
 """Planning: what each technique would really save, and (later) which combination of them to use."""
-
-from __future__ import annotations

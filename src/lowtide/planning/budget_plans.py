@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 
-from lowtide.activations.policy import Policies, check_policies
+from lowtide.activations.policy import Policies, Policy, check_policies
 from lowtide.config import require_least
 from lowtide.errors import ConfigError, PlanError
 from lowtide.memory.chunk import Layout
@@ -27,7 +27,7 @@ from lowtide.planning.placement import (
     state_bytes,
     window_bytes,
 )
-from lowtide.planning.plan import Budgets, Plan, Schedule, require_sizes, word_of
+from lowtide.planning.plan import Budgets, Plan, Schedule, Site, Weights, require_sizes, word_of
 from lowtide.units import format_bytes
 
 
@@ -118,19 +118,14 @@ def partition(
             needed_bytes=needed(frozenset()),
             group=window,
         )
-    return assemble(
+    windows = window_bytes(layout, sizes.keys() - resident, config.prefetch_depth, policies)
+    return _assembled(
         layout,
+        config,
+        policies,
         resident=resident,
         on_device={chunk.name for chunk in layout.chunks if chunk.group in resident},
-        schedule=config.schedule,
-        activations=policies,
-        cached_buffers=config.cached_buffers,
-        defragment_every=config.defragment_every,
-        prefetch_depth=config.prefetch_depth,
-        budgets=Budgets(
-            device_bytes=device_bytes,
-            window_bytes=window_bytes(layout, sizes.keys() - resident, config.prefetch_depth, policies),
-        ),
+        budgets=Budgets(device_bytes=device_bytes, window_bytes=windows),
     )
 
 
@@ -226,22 +221,9 @@ def warm_up_plan(layout: Layout, config: WarmUp, device_bytes: int, *, host_byte
     window, alone = largest_window(layout, sizes.keys() - resident, policies)
     if resident_bytes + alone > quota:
         raise _too_small(config, device_bytes, resident_bytes, window, alone, other=0)
-    return assemble(
-        layout,
-        resident=resident,
-        on_device=(),
-        schedule=config.schedule,
-        activations=policies,
-        cached_buffers=config.cached_buffers,
-        defragment_every=config.defragment_every,
-        prefetch_depth=config.prefetch_depth,
-        budgets=_budgets(
-            config,
-            device_bytes,
-            host_bytes,
-            window_bytes=max(alone, int(config.warm_up_share * quota) - resident_bytes),
-        ),
-    )
+    windows = max(alone, int(config.warm_up_share * quota) - resident_bytes)
+    budgets = _budgets(config, device_bytes, host_bytes, window_bytes=windows)
+    return _assembled(layout, config, policies, resident=resident, on_device=(), budgets=budgets)
 
 
 def plan_after(
@@ -295,24 +277,37 @@ def plan_after(
     else:
         window, alone = largest_window(layout, sizes.keys() - always, policies)
         raise _too_small(config, device_bytes, sum(sizes[name] for name in always), window, alone, other=other)
-    margin = room - weights_and_windows(chosen)
+    margin = math.floor(config.margin_share * (room - weights_and_windows(chosen)))
+    windows = window_bytes(layout, sizes.keys() - (always | chosen), depth, policies)
+    return _assembled(
+        layout,
+        replace(config, prefetch_depth=depth),
+        policies,
+        resident=always | chosen,
+        on_device=_first_chunks(layout, margin, state_bytes_per_parameter_byte, config.schedule),
+        budgets=_budgets(config, device_bytes, host_bytes, window_bytes=windows),
+    )
+
+
+def _assembled(
+    layout: Layout,
+    config: StaticPartition | WarmUp,
+    policies: Mapping[str, Policy],
+    *,
+    resident: Collection[str],
+    on_device: Collection[str],
+    budgets: Budgets,
+) -> Plan:
     return assemble(
         layout,
-        resident=always | chosen,
-        on_device=_first_chunks(
-            layout, math.floor(config.margin_share * margin), state_bytes_per_parameter_byte, config.schedule
-        ),
+        weights=dict.fromkeys(resident, Weights.RESIDENT),
+        sites=dict.fromkeys(on_device, Site.DEVICE),
         schedule=config.schedule,
         activations=policies,
         cached_buffers=config.cached_buffers,
         defragment_every=config.defragment_every,
-        prefetch_depth=depth,
-        budgets=_budgets(
-            config,
-            device_bytes,
-            host_bytes,
-            window_bytes=window_bytes(layout, sizes.keys() - (always | chosen), depth, policies),
-        ),
+        prefetch_depth=config.prefetch_depth,
+        budgets=budgets,
     )
 
 

@@ -85,10 +85,8 @@ def make_plan(
             sites[chunk.name] = Site.HOST  # where the weights are
     plan = assemble(
         layout,
-        resident={name for name, word in placed.items() if word is Weights.RESIDENT},
-        on_device={name for name, site in sites.items() if site is Site.DEVICE},
-        paged={name for name, site in sites.items() if site is Site.PAGED},
-        on_host={name for name, word in placed.items() if word is Weights.HOST},
+        weights=placed,
+        sites=sites,
         schedule=word_of(Schedule, schedule, "schedule"),
         activations=activations_by_group(layout, activations),
         prefetch_depth=prefetch_depth,

@@ -7,6 +7,7 @@ Counted are weights, gradients and optimizer state, and what the windows of stre
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 
@@ -61,10 +62,8 @@ def state_bytes(updated_bytes: int, state_bytes_per_parameter_byte: float) -> in
 def assemble(
     layout: Layout,
     *,
-    resident: Collection[str],
-    on_device: Collection[str],
-    paged: Collection[str] = (),
-    on_host: Collection[str] = (),
+    weights: Mapping[str, Weights],
+    sites: Mapping[str, Site],
     schedule: Schedule,
     budgets: Budgets,
     prefetch_depth: int = 1,
@@ -72,17 +71,14 @@ def assemble(
     defragment_every: int = 0,
     activations: Mapping[str, Policy] | None = None,
 ) -> Plan:
-    """The plan in which these groups are resident, these chunks are updated on the device, and all else is the host's.
-
-    Groups in `on_host` never come to the device; the other ones are streamed.
-    """
+    """The plan with these weights by group and these update sites by chunk; what is not named is streamed, and the host's."""
     policies = activations or {}
     return Plan(
         groups=tuple(
             GroupPlan(
                 name=group.name,
-                weights=_weights(group.name, resident, on_host),
-                sites=tuple(_site(chunk.name, on_device, paged) for chunk in layout.chunks_of(group.name)),
+                weights=weights.get(group.name, Weights.STREAMED),
+                sites=tuple(sites.get(chunk.name, Site.HOST) for chunk in layout.chunks_of(group.name)),
                 activation=policies.get(group.name, KEEP),
                 weight_bytes=group.nbytes,
             )
@@ -98,18 +94,6 @@ def assemble(
     )
 
 
-def _site(name: str, on_device: Collection[str], paged: Collection[str]) -> Site:
-    if name in on_device:
-        return Site.DEVICE
-    return Site.PAGED if name in paged else Site.HOST
-
-
-def _weights(name: str, resident: Collection[str], on_host: Collection[str]) -> Weights:
-    if name in resident:
-        return Weights.RESIDENT
-    return Weights.HOST if name in on_host else Weights.STREAMED
-
-
 def by_first_use(layout: Layout) -> list[str]:
     """Names of the groups in the order in which a step first needs them: the rest of the model from its beginning."""
     return [group.name for group in sorted(layout.groups, key=lambda group: not is_always_open(group))]
@@ -122,14 +106,8 @@ def most_that_fit(names: list[str], needed: Callable[[frozenset[str]], int], roo
     """
     if needed(frozenset()) > room_bytes:
         return None
-    fits, too_many = 0, len(names) + 1
-    while too_many - fits > 1:
-        middle = (fits + too_many) // 2
-        if needed(frozenset(names[:middle])) <= room_bytes:
-            fits = middle
-        else:
-            too_many = middle
-    return frozenset(names[:fits])
+    fitting = bisect_right(range(1, len(names) + 1), room_bytes, key=lambda count: needed(frozenset(names[:count])))
+    return frozenset(names[:fitting])
 
 
 def is_always_open(group: GroupSpec) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lowtide import compat
 from lowtide.activations.policy import Offload
 from lowtide.hardware import Hardware
 from lowtide.memory.groups import repeated_blocks
@@ -384,21 +385,13 @@ def half_of(batch: Any) -> Any:
     size = batch_size(batch)
     assert size is not None, "ask batch_size first"
     assert size % 2 == 0, f"{size} has no half"
-    return _map(
-        batch, lambda tensor: tensor[: size // 2].clone() if tensor.dim() and tensor.shape[0] == size else tensor
-    )
-
-
-def _map(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(batch, Tensor):
-        return change(batch)
-    if isinstance(batch, Mapping):
-        return {key: _map(value, change) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_map(value, change) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(_map(value, change) for value in batch)
-    return batch
+    # A mapping of any kind may be a batch, such as a tokenizer's; torch knows plain ones.
+    leaves, structure = compat.flatten(dict(batch) if isinstance(batch, Mapping) else batch)
+    halves = [
+        leaf[: size // 2].clone() if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size else leaf
+        for leaf in leaves
+    ]
+    return compat.unflatten(halves, structure)
 
 
 TECHNIQUES = (

@@ -6,7 +6,11 @@ instant shown, to a tenth: an hour of steps still fits a double, and touching sp
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import count
+from typing import TypeAlias
 
 from lowtide.plain_text import Plain
 from lowtide.runtime.statistics.timeline import Lane, LaneSpan, ResidencySpan, Timeline
@@ -18,6 +22,8 @@ WAITING = "waiting"
 """The kind of a compute span in which the device stood still."""
 
 _REST = "(rest of the model)"
+Numbers: TypeAlias = defaultdict[str, int]
+"""Texts in order of first sight, each with its number."""
 
 
 def gantt_data(timeline: Timeline, *, chunks: Sequence[str] = (), max_spans: int = MAX_SPANS) -> dict[str, Plain]:
@@ -29,7 +35,7 @@ def gantt_data(timeline: Timeline, *, chunks: Sequence[str] = (), max_spans: int
         max_spans: Bound on the spans of both kinds, unless the last step alone has more.
     """
     shown = recent(timeline, max_spans)
-    names = _Words()
+    names: Numbers = defaultdict(count().__next__)
     start_s, end_s = shown.start_s, shown.end_s
     return {
         "isEmulated": shown.is_emulated,
@@ -39,21 +45,19 @@ def gantt_data(timeline: Timeline, *, chunks: Sequence[str] = (), max_spans: int
         "residency": _residency(shown.residency, chunks, start_s, names),
         "lanes": [_lane(lane, shown.spans, start_s, names) for lane in Lane],
         "curve": [[_microseconds(time_s - start_s), held_bytes] for time_s, held_bytes in shown.device_chunk_bytes()],
-        "names": names.words,
+        "names": list(names),
     }
 
 
 def recent(timeline: Timeline, max_spans: int) -> Timeline:
     """The longest run of last steps with at most `max_spans` spans; the last step where it alone has more."""
-    low, high = 1, max(len(timeline.steps), 1)
-    while low < high:
-        middle = (low + high + 1) // 2
-        part = timeline.last_steps(middle)
-        if len(part.spans) + len(part.residency) <= max_spans:
-            low = middle
-        else:
-            high = middle - 1
-    return timeline.last_steps(low)
+
+    def num_spans(num_steps: int) -> int:
+        part = timeline.last_steps(num_steps)
+        return len(part.spans) + len(part.residency)
+
+    fitting = bisect_right(range(1, len(timeline.steps) + 1), max_spans, key=num_spans)
+    return timeline.last_steps(max(fitting, 1))
 
 
 def step_starts(timeline: Timeline) -> list[tuple[int, float]]:
@@ -73,21 +77,9 @@ def kind_of(span: LaneSpan) -> str:
     return span.reason.value if span.reason is not None else span.phase
 
 
-class _Words:
-    """Texts in order of first sight, each kept once; calling it gives a text's index."""
-
-    def __init__(self) -> None:
-        self._index: dict[str, int] = {}
-
-    def __call__(self, word: str) -> int:
-        return self._index.setdefault(word, len(self._index))
-
-    @property
-    def words(self) -> list[Plain]:
-        return list(self._index)
-
-
-def _residency(spans: Sequence[ResidencySpan], order: Sequence[str], start_s: float, names: _Words) -> dict[str, Plain]:
+def _residency(
+    spans: Sequence[ResidencySpan], order: Sequence[str], start_s: float, names: Numbers
+) -> dict[str, Plain]:
     spans = sorted(spans, key=lambda span: span.start_s)
     first = {span.chunk: span for span in reversed(spans)}
     known = {chunk: place for place, chunk in enumerate(order)}
@@ -100,23 +92,23 @@ def _residency(spans: Sequence[ResidencySpan], order: Sequence[str], start_s: fl
     rows.sort(key=lambda chunk: places[first[chunk].group])
     row_of = {chunk: row for row, chunk in enumerate(rows)}
     return {
-        "chunk": [names(chunk or _REST) for chunk in rows],
-        "group": [names(first[chunk].group or _REST) for chunk in rows],
+        "chunk": [names[chunk or _REST] for chunk in rows],
+        "group": [names[first[chunk].group or _REST] for chunk in rows],
         "row": [row_of[span.chunk] for span in spans],
-        "kind": [names(span.state) for span in spans],
+        "kind": [names[span.state] for span in spans],
         "bytes": [span.num_bytes for span in spans],
         **_times(spans, start_s),
     }
 
 
-def _lane(lane: Lane, spans: Iterable[LaneSpan], start_s: float, names: _Words) -> dict[str, Plain]:
+def _lane(lane: Lane, spans: Iterable[LaneSpan], start_s: float, names: Numbers) -> dict[str, Plain]:
     mine = sorted((span for span in spans if span.lane is lane), key=lambda span: span.start_s)
     return {
         "lane": lane.value,
         # The name of a wait is the group it waits for; its kind says that it is one.
-        "name": [names((span.name if span.waits_for is None else span.waits_for) or _REST) for span in mine],
-        "kind": [names(kind_of(span)) for span in mine],
-        "phase": [names(span.phase) for span in mine],
+        "name": [names[(span.name if span.waits_for is None else span.waits_for) or _REST] for span in mine],
+        "kind": [names[kind_of(span)] for span in mine],
+        "phase": [names[span.phase] for span in mine],
         "step": [span.step for span in mine],
         "bytes": [span.num_bytes for span in mine],
         **_times(mine, start_s),

@@ -16,7 +16,7 @@ from lowtide.report.gantt import gantt_data
 from lowtide.report.page import fill_page, read_part
 from lowtide.report.session_tables import cache_line, overlap_line, per_step
 from lowtide.report.table import Tone, Value, size, to_html
-from lowtide.report.timeline import MAX_POINTS, timeline_data
+from lowtide.report.timeline import timeline_data
 from lowtide.report.trace_tables import ASSUMED_CONTEXT, circumstances, fit_of
 from lowtide.runtime.statistics.session_stats import SessionStats
 from lowtide.runtime.statistics.timeline import Lane, Timeline
@@ -58,41 +58,8 @@ class SessionSection:
         return self.stats.is_emulated or self.timeline.is_emulated
 
 
-def render_html(
-    traces: Sequence[StepTrace],
-    *,
-    title: str,
-    explanation: str = "",
-    what_if: Sequence[WhatIfRow] = (),
-    max_points: int = MAX_POINTS,
-) -> str:
-    """The page for some traces, as text to be written to a `.html` file.
-
-    An observed trace that follows a predicted one of the same model is laid over it; every other trace gets a section
-    of its own. The explanation and the what-if table belong to the first section; use `render_page` to give each its
-    own.
-
-    Args:
-        traces: In the order of the page.
-        title: Heading of the page and of the browser's tab.
-        explanation: Plain text; blank lines separate paragraphs.
-        what_if: Techniques tried, in the order of the table.
-        max_points: Bound on the points of each curve; the peaks are among them.
-
-    Raises:
-        ConfigError: There is no trace to show.
-    """
-    sections = _paired(traces)
-    if sections:
-        first = sections[0]
-        sections[0] = Section(
-            trace=first.trace, observed=first.observed, explanation=explanation, what_if=tuple(what_if)
-        )
-    return render_page(sections, title=title, max_points=max_points)
-
-
-def render_page(sections: Sequence[Section | SessionSection], *, title: str, max_points: int = MAX_POINTS) -> str:
-    """The page for sections put together by hand: steps and sessions, in the order given.
+def render_page(sections: Sequence[Section | SessionSection], *, title: str) -> str:
+    """The page for steps and sessions, in the order given, as text to be written to a `.html` file.
 
     Raises:
         ConfigError: There is no section to show.
@@ -102,7 +69,7 @@ def render_page(sections: Sequence[Section | SessionSection], *, title: str, max
     data = [
         gantt_data(section.timeline, chunks=[chunk.name for chunk in section.stats.chunks])
         if isinstance(section, SessionSection)
-        else timeline_data(section.trace, observed=section.observed, max_points=max_points)
+        else timeline_data(section.trace, observed=section.observed)
         for section in sections
     ]
     body = "".join(
@@ -135,22 +102,6 @@ def render_session_page(stats: SessionStats, timeline: Timeline, *, title: str, 
         notes: What the reader must know, a sentence each.
     """
     return render_page([SessionSection(stats=stats, timeline=timeline, notes=tuple(notes))], title=title)
-
-
-def _paired(traces: Sequence[StepTrace]) -> list[Section]:
-    sections: list[Section] = []
-    for trace in traces:
-        last = sections[-1] if sections else None
-        if (
-            last is not None
-            and last.observed is None
-            and (last.trace.origin, trace.origin) == ("predicted", "observed")
-            and last.trace.model == trace.model
-        ):
-            sections[-1] = Section(trace=last.trace, observed=trace)
-        else:
-            sections.append(Section(trace=trace))
-    return sections
 
 
 def _trace_section(section: Section, index: int) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lowtide.plain_text import Plain
-from lowtide.runtime.statistics.timeline import Lane, LaneSpan, ResidencySpan, Timeline
+from lowtide.runtime.statistics.timeline import Lane, LaneSpan, Timeline
 
 _SESSION, _CHUNKS = 1, 2
 _STEPS_TRACK = 1
@@ -73,7 +73,8 @@ def _chunk_events(timeline: Timeline, process: str) -> Iterator[Event]:
         tracks.setdefault(span.chunk, len(tracks) + 1)
     yield from _named(_CHUNKS, process, {track: chunk for chunk, track in tracks.items()})
     for span in timeline.residency:
-        yield _residency_event(span, tracks[span.chunk])
+        arguments: Event = {"chunk": span.chunk, "group": span.group, "bytes": span.num_bytes}
+        yield _complete(_CHUNKS, tracks[span.chunk], span.state, span.state, span.start_s, span.end_s, arguments)
     for time_s, held_bytes in timeline.device_chunk_bytes():
         yield {
             "ph": "C",
@@ -82,11 +83,6 @@ def _chunk_events(timeline: Timeline, process: str) -> Iterator[Event]:
             "ts": _microseconds(time_s),
             "args": {"bytes": held_bytes},
         }
-
-
-def _residency_event(span: ResidencySpan, track: int) -> Event:
-    arguments: Event = {"chunk": span.chunk, "group": span.group, "bytes": span.num_bytes}
-    return _complete(_CHUNKS, track, span.state, span.state, span.start_s, span.end_s, arguments)
 
 
 def _complete(

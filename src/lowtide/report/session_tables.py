@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lowtide.report.table import Cell, Table, Tone, Value, bar, make_table, number, size, words
+from lowtide.report.table import Table, Tone, Value, bar, make_table, number, size, words
 from lowtide.runtime.statistics.session_stats import CacheRow, ChunkRow, SessionStats
 from lowtide.runtime.statistics.timeline import Timeline
 from lowtide.units import format_bytes, format_seconds
@@ -94,102 +94,92 @@ def overlap_line(timeline: Timeline) -> str:
 
 
 _NUM_CHUNKS = 24
-_CHUNK_COLUMNS = (number("bytes"), words("weights"), words("updated on"), number("fetches"), number("on the device"))
 
 
 def time_table(stats: SessionStats) -> Table:
     """Time of the loop by phase, and below it waiting, which lies inside of the phases, and host updates beside them."""
     seconds, whole, steps = stats.seconds, stats.seconds.total_s, stats.num_steps
     times = [
-        ("forward", "forward", seconds.forward_s),
-        ("backward", "backward", seconds.backward_s),
-        ("update", "update", seconds.update_s),
-        ("rest", "rest", seconds.rest_s),
-        ("waiting, in these", "waiting", stats.exposed_copy_s),
+        ("forward", "kind-forward", seconds.forward_s),
+        ("backward", "kind-backward", seconds.backward_s),
+        ("update", "kind-update", seconds.update_s),
+        ("rest", "kind-rest", seconds.rest_s),
+        ("waiting, in these", "kind-waiting", stats.exposed_copy_s),
     ]
     if stats.host_update_s:
-        times.append(("host updates, beside", "update", stats.host_update_s))
-    rows: list[list[Cell | str]] = []
-    for name, kind, time_s in times:
-        share = time_s / whole if whole else 0.0
-        each = format_seconds(time_s / steps) if steps else "–"
-        drawn = bar(f"kind-{kind}", share)
-        rows.append([Value(name, swatch=f"kind-{kind}"), each, format_seconds(time_s), f"{share:.1%}", drawn])
-    columns = (words("phase", wraps=True), number("a step"), number("total"), number("share"), number(""))
-    return make_table("Time of the loop", columns, rows)
+        times.append(("host updates, beside", "kind-update", stats.host_update_s))
+    return make_table(
+        "Time of the loop",
+        [(name, kind, time_s, time_s / whole if whole else 0.0) for name, kind, time_s in times],
+        words("phase", lambda row: Value(row[0], swatch=row[1]), wraps=True),
+        number("a step", lambda row: format_seconds(row[2] / steps) if steps else "–"),
+        number("total", lambda row: format_seconds(row[2])),
+        number("share", lambda row: f"{row[3]:.1%}"),
+        number("", lambda row: bar(row[1], row[3])),
+    )
 
 
 def moved_table(stats: SessionStats) -> Table:
     """Bytes copied, by direction and reason."""
-    rows: list[list[Cell | str]] = [
-        [
-            row.direction,
-            Value(row.reason.value, swatch=f"kind-{row.reason.value.replace(' ', '-')}"),
-            size(row.num_bytes),
-            per_step(row.num_bytes, stats.num_steps),
-            f"{row.num_copies:,}",
-        ]
-        for row in stats.moved
-    ]
-    if not rows:
-        rows.append([Value("nothing was copied", tone=Tone.QUIET), "", "", "", ""])
-    columns = (words("direction", wraps=True), words("reason"), number("bytes"), number("a step"), number("copies"))
-    return make_table("Copies", columns, rows, kind="narrow")
+    table = make_table(
+        "Copies",
+        stats.moved,
+        words("direction", lambda row: row.direction, wraps=True),
+        words("reason", lambda row: Value(row.reason.value, swatch=f"kind-{row.reason.value.replace(' ', '-')}")),
+        number("bytes", lambda row: size(row.num_bytes)),
+        number("a step", lambda row: per_step(row.num_bytes, stats.num_steps)),
+        number("copies", lambda row: f"{row.num_copies:,}"),
+        kind="narrow",
+    )
+    return table if stats.moved else table.with_row(Value("nothing was copied", tone=Tone.QUIET), "", "", "", "")
 
 
 def tier_table(stats: SessionStats) -> Table:
     """The peak of each tier against its budget and its prediction."""
     tones = {True: Tone.GOOD, False: Tone.BAD, None: Tone.PLAIN}
-    rows: list[list[Cell | str]] = [
-        [
-            tier.tier,
-            size(tier.peak_bytes, tones[tier.is_within_budget]),
-            size(tier.budget_bytes),
-            size(tier.predicted_bytes),
-            "" if tier.prediction_error is None else f"{tier.prediction_error:+.1%}",
-        ]
-        for tier in stats.tiers
-    ]
-    columns = (words("tier", wraps=True), number("peak"), number("budget"), number("predicted"), number("error"))
-    return make_table("Peak by tier", columns, rows)
+    return make_table(
+        "Peak by tier",
+        stats.tiers,
+        words("tier", lambda tier: tier.tier, wraps=True),
+        number("peak", lambda tier: size(tier.peak_bytes, tones[tier.is_within_budget])),
+        number("budget", lambda tier: size(tier.budget_bytes)),
+        number("predicted", lambda tier: size(tier.predicted_bytes)),
+        number("error", lambda tier: "" if tier.prediction_error is None else f"{tier.prediction_error:+.1%}"),
+    )
 
 
 def chunk_table(stats: SessionStats, *, limit: int = _NUM_CHUNKS) -> Table:
     """Chunks treated alike together: where they live, where they are updated, how long they were on the device."""
     summaries = chunk_summaries(stats.chunks)
-    rows: list[list[Cell | str]] = [
-        [
-            Value(row.name, is_code=True),
-            f"{row.count:,}",
-            size(row.num_bytes),
-            row.weights,
-            row.site,
-            f"{row.num_fetches:,}",
-            row.share_text,
-        ]
-        for row in summaries[:limit]
-    ]
+    table = make_table(
+        "Chunks, those treated alike together",
+        summaries[:limit],
+        words("chunks", lambda row: Value(row.name, is_code=True), wraps=True),
+        number("count", lambda row: f"{row.count:,}"),
+        number("bytes", lambda row: size(row.num_bytes)),
+        words("weights", lambda row: row.weights),
+        words("updated on", lambda row: row.site),
+        number("fetches", lambda row: f"{row.num_fetches:,}"),
+        number("on the device", lambda row: row.share_text),
+    )
     if rest := summaries[limit:]:
         count, num_bytes = sum(row.count for row in rest), sum(row.num_bytes for row in rest)
-        rows.append([Value("others", tone=Tone.QUIET), f"{count:,}", size(num_bytes), "", "", "", ""])
-    columns = (words("chunks", wraps=True), number("count"), *_CHUNK_COLUMNS)
-    return make_table("Chunks, those treated alike together", columns, rows)
+        return table.with_row(Value("others", tone=Tone.QUIET), f"{count:,}", size(num_bytes), "", "", "", "")
+    return table
 
 
 def every_chunk_table(stats: SessionStats) -> Table:
     """Chunks one by one."""
-    rows: list[list[Cell | str]] = [
-        [
-            Value(row.name, is_code=True),
-            size(row.num_bytes),
-            row.weights,
-            row.site,
-            f"{row.num_fetches:,}",
-            f"{row.resident_share:.1%}",
-        ]
-        for row in stats.chunks
-    ]
-    return make_table("Every chunk", (words("chunk"), *_CHUNK_COLUMNS), rows)
+    return make_table(
+        "Every chunk",
+        stats.chunks,
+        words("chunk", lambda row: Value(row.name, is_code=True)),
+        number("bytes", lambda row: size(row.num_bytes)),
+        words("weights", lambda row: row.weights),
+        words("updated on", lambda row: row.site),
+        number("fetches", lambda row: f"{row.num_fetches:,}"),
+        number("on the device", lambda row: f"{row.resident_share:.1%}"),
+    )
 
 
 def _called(group: str) -> str:

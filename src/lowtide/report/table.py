@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from html import escape
+from typing import TypeAlias, TypeVar
 
 from rich.bar import Bar as RichBar
 from rich.table import Table as RichTable
@@ -18,6 +19,9 @@ from rich.text import Text
 
 from lowtide.report.palette import COLOURS, PEAK_COLOUR
 from lowtide.units import GiB, KiB, MiB, format_bytes
+
+R = TypeVar("R")
+"""What a table has a row for."""
 
 
 class Tone(enum.Enum):
@@ -114,28 +118,47 @@ class Table:
         """The cells row by row."""
         return tuple(zip(*(column.values for column in self.columns), strict=True))
 
+    def with_row(self, *cells: Cell | str) -> Table:
+        """The table with one more row below the others, such as their sum."""
+        pairs = zip(self.columns, _values(cells), strict=True)
+        return replace(self, columns=tuple(replace(column, values=(*column.values, cell)) for column, cell in pairs))
+
     def __rich__(self) -> RichTable:
         return to_terminal(self)
 
 
-def make_table(
-    caption: str, columns: Sequence[Column], rows: Iterable[Sequence[Cell | str]], *, kind: str = ""
-) -> Table:
-    """A table from its rows; plain texts become values."""
-    cells = [[Value(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
-    assert all(len(row) == len(columns) for row in cells), "a row has a cell for each column"
-    filled = [replace(column, values=tuple(row[index] for row in cells)) for index, column in enumerate(columns)]
-    return Table(caption=caption, columns=tuple(filled), kind=kind)
+Fill: TypeAlias = Callable[[Sequence[R]], Column]
+"""A column before there are rows: given them, it has a cell for each."""
 
 
-def number(head: str) -> Column:
-    """An empty column of numbers."""
-    return Column(head=head)
+def make_table(caption: str, rows: Iterable[R], *columns: Fill[R], kind: str = "") -> Table:
+    """A table in which each column says something of each row.
+
+    Example:
+        >>> table = make_table("", ["a", "bc"], words("text", lambda row: row), number("length", lambda row: str(len(row))))
+        >>> [cell.text for cell in table.rows[1]]
+        ['bc', '2']
+    """
+    known = list(rows)
+    return Table(caption=caption, columns=tuple(column(known) for column in columns), kind=kind)
 
 
-def words(head: str, *, wraps: bool = False) -> Column:
-    """An empty column of text."""
-    return Column(head=head, is_number=False, wraps=wraps)
+def number(head: str, cell: Callable[[R], Cell | str], legend: str = "", *, is_for_page: bool = False) -> Fill[R]:
+    """A column of numbers; plain texts become values."""
+    return lambda rows: Column(head=head, legend=legend, is_for_page=is_for_page, values=_values(map(cell, rows)))
+
+
+def words(
+    head: str, cell: Callable[[R], Cell | str], legend: str = "", *, wraps: bool = False, is_for_page: bool = False
+) -> Fill[R]:
+    """A column of text; plain texts become values."""
+    return lambda rows: Column(
+        head=head, legend=legend, is_number=False, wraps=wraps, is_for_page=is_for_page, values=_values(map(cell, rows))
+    )
+
+
+def _values(cells: Iterable[Cell | str]) -> tuple[Cell, ...]:
+    return tuple(Value(cell) if isinstance(cell, str) else cell for cell in cells)
 
 
 def size(num_bytes: int | None, tone: Tone = Tone.PLAIN) -> Value:
@@ -193,9 +216,14 @@ def to_html(table: Table) -> str:
     """The table with its caption, and its legend below it; screen readers skip the bars."""
     # The wrapper scrolls sideways on a phone; it takes the focus so that the keyboard can scroll it too.
     caption = escape(table.caption)
-    heads = "".join(f'<th scope="col"{_column_class(column)}>{escape(column.head)}</th>' for column in table.columns)
+    kinds = [_column_class(column) for column in table.columns]
+    heads = "".join(
+        f'<th scope="col"{kind}>{escape(column.head)}</th>' for column, kind in zip(table.columns, kinds, strict=True)
+    )
     rows = "".join(
-        f"<tr>{''.join(_html_cell(cell, column) for cell, column in zip(row, table.columns, strict=True))}</tr>"
+        "".join(
+            ["<tr>", *(f"<td{kind}>{_html_content(cell)}</td>" for cell, kind in zip(row, kinds, strict=True)), "</tr>"]
+        )
         for row in table.rows
     )
     return (
@@ -209,10 +237,6 @@ def _column_class(column: Column) -> str:
     if column.has_bars:
         return ' class="bars" aria-hidden="true"'
     return ' class="number"' if column.is_number else ""
-
-
-def _html_cell(cell: Cell, column: Column) -> str:
-    return f"<td{_column_class(column)}>{_html_content(cell)}</td>"
 
 
 def _html_content(cell: Cell) -> str:

@@ -6,10 +6,9 @@ of positions in one phase; with gradient accumulation a phase has several.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable
+from collections import Counter, defaultdict
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from itertools import count
 
 import numpy as np
 import numpy.typing as npt
@@ -149,9 +148,6 @@ def kept_positions(trace: StepTrace, *, limit: int = MAX_POINTS) -> npt.NDArray[
     return np.array(sorted(kept), dtype=np.int64)
 
 
-K = TypeVar("K", bound=Hashable)
-
-
 def timeline_data(
     trace: StepTrace, *, observed: StepTrace | None = None, max_points: int = MAX_POINTS
 ) -> dict[str, object]:
@@ -164,11 +160,13 @@ def timeline_data(
     """
     positions = kept_positions(trace, limit=max_points)
     reserved = np.array([trace.start_reserved_bytes, *(event.reserved_bytes for event in trace.events)], dtype=np.int64)
-    instants, tensors = _Table[tuple[str, str, str]](), _Table[tuple[str, str]]()
+    # Rows in order of first sight, each kept once.
+    instants: defaultdict[tuple[str, ...], int] = defaultdict(count().__next__)
+    tensors: defaultdict[tuple[str, ...], int] = defaultdict(count().__next__)
     columns: dict[str, list[int]] = {"instant": [], "tensor": [], "category": [], "change": []}
     for position in positions.tolist():
         instant = instant_of(trace, position - 1)
-        columns["instant"].append(instants.index((instant.op, instant.module, instant.source)))
+        columns["instant"].append(instants[instant.op, instant.module, instant.source])
         if position == 0:
             tensor, category, change = ("", ""), STACK_ORDER[0], 0
         else:
@@ -176,7 +174,7 @@ def timeline_data(
             allocation = trace.allocations[event.allocation]
             tensor = (allocation.label, f"{list(allocation.shape)} {allocation.dtype}")
             category, change = allocation.category, -allocation.bytes if event.is_free else allocation.bytes
-        columns["tensor"].append(tensors.index(tensor))
+        columns["tensor"].append(tensors[tensor])
         columns["category"].append(STACK_ORDER.index(category))
         columns["change"].append(change)
     axis = phase_axis(trace)
@@ -193,8 +191,8 @@ def timeline_data(
         "x": _differences(positions),
         "stack": [_differences(trace.stacked[category][positions]) for category in STACK_ORDER],
         "reserved": _differences(reserved[positions]),
-        "instants": instants.rows,
-        "tensors": tensors.rows,
+        "instants": list(instants),
+        "tensors": list(tensors),
         **columns,
         "observed": None if observed is None else _observed_line(observed, trace, max_points),
     }
@@ -226,17 +224,3 @@ def _observed_line(observed: StepTrace, onto: StepTrace, max_points: int) -> dic
 def _differences(values: npt.NDArray[np.int64]) -> list[int]:
     changes: list[int] = np.diff(values, prepend=0).tolist()
     return changes
-
-
-class _Table(Generic[K]):
-    """Rows in order of first sight, each kept once."""
-
-    def __init__(self) -> None:
-        self._index: dict[K, int] = {}
-
-    def index(self, row: K) -> int:
-        return self._index.setdefault(row, len(self._index))
-
-    @property
-    def rows(self) -> list[K]:
-        return list(self._index)

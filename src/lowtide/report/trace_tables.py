@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+import numpy as np
 
 from lowtide.planning.what_if import WhatIfRow
 from lowtide.report.palette import STACK_ORDER
-from lowtide.report.table import Cell, Table, Tone, Value, bar, make_table, number, size, words
+from lowtide.report.table import Fill, Table, Tone, Value, bar, make_table, number, size, words
 from lowtide.report.timeline import phase_runs, run_peak
 from lowtide.tracing.explanation.compare import compare
 from lowtide.tracing.explanation.instant import AliveGroup, group_alive, largest_alive
-from lowtide.tracing.step_trace import Allocation, StepTrace
+from lowtide.tracing.step_trace import Allocation, Category, StepTrace
 from lowtide.units import format_bytes, format_count
 
 
@@ -122,105 +124,128 @@ _NUM_GROUPS = 24
 _NUM_LARGEST = 12
 _MAX_RUNS = 40
 """Rows of the timeline's table: phases that alternate many times say nothing more one by one."""
-_SHARE = replace(number("share"), is_for_page=True)
-_BARS = number("")
-_TENSOR_COLUMNS = (words("category"), words("tensor"), words("made by", wraps=True))
 
 
 def category_table(trace: StepTrace) -> Table:
     """Bytes by category at the peak, with bar and share; the last row is their sum."""
     at_peak, whole = trace.at_peak, max(trace.peak_bytes, 1)
-    rows: list[list[Cell | str]] = [
-        [
-            Value(category.value, swatch=category.value),
-            size(at_peak[category]),
-            f"{at_peak[category] / whole:.1%}",
-            bar(category.value, at_peak[category] / whole),
-        ]
-        for category in STACK_ORDER
-    ]
-    rows.append([Value("sum", tone=Tone.STRONG), size(sum(at_peak.values()), Tone.STRONG), "", bar("", 0.0)])
-    columns = (words("category", wraps=True), number("bytes"), number("share"), _BARS)
-    return make_table("At the peak, by category", columns, rows)
+    table = make_table(
+        "At the peak, by category",
+        STACK_ORDER,
+        words("category", lambda category: Value(category.value, swatch=category.value), wraps=True),
+        number("bytes", lambda category: size(at_peak[category])),
+        number("share", lambda category: f"{at_peak[category] / whole:.1%}"),
+        number("", lambda category: bar(category.value, at_peak[category] / whole)),
+    )
+    total = size(sum(at_peak.values()), Tone.STRONG)
+    return table.with_row(Value("sum", tone=Tone.STRONG), total, "", bar("", 0.0))
 
 
 def phase_table(trace: StepTrace) -> Table:
     """The highest allocated bytes of each phase; the peak's phase is marked."""
-    whole = max(trace.peak_bytes, 1)
-    rows: list[list[Cell | str]] = []
-    for phase, num_bytes in trace.phase_peaks().items():
-        at_peak = trace.peak_event >= 0 and phase is trace.peak_phase
-        name = Value(phase.value, tone=Tone.PEAK, badge="peak") if at_peak else Value(phase.value)
-        share = num_bytes / whole
-        rows.append([name, size(num_bytes), f"{share:.1%}", bar("peak" if at_peak else "plain", share)])
-    columns = (words("phase", wraps=True), number("bytes"), number("of the peak"), _BARS)
-    return make_table("Highest in each phase", columns, rows)
+    peaks, whole = trace.phase_peaks(), max(trace.peak_bytes, 1)
+    highest = trace.peak_phase if trace.peak_event >= 0 else None
+    marked = Value(highest.value, tone=Tone.PEAK, badge="peak") if highest else Value("")
+    return make_table(
+        "Highest in each phase",
+        peaks,
+        words("phase", lambda phase: marked if phase is highest else phase.value, wraps=True),
+        number("bytes", lambda phase: size(peaks[phase])),
+        number("of the peak", lambda phase: f"{peaks[phase] / whole:.1%}"),
+        number("", lambda phase: bar("peak" if phase is highest else "plain", peaks[phase] / whole)),
+    )
 
 
 def alive_table(trace: StepTrace, *, limit: int = _NUM_GROUPS) -> Table:
     """What is alive at the peak, equal tensors of equal layers together; rows sum to the peak."""
     groups, whole = group_alive(trace, trace.peak_event), max(trace.peak_bytes, 1)
-    rows: list[list[Cell | str]] = [
-        [size(group.bytes), f"{group.bytes / whole:.1%}", f"{group.count:,}", *_tensor(group)]
-        for group in groups[:limit]
-    ]
+    table = make_table(
+        "Alive at the peak, equal layers together",
+        groups[:limit],
+        number("bytes", lambda group: size(group.bytes)),
+        number("share", lambda group: f"{group.bytes / whole:.1%}", is_for_page=True),
+        number("count", lambda group: f"{group.count:,}"),
+        *_tensor_columns(),
+        kind="wide",
+    )
     if rest := groups[limit:]:
         num_bytes, count = sum(group.bytes for group in rest), sum(group.count for group in rest)
         kinds = Value(f"{len(rest)} smaller kinds", tone=Tone.QUIET)
-        rows.append([size(num_bytes), f"{num_bytes / whole:.1%}", f"{count:,}", "", kinds, ""])
-    columns = (number("bytes"), _SHARE, number("count"), *_TENSOR_COLUMNS)
-    return make_table("Alive at the peak, equal layers together", columns, rows, kind="wide")
+        return table.with_row(size(num_bytes), f"{num_bytes / whole:.1%}", f"{count:,}", "", kinds, "")
+    return table
 
 
 def largest_table(trace: StepTrace, *, limit: int = _NUM_LARGEST) -> Table:
     """The largest single tensors alive at the peak, with where each comes from."""
-    rows = [[size(item.bytes), *_tensor(item)] for item in largest_alive(trace, trace.peak_event, limit)]
-    return make_table("Largest tensors at the peak", (number("bytes"), *_TENSOR_COLUMNS), rows, kind="wide")
+    largest = largest_alive(trace, trace.peak_event, limit)
+    num_bytes: Fill[Allocation] = number("bytes", lambda item: size(item.bytes))
+    return make_table("Largest tensors at the peak", largest, num_bytes, *_tensor_columns(), kind="wide")
+
+
+def _tensor_columns() -> tuple[Fill[AliveGroup | Allocation], ...]:
+    return (
+        words("category", lambda item: Value(item.category.value, swatch=item.category.value)),
+        words("tensor", lambda item: f"{list(item.shape)} {item.dtype}"),
+        # Module, op and line share a column, because as three they are unreadable in 80 characters.
+        words(
+            "made by",
+            lambda item: Value(
+                f"{item.module or '(outside the model)'} {item.op}".rstrip(), detail=item.source, is_code=True
+            ),
+            wraps=True,
+        ),
+    )
 
 
 def comparison_table(predicted: StepTrace, observed: StepTrace) -> Table:
     """Predicted against observed: peaks, then the peak of each phase, then each category at the peak of its own trace."""
-    rows: list[list[Cell | str]] = [
-        [
-            row.what,
-            size(row.predicted_bytes),
-            size(row.observed_bytes),
-            "" if row.error is None else f"{row.error:+.2%}",
-        ]
-        for row in compare(predicted, observed).differences
-    ]
-    columns = (words("", wraps=True), number("predicted"), number("observed"), number("error"))
-    return make_table("Predicted against observed", columns, rows, kind="narrow")
+    return make_table(
+        "Predicted against observed",
+        compare(predicted, observed).differences,
+        words("", lambda row: row.what, wraps=True),
+        number("predicted", lambda row: size(row.predicted_bytes)),
+        number("observed", lambda row: size(row.observed_bytes)),
+        number("error", lambda row: "" if row.error is None else f"{row.error:+.2%}"),
+        kind="narrow",
+    )
 
 
 def what_if_table(techniques: Sequence[WhatIfRow]) -> Table:
     """What each technique would do to the peak, and on the page why."""
-    rows: list[list[Cell | str]] = [
-        [
-            Value(row.technique, tone=Tone.STRONG),
-            size(row.before_bytes),
-            size(row.after_bytes),
-            Value(saving(row), tone=_tone(row)),
-            row.reason,
-        ]
-        for row in techniques
-    ]
-    because = replace(words("because"), is_for_page=True)
-    columns = (words("technique", wraps=True), number("before"), number("after"), number("saves"), because)
-    return make_table("What would lower the peak", columns, rows, kind="reasons")
+    tones = {0: Tone.QUIET, 1: Tone.GOOD, -1: Tone.BAD}
+    return make_table(
+        "What would lower the peak",
+        techniques,
+        words("technique", lambda row: Value(row.technique, tone=Tone.STRONG), wraps=True),
+        number("before", lambda row: size(row.before_bytes)),
+        number("after", lambda row: size(row.after_bytes)),
+        number("saves", lambda row: Value(saving(row), tone=tones[int(np.sign(row.saved_bytes))])),
+        words("because", lambda row: row.reason, is_for_page=True),
+        kind="reasons",
+    )
 
 
 def timeline_table(trace: StepTrace) -> Table:
     """The timeline as a table: each phase's start, summit and end, by category."""
-    rows: list[list[Cell | str]] = []
-    for run in phase_runs(trace)[:_MAX_RUNS]:
-        for instant, position in (("start", run.first), ("highest", run_peak(trace, run)), ("end", run.last)):
-            sizes = [format_bytes(int(trace.stacked[category][position])) for category in STACK_ORDER]
-            total = format_bytes(int(trace.curve[position]))
-            rows.append([run.phase.value, instant, f"{position:,}", total, *sizes])
-    columns = (words("phase"), words("instant"), number("event"), number("allocated"))
-    by_category = (number(category.value) for category in STACK_ORDER)
-    return make_table("The timeline as a table", (*columns, *by_category), rows, kind="wide")
+    rows = [
+        (run.phase.value, instant, position)
+        for run in phase_runs(trace)[:_MAX_RUNS]
+        for instant, position in (("start", run.first), ("highest", run_peak(trace, run)), ("end", run.last))
+    ]
+
+    def column(category: Category) -> Fill[tuple[str, str, int]]:
+        return number(category.value, lambda row: format_bytes(int(trace.stacked[category][row[2]])))
+
+    return make_table(
+        "The timeline as a table",
+        rows,
+        words("phase", lambda row: row[0]),
+        words("instant", lambda row: row[1]),
+        number("event", lambda row: f"{row[2]:,}"),
+        number("allocated", lambda row: format_bytes(int(trace.curve[row[2]]))),
+        *map(column, STACK_ORDER),
+        kind="wide",
+    )
 
 
 def settings_table(trace: StepTrace) -> Table:
@@ -233,22 +258,9 @@ def settings_table(trace: StepTrace) -> Table:
         ("ops, events", f"{len(trace.ops):,}, {len(trace.events):,}"),
         *_flat(trace.settings),
     ]
-    return make_table("Settings", (words("setting"), words("value")), [[name, str(value)] for name, value in pairs])
-
-
-def _tensor(item: AliveGroup | Allocation) -> list[Cell | str]:
-    # Module, op and line share a column, because as three they are unreadable in 80 characters.
-    return [
-        Value(item.category.value, swatch=item.category.value),
-        f"{list(item.shape)} {item.dtype}",
-        Value(f"{item.module or '(outside the model)'} {item.op}".rstrip(), detail=item.source, is_code=True),
-    ]
-
-
-def _tone(row: WhatIfRow) -> Tone:
-    if row.saved_bytes == 0:
-        return Tone.QUIET
-    return Tone.GOOD if row.saved_bytes > 0 else Tone.BAD
+    return make_table(
+        "Settings", pairs, words("setting", lambda pair: pair[0]), words("value", lambda pair: str(pair[1]))
+    )
 
 
 def _flat(settings: Mapping[str, object], prefix: str = "") -> list[tuple[str, object]]:

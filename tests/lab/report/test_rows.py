@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from lowtide.lab.record import MemoryFigures, Outcome, PredictedFigures, RunRecord, SpeedFigures
-from lowtide.lab.report.rows import make_rows, perplexity, spread_of
+from lowtide.lab.record import MemoryFigures, Outcome, PredictedFigures, RunRecord, SpeedFigures, perplexity
+from lowtide.lab.report.rows import make_rows, spread_of
 from lowtide.units import GiB, MiB
 from tests.lab.report.samples import SURROUNDINGS, record
 
@@ -76,7 +76,7 @@ def test_a_run_that_made_no_step_has_no_speed() -> None:
 def test_nothing_but_an_ending() -> None:
     [row] = make_rows([record(peak_bytes=None, outcome=Outcome.KILLED, message="ended by signal 9")])
     assert (row.peak_bytes, row.peak_phase, row.samples_per_s, row.perplexity) == (None, None, None, None)
-    assert (row.outcome, row.breakdown, row.prediction_error) == (Outcome.KILLED, None, None)
+    assert (row.outcome, row.by_category, row.prediction_error) == (Outcome.KILLED, {}, None)
     [ending] = row.unfinished
     assert (ending.seed, ending.message) == (0, "ended by signal 9")
 
@@ -101,8 +101,7 @@ def test_memory_is_told_by_the_run_that_needed_most() -> None:
     [row] = make_rows([record(seed=0, memory=small), record(seed=1, memory=large)])
     assert (row.peak_bytes, row.peak_phase, row.reserved_bytes) == (2 * GiB, "backward", 3 * GiB)
     # It was not watched, so that the next one says what it is made of.
-    assert row.breakdown is not None
-    assert (row.breakdown.by_category, row.breakdown.is_predicted) == ({"weights": 7}, False)
+    assert (row.by_category, row.is_breakdown_predicted) == ({"weights": 7}, False)
     assert row.timeline == (("forward", 1),)
 
 
@@ -110,8 +109,8 @@ def test_a_prediction_and_its_error() -> None:
     predicted = PredictedFigures(peak_bytes=99 * MiB, peak_phase="loss", at_peak={"weights": 99 * MiB})
     [row] = make_rows([record(peak_bytes=100 * MiB, predicted=predicted)])
     assert row.prediction_error == pytest.approx(-0.01)
-    assert row.breakdown is not None
-    assert row.breakdown.is_predicted
+    assert row.by_category
+    assert row.is_breakdown_predicted
     [row] = make_rows([record(peak_bytes=50 * MiB, predicted=predicted, outcome=Outcome.KILLED)])
     assert row.prediction_error is None
 

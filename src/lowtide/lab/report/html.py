@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
+from operator import itemgetter
 
 from lowtide.lab.budget import BudgetSweep, reversals
 from lowtide.lab.report import charts, tables
 from lowtide.lab.report.comparison import Comparison, speed_text, unit_for
 from lowtide.lab.report.lab_report import LabReport, fastest_words, provenance, remarks
 from lowtide.lab.report.rows import Row, alike_endings
-from lowtide.lab.report.tables import number, outcome_words
+from lowtide.lab.report.tables import outcome_words, perplexity_text
 from lowtide.plain_text import Plain
 from lowtide.report import page
 from lowtide.report.charts import Mark, Scatter
@@ -161,7 +162,7 @@ def _published_facts(mark: Mark, row: Row, scatter: Scatter) -> list[Plain]:
     if published.steps_10_to_100_s is not None:
         facts.append(["steps 10 to 100, s", f"{published.steps_10_to_100_s:,.1f}"])
     if published.perplexity is not None:
-        facts.append(["perplexity", number(published.perplexity)])
+        facts.append(["perplexity", perplexity_text(published.perplexity)])
     return facts
 
 
@@ -170,12 +171,7 @@ def _breakdown(comparison: Comparison) -> str:
     table = tables.breakdown_table(comparison)
     if table is None:
         return ""
-    rows = [row for row in comparison.rows if row.breakdown]
-    shown = [
-        name
-        for name in tables.categories_of(rows)
-        if any(row.breakdown and row.breakdown.by_category.get(name) for row in rows)
-    ]
+    shown = tables.categories_of(comparison.rows)
     keys = "".join(f'<li><i class="swatch {tables.category_kind(name)}"></i>{escape(name)}</li>' for name in shown)
     drawn = to_html(replace(table, kind=f"{table.kind} breakdown"))
     return f'<h3>{escape(table.caption)}</h3><ul class="legend">{keys}</ul>{drawn}'
@@ -232,6 +228,6 @@ def _sweep(sweep: BudgetSweep, index: int) -> str:
 
 
 def _origin(report: LabReport) -> list[str]:
-    columns = (words("what"), words("value"))
-    made_with = make_table("Made with", columns, provenance(report), kind="narrow origin")
+    columns = (words("what", itemgetter(0)), words("value", itemgetter(1)))
+    made_with = make_table("Made with", provenance(report), *columns, kind="narrow origin")
     return [to_html(made_with), page.notes(report.skipped, title="Skipped files", kind="notes skipped")]

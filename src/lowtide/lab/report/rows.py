@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from lowtide import config, errors
 from lowtide.errors import ConfigError
 from lowtide.lab.recipe import PublishedFigures
-from lowtide.lab.record import MemoryFigures, Outcome, PredictedFigures, RunRecord
+from lowtide.lab.record import Outcome, PredictedFigures, RunRecord, perplexity
 from lowtide.lab.records import by_configuration, flat_settings, folder_of, generations, seed_of, settings_apart
 from lowtide.plain_text import Plain
 
@@ -45,14 +45,6 @@ def spread_of(values: Iterable[float | None]) -> Spread | None:
         deviation=statistics.stdev(known) if len(known) > 1 and is_finite else None,
         count=len(known),
     )
-
-
-def perplexity(loss: float) -> float:
-    """The perplexity of a mean loss in nats; infinite where it is beyond any float."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
 
 
 _PLAIN = frozenset(
@@ -109,15 +101,6 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Breakdown:
-    """The peak by category."""
-
-    by_category: Mapping[str, int]
-    is_predicted: bool
-    """Whether the trace said it, because no step was watched for it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One configuration on one device, over its seeds."""
 
@@ -141,7 +124,10 @@ class Row:
     peak_phase: str | None = None
     """The phase of the peak in the run that needed most, which the following about memory are from too."""
     by_phase: Mapping[str, int]
-    breakdown: Breakdown | None = None
+    by_category: Mapping[str, int]
+    """The peak by category; empty where it is not known."""
+    is_breakdown_predicted: bool = False
+    """Whether the trace said it, because no step was watched for it."""
     timeline: tuple[tuple[str, int], ...] = ()
     reserved_bytes: int | None = None
     """The largest of all seeds, as the host's bytes are."""
@@ -251,6 +237,7 @@ def _row(runs: Sequence[RunRecord], *, device: str, settings: str, num_older: in
     timed = [run.speed for run in finished if run.speed and sum(run.speed.step_s) > 0]
     speeds = [speed for speed in timed if speed.is_alone]
     predicted = next((run.predicted for run in runs if run.predicted), None)
+    watched = next((memory.at_peak for memory in measured if memory.at_peak), {})
     published, complaints = _published(runs)
     return Row(
         name=first.name,
@@ -270,7 +257,8 @@ def _row(runs: Sequence[RunRecord], *, device: str, settings: str, num_older: in
         ),
         peak_phase=most.peak_phase if most and most.by_phase else None,
         by_phase=most.by_phase if most else {},
-        breakdown=_breakdown(measured, predicted),
+        by_category=watched or (predicted.at_peak if predicted else {}),
+        is_breakdown_predicted=not watched,
         timeline=next((memory.timeline for memory in measured if memory.timeline), ()),
         reserved_bytes=max((memory.reserved_bytes for memory in measured if memory.reserved_bytes), default=None),
         host_bytes=max((memory.host_bytes for memory in measured if memory.host_bytes), default=None),
@@ -315,15 +303,6 @@ def _in_company(runs: Sequence[RunRecord]) -> list[str]:
 
 def _model(run: RunRecord) -> str:
     return str(run.recipe.get("model", ""))
-
-
-def _breakdown(measured: Sequence[MemoryFigures], predicted: PredictedFigures | None) -> Breakdown | None:
-    for memory in measured:
-        if memory.at_peak:
-            return Breakdown(by_category=memory.at_peak, is_predicted=False)
-    if predicted is not None and predicted.at_peak:
-        return Breakdown(by_category=predicted.at_peak, is_predicted=True)
-    return None
 
 
 def _published(runs: Sequence[RunRecord]) -> tuple[PublishedFigures | None, list[str]]:

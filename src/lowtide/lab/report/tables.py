@@ -6,16 +6,14 @@ A column appears where at least one row has something to say in it, and brings i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 from lowtide.lab.budget import BudgetSweep, reversals
 from lowtide.lab.report.comparison import Comparison, beside_published, speed_text, unit_for
 from lowtide.lab.report.rows import Row, Spread, error_line
 from lowtide.report.palette import STACK_ORDER
-from lowtide.report.table import Bar, ByteUnit, Column, Table, Tone, Value, byte_unit, make_table, words
-from lowtide.report.table import number as number_column
+from lowtide.report.table import Bar, ByteUnit, Fill, Table, Tone, Value, byte_unit, make_table, number, words
 
 _BESIDE = {
     "samples/s": "as published: over all steps, with their compilation and the evaluation; left out where a run has fewer steps "
@@ -28,7 +26,6 @@ _BESIDE = {
 def result_table(comparison: Comparison) -> Table:
     """All results, one row a configuration."""
     rows, unit = comparison.rows, unit_for(comparison.rows)
-    column = partial(_column, rows)
     has_unfinished, has_seeds = any(not row.is_finished for row in rows), any(len(row.seeds) > 1 for row in rows)
     # An evaluation that needs more than training does is worth a column.
     has_evaluations = any((row.peak_bytes or 0) > (row.training_peak_bytes or row.peak_bytes or 0) for row in rows)
@@ -41,186 +38,179 @@ def result_table(comparison: Comparison) -> Table:
     perplexities = "exp of the evaluation loss"
     if _has_several(row.perplexity for row in rows):
         perplexities += "; over several seeds: mean ± standard deviation (least–largest)"
-    columns = [
-        column(
+    table = make_table(
+        "Results",
+        rows,
+        _names(comparison),
+        words(
             "outcome",
             lambda row: _outcome(row) if has_unfinished else None,
             "how the runs ended, with the error's words",
-            is_number=False,
         ),
-        column(
+        number(
             "runs",
             lambda row: Value(str(len(row.seeds)), len(row.seeds)) if has_seeds else None,
             "how many were made, one a seed; speeds and perplexities are means over those that finished",
         ),
-        column(
+        number(
             f"peak, {unit.name}",
             lambda row: _peak(row, unit),
             f"most bytes of tensors on the device at any time, the evaluation included; the largest of all seeds{early}",
         ),
-        column(
+        number(
             f"training, {unit.name}",
             lambda row: unit.value(row.training_peak_bytes) if has_evaluations else None,
             "the peak without the evaluation, which somewhere is higher than training",
         ),
-        column(
+        number(
             "reduction",
             lambda row: _share(comparison.reduction(row)),
             f"share of the peak of {control} that is saved",
         ),
-        column(
+        words(
             "at",
             lambda row: None if row.peak_phase is None else Value(row.peak_phase, row.peak_phase),
             "the part of the step, or the evaluation, in which the peak is",
-            is_number=False,
         ),
-        column(
+        number(
             "steps",
             lambda row: Value(str(row.steps), row.steps) if row.steps is not None and steps_differ else None,
             "that were made, which differ: speeds of few steps are those of their first, and perplexities are of models that "
             "were trained for so many",
         ),
-        column("samples/s", lambda row: _mean(row.samples_per_s), speeds),
-        column("warm samples/s", lambda row: _mean(row.warm_samples_per_s), "the same without the first 10 steps"),
-        column(
+        number("samples/s", lambda row: _mean(row.samples_per_s), speeds),
+        number("warm samples/s", lambda row: _mean(row.warm_samples_per_s), "the same without the first 10 steps"),
+        number(
             "steps 10 to 100, s",
             lambda row: None if row.steps_10_to_100_s is None else _seconds(row.steps_10_to_100_s.mean),
             "seconds from the end of step 10 to the end of step 100",
         ),
-        column("perplexity", lambda row: _perplexity(row.perplexity), perplexities),
-        column(
+        number("perplexity", lambda row: _perplexity(row.perplexity), perplexities),
+        number(
             f"predicted, {unit.name}",
             lambda row: None if row.predicted is None else unit.value(row.predicted.peak_bytes),
             "the peak that the trace said before the run",
         ),
-        column(
+        number(
             "error",
             lambda row: _signed(row.prediction_error, digits=2),
             "predicted over measured peak of training, less 1",
         ),
-        column(
+        number(
             f"reserved, {unit.name}",
             lambda row: unit.value(row.reserved_bytes),
             "most that the allocator took from the device",
         ),
-        column(f"host, {unit.name}", lambda row: unit.value(row.host_bytes), "largest resident size of the process"),
-    ]
-    return _table("Results", comparison, rows, _said(columns))
+        number(f"host, {unit.name}", lambda row: unit.value(row.host_bytes), "largest resident size of the process"),
+        kind="sortable",
+    )
+    said = [column for column in table.columns if any(value is not None for value in column.values)]
+    return replace(table, columns=tuple(said))
 
 
 def perplexity_table(comparison: Comparison) -> Table | None:
     """Perplexities by the step that they are of; None where no row has any but the last."""
-    rows = tuple(row for row in comparison.rows if row.perplexities)
-    if not rows:
-        return None
-    columns = [
-        Column(head=f"after {step}", values=tuple(_perplexity(row.perplexities.get(step)) for row in rows))
-        for step in sorted({step for row in rows for step in row.perplexities})
-    ]
-    return _table("Perplexity after so many steps", comparison, rows, columns)
+    rows = [row for row in comparison.rows if row.perplexities]
+
+    def column(step: int) -> Fill[Row]:
+        return number(f"after {step}", lambda row: _perplexity(row.perplexities.get(step)))
+
+    columns = map(column, sorted({step for row in rows for step in row.perplexities}))
+    return _table("Perplexity after so many steps", comparison, rows, *columns)
 
 
 def breakdown_table(comparison: Comparison) -> Table | None:
     """The peak of each row by category; None where no row knows it."""
-    known = [(row, row.breakdown) for row in comparison.rows if row.breakdown]
-    if not known:
-        return None
-    rows, unit = [row for row, _ in known], unit_for(comparison.rows)
-    sizes = [breakdown.by_category for _, breakdown in known]
-    totals = [sum(each.values()) for each in sizes]
-    largest, names = max(*totals, 1), categories_of(rows)
-    sources = ["trace" if breakdown.is_predicted else "run" for _, breakdown in known]
-    columns = [
+    rows, unit = [row for row in comparison.rows if row.by_category], unit_for(comparison.rows)
+    largest = max((sum(row.by_category.values()) for row in rows), default=1) or 1
+    names = categories_of(rows)
+
+    def column(name: str) -> Fill[Row]:
+        return number(f"{name}, {unit.name}", lambda row: unit.value(row.by_category.get(name) or None))
+
+    return _table(
+        "What the peak is made of",
+        comparison,
+        rows,
         # Bars of one scale.
-        Column(
-            head="",
-            values=tuple(
-                Bar(tuple((category_kind(name), each.get(name, 0) / largest) for name in names)) for each in sizes
-            ),
+        number(
+            "", lambda row: Bar(tuple((category_kind(name), row.by_category.get(name, 0) / largest) for name in names))
         ),
-        *_said(
-            Column(head=f"{name}, {unit.name}", values=tuple(unit.value(each.get(name) or None) for each in sizes))
-            for name in names
+        *map(column, names),
+        number(
+            f"sum, {unit.name}",
+            lambda row: unit.value(sum(row.by_category.values())),
+            "of all categories; less than the peak where another step, or the evaluation, had more",
         ),
-        Column(
-            head=f"sum, {unit.name}",
-            legend="of all categories; less than the peak where another step, or the evaluation, had more",
-            values=tuple(map(unit.value, totals)),
+        words(
+            "from",
+            lambda row: Value(source := "trace" if row.is_breakdown_predicted else "run", source),
+            "run: one more step was watched; trace: as predicted, because none was",
         ),
-        Column(
-            head="from",
-            legend="run: one more step was watched; trace: as predicted, because none was",
-            is_number=False,
-            values=tuple(Value(source, source) for source in sources),
-        ),
-    ]
-    return _table("What the peak is made of", comparison, rows, columns)
+    )
 
 
 def published_table(comparison: Comparison) -> Table | None:
     """Each row beside what was published for it; None where nothing was."""
     rows = [row for row in comparison.rows if row.published]
-    if not rows:
-        return None
-    unit, beside = unit_for(rows), [beside_published(row) for row in rows]
+    unit, beside = unit_for(rows), {id(row): beside_published(row) for row in rows}
     kinds: dict[str, tuple[Callable[[float], Value], int]] = {
         "peak": (lambda size: Value(unit.text(size), size), 2),
         "samples/s": (lambda speed: Value(speed_text(speed), speed), 0),
         "steps 10 to 100, s": (_seconds, 0),
-        "perplexity": (lambda value: Value(number(value), value), 1),
+        "perplexity": (lambda value: Value(perplexity_text(value), value), 1),
     }
-    columns: list[Column] = []
-    for name, (say, digits) in kinds.items():
-        pairs = [each[name] for each in beside]
-        ours, theirs = (
-            tuple(None if figure is None else say(figure) for figure in figures)
-            for figures in ([pair.ours for pair in pairs], [pair.published for pair in pairs])
-        )
-        if any(theirs):
-            # The first is there even if it is empty: it says what the published figure is of.
-            head = f"peak, {unit.name}" if name == "peak" else name
-            columns.append(Column(head=head, legend=_BESIDE.get(name, ""), values=ours))
-            differences = tuple(_signed(pair.difference, digits=digits) for pair in pairs)
-            columns += _said([Column(head="published", values=theirs), Column(head="differs", values=differences)])
-    return _table("Beside the published figures", comparison, rows, columns)
+
+    def columns(name: str) -> Iterator[Fill[Row]]:
+        say, digits = kinds[name]
+        pairs = [each[name] for each in beside.values()]
+        if all(pair.published is None for pair in pairs):
+            return
+        # The first is there even if it is empty: it says what the published figure is of.
+        head = f"peak, {unit.name}" if name == "peak" else name
+        yield number(head, lambda row: _said(beside[id(row)][name].ours, say), _BESIDE.get(name, ""))
+        yield number("published", lambda row: _said(beside[id(row)][name].published, say))
+        if any(pair.difference is not None for pair in pairs):
+            yield number("differs", lambda row: _signed(beside[id(row)][name].difference, digits=digits))
+
+    return _table("Beside the published figures", comparison, rows, *(fill for name in kinds for fill in columns(name)))
 
 
 def phase_table(comparison: Comparison) -> Table | None:
     """The peak of each phase of each row; None where nothing is known."""
-    rows = tuple(row for row in comparison.rows if row.by_phase)
-    if not rows:
-        return None
+    rows = [row for row in comparison.rows if row.by_phase]
     unit = unit_for(rows)
-    columns = [
-        Column(head=f"{phase}, {unit.name}", values=tuple(unit.value(row.by_phase.get(phase)) for row in rows))
-        for phase in dict.fromkeys(phase for row in rows for phase in row.by_phase)
-    ]
-    return _table("Highest in each phase", comparison, rows, columns)
+
+    def column(phase: str) -> Fill[Row]:
+        return number(f"{phase}, {unit.name}", lambda row: unit.value(row.by_phase.get(phase)))
+
+    phases = dict.fromkeys(phase for row in rows for phase in row.by_phase)
+    return _table("Highest in each phase", comparison, rows, *map(column, phases))
 
 
 def sweep_table(sweep: BudgetSweep) -> Table:
     """The points of a sweep; a peak that a larger budget beats stands out."""
     unit = byte_unit(max(point.peak_bytes for point in sweep.points))
-    beaten = {id(reversal.point) for reversal in reversals(sweep.points)}
-    rows = [
-        [
-            f"{point.budget:g}",
-            Value(unit.text(point.peak_bytes), point.peak_bytes, tone=Tone.BAD if id(point) in beaten else Tone.PLAIN),
-            unit.value(point.saved_bytes),
-            f"{point.recomputed_flops_share:.1%}",
-            point.kind,
-        ]
-        for point in sweep.points
-    ]
-    heads = ("budget", f"peak, {unit.name}", f"saved, {unit.name}", "recomputed")
-    columns = (*map(number_column, heads), words("kind"))
-    return make_table(f"Budgets of {sweep.title}", columns, rows, kind="sortable narrow")
+    tones = {id(reversal.point): Tone.BAD for reversal in reversals(sweep.points)}
+    return make_table(
+        f"Budgets of {sweep.title}",
+        sweep.points,
+        number("budget", lambda point: f"{point.budget:g}"),
+        number(
+            f"peak, {unit.name}",
+            lambda point: Value(unit.text(point.peak_bytes), point.peak_bytes, tone=tones.get(id(point), Tone.PLAIN)),
+        ),
+        number(f"saved, {unit.name}", lambda point: unit.value(point.saved_bytes)),
+        number("recomputed", lambda point: f"{point.recomputed_flops_share:.1%}"),
+        words("kind", lambda point: point.kind),
+        kind="sortable narrow",
+    )
 
 
 def categories_of(rows: Sequence[Row]) -> list[str]:
-    """The categories of a trace in the order of its stack, then what else the breakdowns name."""
-    known = [category.value for category in STACK_ORDER]
-    return list(dict.fromkeys([*known, *(name for row in rows if row.breakdown for name in row.breakdown.by_category)]))
+    """The categories of the breakdowns: those of a trace in the order of its stack, then what else there is."""
+    known = (*(category.value for category in STACK_ORDER), *(name for row in rows for name in row.by_category))
+    return [name for name in dict.fromkeys(known) if any(row.by_category.get(name) for row in rows)]
 
 
 def category_kind(category: str) -> str:
@@ -243,8 +233,8 @@ def outcomes_below(table: Table) -> Table:
     return replace(table, columns=(replace(table.columns[0], values=tuple(names)), *rest))
 
 
-def number(value: float) -> str:
-    """A perplexity: one digit after the point from 100 on, two below."""
+def perplexity_text(value: float) -> str:
+    """One digit after the point from 100 on, two below."""
     if not math.isfinite(value):
         return "not finite"
     return f"{value:,.1f}" if value >= 100 else f"{value:.2f}"
@@ -265,27 +255,18 @@ def shortened(message: str, limit: int = 120) -> str:
     return line if len(line) <= limit else f"{line[: limit - 2].rsplit(' ', 1)[0]} …"
 
 
-def _table(caption: str, comparison: Comparison, rows: Sequence[Row], columns: Iterable[Column]) -> Table:
-    """The names of the configurations, those on the front marked, before the columns."""
-    on_front = {id(row) for row in comparison.front}
-    names = tuple(
-        Value(row.label, row.label, tone=Tone.STRONG, badge="front")
-        if id(row) in on_front
-        else Value(row.label, row.label)
-        for row in rows
-    )
-    name = Column(head="configuration", is_number=False, wraps=True, values=names)
-    return Table(caption=caption, columns=(name, *columns), kind="sortable")
+def _table(caption: str, comparison: Comparison, rows: Sequence[Row], *columns: Fill[Row]) -> Table | None:
+    return make_table(caption, rows, _names(comparison), *columns, kind="sortable") if rows else None
 
 
-def _column(
-    rows: Sequence[Row], head: str, value: Callable[[Row], Value | None], legend: str, *, is_number: bool = True
-) -> Column:
-    return Column(head=head, legend=legend, is_number=is_number, values=tuple(map(value, rows)))
+def _names(comparison: Comparison) -> Fill[Row]:
+    """The names of the configurations, those on the front marked."""
+    on_front = {id(row): Value(row.label, row.label, tone=Tone.STRONG, badge="front") for row in comparison.front}
+    return words("configuration", lambda row: on_front.get(id(row)) or Value(row.label, row.label), wraps=True)
 
 
-def _said(columns: Iterable[Column]) -> tuple[Column, ...]:
-    return tuple(column for column in columns if any(value is not None for value in column.values))
+def _said(figure: float | None, say: Callable[[float], Value]) -> Value | None:
+    return None if figure is None else say(figure)
 
 
 def _outcome(row: Row) -> Value:
@@ -324,10 +305,10 @@ def _perplexity(spread: Spread | None) -> Value | None:
     if spread is None:
         return None
     if spread.deviation is None:
-        return Value(number(spread.mean), spread.mean)
+        return Value(perplexity_text(spread.mean), spread.mean)
     deviation = f"{spread.deviation:.1f}" if spread.mean >= 100 else f"{spread.deviation:.2f}"
-    extremes = f"{number(spread.least)}–{number(spread.largest)}"
-    return Value(f"{number(spread.mean)} ± {deviation}", spread.mean, extremes)
+    extremes = f"{perplexity_text(spread.least)}–{perplexity_text(spread.largest)}"
+    return Value(f"{perplexity_text(spread.mean)} ± {deviation}", spread.mean, extremes)
 
 
 def _has_several(spreads: Iterable[Spread | None]) -> bool:
