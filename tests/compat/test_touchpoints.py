@@ -154,10 +154,10 @@ class TestAutogradReferences:
 
     def test_which_types_have_any(self) -> None:
         node = (torch.ones(1, requires_grad=True) * 2).grad_fn
-        assert compat.is_autograd_holder(Tensor)
-        assert compat.is_autograd_holder(nn.Parameter)
-        assert compat.is_autograd_holder(type(node))
-        assert not compat.is_autograd_holder(nn.Module)
+        assert compat.has_autograd_references(Tensor)
+        assert compat.has_autograd_references(nn.Parameter)
+        assert compat.has_autograd_references(type(node))
+        assert not compat.has_autograd_references(nn.Module)
 
 
 class TestStorages:

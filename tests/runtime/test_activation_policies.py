@@ -238,13 +238,13 @@ def test_a_group_that_is_used_three_times_is_updated_once_when_its_gradient_is_c
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     updated: list[str] = []
-    finish = Finisher._use_up
+    finish = Finisher._update_chunk
 
     def watched(self: Finisher, group: ManagedGroup, *rest: Any) -> None:
         updated.append(group.name)
         finish(self, group, *rest)
 
-    monkeypatch.setattr(Finisher, "_use_up", watched)
+    monkeypatch.setattr(Finisher, "_update_chunk", watched)
     for policy in ("keep", "recompute"):
 
         def plan(model: nn.Module, policy: str = policy) -> lowtide.Plan:

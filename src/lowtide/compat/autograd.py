@@ -18,7 +18,7 @@ SavedTensor = torch._C._autograd.SavedTensor
 """What a node of a graph, or a checkpoint, keeps for the backward: a tensor, or what a hook packed it into."""
 
 
-def is_autograd_holder(kind: type) -> bool:
+def has_autograd_references(kind: type) -> bool:
     """Whether `autograd_references` has something to say about objects of this type."""
     return issubclass(kind, torch.Tensor | torch.autograd.graph.Node | SavedTensor)
 

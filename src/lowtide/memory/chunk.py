@@ -40,7 +40,7 @@ class ChunkState(enum.StrEnum):
     WRITING_BACK = "writing back"
     """N on the device hold the truth and are being copied to N on the host."""
     RESIDENT = "resident"
-    """N on the device hold the truth; the host has no weights of it."""
+    """N on the device hold the truth; where the host updates the chunk, it has N as well."""
 
 
 LEGAL: Mapping[ChunkState, frozenset[ChunkState]] = {
@@ -89,7 +89,7 @@ class Chunk:
     """One chunk. The store moves it from state to state; others tell it what they did by its methods, and assign nothing.
 
     Attributes:
-        host: Its bytes on the host; None for a resident chunk.
+        host: Its bytes on the host; None for a resident chunk that the device updates.
         device: A flat byte tensor whose storage has memory only while the chunk is on the device. The storage stays the
             same for the whole session, because autograd's saved views point to it.
         fetched: The last copy to the device.
@@ -158,7 +158,7 @@ class Chunk:
         staging, self.staging = self.staging, None
         return staging
 
-    def settle_work(self) -> None:
+    def wait_for_host_update(self) -> None:
         """Wait for the pending change of the host's bytes. A failed one is reported once; an interrupted wait forgets none."""
         if self.host_work is None:
             return
@@ -171,7 +171,7 @@ class Chunk:
 
     def settle_host(self) -> None:
         """Wait until the host's bytes are the true ones and nothing changes them."""
-        self.settle_work()
+        self.wait_for_host_update()
         if self.written is not None:
             self.written.ended.wait()
 

@@ -39,7 +39,7 @@ class Books(Protocol):
 
 
 class StoreListener(Protocol):
-    """Is told what happens, for statistics and pictures."""
+    """Says what may be fetched ahead, puts the host's bytes in order before a copy, and is told of copies for the statistics."""
 
     def may_fetch_ahead(self, group: StoredGroup) -> bool:
         """Whether the group's bytes on the host stay as they are until its next use, unless the store is told."""
@@ -102,7 +102,10 @@ class ChunkStore:
         """Resident groups that the host is changing, or has changed, and their places in a forward."""
 
     def open(self, name: str) -> None:
-        """Bring the group to the device, make the computation wait for it, and hold it there until `close`."""
+        """Bring the group to the device and hold it there until `close`; the computation waits for the copies.
+
+        Where the host is updating a chunk, its update is waited for first: this is where a forward waits for its own update.
+        """
         group = self.groups[name]
         if group.num_open == 0 and not group.is_resident:
             self.order.access(name)
@@ -274,7 +277,7 @@ class ChunkStore:
     def _upload(self, chunk: Chunk) -> None:
         if chunk.state is not ChunkState.RESIDENT or chunk.host_work is None or chunk.host is None:
             return
-        chunk.settle_work()
+        chunk.wait_for_host_update()
         after = [chunk.last_use] if chunk.last_use is not None else [self._mover.now()]
         # Noted as a fetch: the host's next update must not change the bytes under it.
         chunk.fetched = chunk.arriving = self._mover.to_device(chunk.device, chunk.host, after)
@@ -325,7 +328,7 @@ class ChunkStore:
     def _fetch(self, chunks: list[Chunk]) -> None:
         self._listener.chunks_change()
         for chunk in chunks:
-            chunk.settle_work()
+            chunk.wait_for_host_update()
             assert chunk.host is not None
             self._listener.before_fetch(chunk)
             self._take_memory(chunk)

@@ -4,8 +4,9 @@ A full collection walks through every object of the process: with torch and a mo
 seconds, in which nothing is launched and the device runs dry. What a session records makes one due every dozen steps.
 So what exists when a session starts is set aside; collections then look at what is made since, in milliseconds.
 
-The user holds the `Session`; the model keeps the management alive for as long as its calls go through it. So it is known
-whether anybody can still close the session, or an exception has left it behind.
+Four objects, from the outside in: the `Session` is the user's handle. The `Management` lives as long as the model's calls go
+through it, so that it is known whether anybody can still close the session, or an exception has left it behind. A `PlanRun`
+has the parts that carry out one plan, and is replaced when the plan changes. Its `Executor` has the two passes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """HostGradient: a gradient that is made on the device and waits on the host; GradientMover brings it there.
 
-Deferred, a gradient lands in a home of its own on the host, where the user finds it as `p.grad`. In backward it lands in
-a staging buffer of its chunk, which the update gives back. A second gradient before the update is added on the host, in
-the order in which autograd would add it.
+Under the deferred schedule a gradient lands in a home of its own on the host, where the user finds it as `p.grad`.
+Where backwards update, it lands in a staging buffer of its chunk, which the update gives back. A second gradient before
+the update is added on the host, in the order in which autograd would add it.
 """
 
 from __future__ import annotations

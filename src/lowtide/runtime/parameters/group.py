@@ -302,11 +302,11 @@ class ManagedGroup:
         """The weights are about to change: a backward through those of before will be refused."""
         self.generation += 1
 
-    def use_up(self, chunk: str) -> None:
+    def mark_consumed(self, chunk: str) -> None:
         """A backward is about to update the chunk, and to use up its gradients."""
         self.consumed.add(chunk)
 
-    def keep(self, chunk: str) -> None:
+    def unmark_consumed(self, chunk: str) -> None:
         """It did not: the chunk is as before."""
         self.consumed.discard(chunk)
 

@@ -180,7 +180,7 @@ class BackwardPass:
         for group, generation, shown in zip(window.groups, visit.generations, visit.shown, strict=True):
             refuse_old_weights(group, generation)
             if not group.looks_at_device or group.shown_memory != shown:
-                refuse_other_memory(group, shown)
+                refuse_backward_through_other_memory(group, shown)
         self._recorder.phase = "backward"
         if task.late:
             self._close_late(task)
@@ -249,6 +249,7 @@ class BackwardPass:
 
     @locked
     def _on_gradient(self, group: ManagedGroup, managed: ManagedParameter, parameter: torch.Tensor) -> None:
+        """Autograd has finished a gradient: send it to the host, or drop it, and update its chunk if it was the last one."""
         if group.num_tasks == 0:
             if not group.is_resident:
                 return  # used outside its module's call, on the host: autograd has put the gradient where it belongs
@@ -499,7 +500,7 @@ def refuse_old_weights(group: ManagedGroup, generation: int) -> None:
         )
 
 
-def refuse_other_memory(group: ManagedGroup, shown: tuple[int, ...]) -> None:
+def refuse_backward_through_other_memory(group: ManagedGroup, shown: tuple[int, ...]) -> None:
     """Refuse a backward through streamed weights whose parameters had other memory in the forward."""
     group.adopt_foreign_data()
     if not group.is_resident and group.shown_memory != shown:

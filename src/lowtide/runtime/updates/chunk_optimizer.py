@@ -117,7 +117,7 @@ class Update:
 
 
 class ChunkOptimizer:
-    """Wraps the user's optimizer, which `chunk_proof.prove` has tried out; owns nothing.
+    """Wraps the user's optimizer, which `updates.proof.prove` has tried out; owns nothing.
 
     Args:
         optimizer: The user's.

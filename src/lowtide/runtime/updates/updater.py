@@ -151,10 +151,10 @@ class Updater:
             for ended in copies:
                 ended.wait()
         self.optimizer.claim_state(updates, settings)
-        # Told before it is given: where that breaks off, it is known whether the update will be made.
+        # Registered before it is submitted: after an exception it is known whether the update will be made.
         job = self._jobs[chunk.spec.name] = self._worker.new_job()
         staging = chunk.take_staging()
-        # Deferred, `step()` has judged them all.
+        # Under the deferred schedule `step()` has judged them all.
         verdict = judge_sent(members, self._gradient_watch) if staging is not None else None
         for managed in members:
             _gradient_of(managed).forget_norm()
@@ -165,7 +165,7 @@ class Updater:
             if verdict is not None and not verdict.is_finite():
                 return  # the loop is told by the watch
             try:
-                # Not before: the update ahead of this one takes its own gradients off the same host targets.
+                # Only now: the update before this one clears the gradients of the same host targets when it ends.
                 for item, gradient in zip(updates, gradients, strict=True):
                     item.target.grad = gradient
                 with compat.outside_compilation():
@@ -267,14 +267,14 @@ def _gradient_of(managed: ManagedParameter) -> HostGradient:
 
 
 class Finisher:
-    """Updates chunks whose gradients are complete, in a backward or on the device in `step()`."""
+    """Decides when a chunk is updated in backward, and opens its group where the device updates it; `Updater` makes the update."""
 
     def __init__(self, updater: ChunkUpdates, residency: Residency, mover: Mover, recorder: Recorder) -> None:
         self.updater = updater
         self._residency = residency
         self._mover = mover
         self._recorder = recorder
-        self._taken: tuple[int, Settings] | None = None
+        self._settings_of_backward: tuple[int, Settings] | None = None
         """The settings of a backward, by its number."""
 
     def finish(self, group: ManagedGroup, backward: int, *, is_last: bool) -> None:
@@ -289,7 +289,7 @@ class Finisher:
             if not is_last and any(visit.backward != backward for visit in group.visits):
                 return  # another use of the same weights is still to come
             if any(self.updater.optimizer.knows(managed.parameter) for managed in fired):
-                self._use_up(group, chunk, fired, self._settings_in(backward))
+                self._update_chunk(group, chunk, fired, self._settings_in(backward))
 
     def prefetch(self, groups: Iterable[ManagedGroup]) -> None:
         """The backward has reached these: optimizer state that visits the device comes beside it."""
@@ -310,22 +310,24 @@ class Finisher:
 
     def _settings_in(self, backward: int) -> Settings:
         """The settings of the backward's first update: a rate on the device is waited for once, not at every chunk."""
-        if self._taken is None or self._taken[0] != backward:
-            self._taken = (backward, self.updater.optimizer.settings())
-        return self._taken[1]
+        if self._settings_of_backward is None or self._settings_of_backward[0] != backward:
+            self._settings_of_backward = (backward, self.updater.optimizer.settings())
+        return self._settings_of_backward[1]
 
-    def _use_up(self, group: ManagedGroup, chunk: Chunk, fired: list[ManagedParameter], settings: Settings) -> None:
+    def _update_chunk(
+        self, group: ManagedGroup, chunk: Chunk, fired: list[ManagedParameter], settings: Settings
+    ) -> None:
         trained = [managed for managed in fired if self.updater.optimizer.knows(managed.parameter)]
         for managed in fired:
             managed.forget_gradient()
         group.count_update()
         try:
             # Before it is: a group that has moved is named, wherever this breaks off.
-            group.use_up(chunk.spec.name)
+            group.mark_consumed(chunk.spec.name)
             self._update(group, chunk, trained, settings)
         except BaseException:
             if not self.updater.is_torn and not self.updater.has_updated(chunk.spec.name):
-                group.keep(chunk.spec.name)
+                group.unmark_consumed(chunk.spec.name)
             raise
 
     def _update(

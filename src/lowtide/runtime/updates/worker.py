@@ -1,10 +1,10 @@
 """HostWorker: one thread for the work on the host that must not hold up the training loop.
 
 Note [Which work comes first]
-A job names what it comes after: copies to the host, and other jobs. Only of those for which all of that has happened is one
-chosen; where there is none, the oldest is waited for. The loop runs ahead of the device and gives the updates of all layers
-long before their gradients arrive: who chose among those too would wait for the gradients of the first layer, which come
-last, while all others lie there. The oldest never waits for a job that has not run, since it was given after it.
+A job names what it comes after: copies to the host, and other jobs. The worker chooses among jobs for which all of that has
+happened; if there are none, it waits for the oldest. It must not choose by place among the others: the loop submits the
+updates of all layers early, and the first layer has the best place but its gradients arrive last, so that the worker would
+idle. The oldest job never waits for one that has not run, because it was submitted after those.
 
 Of those that can run, sums of gradients come before updates, and of the updates those whose weights the next forward needs
 first. In a backward these are the last to arrive: where the host is slower than the device, the updates of the first layers

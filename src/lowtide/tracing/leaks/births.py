@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from lowtide import compat
-from lowtide.compat import WatchingMode, autograd_references, is_autograd_holder, plain_storage
+from lowtide.compat import WatchingMode, autograd_references, has_autograd_references, plain_storage
 
 # Frames of these files are not where a person would look for a tensor's birth.
 _SKIPPED_FILES = (str(Path(torch.__file__).parent) + os.sep, "<frozen ", "<eval_with_key>")
@@ -210,7 +210,7 @@ def _with_graphs(tensors: list[torch.Tensor]) -> list[object]:
     seen = {id(tensor) for tensor in tensors}
     for holder in found:  # grows while it is read
         for reference in autograd_references(holder):
-            if id(reference) not in seen and is_autograd_holder(type(reference)):
+            if id(reference) not in seen and has_autograd_references(type(reference)):
                 seen.add(id(reference))
                 found.append(reference)
     return found

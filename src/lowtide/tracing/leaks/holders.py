@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 from torch.autograd.graph import Node
 
-from lowtide.compat import autograd_references, is_autograd_holder
+from lowtide.compat import autograd_references, has_autograd_references
 from lowtide.tracing.leaks.births import storage_of
 
 ObjectPath = tuple[object, ...]
@@ -187,7 +187,7 @@ def _sort_of(kind: type) -> _Sort:
         return _Sort.STORAGE
     if issubclass(kind, types.FrameType):
         return _Sort.FRAME
-    return _Sort.AUTOGRAD if is_autograd_holder(kind) else _Sort.PLAIN
+    return _Sort.AUTOGRAD if has_autograd_references(kind) else _Sort.PLAIN
 
 
 @dataclass(frozen=True, slots=True)
