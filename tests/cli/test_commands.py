@@ -88,6 +88,9 @@ class TestTrace:
         assert (given["card"], given["capacity_bytes"]) == ("1GiB", 2**30)
         assert given["context_bytes"] == known["context_bytes"] == 840 * 2**20
         assert given["is_context_assumed"] is known["is_context_assumed"] is True
+        assert given["step_s"] is None, "a capacity has no rates"
+        assert known["step_s"] > 0
+        assert known["bound_by"] in ("device", "launches")
         # By the rules of the same compute capability.
         assert given["peak_bytes"] == known["peak_bytes"]
 

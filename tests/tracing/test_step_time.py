@@ -61,6 +61,10 @@ def test_traces_of_older_versions_know_no_launches() -> None:
     assert trace_from_dict(record).target.launch_s == 0.0
 
 
+def test_a_step_under_a_plan_is_not_timed_yet() -> None:
+    assert step_time(replace(trace_of([1.0], launch_s=0.5), host_bytes=0)) is None
+
+
 MEASURED_MS = {
     ("3.14b", "8x2048", True): 899,
     ("3.14b", "4x2048", True): 454,

@@ -30,6 +30,7 @@ from lowtide.tracing.attention.use import attention_use, is_on_attention
 from lowtide.tracing.explanation.explain import explain
 from lowtide.tracing.prediction.sandbox import shared_sandbox
 from lowtide.tracing.settings import StepSettings
+from lowtide.tracing.step_time import step_time
 from lowtide.tracing.step_trace import StepTrace
 from lowtide.units import parse_dtype
 
@@ -121,6 +122,7 @@ def summarise(trace: StepTrace) -> dict[str, Any]:
     """The figures of a trace; the whole trace goes to a file with `--report FILE.json`."""
     event = trace.events[trace.peak_event] if trace.peak_event >= 0 else None
     op = trace.ops[event.op] if event is not None else None
+    time = step_time(trace)
     return {
         "schema": "lowtide.summary/1",
         "model": trace.model,
@@ -138,6 +140,8 @@ def summarise(trace: StepTrace) -> dict[str, Any]:
         "context_bytes": trace.target.context_bytes,
         "is_context_assumed": trace.target.is_context_assumed,
         "capacity_bytes": trace.target.capacity_bytes,
+        "step_s": None if time is None else time.step_s,
+        "bound_by": None if time is None else time.bound_by,
         "peak_phase": str(trace.peak_phase),
         "peak_module": op.module if op else "",
         "peak_op": op.name if op else "",

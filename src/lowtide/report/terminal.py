@@ -23,6 +23,7 @@ from lowtide.report.trace_tables import ASSUMED_CONTEXT, circumstances, fit_of
 from lowtide.runtime.statistics.session_stats import SessionStats
 from lowtide.tracing.attention.use import attention_use, fallbacks, is_on_attention
 from lowtide.tracing.explanation.instant import instant_of
+from lowtide.tracing.step_time import step_time
 from lowtide.tracing.step_trace import Category, StepTrace
 from lowtide.units import format_bytes, format_count, format_seconds
 
@@ -99,6 +100,10 @@ def headline(trace: StepTrace) -> Panel:
             context.append(f"  {ASSUMED_CONTEXT}", style=_QUIET)
         facts.add_row("context beside it", context)
     facts.add_row("hardware", _fit_line(trace))
+    if (time := step_time(trace)) is not None:
+        duration = Text(f"about {format_seconds(time.step_s)}")
+        duration.append(f"  bound by {time.bound_by}, by the vendor's rates", style=_QUIET)
+        facts.add_row("time of the step", duration)
     instant = instant_of(trace, trace.peak_event)
     facts.add_row("the peak is in", Text(instant.phase.value if instant.phase else instant.place, style="bold"))
     if instant.phase is not None:

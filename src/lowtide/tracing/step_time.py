@@ -35,7 +35,8 @@ class StepTime:
 
 
 def step_time(trace: StepTrace) -> StepTime | None:
-    """How long the step takes; None where the hardware's rates are not known, as on the host.
+    """How long the step takes; None where the hardware's rates are not known, as on the host, and for a step under a plan,
+    whose copies and updates on the host are not simulated yet.
 
     Example:
         >>> import torch, lowtide
@@ -43,7 +44,7 @@ def step_time(trace: StepTrace) -> StepTime | None:
         >>> lowtide.tracing.step_time.step_time(trace).bound_by
         'launches'
     """
-    if not any(op.seconds for op in trace.ops):
+    if trace.host_bytes is not None or not any(op.seconds for op in trace.ops):
         return None
     launch_s = trace.target.launch_s
     told_s = ended_s = device_s = 0.0
