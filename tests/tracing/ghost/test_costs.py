@@ -17,7 +17,16 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from lowtide.hardware import find_hardware
-from lowtide.tracing.ghost.costs import Costs, Reduction, describe_reduction, num_flops, staging_bytes
+from lowtide.tracing.ghost.costs import (
+    KERNEL_S,
+    MEMORY_EFFICIENCY,
+    PRODUCT_EFFICIENCY,
+    Costs,
+    Reduction,
+    describe_reduction,
+    num_flops,
+    staging_bytes,
+)
 from lowtide.tracing.ghost.operators import FREE, describe
 from lowtide.units import MiB
 
@@ -256,18 +265,27 @@ class TestWorkspaces:
 
 class TestSeconds:
     def test_a_product_is_bound_by_arithmetic(self) -> None:
-        card = find_hardware("h200")
+        hardware = find_hardware("h200")
         left, out = bf16(8192, 8192), bf16(8192, 8192)
-        seconds = Costs(card, "2.11.0").seconds(describe(aten.mm.default), (left, left), out)
-        assert card.bf16_flops is not None
-        assert seconds == pytest.approx(2 * 8192**3 / (card.bf16_flops * 0.7))
+        seconds = Costs(hardware, "2.11.0").seconds(describe(aten.mm.default), (left, left), out)
+        assert hardware.bf16_flops is not None
+        assert seconds == pytest.approx(2 * 8192**3 / (hardware.bf16_flops * PRODUCT_EFFICIENCY) + KERNEL_S)
 
     def test_a_sum_is_bound_by_memory(self) -> None:
-        card = find_hardware("h200")
+        hardware = find_hardware("h200")
         x = f32(1 << 20)
-        seconds = Costs(card, "2.11.0").seconds(describe(aten.add.Tensor), (x, x), x)
-        assert card.memory_bytes_per_s is not None
-        assert seconds == pytest.approx(3 * 4 * (1 << 20) / (card.memory_bytes_per_s * 0.7))
+        seconds = Costs(hardware, "2.11.0").seconds(describe(aten.add.Tensor), (x, x), x)
+        assert hardware.memory_bytes_per_s is not None
+        traffic_s = 3 * 4 * (1 << 20) / (hardware.memory_bytes_per_s * MEMORY_EFFICIENCY)
+        assert seconds == pytest.approx(traffic_s + KERNEL_S)
+
+    def test_causal_attention_counts_half(self) -> None:
+        query = bf16(2, 8, 4096, 128)
+        whole, causal = (
+            num_flops("aten._scaled_dot_product_flash_attention", (query, query, query, 0.0, is_causal), query)
+            for is_causal in (False, True)
+        )
+        assert whole == 2 * causal == 4 * 2 * 8 * 4096**2 * 128
 
 
 H200_SMS = 132
