@@ -103,7 +103,7 @@ def llama(name: str, *, recompute: bool) -> nn.Module:
 
 @pytest.mark.slow
 def test_steps_that_were_measured_on_an_h200() -> None:
-    """The efficiencies are fitted to these steps, but for the last: so this holds the formula, and is no blind prediction."""
+    """The efficiencies are fitted to these steps, and the launches to the last: this holds the formula, and is not blind."""
     errors = []
     for (name, batch, recompute), measured_ms in MEASURED_MS.items():
         rows, length = map(int, batch.split("x"))
