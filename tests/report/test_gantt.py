@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lowtide.planning.timeline import Lane, LaneSpan, Reason, ResidencySpan, Timeline
 from lowtide.report.gantt import gantt_data, kind_of, recent, step_starts
-from lowtide.runtime.statistics.timeline import Lane, LaneSpan, Reason, ResidencySpan, Timeline
 from tests.runtime.session_samples import Streaming
 
 TIMELINE = Streaming().timeline(is_emulated=True)

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lowtide.planning.timeline import Lane, LaneSpan, Timeline
 from lowtide.report.perfetto import to_perfetto, write_perfetto
-from lowtide.runtime.statistics.timeline import Lane, LaneSpan, Timeline
 from tests.runtime.session_samples import CHUNK_BYTES, Streaming
 
 TIMELINE = Streaming().timeline(is_emulated=True)

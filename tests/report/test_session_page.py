@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from lowtide.planning.timeline import Lane, Timeline
 from lowtide.report.html import Section, SessionSection, render_page, render_session_page
 from lowtide.runtime.statistics.session_stats import CacheRow, PhaseSeconds, SessionStats
-from lowtide.runtime.statistics.timeline import Lane, Timeline
 from lowtide.units import GiB, format_bytes
 from tests.report.browser import Browser, Page
 from tests.report.test_html import Outline, table_with

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from rich.console import Console
 
+from lowtide.planning.timeline import Timeline
 from lowtide.report.session_tables import chunk_summaries, overlap_line, per_step
 from lowtide.report.terminal import session_report
 from lowtide.runtime.statistics.session_stats import CacheRow, ChunkRow, PhaseSeconds, SessionStats
-from lowtide.runtime.statistics.timeline import Timeline
 from tests.runtime.session_samples import CHUNK_BYTES, Streaming, stats_of
 
 TIMELINE = Streaming().timeline(is_emulated=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from lowtide.planning.timeline import Lane, LaneSpan, Reason, ResidencySpan, Timeline
 from lowtide.runtime.statistics.session_stats import CacheRow, ChunkRow, MovedRow, PhaseSeconds, SessionStats, TierRow
-from lowtide.runtime.statistics.timeline import Lane, LaneSpan, Reason, ResidencySpan, Timeline
 from lowtide.units import GiB, MiB
 
 MS = 1e-3

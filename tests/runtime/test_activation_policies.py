@@ -15,8 +15,8 @@ from lowtide.errors import BudgetError, ConfigError, UnknownNameError
 from lowtide.memory.chunk import lay_out
 from lowtide.memory.groups import find_groups
 from lowtide.planning.plan import plan_from_json, plan_to_json
+from lowtide.planning.timeline import Reason
 from lowtide.runtime.parameters.group import ManagedGroup
-from lowtide.runtime.statistics.timeline import Reason
 from lowtide.runtime.updates.updater import Finisher
 from tests.zoo import ZOO, assert_same, train, zoo
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.runtime.statistics.timeline import Lane, LaneSpan
+from lowtide.planning.timeline import Lane, LaneSpan
 
 NUM_BLOCKS, WIDTH, NUM_TOKENS = 8, 4096, 65536
 """A backward of some 60 ms, of which the loop has told the device long before."""

@@ -14,10 +14,10 @@ from lowtide.memory.chunk import lay_out
 from lowtide.memory.groups import find_groups
 from lowtide.memory.pools import ArenaCounts
 from lowtide.planning.budget_plans import MonitorMode
+from lowtide.planning.timeline import Lane, Reason
 from lowtide.runtime import plan_run as plan_run_module
 from lowtide.runtime.host_memory import HostPool
 from lowtide.runtime.statistics.session_stats import SessionStats
-from lowtide.runtime.statistics.timeline import Lane, Reason
 from tests.runtime.stack import (
     BLOCK_BYTES,
     KB,

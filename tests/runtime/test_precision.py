@@ -14,7 +14,7 @@ from torch import nn
 
 import lowtide
 from lowtide.errors import ConfigError, OptimizerStateError, UnknownNameError, UnsupportedOptimizerError
-from lowtide.runtime.statistics.timeline import Reason
+from lowtide.planning.timeline import Reason
 from tests.runtime.kernel_loops import (
     PLACES,
     adamw,

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide.errors import BadRecordError, ConfigError
+from lowtide.planning.timeline import Lane, Reason
 from lowtide.runtime.statistics.session_stats import (
     SCHEMA,
     CacheRow,
@@ -18,7 +19,6 @@ from lowtide.runtime.statistics.session_stats import (
     SessionStats,
     TierRow,
 )
-from lowtide.runtime.statistics.timeline import Lane, Reason
 from tests.runtime.session_samples import CHUNK_BYTES, Streaming, stats_of
 
 STATS = stats_of(Streaming().timeline(is_emulated=True))

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from lowtide.errors import PlanError
 from lowtide.memory.tier import HostMemory
+from lowtide.planning.placement import ENOUGH_BYTES, SHARE_OF_REST, granted, staging_for
 from lowtide.planning.plan import Budgets
-from lowtide.runtime.host_memory import ENOUGH_BYTES, SHARE_OF_REST, HostNeed, charged_tiers, granted, staging_for
+from lowtide.runtime.host_memory import HostNeed, charged_tiers
 from lowtide.units import GiB
 
 ROUNDING = 4096 + 512

@@ -20,13 +20,13 @@ from lowtide.cli.trace import TraceRequest
 from lowtide.lab.meter import metered
 from lowtide.models.gpt import GPT, GPTConfig
 from lowtide.planning.hand_plan import make_plan
+from lowtide.planning.timeline import Timeline
 from lowtide.report.html import Section, SessionSection, render_page
 from lowtide.report.table import Table, make_table, number, words
 from lowtide.report.terminal import headline, session_report
 from lowtide.report.trace_tables import category_table
 from lowtide.runtime.manage import manage
 from lowtide.runtime.statistics.session_stats import SessionStats
-from lowtide.runtime.statistics.timeline import Timeline
 from lowtide.tracing.explanation.explain import explain
 from lowtide.units import format_bytes, format_seconds, parse_bytes
 

@@ -13,7 +13,7 @@ from itertools import count
 from typing import TypeAlias
 
 from lowtide.plain_text import Plain
-from lowtide.runtime.statistics.timeline import Lane, LaneSpan, ResidencySpan, Timeline
+from lowtide.planning.timeline import Lane, LaneSpan, ResidencySpan, Timeline
 
 MAX_SPANS = 20_000
 """How many spans a page holds, about 700 kB; whole steps are left out from the front until the rest fits."""

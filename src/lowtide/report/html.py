@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from html import escape
 
 from lowtide.errors import ConfigError
+from lowtide.planning.timeline import Lane, Timeline
 from lowtide.planning.what_if import WhatIfRow
 from lowtide.report import page, session_tables, trace_tables
 from lowtide.report.gantt import gantt_data
@@ -19,7 +20,6 @@ from lowtide.report.table import Tone, Value, size, to_html
 from lowtide.report.timeline import timeline_data
 from lowtide.report.trace_tables import ASSUMED_CONTEXT, circumstances, fit_of
 from lowtide.runtime.statistics.session_stats import SessionStats
-from lowtide.runtime.statistics.timeline import Lane, Timeline
 from lowtide.tracing.attention.use import attention_use, fallbacks
 from lowtide.tracing.explanation.instant import instant_of
 from lowtide.tracing.step_trace import StepTrace

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lowtide.plain_text import Plain
-from lowtide.runtime.statistics.timeline import Lane, LaneSpan, Timeline
+from lowtide.planning.timeline import Lane, LaneSpan, Timeline
 
 _SESSION, _CHUNKS = 1, 2
 _STEPS_TRACK = 1

@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lowtide.planning.timeline import Timeline
 from lowtide.report.table import Table, Tone, Value, bar, make_table, number, size, words
 from lowtide.runtime.statistics.session_stats import CacheRow, ChunkRow, SessionStats
-from lowtide.runtime.statistics.timeline import Timeline
 from lowtide.units import format_bytes, format_seconds
 
 _NUMBER = re.compile(r"\d+")

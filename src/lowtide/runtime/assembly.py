@@ -25,6 +25,7 @@ from lowtide.memory.tier import Tier
 from lowtide.optim.update_types import Numerics
 from lowtide.planning.placement import window_bytes_needed
 from lowtide.planning.plan import Plan, Schedule, Site, Weights
+from lowtide.planning.timeline import Reason
 from lowtide.runtime.emulation.memory import TrackedMemory
 from lowtide.runtime.host_memory import HostPool, Tiers
 from lowtide.runtime.parameters.group import ManagedGroup, chunks_in
@@ -32,7 +33,6 @@ from lowtide.runtime.passes.executor import Executor
 from lowtide.runtime.passes.forward import Window
 from lowtide.runtime.statistics.observer import StepObserver
 from lowtide.runtime.statistics.recording import PhaseClock, Recorder
-from lowtide.runtime.statistics.timeline import Reason
 from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer
 from lowtide.runtime.updates.kernel_optimizer import KernelOptimizer
 from lowtide.runtime.updates.managed_optimizer import ManagedOptimizer

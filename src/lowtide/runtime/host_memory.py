@@ -1,15 +1,6 @@
 """The session's host memory: its budgets, and one locked buffer for weights, gradients and staging.
 
 `HostNeed` says how many bytes of the host a plan takes for weights, gradients, staging and optimizer state.
-
-Note [Gradients that wait]
-In backward, gradients may come faster than the host updates: 8 billion parameters have 16 GB of them in bf16, which come
-within 0.6 s, and the host gets through 8 GB/s. What finds no room holds up the backward. Where the host updates all, 2 GiB
-are enough: it is busy from the first gradient to the last in any case. Where the device updates a part, which comes last,
-the host could catch up meanwhile, and in the next forward; but if the backward had to go at its pace before, not much is
-left to do then, and it idles. So more room is of use there, as much as all of the host's gradients, and no more than the
-device's part beside the 2 GiB: a host that is slower than the backward does not catch up with more while that part is made.
-It comes out of what the plan leaves of the host, see `SHARE_OF_REST`.
 """
 
 from __future__ import annotations
@@ -24,7 +15,7 @@ import torch
 
 from lowtide import compat
 from lowtide.activations.policy import Offload
-from lowtide.errors import BudgetError, GraphAliveError, PlanError, UnsupportedOptimizerError
+from lowtide.errors import BudgetError, GraphAliveError, UnsupportedOptimizerError
 from lowtide.memory.chunk import LARGEST_CHUNK_BYTES, Layout, ParameterSpec
 from lowtide.memory.mover import Mover
 from lowtide.memory.pools import AllocationCache, Arena, ArenaCounts, CacheCounts
@@ -32,11 +23,11 @@ from lowtide.memory.tier import HostMemory, Tier, host_capacity_bytes, pinned_ca
 from lowtide.optim.rules import require_rule
 from lowtide.optim.state import state_bytes
 from lowtide.optim.update_types import Numerics
+from lowtide.planning.placement import granted, staging_for
 from lowtide.planning.plan import Budgets, Plan, Schedule, Site, Weights
 from lowtide.runtime.emulation.device import mark_of, set_mark
 from lowtide.runtime.updates.proof import apart, prove, set_to_train
 from lowtide.runtime.updates.worker import HostWorker
-from lowtide.units import format_bytes
 
 
 class HostPool:
@@ -310,59 +301,6 @@ def _bytes_in(state: Mapping[str, Any]) -> int:
     return sum(value.nbytes for key, value in state.items() if isinstance(value, torch.Tensor) and key != "step")
 
 
-ENOUGH_BYTES = 1 << 31
-"""Where the host updates all."""
-SHARE_OF_REST = 0.25
-"""The share of what the plan leaves of the host that may be taken for more than is needed."""
-
-
-def staging_for(wanted: int | None, *, least: int, on_host: int, on_device: int, waits: bool) -> tuple[int, int]:
-    """Bytes that a plan takes in any case, and as many as it could make use of.
-
-    Args:
-        wanted: What the plan says; None leaves it to us.
-        least: What the largest gradient needs to go on its way.
-        on_host: Bytes of gradients that go to the host for updates there.
-        on_device: Bytes of what the device updates.
-        waits: Whether gradients wait there for updates that take their time, which more room would hide.
-
-    Raises:
-        PlanError: The plan has less than the least.
-
-    Example:
-        >>> needed, useful = staging_for(None, least=100, on_host=6 << 30, on_device=1 << 30, waits=True)
-        >>> needed >> 30, useful >> 30
-        (2, 3)
-    """
-    if not least:
-        return 0, 0
-    if wanted is not None and wanted < least:
-        raise PlanError(
-            f"staging_memory is {format_bytes(wanted)} ({wanted:,} bytes), and gradients on their way to the host need at least "
-            f"{format_bytes(least)} ({least:,} bytes); give that much, or smaller chunks",
-            needed_bytes=least,
-        )
-    if wanted is not None or not waits:
-        taken = _rounded(least if wanted is None else wanted)
-        return taken, taken
-    needed, useful = min(ENOUGH_BYTES, on_host), min(ENOUGH_BYTES + on_device, on_host)
-    return _rounded(max(least, needed)), _rounded(max(least, useful))
-
-
-def granted(needed: int, *, useful: int, rest_bytes: int) -> int:
-    """What is taken where the plan, with what it needs, leaves so many bytes of the host.
-
-    Example:
-        >>> granted(1024, useful=9216, rest_bytes=8192)
-        3072
-    """
-    return min(useful, needed + max(0, int(SHARE_OF_REST * rest_bytes)) // 512 * 512)
-
-
-def _rounded(num_bytes: int) -> int:
-    return -(-num_bytes // 512) * 512 + 4096
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostNeed:
     """Host bytes that a plan needs for one model, by what they are for."""
@@ -371,7 +309,7 @@ class HostNeed:
     gradient_bytes: int
     staging_bytes: int
     useful_staging_bytes: int
-    """As much staging as makes a difference; see Note [Gradients that wait]."""
+    """As much staging as makes a difference; see Note [Gradients that wait] in `planning.placement`."""
     state_bytes: int
     """Optimizer state beside the parameters that the host updates: in memory of its own that is not locked."""
     paged_bytes: int

@@ -28,11 +28,11 @@ from lowtide.errors import SessionError
 from lowtide.planning.budget_plans import StepSample
 from lowtide.planning.placement import check_plan
 from lowtide.planning.plan import Plan
+from lowtide.planning.timeline import Timeline
 from lowtide.runtime.passes.lock import HELD, refuse_wrapping, remove_all, watch_process
 from lowtide.runtime.plan_run import switch_plan
 from lowtide.runtime.statistics.observer import StepObserver
 from lowtide.runtime.statistics.session_stats import SessionStats
-from lowtide.runtime.statistics.timeline import Timeline
 from lowtide.runtime.warm_up import WarmUpRun
 
 if TYPE_CHECKING:

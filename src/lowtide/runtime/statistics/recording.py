@@ -23,8 +23,8 @@ import torch
 from lowtide import compat
 from lowtide.memory.chunk import Chunk, ChunkState, StoredGroup
 from lowtide.memory.mover import Copied, Mover, Ticket
+from lowtide.planning.timeline import WAIT_PREFIX, Lane, LaneSpan, Reason, ResidencySpan, Timeline
 from lowtide.runtime.statistics.session_stats import MovedRow, PhaseSeconds
-from lowtide.runtime.statistics.timeline import WAIT_PREFIX, Lane, LaneSpan, Reason, ResidencySpan, Timeline
 
 KEPT_STEPS = 3
 """Steps whose spans are kept: enough to see a whole cycle, little enough to forget."""

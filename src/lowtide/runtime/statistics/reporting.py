@@ -12,13 +12,13 @@ from lowtide.memory.chunk import Chunk
 from lowtide.memory.store import ChunkStore
 from lowtide.memory.tier import Tier
 from lowtide.planning.plan import Plan
+from lowtide.planning.timeline import Timeline
 from lowtide.runtime.assembly import SessionSetup
 from lowtide.runtime.host_memory import HostNeed, HostPool, Tiers
 from lowtide.runtime.parameters.group import ManagedGroup, chunks_in
 from lowtide.runtime.statistics.observer import Gauge
 from lowtide.runtime.statistics.recording import Recorder, is_resident
 from lowtide.runtime.statistics.session_stats import CacheRow, ChunkRow, SessionStats, TierRow
-from lowtide.runtime.statistics.timeline import Timeline
 
 
 class DevicePeak:

@@ -14,7 +14,7 @@ from lowtide.activations.apply import ActivationStats
 from lowtide.config import from_plain, to_plain
 from lowtide.errors import BadRecordError, ConfigError
 from lowtide.plain_text import Plain
-from lowtide.runtime.statistics.timeline import Reason
+from lowtide.planning.timeline import Reason
 from lowtide.units import format_bytes, format_seconds
 
 SCHEMA = "lowtide.session_stats/2"

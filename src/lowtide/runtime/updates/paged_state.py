@@ -18,8 +18,8 @@ from lowtide.memory.mover import Mover, Ticket
 from lowtide.optim.rules import Rule
 from lowtide.optim.state import ParameterState, new_state
 from lowtide.optim.update_types import Numerics
+from lowtide.planning.timeline import Reason
 from lowtide.runtime.statistics.recording import Recorder
-from lowtide.runtime.statistics.timeline import Reason
 
 _ALIGNMENT = 512
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide.errors import ConfigError
-from lowtide.runtime.statistics.timeline import Lane, LaneSpan, Overlap, Reason, ResidencySpan, Timeline
+from lowtide.planning.timeline import Lane, LaneSpan, Overlap, Reason, ResidencySpan, Timeline
 from tests.runtime.session_samples import CHUNK_BYTES, MS, Streaming
 
 

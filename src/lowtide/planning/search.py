@@ -1,0 +1,370 @@
+"""The search: the fastest placement whose bytes fit.
+
+A placement has three numbers. Of the groups in the order of their first use, the first so many are resident, and the first
+so many are updated on the device: their gradients come last in a backward, so that the host catches up meanwhile. Of the
+blocks, the last so many have the faster of two activation policies, and the others the smaller one: the last blocks hold
+their activations for the shortest time. Embeddings and the rest of the model keep theirs.
+
+Bytes are counted from a step's costs, and corrected by the caller by what a replay of the allocator finds. Of the placements
+that fit, only those are simulated whose lanes could be faster than the best so far.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from lowtide.errors import PlanError
+from lowtide.memory.chunk import LARGEST_CHUNK_BYTES, Layout
+from lowtide.planning.placement import by_first_use, granted, is_always_open, staging_for, window_bytes
+from lowtide.planning.plan import Schedule, Site, Weights
+from lowtide.planning.simulator import GroupChoice, LaneRates, Placement, SimulatedStep, least_step_s, simulate
+from lowtide.planning.step_costs import POLICIES, StepCosts
+from lowtide.tracing.step_trace import Phase
+from lowtide.units import format_bytes
+
+LADDERS = tuple((POLICIES[low], POLICIES[high]) for low in range(len(POLICIES)) for high in range(low + 1))
+"""Pairs of a smaller and a faster policy; the same twice is a uniform placement."""
+_GRID = 8
+"""Steps in which the number of resident groups, and of those updated on the device, is tried before the best is refined."""
+_PREFETCH_DEPTHS = (1, 2, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a placement may take, and what the user allows."""
+
+    device_bytes: int
+    host_bytes: int
+    pinned_bytes: int
+    schedule: Schedule = Schedule.DEFERRED
+    is_clipped: bool = False
+    policies: tuple[str, ...] = POLICIES
+    """Those that the search may use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """The numbers that a placement is made from."""
+
+    num_resident: int
+    num_device: int
+    """Groups that the device updates."""
+    small: str
+    fast: str
+    num_fast: int
+    """Blocks with the faster policy."""
+    prefetch_depth: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A placement with what it takes."""
+
+    shape: Shape
+    placement: Placement
+    device_bytes: int
+    """Estimated, with the caller's correction."""
+    host_bytes: int
+    pinned_bytes: int
+    simulated: SimulatedStep
+
+    @property
+    def step_s(self) -> float:
+        """Seconds a step."""
+        return self.simulated.step_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What the search gives."""
+
+    best: Candidate
+    uniform: tuple[Candidate, ...]
+    """The fastest placement of each kind that a user would try by hand, those that fit: one policy for all blocks, and
+    everything resident or streamed, updated on the device or on the host."""
+    num_tried: int
+    """Placements that were simulated."""
+
+
+class Search:
+    """Searches among the placements of one step.
+
+    Args:
+        costs: The step's.
+        layout: The model's.
+        rates: The hardware's.
+        correction_bytes: What a replay of the allocator found beyond the estimate of device bytes.
+    """
+
+    def __init__(self, costs: StepCosts, layout: Layout, rates: LaneRates, *, correction_bytes: int = 0) -> None:
+        self.costs = costs
+        self.layout = layout
+        self.rates = rates
+        self.correction_bytes = correction_bytes
+        self._order = by_first_use(layout)
+        self._always = {group.name for group in layout.groups if is_always_open(group)}
+        self._blocks = [name for name in self._order if len(costs.groups[name].policies) > 1]
+        self._windows: dict[tuple[int, int], int] = {}
+
+    def fastest(self, limits: Limits) -> Found:
+        """The fastest placement within the limits.
+
+        Raises:
+            PlanError: None fits; the message says what the smallest one takes.
+        """
+        run = _Run(self, limits)
+        run.try_all(self._grid(limits))
+        if run.best is None:
+            raise self._does_not_fit(limits)
+        run.refine()
+        uniform = self._uniform(limits)
+        best = min((run.best, *uniform), key=lambda candidate: candidate.step_s)
+        return Found(best=best, uniform=uniform, num_tried=run.num_simulated + len(uniform))
+
+    def smallest(self, limits: Limits) -> Shape:
+        """The shape that takes least of the device."""
+        ladders = [policy for policy in POLICIES if policy in limits.policies] or ["keep"]
+        shapes = [
+            Shape(num_resident=0, num_device=0, small=policy, fast=policy, num_fast=0, prefetch_depth=0)
+            for policy in ladders
+        ]
+        return min(shapes, key=lambda shape: self.device_bytes(self.placement(shape, limits)))
+
+    def placement(self, shape: Shape, limits: Limits) -> Placement:
+        """What a shape says about each group."""
+        resident = {*self._order[: shape.num_resident], *self._always}
+        on_device = set(self._order[: shape.num_device])
+        fast = set(self._blocks[len(self._blocks) - shape.num_fast :])
+        groups = {
+            name: GroupChoice(
+                weights=Weights.RESIDENT if name in resident else Weights.STREAMED,
+                site=Site.DEVICE if name in on_device else Site.HOST,
+                policy=(shape.fast if name in fast else shape.small) if name in self._blocks else "keep",
+            )
+            for name in self._order
+        }
+        placement = Placement(
+            groups=groups,
+            schedule=limits.schedule,
+            prefetch_depth=shape.prefetch_depth,
+            window_bytes=self._window_bytes(shape),
+            staging_bytes=0,
+            is_clipped=limits.is_clipped,
+        )
+        return replace(placement, staging_bytes=self._staging_bytes(placement, limits))
+
+    def device_bytes(self, placement: Placement) -> int:
+        """Estimated peak of the device, corrected."""
+        costs = self.costs
+        held = sum(
+            group.weight_bytes
+            for name, group in costs.groups.items()
+            if placement.groups[name].weights is Weights.RESIDENT
+        )
+        held += sum(
+            group.state_bytes for name, group in costs.groups.items() if placement.groups[name].site is Site.DEVICE
+        )
+        return held + placement.window_bytes + self._highest_of_step(placement) + self.correction_bytes
+
+    def host_bytes(self, placement: Placement) -> tuple[int, int]:
+        """Bytes of the host in all, and the part of them that is locked."""
+        pinned = placement.staging_bytes
+        loose = 0
+        for name, group in self.costs.groups.items():
+            choice = placement.groups[name]
+            is_updated = choice.site is Site.HOST and group.trained_bytes > 0
+            if choice.weights is Weights.STREAMED or is_updated:
+                pinned += group.weight_bytes
+            if is_updated:
+                loose += group.state_bytes
+                pinned += group.trained_bytes if placement.schedule is Schedule.DEFERRED else 0
+            if choice.policy == "offload":
+                pinned += group.offloaded_bytes
+        return pinned + loose, pinned
+
+    def fits(self, placement: Placement, limits: Limits) -> bool:
+        """Whether the placement is within every limit."""
+        host, pinned = self.host_bytes(placement)
+        return (
+            host <= limits.host_bytes
+            and pinned <= limits.pinned_bytes
+            and self.device_bytes(placement) <= limits.device_bytes
+        )
+
+    def most_fast(self, shape: Shape, limits: Limits) -> Shape | None:
+        """The shape with as many blocks under the faster policy as fit; None where not even none do."""
+        shape = replace(shape, num_fast=0)
+        if not self.fits(self.placement(shape, limits), limits):
+            return None
+        if shape.small == shape.fast:
+            return shape
+
+        def is_too_much(num_fast: int) -> bool:
+            return not self.fits(self.placement(replace(shape, num_fast=num_fast), limits), limits)
+
+        most = bisect_right(range(1, len(self._blocks) + 1), 0, key=lambda count: int(is_too_much(count)))
+        return replace(shape, num_fast=most)
+
+    def evaluate(self, shape: Shape, limits: Limits) -> Candidate:
+        """The candidate of a shape, simulated."""
+        placement = self.placement(shape, limits)
+        host, pinned = self.host_bytes(placement)
+        return Candidate(
+            shape=shape,
+            placement=placement,
+            device_bytes=self.device_bytes(placement),
+            host_bytes=host,
+            pinned_bytes=pinned,
+            simulated=simulate(self.costs, placement, self.rates),
+        )
+
+    @property
+    def num_groups(self) -> int:
+        """Groups in all."""
+        return len(self._order)
+
+    def _grid(self, limits: Limits) -> Iterator[Shape]:
+        counts = sorted({round(self.num_groups * number / _GRID) for number in range(_GRID + 1)})
+        for small, fast in self._ladders(limits):
+            for num_resident in counts:
+                for num_device in counts:
+                    yield Shape(num_resident=num_resident, num_device=num_device, small=small, fast=fast, num_fast=0)
+
+    def _ladders(self, limits: Limits) -> list[tuple[str, str]]:
+        if not self._blocks:
+            return [("keep", "keep")]
+        known = set(limits.policies).intersection(*(self.costs.groups[name].policies for name in self._blocks))
+        return [ladder for ladder in LADDERS if set(ladder) <= known]
+
+    def _uniform(self, limits: Limits) -> tuple[Candidate, ...]:
+        found = []
+        for small, fast in self._ladders(limits):
+            if small != fast:
+                continue
+            for num_resident in (0, self.num_groups):
+                for num_device in (0, self.num_groups):
+                    shape = Shape(num_resident=num_resident, num_device=num_device, small=small, fast=fast, num_fast=0)
+                    if self.fits(self.placement(shape, limits), limits):
+                        found.append(self.evaluate(shape, limits))
+        return tuple(sorted(found, key=lambda candidate: candidate.step_s))
+
+    def _window_bytes(self, shape: Shape) -> int:
+        key = (shape.num_resident, shape.prefetch_depth)
+        if key not in self._windows:
+            streamed = set(self._order[shape.num_resident :]) - self._always
+            self._windows[key] = window_bytes(self.layout, streamed, shape.prefetch_depth)
+        return self._windows[key]
+
+    def _staging_bytes(self, placement: Placement, limits: Limits) -> int:
+        """As a session takes it."""
+        groups = self.costs.groups
+        on_host = [groups[name] for name, choice in placement.groups.items() if choice.site is Site.HOST]
+        host_bytes = sum(group.trained_bytes for group in on_host)
+        largest = max((group.trained_bytes for group in on_host), default=0)
+        needed, useful = staging_for(
+            None,
+            least=min(host_bytes, 2 * min(largest, LARGEST_CHUNK_BYTES)),
+            on_host=host_bytes,
+            on_device=sum(group.trained_bytes for group in groups.values()) - host_bytes,
+            waits=placement.schedule is Schedule.IN_BACKWARD and any(group.state_bytes for group in on_host),
+        )
+        taken, pinned = self.host_bytes(replace(placement, staging_bytes=needed))
+        rest = min(limits.host_bytes - taken, limits.pinned_bytes - pinned)
+        has_offload = any(choice.policy == "offload" for choice in placement.groups.values())
+        return needed if has_offload else granted(needed, useful=useful, rest_bytes=rest)
+
+    def _highest_of_step(self, placement: Placement) -> int:
+        """Activations, temporaries and gradients at their highest."""
+        groups = self.costs.groups
+        level = highest = self.costs.start_bytes
+        finished = on_its_way = 0
+        for use in self.costs.uses:
+            choice = placement.groups.get(use.window)
+            cost = use.under("keep" if choice is None else choice.policy)
+            current = 0
+            if use.phase is Phase.BACKWARD:
+                current = sum(groups[name].trained_bytes for name in use.groups)
+            highest = max(highest, level + cost.peak_bytes + finished + on_its_way + current)
+            level += cost.grown_bytes
+            if use.phase is Phase.BACKWARD:
+                on_device = sum(
+                    groups[name].trained_bytes for name in use.groups if placement.groups[name].site is Site.DEVICE
+                )
+                on_its_way = current - on_device
+                finished += on_device if placement.schedule is Schedule.DEFERRED else 0
+        return highest
+
+    def _does_not_fit(self, limits: Limits) -> PlanError:
+        placement = self.placement(self.smallest(limits), limits)
+        needed = self.device_bytes(placement)
+        host, pinned = self.host_bytes(placement)
+        if needed > limits.device_bytes:
+            return PlanError(
+                f"no plan fits {format_bytes(limits.device_bytes)} of device memory: with all weights streamed, all updates on "
+                f"the host and the smallest activation policy the step takes about {format_bytes(needed)}; give at least "
+                "that, or a smaller batch",
+                needed_bytes=needed,
+            )
+        return PlanError(
+            f"no plan fits {format_bytes(limits.host_bytes)} of host memory, {format_bytes(limits.pinned_bytes)} of it locked: "
+            f"what the device cannot hold takes about {format_bytes(host)}, {format_bytes(pinned)} of it locked; raise "
+            "host_memory or device_memory, or choose a precision with smaller state",
+            needed_bytes=host,
+        )
+
+
+@dataclass(slots=True)
+class _Run:
+    """One search under one set of limits."""
+
+    search: Search
+    limits: Limits
+    best: Candidate | None = None
+    num_simulated: int = 0
+    _seen: set[Shape] = field(default_factory=set)
+
+    def try_all(self, shapes: Iterable[Shape]) -> None:
+        """Simulate those that fit and could be faster than the best, the most promising first."""
+        search, limits = self.search, self.limits
+        promising: list[tuple[float, int, Shape]] = []
+        for number, shape in enumerate(shapes):
+            filled = search.most_fast(shape, limits)
+            if filled is None or filled in self._seen:
+                continue
+            self._seen.add(filled)
+            promising.append(
+                (least_step_s(search.costs, search.placement(filled, limits), search.rates), number, filled)
+            )
+        for least_s, _, shape in sorted(promising, key=lambda entry: entry[:2]):
+            if self.best is not None and least_s >= self.best.step_s:
+                break
+            candidate = search.evaluate(shape, limits)
+            self.num_simulated += 1
+            if self.best is None or candidate.step_s < self.best.step_s:
+                self.best = candidate
+
+    def refine(self) -> None:
+        """Move the best one's numbers in smaller and smaller steps, as long as that helps."""
+        assert self.best is not None, "the grid found one"
+        stride = max(1, self.search.num_groups // _GRID // 2)
+        while True:
+            before = self.best
+            self.try_all(_neighbours(before.shape, stride, self.search.num_groups))
+            if self.best is before:
+                if stride == 1:
+                    return
+                stride = max(1, stride // 2)
+
+
+def _neighbours(shape: Shape, stride: int, num_groups: int) -> Sequence[Shape]:
+    moves: list[Callable[[int], Shape]] = [
+        lambda by: replace(shape, num_resident=shape.num_resident + by),
+        lambda by: replace(shape, num_device=shape.num_device + by),
+        lambda by: replace(shape, num_resident=shape.num_resident + by, num_device=shape.num_device + by),
+        lambda by: replace(shape, num_resident=shape.num_resident + by, num_device=shape.num_device - by),
+    ]
+    near = [move(by) for move in moves for by in (-stride, stride)]
+    near += [replace(shape, prefetch_depth=depth) for depth in _PREFETCH_DEPTHS if depth != shape.prefetch_depth]
+    return [each for each in near if 0 <= each.num_resident <= num_groups and 0 <= each.num_device <= num_groups]

@@ -1,0 +1,328 @@
+"""StepCosts: what each part of a step takes, in seconds and bytes, under each activation policy.
+
+A step is a sequence of *uses*: a module call of one group, forward or backward, and the loss between them. Each use takes
+time of the device, launches by the host, and memory beside the weights. Both depend on the group's activation policy. They
+are read off traces in which blocks of one kind run under different policies side by side, so that one trace prices all
+policies of a deep model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from lowtide.activations.policy import OTHERS
+from lowtide.memory.chunk import GroupSpec, Layout
+from lowtide.memory.groups import REST
+from lowtide.planning.placement import group_sizes, is_one_module, is_trained
+from lowtide.tracing.step_trace import Category, Phase, StepTrace
+
+POLICIES = ("keep", "selective", "recompute", "offload")
+"""Words of the policies that are priced, from the fastest and largest to the smallest."""
+_RUN = 3
+"""Blocks in a row that have one policy in a probe: the one in the middle is not disturbed by its neighbours' policies."""
+_BESIDE_WEIGHTS = frozenset({Category.ACTIVATIONS, Category.TEMPORARIES, Category.WORKSPACE})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UseCost:
+    """What one use takes under one policy."""
+
+    device_s: float = 0.0
+    """In which the device computes."""
+    num_ops: int = 0
+    """Operators that the host launches."""
+    grown_bytes: int = 0
+    """Device bytes beside weights, gradients and state: after the use less before it. Negative in a backward."""
+    peak_bytes: int = 0
+    """The same at the highest point of the use, less before it."""
+
+    def then(self, other: UseCost) -> UseCost:
+        """The cost of this and then the other."""
+        return UseCost(
+            device_s=self.device_s + other.device_s,
+            num_ops=self.num_ops + other.num_ops,
+            grown_bytes=self.grown_bytes + other.grown_bytes,
+            peak_bytes=max(self.peak_bytes, self.grown_bytes + other.peak_bytes),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """One call of a group's module, or its backward; or what runs outside of all groups."""
+
+    window: str
+    """Path of the module; "" for what belongs to no group's module: the loss, and the rest of the model."""
+    groups: tuple[str, ...]
+    """The groups that its call needs: its own, and tied ones."""
+    phase: Phase
+    costs: Mapping[str, UseCost]
+    """By the policy's word. One entry, `keep`, where the group cannot have another."""
+
+    def under(self, policy: str) -> UseCost:
+        """The cost under a policy; where the module cannot have it, the one that it has."""
+        return self.costs.get(policy) or next(iter(self.costs.values()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupCosts:
+    """What one group's weights are, beside its uses."""
+
+    name: str
+    kind: int
+    """Groups of one kind have parameters of the same shapes and types, and so the same costs."""
+    weight_bytes: int
+    """As they lie in chunks."""
+    trained_bytes: int
+    """The part of them that has gradients."""
+    num_trained: int
+    """Parameters, counted one by one, that have gradients."""
+    state_bytes: int
+    """Optimizer state beside them."""
+    policies: tuple[str, ...]
+    """Those that it can have."""
+    offloaded_bytes: int = 0
+    """What `offload` sends to the host in the forward, and brings back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCosts:
+    """A step's uses in their order, and its groups."""
+
+    uses: tuple[Use, ...]
+    groups: Mapping[str, GroupCosts]
+    start_bytes: int
+    """Device bytes beside weights, gradients and state when the step begins: the batch, workspaces."""
+
+
+def probe_policies(layout: Layout) -> list[dict[str, str]]:
+    """Policies by group for the traces from which `read_costs` prices all policies.
+
+    One trace where each kind of block has enough members; else one for each policy.
+    """
+    kinds: dict[object, list[str]] = {}
+    for group in layout.groups:
+        if _can_have_policies(group):
+            kinds.setdefault(_kind(group), []).append(group.name)
+    if not kinds:
+        return [{}]
+    if all(len(names) >= _RUN * len(POLICIES) for names in kinds.values()):
+        mixed = {OTHERS: "recompute"}
+        for names in kinds.values():
+            mixed |= {name: POLICIES[number // _RUN] for number, name in enumerate(names[: _RUN * len(POLICIES)])}
+        return [mixed]
+    return [{OTHERS: policy} for policy in POLICIES]
+
+
+def read_costs(
+    layout: Layout,
+    probes: Sequence[tuple[Mapping[str, str], StepTrace]],
+    state_bytes: Mapping[str, int],
+) -> StepCosts:
+    """The costs of a step from its probes.
+
+    Args:
+        layout: The model's.
+        probes: What `probe_policies` asked for, each with the trace of a step in which all groups are streamed.
+        state_bytes: Optimizer state of each group.
+    """
+    windows = _windows(layout)
+    first_policies, first = probes[0]
+    sequence = [(use.window, use.phase) for use in _uses_in(first, windows, first_policies)]
+    priced: dict[tuple[int, int], dict[str, UseCost]] = {}
+    kinds = _kinds(layout)
+    own: list[UseCost] = []
+    for number, (policies, trace) in enumerate(probes):
+        uses = _uses_in(trace, windows, policies)
+        if [(use.window, use.phase) for use in uses] != sequence:
+            # A policy that changes which modules run when: the order of the first probe stands, its costs by position do not.
+            uses = _aligned(uses, sequence)
+        samples = _samples(layout, policies)
+        counted: dict[str, int] = {}
+        for use in uses:
+            position = counted[use.window] = counted.get(use.window, -1) + 1
+            (policy, cost), *_ = use.costs.items()
+            if use.window in samples:
+                priced.setdefault((kinds[use.window], position), {})[policy] = cost
+            if number == 0:
+                own.append(cost)
+    return _assemble(layout, sequence, own, priced, state_bytes, first)
+
+
+def _assemble(
+    layout: Layout,
+    sequence: Sequence[tuple[str, Phase]],
+    own: Sequence[UseCost],
+    priced: Mapping[tuple[int, int], Mapping[str, UseCost]],
+    state_bytes: Mapping[str, int],
+    trace: StepTrace,
+) -> StepCosts:
+    uses: list[Use] = []
+    counted: dict[str, int] = {}
+    offloaded: dict[str, int] = {}
+    windows, kinds = _windows(layout), _kinds(layout)
+    for (window, phase), cost in zip(sequence, own, strict=True):
+        position = counted[window] = counted.get(window, -1) + 1
+        costs = dict(priced.get((kinds[window], position), {})) if window in kinds else {}
+        uses.append(Use(window=window, groups=windows.get(window, ()), phase=phase, costs=costs or {"keep": cost}))
+        if phase is Phase.FORWARD and {"recompute", "offload"} <= costs.keys():
+            saved = costs["recompute"].grown_bytes - costs["offload"].grown_bytes
+            offloaded[window] = offloaded.get(window, 0) + max(0, saved)
+    by_window = {use.window: tuple(use.costs) for use in uses}
+    sizes = group_sizes(layout)
+    groups = {}
+    for group_spec in layout.groups:
+        trained = [chunk for chunk in layout.chunks_of(group_spec.name) if is_trained(chunk)]
+        groups[group_spec.name] = GroupCosts(
+            name=group_spec.name,
+            kind=kinds[group_spec.name],
+            weight_bytes=sizes[group_spec.name],
+            trained_bytes=sum(chunk.nbytes for chunk in trained),
+            num_trained=sum(
+                math.prod(parameter.shape) for parameter in group_spec.parameters if parameter.requires_grad
+            ),
+            state_bytes=state_bytes.get(group_spec.name, 0),
+            policies=tuple(policy for policy in POLICIES if policy in by_window.get(group_spec.name, ("keep",))),
+            offloaded_bytes=offloaded.get(group_spec.name, 0),
+        )
+    start = sum(
+        allocation.bytes
+        for allocation in trace.allocations
+        if allocation.born is None and allocation.category in _BESIDE_WEIGHTS
+    )
+    return StepCosts(uses=tuple(uses), groups=groups, start_bytes=start)
+
+
+def _can_have_policies(group: GroupSpec) -> bool:
+    return group.is_block and is_one_module(group)
+
+
+def _kind(group: GroupSpec) -> object:
+    shapes = tuple((each.shape, each.dtype, each.requires_grad) for each in group.parameters)
+    return shapes if _can_have_policies(group) else group.name
+
+
+def _kinds(layout: Layout) -> dict[str, int]:
+    numbers: dict[object, int] = {}
+    return {group.name: numbers.setdefault(_kind(group), len(numbers)) for group in layout.groups}
+
+
+def _samples(layout: Layout, policies: Mapping[str, str]) -> frozenset[str]:
+    """Groups whose cost in a probe stands for their kind: the middle one of each run of a policy, or of all."""
+    by_kind: dict[tuple[object, str], list[str]] = {}
+    for group in layout.groups:
+        if _can_have_policies(group):
+            policy = policies.get(group.name)
+            if policy is None and len(policies) == 1:
+                policy = policies[OTHERS]
+            if policy is not None:
+                by_kind.setdefault((_kind(group), policy), []).append(group.name)
+    return frozenset(names[len(names) // 2] for names in by_kind.values())
+
+
+def _windows(layout: Layout) -> dict[str, tuple[str, ...]]:
+    """By the path of each module with a window, the groups that its call needs."""
+    windows: dict[str, tuple[str, ...]] = {}
+    for group in layout.groups:
+        for module in group.modules:
+            if module != REST:
+                windows[module] = (*windows.get(module, ()), group.name)
+    return windows
+
+
+def _uses_in(trace: StepTrace, windows: Mapping[str, tuple[str, ...]], policies: Mapping[str, str]) -> list[Use]:
+    """The uses of a traced step, each with its cost under its own policy.
+
+    What runs outside of groups belongs to the next use in the forward, as its inputs are made ready, and to the one before
+    in the backward, whose gradients it sums. The loss stands alone. Updates are left out: they are the plan's.
+    """
+    before, after, highest = _levels(trace)
+    found: list[tuple[str, Phase, UseCost]] = []
+    waiting: UseCost | None = None
+    level = before
+    owners: dict[str, str] = {}
+    for index, op in enumerate(trace.ops):
+        if op.phase is Phase.UPDATE:
+            continue
+        end, top = after.get(index, level), highest.get(index, level)
+        cost = UseCost(device_s=op.seconds, num_ops=1, grown_bytes=end - level, peak_bytes=max(0, top - level))
+        level = end
+        group = owners.get(op.module)
+        if group is None:
+            group = owners[op.module] = _owner(op.module, windows)
+        phase = Phase.FORWARD if op.phase is Phase.LOSS else op.phase
+        is_loose = group == REST and op.phase is not Phase.LOSS
+        if is_loose and phase is Phase.FORWARD:
+            waiting = cost if waiting is None else waiting.then(cost)
+            continue
+        if waiting is not None:
+            cost, waiting = waiting.then(cost), None
+        same = bool(found) and found[-1][1] is phase and (found[-1][0] == group or (is_loose and found[-1][0] != REST))
+        if same:
+            found[-1] = (found[-1][0], phase, found[-1][2].then(cost))
+        else:
+            found.append((group, phase, cost))
+    if waiting is not None:
+        found.append((REST, Phase.FORWARD, waiting))
+    return [
+        Use(
+            window=window,
+            groups=windows.get(window, ()),
+            phase=phase,
+            costs={policies.get(window, policies.get(OTHERS, "keep")): cost},
+        )
+        for window, phase, cost in _joined(found)
+    ]
+
+
+def _joined(found: Iterable[tuple[str, Phase, UseCost]]) -> list[tuple[str, Phase, UseCost]]:
+    """Neighbours of one group and phase as one."""
+    joined: list[tuple[str, Phase, UseCost]] = []
+    for group, phase, cost in found:
+        if joined and joined[-1][:2] == (group, phase):
+            joined[-1] = (group, phase, joined[-1][2].then(cost))
+        else:
+            joined.append((group, phase, cost))
+    return joined
+
+
+def _aligned(uses: Sequence[Use], sequence: Sequence[tuple[str, Phase]]) -> list[Use]:
+    """The uses in the order of another probe: the first of each group and phase, and nothing where there is none."""
+    left: dict[tuple[str, Phase], list[Use]] = {}
+    for use in uses:
+        left.setdefault((use.window, use.phase), []).append(use)
+    result = []
+    for window, phase in sequence:
+        same = left.get((window, phase), [])
+        result.append(same.pop(0) if same else Use(window=window, groups=(), phase=phase, costs={"keep": UseCost()}))
+    return result
+
+
+def _levels(trace: StepTrace) -> tuple[int, dict[int, int], dict[int, int]]:
+    """Bytes beside weights, gradients and state: before the step, and by operator after it and at its highest."""
+    level = before = sum(
+        allocation.bytes
+        for allocation in trace.allocations
+        if allocation.born is None and allocation.category in _BESIDE_WEIGHTS
+    )
+    after: dict[int, int] = {}
+    highest: dict[int, int] = {}
+    for event in trace.events:
+        allocation = trace.allocations[event.allocation]
+        if allocation.category in _BESIDE_WEIGHTS:
+            highest.setdefault(event.op, level)
+            level += -allocation.bytes if event.is_free else allocation.bytes
+            after[event.op] = level
+            highest[event.op] = max(highest[event.op], level)
+    return before, after, highest
+
+
+def _owner(module: str, windows: Mapping[str, tuple[str, ...]]) -> str:
+    """The innermost module around a module that has a window; "" where there is none."""
+    path = module
+    while path:
+        if path in windows:
+            return path
+        path = path.rpartition(".")[0]
+    return REST
