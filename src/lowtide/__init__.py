@@ -16,6 +16,7 @@ from lowtide.tracing.settings import StepSettings
 from lowtide.tracing.step_trace import StepTrace
 
 if typing.TYPE_CHECKING:
+    from lowtide.runtime.planner import PlannedStep, plan, prepare
     from lowtide.runtime.prediction.trace import trace
     from lowtide.tracing.explanation.compare import compare
     from lowtide.tracing.explanation.explain import explain
@@ -29,6 +30,9 @@ _AT_FIRST_USE = {
     "find_leaks": "lowtide.tracing.leaks.find",
     "MemoryMonitor": "lowtide.tracing.observation.monitor",
     "observe": "lowtide.tracing.observation.observe",
+    "plan": "lowtide.runtime.planner",
+    "PlannedStep": "lowtide.runtime.planner",
+    "prepare": "lowtide.runtime.planner",
     "trace": "lowtide.runtime.prediction.trace",
 }
 """Predicting, observing and explaining are a third of the package: training alone does not load them."""
@@ -36,6 +40,7 @@ _AT_FIRST_USE = {
 __all__ = [
     "MemoryMonitor",
     "Plan",
+    "PlannedStep",
     "Session",
     "StaticPartition",
     "StepSettings",
@@ -49,6 +54,8 @@ __all__ = [
     "make_plan",
     "manage",
     "observe",
+    "plan",
+    "prepare",
     "trace",
 ]
 

@@ -20,6 +20,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lowtide.hardware import Hardware, find_hardware
 from lowtide.planning.plan import Schedule, Site, Weights
 from lowtide.planning.step_costs import GroupCosts, StepCosts, Use, UseCost
 from lowtide.planning.timeline import WAIT_PREFIX, Lane, LaneSpan, Reason, Timeline
@@ -40,12 +41,50 @@ class LaneRates:
     """What the host needs besides to open and close a window."""
     to_device_bytes_per_s: float
     to_host_bytes_per_s: float
-    host_parameters_per_s: float
-    """Updated by the host's worker while nothing is copied."""
-    host_parameters_beside_copies_per_s: float
+    host_update_bytes_per_s: float
+    """Weights, gradients and state that an update on the host reads and writes while nothing is copied."""
+    host_update_beside_copies_bytes_per_s: float
     """The same while copies take their part of the host's memory bandwidth."""
     device_update_bytes_per_s: float
-    """Weights, gradients and state that an update on the device reads and writes."""
+    """The same on the device."""
+
+
+WINDOW_S = 1.0e-3
+"""The launch-bound Llama of `benchmarks/results/session/launch_versus` has 16 windows in a step and takes 16 ms longer."""
+LINK_EFFICIENCY = 0.83
+"""Of what a slot promises: 55 GB/s of 63 in one direction, 49 each way at once, on the H200's host."""
+UPDATE_EFFICIENCY = 0.5
+"""Of the device's memory bandwidth, in updates: 2.4 TB/s of 4.8 on the H200."""
+HOST_UPDATE_BYTES_PER_S, HOST_UPDATE_BESIDE_COPIES_BYTES_PER_S = 127e9, 86e9
+"""On the H200's host: 4.9 and 3.3 billion parameters a second in the exact update, which moves 26 bytes for each."""
+UNFUSED_SHARE = 0.25
+"""What torch's own step on the host reaches where it is not fused: 1.0 billion parameters a second instead of 4.1."""
+STAND_IN = "rtx-4090"
+"""Whose rates are taken where those of the hardware are not known."""
+
+
+def lane_rates(hardware: Hardware, *, is_fused: bool) -> LaneRates:
+    """The rates of a kind of device, with the host of the H200 that was measured.
+
+    Args:
+        hardware: Its data sheet.
+        is_fused: Whether updates on the host run through one kernel, Lowtide's or torch's.
+    """
+    other = find_hardware(STAND_IN)
+    link = hardware.host_link_bytes_per_s or other.host_link_bytes_per_s
+    memory = hardware.memory_bytes_per_s or other.memory_bytes_per_s
+    assert link is not None, "the stand-in's is known"
+    assert memory is not None, "the stand-in's is known"
+    share = 1.0 if is_fused else UNFUSED_SHARE
+    return LaneRates(
+        launch_s=hardware.launch_s,
+        window_s=WINDOW_S,
+        to_device_bytes_per_s=link * LINK_EFFICIENCY,
+        to_host_bytes_per_s=link * LINK_EFFICIENCY,
+        host_update_bytes_per_s=HOST_UPDATE_BYTES_PER_S * share,
+        host_update_beside_copies_bytes_per_s=HOST_UPDATE_BESIDE_COPIES_BYTES_PER_S * share,
+        device_update_bytes_per_s=memory * UPDATE_EFFICIENCY,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,12 +133,12 @@ def simulate(costs: StepCosts, placement: Placement, rates: LaneRates) -> Simula
 
     The host's worker is slower while copies run. How much of its time they take is found in a first pass.
     """
-    first = _Pass(costs, placement, rates, rates.host_parameters_per_s).run()
+    first = _Pass(costs, placement, rates, rates.host_update_bytes_per_s).run()
     copying = max(first.busy_s[Lane.TO_DEVICE], first.busy_s[Lane.TO_HOST])
     share = min(1.0, copying / first.step_s) if first.step_s else 0.0
     if not first.busy_s[Lane.HOST_UPDATE] or not share:
         return first
-    slower = 1 / (share / rates.host_parameters_beside_copies_per_s + (1 - share) / rates.host_parameters_per_s)
+    slower = 1 / (share / rates.host_update_beside_copies_bytes_per_s + (1 - share) / rates.host_update_bytes_per_s)
     return _Pass(costs, placement, rates, slower).run()
 
 
@@ -113,23 +152,23 @@ def least_step_s(costs: StepCosts, placement: Placement, rates: LaneRates) -> fl
     for name, group in costs.groups.items():
         choice = placement.groups[name]
         if choice.site is Site.HOST:
-            updated += group.num_trained
+            updated += update_bytes(group)
             to_host += group.trained_bytes
             to_device += 0 if choice.weights is Weights.STREAMED else group.trained_bytes
         else:
-            compute_s += device_update_bytes(group) / rates.device_update_bytes_per_s
+            compute_s += update_bytes(group) / rates.device_update_bytes_per_s
         if choice.weights is Weights.STREAMED:
             to_device += group.weight_bytes
     return max(
         compute_s,
         to_device / rates.to_device_bytes_per_s,
         to_host / rates.to_host_bytes_per_s,
-        updated / rates.host_parameters_per_s,
+        updated / rates.host_update_bytes_per_s,
     )
 
 
-def device_update_bytes(group: GroupCosts) -> int:
-    """What an update on the device reads and writes: weights twice, gradients once, state twice."""
+def update_bytes(group: GroupCosts) -> int:
+    """What an update reads and writes: weights twice, gradients once, state twice."""
     return 3 * group.trained_bytes + 2 * group.state_bytes
 
 
@@ -140,7 +179,7 @@ class _Pass:
     costs: StepCosts
     placement: Placement
     rates: LaneRates
-    host_parameters_per_s: float
+    host_update_bytes_per_s: float
     free_s: dict[Lane, float] = field(default_factory=lambda: dict.fromkeys(Lane, 0.0))
     """When each lane has done what it was given."""
     host_s: float = 0.0
@@ -265,7 +304,7 @@ class _Pass:
         there = [name for name, arrived_s in self.jobs.items() if arrived_s <= now_s]
         name = min(there, key=lambda name: self._positions.get(name, [-1])[0])
         start_s, group = max(now_s, self.jobs.pop(name)), self.costs.groups[name]
-        end_s = start_s + group.num_trained / self.host_parameters_per_s
+        end_s = start_s + update_bytes(group) / self.host_update_bytes_per_s
         self._span(Lane.HOST_UPDATE, name, "update", start_s, end_s, group.trained_bytes)
         self.free_s[Lane.HOST_UPDATE] = self.updated_s[name] = end_s
         self.staged_bytes = max(0, self.staged_bytes - group.trained_bytes)
@@ -275,7 +314,7 @@ class _Pass:
 
     def _update_on_device(self, group: GroupCosts) -> None:
         start_s = max(self.free_s[Lane.COMPUTE], self.arrived_s.get(group.name, 0.0))
-        end_s = start_s + device_update_bytes(group) / self.rates.device_update_bytes_per_s
+        end_s = start_s + update_bytes(group) / self.rates.device_update_bytes_per_s
         self._span(Lane.COMPUTE, group.name, "update", start_s, end_s, group.trained_bytes)
         self.free_s[Lane.COMPUTE] = end_s
         if self._is_streamed(group.name):

@@ -8,7 +8,6 @@ policies of a deep model.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -76,8 +75,6 @@ class GroupCosts:
     """As they lie in chunks."""
     trained_bytes: int
     """The part of them that has gradients."""
-    num_trained: int
-    """Parameters, counted one by one, that have gradients."""
     state_bytes: int
     """Optimizer state beside them."""
     policies: tuple[str, ...]
@@ -179,9 +176,6 @@ def _assemble(
             kind=kinds[group_spec.name],
             weight_bytes=sizes[group_spec.name],
             trained_bytes=sum(chunk.nbytes for chunk in trained),
-            num_trained=sum(
-                math.prod(parameter.shape) for parameter in group_spec.parameters if parameter.requires_grad
-            ),
             state_bytes=state_bytes.get(group_spec.name, 0),
             policies=tuple(policy for policy in POLICIES if policy in by_window.get(group_spec.name, ("keep",))),
             offloaded_bytes=offloaded.get(group_spec.name, 0),
