@@ -83,6 +83,10 @@ def plan_of(row: dict[str, Any], model: Any) -> Any:
     """The row's plan, or how one is to be made."""
     import lowtide
 
+    if "plan" in row:
+        from lowtide.planning.plan import plan_from_json
+
+        return plan_from_json(row["plan"])
     if "partition_share" in row:
         size = None if torch.cuda.is_available() else "1MiB"
         return lowtide.StaticPartition(share=row["partition_share"], schedule=row["schedule"], device_memory=size)
@@ -139,7 +143,7 @@ def run(row: dict[str, Any]) -> dict[str, Any]:
         with lowtide.empty_weights():
             model = build(row["model"], on="cpu")
     else:
-        model = build(row["model"], on=device)
+        model = build(row["model"], on=device, recompute=row.get("recompute", True))
         if kind != "plain" and not row.get("stays_on_device"):
             model = model.to("cpu")
             torch.cuda.empty_cache() if device == "cuda" else None
@@ -190,7 +194,7 @@ def run(row: dict[str, Any]) -> dict[str, Any]:
         if step >= row.get("warm_up", 3):
             times.append(time.perf_counter() - begun)
     result: dict[str, Any] = {
-        **row,
+        **{key: value for key, value in row.items() if key != "plan"},
         "parameters": parameters,
         "built_s": built_s,
         "step_s": times,
