@@ -12,6 +12,7 @@ from lowtide.cli.check import run_check_command
 from lowtide.cli.console import Gpu, Json, friendly_errors, require_writable
 from lowtide.cli.demo import run_demo
 from lowtide.cli.lab import lab_app
+from lowtide.cli.plan import PlanRequest, make_plan_request, plan_settable, run_plan
 from lowtide.cli.trace import make_request, run_explain, run_trace, settable
 
 app = typer.Typer(
@@ -69,6 +70,28 @@ def explain(
     """Why the peak is there, and what each technique would really save given the others."""
     with friendly_errors():
         run_explain(make_request(model, batch, gpu, set_ or []), as_json=json_, reports=report or [])
+
+
+@app.command(epilog=plan_settable())
+def plan(
+    model: Model,
+    batch: Batch = None,
+    gpu: Gpu = "h200",
+    device_memory: Annotated[str | None, typer.Option(help="what may be reserved of the device, such as 24GiB")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="what may be used of the host")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", help='precision="bf16 exact", schedule=in_backward, optimizer=sgd, max_grad_norm=1.0, ...'
+        ),
+    ] = None,
+    json_: Json = False,
+    report: Report = None,
+) -> None:
+    """The fastest plan that fits, with its predicted peak and step time."""
+    with friendly_errors():
+        request = PlanRequest(model=model, batch=batch, gpu=gpu, device_memory=device_memory, host_memory=host_memory)
+        run_plan(make_plan_request(request, set_ or []), as_json=json_, reports=report or [])
 
 
 @app.command()

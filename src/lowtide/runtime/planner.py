@@ -9,6 +9,7 @@ difference corrects the next search.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 from lowtide import compat
-from lowtide.activations.policy import policy_of
+from lowtide.activations.policy import WORDS, policy_of
 from lowtide.errors import ConfigError, PlanError, TraceError
 from lowtide.hardware import Hardware, find_hardware, known_hardware
 from lowtide.memory.chunk import Layout, lay_out
@@ -28,9 +29,9 @@ from lowtide.optim.update_types import Numerics, numerics_of
 from lowtide.planning.budget_plans import WarmUp
 from lowtide.planning.hand_plan import make_plan
 from lowtide.planning.placement import assemble
-from lowtide.planning.plan import Budgets, Plan, Schedule, Site, word_of
+from lowtide.planning.plan import Budgets, Plan, Schedule, Site, Weights, word_of
 from lowtide.planning.search import WORTH_IT, Candidate, Found, Limits, Search, probe_placement
-from lowtide.planning.simulator import SimulatedStep, lane_rates
+from lowtide.planning.simulator import LaneRates, SimulatedStep, lane_rates
 from lowtide.planning.step_costs import POLICIES, StepCosts, probe_policies, read_costs
 from lowtide.runtime.host_memory import state_bytes_by_parameter
 from lowtide.runtime.manage import manage
@@ -47,6 +48,8 @@ _GAPS = 0.04
 """The share of the device budget that the allocator is first taken to hold beyond its tensors."""
 _WORTH_A_REPLAY = 0.06
 """The share of the device budget that a replay must have left unused for another search."""
+_WORTH_A_WORD = 0.03
+"""The share of a step that another schedule must save to be told of."""
 _MARGIN = 0.03
 """The share of free device memory that `prepare` leaves alone where no budget is given."""
 
@@ -67,6 +70,8 @@ class PlannedStep:
     num_tokens: int
     """Elements of the batch's first tensor of whole numbers: tokens of a language model; 0 where it has none."""
     num_tried: int
+    in_backward_s: float | None = None
+    """Predicted seconds a step with updates in backward, where they are deferred, nothing is clipped and that is faster."""
 
     @property
     def step_s(self) -> float:
@@ -409,7 +414,20 @@ class _Problem:
             hardware=self.hardware,
             num_tokens=_num_tokens(self.batch),
             num_tried=found.num_tried,
+            in_backward_s=self._in_backward_s(
+                costs, beyond + int(gaps * limits.device_bytes), limits, candidate.step_s
+            ),
         )
+
+    def _in_backward_s(self, costs: StepCosts, correction: int, limits: Limits, deferred_s: float) -> float | None:
+        if limits.schedule is Schedule.IN_BACKWARD or limits.is_clipped:
+            return None
+        search = Search(costs, self.layout, self._rates(), correction_bytes=correction)
+        try:
+            found_s = search.fastest(replace(limits, schedule=Schedule.IN_BACKWARD)).best.step_s
+        except PlanError:
+            return None
+        return found_s if found_s < deferred_s * (1 - _WORTH_A_WORD) else None
 
     def _costs(self) -> tuple[StepCosts, int]:
         """The step's costs, and the bytes of tensors beyond their estimate in the probe."""
@@ -436,7 +454,7 @@ class _Problem:
             for group in self.layout.groups
         }
 
-    def _rates(self) -> Any:
+    def _rates(self) -> LaneRates:
         # Where torch chooses by itself, it fuses Adam, AdamW and Adagrad on the host of a CUDA model.
         return lane_rates(self.hardware, is_fused=self.numerics is not None or not self.hardware.is_host)
 
@@ -470,16 +488,21 @@ def _num_tokens(batch: Any) -> int:
 
 
 def _words(plan: Plan) -> Iterable[str]:
-    resident = [group for group in plan.groups if group.weights.value == "resident"]
+    num_groups = len(plan.groups)
+    num_resident = sum(group.weights is Weights.RESIDENT for group in plan.groups)
     yield (
-        f"{len(resident)} of {len(plan.groups)} groups stay on the device, the others are streamed"
-        if len(resident) < len(plan.groups)
-        else "all weights stay on the device"
+        "all weights stay on the device"
+        if num_resident == num_groups
+        else f"{num_resident} of {num_groups} groups stay on the device, the others are streamed"
     )
-    sites = [group for group in plan.groups if group.sites and group.sites[0] is Site.DEVICE]
+    num_device = sum(site is Site.DEVICE for group in plan.groups for site in group.sites[:1])
+    sites = {num_groups: "on the device", 0: "on the host"}
     yield (
-        f"{len(sites)} groups are updated on the device, {len(plan.groups) - len(sites)} on the host, {plan.schedule.value}"
+        f"all groups are updated {sites[num_device]}, {plan.schedule.value}"
+        if num_device in sites
+        else f"{num_device} groups are updated on the device, {num_groups - num_device} on the host, {plan.schedule.value}"
     )
-    for policy in dict.fromkeys(group.activation for group in plan.groups if group.activation != policy_of("keep")):
-        blocks = [group for group in plan.groups if group.activation == policy]
-        yield f"{len(blocks)} blocks: {policy!r}"
+    by_policy = Counter(group.activation for group in plan.groups)
+    named = {policy: word for word, policy in WORDS.items() if word != "keep"}
+    chosen = [f"{by_policy[policy]} blocks {word}" for policy, word in named.items() if by_policy[policy]]
+    yield f"activations: {', '.join([*chosen, 'all others keep']) if chosen else 'all blocks keep'}"

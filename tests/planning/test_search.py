@@ -1,0 +1,164 @@
+"""The search against brute force on a small step, and what must hold for every budget."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from lowtide.errors import PlanError
+from lowtide.memory.chunk import Layout, lay_out
+from lowtide.memory.groups import find_groups
+from lowtide.planning.plan import Schedule
+from lowtide.planning.search import LADDERS, WORTH_IT, Limits, Search, Shape
+from lowtide.planning.simulator import LaneRates
+from lowtide.planning.step_costs import POLICIES, GroupCosts, StepCosts, Use, UseCost
+from lowtide.tracing.step_trace import Phase
+
+NUM_BLOCKS = 5
+RATES = LaneRates(
+    launch_s=0.0,
+    window_s=0.0,
+    to_device_bytes_per_s=4e6,
+    to_host_bytes_per_s=4e6,
+    host_update_bytes_per_s=6e6,
+    host_update_beside_copies_bytes_per_s=4e6,
+    device_update_bytes_per_s=1e9,
+)
+ENDLESS = 1 << 50
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(NUM_BLOCKS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.fixture(scope="module")
+def layout() -> Layout:
+    return lay_out(find_groups(Stack()))
+
+
+@pytest.fixture(scope="module")
+def costs(layout: Layout) -> StepCosts:
+    held = dict(zip(POLICIES, (60_000, 30_000, 8_000, 0), strict=True))
+    again_s = dict(zip(POLICIES, (0.0, 0.002, 0.006, 0.007), strict=True))
+    names = [group.name for group in layout.groups]
+    forward = [
+        Use(
+            window=name,
+            groups=(name,),
+            phase=Phase.FORWARD,
+            costs={word: UseCost(device_s=0.01, grown_bytes=held[word], peak_bytes=held[word]) for word in POLICIES},
+        )
+        for name in names
+    ]
+    backward = [
+        Use(
+            window=name,
+            groups=(name,),
+            phase=Phase.BACKWARD,
+            costs={
+                word: UseCost(device_s=0.02 + again_s[word], grown_bytes=-held[word], peak_bytes=60_000 - held[word])
+                for word in POLICIES
+            },
+        )
+        for name in reversed(names)
+    ]
+    groups = {
+        group.name: GroupCosts(
+            name=group.name,
+            kind=0,
+            weight_bytes=group.nbytes,
+            trained_bytes=group.nbytes,
+            state_bytes=2 * group.nbytes,
+            policies=POLICIES,
+            offloaded_bytes=8_000,
+        )
+        for group in layout.groups
+    }
+    return StepCosts(uses=(*forward, *backward), groups=groups, start_bytes=1_000)
+
+
+def limits(device_bytes: int, schedule: Schedule = Schedule.IN_BACKWARD, **others: int) -> Limits:
+    sizes = {"host_bytes": ENDLESS, "pinned_bytes": ENDLESS} | others
+    return Limits(device_bytes=device_bytes, schedule=schedule, **sizes)
+
+
+def floor(search: Search) -> int:
+    return search.device_bytes(search.placement(search.smallest(limits(ENDLESS)), limits(ENDLESS)))
+
+
+@pytest.mark.parametrize("schedule", list(Schedule))
+@pytest.mark.parametrize("share", [1.05, 1.3, 1.7, 2.5, 4.0])
+def test_within_the_best_of_all_shapes(layout: Layout, costs: StepCosts, schedule: Schedule, share: float) -> None:
+    search = Search(costs, layout, RATES)
+    allowed = limits(int(floor(search) * share), schedule)
+    counts = range(search.num_groups + 1)
+    every = [
+        Shape(num_resident=resident, num_device=device, small=small, fast=fast, num_fast=num_fast, prefetch_depth=depth)
+        for resident, device, (small, fast), num_fast, depth in itertools.product(
+            counts, counts, LADDERS, counts, (0, 1)
+        )
+    ]
+    fitting = [shape for shape in every if search.fits(search.placement(shape, allowed), allowed)]
+    best_s = min(search.evaluate(shape, allowed).step_s for shape in fitting)
+    found = search.fastest(allowed)
+    assert found.best.device_bytes <= allowed.device_bytes
+    assert found.best.step_s <= best_s * 1.02 + 1e-12
+
+
+def test_more_memory_is_never_slower(layout: Layout, costs: StepCosts) -> None:
+    search = Search(costs, layout, RATES)
+    least = floor(search)
+    times = [search.fastest(limits(int(least * share))).best.step_s for share in (1.01, 1.2, 1.5, 2, 3, 4, 6, 10)]
+    assert all(later <= earlier * (1 + WORTH_IT) for earlier, later in itertools.pairwise(times))
+    assert times[-1] < times[0]
+
+
+def test_a_mixed_placement_beats_every_uniform_one(layout: Layout, costs: StepCosts) -> None:
+    search = Search(costs, layout, RATES)
+    found = search.fastest(limits(int(floor(search) * 1.7)))
+    assert found.uniform
+    assert found.best.step_s < found.uniform[0].step_s
+
+
+def test_with_all_the_memory_nothing_is_computed_twice(layout: Layout, costs: StepCosts) -> None:
+    best = Search(costs, layout, RATES).fastest(limits(ENDLESS)).best
+    assert {choice.policy for choice in best.placement.groups.values()} == {"keep"}
+
+
+def test_what_does_not_fit_the_device_says_the_least(layout: Layout, costs: StepCosts) -> None:
+    search = Search(costs, layout, RATES)
+    with pytest.raises(
+        PlanError, match="no plan fits .* of device memory: .* takes about .*; give at least that"
+    ) as caught:
+        search.fastest(limits(floor(search) // 2))
+    assert caught.value.needed_bytes == floor(search)
+
+
+def test_what_does_not_fit_the_host_says_so(layout: Layout, costs: StepCosts) -> None:
+    search = Search(costs, layout, RATES)
+    with pytest.raises(PlanError, match="no plan fits .* of host memory"):
+        search.fastest(limits(int(floor(search) * 1.01), host_bytes=1_000))
+
+
+def test_a_correction_counts_against_the_budget(layout: Layout, costs: StepCosts) -> None:
+    plain = Search(costs, layout, RATES)
+    corrected = Search(costs, layout, RATES, correction_bytes=12_345)
+    shape = Shape(num_resident=2, num_device=1, small="recompute", fast="keep", num_fast=2)
+    bytes_of = [search.device_bytes(search.placement(shape, limits(ENDLESS))) for search in (plain, corrected)]
+    assert bytes_of[1] - bytes_of[0] == 12_345
+
+
+def test_only_allowed_policies_are_used(layout: Layout, costs: StepCosts) -> None:
+    search = Search(costs, layout, RATES)
+    allowed = Limits(device_bytes=ENDLESS, host_bytes=ENDLESS, pinned_bytes=ENDLESS, policies=("recompute",))
+    assert {choice.policy for choice in search.fastest(allowed).best.placement.groups.values()} == {"recompute"}

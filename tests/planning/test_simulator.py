@@ -1,0 +1,182 @@
+"""The simulator against closed forms: what bounds a step is known for steps made by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowtide.hardware import find_hardware
+from lowtide.planning.plan import Schedule, Site, Weights
+from lowtide.planning.simulator import (
+    GroupChoice,
+    LaneRates,
+    Placement,
+    lane_rates,
+    least_step_s,
+    simulate,
+    update_bytes,
+)
+from lowtide.planning.step_costs import GroupCosts, StepCosts, Use, UseCost
+from lowtide.planning.timeline import Lane
+from lowtide.tracing.step_trace import Phase
+
+RATES = LaneRates(
+    launch_s=0.0,
+    window_s=0.0,
+    to_device_bytes_per_s=100.0,
+    to_host_bytes_per_s=100.0,
+    host_update_bytes_per_s=1000.0,
+    host_update_beside_copies_bytes_per_s=1000.0,
+    device_update_bytes_per_s=1e9,
+)
+NUM_GROUPS = 6
+BYTES = 100
+
+
+def step(forward_s: float = 10.0, backward_s: float = 20.0, *, num_ops: int = 0, state_bytes: int = 0) -> StepCosts:
+    names = [f"g{index}" for index in range(NUM_GROUPS)]
+
+    def use(name: str, phase: Phase, seconds: float) -> Use:
+        return Use(window=name, groups=(name,), phase=phase, costs={"keep": UseCost(device_s=seconds, num_ops=num_ops)})
+
+    uses = [use(name, Phase.FORWARD, forward_s) for name in names]
+    uses += [use(name, Phase.BACKWARD, backward_s) for name in reversed(names)]
+    groups = {
+        name: GroupCosts(
+            name=name, kind=0, weight_bytes=BYTES, trained_bytes=BYTES, state_bytes=state_bytes, policies=("keep",)
+        )
+        for name in names
+    }
+    return StepCosts(uses=tuple(uses), groups=groups, start_bytes=0)
+
+
+def place(
+    weights: Weights = Weights.STREAMED,
+    site: Site = Site.HOST,
+    schedule: Schedule = Schedule.IN_BACKWARD,
+    *,
+    prefetch_depth: int = 1,
+    window: int = 2,
+    staging: int = NUM_GROUPS,
+) -> Placement:
+    return Placement(
+        groups={f"g{index}": GroupChoice(weights=weights, site=site) for index in range(NUM_GROUPS)},
+        schedule=schedule,
+        prefetch_depth=prefetch_depth,
+        window_bytes=window * BYTES,
+        staging_bytes=staging * BYTES,
+    )
+
+
+def test_all_resident_is_the_computation_and_the_updates() -> None:
+    costs = step()
+    simulated = simulate(costs, place(Weights.RESIDENT, Site.DEVICE), RATES)
+    updates_s = NUM_GROUPS * update_bytes(costs.groups["g0"]) / RATES.device_update_bytes_per_s
+    assert simulated.step_s == pytest.approx(NUM_GROUPS * 30.0 + updates_s)
+    assert simulated.bound_by == "compute"
+
+
+def test_copies_hide_behind_longer_computation() -> None:
+    """A fetch takes 1 s and a group computes for 10 s, so only what no computation precedes is waited for."""
+    simulated = simulate(step(), place(), RATES)
+    alone = NUM_GROUPS * 30.0
+    # Last of a step: the gradient of g0 (1 s), its update (0.3 s), and its fetch (1 s).
+    assert simulated.step_s == pytest.approx(alone + 2.3)
+
+
+def test_without_prefetching_each_fetch_is_waited_for() -> None:
+    simulated = simulate(step(), place(prefetch_depth=0, window=1), RATES)
+    # Twelve uses; g5 stays between its forward and its backward. The gradient and the update of g0 come besides.
+    assert simulated.step_s == pytest.approx(NUM_GROUPS * 30.0 + 11 * 1.0 + 1.3)
+
+
+def test_a_step_bound_by_copies_takes_their_time() -> None:
+    simulated = simulate(step(0.01, 0.01), place(), RATES)
+    assert simulated.bound_by == str(Lane.TO_DEVICE)
+    fetched_s = (2 * NUM_GROUPS - 2) * 1.0  # the two in the window at the turn stay
+    assert fetched_s <= simulated.step_s <= fetched_s + 3.0
+
+
+def test_a_step_bound_by_the_host_takes_its_updates() -> None:
+    costs = step(0.1, 0.1, state_bytes=50 * BYTES)
+    simulated = simulate(costs, place(Weights.RESIDENT), RATES)
+    busy_s = NUM_GROUPS * update_bytes(costs.groups["g0"]) / RATES.host_update_bytes_per_s
+    assert simulated.bound_by == str(Lane.HOST_UPDATE)
+    assert busy_s <= simulated.step_s <= busy_s * 1.25
+
+
+def test_copies_slow_the_host_down() -> None:
+    costs = step(0.1, 0.1, state_bytes=50 * BYTES)
+    slower = replace(RATES, host_update_beside_copies_bytes_per_s=500.0)
+    assert simulate(costs, place(), slower).step_s > simulate(costs, place(), RATES).step_s * 1.05
+
+
+def test_a_full_staging_holds_the_backward_up() -> None:
+    costs = step(1.0, 1.0, state_bytes=50 * BYTES)
+    roomy, tight = (simulate(costs, place(Weights.RESIDENT, staging=room), RATES).step_s for room in (NUM_GROUPS, 1))
+    assert tight >= roomy
+
+
+def test_launches_bound_a_step_of_small_operators() -> None:
+    costs = step(1e-6, 1e-6, num_ops=100)
+    simulated = simulate(costs, place(Weights.RESIDENT, Site.DEVICE), replace(RATES, launch_s=1e-3))
+    assert simulated.step_s == pytest.approx(2 * NUM_GROUPS * 0.1, rel=1e-3)
+    assert simulated.bound_by == "launches"
+
+
+def test_clipping_makes_updates_wait_for_the_last_gradient() -> None:
+    costs = step(state_bytes=50 * BYTES)
+    deferred = place(Weights.RESIDENT, schedule=Schedule.DEFERRED)
+    clipped = simulate(costs, replace(deferred, is_clipped=True), RATES)
+    assert clipped.step_s > simulate(costs, place(Weights.RESIDENT), RATES).step_s
+
+
+def test_unknown_rates_are_those_of_the_stand_in() -> None:
+    assert lane_rates(find_hardware("24GiB"), is_fused=True) == replace(
+        lane_rates(find_hardware("rtx-4090"), is_fused=True), launch_s=find_hardware("24GiB").launch_s
+    )
+    ratio = (
+        lane_rates(find_hardware("h200"), is_fused=True).host_update_bytes_per_s
+        / lane_rates(find_hardware("h200"), is_fused=False).host_update_bytes_per_s
+    )
+    assert ratio == pytest.approx(4.0)
+
+
+@given(
+    forward_s=st.floats(0.001, 20),
+    backward_s=st.floats(0.001, 20),
+    state_bytes=st.integers(0, 60 * BYTES),
+    weights=st.sampled_from([Weights.RESIDENT, Weights.STREAMED]),
+    site=st.sampled_from([Site.HOST, Site.DEVICE]),
+    schedule=st.sampled_from(list(Schedule)),
+    window=st.integers(1, NUM_GROUPS),
+    staging=st.integers(1, NUM_GROUPS),
+    depth=st.integers(0, 2),
+)
+def test_no_step_is_faster_than_its_lanes(
+    forward_s: float,
+    backward_s: float,
+    state_bytes: int,
+    weights: Weights,
+    site: Site,
+    schedule: Schedule,
+    window: int,
+    staging: int,
+    depth: int,
+) -> None:
+    costs = step(forward_s, backward_s, state_bytes=state_bytes)
+    placement = place(weights, site, schedule, prefetch_depth=depth, window=window, staging=staging)
+    simulated = simulate(costs, placement, RATES)
+    # What stays in the window is not fetched again, so at most the window's bytes are missing in the bound.
+    stays_s = min(window, NUM_GROUPS) * BYTES / RATES.to_device_bytes_per_s
+    assert simulated.step_s >= least_step_s(costs, placement, RATES) - stays_s - 1e-9
+    for lane in Lane:
+        spans = sorted(
+            (span for span in simulated.timeline.spans if span.lane is lane),
+            key=lambda span: (span.start_s, span.end_s),
+        )
+        assert all(one.end_s <= other.start_s + 1e-9 for one, other in pairwise(spans))
