@@ -130,7 +130,7 @@ class Search:
         fastest_s = min(candidate.step_s for candidate in (run.best, *uniform))
         about_as_fast = [each for each in run.simulated if each.step_s <= fastest_s * (1 + WORTH_IT)]
         simple = [each for each in uniform if each.step_s <= fastest_s * (1 + WORTH_IT)]
-        best = min(simple or about_as_fast, key=lambda candidate: candidate.device_bytes)
+        best = min(simple or about_as_fast, key=self._effort)
         return Found(best=best, uniform=uniform, num_tried=len(run.simulated) + len(uniform))
 
     def smallest(self, limits: Limits) -> Shape:
@@ -234,6 +234,11 @@ class Search:
     def num_groups(self) -> int:
         """Groups in all."""
         return len(self._order)
+
+    def _effort(self, candidate: Candidate) -> tuple[bool, int]:
+        """By what placements that are about as fast are ordered: nothing to manage first, then the least of the device."""
+        shape = candidate.shape
+        return min(shape.num_resident, shape.num_device) < self.num_groups, candidate.device_bytes
 
     def _grid(self, limits: Limits) -> Iterator[Shape]:
         counts = sorted({round(self.num_groups * number / _GRID) for number in range(_GRID + 1)})

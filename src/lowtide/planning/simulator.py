@@ -229,7 +229,8 @@ class _Pass:
     def _use(self, position: int, use: Use) -> None:
         cost = self._cost(use)
         managed = [group for group in use.groups if self._is_streamed(group)]
-        launched_s = cost.num_ops * self.rates.launch_s + (self.rates.window_s if managed else 0.0)
+        has_window = any(self._has_window(group) for group in use.groups)
+        launched_s = cost.num_ops * self.rates.launch_s + (self.rates.window_s if has_window else 0.0)
         self.launching_s += launched_s
         for group in use.groups:
             self._finish_update(group)
@@ -447,6 +448,11 @@ class _Pass:
     def _cost(self, use: Use) -> UseCost:
         choice = self.placement.groups.get(use.window)
         return use.under("keep" if choice is None else choice.policy)
+
+    def _has_window(self, group: str) -> bool:
+        """Whether the session stands in the calls of the group's module."""
+        choice = self.placement.groups[group]
+        return choice.weights is Weights.STREAMED or choice.site is Site.HOST
 
     def _is_streamed(self, group: str) -> bool:
         return self.placement.groups[group].weights is Weights.STREAMED
