@@ -1,8 +1,8 @@
 """`lowtide demo`: the main job on what this machine has.
 
-Predicts a large model for hardware the machine does not have and explains its peak; then trains a small GPT here twice,
-plainly and inside a device budget that is a fraction of what the plain run takes, and shows that the losses are the
-same and the budget held; writes one report with both. Without a GPU the device is emulated in host memory.
+Predicts a large model for hardware the machine does not have, explains its peak and plans how it fits; then trains a small
+GPT here twice, plainly and prepared for a device budget that is a fraction of what the plain run takes, and shows that the
+losses are the same and the budget held; writes one report with both. Without a GPU the device is emulated in host memory.
 """
 
 from __future__ import annotations
@@ -16,21 +16,29 @@ import torch
 from rich.rule import Rule
 
 from lowtide.cli.console import ERR, OUT, progress
+from lowtide.cli.plan import PlanRequest, plan_headline
 from lowtide.cli.trace import TraceRequest
 from lowtide.lab.meter import metered
 from lowtide.models.gpt import GPT, GPTConfig
-from lowtide.planning.hand_plan import make_plan
 from lowtide.planning.timeline import Timeline
 from lowtide.report.html import Section, SessionSection, render_page
 from lowtide.report.table import Table, make_table, number, words
 from lowtide.report.terminal import headline, session_report
 from lowtide.report.trace_tables import category_table
-from lowtide.runtime.manage import manage
+from lowtide.runtime.planner import prepare
 from lowtide.runtime.statistics.session_stats import SessionStats
 from lowtide.tracing.explanation.explain import explain
 from lowtide.units import format_bytes, format_seconds, parse_bytes
 
 LARGE = TraceRequest(model="llama-8b", batch="1x2048", gpu="rtx-4090")
+PLANNED = PlanRequest(
+    model=LARGE.model,
+    batch=LARGE.batch,
+    gpu=LARGE.gpu,
+    host_memory="128GiB",
+    precision="bf16 exact",
+    schedule="in_backward",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +81,9 @@ def run_demo(report: Path) -> None:
         large = LARGE.run(on_progress)
     story = explain(large).text
     OUT.print(headline(large), category_table(large), story, "")
+    with progress("planning") as on_progress:
+        planned = PLANNED.solve(on_progress)
+    OUT.print(plan_headline(PLANNED, planned), "")
     training = ON_GPU if torch.cuda.is_available() else ON_HOST
     device = "GPU" if torch.cuda.is_available() else "device, emulated in host memory"
     OUT.print(Rule(f"2. a small GPT, trained here inside {training.budget} of a {device}"))
@@ -101,14 +112,9 @@ def _train_plainly(training: Training, on_progress: Callable[[str], None]) -> Ru
 
 
 def _train_managed(training: Training, on_progress: Callable[[str], None]) -> tuple[Run, SessionStats, Timeline]:
-    """The same loop under management: weights streamed, all optimizer state on the host."""
+    """The same loop, prepared for the budget."""
     model, optimizer = _build(training)
-    update = "device" if torch.cuda.is_available() else "host"
-    schedule = "in_backward" if torch.cuda.is_available() else "deferred"
-    plan = make_plan(
-        model, weights="streamed", update=update, schedule=schedule, device_memory=training.budget, prefetch_depth=1
-    )
-    with manage(model, optimizer, plan) as session:
+    with prepare(model, optimizer, _batch(training), device_memory=training.budget, on_progress=on_progress) as session:
         run = _loop(model, optimizer, training, on_progress)
         stats, timeline = session.stats(), session.timeline()
     return replace(run, peak_bytes=stats.tiers[0].peak_bytes), stats, timeline
@@ -120,16 +126,21 @@ def _build(training: Training) -> tuple[GPT, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
+def _batch(training: Training) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, training.config.vocab_size, training.batch, generator=generator)
+    ids = ids.to("cuda" if torch.cuda.is_available() else "cpu")
+    return {"input_ids": ids, "labels": ids}
+
+
 def _loop(model: GPT, optimizer: torch.optim.Optimizer, training: Training, on_progress: Callable[[str], None]) -> Run:
     """The loop that both runs share."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, training.config.vocab_size, training.batch, generator=generator).to(device)
+    batch = _batch(training)
     torch.manual_seed(2)
     losses = []
     begun = time.perf_counter()
     for step in range(training.steps):
-        loss = model(input_ids=ids, labels=ids).loss
+        loss = model(**batch).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -99,7 +99,7 @@ def run_plan(request: PlanRequest, *, as_json: bool, reports: list[Path]) -> Non
     if as_json:
         print(json.dumps(summarise_plan(found), indent=2))
     else:
-        OUT.print(_headline(request, found))
+        OUT.print(plan_headline(request, found))
         if found.rejected:
             OUT.print(_others(found))
         OUT.print(Text(_code(request), style="dim"))
@@ -129,7 +129,8 @@ def summarise_plan(found: PlannedStep) -> dict[str, Any]:
     }
 
 
-def _headline(request: PlanRequest, found: PlannedStep) -> Panel:
+def plan_headline(request: PlanRequest, found: PlannedStep) -> Panel:
+    """How long the step takes, what it takes of each tier, and what the plan does."""
     facts = RichTable.grid(padding=(0, 2))
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column(overflow="fold")
