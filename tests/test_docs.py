@@ -110,6 +110,7 @@ import torch
 from lowtide.models.gpt import GPT, GPTConfig
 
 torch.backends.mkldnn.enabled = False  # bf16 products on any processor
+torch.manual_seed(0)
 config = GPTConfig(vocab_size=64, context_length=16, num_layers=2, hidden_size=32, num_heads=2)
 model = GPT(config).to(torch.bfloat16)
 optimizer = torch.optim.AdamW(model.parameters())

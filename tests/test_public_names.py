@@ -14,6 +14,7 @@ from lowtide import activations, optim
 PUBLIC = (
     "MemoryMonitor",
     "Plan",
+    "PlannedStep",
     "Session",
     "StaticPartition",
     "StepSettings",
@@ -27,6 +28,8 @@ PUBLIC = (
     "make_plan",
     "manage",
     "observe",
+    "plan",
+    "prepare",
     "trace",
 )
 

@@ -222,6 +222,7 @@ def run(row: dict[str, Any]) -> dict[str, Any]:
             from lowtide.report.perfetto import write_perfetto
 
             write_perfetto(timeline.last_steps(1), Path(row["trace_to"]))
+        session.close()
     return result
 
 
