@@ -138,12 +138,7 @@ class PolicyCall:
         return self._run_by_policy(run, args, kwargs, leaves, structure)
 
     def _run_by_policy(
-        self,
-        run: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        leaves: list[Any],
-        structure: Any,
+        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], structure: Any
     ) -> Any:
         policy = self._policy
         if isinstance(policy, Offload) and not policy.recompute:

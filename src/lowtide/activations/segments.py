@@ -157,13 +157,7 @@ class Segments:
         self._thread = threading.local()
 
     def run(
-        self,
-        call: GroupCall,
-        rerun: Run,
-        leaves: Sequence[Any],
-        *,
-        length: int,
-        on_again: Callable[[], None],
+        self, call: GroupCall, rerun: Run, leaves: Sequence[Any], *, length: int, on_again: Callable[[], None]
     ) -> Any:
         """Run a call whose group is in segments of `length`."""
         last: Callable[[], Link | None] = getattr(self._thread, "last", lambda: None)

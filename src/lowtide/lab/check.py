@@ -207,10 +207,7 @@ def _refuse_incomparable(recipe: Recipe) -> None:
             "right in a loss or weight, such as 1e-4 in fp32 and 0.05 in bfloat16",
             key="tolerance",
         )
-    for key, is_asked in (
-        ("compile", recipe.compile is not None),
-        ("data", not isinstance(recipe.data, RandomInputs)),
-    ):
+    for key, is_asked in (("compile", recipe.compile is not None), ("data", not isinstance(recipe.data, RandomInputs))):
         if is_asked:
             raise ConfigError(
                 f"a check compares with plain torch on random inputs, and the recipe sets {key}: leave it out, or run the "

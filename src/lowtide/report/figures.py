@@ -198,12 +198,7 @@ _BEST, _OURS, _THEIRS = COLOURS[Category.WEIGHTS], "#7b8592", "#b8720a"
 _MARK_STYLES: dict[str, dict[str, Any]] = {
     "published": {"label": "published", "markerfacecolor": "white", "markeredgecolor": _THEIRS, "markeredgewidth": 1.2},
     "ours": {"label": "measured", "color": _OURS, "markeredgecolor": "white", "markeredgewidth": 0.6},
-    "on-front": {
-        "label": "measured, on the front",
-        "color": _BEST,
-        "markeredgecolor": "white",
-        "markeredgewidth": 0.6,
-    },
+    "on-front": {"label": "measured, on the front", "color": _BEST, "markeredgecolor": "white", "markeredgewidth": 0.6},
 }
 
 

@@ -296,11 +296,7 @@ def update_in_backward(optimizer: torch.optim.Optimizer) -> None:
 
 @contextlib.contextmanager
 def activations_applied(
-    model: nn.Module,
-    settings: StepSettings,
-    *,
-    mover: Mover | None = None,
-    compile_group: CompileGroup | None = None,
+    model: nn.Module, settings: StepSettings, *, mover: Mover | None = None, compile_group: CompileGroup | None = None
 ) -> Iterator[None]:
     """Put the settings' activation policy and chunked loss on a model; afterwards it is as it came.
 

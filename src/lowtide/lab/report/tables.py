@@ -63,9 +63,7 @@ def result_table(comparison: Comparison) -> Table:
             "the peak without the evaluation, which somewhere is higher than training",
         ),
         number(
-            "reduction",
-            lambda row: _share(comparison.reduction(row)),
-            f"share of the peak of {control} that is saved",
+            "reduction", lambda row: _share(comparison.reduction(row)), f"share of the peak of {control} that is saved"
         ),
         words(
             "at",

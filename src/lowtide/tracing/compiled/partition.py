@@ -27,10 +27,7 @@ MAX_FUSED_PARTS = 8
 STRAIGHT_VIEWS = ("aten.view", "aten.unsqueeze", "aten.squeeze", "aten.alias")
 """Views that leave every element where it is."""
 
-BIASED = {
-    "aten._scaled_dot_product_efficient_attention": 3,
-    "aten._scaled_dot_product_efficient_attention_backward": 4,
-}
+BIASED = {"aten._scaled_dot_product_efficient_attention": 3, "aten._scaled_dot_product_efficient_attention_backward": 4}
 """Attention that takes a bias, by which of its arguments."""
 
 BIAS_ALIGNMENT = 8

@@ -248,10 +248,7 @@ def _copies(batch_first: bool, *tensors: Tensor | None) -> list[int]:
 def _workspace(
     inputs: Tensor, weight: Sequence[Tensor], mode: int, hidden: int, layers: int, bidirectional: bool
 ) -> int:
-    level_bytes, weights = (
-        _output_bytes(inputs, hidden, bidirectional),
-        sum(part.nbytes for part in weight),
-    )
+    level_bytes, weights = (_output_bytes(inputs, hidden, bidirectional), sum(part.nbytes for part in weight))
     is_half = inputs.element_size() == 2
     outputs = (HALF_OUTPUTS if is_half else WORKSPACE_OUTPUTS)[mode] + layers
     if bidirectional and mode != GRU:

@@ -14,15 +14,7 @@ from torch import Tensor
 from lowtide import compat, config
 from lowtide.errors import ObserveError
 from lowtide.tracing.assemble import assemble, exact
-from lowtide.tracing.recorder import (
-    BATCH,
-    PLUMBING,
-    Life,
-    Role,
-    StorageRecorder,
-    state_roles,
-    weight_roles,
-)
+from lowtide.tracing.recorder import BATCH, PLUMBING, Life, Role, StorageRecorder, state_roles, weight_roles
 from lowtide.tracing.step_trace import Category, Phase, StepTrace, Target
 from lowtide.tracing.training_step import TrainingStep, about_step, tensors_in, watch_gradients, watch_modules
 from lowtide.units import format_bytes

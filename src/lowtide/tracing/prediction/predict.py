@@ -99,11 +99,7 @@ def predict(
 
 
 def _run_steps(
-    step: TrainingStep,
-    mode: GhostMode,
-    job: Job,
-    context: StepContext | None,
-    on_progress: Callable[[str], None],
+    step: TrainingStep, mode: GhostMode, job: Job, context: StepContext | None, on_progress: Callable[[str], None]
 ) -> tuple[int, int]:
     """Run all steps; returns where in the record the events and the ops of the last begin."""
     recorder, device_type = mode.recorder, mode.device.type
