@@ -217,7 +217,11 @@ class _LookupsOnHost(TorchFunctionMode):
             sparse=sparse,
             on_host=self.owner.on_host,
         )
-        return _look_up(input, weight, lookup)
+        # `F.embedding(ids.cpu(), weight).to(device)`, with less to copy. The ids may be on either side.
+        ids = input.to("cpu", torch.int64)
+        # `apply` has no types.
+        rows: Tensor = _HostLookup.apply(weight, ids, find_repeats(ids), lookup)  # type: ignore[no-untyped-call]
+        return rows
 
 
 def _move(weight: Tensor, device: torch.device) -> None:
@@ -265,15 +269,6 @@ def find_repeats(ids: Tensor) -> Repeats | None:
         return None
     rows, positions = torch.unique(ids, return_inverse=True)
     return Repeats(rows=rows, positions=positions) if rows.numel() <= MOST_UNIQUE * ids.numel() else None
-
-
-def _look_up(ids: Tensor, weight: Tensor, lookup: _Lookup) -> Tensor:
-    """`F.embedding(ids.cpu(), weight).to(device)`, with less to copy. The ids may be on either side."""
-    ids = ids.to("cpu", torch.int64)
-    repeats = find_repeats(ids)
-    # `apply` has no types.
-    rows: Tensor = _HostLookup.apply(weight, ids, repeats, lookup)  # type: ignore[no-untyped-call]
-    return rows
 
 
 class _HostLookup(torch.autograd.Function):

@@ -170,21 +170,18 @@ def _lacking(recipe: Recipe) -> Iterator[str]:
         yield f"it builds {recipe.model!r} with the package 'transformers'; run: pip install \"lowtide[transformers]\""
     # Other backends than inductor run torch's own operators, and build nothing.
     if device is not None and recipe.compile is not None and recipe.compile.backend == "inductor":
-        yield from _lacking_compiler(on_cuda=device.type == "cuda")
-
-
-def _lacking_compiler(*, on_cuda: bool) -> Iterator[str]:
-    if on_cuda and not _has_package("triton"):
-        yield "it compiles for CUDA with the package 'triton'; run: pip install triton"
-    # Triton builds a small C library for each kernel's launch; on the host inductor writes C++.
-    variable = "CC" if on_cuda else "CXX"
-    language, usual = COMPILERS[variable]
-    named = os.environ.get(variable, "").split()[:1]
-    if not any(shutil.which(name) for name in named or usual):
-        yield (
-            f"torch.compile needs a {language} compiler: none of {', '.join(usual)} is on the path, and {variable} names "
-            "none; install one, or set compile=null"
-        )
+        on_cuda = device.type == "cuda"
+        if on_cuda and not _has_package("triton"):
+            yield "it compiles for CUDA with the package 'triton'; run: pip install triton"
+        # Triton builds a small C library for each kernel's launch; on the host inductor writes C++.
+        variable = "CC" if on_cuda else "CXX"
+        language, usual = COMPILERS[variable]
+        named = os.environ.get(variable, "").split()[:1]
+        if not any(shutil.which(name) for name in named or usual):
+            yield (
+                f"torch.compile needs a {language} compiler: none of {', '.join(usual)} is on the path, and {variable} "
+                "names none; install one, or set compile=null"
+            )
 
 
 def _has_package(package: str) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +18,6 @@ from lowtide.errors import BadRecordError, ConfigError, MissingExtraError, Unkno
 from lowtide.models.batches import (
     BatchForm,
     ImageBatch,
-    LabelledTokens,
     PairBatch,
     TokenBatch,
     sequence_labels,
@@ -102,22 +103,16 @@ def _find_config(target: str) -> Path:
         return path
     if (path / "config.json").is_file():
         return path / "config.json"
-    if (cached := _cached_config(target)) is not None:
-        return cached
-    raise UnknownNameError(
-        "Hugging Face config (a folder with config.json, a config.json, or a model id in the local cache)", target
-    )
-
-
-def _cached_config(model_id: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
-    try:
-        found = try_to_load_from_cache(model_id, "config.json")
-    except HFValidationError:  # not even the form of an id
-        return None
-    return Path(found) if isinstance(found, str) else None
+    with contextlib.suppress(HFValidationError):  # not even the form of an id
+        cached = try_to_load_from_cache(target, "config.json")
+        if isinstance(cached, str):
+            return Path(cached)
+    raise UnknownNameError(
+        "Hugging Face config (a folder with config.json, a config.json, or a model id in the local cache)", target
+    )
 
 
 def _make_config(transformers: ModuleType, values: dict[str, Any], spec: str) -> Config:
@@ -184,10 +179,10 @@ TASKS = (
          _images),
     Task(("ForSequenceClassification",), "AutoModelForSequenceClassification",
          "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
-         lambda config: LabelledTokens(tokens=_tokens(config), labels=partial(sequence_labels, config.num_labels))),
+         lambda config: replace(_tokens(config), labels=partial(sequence_labels, config.num_labels))),
     Task(("ForTokenClassification",), "AutoModelForTokenClassification", "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",
-         lambda config: LabelledTokens(tokens=_tokens(config), labels=partial(token_labels, config.num_labels))),
+         lambda config: replace(_tokens(config), labels=partial(token_labels, config.num_labels))),
     Task(("ForQuestionAnswering",), "AutoModelForQuestionAnswering", "MODEL_FOR_QUESTION_ANSWERING_MAPPING",
-         lambda config: LabelledTokens(tokens=_tokens(config), labels=spans)),
+         lambda config: replace(_tokens(config), labels=spans)),
 )
 # fmt: on

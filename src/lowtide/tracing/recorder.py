@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -296,7 +296,7 @@ class StorageRecorder:
 
     def line(self) -> str:
         """`file.py:line` of the innermost frame that is neither torch's nor the tracer's; "" where there is none."""
-        return users_line(_running_lines(sys._getframe(1)))
+        return users_line((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(sys._getframe(1)))
 
     # -- storages ----------------------------------------------------------------------------------------------------
 
@@ -386,9 +386,3 @@ def users_line(frames: Iterable[tuple[str, int]]) -> str:
         if not file.startswith(_SKIPPED):
             return f"{file.rsplit('/', 1)[-1]}:{line}"
     return ""
-
-
-def _running_lines(frame: FrameType | None) -> Iterator[tuple[str, int]]:
-    while frame is not None:
-        yield frame.f_code.co_filename, frame.f_lineno
-        frame = frame.f_back

@@ -57,10 +57,6 @@ class _Chunk:
                 merged.append((gap_start, gap_bytes))
         self.gaps = merged
 
-    @property
-    def is_unused(self) -> bool:
-        return self.gaps == [(self.start, self.size)]
-
 
 class DriverMemory:
     """Memory of one device: counts what is taken, refuses what does not fit, and hands out addresses.
@@ -109,7 +105,7 @@ class DriverMemory:
         if not chunk.gaps:
             insort(self._open, chunk, key=lambda other: other.age)
         chunk.put_back(start, size)
-        if chunk.is_unused:
+        if chunk.gaps == [(chunk.start, chunk.size)]:
             self._chunks.remove(chunk)
             self._open.remove(chunk)
             self._has_holes = True

@@ -242,11 +242,7 @@ def is_foreach_copy(item: Allocation) -> bool:
 
 def remarks(trace: StepTrace) -> tuple[str, ...]:
     """The sentences that apply to a trace."""
-    return tuple(
-        sentence
-        for sentence in (_logits(trace), _foreach(trace), _math_attention(trace), _unused(trace))
-        if sentence is not None
-    )
+    return tuple(filter(None, (_logits(trace), _foreach(trace), _math_attention(trace), _unused(trace))))
 
 
 def _copies(found: list[Allocation]) -> Copies | None:

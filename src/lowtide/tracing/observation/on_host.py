@@ -6,6 +6,7 @@ Bytes are the storages' own: the host's allocator is not modelled, so what is re
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -43,9 +44,8 @@ class HostMode(compat.WatchingMode):
         result = func(*args, **(kwargs or {}))
         if summed is not None:
             self._adopt(summed, result)
-        for tensor in tensors_in(
-            (result, args)
-        ):  # the arguments again: `out=` and `resize_` may have given one its memory
+        # The arguments again: `out=` and `resize_` may have given one its memory.
+        for tensor in tensors_in((result, args)):
             self._use(tensor, op, is_input=False)
         return result
 
@@ -157,9 +157,7 @@ def observe_on_host(
 
 
 def _place_all(mode: HostMode, step: TrainingStep) -> None:
-    for tensor, role in weight_roles(step.model, mode.recorder.root):
-        mode.place(tensor, role)
-    for tensor, role in state_roles(step.model, step.optimizer):
+    for tensor, role in chain(weight_roles(step.model, mode.recorder.root), state_roles(step.model, step.optimizer)):
         mode.place(tensor, role)
     for parameter in step.model.parameters():
         if parameter.grad is not None:
