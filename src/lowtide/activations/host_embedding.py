@@ -126,10 +126,7 @@ class HostEmbedding:
         row_sums: RowSums,
         on_host: Callable[[], AbstractContextManager[object]],
     ) -> None:
-        self.module = module
-        self.path = path
-        self.device = device
-        self.row_sums = row_sums
+        self.module, self.path, self.device, self.row_sums = module, path, device, row_sums
         self.on_host = on_host
         self._came_from = module.weight.device
         self._table = module.weight
