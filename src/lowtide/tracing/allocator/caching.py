@@ -124,8 +124,8 @@ class CachingAllocator:
             block = self._take_fresh(pool, size, requested_bytes)
         may_split = self._is_plain or pool.is_small or self._expandable is not None or size < self._max_split_bytes
         if may_split and block.size - size >= pool.min_remainder:
-            rest, block = block, block.split_front(size)
-            self._keep(rest)
+            remainder, block = block, block.split_front(size)
+            self._keep(remainder)
         block.begin_use(requested_bytes)
         self._live[handle] = block
         self._count(block.size, requested_bytes)

@@ -43,8 +43,7 @@ class _Chunk:
     def take(self, size: int) -> int | None:
         for index, (start, gap_bytes) in enumerate(self.gaps):
             if gap_bytes >= size:
-                rest = [(start + size, gap_bytes - size)] if gap_bytes > size else []
-                self.gaps[index : index + 1] = rest
+                self.gaps[index : index + 1] = [(start + size, gap_bytes - size)] if gap_bytes > size else []
                 return start
         return None
 

@@ -130,8 +130,7 @@ class _Reader:
 
     def __init__(self, prefix: str, known: Mapping[str, Buffers]) -> None:
         # What is computed again in the backward has its name from the forward, and is another buffer.
-        self._prefix = prefix
-        self._known = known
+        self._prefix, self._known = prefix, known
         self._buffers: dict[fx.Node, Buffers] = {}
         self._turned: set[fx.Node] = set()
         self._returned: set[fx.Node] = set()

@@ -246,7 +246,7 @@ def _why(trace: StepTrace, average: dict[Category, float]) -> str:
             f"the optimizer keeps almost no state ({format_bytes(state)} for {format_bytes(weights)} of weights)"
         )
     elif weights:
-        # 80 to 5 is more than even an fp32 master and two fp32 moments beside bf16 weights, which are 6 to 1.
+        # 80 to 5 is more than even an fp32 master and two fp32 moments with bf16 weights, which are 6 to 1.
         clauses.append(
             f"the state ({_main_dtype(trace, Category.OPTIMIZER)}) is {state / weights:.1f} times the weights "
             f"({_main_dtype(trace, Category.WEIGHTS)}) where the rule has 16 times"

@@ -67,8 +67,6 @@ class HostMode(compat.WatchingMode):
         self.recorder.close()
         self._lives.clear()
 
-    # -- storages ----------------------------------------------------------------------------------------------------
-
     def _use(self, tensor: Tensor, op: int, *, is_input: bool) -> None:
         is_known = self._find(tensor) is not None
         life = self._see(tensor)
@@ -99,8 +97,6 @@ class HostMode(compat.WatchingMode):
         life = self.recorder.allocate(storage.nbytes(), tuple(tensor.shape), dtype, storage=storage)
         self._lives[id(storage)] = life
         return life
-
-    # -- the engine's sums -------------------------------------------------------------------------------------------
 
     def _life_of_sum(self, func: Any, args: Any) -> Life | None:
         """The life of a gradient that autograd would have added to in place, were it not watched; None otherwise.
@@ -136,7 +132,12 @@ def observe_on_host(
             for number in range(1, steps + 1):
                 on_progress(f"running step {number} of {steps}")
                 first_event, first_op = recorder.begin_step(is_detailed=number == steps)
-                _run(step, recorder)
+                try:
+                    step("cpu", recorder.begin_phase)
+                except RuntimeError as error:
+                    if "can't allocate memory" not in str(error):
+                        raise
+                    raise ObserveError(_out_of_memory(recorder, error)) from error
                 for tensor, role in state_roles(step.model, step.optimizer):
                     mode.place(tensor, role)
         return assemble(
@@ -164,15 +165,6 @@ def _place_all(mode: HostMode, step: TrainingStep) -> None:
             mode.mark_gradient(parameter.grad)
     for tensor in tensors_in(step.batch):
         mode.place(tensor, BATCH)
-
-
-def _run(step: TrainingStep, recorder: StorageRecorder) -> None:
-    try:
-        step("cpu", recorder.begin_phase)
-    except RuntimeError as error:
-        if "can't allocate memory" not in str(error):
-            raise
-        raise ObserveError(_out_of_memory(recorder, error)) from error
 
 
 def _out_of_memory(recorder: StorageRecorder, error: RuntimeError) -> str:
