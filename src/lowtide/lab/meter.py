@@ -32,8 +32,7 @@ class Meter:
     """
 
     def __init__(self, take_peak: TakePeak, device: torch.device) -> None:
-        self._take_peak = take_peak
-        self._device = device
+        self._take_peak, self._device = take_peak, device
         self._by_phase: dict[str, int] = {}
         self._reserved_bytes = 0
 

@@ -189,7 +189,7 @@ def _extended(path: Path, plain: Mapping[str, Plain]) -> list[Path]:
 
 
 def _find_extended(path: Path, other: str) -> Path:
-    """The file that another one extends: beside it, or a recipe that comes with the package, by its name."""
+    """The file that another one extends: one in the same folder, or a recipe that comes with the package, by its name."""
     named = path.parent / other
     for file in (named, *(path.parent / f"{other}{suffix}" for suffix in SUFFIXES)):
         # Not itself: `extends: control` in a file of that name is the package's.

@@ -42,7 +42,7 @@ def _compact(value: object) -> str:
 
 
 def read_json(path: Path, schema: str) -> dict[str, Any]:
-    """What a file holds beside its schema.
+    """What a file holds, without its schema.
 
     Raises:
         BadRecordError: It cannot be read, is no JSON, or is of another schema; the path is in the message.

@@ -123,8 +123,7 @@ class _Turn:
     """One run, from its start to its record."""
 
     def __init__(self, run: Run, folder: Path, on_progress: OnRunProgress, *, is_alone: bool) -> None:
-        self._run = run
-        self._is_alone = is_alone
+        self._run, self._is_alone = run, is_alone
         self._folder = folder.resolve()
         self._on_progress = on_progress
         self._file = _free_name(self._folder, run)
@@ -277,8 +276,7 @@ class _Worker:
         self.begun_s = time.monotonic()
         self.is_late = False
         """Whether `messages` ended because its limit had passed."""
-        self._pipe = pipe
-        self._stderr = stderr
+        self._pipe, self._stderr = pipe, stderr
 
     def messages(self, limit_s: float | None) -> Iterator[Message]:
         """What the worker says, until it ends or the limit passes."""
