@@ -14,7 +14,7 @@ from torch import nn
 
 from lowtide import config
 from lowtide.errors import ConfigError
-from lowtide.lab import experiment
+from lowtide.lab import experiment, training
 from lowtide.lab.experiment import run_experiment, thinned
 from lowtide.lab.progress import Progress
 from lowtide.lab.recipe import CompileRecipe, Recipe
@@ -272,7 +272,7 @@ def test_a_model_that_draws_while_it_is_evaluated_is_trained_on_the_same_draws(m
         embedding.register_forward_hook(lambda _, inputs, output: nn.functional.dropout(output, 0.5))
         return model
 
-    monkeypatch.setattr(experiment, "make_model", with_dropout_that_is_never_off)
+    monkeypatch.setattr(training, "make_model", with_dropout_that_is_never_off)
     recipe = replace(EVALUATED, plan=None)
     within = run(replace(recipe, evaluation=EvaluationRecipe(samples=5, batch=2, after=(1,))))
     assert within.losses == run(recipe).losses

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,7 +11,6 @@ from hypothesis import strategies as st
 from lowtide.errors import BatchMismatchError, TooLargeError
 from lowtide.models.batches import (
     ImageBatch,
-    LabelledTokens,
     PairBatch,
     TokenBatch,
     parse_sizes,
@@ -106,22 +106,20 @@ def test_pairs() -> None:
 
 
 def test_one_label_a_sequence() -> None:
-    labels = LabelledTokens(tokens=TEXT_TOKENS, labels=partial(sequence_labels, 3))("64x5")["labels"]
+    labels = replace(TEXT_TOKENS, labels=partial(sequence_labels, 3))("64x5")["labels"]
     assert labels.shape == (64,)
     assert set(labels.tolist()) == {0, 1, 2}
-    assert (
-        LabelledTokens(tokens=TEXT_TOKENS, labels=partial(sequence_labels, 1))("4x5")["labels"].dtype == torch.float32
-    )
+    assert replace(TEXT_TOKENS, labels=partial(sequence_labels, 1))("4x5")["labels"].dtype == torch.float32
 
 
 def test_one_label_a_token() -> None:
-    batch = LabelledTokens(tokens=TEXT_TOKENS, labels=partial(token_labels, 3))("4x5")
+    batch = replace(TEXT_TOKENS, labels=partial(token_labels, 3))("4x5")
     assert batch["labels"].shape == batch["input_ids"].shape == (4, 5)
     assert batch["labels"].max() < 3
 
 
 def test_spans_lie_inside_the_sequence() -> None:
-    batch = LabelledTokens(tokens=TEXT_TOKENS, labels=spans)("64x5")
+    batch = replace(TEXT_TOKENS, labels=spans)("64x5")
     assert (batch["start_positions"] <= batch["end_positions"]).all()
     assert batch["end_positions"].max() < 5
 
@@ -129,8 +127,8 @@ def test_spans_lie_inside_the_sequence() -> None:
 def test_defaults_are_those_of_the_tokens() -> None:
     forms = [
         PairBatch(tokens=TEXT_TOKENS),
-        LabelledTokens(tokens=TEXT_TOKENS, labels=partial(sequence_labels, 2)),
-        LabelledTokens(tokens=TEXT_TOKENS, labels=partial(token_labels, 2)),
-        LabelledTokens(tokens=TEXT_TOKENS, labels=spans),
+        replace(TEXT_TOKENS, labels=partial(sequence_labels, 2)),
+        replace(TEXT_TOKENS, labels=partial(token_labels, 2)),
+        replace(TEXT_TOKENS, labels=spans),
     ]
     assert {form.default for form in forms} == {"8x16"}

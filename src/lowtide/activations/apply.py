@@ -13,7 +13,6 @@ import inspect
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from torch import nn
@@ -110,9 +109,7 @@ class Applied:
     def __enter__(self) -> Applied:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
 
@@ -169,13 +166,14 @@ class _CachesOff:
             id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None
         }
         with _LOCK:
-            self.names = tuple(
-                dict.fromkeys(
-                    type(module).__name__
-                    for module in _outermost_with_config(model)
-                    if getattr(module.config, "use_cache", False) is True and _takes_cache(module)
-                )
-            )
+            kinds = {
+                type(module): None
+                for module in _outermost_with_config(model)
+                if getattr(module.config, "use_cache", False) is True
+            }
+            # Configurations of encoders say that there is a cache, too, though their models have none.
+            takers = [kind for kind in kinds if "past_key_values" in inspect.signature(kind.forward).parameters]
+            self.names = tuple(dict.fromkeys(kind.__name__ for kind in takers))
             """Classes of the models whose caches it turned off, though they would have used them."""
             self._configs = [
                 config for key, config in found.items() if key in _OFF or getattr(config, "use_cache", False) is True
@@ -204,8 +202,3 @@ def _outermost_with_config(module: nn.Module) -> Iterator[nn.Module]:
         return
     for child in module.children():
         yield from _outermost_with_config(child)
-
-
-def _takes_cache(module: nn.Module) -> bool:
-    """Configurations of encoders say that there is a cache, too, though their models have none."""
-    return "past_key_values" in inspect.signature(type(module).forward).parameters

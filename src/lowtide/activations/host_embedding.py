@@ -126,10 +126,7 @@ class HostEmbedding:
         row_sums: RowSums,
         on_host: Callable[[], AbstractContextManager[object]],
     ) -> None:
-        self.module = module
-        self.path = path
-        self.device = device
-        self.row_sums = row_sums
+        self.module, self.path, self.device, self.row_sums = module, path, device, row_sums
         self.on_host = on_host
         self._came_from = module.weight.device
         self._table = module.weight
@@ -217,7 +214,11 @@ class _LookupsOnHost(TorchFunctionMode):
             sparse=sparse,
             on_host=self.owner.on_host,
         )
-        return _look_up(input, weight, lookup)
+        # `F.embedding(ids.cpu(), weight).to(device)`, with less to copy. The ids may be on either side.
+        ids = input.to("cpu", torch.int64)
+        # `apply` has no types.
+        rows: Tensor = _HostLookup.apply(weight, ids, find_repeats(ids), lookup)  # type: ignore[no-untyped-call]
+        return rows
 
 
 def _move(weight: Tensor, device: torch.device) -> None:
@@ -265,15 +266,6 @@ def find_repeats(ids: Tensor) -> Repeats | None:
         return None
     rows, positions = torch.unique(ids, return_inverse=True)
     return Repeats(rows=rows, positions=positions) if rows.numel() <= MOST_UNIQUE * ids.numel() else None
-
-
-def _look_up(ids: Tensor, weight: Tensor, lookup: _Lookup) -> Tensor:
-    """`F.embedding(ids.cpu(), weight).to(device)`, with less to copy. The ids may be on either side."""
-    ids = ids.to("cpu", torch.int64)
-    repeats = find_repeats(ids)
-    # `apply` has no types.
-    rows: Tensor = _HostLookup.apply(weight, ids, repeats, lookup)  # type: ignore[no-untyped-call]
-    return rows
 
 
 class _HostLookup(torch.autograd.Function):

@@ -61,7 +61,7 @@ class Recompute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
-    """Saved tensors wait on the host, copied there and back beside the computation."""
+    """Saved tensors wait on the host, copied there and back during the computation."""
 
     recompute: bool = True
     """Recompute the group, and offload its inputs alone. Else every saved tensor of at least `min_bytes` goes."""

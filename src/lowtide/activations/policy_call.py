@@ -123,11 +123,13 @@ class PolicyCall:
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         run = self._inner or compat.plain_call(self._module)
-        if not self._is_active or getattr(self._thread, "passes", False):
+        if not self._is_active or getattr(self._thread, "passes", False) or isinstance(self._policy, Keep):
             return run(*args, **kwargs)
-        if isinstance(self._policy, Keep):
-            return run(*args, **kwargs)
-        _refuse_compiled_around(self._module, self._path)
+        if compat.is_compiled_around():
+            raise ActivationError(
+                f"torch.compile around {type(self._module).__name__} at {self._path or 'the top'} would go past its "
+                f"activation policy; {ADVICE}"
+            )
         if self._compiled is not None:
             return self._compiled(*args, **kwargs)
         if not torch.is_grad_enabled():
@@ -138,12 +140,7 @@ class PolicyCall:
         return self._run_by_policy(run, args, kwargs, leaves, structure)
 
     def _run_by_policy(
-        self,
-        run: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        leaves: list[Any],
-        structure: Any,
+        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], structure: Any
     ) -> Any:
         policy = self._policy
         if isinstance(policy, Offload) and not policy.recompute:
@@ -201,16 +198,14 @@ class PolicyCall:
         )
 
 
+# One object for each share: code that was compiled for one must not serve another.
+_compiler = functools.cache(compat.BudgetedCompiler)
+
+
 def compiled(module: nn.Module, path: str, share: float) -> Callable[..., Any]:
     """The module compiled by torch, with a share of what it would save."""
     call: Callable[..., Any] = torch.compile(compat.plain_call(module), backend=_compiler(share))
     return call
-
-
-@functools.cache
-def _compiler(share: float) -> compat.BudgetedCompiler:
-    # One object for each share: code that was compiled for one must not serve another.
-    return compat.BudgetedCompiler(share)
 
 
 class Offloading:
@@ -238,13 +233,8 @@ class Offloading:
         is_weight = self._is_weight or (lambda tensor: False)
 
         def pack(tensor: torch.Tensor) -> Saved:
-            if (
-                not stash.accepts(tensor, policy.min_bytes)
-                or compat.storage_key(tensor) in storages
-                or is_weight(tensor)
-            ):
-                return Held(tensor)
-            return stash.put(parcel, tensor)
+            goes = stash.accepts(tensor, policy.min_bytes) and compat.storage_key(tensor) not in storages
+            return stash.put(parcel, tensor) if goes and not is_weight(tensor) else Held(tensor)
 
         return saved_tensors_hooks(compat.uncompiled_hook(pack), compat.uncompiled_hook(take))
 
@@ -319,14 +309,6 @@ class CompileCheck:
                 )
         run: Callable[..., Any] = self.inner or compat.plain_call(self._model)
         return run(*args, **kwargs)
-
-
-def _refuse_compiled_around(module: nn.Module, path: str) -> None:
-    """Raise where the call of a module with a policy is inside of compiled code."""
-    if compat.is_compiled_around():
-        raise ActivationError(
-            f"torch.compile around {type(module).__name__} at {path or 'the top'} would go past its activation policy; {ADVICE}"
-        )
 
 
 def refuse_compiled_holders(model: nn.Module, paths: Iterable[str]) -> None:

@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide import compat
 from lowtide.activations.group_call import GroupCall, Run, RunContext, checkpointed
-from lowtide.activations.saved import Held, Saved, take, version_of
+from lowtide.activations.saved import Held, Saved, geometry_of, take, version_of
 from lowtide.errors import ActivationError
 
 
@@ -36,36 +36,26 @@ class Mark:
         storage = compat.plain_storage(tensor)
         # A dead storage's place may be taken by another one.
         self._storage = None if storage is None else weakref.ref(storage)
-        self._rest = _geometry(tensor)
+        self._geometry = _describe(tensor)
 
     def fits(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor has the value of the one that was marked."""
         if self._storage is None or (storage := self._storage()) is None:
             return False
-        return compat.plain_storage(tensor) is storage and _geometry(tensor) == self._rest
+        return compat.plain_storage(tensor) is storage and _describe(tensor) == self._geometry
 
 
-def _geometry(tensor: torch.Tensor) -> tuple[object, ...]:
+def _describe(tensor: torch.Tensor) -> tuple[object, ...]:
     if tensor.layout is not torch.strided:
         return ()
-    return (
-        type(tensor),
-        tensor.dtype,
-        tensor.storage_offset(),
-        tensor.size(),
-        tensor.stride(),
-        tensor.is_conj(),
-        tensor.is_neg(),
-        version_of(tensor),
-    )
+    return type(tensor), geometry_of(tensor), tensor.is_conj(), tensor.is_neg(), version_of(tensor)
 
 
 class Remade:
     """An input that is an output of the call before: made again when it is asked for."""
 
     def __init__(self, link: Link, index: int) -> None:
-        self.link = link
-        self.index = index
+        self.link, self.index = link, index
         self.value: torch.Tensor | None = None
 
     def peek(self) -> torch.Tensor:
@@ -157,13 +147,7 @@ class Segments:
         self._thread = threading.local()
 
     def run(
-        self,
-        call: GroupCall,
-        rerun: Run,
-        leaves: Sequence[Any],
-        *,
-        length: int,
-        on_again: Callable[[], None],
+        self, call: GroupCall, rerun: Run, leaves: Sequence[Any], *, length: int, on_again: Callable[[], None]
     ) -> Any:
         """Run a call whose group is in segments of `length`."""
         last: Callable[[], Link | None] = getattr(self._thread, "last", lambda: None)

@@ -1,10 +1,10 @@
 """Stash: saved tensors that wait on the host.
 
 Note [Who holds a stashed tensor, and when it is freed]
-Forward. The tensor's memory belongs to the computation. It is copied out beside the computation, and the stash holds it
+Forward. The tensor's memory belongs to the computation. It is copied out during the computation, and the stash holds it
 until the call after the next puts its first, or until all that it holds is more than twice the largest; then the
 computation waits for the oldest copy and the stash lets that tensor go. So the device holds no more than two large tensors
-for their copies, whatever the speed of either side, and small ones beside a large one (a layer's input and its angles) do
+for their copies, whatever the speed of either side, and small ones next to a large one (a layer's input and its angles) do
 not make the computation wait for it at once.
 Backward. The memory of what comes back is taken by the computation, in its order, and the copy comes after that point. The
 computation waits for the copy before it reads; then autograd frees it as any other. What was brought ahead and is
@@ -202,7 +202,7 @@ class Stash:
                     self._fetch(slot.body)
 
     def _let_go(self, body: Body) -> None:
-        # Called where a graph dies, which may be in the middle of anything, our own locked parts included, or beside another
+        # Called where a graph dies, which may be in the middle of anything, our own locked parts included, or during another
         # thread's: nothing is read twice here, and no lock of ours is taken.
         fetched, watched = body.fetched, body.watched
         if fetched is not None:

@@ -72,7 +72,7 @@ def shown_steps(num_steps: int, first_differing: int | None, limit: int = MAX_RO
 
 
 def tier_table(report: CheckReport) -> Table:
-    """The managed run's peak in each tier, beside its budget."""
+    """The managed run's peak in each tier, and its budget."""
     kept = {True: Value("yes", tone=Tone.GOOD), False: Value("NO", tone=Tone.BAD), None: Value("")}
     return make_table(
         "The managed run's memory",

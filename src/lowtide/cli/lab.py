@@ -95,12 +95,7 @@ def run_command(
         try:
             with display_of(runs, ERR) as display:
                 for ended in run_all(
-                    runs,
-                    out,
-                    on_progress=display.progressed,
-                    limit_s=limit,
-                    is_alone=not shared,
-                    experiment=EXPERIMENT,
+                    runs, out, on_progress=display.progressed, limit_s=limit, is_alone=not shared, experiment=EXPERIMENT
                 ):
                     results.append(ended)
                     display.ended(ended)

@@ -50,12 +50,19 @@ def summary_of(comparison: Comparison) -> Iterator[RenderableType]:
     columns = _fitting(shown, labels)
     names = tuple(_name(row, label, comparison) for row, label in zip(comparison.rows, labels, strict=True))
     # No lines, and heads of two lines: the names need the room of 80 columns. What the files say smaller is left out.
-    figures = [replace(column, head=_head(column), values=tuple(map(_plain, column.values))) for column in columns]
+    figures = [
+        replace(column, head=_head(column), values=tuple(map(_without_detail, column.values))) for column in columns
+    ]
     name = Column(head="configuration", is_number=False, wraps=True, values=names)
     yield Text(comparison.title, style="bold")
     yield Table(caption="", columns=(name, *figures))
     sentences = [f"[{mark}] {settings}" for settings, mark in marks.items()]
-    sentences += _reasons(comparison, labels)
+    # Why rows did not finish, in one line each; the files have tracebacks.
+    sentences += [
+        f"{label}: {shortened(reason, LONGEST_REASON)}"
+        for row, label in zip(comparison.rows, labels, strict=True)
+        for reason in dict.fromkeys(error_line(ending.message) for ending in row.unfinished if ending.message)
+    ]
     sentences += [words] if (words := fastest_words(comparison)) else []
     sentences += _perplexities(comparison, labels)
     sentences += [f"Note: {remark}" for remark in run_remarks(comparison)]
@@ -68,19 +75,6 @@ def _name(row: Row, label: str, comparison: Comparison) -> Value:
     return Value(label, tone=tone) if row.is_finished else Value(f"{label}\n{outcome_words(row)}", tone=Tone.BAD)
 
 
-def _plain(cell: Cell) -> Cell:
-    return Value(cell.text) if isinstance(cell, Value) else cell
-
-
-def _reasons(comparison: Comparison, labels: Sequence[str]) -> list[str]:
-    """Why rows did not finish, in one line each; the files have tracebacks."""
-    return [
-        f"{label}: {shortened(reason, LONGEST_REASON)}"
-        for row, label in zip(comparison.rows, labels, strict=True)
-        for reason in dict.fromkeys(error_line(ending.message) for ending in row.unfinished if ending.message)
-    ]
-
-
 def _perplexities(comparison: Comparison, labels: Sequence[str]) -> list[str]:
     """A line for each row that was evaluated on the way: `control: perplexity 160.0, 152.1 after 80, 100 steps`."""
     return [
@@ -89,6 +83,10 @@ def _perplexities(comparison: Comparison, labels: Sequence[str]) -> list[str]:
         for row, label in zip(comparison.rows, labels, strict=True)
         if row.perplexities
     ]
+
+
+def _without_detail(cell: Cell) -> Cell:
+    return Value(cell.text) if isinstance(cell, Value) else cell
 
 
 def _kind(column: Column) -> str:

@@ -40,12 +40,8 @@ def display_of(runs: Sequence[Run], console: Console) -> Iterator[BarDisplay | L
     if not console.is_terminal:
         yield LineDisplay(runs, console)
         return
-    columns = (
-        SpinnerColumn(),
-        BarColumn(bar_width=12),
-        TextColumn("{task.fields[words]}", markup=False),
-        TimeElapsedColumn(),
-    )
+    said = TextColumn("{task.fields[words]}", markup=False)
+    columns = (SpinnerColumn(), BarColumn(bar_width=12), said, TimeElapsedColumn())
     with _TitledProgress(*columns, console=console, transient=True) as bar:
         yield BarDisplay(runs, bar)
 

@@ -252,7 +252,15 @@ def run_sweep(recipe: Recipe, budgets: Sequence[float], *, on_progress: OnProgre
         ConfigError: There is no budget, one is not within 0 and 1, or the batch does not fit the model.
         TraceError: The model cannot be traced as one graph.
     """
-    ordered = _checked(budgets)
+    if not budgets:
+        raise ConfigError("there is no budget to try; give numbers from 0 to 1, such as 0.2, 0.5 and 1", key="budgets")
+    # Also for what is not a number.
+    wrong = [budget for budget in budgets if not 0.0 <= budget <= 1.0]
+    if wrong:
+        raise ConfigError(
+            f"the budget {wrong[0]} is not within 0 and 1, which stands for what torch saves by default", key="budgets"
+        )
+    ordered = sorted(set(budgets))
     on_progress(Progress(words=f"tracing {recipe.model}", steps=len(ordered)))
     start = time.perf_counter()
     joint, remarks = trace_recipe(recipe)
@@ -307,19 +315,6 @@ def unfused_peak_bytes(partition: Partition) -> int:
     forward = find_peak(partition.forward, kept=partition.kept)
     backward = find_peak(partition.backward, kept=(*partition.kept, *partition.tangents))
     return max(forward.num_bytes, backward.num_bytes)
-
-
-def _checked(budgets: Sequence[float]) -> list[float]:
-    if not budgets:
-        raise ConfigError("there is no budget to try; give numbers from 0 to 1, such as 0.2, 0.5 and 1", key="budgets")
-    for budget in budgets:
-        # Also for what is not a number.
-        if not 0.0 <= budget <= 1.0:
-            raise ConfigError(
-                f"the budget {budget} is not within 0 and 1, which stands for what torch saves by default",
-                key="budgets",
-            )
-    return sorted(set(budgets))
 
 
 def sweep_data(sweep: BudgetSweep) -> dict[str, Plain]:

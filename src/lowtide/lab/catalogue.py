@@ -11,19 +11,8 @@ from pathlib import Path
 
 from lowtide import config, plain_text
 from lowtide.errors import ConfigError
+from lowtide.lab import recipe_file
 from lowtide.lab.recipe import Recipe
-from lowtide.lab.recipe_file import (
-    FOLDER,
-    SUFFIXES,
-    Tree,
-    extended_files,
-    merge,
-    names_like,
-    only_name,
-    plain_of,
-    read_tree,
-    unknown_recipe,
-)
 from lowtide.plain_text import Plain
 
 
@@ -55,22 +44,24 @@ def matching_recipes(words: Sequence[str], known: Mapping[str, Path]) -> dict[st
         UnknownNameError: A word means none; the nearest name is in the message.
         ConfigError: A file or a pattern's match is not there, or two files would have one name.
     """
-    files = [word for word in words if Path(word).suffix in SUFFIXES]
+    files = [word for word in words if Path(word).suffix in recipe_file.SUFFIXES]
     chosen: set[str] = set()
     for word in words:
         if _is_pattern(word):
             chosen.update(_matches(word, known))
             continue
-        names = [name for name in known if name.startswith(f"{word.rstrip('/')}/")] + names_like(word, known)
+        names = [name for name in known if name.startswith(f"{word.rstrip('/')}/")] + recipe_file.names_like(
+            word, known
+        )
         if not names and word not in files:
-            raise unknown_recipe(word, known)
+            raise recipe_file.unknown_recipe(word, known)
         chosen.update(names)
     return {name: path for name, path in known.items() if name in chosen} | choose_recipes(files, known)
 
 
 def _found(word: str, known: Mapping[str, Path]) -> Iterator[tuple[str, Path]]:
     path = Path(word)
-    if path.suffix in SUFFIXES:
+    if path.suffix in recipe_file.SUFFIXES:
         if not path.is_file():
             raise ConfigError(
                 f"there is no recipe file {word} in {Path.cwd()}; `lowtide lab ls` has the names of recipes"
@@ -79,7 +70,7 @@ def _found(word: str, known: Mapping[str, Path]) -> Iterator[tuple[str, Path]]:
     elif _is_pattern(word):
         yield from ((name, known[name]) for name in _matches(word, known))
     else:
-        name = only_name(word, known)
+        name = recipe_file.only_name(word, known)
         yield name, known[name]
 
 
@@ -108,17 +99,17 @@ def recipe_differences(path: Path, recipe: Recipe) -> tuple[str, ...]:
     base = Recipe(model=recipe.model)
     roots = list(_roots(path))
     if roots != [path]:
-        tree: Tree = {}
+        tree: recipe_file.Tree = {}
         for root in roots:
-            tree = merge(tree, read_tree(root))
+            tree = recipe_file.merge(tree, recipe_file.read_tree(root))
         with contextlib.suppress(ConfigError):  # such as shared settings without a model
-            base = config.from_plain(Recipe, plain_of(tree))
+            base = config.from_plain(Recipe, recipe_file.plain_of(tree))
     return tuple(_unlike(recipe, base, config.to_plain(recipe), ""))
 
 
 def _roots(path: Path) -> Iterator[Path]:
     """The files at the ends of the chains of `extends`. The file was read before, so there are ends."""
-    others = extended_files(path)
+    others = recipe_file.extended_files(path)
     if not others:
         yield path
     for other in others:
@@ -153,7 +144,8 @@ def _unlike(value: object, base: object, plain: Plain, path: str) -> Iterator[st
         for key in dict.fromkeys([*value, *base]):
             yield from _unlike(value.get(key), base.get(key), plain.get(key), f"{path}.{key}")
     elif value != base:
-        yield f"{path}={_shown(plain)}"
+        # As `--set` takes it.
+        yield f"{path}={plain if isinstance(plain, str) else json.dumps(plain)}"
 
 
 def _defaults(kind: type) -> dict[str, object]:
@@ -163,11 +155,6 @@ def _defaults(kind: type) -> dict[str, object]:
         for field in dataclasses.fields(kind)
     }
     return {name: default for name, default in made.items() if default is not dataclasses.MISSING}
-
-
-def _shown(plain: Plain) -> str:
-    # As `--set` takes it.
-    return plain if isinstance(plain, str) else json.dumps(plain)
 
 
 def annotated_yaml(plain: Mapping[str, Plain], sources: Mapping[str, str]) -> str:
@@ -189,7 +176,7 @@ def annotated_yaml(plain: Mapping[str, Plain], sources: Mapping[str, str]) -> st
 def source_name(source: str) -> str:
     """A file as people call it: a recipe of the package by its name, one below the current folder from there."""
     path = Path(source)
-    for folder in (FOLDER, Path.cwd()):
+    for folder in (recipe_file.FOLDER, Path.cwd()):
         if path.is_absolute() and path.is_relative_to(folder):
             return path.relative_to(folder).as_posix()
     return source

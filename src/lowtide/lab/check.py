@@ -18,18 +18,9 @@ from torch import Tensor
 
 from lowtide.config import to_plain
 from lowtide.errors import ConfigError
+from lowtide.lab import training
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.recipe_parts import RandomInputs, session_plan
-from lowtide.lab.training import (
-    Batch,
-    arithmetic,
-    find_device,
-    make_batches,
-    make_model,
-    make_optimizer,
-    optimizer_over_masters,
-    train,
-)
 from lowtide.models import ModelSource, resolve_model
 from lowtide.plain_text import Plain
 from lowtide.runtime.manage import manage
@@ -180,12 +171,18 @@ def run_check(recipe: Recipe, on_progress: OnProgress | None = None) -> CheckRep
     if recipe.plan is None:
         raise ConfigError("a check compares a managed run with a plain one, and plan is null: give a plan", key="plan")
     _refuse_incomparable(recipe)
-    device = find_device(recipe.device)
+    device = training.find_device(recipe.device)
     source = resolve_model(recipe.model, settings=recipe.model_settings)
-    batch = make_batches(recipe, source)
-    with arithmetic(recipe, device), _deterministic(device):
+    batch = training.make_batches(recipe, source)
+    with training.arithmetic(recipe, device), _deterministic(device):
         plain_losses, plain_weights = _run_plain(recipe, source, batch, device, say)
-        _check_finite(plain_losses)
+        broken = next((step for step, loss in enumerate(plain_losses) if not math.isfinite(loss)), None)
+        if broken is not None:
+            raise ConfigError(
+                f"the loss of the plain run is {plain_losses[broken]} at step {broken + 1}, so that there is nothing to "
+                "compare with; lower optimizer.settings.lr, set max_grad_norm, or use another dtype",
+                key="optimizer.settings.lr",
+            )
         managed_losses, managed_weights, stats = _run_managed(recipe, source, batch, device, say)
     say("comparing weights")
     return CheckReport(
@@ -207,10 +204,7 @@ def _refuse_incomparable(recipe: Recipe) -> None:
             "right in a loss or weight, such as 1e-4 in fp32 and 0.05 in bfloat16",
             key="tolerance",
         )
-    for key, is_asked in (
-        ("compile", recipe.compile is not None),
-        ("data", not isinstance(recipe.data, RandomInputs)),
-    ):
+    for key, is_asked in (("compile", recipe.compile is not None), ("data", not isinstance(recipe.data, RandomInputs))):
         if is_asked:
             raise ConfigError(
                 f"a check compares with plain torch on random inputs, and the recipe sets {key}: leave it out, or run the "
@@ -220,28 +214,28 @@ def _refuse_incomparable(recipe: Recipe) -> None:
 
 
 def _run_plain(
-    recipe: Recipe, source: ModelSource, batch: Callable[[int], Batch], device: torch.device, say: OnProgress
+    recipe: Recipe, source: ModelSource, batch: Callable[[int], training.Batch], device: torch.device, say: OnProgress
 ) -> tuple[tuple[float, ...], dict[str, Tensor]]:
-    model = make_model(recipe, source).to(device)
-    make = make_optimizer if recipe.precision is None else optimizer_over_masters
+    model = training.make_model(recipe, source).to(device)
+    make = training.make_optimizer if recipe.precision is None else training.optimizer_over_masters
     optimizer = make(recipe.optimizer, model)
     on_step = _steps("plain", recipe, say)
-    losses = train(recipe, model, optimizer, batch, device=device, on_step=on_step)
+    losses = training.train(recipe, model, optimizer, batch, device=device, on_step=on_step)
     return losses, _on_host(model)
 
 
 def _run_managed(
-    recipe: Recipe, source: ModelSource, batch: Callable[[int], Batch], device: torch.device, say: OnProgress
+    recipe: Recipe, source: ModelSource, batch: Callable[[int], training.Batch], device: torch.device, say: OnProgress
 ) -> tuple[tuple[float, ...], dict[str, Tensor], SessionStats]:
-    model = make_model(recipe, source)
-    optimizer = make_optimizer(recipe.optimizer, model)
+    model = training.make_model(recipe, source)
+    optimizer = training.make_optimizer(recipe.optimizer, model)
     assert recipe.plan is not None, "run_check asks for one"
     plan = session_plan(recipe.plan, model)
     on_step = _steps("managed", recipe, say)
     with manage(
         model, optimizer, plan, device=device, precision=recipe.precision, moments=recipe.moments, seed=recipe.seed
     ) as session:
-        losses = train(recipe, model, optimizer, batch, device=device, on_step=on_step)
+        losses = training.train(recipe, model, optimizer, batch, device=device, on_step=on_step)
         session.settle()
         stats = session.stats()
     # After the session: what `close` gives back is what a user keeps.
@@ -254,16 +248,6 @@ def _steps(kind: str, recipe: Recipe, say: OnProgress) -> Callable[[int, float],
 
 def _on_host(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
-
-
-def _check_finite(losses: tuple[float, ...]) -> None:
-    for step, loss in enumerate(losses):
-        if not math.isfinite(loss):
-            raise ConfigError(
-                f"the loss of the plain run is {loss} at step {step + 1}, so that there is nothing to compare with; lower "
-                "optimizer.settings.lr, set max_grad_norm, or use another dtype",
-                key="optimizer.settings.lr",
-            )
 
 
 @contextlib.contextmanager

@@ -13,23 +13,14 @@ from lowtide import config
 from lowtide.activations.policy import Offload, policy_of
 from lowtide.errors import LowtideError
 from lowtide.hardware import find_hardware
+from lowtide.lab import training
 from lowtide.lab.inputs import Inputs, check_vocabulary, make_inputs
 from lowtide.lab.meter import Meter, Watch, metered, watched, watched_modules
 from lowtide.lab.preflight import UnpredictedError, predict
 from lowtide.lab.progress import OnProgress, Progress, find_surroundings
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.recipe_parts import session_plan
-from lowtide.lab.record import EVALUATION, Outcome, PredictedFigures, RunRecord, SpeedFigures, Surroundings
-from lowtide.lab.training import (
-    Batch,
-    arithmetic,
-    compile_model,
-    find_device,
-    make_model,
-    make_optimizer,
-    make_scheduler,
-    take_step,
-)
+from lowtide.lab.record import EVALUATION, Outcome, PredictedFigures, RunRecord, SpeedFigures
 from lowtide.models import resolve_model
 from lowtide.plain_text import Plain
 from lowtide.runtime.manage import manage
@@ -52,20 +43,18 @@ def run_experiment(recipe: Recipe, *, name: str, on_progress: OnProgress) -> Run
         LowtideError: The recipe does not fit the model or the machine.
         torch.OutOfMemoryError: The device's memory, real or emulated, did not hold the run.
     """
+    device = training.find_device(recipe.device)
+    with training.arithmetic(recipe, device):
+        return _run(recipe, name, device, on_progress)
+
+
+def _run(recipe: Recipe, name: str, device: torch.device, on_progress: OnProgress) -> RunRecord:
     surroundings = find_surroundings(recipe.device)
-    device = find_device(recipe.device)
-    with arithmetic(recipe, device):
-        return _run(recipe, name, device, surroundings, on_progress)
-
-
-def _run(
-    recipe: Recipe, name: str, device: torch.device, surroundings: Surroundings, on_progress: OnProgress
-) -> RunRecord:
     source = resolve_model(recipe.model, settings=recipe.model_settings)
     check_vocabulary(recipe, source)
     inputs = make_inputs(recipe, source, lambda words: on_progress(Progress(words=words)))
     on_progress(Progress(words="drawing the first weights"))
-    model = make_model(recipe, source)
+    model = training.make_model(recipe, source)
     remarks = list(inputs.remarks)
     predicted = _prediction(recipe, device, on_progress, remarks)
     run = _Run(recipe, model, inputs, device, on_progress)
@@ -142,8 +131,8 @@ class _Run:
             self.model.to(self.device)
         if self.recipe.compile is not None:
             # Before the session: its windows are outside of compiled code.
-            compile_model(self.model, self.recipe.compile)
-        self.optimizer = make_optimizer(self.recipe.optimizer, self.model)
+            training.compile_model(self.model, self.recipe.compile)
+        self.optimizer = training.make_optimizer(self.recipe.optimizer, self.model)
         with contextlib.ExitStack() as stack:
             session = None
             if self.recipe.plan is not None:
@@ -161,7 +150,7 @@ class _Run:
                         poison=False,
                     )
                 )
-            self.scheduler = make_scheduler(self.recipe, self.optimizer)
+            self.scheduler = training.make_scheduler(self.recipe, self.optimizer)
             self.take_peak = stack.enter_context(metered(self.model, session, self.device))
             self.meter = Meter(self.take_peak, self.device)
             yield session
@@ -232,7 +221,7 @@ class _Run:
 
     def _step(self, step: int, phase: Callable[[str], contextlib.AbstractContextManager[None]]) -> float:
         numbers = range(step * self.recipe.accumulation, (step + 1) * self.recipe.accumulation)
-        return take_step(
+        return training.take_step(
             self.recipe,
             self.model,
             self.optimizer,
@@ -243,7 +232,7 @@ class _Run:
             phase=phase,
         )
 
-    def _moved(self, batch: Batch) -> Batch:
+    def _moved(self, batch: training.Batch) -> training.Batch:
         # A copy, also where the host plays the device: what it holds of a batch dies with the step.
         return {
             key: value.to(self.device, self.recipe.torch_dtype if value.is_floating_point() else value.dtype, copy=True)

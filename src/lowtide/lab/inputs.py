@@ -56,10 +56,26 @@ def check_inputs(recipe: Recipe, source: ModelSource) -> Batch:
         ConfigError: The batch does not fit the model, its data does not, or there is nothing to evaluate on.
     """
     shape = make_batches(recipe, source)(0)
-    if recipe.evaluation is not None:
-        _check_evaluation(recipe)
     if isinstance(recipe.data, RandomInputs):
+        if recipe.evaluation is not None:
+            raise ConfigError(
+                "random inputs have nothing to evaluate on: leave evaluation out, or choose data such as {kind: stories}",
+                key="evaluation",
+            )
         return shape
+    if recipe.evaluation is not None:
+        asked = {Stories: "num_validation", TextFiles: "validation_share"}.get(type(recipe.data))
+        if asked is not None and not getattr(recipe.data, asked):
+            raise ConfigError(
+                f"evaluation is asked for, and data.{asked} is 0: raise it, or leave evaluation out", key="evaluation"
+            )
+        # The samples of a text are not counted yet: there the run takes what it has, and its record says so.
+        if isinstance(recipe.data, Stories) and recipe.evaluation.samples > recipe.data.num_validation:
+            raise ConfigError(
+                f"evaluation.samples is {recipe.evaluation.samples}, and data.num_validation is "
+                f"{recipe.data.num_validation}: lower the first, or raise the second",
+                key="evaluation.samples",
+            )
     if set(shape) != {"input_ids", "labels"} or shape["input_ids"].shape != shape["labels"].shape:
         raise ConfigError(
             f"{recipe.model} takes {', '.join(shape)}, and text makes input_ids and labels of one length: choose a model "
@@ -71,27 +87,6 @@ def check_inputs(recipe: Recipe, source: ModelSource) -> Batch:
             "batch has sequences of 1 token, which leaves no next one to predict: give 2 tokens or more", key="batch"
         )
     return shape
-
-
-def _check_evaluation(recipe: Recipe) -> None:
-    if isinstance(recipe.data, RandomInputs):
-        raise ConfigError(
-            "random inputs have nothing to evaluate on: leave evaluation out, or choose data such as {kind: stories}",
-            key="evaluation",
-        )
-    asked = {Stories: "num_validation", TextFiles: "validation_share"}.get(type(recipe.data))
-    if asked is not None and not getattr(recipe.data, asked):
-        raise ConfigError(
-            f"evaluation is asked for, and data.{asked} is 0: raise it, or leave evaluation out", key="evaluation"
-        )
-    assert recipe.evaluation is not None, "check_inputs asks for one"
-    # The samples of a text are not counted yet: there the run takes what it has, and its record says so.
-    if isinstance(recipe.data, Stories) and recipe.evaluation.samples > recipe.data.num_validation:
-        raise ConfigError(
-            f"evaluation.samples is {recipe.evaluation.samples}, and data.num_validation is "
-            f"{recipe.data.num_validation}: lower the first, or raise the second",
-            key="evaluation.samples",
-        )
 
 
 def make_inputs(recipe: Recipe, source: ModelSource, on_words: Callable[[str], None]) -> Inputs:

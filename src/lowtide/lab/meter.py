@@ -5,8 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -33,8 +32,7 @@ class Meter:
     """
 
     def __init__(self, take_peak: TakePeak, device: torch.device) -> None:
-        self._take_peak = take_peak
-        self._device = device
+        self._take_peak, self._device = take_peak, device
         self._by_phase: dict[str, int] = {}
         self._reserved_bytes = 0
 
@@ -79,7 +77,13 @@ def metered(model: nn.Module, session: Session | None, device: torch.device) -> 
         yield lambda: 0 if session.is_warming_up else session.take_device_peak()
         return
     if device.type == "cuda":
-        yield partial(_take_cuda_peak, device)
+
+        def take_cuda_peak() -> int:
+            peak_bytes = torch.cuda.max_memory_allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            return peak_bytes
+
+        yield take_cuda_peak
         return
     tracked = TrackedMemory(None)
     tracked.start()
@@ -89,12 +93,6 @@ def metered(model: nn.Module, session: Session | None, device: torch.device) -> 
         yield tracked.reset_peak
     finally:
         tracked.stop()
-
-
-def _take_cuda_peak(device: torch.device) -> int:
-    peak_bytes = torch.cuda.max_memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    return peak_bytes
 
 
 def _host_peak_bytes() -> int:
@@ -138,25 +136,16 @@ def watched_modules(model: nn.Module) -> list[nn.Module]:
 @contextmanager
 def watched(modules: Sequence[nn.Module], watch: Watch) -> Iterator[None]:
     """Mark the ends of the calls of modules, and the beginnings of their backwards. Changes no tensor and no graph."""
-    handles = [module.register_forward_hook(_ends(watch)) for module in modules]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _ends(watch: Watch) -> Callable[[nn.Module, Any, Any], None]:
-    def on_gradient(gradient: Tensor) -> None:
-        del gradient
-        watch.mark("backward")
 
     def on_forward(module: nn.Module, inputs: Any, output: Any) -> None:
         del module, inputs
         watch.mark()
         for tensor in compat.flatten(output)[0]:
             if isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled():
-                tensor.register_hook(on_gradient)
+                tensor.register_hook(lambda _: watch.mark("backward"))
                 break
 
-    return on_forward
+    with ExitStack() as hooks:
+        for module in modules:
+            hooks.enter_context(module.register_forward_hook(on_forward))
+        yield

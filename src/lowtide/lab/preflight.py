@@ -70,8 +70,7 @@ def refuse_mistakes(name: str, recipe: Recipe) -> None:
 
 def _checks(recipe: Recipe) -> Iterator[Check]:
     if isinstance(recipe.data, TextFiles):
-        data = recipe.data
-        yield "data.path", lambda: find_files(data.path)
+        yield "data.path", partial(find_files, recipe.data.path)
     yield "optimizer.settings", lambda: _optimizer(recipe)
     if recipe.precision is not None:
         yield "precision", lambda: _check_kernels(recipe)
@@ -92,12 +91,10 @@ def _model_checks(recipe: Recipe, source: ModelSource, model: nn.Module) -> Iter
     yield "data.vocab_size", lambda: check_vocabulary(recipe, source)
     yield "batch", lambda: check_inputs(recipe, source)
     if isinstance(recipe.data, TextFiles):
-        data = recipe.data
-        yield "data", lambda: _check_small_text(data)
+        yield "data", partial(_check_small_text, recipe.data)
     yield from _stories_check(recipe)
     if isinstance(recipe.plan, PlanRecipe):
-        by_hand = recipe.plan
-        yield "plan", lambda: _check_plan(by_hand, model)
+        yield "plan", partial(_check_plan, recipe.plan, model)
     elif recipe.plan is not None:
         made_later = recipe.plan
         yield "plan.activations", lambda: activations_by_group(lay_out(find_groups(model)), made_later.activations)
@@ -105,14 +102,12 @@ def _model_checks(recipe: Recipe, source: ModelSource, model: nn.Module) -> Iter
         if device.type != "cuda":
             yield "plan.device_memory", lambda: device_size(made_later.device_memory, device)
     if recipe.compile is not None:
-        scope = recipe.compile.scope
-        yield "compile.scope", lambda: compiled_modules(model, scope)
+        yield "compile.scope", partial(compiled_modules, model, recipe.compile.scope)
 
 
 def _stories_check(recipe: Recipe) -> Iterator[Check]:
     if isinstance(recipe.data, Stories):
-        data = recipe.data
-        yield "data", lambda: read_stories(data)
+        yield "data", partial(read_stories, recipe.data)
 
 
 def _check_small_text(data: TextFiles) -> None:
@@ -170,21 +165,18 @@ def _lacking(recipe: Recipe) -> Iterator[str]:
         yield f"it builds {recipe.model!r} with the package 'transformers'; run: pip install \"lowtide[transformers]\""
     # Other backends than inductor run torch's own operators, and build nothing.
     if device is not None and recipe.compile is not None and recipe.compile.backend == "inductor":
-        yield from _lacking_compiler(on_cuda=device.type == "cuda")
-
-
-def _lacking_compiler(*, on_cuda: bool) -> Iterator[str]:
-    if on_cuda and not _has_package("triton"):
-        yield "it compiles for CUDA with the package 'triton'; run: pip install triton"
-    # Triton builds a small C library for each kernel's launch; on the host inductor writes C++.
-    variable = "CC" if on_cuda else "CXX"
-    language, usual = COMPILERS[variable]
-    named = os.environ.get(variable, "").split()[:1]
-    if not any(shutil.which(name) for name in named or usual):
-        yield (
-            f"torch.compile needs a {language} compiler: none of {', '.join(usual)} is on the path, and {variable} names "
-            "none; install one, or set compile=null"
-        )
+        on_cuda = device.type == "cuda"
+        if on_cuda and not _has_package("triton"):
+            yield "it compiles for CUDA with the package 'triton'; run: pip install triton"
+        # Triton builds a small C library for each kernel's launch; on the host inductor writes C++.
+        variable = "CC" if on_cuda else "CXX"
+        language, usual = COMPILERS[variable]
+        named = os.environ.get(variable, "").split()[:1]
+        if not any(shutil.which(name) for name in named or usual):
+            yield (
+                f"torch.compile needs a {language} compiler: none of {', '.join(usual)} is on the path, and {variable} "
+                "names none; install one, or set compile=null"
+            )
 
 
 def _has_package(package: str) -> bool:

@@ -87,16 +87,14 @@ def describe(progress: Progress) -> str:
 
 def figures(progress: Progress) -> list[str]:
     """The numbers that are known, each in words."""
-    parts = []
-    if progress.loss is not None:
-        parts.append(f"loss {progress.loss:.4f}")
-    if progress.peak_bytes is not None:
-        parts.append(f"peak {shown_bytes(progress.peak_bytes)}")
-    if progress.samples_per_s is not None:
-        parts.append(f"{progress.samples_per_s:.4g} samples/s")
-    if progress.evaluation_loss is not None:
-        parts.append(f"evaluation loss {progress.evaluation_loss:.4f}")
-    return parts
+    peak = None if progress.peak_bytes is None else shown_bytes(progress.peak_bytes)
+    pairs: tuple[tuple[str, object], ...] = (
+        ("loss {:.4f}", progress.loss),
+        ("peak {}", peak),
+        ("{:.4g} samples/s", progress.samples_per_s),
+        ("evaluation loss {:.4f}", progress.evaluation_loss),
+    )
+    return [words.format(figure) for words, figure in pairs if figure is not None]
 
 
 def shown_bytes(num_bytes: int) -> str:

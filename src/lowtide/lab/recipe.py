@@ -19,18 +19,7 @@ import torch
 
 from lowtide.config import require_least
 from lowtide.errors import ConfigError
-from lowtide.lab.recipe_parts import (
-    Constant,
-    EvaluationRecipe,
-    HubDataset,
-    LinearWarmup,
-    OptimizerRecipe,
-    PlanRecipe,
-    RandomInputs,
-    RiseFromZero,
-    Stories,
-    TextFiles,
-)
+from lowtide.lab import recipe_parts as parts
 from lowtide.optim.update_types import numerics_of
 from lowtide.planning.budget_plans import StaticPartition, WarmUp
 from lowtide.planning.plan import Schedule, Site
@@ -60,7 +49,7 @@ class CompileRecipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedFigures:
-    """What others reported for this configuration, shown beside our own."""
+    """What others reported for this configuration, shown next to our own."""
 
     source: str
     """Who reported it, and on which hardware."""
@@ -80,7 +69,9 @@ class Recipe:
     """What is tried, in a line."""
     model_settings: dict[str, ModelSetting] = field(default_factory=dict)
     """Fields of a built-in model's config that differ from the named one, such as `norm: fused`."""
-    data: RandomInputs | Stories | TextFiles | HubDataset = field(default_factory=RandomInputs)
+    data: parts.RandomInputs | parts.Stories | parts.TextFiles | parts.HubDataset = field(
+        default_factory=parts.RandomInputs
+    )
     """`kind: random-inputs`, `stories`, `text-files` or `hub-dataset`."""
     batch: str | None = None
     """`8x2048` (sequences x tokens) or `64x3x224x224` (images); the model's default where it is left out."""
@@ -96,17 +87,17 @@ class Recipe:
     """Backward calls to an update, each on a batch of its own; each loss is divided by it."""
     max_grad_norm: float | None = None
     """Gradients are clipped to this norm before each update; None: not at all."""
-    optimizer: OptimizerRecipe = field(default_factory=OptimizerRecipe)
-    scheduler: Constant | LinearWarmup | RiseFromZero = field(default_factory=Constant)
+    optimizer: parts.OptimizerRecipe = field(default_factory=parts.OptimizerRecipe)
+    scheduler: parts.Constant | parts.LinearWarmup | parts.RiseFromZero = field(default_factory=parts.Constant)
     """`kind: constant`, `kind: linear-warmup` with `warmup_steps`, or `kind: rise-from-zero` with `rise_steps`."""
     precision: str | None = None
     """How updates land in the weights, through Lowtide's own kernels: see `lowtide.manage`. None: the optimizer's own step."""
     moments: Literal["fp32", "bf16", "8bit"] = "fp32"
     """How optimizer state is stored; needs a precision."""
     compile: CompileRecipe | None = None
-    plan: PlanRecipe | StaticPartition | WarmUp | None = field(default_factory=PlanRecipe)
+    plan: parts.PlanRecipe | StaticPartition | WarmUp | None = field(default_factory=parts.PlanRecipe)
     """The plan by hand, or `kind: static-partition` with its `share`, or `kind: warm-up`; None: plain torch, nothing is managed."""
-    evaluation: EvaluationRecipe | None = None
+    evaluation: parts.EvaluationRecipe | None = None
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """The precision of fp32 matrix products, as `torch.set_float32_matmul_precision` takes it."""
     cublas_workspace: str | None = None
@@ -132,7 +123,7 @@ class Recipe:
                 "more, or give another plan",
                 key="steps",
             )
-        if isinstance(self.scheduler, LinearWarmup) and self.scheduler.warmup_steps > self.steps:
+        if isinstance(self.scheduler, parts.LinearWarmup) and self.scheduler.warmup_steps > self.steps:
             raise ConfigError(
                 f"scheduler.warmup_steps is {self.scheduler.warmup_steps}, more than the {self.steps} steps of the run",
                 key="scheduler.warmup_steps",
@@ -168,7 +159,7 @@ class Recipe:
                 "well, such as 'fp32' or 'bf16 exact', or leave moments out",
                 key="moments",
             )
-        if isinstance(self.plan, PlanRecipe) and Site.PAGED in self.plan.sites:
+        if isinstance(self.plan, parts.PlanRecipe) and Site.PAGED in self.plan.sites:
             raise ConfigError(
                 "plan.update is 'paged', which is for updates through Lowtide's own kernels: give a precision as well, such "
                 "as 'fp32' or 'bf16 exact', or update on the device or the host",

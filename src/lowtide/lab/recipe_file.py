@@ -8,7 +8,7 @@ settings then replace those of the others key by key, and those of a mapping one
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -56,7 +56,8 @@ def resolve_recipe(path: str | Path, overrides: Sequence[str] = ()) -> ResolvedR
         recipe = config.from_plain(Recipe, plain_of(tree))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}", key=error.key) from error
-    kinds = _kinds(config.to_plain(recipe))
+    parts = config.to_plain(recipe).items()
+    kinds = {f"{key}.kind": str(part["kind"]) for key, part in parts if isinstance(part, dict) and "kind" in part}
     try:
         recipe = config.override(recipe, overrides)
     except ConfigError as error:
@@ -65,15 +66,6 @@ def resolve_recipe(path: str | Path, overrides: Sequence[str] = ()) -> ResolvedR
         # Those of files are absolute by now; one that was typed is from where it was typed.
         recipe = replace(recipe, data=replace(recipe.data, path=recipe.data.path.resolve()))
     return ResolvedRecipe(recipe=recipe, sources=_overridden(_sources_of(tree), overrides, kinds))
-
-
-def read_tree(path: Path) -> Tree:
-    """The settings of a file over those of all that it extends, with their sources; paths of data are absolute.
-
-    Raises:
-        ConfigError: A file cannot be read, is no mapping, or extends what is not there.
-    """
-    return _read(path, ())
 
 
 def extended_files(path: Path) -> list[Path]:
@@ -150,20 +142,28 @@ def unknown_recipe(word: str, known: Mapping[str, Path]) -> LowtideError:
     return UnknownNameError("recipe", word, names, listed_by="lowtide lab ls")
 
 
-def _read(path: Path, seen: tuple[Path, ...]) -> Tree:
+def read_tree(path: Path, seen: tuple[Path, ...] = ()) -> Tree:
+    """The settings of a file over those of all that it extends, with their sources; paths of data are absolute.
+
+    Args:
+        path: The file.
+        seen: The files that extend it, by way of one another.
+
+    Raises:
+        ConfigError: A file cannot be read, is no mapping, or extends what is not there.
+    """
     if path.resolve() in seen:
         raise ConfigError(f"{path} extends itself, by way of {', '.join(str(step) for step in seen)}", key="extends")
     plain = _parse(path)
     merged: Tree = {}
     for other in _extended(path, plain):
-        merged = merge(merged, _read(other, (*seen, path.resolve())))
+        merged = merge(merged, read_tree(other, (*seen, path.resolve())))
     data = plain.get("data")
     if isinstance(data, dict) and isinstance(data.get("path"), str):
         # From the file that names it, so that a folder with a recipe and its texts can be moved and run from anywhere.
         plain["data"] = data | {"path": str((path.parent / str(data["path"])).resolve())}
-    return merge(
-        merged, _tree_of({key: value for key, value in plain.items() if key != "extends"}, str(path.resolve()))
-    )
+    plain.pop("extends", None)
+    return merge(merged, _tree_of(plain, str(path.resolve())))
 
 
 def _parse(path: Path) -> dict[str, Plain]:
@@ -189,27 +189,20 @@ def _extended(path: Path, plain: Mapping[str, Plain]) -> list[Path]:
 
 
 def _find_extended(path: Path, other: str) -> Path:
-    """The file that another one extends: beside it, or a recipe that comes with the package, by its name."""
-    beside = path.parent / other
-    for file in (beside, *(path.parent / f"{other}{suffix}" for suffix in SUFFIXES)):
+    """The file that another one extends: one in the same folder, or a recipe that comes with the package, by its name."""
+    named = path.parent / other
+    for file in (named, *(path.parent / f"{other}{suffix}" for suffix in SUFFIXES)):
         # Not itself: `extends: control` in a file of that name is the package's.
-        if file.is_file() and (file == beside or file.resolve() != path.resolve()):
+        if file.is_file() and (file == named or file.resolve() != path.resolve()):
             return file
     try:
         found = find_recipe(other.removesuffix(Path(other).suffix) if Path(other).suffix in SUFFIXES else other)
     except LowtideError as error:
         raise ConfigError(
-            f"{path} extends {other!r}, which is neither the file {beside} nor a recipe of the package: {error}",
+            f"{path} extends {other!r}, which is neither the file {named} nor a recipe of the package: {error}",
             key="extends",
         ) from error
     return found
-
-
-def _kinds(plain: Mapping[str, Plain]) -> dict[str, str]:
-    """The kinds of the recipe's parts, by dotted key."""
-    return {
-        f"{key}.kind": str(part["kind"]) for key, part in plain.items() if isinstance(part, dict) and "kind" in part
-    }
 
 
 def _overridden(sources: Mapping[str, str], overrides: Sequence[str], kinds: dict[str, str]) -> dict[str, str]:
@@ -277,17 +270,12 @@ def plain_of(tree: Tree) -> dict[str, Plain]:
     return {key: plain_of(value) if isinstance(value, dict) else value.value for key, value in tree.items()}
 
 
-def _sources_of(tree: Tree) -> dict[str, str]:
+def _sources_of(tree: Tree, prefix: str = "") -> dict[str, str]:
     """The source of each setting, by its dotted key."""
-    return dict(_sources(tree, ""))
-
-
-def _sources(tree: Tree, prefix: str) -> Iterator[tuple[str, str]]:
+    found: dict[str, str] = {}
     for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _sources(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value.source
+        found |= _sources_of(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value.source}
+    return found
 
 
 def _begins_anew(key: str, old: Tree, new: Tree) -> bool:

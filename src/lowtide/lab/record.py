@@ -42,7 +42,7 @@ def _compact(value: object) -> str:
 
 
 def read_json(path: Path, schema: str) -> dict[str, Any]:
-    """What a file holds beside its schema.
+    """What a file holds, without its schema.
 
     Raises:
         BadRecordError: It cannot be read, is no JSON, or is of another schema; the path is in the message.
@@ -217,12 +217,10 @@ def read_record(path: Path) -> RunRecord:
         BadRecordError: It cannot be read, is no JSON, is of another kind, or lacks something; the path is in the message.
     """
     plain = read_json(path, SCHEMA)
-    recipe = plain.pop("recipe", None)
-    session = plain.pop("session", None)
+    recipe, session = plain.pop("recipe", None), plain.pop("session", None)
     if not isinstance(recipe, dict) or not isinstance(session, dict | None):
         raise BadRecordError(f"{path}: 'recipe' and 'session' must be mappings")
     try:
-        body = config.from_plain(RunRecord, {**plain, "recipe": {}})
+        return replace(config.from_plain(RunRecord, {**plain, "recipe": {}}), recipe=recipe, session=session)
     except ConfigError as error:
         raise BadRecordError(f"{path}: {error}") from error
-    return replace(body, recipe=recipe, session=session)

@@ -75,7 +75,7 @@ def _files(place: Path) -> list[Path]:
         return [place.resolve()]
     if not place.is_dir():
         raise ConfigError(f"there is no folder {str(place)!r}; `lowtide lab run NAME` makes one with records")
-    # The runner's folder has other things beside its records, some of them JSON perhaps.
+    # The runner's folder has other things than its records, some of them JSON perhaps.
     inside = place / "records" if (place / "records").is_dir() else place
     return sorted({file.resolve() for folder in (inside, place / SWEEPS) for file in folder.rglob("*.json")})
 

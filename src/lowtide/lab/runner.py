@@ -123,8 +123,7 @@ class _Turn:
     """One run, from its start to its record."""
 
     def __init__(self, run: Run, folder: Path, on_progress: OnRunProgress, *, is_alone: bool) -> None:
-        self._run = run
-        self._is_alone = is_alone
+        self._run, self._is_alone = run, is_alone
         self._folder = folder.resolve()
         self._on_progress = on_progress
         self._file = _free_name(self._folder, run)
@@ -138,7 +137,17 @@ class _Turn:
         self._on_progress(self._run, Progress(words="starting"))
         out = _out_log(self._folder, self._file)
         err = out.with_suffix(".err")
-        with _started(self._request(experiment), stdout=out, stderr=err) as worker:
+        request = Request(
+            name=self._run.name,
+            recipe=self._run.recipe,
+            record=self._path,
+            tensorboard=self._folder / "tensorboard" / self._file,
+            experiment=experiment,
+            import_paths=tuple(sys.path),
+            progress_fd=-1,
+            is_alone=self._is_alone,
+        )
+        with _started(request, stdout=out, stderr=err) as worker:
             self._worker = worker
             for message in worker.messages(limit_s):
                 if isinstance(message, Surroundings):
@@ -167,18 +176,6 @@ class _Turn:
                 tail = self._worker.stderr_tail(STDERR_LINES)
             message = f"the run {how}{elapsed}; {self._so_far.words}"
             return self._write(Outcome.KILLED, f"{message}\nits last errors:\n{tail}" if tail else message)
-
-    def _request(self, experiment: str) -> Request:
-        return Request(
-            name=self._run.name,
-            recipe=self._run.recipe,
-            record=self._path,
-            tensorboard=self._folder / "tensorboard" / self._file,
-            experiment=experiment,
-            import_paths=tuple(sys.path),
-            progress_fd=-1,
-            is_alone=self._is_alone,
-        )
 
     def _write(self, outcome: Outcome, message: str) -> EndedRun:
         record = RunRecord(
@@ -279,14 +276,14 @@ class _Worker:
         self.begun_s = time.monotonic()
         self.is_late = False
         """Whether `messages` ended because its limit had passed."""
-        self._pipe = pipe
-        self._stderr = stderr
+        self._pipe, self._stderr = pipe, stderr
 
     def messages(self, limit_s: float | None) -> Iterator[Message]:
         """What the worker says, until it ends or the limit passes."""
         end_s = None if limit_s is None else self.begun_s + limit_s
         # Not until the pipe closes: a process that the worker forked may hold it open for ever.
-        while not self._has_ended():
+        # Nor is the exit status taken: until then no other process can get the number that the group is killed by.
+        while os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             for message in self._read(POLL_S):
                 if isinstance(message, Done):
                     end_s = time.monotonic() + CLOSING_LIMIT_S
@@ -314,10 +311,6 @@ class _Worker:
         except (EOFError, OSError):
             time.sleep(timeout_s)  # the worker has closed its end, and nothing waits for it any more
 
-    def _has_ended(self) -> bool:
-        # Without taking the exit status: until that is taken no other process can get the number that the group is killed by.
-        return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
 
 def _crash_report(lines: list[str]) -> list[str]:
     """Python's report of a crash in native code: what happened, and where in the thread that it happened in."""
@@ -325,9 +318,9 @@ def _crash_report(lines: list[str]) -> list[str]:
     if fatal is None:
         return []
     # Other threads may come before it.
-    rest = lines[fatal + 1 :]
-    current = next((number for number, line in enumerate(rest) if line.startswith("Current thread")), 0)
-    return [lines[fatal], *rest[current:]]
+    report = lines[fatal + 1 :]
+    current = next((number for number, line in enumerate(report) if line.startswith("Current thread")), 0)
+    return [lines[fatal], *report[current:]]
 
 
 def _environment(folder: Path) -> dict[str, str]:

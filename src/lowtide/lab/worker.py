@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,7 +24,6 @@ from lowtide.errors import BudgetError, ConfigError
 from lowtide.lab.progress import (
     Done,
     Message,
-    OnProgress,
     Progress,
     Request,
     SoFar,
@@ -44,13 +43,6 @@ if TYPE_CHECKING:
 Send = Callable[[Message], None]
 TRACEBACK_LINES = 12
 """How many lines of the end of a traceback a record's message has."""
-
-
-class Experiment(Protocol):
-    """What runs a recipe; `lowtide.lab.experiment.run_experiment` is one."""
-
-    def __call__(self, recipe: Recipe, *, name: str, on_progress: OnProgress) -> RunRecord:
-        """The record of a run that finished."""
 
 
 class RunnerGoneError(BaseException):
@@ -96,7 +88,7 @@ def _run(request: Request, send: Send) -> RunRecord:
     try:
         send(surroundings)
         module, _, function = request.experiment.partition(":")
-        experiment: Experiment = getattr(importlib.import_module(module), function)
+        experiment: Callable[..., RunRecord] = getattr(importlib.import_module(module), function)
         record = _checked(experiment(request.recipe, name=request.name, on_progress=on_progress))
     except BaseException as error:  # a model may even call sys.exit
         record = _failed_record(request, error, so_far, surroundings)
@@ -125,11 +117,8 @@ def _write(record: RunRecord, request: Request) -> None:
 
 def _checked(record: RunRecord) -> RunRecord:
     """A run whose loss left the numbers has failed, even if it went on to its last step. Its other figures stay."""
-    losses, evaluations, last = (
-        finite_part(record.losses),
-        finite_evaluations(record.evaluations),
-        record.evaluation_loss,
-    )
+    losses, evaluations = finite_part(record.losses), finite_evaluations(record.evaluations)
+    last = record.evaluation_loss
     if len(losses) < len(record.losses):
         message = f"the loss of step {len(losses) + 1} is {record.losses[len(losses)]}"
     elif len(evaluations) < len(record.evaluations):

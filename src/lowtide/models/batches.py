@@ -75,13 +75,15 @@ def _check_size(shape: tuple[int, ...], *, itemsize: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBatch:
-    """`BATCHxLENGTH` token ids that are their own labels, for models that predict tokens."""
+    """`BATCHxLENGTH` token ids, which are their own labels for models that predict tokens."""
 
     vocab_size: int
     default_batch: int
     default_length: int
     max_length: int | None = None
     """Longest sequence the model has positions for; None where any length runs."""
+    labels: Callable[[tuple[int, int]], Batch] | None = None
+    """The labels, by argument, of sequences `[batch, length]`; None where they are the token ids themselves."""
 
     @property
     def default(self) -> str:
@@ -89,9 +91,10 @@ class TokenBatch:
         return f"{self.default_batch}x{self.default_length}"
 
     def __call__(self, text: str) -> Batch:
-        """`input_ids` and `labels`, both `[batch, length]`."""
-        ids = random_ids(self.shape(text), self.vocab_size)
-        return {"input_ids": ids, "labels": ids.clone()}
+        """`input_ids`, `[batch, length]`, and the labels, of the same shape where they are the ids."""
+        shape = self.shape(text)
+        ids = random_ids(shape, self.vocab_size)
+        return {"input_ids": ids, **({"labels": ids.clone()} if self.labels is None else self.labels(shape))}
 
     def shape(self, text: str) -> tuple[int, int]:
         """The two sizes that `text` asks for."""
@@ -164,25 +167,6 @@ class PairBatch:
         target = self.tokens.shape(f"{sizes[0]}x{sizes[2]}") if len(sizes) == 3 else source
         vocab_size = self.tokens.vocab_size
         return {"input_ids": random_ids(source, vocab_size), "labels": random_ids(target, vocab_size, seed=SEED + 1)}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LabelledTokens:
-    """`BATCHxLENGTH` with labels that are not the token ids themselves."""
-
-    tokens: TokenBatch
-    labels: Callable[[tuple[int, int]], Batch]
-    """The labels, by argument, of sequences `[batch, length]`."""
-
-    @property
-    def default(self) -> str:
-        """The text of a usual batch."""
-        return self.tokens.default
-
-    def __call__(self, text: str) -> Batch:
-        """`input_ids`, `[batch, length]`, and the labels."""
-        shape = self.tokens.shape(text)
-        return {"input_ids": random_ids(shape, self.tokens.vocab_size), **self.labels(shape)}
 
 
 def sequence_labels(num_labels: int, shape: tuple[int, int]) -> Batch:

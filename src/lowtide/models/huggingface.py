@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -13,16 +15,7 @@ import torch
 from torch import nn
 
 from lowtide.errors import BadRecordError, ConfigError, MissingExtraError, UnknownNameError
-from lowtide.models.batches import (
-    BatchForm,
-    ImageBatch,
-    LabelledTokens,
-    PairBatch,
-    TokenBatch,
-    sequence_labels,
-    spans,
-    token_labels,
-)
+from lowtide.models import batches
 from lowtide.models.source import ModelSource, build_on_meta, finish
 
 PREFIX = "hf:"
@@ -43,7 +36,7 @@ class Task(NamedTuple):
     """Name of transformers' class that builds it from a config."""
     mapping: str
     """Name of transformers' table of the configs that have it."""
-    batch_form: Callable[[Config], BatchForm]
+    batch_form: Callable[[Config], batches.BatchForm]
 
 
 def resolve_huggingface(spec: str, *, recompute: bool) -> ModelSource:
@@ -102,22 +95,16 @@ def _find_config(target: str) -> Path:
         return path
     if (path / "config.json").is_file():
         return path / "config.json"
-    if (cached := _cached_config(target)) is not None:
-        return cached
-    raise UnknownNameError(
-        "Hugging Face config (a folder with config.json, a config.json, or a model id in the local cache)", target
-    )
-
-
-def _cached_config(model_id: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
-    try:
-        found = try_to_load_from_cache(model_id, "config.json")
-    except HFValidationError:  # not even the form of an id
-        return None
-    return Path(found) if isinstance(found, str) else None
+    with contextlib.suppress(HFValidationError):  # not even the form of an id
+        cached = try_to_load_from_cache(target, "config.json")
+        if isinstance(cached, str):
+            return Path(cached)
+    raise UnknownNameError(
+        "Hugging Face config (a folder with config.json, a config.json, or a model id in the local cache)", target
+    )
 
 
 def _make_config(transformers: ModuleType, values: dict[str, Any], spec: str) -> Config:
@@ -148,12 +135,12 @@ def _find_task(transformers: ModuleType, config: Config, spec: str) -> Task:
     )
 
 
-def _tokens(config: Config) -> TokenBatch:
+def _tokens(config: Config) -> batches.TokenBatch:
     text = config.get_text_config()  # itself, except for configs that hold one per modality
     positions: int | None = getattr(text, "max_position_embeddings", None)
     # Rotary positions are computed, so they never run out; learned ones do.
     is_rotary = any(getattr(text, name, None) is not None for name in ("rope_parameters", "rope_theta"))
-    return TokenBatch(
+    return batches.TokenBatch(
         vocab_size=text.vocab_size,
         default_batch=DEFAULT_BATCH,
         default_length=min(positions or LONGEST_DEFAULT, LONGEST_DEFAULT),
@@ -161,10 +148,10 @@ def _tokens(config: Config) -> TokenBatch:
     )
 
 
-def _images(config: Config) -> ImageBatch:
+def _images(config: Config) -> batches.ImageBatch:
     size = getattr(config, "image_size", None) or 224
     height, width = size if isinstance(size, list | tuple) else (size, size)
-    return ImageBatch(
+    return batches.ImageBatch(
         num_classes=config.num_labels,
         default_batch=DEFAULT_BATCH,
         num_channels=getattr(config, "num_channels", 3),
@@ -177,17 +164,17 @@ def _images(config: Config) -> ImageBatch:
 # fmt: off
 TASKS = (
     Task(("ForConditionalGeneration",), "AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
-         lambda config: PairBatch(tokens=_tokens(config))),
+         lambda config: batches.PairBatch(tokens=_tokens(config))),
     Task(("ForMaskedLM",), "AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING", _tokens),
     Task(("ForCausalLM", "LMHeadModel"), "AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING", _tokens),
     Task(("ForImageClassification",), "AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
          _images),
     Task(("ForSequenceClassification",), "AutoModelForSequenceClassification",
          "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
-         lambda config: LabelledTokens(tokens=_tokens(config), labels=partial(sequence_labels, config.num_labels))),
+         lambda config: replace(_tokens(config), labels=partial(batches.sequence_labels, config.num_labels))),
     Task(("ForTokenClassification",), "AutoModelForTokenClassification", "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",
-         lambda config: LabelledTokens(tokens=_tokens(config), labels=partial(token_labels, config.num_labels))),
+         lambda config: replace(_tokens(config), labels=partial(batches.token_labels, config.num_labels))),
     Task(("ForQuestionAnswering",), "AutoModelForQuestionAnswering", "MODEL_FOR_QUESTION_ANSWERING_MAPPING",
-         lambda config: LabelledTokens(tokens=_tokens(config), labels=spans)),
+         lambda config: replace(_tokens(config), labels=batches.spans)),
 )
 # fmt: on

@@ -111,7 +111,7 @@ def resolve_model(spec: str, *, recompute: bool = False, settings: Mapping[str, 
         8030261248
     """
     if spec in BUILT_INS:
-        return _resolve_built_in(spec, _changed(BUILT_INS[spec], settings or {}), recompute=recompute)
+        return _resolve_built_in(spec, settings or {}, recompute=recompute)
     if settings and ":" in spec:
         raise ConfigError(
             f"model_settings has {', '.join(settings)}: only built-in models have settings, and {spec!r} is none; leave them "
@@ -135,15 +135,10 @@ def build_from_config(config: Config) -> nn.Module:
     return _KINDS[type(config)][1](config)
 
 
-def _changed(row: BuiltIn, settings: Mapping[str, Plain]) -> BuiltIn:
-    if not settings:
-        return row
-    return row._replace(
-        config=config_file.from_plain(type(row.config), {**config_file.to_plain(row.config), **settings})
-    )
-
-
-def _resolve_built_in(name: str, row: BuiltIn, *, recompute: bool) -> ModelSource:
+def _resolve_built_in(name: str, settings: Mapping[str, Plain], *, recompute: bool) -> ModelSource:
+    row = BUILT_INS[name]
+    config = config_file.from_plain(type(row.config), {**config_file.to_plain(row.config), **settings})
+    row = row._replace(config=config)
     form = _batch_form(row)
     return ModelSource(
         name=name,

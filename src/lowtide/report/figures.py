@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from textwrap import fill, shorten
 from typing import Any
@@ -101,8 +101,14 @@ def _draw(axes: Axes, trace: StepTrace, observed: StepTrace | None) -> None:
         linewidth=0,
     )
     if observed is not None:
-        _draw_observed(axes, observed, trace, axis, factor)
-    _draw_phases(axes, trace, axis)
+        seen = kept_positions(observed)
+        line = axis.place(aligned_positions(observed, trace)[seen]), observed.curve[seen] / factor
+        axes.step(*line, where="post", color="white", linewidth=2.2, alpha=0.75)
+        axes.step(*line, where="post", color=INK, linewidth=0.9, label="observed")
+    for index, (run, (left, right)) in enumerate(zip(phase_runs(trace), pairwise(axis.places), strict=True)):
+        # A phase too narrow for its name goes without; the caption of a figure can say it.
+        fits = right - left >= 0.02 * axis.places[-1] * len(run.phase.value) / 2
+        _draw_phase(axes, run.phase.value if fits else "", left, right, is_banded=bool(index % 2))
     top = 1.27 * highest / factor  # room for the name of the peak
     _draw_peak(axes, trace, axis, factor, top)
     axes.set_xlim(0, end)
@@ -128,23 +134,6 @@ def _draw(axes: Axes, trace: StepTrace, observed: StepTrace | None) -> None:
 
 
 _UNITS = (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB))
-
-
-def _draw_observed(axes: Axes, observed: StepTrace, onto: StepTrace, axis: Axis, factor: int) -> None:
-    positions = kept_positions(observed)
-    places = axis.place(aligned_positions(observed, onto)[positions])
-    values: npt.NDArray[np.float64] = observed.curve[positions] / factor
-    axes.step(places, values, where="post", color="white", linewidth=2.2, alpha=0.75)
-    axes.step(places, values, where="post", color=INK, linewidth=0.9, label="observed")
-
-
-def _draw_phases(axes: Axes, trace: StepTrace, axis: Axis) -> None:
-    edges = axis.places
-    for index, run in enumerate(phase_runs(trace)):
-        left, right = edges[index], edges[index + 1]
-        # A phase too narrow for its name goes without; the caption of a figure can say it.
-        fits = right - left >= 0.02 * edges[-1] * len(run.phase.value) / 2
-        _draw_phase(axes, run.phase.value if fits else "", left, right, is_banded=bool(index % 2))
 
 
 def _draw_peak(axes: Axes, trace: StepTrace, axis: Axis, factor: int, top: float) -> None:
@@ -198,12 +187,7 @@ _BEST, _OURS, _THEIRS = COLOURS[Category.WEIGHTS], "#7b8592", "#b8720a"
 _MARK_STYLES: dict[str, dict[str, Any]] = {
     "published": {"label": "published", "markerfacecolor": "white", "markeredgecolor": _THEIRS, "markeredgewidth": 1.2},
     "ours": {"label": "measured", "color": _OURS, "markeredgecolor": "white", "markeredgewidth": 0.6},
-    "on-front": {
-        "label": "measured, on the front",
-        "color": _BEST,
-        "markeredgecolor": "white",
-        "markeredgewidth": 0.6,
-    },
+    "on-front": {"label": "measured, on the front", "color": _BEST, "markeredgecolor": "white", "markeredgewidth": 0.6},
 }
 
 

@@ -97,7 +97,7 @@ _NUM_CHUNKS = 24
 
 
 def time_table(stats: SessionStats) -> Table:
-    """Time of the loop by phase, and below it waiting, which lies inside of the phases, and host updates beside them."""
+    """Time of the loop by phase, and below it waiting, which lies inside of the phases, and host updates at the same time."""
     seconds, whole, steps = stats.seconds, stats.seconds.total_s, stats.num_steps
     times = [
         ("forward", "kind-forward", seconds.forward_s),
@@ -162,8 +162,8 @@ def chunk_table(stats: SessionStats, *, limit: int = _NUM_CHUNKS) -> Table:
         number("fetches", lambda row: f"{row.num_fetches:,}"),
         number("on the device", lambda row: row.share_text),
     )
-    if rest := summaries[limit:]:
-        count, num_bytes = sum(row.count for row in rest), sum(row.num_bytes for row in rest)
+    if others := summaries[limit:]:
+        count, num_bytes = sum(row.count for row in others), sum(row.num_bytes for row in others)
         return table.with_row(Value("others", tone=Tone.QUIET), f"{count:,}", size(num_bytes), "", "", "", "")
     return table
 

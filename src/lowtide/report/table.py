@@ -216,27 +216,26 @@ def to_html(table: Table) -> str:
     """The table with its caption, and its legend below it; screen readers skip the bars."""
     # The wrapper scrolls sideways on a phone; it takes the focus so that the keyboard can scroll it too.
     caption = escape(table.caption)
-    kinds = [_column_class(column) for column in table.columns]
+    classes = [
+        ' class="bars" aria-hidden="true"' if column.has_bars else ' class="number"' if column.is_number else ""
+        for column in table.columns
+    ]
     heads = "".join(
-        f'<th scope="col"{kind}>{escape(column.head)}</th>' for column, kind in zip(table.columns, kinds, strict=True)
+        f'<th scope="col"{kind}>{escape(column.head)}</th>' for column, kind in zip(table.columns, classes, strict=True)
     )
     rows = "".join(
-        "".join(
-            ["<tr>", *(f"<td{kind}>{_html_content(cell)}</td>" for cell, kind in zip(row, kinds, strict=True)), "</tr>"]
-        )
+        f"<tr>{''.join(f'<td{kind}>{_html_content(cell)}</td>' for cell, kind in zip(row, classes, strict=True))}</tr>"
         for row in table.rows
     )
+    meanings = "".join(
+        f"<dt>{escape(column.head)}</dt><dd>{escape(column.legend)}</dd>" for column in table.columns if column.legend
+    )
+    summary = '<details class="columns"><summary>What the columns mean</summary>'
+    legend = f"{summary}<dl>{meanings}</dl></details>" if meanings else ""
     return (
         f'<div class="table {table.kind}" tabindex="0" role="region" aria-label="{caption}">'
-        f"<table><caption>{caption}</caption><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
-        + _html_legend(table.columns)
+        f"<table><caption>{caption}</caption><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>{legend}"
     )
-
-
-def _column_class(column: Column) -> str:
-    if column.has_bars:
-        return ' class="bars" aria-hidden="true"'
-    return ' class="number"' if column.is_number else ""
 
 
 def _html_content(cell: Cell) -> str:
@@ -266,15 +265,6 @@ def value_html(cell: Value) -> str:
     badge = f' <em class="{cell.badge}">{cell.badge}</em>' if cell.badge else ""
     detail = f" <small>{escape(cell.detail)}</small>" if cell.detail else ""
     return f"{swatch}{text}{badge}{detail}"
-
-
-def _html_legend(columns: Sequence[Column]) -> str:
-    lines = "".join(
-        f"<dt>{escape(column.head)}</dt><dd>{escape(column.legend)}</dd>" for column in columns if column.legend
-    )
-    if not lines:
-        return ""
-    return f'<details class="columns"><summary>What the columns mean</summary><dl>{lines}</dl></details>'
 
 
 def to_markdown(table: Table) -> str:

@@ -99,7 +99,11 @@ def headline(trace: StepTrace) -> Panel:
         if trace.target.is_context_assumed:
             context.append(f"  {ASSUMED_CONTEXT}", style=_QUIET)
         facts.add_row("context beside it", context)
-    facts.add_row("hardware", _fit_line(trace))
+    hardware, fit = Text(f"{trace.target.card}, memory not known"), fit_of(trace)
+    if fit is not None:
+        hardware = Text(f"{trace.target.card}, {format_bytes(fit.capacity_bytes)}: ")
+        hardware.append(fit.verdict, style=_GOOD if fit.fits else _BAD)
+    facts.add_row("hardware", hardware)
     if (time := step_time(trace)) is not None:
         duration = Text(f"about {format_seconds(time.step_s)}")
         duration.append(f"  bound by {time.bound_by}, by the vendor's rates", style=_QUIET)
@@ -127,14 +131,6 @@ def notes(lines: Sequence[str]) -> Panel:
     """What the reader must know about how the trace was made."""
     text = Text("\n").join(Text(f"• {line}") for line in lines)
     return Panel(text, title="Notes", title_align="left", expand=False, border_style=_QUIET)
-
-
-def _fit_line(trace: StepTrace) -> Text:
-    hardware, fit = trace.target.card, fit_of(trace)
-    if fit is None:
-        return Text(f"{hardware}, memory not known")
-    line = Text(f"{hardware}, {format_bytes(fit.capacity_bytes)}: ")
-    return line.append(fit.verdict, style=_GOOD if fit.fits else _BAD)
 
 
 def _spaced(parts: Sequence[RenderableType]) -> Group:

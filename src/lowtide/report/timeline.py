@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -30,14 +30,11 @@ class PhaseRun:
 def phase_runs(trace: StepTrace) -> tuple[PhaseRun, ...]:
     """The runs of a trace in order; together they cover every position, the one before the step included."""
     runs: list[PhaseRun] = []
-    first = 0
-    for position, event in enumerate(trace.events, start=1):
-        if position == 1 or event.phase is trace.events[position - 2].phase:
-            continue
-        runs.append(PhaseRun(phase=trace.events[position - 2].phase, first=first, last=position - 1))
-        first = position
-    phase = trace.events[-1].phase if trace.events else Phase.FORWARD
-    return (*runs, PhaseRun(phase=phase, first=first, last=len(trace.events)))
+    last = 0
+    for phase, events in groupby(event.phase for event in trace.events):
+        first, last = last + 1 if runs else 0, last + len(list(events))
+        runs.append(PhaseRun(phase=phase, first=first, last=last))
+    return tuple(runs) or (PhaseRun(phase=Phase.FORWARD, first=0, last=0),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +174,7 @@ def timeline_data(
         columns["tensor"].append(tensors[tensor])
         columns["category"].append(STACK_ORDER.index(category))
         columns["change"].append(change)
-    axis = phase_axis(trace)
+    axis, peak = phase_axis(trace), instant_of(trace, trace.peak_event)
     return {
         "name": f"{trace.model} ({trace.origin})",
         "origin": trace.origin,
@@ -187,7 +184,13 @@ def timeline_data(
         "categories": [category.value for category in STACK_ORDER],
         "runs": [[run.phase.value, run.first, run.last] for run in phase_runs(trace)],
         "axis": [axis.positions, axis.places],
-        "peak": _peak(trace),
+        "peak": {
+            "position": trace.peak_event + 1,
+            "bytes": trace.peak_bytes,
+            "phase": peak.phase.value if peak.phase else "",
+            "place": peak.place,
+            "source": peak.source,
+        },
         "x": _differences(positions),
         "stack": [_differences(trace.stacked[category][positions]) for category in STACK_ORDER],
         "reserved": _differences(reserved[positions]),
@@ -195,17 +198,6 @@ def timeline_data(
         "tensors": list(tensors),
         **columns,
         "observed": None if observed is None else _observed_line(observed, trace, max_points),
-    }
-
-
-def _peak(trace: StepTrace) -> dict[str, object]:
-    instant = instant_of(trace, trace.peak_event)
-    return {
-        "position": trace.peak_event + 1,
-        "bytes": trace.peak_bytes,
-        "phase": instant.phase.value if instant.phase else "",
-        "place": instant.place,
-        "source": instant.source,
     }
 
 

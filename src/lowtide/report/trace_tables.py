@@ -22,7 +22,7 @@ class Fit:
     """What the step needs of the device against what the device has."""
 
     needed_bytes: int
-    """Peak of reserved memory and the context beside it."""
+    """Peak of reserved memory, and the context."""
     least_bytes: int
     """What remains when the allocator gives cached blocks back, as it does on a full device: allocated memory and the context."""
     capacity_bytes: int
@@ -168,9 +168,9 @@ def alive_table(trace: StepTrace, *, limit: int = _NUM_GROUPS) -> Table:
         *_tensor_columns(),
         kind="wide",
     )
-    if rest := groups[limit:]:
-        num_bytes, count = sum(group.bytes for group in rest), sum(group.count for group in rest)
-        kinds = Value(f"{len(rest)} smaller kinds", tone=Tone.QUIET)
+    if others := groups[limit:]:
+        num_bytes, count = sum(group.bytes for group in others), sum(group.count for group in others)
+        kinds = Value(f"{len(others)} smaller kinds", tone=Tone.QUIET)
         return table.with_row(size(num_bytes), f"{num_bytes / whole:.1%}", f"{count:,}", "", kinds, "")
     return table
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -169,8 +169,7 @@ class StorageRecorder:
         self.op_sources: list[str] = []
         self.op_phases: list[Phase | None] = []
         self.op_seconds: list[float] = []
-        self.root = root
-        self.updater = updater
+        self.root, self.updater = root, updater
         self._is_detailed = True
         self._is_closed = False
         self._forward_stacks: dict[int, list[str]] = {}
@@ -198,8 +197,6 @@ class StorageRecorder:
         self._is_closed = True
         for life in self.lives:
             life.reference = None  # its callback holds the recorder
-
-    # -- modules -----------------------------------------------------------------------------------------------------
 
     def enter_module(self, path: str) -> None:
         """A module's forward begins (also during a recomputation, in the backward's thread)."""
@@ -238,8 +235,6 @@ class StorageRecorder:
     @property
     def _stack(self) -> list[str]:
         return self._forward_stacks.get(threading.get_ident(), [])
-
-    # -- operators ---------------------------------------------------------------------------------------------------
 
     def begin_op(self, name: str) -> int:
         """An operator runs; returns its number."""
@@ -296,9 +291,7 @@ class StorageRecorder:
 
     def line(self) -> str:
         """`file.py:line` of the innermost frame that is neither torch's nor the tracer's; "" where there is none."""
-        return users_line(_running_lines(sys._getframe(1)))
-
-    # -- storages ----------------------------------------------------------------------------------------------------
+        return users_line((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(sys._getframe(1)))
 
     def allocate(
         self,
@@ -386,9 +379,3 @@ def users_line(frames: Iterable[tuple[str, int]]) -> str:
         if not file.startswith(_SKIPPED):
             return f"{file.rsplit('/', 1)[-1]}:{line}"
     return ""
-
-
-def _running_lines(frame: FrameType | None) -> Iterator[tuple[str, int]]:
-    while frame is not None:
-        yield frame.f_code.co_filename, frame.f_lineno
-        frame = frame.f_back

@@ -116,7 +116,7 @@ class Target:
     """Name of the hardware profile, `cpu` for an observation on the host."""
     torch_version: str
     context_bytes: int
-    """CUDA context and loaded kernels: outside the allocator, reported beside the peak. 0 where unknown."""
+    """CUDA context and loaded kernels: outside the allocator, reported apart from the peak. 0 where unknown."""
     capacity_bytes: int
     """Memory of the device. 0 where unknown."""
     launch_s: float = 0.0

@@ -66,20 +66,28 @@ def save_trace(trace: StepTrace, path: str | os.PathLike[str]) -> Path:
         BadRecordError: The trace's settings hold something JSON cannot.
     """
     target = Path(path)
-    payload = _dump(trace_to_dict(trace), str(target)).encode()
+    try:
+        payload = json.dumps(
+            trace_to_dict(trace), separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=_plain_number
+        ).encode()
+    except (TypeError, ValueError) as error:
+        raise BadRecordError(
+            f"the trace cannot be written to {target}: {error}; keep its numbers finite, and its settings to numbers, "
+            "strings, lists and dicts"
+        ) from error
     if target.suffix == ".gz":
         # mtime=0: the same trace gives the same bytes, so that saved traces can be compared and cached.
         payload = gzip.compress(payload, compresslevel=6, mtime=0)
     target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        with aside.open("wb") as file:
+        with unfinished.open("wb") as file:
             file.write(payload)
             file.flush()
             os.fsync(file.fileno())
-        aside.replace(target)
+        unfinished.replace(target)
     finally:
-        aside.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
     return target
 
 
@@ -123,10 +131,12 @@ def trace_to_dict(trace: StepTrace) -> dict[str, object]:
                 return int(value)
         return float(value) if kind == "float" else value
 
+    allocated = [trace.start_allocated_bytes, *(event.allocated_bytes for event in trace.events)]
+    reserved = [trace.start_reserved_bytes, *(event.reserved_bytes for event in trace.events)]
     computed = {
         "num_uses": [len(allocation.uses) for allocation in trace.allocations],
-        "allocated_change": _changes(trace.start_allocated_bytes, (event.allocated_bytes for event in trace.events)),
-        "reserved_change": _changes(trace.start_reserved_bytes, (event.reserved_bytes for event in trace.events)),
+        "allocated_change": [after - before for before, after in pairwise(allocated)],
+        "reserved_change": [after - before for before, after in pairwise(reserved)],
     }
 
     def column(rows: Iterable[object], name: str, kind: str) -> list[object]:
@@ -153,10 +163,6 @@ def trace_to_dict(trace: StepTrace) -> dict[str, object]:
     }
 
 
-def _changes(start: int, values: Iterable[int]) -> list[int]:
-    return [after - before for before, after in pairwise([start, *values])]
-
-
 def trace_from_dict(record: object, *, source: str = "the record") -> StepTrace:
     """The trace that `trace_to_dict` took apart; `source` names the record in errors.
 
@@ -164,16 +170,6 @@ def trace_from_dict(record: object, *, source: str = "the record") -> StepTrace:
         BadRecordError: Something is missing, of the wrong type or out of range.
     """
     return _TraceReader(record, source).trace()
-
-
-def _dump(record: dict[str, object], name: str) -> str:
-    try:
-        return json.dumps(record, separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=_plain_number)
-    except (TypeError, ValueError) as error:
-        raise BadRecordError(
-            f"the trace cannot be written to {name}: {error}; keep its numbers finite, and its settings to numbers, "
-            "strings, lists and dicts"
-        ) from error
 
 
 def _plain_number(item: object) -> object:
@@ -300,9 +296,9 @@ class _TraceReader:
         counts = [row.pop("num_uses") for row in rows]
         if min(counts, default=0) < 0 or sum(counts) != len(uses):
             self._fail(f"allocations.num_uses sums to {sum(counts)} and there are {len(uses)} uses")
-        rest = iter(uses)
+        remaining = iter(uses)
         for row, count in zip(rows, counts, strict=True):
-            yield Allocation(**row, uses=tuple(islice(rest, count)))
+            yield Allocation(**row, uses=tuple(islice(remaining, count)))
 
     def _events(self) -> Iterator[Event]:
         start = self.record["start_allocated_bytes"], self.record["start_reserved_bytes"]

@@ -56,13 +56,11 @@ def watch_gradients(model: nn.Module, on_gradient: Callable[[Tensor], None]) -> 
         if parameter.grad is not None:
             on_gradient(parameter.grad)
 
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    handles = [compat.register_first_gradient_hook(parameter, tell) for parameter in trained]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                hooks.enter_context(compat.register_first_gradient_hook(parameter, tell))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextlib.contextmanager
@@ -77,15 +75,9 @@ def watch_modules(model: nn.Module, listener: ModuleListener) -> Iterator[None]:
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         listener.leave_module(has_weights=id(module) in weighty)
 
-    handles = [
-        module_hooks.register_module_forward_pre_hook(enter),
-        module_hooks.register_module_forward_hook(leave, always_call=True),
-    ]
-    try:
+    after = module_hooks.register_module_forward_hook(leave, always_call=True)
+    with module_hooks.register_module_forward_pre_hook(enter), after:
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @dataclass(slots=True)
@@ -120,13 +112,10 @@ class TrainingStep:
         on_phase(Phase.FORWARD)
         autocast = self.settings.autocast
         is_on = autocast is not None and autocast != _FULL
-        with torch.autocast(device_type, dtype=getattr(torch, str(autocast))) if is_on else contextlib.nullcontext():
-            # The loss phase begins at the latest when the outermost module returns (see StorageRecorder.begin_phase).
-            hook = self.model.register_forward_hook(lambda *_: on_phase(Phase.LOSS))
-            try:
-                loss: Any = (self.loss or _own_loss)(self.model, self.batch)
-            finally:
-                hook.remove()
+        cast = torch.autocast(device_type, dtype=getattr(torch, str(autocast))) if is_on else contextlib.nullcontext()
+        # The loss phase begins at the latest when the outermost module returns (see StorageRecorder.begin_phase).
+        with cast, self.model.register_forward_hook(lambda *_: on_phase(Phase.LOSS)):
+            loss: Any = (self.loss or _own_loss)(self.model, self.batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             kind = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise TraceError(
@@ -296,11 +285,7 @@ def update_in_backward(optimizer: torch.optim.Optimizer) -> None:
 
 @contextlib.contextmanager
 def activations_applied(
-    model: nn.Module,
-    settings: StepSettings,
-    *,
-    mover: Mover | None = None,
-    compile_group: CompileGroup | None = None,
+    model: nn.Module, settings: StepSettings, *, mover: Mover | None = None, compile_group: CompileGroup | None = None
 ) -> Iterator[None]:
     """Put the settings' activation policy and chunked loss on a model; afterwards it is as it came.
 

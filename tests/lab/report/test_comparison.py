@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide.lab.record import Outcome, SpeedFigures
-from lowtide.lab.report.comparison import Beside, beside_published, make_comparisons, pareto_front, published_speed
+from lowtide.lab.report.comparison import (
+    PublishedPair,
+    make_comparisons,
+    pairs_with_published,
+    pareto_front,
+    published_speed,
+)
 from lowtide.lab.report.rows import make_rows
 from lowtide.units import GiB
 from tests.lab.report.samples import record
@@ -160,7 +166,7 @@ SPEED = SpeedFigures(step_s=(0.5,) * 100, samples_per_step=4)
 
 def test_differences() -> None:
     [row] = make_rows([record(peak_bytes=21 * GiB, speed=SPEED, recipe={"published": PUBLISHED})])
-    beside = beside_published(row)
+    beside = pairs_with_published(row)
     assert beside["peak"].difference == pytest.approx(0.05)
     assert beside["samples/s"].difference == pytest.approx(8.0 / 2.5 - 1)
     assert beside["steps 10 to 100, s"].difference == pytest.approx(45.0 / 100.0 - 1)
@@ -174,7 +180,7 @@ def test_their_samples_per_second_count_the_evaluation_and_all_steps() -> None:
 
     def ours(speed: SpeedFigures, published: dict[str, object], **changes: object) -> float | None:
         [row] = make_rows([record(speed=speed, recipe={"published": published}, **changes)])
-        return beside_published(row)["samples/s"].ours
+        return pairs_with_published(row)["samples/s"].ours
 
     # 400 samples in 50 s of steps and 30 s of evaluation.
     assert ours(evaluated, published, evaluation_loss=loss) == pytest.approx(5.0)
@@ -194,7 +200,7 @@ def test_a_perplexity_of_fewer_steps_is_not_set_beside_theirs() -> None:
     def ours(num_steps: int, published: dict[str, object]) -> float | None:
         speed = SpeedFigures(step_s=(0.5,) * num_steps, samples_per_step=4)
         [row] = make_rows([record(speed=speed, evaluation_loss=math.log(200.0), recipe={"published": published})])
-        return beside_published(row)["perplexity"].ours
+        return pairs_with_published(row)["perplexity"].ours
 
     assert ours(100, published) == pytest.approx(200.0)
     assert ours(3, published) is None
@@ -204,17 +210,17 @@ def test_a_perplexity_of_fewer_steps_is_not_set_beside_theirs() -> None:
 
 def test_what_did_not_finish_has_no_difference() -> None:
     [row] = make_rows([record(outcome=Outcome.KILLED, speed=SPEED, recipe={"published": PUBLISHED})])
-    beside = beside_published(row)
+    beside = pairs_with_published(row)
     assert (beside["peak"].ours, beside["samples/s"].ours) == (None, None)
     assert beside["peak"].published == 20 * GiB
 
 
 def test_nothing_published() -> None:
     [row] = make_rows([record()])
-    assert beside_published(row) == {}
+    assert pairs_with_published(row) == {}
     assert published_speed(row, is_warm=True) is None
-    assert Beside(ours=1.0, published=0.0).difference is None
-    assert Beside(ours=float("nan"), published=1.0).difference is None
+    assert PublishedPair(ours=1.0, published=0.0).difference is None
+    assert PublishedPair(ours=float("nan"), published=1.0).difference is None
 
 
 def test_their_speed_is_of_the_kind_of_ours() -> None:

@@ -176,8 +176,10 @@ def _run_chunks(
             losses[start:stop] = loss_in_place(logits, work, safe_target[start:stop], scale, settings)
         else:
             kernel(logits, target[start:stop], scale, losses[start:stop], settings)
-        if gradients.hidden is not None:
-            _multiply_into(gradients.hidden[start:stop], logits, weight_now)
+        if gradients.hidden is not None and gradients.hidden.dtype == logits.dtype:
+            torch.mm(logits, weight_now, out=gradients.hidden[start:stop])
+        elif gradients.hidden is not None:
+            gradients.hidden[start:stop].copy_(torch.mm(logits, weight_now))
         if gradients.weight is not None:
             accumulate_product(gradients.weight, logits, rows, is_first=start == 0)
         if gradients.bias is not None:
@@ -204,7 +206,7 @@ def _loss_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def find_kernel(hidden: Tensor, dtype: torch.dtype) -> LossKernel | None:
-    """The kernel for logits of a dtype beside these hidden states; None where torch's operators do the work.
+    """The kernel for logits of a dtype from these hidden states; None where torch's operators do the work.
 
     On a GPU without Triton they do, and a warning says so once.
     """
@@ -288,14 +290,6 @@ def loss_in_place(
         if work is not logits:
             logits.copy_(work)
     return loss[:, 0]
-
-
-def _multiply_into(result: Tensor, left: Tensor, right: Tensor) -> None:
-    """`result` becomes `left @ right`."""
-    if result.dtype == left.dtype:
-        torch.mm(left, right, out=result)
-    else:
-        result.copy_(torch.mm(left, right))
 
 
 def accumulate_product(total: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:

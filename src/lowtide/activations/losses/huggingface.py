@@ -33,8 +33,7 @@ class ChunkedHeadHandle:
     """A model whose loss is chunked; `remove()` makes it as it was."""
 
     def __init__(self, model: nn.Module, call: _TrainingForward) -> None:
-        self.model = model
-        self._call = call
+        self.model, self._call = model, call
 
     def remove(self) -> None:
         """Undo it. Calling it again does nothing.
@@ -43,7 +42,7 @@ class ChunkedHeadHandle:
         """
         if vars(self.model).get("forward") is not self._call:
             return
-        self._call.release_head()
+        self._call.head_forward.remove()
         if self._call.is_own_forward:
             del self.model.forward
         else:
@@ -132,14 +131,11 @@ class _TrainingForward:
     def __init__(self, model: nn.Module, owner: nn.Module, name: str, settings: LossSettings) -> None:
         self.__wrapped__ = model.forward
         """The forward that it stands for; also where `inspect.signature` looks."""
-        self._model = model
-        self._owner = owner
-        self._name = name
-        self._settings = settings
+        self._model, self._owner, self._name, self._settings = model, owner, name, settings
         self._has_warned = False
         head = owner.get_submodule(name)
         assert isinstance(head, nn.Linear)
-        self._head_forward = _HeadForward(head)
+        self.head_forward = _HeadForward(head)
         self.is_own_forward = "forward" not in vars(model)
         """Whether it stands for the forward of the model's class, not for one that somebody else has put there."""
 
@@ -147,8 +143,8 @@ class _TrainingForward:
         if not self._model.training or torch.compiler.is_compiling() or not self._has_labels(args, kwargs):
             return self.__wrapped__(*args, **kwargs)
         # Where another model with the same head has put its own there, that one will do.
-        vars(self._head_forward.head).setdefault("forward", self._head_forward)
-        head = _StandIn(self._head_forward.head, self._settings)
+        vars(self.head_forward.head).setdefault("forward", self.head_forward)
+        head = _StandIn(self.head_forward.head, self._settings)
         # In the instance's own dictionary it is found before the modules; those stay as they are.
         vars(self._owner)[self._name] = head
         try:
@@ -171,17 +167,9 @@ class _TrainingForward:
             )
         return output
 
-    def release_head(self) -> None:
-        """Let the head be a linear layer again."""
-        head = self._head_forward.head
-        if vars(head).get("forward") is self._head_forward:
-            del head.forward
-
     def _has_labels(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        if kwargs.get("labels") is not None:
-            return True
         if not args:
-            return False
+            return kwargs.get("labels") is not None
         given = inspect.signature(self.__wrapped__).bind_partial(*args, **kwargs).arguments
         return given.get("labels") is not None
 
@@ -198,13 +186,17 @@ class _HeadForward:
             return nn.Linear.forward(head, hidden)
         return chunked_loss(hidden, head.weight, target, head.bias, settings)
 
+    def remove(self) -> None:
+        """Let the head be a linear layer again."""
+        if vars(self.head).get("forward") is self:
+            del self.head.forward
+
 
 class _StandIn:
     """What `self.lm_head` is during one forward: gives deferred logits, and is the head for whoever reads its weight."""
 
     def __init__(self, head: nn.Linear, settings: LossSettings) -> None:
-        self._head = head
-        self._settings = settings
+        self._head, self._settings = head, settings
         self._made: list[DeferredLogits] = []
         self.num_calls = 0
         self.num_losses = 0

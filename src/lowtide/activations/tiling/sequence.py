@@ -93,10 +93,7 @@ class TiledSequence:
 
 class _Slicer:
     def __init__(self, module: nn.Module, path: str, num_slices: int | None, slice_tokens: int | None) -> None:
-        self.module = module
-        self.path = path
-        self._num_slices = num_slices
-        self._slice_tokens = slice_tokens
+        self.module, self.path, self._num_slices, self._slice_tokens = module, path, num_slices, slice_tokens
         self._inner: Callable[..., Any] | None = None
         self._is_installed = False
         self._is_checked = False
@@ -125,12 +122,13 @@ class _Slicer:
                 "takes a tensor [..., positions, width] as its first argument. Leave it out of tile_sequence",
                 key=self.path,
             )
-        x, rest = args[0], args[1:]
+        x, others = args[0], args[1:]
         if not self._is_checked:
-            self._is_checked = self._check(inner, x, rest, kwargs)
-        outputs = []
-        for part in self._slices(x):
-            output = self._run(inner, (part, *rest), kwargs)
+            self._is_checked = self._check(inner, x, others, kwargs)
+        length, outputs = x.shape[POSITIONS], []
+        size = self._slice_tokens if self._slice_tokens is not None else math.ceil(length / (self._num_slices or 1))
+        for part in x.split(max(size, 1), dim=POSITIONS):
+            output = self._run(inner, (part, *others), kwargs)
             self._require_positions(part, output)
             outputs.append(output)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=POSITIONS)
@@ -142,12 +140,6 @@ class _Slicer:
         modes = TrainingModes(self._parts)
         return checkpointed(GroupCall(inner, (args, kwargs), structure, self._buffers, modes, _pass), leaves)
 
-    def _slices(self, x: Tensor) -> tuple[Tensor, ...]:
-        length = x.shape[POSITIONS]
-        size = self._slice_tokens if self._slice_tokens is not None else math.ceil(length / (self._num_slices or 1))
-        slices: tuple[Tensor, ...] = x.split(max(size, 1), dim=POSITIONS)
-        return slices
-
     def _require_positions(self, part: Tensor, output: object) -> None:
         if isinstance(output, Tensor) and output.dim() >= 2 and output.shape[POSITIONS] == part.shape[POSITIONS]:
             return
@@ -158,21 +150,20 @@ class _Slicer:
             key=self.path,
         )
 
-    def _check(self, inner: Callable[..., Any], x: Tensor, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Refuse a module that gives something else for slices. True when that is settled."""
+    def _check(self, inner: Callable[..., Any], x: Tensor, others: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Refuse a module that gives something else for slices. True when that is known."""
         # Tensors of tracers and compilers have no values, and one position cannot be sliced.
-        if type(x) not in (Tensor, nn.Parameter) or x.is_meta or torch.compiler.is_compiling():
-            return False
-        if x.shape[POSITIONS] < 2:
+        has_values = type(x) in (Tensor, nn.Parameter) and not x.is_meta and not torch.compiler.is_compiling()
+        if not has_values or x.shape[POSITIONS] < 2:
             return False
         few = x.detach().narrow(POSITIONS, 0, min(NUM_CHECKED, x.shape[POSITIONS]))
         modes = [(module, module.training) for module in self.module.modules()]
         try:
             self.module.eval()  # dropout would differ by its masks
             with torch.no_grad():
-                whole = inner(few, *rest, **kwargs)
+                whole = inner(few, *others, **kwargs)
                 self._require_positions(few, whole)
-                parts = [inner(part, *rest, **kwargs) for part in few.chunk(2, dim=POSITIONS)]
+                parts = [inner(part, *others, **kwargs) for part in few.chunk(2, dim=POSITIONS)]
                 difference = (torch.cat(parts, dim=POSITIONS) - whole).float().abs().max().item()
                 largest = whole.float().abs().max().item()
         finally:

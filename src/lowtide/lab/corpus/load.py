@@ -55,23 +55,19 @@ def load_corpus(data: TextRecipe, *, cache: Path | None = None, on_progress: OnP
     path = (cache_folder() if cache is None else cache) / f"corpus-{_key(data)}.npz"
     corpus = read_corpus(path)
     if corpus is None:
-        corpus = _make(data, say)
+        texts = read_texts(data, say)
+        say(f"training a tokenizer of {data.vocab_size} tokens on {len(texts.train)} samples")
+        tokenizer = train_tokenizer(texts.train, vocab_size=data.vocab_size)
+        corpus = Corpus(
+            train=_tokenize(tokenizer, texts.train, "training", say),
+            validation=_tokenize(tokenizer, texts.validation, "validation", say),
+            tokenizer=tokenizer,
+        )
         try:
             write_corpus(path, corpus)
         except OSError as error:
             say(f"the corpus is not cached: cannot write {path}: {error.strerror}")
     return corpus
-
-
-def _make(data: TextRecipe, say: OnProgress) -> Corpus:
-    texts = read_texts(data, say)
-    say(f"training a tokenizer of {data.vocab_size} tokens on {len(texts.train)} samples")
-    tokenizer = train_tokenizer(texts.train, vocab_size=data.vocab_size)
-    return Corpus(
-        train=_tokenize(tokenizer, texts.train, "training", say),
-        validation=_tokenize(tokenizer, texts.validation, "validation", say),
-        tokenizer=tokenizer,
-    )
 
 
 def _tokenize(tokenizer: TextTokenizer, texts: Sequence[str], part: str, say: OnProgress) -> Samples:

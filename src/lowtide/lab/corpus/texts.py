@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 from lowtide.errors import ConfigError, MissingExtraError
 from lowtide.hardware.machine import cache_folder
@@ -170,7 +169,10 @@ def read_split(data: HubDataset, split: str) -> Sequence[str]:
         MissingExtraError: The package `datasets` is not installed.
         ConfigError: The hub cannot be reached, or has no such data set, split or column of text.
     """
-    datasets = _datasets(data)
+    try:
+        import datasets
+    except ImportError as error:
+        raise MissingExtraError("datasets", f"the data set {data.name!r}") from error
     try:
         table = datasets.load_dataset(data.name, split=split)
     except Exception as error:
@@ -194,15 +196,6 @@ def read_split(data: HubDataset, split: str) -> Sequence[str]:
             key="data.column",
         )
     return texts
-
-
-def _datasets(data: HubDataset) -> ModuleType:
-    try:
-        import datasets
-    except ImportError as error:
-        raise MissingExtraError("datasets", f"the data set {data.name!r}") from error
-    module: ModuleType = datasets
-    return module
 
 
 def _parted(data: TextFiles, samples: list[str]) -> Texts:

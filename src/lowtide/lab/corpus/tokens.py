@@ -44,8 +44,8 @@ class TextTokenizer:
 
     def encode(self, texts: Iterable[str]) -> Iterator[list[int]]:
         """The ids of each text, `<bos>` first."""
-        rest = iter(texts)
-        while chunk := list(islice(rest, CHUNK)):
+        remaining = iter(texts)
+        while chunk := list(islice(remaining, CHUNK)):
             yield from (encoding.ids for encoding in self._tokenizer.encode_batch_fast(chunk))
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -19,11 +19,7 @@ from lowtide.units import GiB
 def panel_of(comparison: Comparison) -> Panel:
     """The comparison in a picture."""
     scatter = scatter_of(comparison)
-    return Panel(
-        title=comparison.title,
-        scatter=None if scatter is None else scatter[0],
-        steps=step_curves(comparison),
-    )
+    return Panel(title=comparison.title, scatter=None if scatter is None else scatter[0], steps=step_curves(comparison))
 
 
 def scatter_of(comparison: Comparison) -> tuple[Scatter, tuple[Row, ...]] | None:

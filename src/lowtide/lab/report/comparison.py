@@ -39,7 +39,7 @@ _TIMED_STEPS = 90
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beside:
+class PublishedPair:
     """One quantity, ours and published; None where either side does not have it."""
 
     ours: float | None
@@ -53,7 +53,7 @@ class Beside:
         return self.ours / self.published - 1
 
 
-def beside_published(row: Row) -> dict[str, Beside]:
+def pairs_with_published(row: Row) -> dict[str, PublishedPair]:
     """Each quantity of a row against its published figure, by name; empty where none was published.
 
     Ours of a run that did not finish are left out, because they are no results. So is a perplexity of fewer steps than
@@ -66,17 +66,17 @@ def beside_published(row: Row) -> dict[str, Beside]:
     is_shorter = published.steps_10_to_100_s is not None and (row.steps or 0) < 100
     speed = row.samples_per_s if published.perplexity is None else row.samples_per_s_with_evaluation
 
-    def beside(ours: Spread | None, theirs: float | None) -> Beside:
-        return Beside(ours=ours.mean if ours else None, published=theirs)
+    def pair(ours: Spread | None, theirs: float | None) -> PublishedPair:
+        return PublishedPair(ours=ours.mean if ours else None, published=theirs)
 
     return {
-        "peak": Beside(
+        "peak": PublishedPair(
             ours=row.peak_bytes if row.is_finished else None,
             published=None if published.peak_gib is None else published.peak_gib * GiB,
         ),
-        "samples/s": beside(None if is_shorter else speed, published.samples_per_s),
-        "steps 10 to 100, s": beside(row.steps_10_to_100_s, published.steps_10_to_100_s),
-        "perplexity": beside(None if is_shorter else row.perplexity, published.perplexity),
+        "samples/s": pair(None if is_shorter else speed, published.samples_per_s),
+        "steps 10 to 100, s": pair(row.steps_10_to_100_s, published.steps_10_to_100_s),
+        "perplexity": pair(None if is_shorter else row.perplexity, published.perplexity),
     }
 
 

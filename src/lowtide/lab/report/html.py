@@ -5,7 +5,7 @@ The page's script draws the charts; the tables hold all numbers without it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from html import escape
 from operator import itemgetter
@@ -156,14 +156,13 @@ def _details(comparison: Comparison, scatter: Scatter, rows: Sequence[Row]) -> l
 def _published_facts(mark: Mark, row: Row, scatter: Scatter) -> list[Plain]:
     published = row.published
     assert published is not None, "only rows with published figures have such a mark"
-    facts: list[Plain] = [[scatter.y_name, f"{mark.y:,.3f}"]]
-    if published.samples_per_s is not None:
-        facts.append(["samples/s", speed_text(published.samples_per_s)])
-    if published.steps_10_to_100_s is not None:
-        facts.append(["steps 10 to 100, s", f"{published.steps_10_to_100_s:,.1f}"])
-    if published.perplexity is not None:
-        facts.append(["perplexity", perplexity_text(published.perplexity)])
-    return facts
+    figures: tuple[tuple[str, float | None, Callable[[float], str]], ...] = (
+        (scatter.y_name, mark.y, "{:,.3f}".format),
+        ("samples/s", published.samples_per_s, speed_text),
+        ("steps 10 to 100, s", published.steps_10_to_100_s, "{:,.1f}".format),
+        ("perplexity", published.perplexity, perplexity_text),
+    )
+    return [[name, text(figure)] for name, figure, text in figures if figure is not None]
 
 
 def _breakdown(comparison: Comparison) -> str:

@@ -62,7 +62,7 @@ def make_report(
 def fastest_words(comparison: Comparison) -> str:
     """The front as a sentence, from the smallest budget that holds any row to the largest that is worth having.
 
-    By peaks, as the front is: what the allocator reserves and the context take is beside that. "" where there is no front.
+    By peaks, as the front is: what the allocator reserves and the context take comes on top. "" where there is no front.
     """
     if not comparison.front:
         return ""

@@ -10,17 +10,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from lowtide.lab.budget import BudgetSweep, reversals
-from lowtide.lab.report.comparison import Comparison, beside_published, speed_text, unit_for
+from lowtide.lab.report.comparison import Comparison, pairs_with_published, speed_text, unit_for
 from lowtide.lab.report.rows import Row, Spread, error_line
 from lowtide.report.palette import STACK_ORDER
 from lowtide.report.table import Bar, ByteUnit, Fill, Table, Tone, Value, byte_unit, make_table, number, words
 
-_BESIDE = {
+_PUBLISHED_LEGENDS = {
     "samples/s": "as published: over all steps, with their compilation and the evaluation; left out where a run has fewer steps "
     "than the published one, or no evaluation",
     "perplexity": "left out where a run has fewer steps than the published one",
 }
-"""Legends of what stands beside published figures."""
+"""Legends of our figures in the table of published ones."""
 
 
 def result_table(comparison: Comparison) -> Table:
@@ -63,9 +63,7 @@ def result_table(comparison: Comparison) -> Table:
             "the peak without the evaluation, which somewhere is higher than training",
         ),
         number(
-            "reduction",
-            lambda row: _share(comparison.reduction(row)),
-            f"share of the peak of {control} that is saved",
+            "reduction", lambda row: _share(comparison.reduction(row)), f"share of the peak of {control} that is saved"
         ),
         words(
             "at",
@@ -151,9 +149,9 @@ def breakdown_table(comparison: Comparison) -> Table | None:
 
 
 def published_table(comparison: Comparison) -> Table | None:
-    """Each row beside what was published for it; None where nothing was."""
+    """Each row with what was published for it; None where nothing was."""
     rows = [row for row in comparison.rows if row.published]
-    unit, beside = unit_for(rows), {id(row): beside_published(row) for row in rows}
+    unit, published = unit_for(rows), {id(row): pairs_with_published(row) for row in rows}
     kinds: dict[str, tuple[Callable[[float], Value], int]] = {
         "peak": (lambda size: Value(unit.text(size), size), 2),
         "samples/s": (lambda speed: Value(speed_text(speed), speed), 0),
@@ -163,15 +161,15 @@ def published_table(comparison: Comparison) -> Table | None:
 
     def columns(name: str) -> Iterator[Fill[Row]]:
         say, digits = kinds[name]
-        pairs = [each[name] for each in beside.values()]
+        pairs = [each[name] for each in published.values()]
         if all(pair.published is None for pair in pairs):
             return
         # The first is there even if it is empty: it says what the published figure is of.
         head = f"peak, {unit.name}" if name == "peak" else name
-        yield number(head, lambda row: _said(beside[id(row)][name].ours, say), _BESIDE.get(name, ""))
-        yield number("published", lambda row: _said(beside[id(row)][name].published, say))
+        yield number(head, lambda row: _said(published[id(row)][name].ours, say), _PUBLISHED_LEGENDS.get(name, ""))
+        yield number("published", lambda row: _said(published[id(row)][name].published, say))
         if any(pair.difference is not None for pair in pairs):
-            yield number("differs", lambda row: _signed(beside[id(row)][name].difference, digits=digits))
+            yield number("differs", lambda row: _signed(published[id(row)][name].difference, digits=digits))
 
     return _table("Beside the published figures", comparison, rows, *(fill for name in kinds for fill in columns(name)))
 
@@ -229,8 +227,8 @@ def outcomes_below(table: Table) -> Table:
         else name
         for name, end in zip(table.columns[0].values, outcome.values, strict=True)
     ]
-    rest = [column for column in table.columns[1:] if column is not outcome]
-    return replace(table, columns=(replace(table.columns[0], values=tuple(names)), *rest))
+    others = [column for column in table.columns[1:] if column is not outcome]
+    return replace(table, columns=(replace(table.columns[0], values=tuple(names)), *others))
 
 
 def perplexity_text(value: float) -> str:

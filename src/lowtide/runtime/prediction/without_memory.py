@@ -219,10 +219,10 @@ class FootprintResidency:
         """There are no bytes that could be the wrong ones."""
 
     def chunks_change(self) -> None:
-        """Nobody observes a trace."""
+        """A trace is not observed."""
 
     def chunks_changed(self) -> None:
-        """Nobody observes a trace."""
+        """A trace is not observed."""
 
     def on_copy(self, chunk: Chunk, copied: Copied, reason: str) -> None:
         """Copies are not counted."""

@@ -144,7 +144,7 @@ class StepObserver:
             self.is_watching = False
 
     def give_up(self) -> None:
-        """Nobody wants more samples."""
+        """No more samples are wanted."""
         self.is_watching = False
 
     def _write(self, group: str, phase: str, used_bytes: int) -> None:

@@ -124,8 +124,8 @@ class CachingAllocator:
             block = self._take_fresh(pool, size, requested_bytes)
         may_split = self._is_plain or pool.is_small or self._expandable is not None or size < self._max_split_bytes
         if may_split and block.size - size >= pool.min_remainder:
-            rest, block = block, block.split_front(size)
-            self._keep(rest)
+            remainder, block = block, block.split_front(size)
+            self._keep(remainder)
         block.begin_use(requested_bytes)
         self._live[handle] = block
         self._count(block.size, requested_bytes)
@@ -193,16 +193,14 @@ class CachingAllocator:
         if position == len(pool):
             return None
         if self._expandable is not None:
-            position = _least_extensible(pool, position)
-        is_usable = self._may_serve(pool.peek(position).size, size)
-        return pool.pop(position) if is_usable else None
-
-    def _may_serve(self, found_bytes: int, size: int) -> bool:
-        """A block too large to split goes to requests that are too, and only to those that nearly fill it."""
-        max_split = self.settings.max_split_bytes
-        if max_split is None or found_bytes < max_split:
-            return True
-        return size >= max_split and found_bytes < size + self.settings.oversize_slack_bytes
+            # Best fit among blocks that can grow: one before unmapped address space counts as large as it could become.
+            while position + 1 < len(pool) and _potential(pool.peek(position + 1)) < _potential(pool.peek(position)):
+                position += 1
+        # A block too large to split goes to requests that are too, and only to those that nearly fill it.
+        found, most = pool.peek(position).size, self._max_split_bytes
+        if found >= most and (size < most or found >= size + self.settings.oversize_slack_bytes):
+            return None
+        return pool.pop(position)
 
     def _take_fresh(self, pool: Pool, size: int, requested_bytes: int) -> Block:
         """A block from the driver; when the device is full, cached memory is given back first, as little as will do."""
@@ -281,13 +279,6 @@ class CachingAllocator:
     def _not_alive(self, handle: int) -> TraceError:
         state = "is free already" if 0 <= handle < self._next_handle else "was never given out"
         return TraceError(f"allocator handle {handle} {state}; free each handle that malloc returned once")
-
-
-def _least_extensible(pool: Pool, position: int) -> int:
-    """Best fit among blocks that can grow: one before unmapped address space counts as large as it could become."""
-    while position + 1 < len(pool) and _potential(pool.peek(position + 1)) < _potential(pool.peek(position)):
-        position += 1
-    return position
 
 
 def _potential(block: Block) -> int:

@@ -43,8 +43,7 @@ class _Chunk:
     def take(self, size: int) -> int | None:
         for index, (start, gap_bytes) in enumerate(self.gaps):
             if gap_bytes >= size:
-                rest = [(start + size, gap_bytes - size)] if gap_bytes > size else []
-                self.gaps[index : index + 1] = rest
+                self.gaps[index : index + 1] = [(start + size, gap_bytes - size)] if gap_bytes > size else []
                 return start
         return None
 
@@ -56,10 +55,6 @@ class _Chunk:
             else:
                 merged.append((gap_start, gap_bytes))
         self.gaps = merged
-
-    @property
-    def is_unused(self) -> bool:
-        return self.gaps == [(self.start, self.size)]
 
 
 class DriverMemory:
@@ -109,7 +104,7 @@ class DriverMemory:
         if not chunk.gaps:
             insort(self._open, chunk, key=lambda other: other.age)
         chunk.put_back(start, size)
-        if chunk.is_unused:
+        if chunk.gaps == [(chunk.start, chunk.size)]:
             self._chunks.remove(chunk)
             self._open.remove(chunk)
             self._has_holes = True

@@ -161,9 +161,9 @@ def _split_conf(conf: str) -> dict[str, str]:
     text = "".join(conf.split())
     values: dict[str, str] = {}
     while text:
-        key, colon, rest = text.partition(":")
-        end = rest.find("]") + 1 if rest.startswith("[") else rest.find(",") if "," in rest else len(rest)
-        value, text = rest[:end], rest[end:]
+        key, colon, behind = text.partition(":")
+        end = behind.find("]") + 1 if behind.startswith("[") else behind.find(",") if "," in behind else len(behind)
+        value, text = behind[:end], behind[end:]
         if not key or not colon or not value or (text and not text.startswith(",")):
             raise ConfigError(f"{conf!r} is not an allocator configuration near {key!r}; write key:value,key:value")
         values[key] = value

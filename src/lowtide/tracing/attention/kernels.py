@@ -24,8 +24,7 @@ class Attention:
     """Stands in for `aten::scaled_dot_product_attention` on the ghost device."""
 
     def __init__(self, choices: AttentionChoices, module: Callable[[], str]) -> None:
-        self.choices = choices
-        self._module = module
+        self.choices, self._module = choices, module
 
     def __call__(
         self,

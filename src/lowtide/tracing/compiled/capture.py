@@ -11,7 +11,7 @@ import dis
 import functools
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -95,7 +95,10 @@ class Captures:
         Raises:
             TraceError: The group cannot be traced as one graph, or its call goes beyond what is modelled.
         """
-        key = (share, *_circumstances(call))
+        # All that a capture can depend on.
+        group = signature_of(call.module) or ("module", id(call.module))
+        arguments = tuple(_describe(leaf) for leaf in call.leaves)
+        key = (share, group, arguments, call.structure, frozenset(enabled_backends()))
         # A list, because what a signature is made of can be compared, and not always hashed.
         for known, captured in self._made:
             if known == key:
@@ -105,7 +108,11 @@ class Captures:
         return made
 
     def _capture(self, call: GroupCall, share: float) -> Captured:
-        _refuse_objects(call)
+        for leaf in call.leaves:
+            # The group could write to any other object, and tensors of the capture must not stay behind in it.
+            if not isinstance(leaf, _PLAIN):
+                advice = "; switch caches off (use_cache=False)" if "Cache" in type(leaf).__name__ else ""
+                raise _refusal(call, f"it is given a {type(leaf).__name__}, which it may write to{advice}")
         returned = _Returned()
         with compat.without_modes(), TargetAttention(self._attention), _explained(call):
             weights = [_form(weight) for weight in call.weights.values()]
@@ -122,13 +129,13 @@ class Captures:
         )
 
 
+@dataclass(slots=True)
 class _Returned:
     """What the group returned when it was traced."""
 
-    def __init__(self) -> None:
-        self.leaves: list[Any] = []
-        self.structure: Any = None
-        self.needs_gradient: list[bool] = []
+    leaves: list[Any] = field(default_factory=list)
+    structure: Any = None
+    needs_gradient: list[bool] = field(default_factory=list)
 
 
 class _Plain(nn.Module):
@@ -165,26 +172,10 @@ def _form(tensor: Tensor) -> Tensor:
     return form.requires_grad_(tensor.requires_grad)
 
 
-def _circumstances(call: GroupCall) -> tuple[Any, ...]:
-    """All that a capture can depend on, as a comparable value."""
-    signature = signature_of(call.module)
-    group = ("module", id(call.module)) if signature is None else signature
-    arguments = tuple(_describe(leaf) for leaf in call.leaves)
-    return group, arguments, call.structure, frozenset(enabled_backends())
-
-
 def _describe(leaf: Any) -> tuple[Any, ...]:
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad
     return type(leaf), leaf
-
-
-def _refuse_objects(call: GroupCall) -> None:
-    """Refuse a call with objects that the group could write to: tensors of the capture must not stay behind in them."""
-    for leaf in call.leaves:
-        if not isinstance(leaf, _PLAIN):
-            advice = "; switch caches off (use_cache=False)" if "Cache" in type(leaf).__name__ else ""
-            raise _refusal(call, f"it is given a {type(leaf).__name__}, which it may write to{advice}")
 
 
 def _check(call: GroupCall, partition: Partition, returned: _Returned) -> None:
@@ -237,7 +228,9 @@ def signature_of(block: nn.Module) -> tuple[Any, ...] | None:
                 if tensor is None:
                     structure.append((path, kind, name))
                     continue
-                if any(not _is_own(hook) for hook in compat.tensor_hooks(tensor)):
+                # The tracer's own hooks, which mark gradients and update in the backward, do the same to every parameter.
+                makers = [str(getattr(hook, "__module__", "")) for hook in compat.tensor_hooks(tensor)]
+                if not all(maker.startswith("lowtide.tracing.") for maker in makers):
                     return None
                 place = tensors.setdefault(id(tensor), f"{path}.{name}")
                 structure.append((path, kind, name, place, _describe_tensor(tensor)))
@@ -287,11 +280,6 @@ def _describe_tensor(tensor: Tensor) -> tuple[Any, ...]:
         type(tensor),
         None if values is None else values.contiguous().flatten().view(torch.uint8).numpy().tobytes(),
     )
-
-
-def _is_own(hook: Any) -> bool:
-    """The tracer's own hooks, which mark gradients and update in the backward, do the same to every parameter."""
-    return str(getattr(hook, "__module__", "")).startswith("lowtide.tracing.")
 
 
 @functools.cache

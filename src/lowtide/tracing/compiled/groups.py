@@ -188,7 +188,11 @@ def _run(effect: Effect, alive: dict[str, Ghost], forms: Mapping[str, Tensor], m
         alive[buffer] = mode.place(torch.empty(0, device="meta") if form is None else _new_storage(form))
     for buffer in step.writes:
         mode.recorder.use(alive[buffer].life, number)
-    _charge(step, [forms[buffer] for buffer in (*step.reads, *step.writes) if buffer in forms], mode)
+    if step.call is not None and hasattr(step.call.operator, "_schema"):
+        mode.charge(describe(step.call.operator), step.call.args, step.call.out)
+    else:
+        tensors = (forms[buffer] for buffer in (*step.reads, *step.writes) if buffer in forms)
+        mode.charge(Operator(_name(step)), tuple(tensors), None)
     for buffer in effect.ends:
         del alive[buffer]
 
@@ -204,10 +208,3 @@ def _new_storage(form: Tensor) -> Tensor:
 def _name(step: Step) -> str:
     """A kernel by its operator, so that reports know it; fused code by the operator that ends it."""
     return step.operator if step.call is not None else f"fused {step.operator or step.name}"
-
-
-def _charge(step: Step, tensors: list[Tensor], mode: GhostMode) -> None:
-    if step.call is not None and hasattr(step.call.operator, "_schema"):
-        mode.charge(describe(step.call.operator), step.call.args, step.call.out)
-    else:
-        mode.charge(Operator(_name(step)), tuple(tensors), None)

@@ -27,10 +27,7 @@ MAX_FUSED_PARTS = 8
 STRAIGHT_VIEWS = ("aten.view", "aten.unsqueeze", "aten.squeeze", "aten.alias")
 """Views that leave every element where it is."""
 
-BIASED = {
-    "aten._scaled_dot_product_efficient_attention": 3,
-    "aten._scaled_dot_product_efficient_attention_backward": 4,
-}
+BIASED = {"aten._scaled_dot_product_efficient_attention": 3, "aten._scaled_dot_product_efficient_attention_backward": 4}
 """Attention that takes a bias, by which of its arguments."""
 
 BIAS_ALIGNMENT = 8
@@ -133,8 +130,7 @@ class _Reader:
 
     def __init__(self, prefix: str, known: Mapping[str, Buffers]) -> None:
         # What is computed again in the backward has its name from the forward, and is another buffer.
-        self._prefix = prefix
-        self._known = known
+        self._prefix, self._known = prefix, known
         self._buffers: dict[fx.Node, Buffers] = {}
         self._turned: set[fx.Node] = set()
         self._returned: set[fx.Node] = set()

@@ -55,7 +55,7 @@ class Step:
     extent: int = 0
     """Elements that its code goes over: of its result, or of what it reduces."""
     over_rows: bool = True
-    """For a reduction: whether it sums along the last dimension, as pointwise code beside it runs."""
+    """For a reduction: whether it sums along the last dimension, as pointwise code next to it runs."""
     operator: str = ""
     """Without its overload: `aten.mm`."""
     call: KernelCall | None = None

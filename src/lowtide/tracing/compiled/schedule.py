@@ -146,7 +146,11 @@ def behind(order: Iterable[int], before: Sequence[Iterable[int]]) -> list[int]:
 
 def _joined_once(program: Program, steps: Sequence[Step]) -> list[Step]:
     """Every step joined with at most one other."""
-    alone = _read_alone(program, steps)
+    # Of each step the sizes of results that no other one reads; parts of a kernel's several results do not count.
+    num_readers = Counter(buffer for step in steps for buffer in step.reads)
+    single = {buffer for step in steps if step.call is None or len(step.writes) == 1 for buffer in step.writes}
+    single = {buffer for buffer in single if num_readers[buffer] == 1}
+    alone = [{program.sizes[buffer] for buffer in step.reads if buffer in single} for step in steps]
     pairs = []
     for (first, one), (second, other) in itertools.combinations(enumerate(steps), 2):
         if Work.KERNEL in (one.work, other.work) or (one.extent, one.over_rows) != (other.extent, other.over_rows):
@@ -170,16 +174,6 @@ def _joined_once(program: Program, steps: Sequence[Step]) -> list[Step]:
         # With every pair the graph becomes another.
         order = _Order(left.values())
     return in_order(left.values())
-
-
-def _read_alone(program: Program, steps: Sequence[Step]) -> list[set[int]]:
-    """For each step the sizes of results that no other step reads; parts of a kernel's several results do not count."""
-    num_readers = Counter(buffer for step in steps for buffer in step.reads)
-    single = {buffer for step in steps if step.call is None or len(step.writes) == 1 for buffer in step.writes}
-    return [
-        {program.sizes[buffer] for buffer in step.reads if buffer in single and num_readers[buffer] == 1}
-        for step in steps
-    ]
 
 
 class _Order:
@@ -260,12 +254,8 @@ class _Graph:
     def least_peak_first(self) -> list[int]:
         """Greedy: the step that leaves the least of those that stay below the peak so far; else the one of least peak."""
         waiting = [len(before) for before in self.before]
-        readers: dict[str, int] = {}
-        for step in self.steps:
-            for buffer in self.counts(step):
-                readers[buffer] = readers.get(buffer, 0) + 1
-        for buffer in self.outputs:
-            readers[buffer] = readers.get(buffer, 0) + 1
+        readers = Counter(buffer for step in self.steps for buffer in self.counts(step))
+        readers.update(self.outputs)
         live = sum(self.sizes[buffer] for buffer in self.freeable)
         results = sum(self.sizes[buffer] for buffer in self.outputs if buffer in self.made | self.freeable)
         highest = max(live, results)
@@ -275,9 +265,7 @@ class _Graph:
             freed = {
                 index: sum(self.sizes[b] for b in self.counts(self.steps[index]) if readers[b] == 1) for index in ready
             }
-            unread = {
-                index: sum(self.sizes[b] for b in self.steps[index].writes if not readers.get(b)) for index in ready
-            }
+            unread = {index: sum(self.sizes[b] for b in self.steps[index].writes if not readers[b]) for index in ready}
             below = [index for index in ready if live + self.written(self.steps[index]) <= highest]
             if below:
                 chosen = min(below, key=lambda i: self.written(self.steps[i]) - freed[i] - unread[i])

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from lowtide.tracing.attention.rules import Backend
 from lowtide.tracing.attention.use import AttentionUse, attention_use, fallbacks
+from lowtide.tracing.explanation import over_time
 from lowtide.tracing.explanation.instant import (
     AliveGroup,
     Instant,
@@ -17,18 +18,6 @@ from lowtide.tracing.explanation.instant import (
     largest_alive,
     place_of,
     where,
-)
-from lowtide.tracing.explanation.over_time import (
-    IdleGroup,
-    PassCounts,
-    RuleCheck,
-    Share,
-    attention_scores,
-    category_shares,
-    check_rule,
-    clock_of,
-    idle_tensors,
-    pass_counts,
 )
 from lowtide.tracing.step_trace import Allocation, Category, StepTrace
 from lowtide.units import format_bytes, format_seconds
@@ -68,13 +57,13 @@ class Explanation:
     """The largest kinds of tensors alive at the peak, equal layers together."""
     largest: tuple[Allocation, ...]
     """The largest single ones."""
-    idle: tuple[IdleGroup, ...]
+    idle: tuple[over_time.IdleGroup, ...]
     """Those of the whole step with the most byte-seconds between their uses."""
     is_timed: bool
     """Whether idle times are seconds; otherwise they count ops."""
-    passes: PassCounts
-    shares: tuple[Share, ...]
-    rule: RuleCheck
+    passes: over_time.PassCounts
+    shares: tuple[over_time.Share, ...]
+    rule: over_time.RuleCheck
     remarks: tuple[str, ...]
     """What else stands out, one sentence each."""
     attention: tuple[AttentionUse, ...]
@@ -112,7 +101,7 @@ def explain(trace: StepTrace) -> Explanation:
         >>> explain(step).headline.startswith("The peak of 109.8 MiB is in the backward of the loss")
         True
     """
-    shares = category_shares(trace)
+    shares = over_time.category_shares(trace)
     return Explanation(
         model=trace.model,
         peak_bytes=trace.peak_bytes,
@@ -123,11 +112,11 @@ def explain(trace: StepTrace) -> Explanation:
         at_peak=trace.at_peak,
         alive=tuple(group_alive(trace, trace.peak_event)[:NUM_ROWS]),
         largest=tuple(largest_alive(trace, trace.peak_event, NUM_ROWS)),
-        idle=idle_tensors(trace, NUM_ROWS),
-        is_timed=clock_of(trace).is_timed,
-        passes=pass_counts(trace),
+        idle=over_time.idle_tensors(trace, NUM_ROWS),
+        is_timed=over_time.clock_of(trace).is_timed,
+        passes=over_time.pass_counts(trace),
         shares=shares,
-        rule=check_rule(trace, shares),
+        rule=over_time.check_rule(trace, shares),
         remarks=remarks(trace),
         attention=attention_use(trace),
     )
@@ -170,7 +159,7 @@ def _composition(explanation: Explanation) -> str:
     return sentence + "."
 
 
-def _label(kind: AliveGroup | IdleGroup) -> str:
+def _label(kind: AliveGroup | over_time.IdleGroup) -> str:
     return f"{kind.module or '(outside the model)'} {kind.op}{f' x{kind.count}' if kind.count > 1 else ''}"
 
 
@@ -219,7 +208,7 @@ def logits_copies(trace: StepTrace, event: int) -> Copies | None:
     if shape is None:
         return None
     size = math.prod(shape)
-    # A loss that drops the last position leaves slightly smaller copies beside the logits.
+    # A loss that drops the last position leaves slightly smaller copies next to the logits.
     found = [
         item
         for item in trace.alive_at(event)
@@ -231,7 +220,7 @@ def logits_copies(trace: StepTrace, event: int) -> Copies | None:
 
 
 def foreach_copies(trace: StepTrace, event: int) -> Copies | None:
-    """What the foreach implementation of an update holds beside weights, gradients and state: a copy of all of them."""
+    """What the foreach implementation of an update holds besides weights, gradients and state: a copy of all of them."""
     return _copies([item for item in trace.alive_at(event) if is_foreach_copy(item)])
 
 
@@ -242,11 +231,7 @@ def is_foreach_copy(item: Allocation) -> bool:
 
 def remarks(trace: StepTrace) -> tuple[str, ...]:
     """The sentences that apply to a trace."""
-    return tuple(
-        sentence
-        for sentence in (_logits(trace), _foreach(trace), _math_attention(trace), _unused(trace))
-        if sentence is not None
-    )
+    return tuple(filter(None, (_logits(trace), _foreach(trace), _math_attention(trace), _unused(trace))))
 
 
 def _copies(found: list[Allocation]) -> Copies | None:
@@ -285,7 +270,7 @@ def _math_attention(trace: StepTrace) -> str | None:
     use = next((use for use in attention_use(trace) if use.backend == Backend.MATH), None)
     if use is None:
         return None
-    held = sum(item.bytes for item in attention_scores(trace, trace.peak_event))
+    held = sum(item.bytes for item in over_time.attention_scores(trace, trace.peak_event))
     why = f" ({use.reason})" if use.reason else ""
     sentence = f"Attention runs on the math backend{why}, which stores the scores of each query with each key"
     told = "".join(f" {note[0].upper()}{note[1:]}." for note in fallbacks(trace))

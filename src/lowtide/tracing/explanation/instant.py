@@ -188,9 +188,11 @@ def largest_alive(trace: StepTrace, event: int, limit: int) -> list[Allocation]:
 def describe_alike(alike: list[Allocation]) -> AliveGroup:
     """One line for allocations that are alike, as `group_alike` gives them."""
     first = alike[0]
+    # Only the numbers that really differ become a star: experts.0 of every layer reads layers.*.experts.0.
+    columns = zip(*(allocation.module.split(".") for allocation in alike), strict=True)
     return AliveGroup(
         category=first.category,
-        module=_common_pattern([allocation.module for allocation in alike]),
+        module=".".join(parts[0] if len(set(parts)) == 1 else "*" for parts in columns),
         op=first.op,
         source=first.source,
         shape=first.shape,
@@ -198,9 +200,3 @@ def describe_alike(alike: list[Allocation]) -> AliveGroup:
         count=len(alike),
         bytes=sum(allocation.bytes for allocation in alike),
     )
-
-
-def _common_pattern(modules: Iterable[str]) -> str:
-    # Only the numbers that really differ become a star: experts.0 of every layer reads layers.*.experts.0.
-    columns = zip(*(module.split(".") for module in modules), strict=True)
-    return ".".join(parts[0] if len(set(parts)) == 1 else "*" for parts in columns)

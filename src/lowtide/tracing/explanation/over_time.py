@@ -129,7 +129,11 @@ def idle_tensors(trace: StepTrace, limit: int = 10) -> tuple[IdleGroup, ...]:
 
 def pass_counts(trace: StepTrace) -> PassCounts:
     """In how many passes the large tensors alive at the peak are used."""
-    passes = _pass_of_each_op(trace)
+    passes: list[tuple[int, str]] = []  # of each op, numbered
+    for op in trace.ops:
+        kind = "forward" if op.phase in (Phase.FORWARD, Phase.LOSS) else op.phase.value
+        number = passes[-1][0] if passes else 0
+        passes.append((number if passes and passes[-1][1] == kind else number + 1, kind))
     alive = list(_large(trace, trace.alive_at(trace.peak_event)))
     touched = [sorted({passes[use] for use in allocation.uses}) for allocation in alive]
     is_pair = [
@@ -150,15 +154,6 @@ def _large(trace: StepTrace, allocations: Iterable[Allocation]) -> Iterator[Allo
     for allocation in allocations:
         if allocation.uses and allocation.bytes >= least and allocation.category is not Category.WORKSPACE:
             yield allocation
-
-
-def _pass_of_each_op(trace: StepTrace) -> list[tuple[int, str]]:
-    passes: list[tuple[int, str]] = []
-    for op in trace.ops:
-        kind = "forward" if op.phase in (Phase.FORWARD, Phase.LOSS) else op.phase.value
-        number = passes[-1][0] if passes else 0
-        passes.append((number if passes and passes[-1][1] == kind else number + 1, kind))
-    return passes
 
 
 def _waits(allocation: Allocation, clock: Clock) -> list[tuple[float, int]]:
@@ -224,13 +219,18 @@ def check_rule(trace: StepTrace, shares: tuple[Share, ...]) -> RuleCheck:
     """Compare the averages over the step with the rule of thumb."""
     average = {share.category: share.average for share in shares}
     holds = all(abs(average[category] - rule) <= TOLERANCE for category, rule in RULE_OF_THUMB.items())
-    scores, kept = _scores_and_intermediates(trace)
+    intermediate = trace.stacked[Category.ACTIVATIONS] + trace.stacked[Category.TEMPORARIES]
+    highest = int(np.argmax(intermediate))
+    scores, kept = sum(item.bytes for item in attention_scores(trace, highest - 1)), int(intermediate[highest])
     dominate = 2 * scores > kept
+    about_scores = "no attention scores are kept at all"
+    if scores:
+        about_scores = f"attention scores are {format_bytes(scores)} of {format_bytes(kept)} of them at their highest"
     rule = ", ".join(f"{_NAMES[category]} {share:.0%}" for category, share in RULE_OF_THUMB.items())
     ours = ", ".join(f"{average[category]:.0%}" for category in RULE_OF_THUMB)
     sentence = f"The rule of thumb ({rule}, attention scores most of the rest) "
     sentence += "holds" if holds and dominate else "holds only in part" if holds else "does not hold"
-    sentence += f" for this step, which averages {ours}: {_why(trace, average)}, and {_about_scores(scores, kept)}."
+    sentence += f" for this step, which averages {ours}: {_why(trace, average)}, and {about_scores}."
     return RuleCheck(holds=holds, scores_dominate=dominate, sentence=sentence)
 
 
@@ -246,7 +246,7 @@ def _why(trace: StepTrace, average: dict[Category, float]) -> str:
             f"the optimizer keeps almost no state ({format_bytes(state)} for {format_bytes(weights)} of weights)"
         )
     elif weights:
-        # 80 to 5 is more than even an fp32 master and two fp32 moments beside bf16 weights, which are 6 to 1.
+        # 80 to 5 is more than even an fp32 master and two fp32 moments with bf16 weights, which are 6 to 1.
         clauses.append(
             f"the state ({_main_dtype(trace, Category.OPTIMIZER)}) is {state / weights:.1f} times the weights "
             f"({_main_dtype(trace, Category.WEIGHTS)}) where the rule has 16 times"
@@ -261,19 +261,6 @@ def _main_dtype(trace: StepTrace, category: Category) -> str:
         if allocation.category is category:
             sizes[allocation.dtype] += allocation.bytes
     return sizes.most_common(1)[0][0]
-
-
-def _about_scores(scores: int, kept: int) -> str:
-    if not scores:
-        return "no attention scores are kept at all"
-    return f"attention scores are {format_bytes(scores)} of {format_bytes(kept)} of them at their highest"
-
-
-def _scores_and_intermediates(trace: StepTrace) -> tuple[int, int]:
-    """Bytes of attention scores, and of all activations and temporaries, where the latter are highest."""
-    intermediate = trace.stacked[Category.ACTIVATIONS] + trace.stacked[Category.TEMPORARIES]
-    highest = int(np.argmax(intermediate))
-    return sum(item.bytes for item in attention_scores(trace, highest - 1)), int(intermediate[highest])
 
 
 def attention_scores(trace: StepTrace, event: int) -> list[Allocation]:

@@ -81,22 +81,15 @@ class WeightCasts:
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """The tensor in `dtype`; a trainable fp32 leaf is cast once per context."""
-        if (
-            not tensor.is_floating_point()
-            or tensor.dtype is dtype
-            or tensor.dtype is torch.float64
-            or not isinstance(tensor, Ghost)
-        ):
+        if not tensor.is_floating_point() or tensor.dtype in (dtype, torch.float64) or not isinstance(tensor, Ghost):
             return tensor
         self.has_cast = True
         is_weight = tensor.requires_grad and tensor.is_leaf and tensor.dtype is torch.float32 and not tensor._is_view()
         if not (is_weight and dtype is not torch.float32 and torch.is_autocast_cache_enabled()):
             return tensor.to(dtype)
-        entry = self._casts.get(id(tensor))
-        if entry is None:
-            entry = (tensor, tensor.to(dtype))
-            self._casts[id(tensor)] = entry
-        return entry[1]
+        if id(tensor) not in self._casts:
+            self._casts[id(tensor)] = (tensor, tensor.to(dtype))
+        return self._casts[id(tensor)][1]
 
     def clear(self) -> None:
         """The context has ended."""
@@ -121,8 +114,7 @@ def register(casts: WeightCasts, library: torch.library.Library, *, is_host: boo
         rules = (*rules, (("_cudnn_rnn",), _recur))
     for names, make in rules:
         for name in names:
-            overload = compat.find_overload(name)
-            if overload is not None:
+            if (overload := compat.find_overload(name)) is not None:
                 library.impl(name, make(overload, casts), "AutocastPrivateUse1")
 
 

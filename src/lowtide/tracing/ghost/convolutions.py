@@ -25,7 +25,7 @@ from lowtide.tracing.ghost.operators import FREE, Course
 
 MiB = 2**20
 ALIGNMENT_BYTES = 16
-"""A workspace has at least these beside: one of whole MiB does not fit into a block of as many."""
+"""A workspace has at least these in addition: one of whole MiB does not fit into a block of as many."""
 FEW_CHANNELS = 4
 """Up to here small kernels have implementations that read channels first as they are."""
 NARROW_INPUT, NARROW_OUTPUT, NARROW_POSITIONS = 32, 15, 2**19

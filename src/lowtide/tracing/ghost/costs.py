@@ -1,4 +1,4 @@
-"""Costs: what CUDA kernels and libraries allocate beside an operator's outputs, and how long it takes them.
+"""Costs: what CUDA kernels and libraries allocate besides an operator's outputs, and how long it takes them.
 
 Each rule states its cause: a library that keeps a workspace, a kernel that copies a strided input, a convolution that
 rearranges its operands. Figures behind the rules: `benchmarks/accuracy/calibrate_ops.py` on an H200.
@@ -25,7 +25,7 @@ PRODUCT_EFFICIENCY, ATTENTION_EFFICIENCY, MEMORY_EFFICIENCY = 0.73, 0.55, 0.49
 """Shares of the vendor's rates that kernels reach: matrix products, fused attention, and all that is bound by memory. Fitted to
 seven steps of Llamas on an H200 (`tests/tracing/test_step_time.py`), and taken for other devices too."""
 KERNEL_S = 2.5e-6
-"""What every kernel takes beside its work: to be started, and to end."""
+"""What every kernel takes besides its work: to be started, and to end."""
 _ATTENTION_STATISTICS = 4
 MAX_THREADS = 512
 WARP = 32
@@ -80,7 +80,7 @@ class Costs:
         return self._courses.get(op.name)
 
     def passing(self, op: Operator, args: tuple[Any, ...], out: Any) -> Course:
-        """Scratch memory beside the outputs of any other operator, while it runs."""
+        """Scratch memory besides the outputs of any other operator, while it runs."""
         rule = self._rules.get(op.name)
         return [] if rule is None else rule(args, out, self._hardware.num_sms)
 

@@ -60,7 +60,7 @@ class GhostMachine:
         self._libraries.append(library)
         compat.allow_foreach_on(Ghost)
         compat.treat_cuda_as(self.device.type, self._casts.clear)
-        _accept_in_matching(self._note)
+        _accept_in_matching(lambda text: self._current_mode.note(text))
         _accept_in_stashes()
 
     @classmethod
@@ -136,10 +136,6 @@ class GhostMachine:
 
     def _number(self, tensor: Tensor) -> Any:
         return self._current_mode.__torch_dispatch__(aten._local_scalar_dense.default, (), (tensor,))
-
-    def _note(self, text: str) -> None:
-        if self._mode is not None:
-            self._mode.note(text)
 
 
 def _dropout_on_host(tensor: Tensor, p: float, train: bool) -> Tensor:

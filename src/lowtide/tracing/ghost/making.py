@@ -34,8 +34,7 @@ class Maker:
     """Makes the ghosts of one trace; a storage has one life, however many ghosts look at it."""
 
     def __init__(self, recorder: StorageRecorder, device: torch.device) -> None:
-        self.recorder = recorder
-        self.device = device
+        self.recorder, self.device = recorder, device
         self._lives: dict[int, Life] = {}
 
     def place(self, inner: Tensor, *, known: Known | None = None, is_logged: bool = True) -> Ghost:
@@ -120,9 +119,8 @@ class GradientSums:
         It is one where autograd's engine itself adds two gradients: in the backward, with no Python code calling.
         """
         recorder = self._maker.recorder
-        if func is not _ADD or recorder.phase is not Phase.BACKWARD:
-            return None
-        if not compat.is_called_from_engine(PLUMBING, has_own_thread=True):
+        is_in_backward = func is _ADD and recorder.phase is Phase.BACKWARD
+        if not is_in_backward or not compat.is_called_from_engine(PLUMBING, has_own_thread=True):
             return None
         old = args[0]
         if not isinstance(old, Ghost) or compat.num_storage_owners(old.inner) > 1:
@@ -145,16 +143,12 @@ class ValueReader:
     """
 
     def __init__(self, maker: Maker, note: Callable[[str], None]) -> None:
-        self._maker = maker
-        self._note = note
+        self._maker, self._note = maker, note
 
     def values(self, func: Any, op: Operator, args: Any, kwargs: Any) -> Any:
         """A maker of the outputs' values, None where they are not known."""
         known_args = None if op.is_chance else to_known(args)
-        if known_args is None:
-            return None
-        known_kwargs = to_known(kwargs)
-        if known_kwargs is None:
+        if known_args is None or (known_kwargs := to_known(kwargs)) is None:
             return None
         if known_kwargs.get("device") is not None:
             known_kwargs["device"] = HOST
@@ -180,10 +174,8 @@ class ValueReader:
                     return self._maker.ghost(torch.empty_like(args[0].inner), None, on_device=True)
                 self._maker.written(args[0], op, None)
                 return args[0]
-            if op.name.startswith("aten.index"):
-                known_indices = to_known(args[1])
-                if known_indices is not None:
-                    return self._index_by_mask(func, op, args, kwargs, known_indices)
+            if op.name.startswith("aten.index") and (known_indices := to_known(args[1])) is not None:
+                return self._index_by_mask(func, op, args, kwargs, known_indices)
             if op.name == "aten.masked_select" and (mask := to_known(args[1])) is not None:
                 # How many are selected is known, though not which values.
                 count = int(mask.get().expand(torch.broadcast_shapes(args[0].shape, args[1].shape)).sum())
@@ -256,9 +248,7 @@ class ValueReader:
         if dim not in (-1, source.dim() - 1) or not source.dim() or count >= source.shape[-1]:
             return
         make = balanced_choice(source.shape[:-1], source.shape[-1], count)
-        shape = (
-            chosen.shape
-        )  # not the tensor itself: it holds the recipe, and would live until the next garbage collection
+        shape = chosen.shape  # not the tensor itself, which holds the recipe: the two would live until a collection
 
         def choose() -> Tensor:
             self._note(BALANCE)

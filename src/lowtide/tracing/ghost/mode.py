@@ -51,10 +51,7 @@ class GhostMode(compat.TorchDispatchMode):
         on_fatal: Callable[[BaseException], None] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.recorder = recorder
-        self.device = device
-        self.costs = costs
-        self._shapes = shapes
+        self.recorder, self.device, self.costs, self._shapes = recorder, device, costs, shapes
         self.notes: dict[str, None] = {}
         """Assumptions made on the way, each once, in order."""
         self._on_fatal = on_fatal
@@ -69,8 +66,6 @@ class GhostMode(compat.TorchDispatchMode):
     def note(self, text: str) -> None:
         """An assumption was made; each is told once."""
         self.notes.setdefault(text)
-
-    # -- dispatch ----------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
@@ -174,8 +169,6 @@ class GhostMode(compat.TorchDispatchMode):
             self._reader.assume(op, args, result)
         return result
 
-    # -- effects -----------------------------------------------------------------------------------------------------
-
     def _view_in_place(self, func: Any, op: Operator, args: Any, kwargs: Any) -> Any:
         """`x.unsqueeze_(0)`: the shape of the ghost itself changes, and of the meta tensor inside; no byte does."""
         ghost, values = args[0], self._reader.values(func, op, args, kwargs)
@@ -225,8 +218,6 @@ class GhostMode(compat.TorchDispatchMode):
             probe.recorder.begin_phase(Phase.BACKWARD)
             total.backward()
         self._sums.learn_from(probe._sums)
-
-    # -- host tensors ------------------------------------------------------------------------------------------------
 
     def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operator on real host tensors: run it, unless it would make a large one (an offload buffer)."""

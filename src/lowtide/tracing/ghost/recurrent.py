@@ -30,13 +30,13 @@ RESERVE_OUTPUTS = {RNN_RELU: 2, RNN_TANH: 2, LSTM: 6, GRU: 7}
 """Outputs' worth of memory that each level keeps for the backward, its own output included."""
 WORKSPACE_OUTPUTS = {RNN_RELU: 7.0, RNN_TANH: 7.0, LSTM: 7.0, GRU: 5.25}
 WEIGHT_SHARES = {RNN_RELU: 0.3, RNN_TANH: 0.3, LSTM: 0.3, GRU: 0.42}
-"""What the kernels need beside one output per level in fp32, and the share of the weights' bytes that the workspace holds too."""
+"""What the kernels need besides one output per level in fp32, and the share of the weights' bytes that the workspace holds too."""
 HALF_OUTPUTS, HALF_WEIGHT_SHARE = {RNN_RELU: 4.5, RNN_TANH: 4.5, LSTM: 6.0, GRU: 5.8}, 1.1
 """The same in half precision, the share for all kinds of layers."""
 BOTH_WAYS_OUTPUTS = {2: 0.5, 4: 1.0}
-"""What layers of both ways need beside, by the bytes of a number; a GRU needs nothing."""
+"""What layers of both ways need in addition, by the bytes of a number; a GRU needs nothing."""
 RESERVE_HEAD_BYTES = 256
-"""Each reserve has these beside the numbers it keeps."""
+"""Each reserve has these besides the numbers it keeps."""
 DROPOUT_BYTES_PER_SM = 2048 * 24
 """The state of cuDNN's dropout: one generator a thread."""
 FLAT_TYPES = (torch.float32, torch.float16, torch.float64)
@@ -223,7 +223,7 @@ def backward_shapes(
 
 
 def forward_course(args: Any, out: Any) -> Course:
-    """Memory of the forward, in order: the input with time first, the outputs, the workspace, and the reserve beside it."""
+    """Memory of the forward, in order: the input with time first, the outputs, the workspace, and the reserve."""
     output, states, cells, reserve, buffer = out
     workspace = _workspace(args[0], args[1], args[6], args[7], args[9], args[13])
     return [*_copies(args[10], args[0]), output, states, cells, buffer, workspace, reserve]
@@ -248,10 +248,7 @@ def _copies(batch_first: bool, *tensors: Tensor | None) -> list[int]:
 def _workspace(
     inputs: Tensor, weight: Sequence[Tensor], mode: int, hidden: int, layers: int, bidirectional: bool
 ) -> int:
-    level_bytes, weights = (
-        _output_bytes(inputs, hidden, bidirectional),
-        sum(part.nbytes for part in weight),
-    )
+    level_bytes, weights = (_output_bytes(inputs, hidden, bidirectional), sum(part.nbytes for part in weight))
     is_half = inputs.element_size() == 2
     outputs = (HALF_OUTPUTS if is_half else WORKSPACE_OUTPUTS)[mode] + layers
     if bidirectional and mode != GRU:

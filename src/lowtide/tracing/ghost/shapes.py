@@ -204,7 +204,7 @@ def _ctc(log_probs: Tensor, targets: Tensor, input_lengths: Any, lengths: Any, *
 
 
 def _ctc_backward(grad: Tensor, log_probs: Tensor, *_: Any, **__: Any) -> Tensor:
-    """The gradient; a second table beside it is scratch (see `costs`)."""
+    """The gradient; a second table is scratch (see `costs`)."""
     return torch.empty(log_probs.shape, dtype=log_probs.dtype, device=META)
 
 

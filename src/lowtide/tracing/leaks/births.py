@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import traceback
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
@@ -18,7 +19,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -106,17 +106,16 @@ class BirthLog:
         """Log the births of one step, numbered from 1."""
         self._step, self._in_step = step, True
         self._module_stack.clear()
-        handles = [
-            register_module_forward_pre_hook(self._enter_module),
-            register_module_forward_hook(self._leave_module, always_call=True),
-        ]
-        try:
-            with _BirthMode(self):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
-        self._end_step()
+        after = register_module_forward_hook(self._leave_module, always_call=True)
+        with register_module_forward_pre_hook(self._enter_module), after, _BirthMode(self):
+            yield
+        self._module_stack.clear()
+        for tensor in living_tensors():
+            self.see(tensor, "")
+        for born in list(self.alive.values()):
+            if (storage := born.ref()) is not None:
+                born.bytes = storage.nbytes()
+        self._in_step = False
 
     def see(self, tensor: torch.Tensor, op: str) -> None:
         """Note the tensor's storage as born here, unless it is known."""
@@ -126,15 +125,6 @@ class BirthLog:
         module = self._module_stack[-1] if self._module_stack else ""
         site = BirthSite(op, module, _calling_line() if op else "", str(tensor.device))
         self.alive[id(storage)] = Born(self._follow(storage), site, self._step, storage.nbytes())
-
-    def _end_step(self) -> None:
-        self._module_stack.clear()
-        for tensor in living_tensors():
-            self.see(tensor, "")
-        for born in list(self.alive.values()):
-            if (storage := born.ref()) is not None:
-                born.bytes = storage.nbytes()
-        self._in_step = False
 
     def _follow(self, storage: torch.UntypedStorage) -> StorageRef:
         return weakref.ref(storage, partial(self._forget, id(storage)))
@@ -150,21 +140,15 @@ class BirthLog:
         self._collecting = phase == "start"
 
     def _enter_module(self, module: nn.Module, _: object) -> None:
-        self._module_stack.append(self._path_of(module))
+        # Only a module's first call from its root tells the whole path; a recomputation enters it in the middle.
+        name = type(module).__name__
+        for path, child in module.named_modules() if module not in self._module_paths else ():
+            self._module_paths.setdefault(child, f"{name}.{path}" if path else name)
+        self._module_stack.append(self._module_paths[module])
 
     def _leave_module(self, *_: object) -> None:
         if self._module_stack:
             self._module_stack.pop()
-
-    def _path_of(self, module: nn.Module) -> str:
-        # Only a module's first call from its root tells the whole path; a recomputation enters it in the middle.
-        if (known := self._module_paths.get(module)) is not None:
-            return known
-        name = type(module).__name__
-        for path, child in module.named_modules(remove_duplicate=True):
-            if child not in self._module_paths:
-                self._module_paths[child] = f"{name}.{path}" if path else name
-        return self._module_paths[module]
 
 
 class _BirthMode(WatchingMode):  # torch's __init_subclass__ has no types
@@ -222,10 +206,8 @@ def _is_wrapper(kind: type) -> bool:
 
 
 def _calling_line() -> str:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
         file = frame.f_code.co_filename
         if not file.startswith(_SKIPPED_FILES) and file != __file__:
-            return f"{Path(file).name}:{frame.f_lineno}"
-        frame = frame.f_back
+            return f"{Path(file).name}:{line}"
     return ""

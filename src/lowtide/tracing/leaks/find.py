@@ -258,11 +258,6 @@ class _Survivor:
     bytes: int
     holders: Chain
 
-    @property
-    def is_saved(self) -> bool:
-        """Whether only a graph holds it."""
-        return any(holder.kind == GRAPH for holder in self.holders)
-
 
 def _group_survivors(survivors: Iterable[_Survivor], *, steps: int) -> list[Leak]:
     """The leaks of so many steps, the fastest growing first: one for each place in the code that a person has to change."""
@@ -315,7 +310,7 @@ def _leak(members: Sequence[_Survivor], steps: int) -> Leak:
         bytes_per_step=round(total / steps),
         total_bytes=total,
         count=len(members),
-        saved_bytes=sum(member.bytes for member in members if member.is_saved),
+        saved_bytes=sum(member.bytes for member in members if any(held.kind == GRAPH for held in member.holders)),
         holders=_common_chain(members),
         births=_births(members),
     )

@@ -17,6 +17,7 @@ import inspect
 import os
 import sys
 import threading
+import traceback
 import types
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -69,13 +70,7 @@ def running_frames() -> list[types.FrameType]:
 
 
 def _from_here_up(innermost: types.FrameType) -> list[types.FrameType]:
-    frames: list[types.FrameType] = []
-    frame: types.FrameType | None = innermost
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith(_FOLDER):
-            frames.append(frame)
-        frame = frame.f_back
-    return frames
+    return [frame for frame, _ in traceback.walk_stack(innermost) if not frame.f_code.co_filename.startswith(_FOLDER)]
 
 
 def frame_variables(frame: types.FrameType) -> list[tuple[str, object]]:

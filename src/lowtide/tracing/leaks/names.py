@@ -7,10 +7,11 @@ it holds none of the objects.
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -80,11 +81,16 @@ def _next_step(path: ObjectPath, position: int) -> _Step:
             return step._replace(is_root=True)
         case type():
             return _from_namespace(path, position, f"of class {owner.__qualname__}")
-        case dict() | list() | tuple() | deque():
-            return _Step(1, _holder(held, _place_in(owner, held), ""))
-        case Node():
-            return _from_node(owner, path, position)
-        case SavedTensor():
+        case dict():
+            return _Step(1, _holder(held, f"[{_key_text(owner, held)}]", ""))
+        case list() | tuple() | deque():
+            place = next((f"[{index}]" for index, entry in enumerate(owner) if entry is held), "")
+            return _Step(1, _holder(held, place, ""))
+        case Node() if isinstance(held, Node):
+            return _Step(1, None)
+        case Node() if isinstance(held, dict) and held is _attributes(owner):
+            return _from_namespace(path, position, f"of the ctx of {owner.name()}")
+        case Node() | SavedTensor():
             return _Step(1, _holder(held, "", "saved for the backward"))
         case torch.Tensor() if isinstance(held, Node):
             return _Step(1, Holder(kind=GRAPH, name=held.name()))
@@ -124,21 +130,12 @@ def _from_namespace(path: ObjectPath, position: int, where: str) -> _Step:
     return _Step(1, _holder(held, "", where))
 
 
-def _from_node(owner: Node, path: ObjectPath, position: int) -> _Step:
-    held = path[position + 1]
-    if isinstance(held, Node):
-        return _Step(1, None)
-    if isinstance(held, dict) and held is _attributes(owner):
-        return _from_namespace(path, position, f"of the ctx of {owner.name()}")
-    return _Step(1, _holder(held, "", "saved for the backward"))
-
-
 def _from_instance(owner: object, path: ObjectPath, position: int) -> _Step:
     """An attribute: its value may lie in the instance, in its `__dict__` or in a slot."""
     length, name, value = 1, "", path[position + 1]
     if value is _attributes(owner) and position + 2 < len(path):
         length, value = 2, path[position + 2]
-    name = _attribute_name(owner, value)
+    name = _name_in(_attributes(owner), value) or _name_in(_slots(owner), value)
     where = f"of {_type_name(owner)}"
     if isinstance(value, dict) and position + length + 1 < len(path):
         inner = path[position + length + 1]
@@ -206,30 +203,14 @@ def _attributes(thing: object) -> dict[str, object]:
     return found if isinstance(found, dict) else {}
 
 
-def _attribute_name(owner: object, value: object) -> str:
-    if name := _name_in(_attributes(owner), value):
-        return name
-    return next((name for name, slot in _slots(type(owner)) if _slot_value(slot, owner) is value), "")
-
-
-def _slots(kind: type) -> Iterator[tuple[str, types.MemberDescriptorType]]:
-    for base in kind.__mro__:
+def _slots(owner: object) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for base in type(owner).__mro__:
         for name, slot in vars(base).items():
             if isinstance(slot, types.MemberDescriptorType):
-                yield name, slot
-
-
-def _slot_value(slot: types.MemberDescriptorType, owner: object) -> object:
-    try:
-        return slot.__get__(owner)
-    except AttributeError:  # never set
-        return None
-
-
-def _place_in(container: dict[object, object] | list[object] | tuple[object, ...] | deque[object], held: object) -> str:
-    if isinstance(container, dict):
-        return f"[{_key_text(container, held)}]"
-    return next((f"[{index}]" for index, entry in enumerate(container) if entry is held), "")
+                with contextlib.suppress(AttributeError):  # never set
+                    found.setdefault(name, slot.__get__(owner))
+    return found
 
 
 def _name_in(namespace: Mapping[str, object], value: object) -> str:

@@ -113,6 +113,16 @@ class Leak:
         what = "of saved activations " if self.saved_bytes * 2 > self.total_bytes else ""
         return " -> ".join([*links, f"keeps {format_bytes(self.total_bytes)} {what}alive"])
 
+    def summary(self) -> str:
+        """The leak as lines of text for people."""
+        freed = "" if self.kind is LeakKind.HELD else " of garbage in a cycle, freed only when the collector runs"
+        storages = "1 storage" if self.count == 1 else f"{self.count} storages"
+        lines = [f"{format_bytes(self.bytes_per_step)} a step{freed}, {storages} so far", f"   {self.chain}"]
+        lines += [f"   made by {birth}: {format_bytes(birth.bytes)}" for birth in self.births[:3]]
+        if others := self.births[3:]:
+            lines.append(f"   and {len(others)} more: {format_bytes(sum(birth.bytes for birth in others))}")
+        return "\n".join(lines)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeakReport:
@@ -137,15 +147,4 @@ class LeakReport:
             return f"No leak: nothing that {measured} allocated kept growing."
         places = "1 place" if len(self.leaks) == 1 else f"{len(self.leaks)} places"
         head = f"Memory grows by {format_bytes(self.bytes_per_step)} a step, in {places} ({measured})."
-        return "\n\n".join([head, *(_paragraph(index, leak) for index, leak in enumerate(self.leaks, start=1))])
-
-
-def _paragraph(index: int, leak: Leak) -> str:
-    freed = "" if leak.kind is LeakKind.HELD else " of garbage in a cycle, freed only when the collector runs"
-    storages = "1 storage" if leak.count == 1 else f"{leak.count} storages"
-    lines = [f"{index}. {format_bytes(leak.bytes_per_step)} a step{freed}, {storages} so far", f"   {leak.chain}"]
-    lines += [f"   made by {birth}: {format_bytes(birth.bytes)}" for birth in leak.births[:3]]
-    if len(leak.births) > 3:
-        rest = sum(birth.bytes for birth in leak.births[3:])
-        lines.append(f"   and {len(leak.births) - 3} more: {format_bytes(rest)}")
-    return "\n".join(lines)
+        return "\n\n".join([head, *(f"{index}. {leak.summary()}" for index, leak in enumerate(self.leaks, start=1))])

@@ -99,8 +99,6 @@ class StepRecord:
             if not life.dtype:  # no operator ever read it
                 life.describe((life.requested_bytes,), "uint8")
 
-    # -- what happened -----------------------------------------------------------------------------------------------
-
     def _mark(self, mark: Mark) -> None:
         stack = self._stacks.setdefault(mark.thread, [])
         if mark.kind == "enter":

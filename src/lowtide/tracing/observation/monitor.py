@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from operator import attrgetter
-from types import TracebackType
 
 import torch
 from torch import nn
@@ -98,9 +97,7 @@ class MemoryMonitor:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -13,28 +13,20 @@ from torch import Tensor, nn
 
 from lowtide import compat
 from lowtide.errors import ConfigError, ObserveError
+from lowtide.tracing import training_step
 from lowtide.tracing.attention.use import attention_watch
 from lowtide.tracing.observation.on_cuda import observe_on_cuda
 from lowtide.tracing.observation.on_host import observe_on_host
 from lowtide.tracing.settings import StepSettings, UpdateSchedule
 from lowtide.tracing.step_trace import StepTrace
-from lowtide.tracing.training_step import (
-    Loss,
-    OptimizerFactory,
-    TrainingStep,
-    activations_applied,
-    autocast_note,
-    choose_implementation,
-    update_in_backward,
-)
 
 
 def observe(
     model: nn.Module,
     batch: Any,
     *,
-    optimizer: torch.optim.Optimizer | OptimizerFactory | None = None,
-    loss: Loss | None = None,
+    optimizer: torch.optim.Optimizer | training_step.OptimizerFactory | None = None,
+    loss: training_step.Loss | None = None,
     autocast: str | torch.dtype | None = None,
     settings: StepSettings | None = None,
     steps: int = 3,
@@ -86,8 +78,8 @@ def observe(
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
     watch = attention_watch(model, device)
-    step = TrainingStep(model, batch, optimizer, loss, settings, around_first=watch)
-    if (idle := autocast_note(step, has_cast=True)) is not None:
+    step = training_step.TrainingStep(model, batch, optimizer, loss, settings, around_first=watch)
+    if (idle := training_step.autocast_note(step, has_cast=True)) is not None:
         notes.append(idle)
         warnings.warn(idle, stacklevel=2)
     run = observe_on_host if device.type == "cpu" else observe_on_cuda
@@ -180,10 +172,10 @@ def applied(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings:
     hooks = [(parameter, set(compat.post_accumulate_hooks(parameter))) for parameter in model.parameters()]
     try:
         if optimizer is not None and settings.implementation is not None:
-            choose_implementation(optimizer, settings.implementation)
+            training_step.choose_implementation(optimizer, settings.implementation)
         if optimizer is not None and settings.update is UpdateSchedule.IN_BACKWARD:
-            update_in_backward(optimizer)
-        with activations_applied(model, settings):
+            training_step.update_in_backward(optimizer)
+        with training_step.activations_applied(model, settings):
             yield
     finally:
         for group, old in zip(_groups(optimizer), flags, strict=True):

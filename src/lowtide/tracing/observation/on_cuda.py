@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -132,9 +133,7 @@ def named_tensors(step: TrainingStep, root: str) -> Named:
     for path, parameter in step.model.named_parameters():
         if parameter.grad is not None:
             add(parameter.grad, Role(Category.GRADIENTS, path.rpartition(".")[0] or root, "gradient"))
-    for tensor, role in state_roles(step.model, step.optimizer):
-        add(tensor, role)
-    for tensor, role in weight_roles(step.model, root):
+    for tensor, role in chain(state_roles(step.model, step.optimizer), weight_roles(step.model, root)):
         add(tensor, role)
     return named
 
@@ -143,6 +142,8 @@ def used_blocks(
     segments: Iterable[Mapping[str, Any]], named: Named, workspaces: set[int], device: torch.device
 ) -> list[Block]:
     """The blocks in use in an allocator's snapshot, with their roles; a nameless one of a known size is a workspace."""
+    workspace = Role(Category.WORKSPACE, "cublas", "workspace")
+    older = Role(Category.TEMPORARIES, "(not of this step)", "alive before")
     found = []
     for segment in segments:
         if segment["device"] != device.index:
@@ -150,7 +151,8 @@ def used_blocks(
         address = segment["address"]
         for block in segment["blocks"]:
             if block["state"] == "active_allocated":
-                tensor, role = named.get(address, (None, _role_by_size(block["requested_size"], workspaces)))
+                by_size = workspace if block["requested_size"] in workspaces else older
+                tensor, role = named.get(address, (None, by_size))
                 found.append(
                     Block(
                         address=address,
@@ -163,12 +165,6 @@ def used_blocks(
                 )
             address += block["size"]  # blocks lie side by side and fill their segment
     return found
-
-
-def _role_by_size(size: int, workspaces: set[int]) -> Role:
-    if size in workspaces:
-        return Role(Category.WORKSPACE, "cublas", "workspace")
-    return Role(Category.TEMPORARIES, "(not of this step)", "alive before")
 
 
 def workspace_sizes(device: torch.device) -> set[int]:

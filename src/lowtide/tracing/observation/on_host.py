@@ -6,6 +6,7 @@ Bytes are the storages' own: the host's allocator is not modelled, so what is re
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,15 +15,7 @@ from torch import Tensor
 from lowtide import compat, config
 from lowtide.errors import ObserveError
 from lowtide.tracing.assemble import assemble, exact
-from lowtide.tracing.recorder import (
-    BATCH,
-    PLUMBING,
-    Life,
-    Role,
-    StorageRecorder,
-    state_roles,
-    weight_roles,
-)
+from lowtide.tracing.recorder import BATCH, PLUMBING, Life, Role, StorageRecorder, state_roles, weight_roles
 from lowtide.tracing.step_trace import Category, Phase, StepTrace, Target
 from lowtide.tracing.training_step import TrainingStep, about_step, tensors_in, watch_gradients, watch_modules
 from lowtide.units import format_bytes
@@ -51,9 +44,8 @@ class HostMode(compat.WatchingMode):
         result = func(*args, **(kwargs or {}))
         if summed is not None:
             self._adopt(summed, result)
-        for tensor in tensors_in(
-            (result, args)
-        ):  # the arguments again: `out=` and `resize_` may have given one its memory
+        # The arguments again: `out=` and `resize_` may have given one its memory.
+        for tensor in tensors_in((result, args)):
             self._use(tensor, op, is_input=False)
         return result
 
@@ -74,8 +66,6 @@ class HostMode(compat.WatchingMode):
         """Let go of every storage."""
         self.recorder.close()
         self._lives.clear()
-
-    # -- storages ----------------------------------------------------------------------------------------------------
 
     def _use(self, tensor: Tensor, op: int, *, is_input: bool) -> None:
         is_known = self._find(tensor) is not None
@@ -107,8 +97,6 @@ class HostMode(compat.WatchingMode):
         life = self.recorder.allocate(storage.nbytes(), tuple(tensor.shape), dtype, storage=storage)
         self._lives[id(storage)] = life
         return life
-
-    # -- the engine's sums -------------------------------------------------------------------------------------------
 
     def _life_of_sum(self, func: Any, args: Any) -> Life | None:
         """The life of a gradient that autograd would have added to in place, were it not watched; None otherwise.
@@ -144,7 +132,12 @@ def observe_on_host(
             for number in range(1, steps + 1):
                 on_progress(f"running step {number} of {steps}")
                 first_event, first_op = recorder.begin_step(is_detailed=number == steps)
-                _run(step, recorder)
+                try:
+                    step("cpu", recorder.begin_phase)
+                except RuntimeError as error:
+                    if "can't allocate memory" not in str(error):
+                        raise
+                    raise ObserveError(_out_of_memory(recorder, error)) from error
                 for tensor, role in state_roles(step.model, step.optimizer):
                     mode.place(tensor, role)
         return assemble(
@@ -165,24 +158,13 @@ def observe_on_host(
 
 
 def _place_all(mode: HostMode, step: TrainingStep) -> None:
-    for tensor, role in weight_roles(step.model, mode.recorder.root):
-        mode.place(tensor, role)
-    for tensor, role in state_roles(step.model, step.optimizer):
+    for tensor, role in chain(weight_roles(step.model, mode.recorder.root), state_roles(step.model, step.optimizer)):
         mode.place(tensor, role)
     for parameter in step.model.parameters():
         if parameter.grad is not None:
             mode.mark_gradient(parameter.grad)
     for tensor in tensors_in(step.batch):
         mode.place(tensor, BATCH)
-
-
-def _run(step: TrainingStep, recorder: StorageRecorder) -> None:
-    try:
-        step("cpu", recorder.begin_phase)
-    except RuntimeError as error:
-        if "can't allocate memory" not in str(error):
-            raise
-        raise ObserveError(_out_of_memory(recorder, error)) from error
 
 
 def _out_of_memory(recorder: StorageRecorder, error: RuntimeError) -> str:

@@ -26,8 +26,7 @@ class DeviceMemory:
     """
 
     def __init__(self, recorder: StorageRecorder, mover: Mover, tell: Callable[[BaseException], None]) -> None:
-        self._recorder = recorder
-        self.mover = mover
+        self._recorder, self.mover = recorder, mover
         self.device = mover.device
         self.tell = tell
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lowtide import compat, config
 from lowtide.errors import ConfigError
 from lowtide.hardware import Source
+from lowtide.tracing import training_step
 from lowtide.tracing.assemble import assemble, exact, replay
 from lowtide.tracing.compiled.groups import GhostCompiler
 from lowtide.tracing.ghost import recurrent
@@ -23,17 +24,6 @@ from lowtide.tracing.prediction.job import Contents, Job, TensorDescription, unp
 from lowtide.tracing.recorder import BATCH, StorageRecorder, state_roles, weight_roles
 from lowtide.tracing.settings import UpdateSchedule
 from lowtide.tracing.step_trace import Category, StepTrace, Target
-from lowtide.tracing.training_step import (
-    TrainingStep,
-    about_step,
-    activations_applied,
-    autocast_note,
-    choose_as_on_host,
-    choose_implementation,
-    update_in_backward,
-    watch_gradients,
-    watch_modules,
-)
 
 CHUNKED_LOSS_NOTE = "the chunked loss is taken to run its kernel for CUDA, which needs Triton"
 """For a trace with a chunked loss."""
@@ -61,7 +51,9 @@ def predict(
         compiler = GhostCompiler(mode, machine.attention, job.torch_version)
         mover = GhostMover(machine.device)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(activations_applied(step.model, job.settings, mover=mover, compile_group=compiler))
+            stack.enter_context(
+                training_step.activations_applied(step.model, job.settings, mover=mover, compile_group=compiler)
+            )
             if context is not None:
                 stack.enter_context(context.around(step.model, DeviceMemory(recorder, mover, mode.fail)))
             first_event, first_op = _run_steps(step, mode, job, context, on_progress)
@@ -69,13 +61,9 @@ def predict(
     on_progress("replaying the allocator")
     # The host's rounds nothing, and caches nothing.
     memory = exact(recorder) if job.hardware.is_host else replay(recorder, job.allocator, first_event)
-    notes = [
-        *mode.notes,
-        *machine.attention.choices.notes(),
-        *([CHUNKED_LOSS_NOTE] if job.settings.chunked_loss else []),
-    ]
-    idle = autocast_note(step, has_cast=machine.has_cast)
-    notes += [note for note in (idle, job.hardware.note) if note is not None]
+    chunked = CHUNKED_LOSS_NOTE if job.settings.chunked_loss else None
+    idle = training_step.autocast_note(step, has_cast=machine.has_cast)
+    notes = [*mode.notes, *machine.attention.choices.notes(), *filter(None, (chunked, idle, job.hardware.note))]
     return assemble(
         recorder,
         memory,
@@ -85,7 +73,7 @@ def predict(
         model=job.name,
         settings=config.to_plain(job.settings),
         num_parameters=sum(parameter.numel() for parameter in step.model.parameters()),
-        about=about_step(step),
+        about=training_step.about_step(step),
         target=Target(
             card=job.hardware.name,
             torch_version=job.torch_version,
@@ -99,7 +87,7 @@ def predict(
 
 
 def _run_steps(
-    step: TrainingStep,
+    step: training_step.TrainingStep,
     mode: GhostMode,
     job: Job,
     context: StepContext | None,
@@ -107,14 +95,22 @@ def _run_steps(
 ) -> tuple[int, int]:
     """Run all steps; returns where in the record the events and the ops of the last begin."""
     recorder, device_type = mode.recorder, mode.device.type
-    with watch_modules(step.model, recorder), watch_gradients(step.model, _mark_gradient):
+
+    def mark_gradient(gradient: Tensor) -> None:
+        if isinstance(gradient, Ghost):
+            gradient.life.classify(Category.GRADIENTS)
+
+    with training_step.watch_modules(step.model, recorder), training_step.watch_gradients(step.model, mark_gradient):
         recorder.begin_step(is_detailed=False)
         on_progress("tracing the first step")
         for _ in range(1 if context is None else context.num_warm_up_steps):
             step(device_type, recorder.begin_phase)
             _name_optimizer_state(step)
-        if job.hardware.is_host:
-            _count_host_state(step, recorder)
+        for tensor, role in state_roles(step.model, step.optimizer) if job.hardware.is_host else ():
+            # Counters of steps are host tensors wherever the weights are: here they share the memory that is predicted.
+            if not isinstance(tensor, Ghost) and tensor.device.type == "cpu":
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                recorder.allocate(tensor.nbytes, tuple(tensor.shape), dtype).take_role(role)
         first_event, first_op = recorder.begin_step(is_detailed=True)
         on_progress("tracing the steady step")
         step(device_type, recorder.begin_phase)
@@ -122,7 +118,7 @@ def _run_steps(
     return first_event, first_op
 
 
-def _prepare(job: Job, mode: GhostMode) -> tuple[TrainingStep, StepContext | None]:
+def _prepare(job: Job, mode: GhostMode) -> tuple[training_step.TrainingStep, StepContext | None]:
     dtype = None if job.settings.precision is None else getattr(torch, job.settings.precision)
     contents: Contents = unpack(job.payload, _Arrivals(mode, dtype))
     model = contents.model
@@ -155,12 +151,12 @@ def _prepare(job: Job, mode: GhostMode) -> tuple[TrainingStep, StepContext | Non
             key="optimizer",
         )
     if optimizer is not None and job.settings.implementation is not None:
-        choose_implementation(optimizer, job.settings.implementation)
+        training_step.choose_implementation(optimizer, job.settings.implementation)
     elif optimizer is not None and job.hardware.is_host:
-        choose_as_on_host(optimizer)
+        training_step.choose_as_on_host(optimizer)
     if optimizer is not None and job.settings.update is UpdateSchedule.IN_BACKWARD:
-        update_in_backward(optimizer)
-    return TrainingStep(model, contents.batch, optimizer, contents.loss, job.settings), contents.context
+        training_step.update_in_backward(optimizer)
+    return training_step.TrainingStep(model, contents.batch, optimizer, contents.loss, job.settings), contents.context
 
 
 class _Arrivals:
@@ -172,8 +168,7 @@ class _Arrivals:
     """
 
     def __init__(self, mode: GhostMode, dtype: torch.dtype | None) -> None:
-        self._mode = mode
-        self._dtype = dtype
+        self._mode, self._dtype = mode, dtype
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def __call__(self, description: TensorDescription, values: Tensor | None) -> Tensor:
@@ -226,21 +221,7 @@ def _lay_flat(weights: list[Ghost], mode: GhostMode) -> None:
         offset += weight.numel()
 
 
-def _name_optimizer_state(step: TrainingStep) -> None:
+def _name_optimizer_state(step: training_step.TrainingStep) -> None:
     for tensor, role in state_roles(step.model, step.optimizer):
         if isinstance(tensor, Ghost) and tensor.life.category is None:
             tensor.life.take_role(role)
-
-
-def _count_host_state(step: TrainingStep, recorder: StorageRecorder) -> None:
-    """Counters of steps are host tensors wherever the weights are: here they share the memory that is predicted."""
-    for tensor, role in state_roles(step.model, step.optimizer):
-        if not isinstance(tensor, Ghost) and tensor.device.type == "cpu":
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            life = recorder.allocate(tensor.nbytes, tuple(tensor.shape), dtype)
-            life.take_role(role)
-
-
-def _mark_gradient(gradient: Tensor) -> None:
-    if isinstance(gradient, Ghost):
-        gradient.life.classify(Category.GRADIENTS)
