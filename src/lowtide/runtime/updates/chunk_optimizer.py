@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -107,8 +107,7 @@ class Settings:
         return replace(self, groups=tuple(map(on_host, self.groups)), scaler=on_host(self.scaler), is_on_host=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
+class Update(NamedTuple):
     """One tensor to update, and the parameter under which its state is kept."""
 
     parameter: torch.Tensor
