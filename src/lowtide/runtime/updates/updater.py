@@ -11,7 +11,7 @@ import torch
 
 from lowtide import compat
 from lowtide.memory.chunk import Chunk
-from lowtide.memory.mover import Mover
+from lowtide.memory.mover import Mover, Ticket
 from lowtide.memory.pools import AllocationCache
 from lowtide.memory.store import ChunkStore
 from lowtide.planning.plan import Site
@@ -350,14 +350,17 @@ class Finisher:
     ) -> None:
         """One step on the device, in a window of its own; streamed weights are written back."""
         self._residency.open(group)
+        ended: Ticket | None = None
         try:
             started = self._mover.now()
             if not group.is_resident:
                 # Before they are changed: where the update breaks off, its state goes with what the device has.
                 self._residency.store.device_changes(chunk)
             self.updater.update_here(members, (), settings)
+            # One ticket for all that comes after the update: an event costs as much as a small kernel.
+            ended = self._mover.now()
             if not group.is_resident:
-                self._residency.write_back(group, chunk)
-            self._recorder.on_compute(group.name, "update", started, self._mover.now())
+                self._residency.write_back(group, chunk, ended)
+            self._recorder.on_compute(group.name, "update", started, ended)
         finally:
-            self._residency.close(group)
+            self._residency.close(group, ended)
