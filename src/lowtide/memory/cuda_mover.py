@@ -67,6 +67,26 @@ class CudaTicket:
         return self._origin.time_of(self.event)
 
 
+class CopyStart:
+    """Where a copy starts: when the last of these has happened. It needs no event of its own."""
+
+    def __init__(self, after: tuple[Ticket, ...]) -> None:
+        self._after = after
+
+    def is_done(self) -> bool:
+        """Whether all of them have happened."""
+        return all(ticket.is_done() for ticket in self._after)
+
+    def wait(self) -> None:
+        """Wait on the host."""
+        for ticket in self._after:
+            ticket.wait()
+
+    def time_s(self) -> float:
+        """When the last of them happened."""
+        return max(ticket.time_s() for ticket in self._after)
+
+
 class CudaMover:
     """See `memory.mover`. Made on the thread and device of the training loop.
 
@@ -84,6 +104,8 @@ class CudaMover:
         self._out = torch.cuda.Stream(device)
         self._index = self._in.device_index
         self._origin = Origin(torch.cuda.current_stream(device))
+        self._last_out = CudaTicket(self._out, self._origin)
+        """Where the last copy to the host ends."""
         self._locked: dict[int, weakref.finalize[[int], torch.Tensor]] = {}
         self._before_next_fetch: list[Ticket] = []
         # Activations come back in autograd's thread, beside what the session moves.
@@ -166,9 +188,10 @@ class CudaMover:
         for ticket in after:
             self._out.wait_event(_event(ticket))
         with compat.OnStream(self._out), torch.no_grad():
-            started = CudaTicket(self._out, self._origin)
+            # What it comes after was reached just now, as a rule: with the copy before it, that says when it starts.
+            started = CopyStart((self._last_out, *after)) if after else CudaTicket(self._out, self._origin)
             target.copy_(source, non_blocking=True)
-            ended = CudaTicket(self._out, self._origin)
+            ended = self._last_out = CudaTicket(self._out, self._origin)
         if keep:
             self._keep(ended, source)
         return Copied(started, ended)
