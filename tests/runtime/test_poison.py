@@ -18,6 +18,7 @@ import lowtide
 from lowtide.errors import LowtideError
 from lowtide.memory.chunk import Chunk, ChunkState
 from lowtide.memory.emulated_mover import EmulatedMover
+from lowtide.memory.mover import Ticket
 from lowtide.memory.store import ChunkStore
 from lowtide.runtime import plan_run as plan_run
 from lowtide.runtime.parameters.gradients import HostGradient
@@ -219,7 +220,7 @@ def test_an_old_copy_that_stays_after_an_update_in_backward(place: str, monkeypa
 def test_an_update_on_the_device_that_is_not_written_back(
     place: str, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def forgetful(store: ChunkStore, chunk: Chunk) -> None:
+    def forgetful(store: ChunkStore, chunk: Chunk, at: Ticket | None = None) -> None:
         if chunk.state is not ChunkState.DIRTY:
             chunk.become(ChunkState.DIRTY)
         chunk.become(ChunkState.WRITING_BACK)

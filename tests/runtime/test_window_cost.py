@@ -71,8 +71,12 @@ def test_a_window_costs_the_same_in_a_deep_model(weights: str, update: str, sche
     assert many < 1.15 * few
 
 
-def test_a_streamed_use_takes_no_more_calls_than_it_did() -> None:
-    # Two uses a step, forward and backward, and an update of two parameters.
-    calls = calls_per_layer(32, weights="streamed", update="device", schedule="in_backward", window="4KiB")
+@pytest.mark.parametrize(
+    ("update", "schedule", "limit"),
     # Some 40 of them hold interrupts back while a window or a hook changes the session's condition.
-    assert calls < 700
+    [("device", "in_backward", 675), ("host", "deferred", 755)],
+)
+def test_a_streamed_use_takes_no_more_calls_than_it_did(update: str, schedule: str, limit: int) -> None:
+    # Two uses a step, forward and backward, and an update of two parameters.
+    calls = calls_per_layer(32, weights="streamed", update=update, schedule=schedule, window="4KiB")
+    assert calls < limit

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -401,19 +401,32 @@ def unflatten(leaves: Sequence[Any], structure: Any) -> Any:
     return _pytree.tree_unflatten(leaves, structure)
 
 
-def tensors_in(value: object) -> Iterator[torch.Tensor]:
+def tensors_in(value: object) -> list[torch.Tensor]:
     """Every tensor in nested lists, tuples, dictionaries and dataclasses, depth first."""
+    found: list[torch.Tensor] = []
+    _gather_tensors(value, found)
+    return found
+
+
+_LEAVES = frozenset((type(None), bool, int, float, str))
+"""What most arguments of a module are that are no tensors; to ask whether one is a dataclass takes long."""
+_SEQUENCES = (list, tuple)
+
+
+def _gather_tensors(value: object, found: list[torch.Tensor]) -> None:
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
+        found.append(value)
+    elif type(value) in _LEAVES:
+        return
+    elif isinstance(value, _SEQUENCES):
         for entry in value:
-            yield from tensors_in(entry)
+            _gather_tensors(entry, found)
     elif isinstance(value, dict):
         for entry in value.values():
-            yield from tensors_in(entry)
+            _gather_tensors(entry, found)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
+            _gather_tensors(getattr(value, field.name), found)
 
 
 def plain_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:

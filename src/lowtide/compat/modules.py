@@ -69,6 +69,21 @@ def call_of(module: torch.nn.Module) -> Callable[..., Any] | None:
     return call
 
 
+def parameter_ids(module: torch.nn.Module) -> set[int]:
+    """`id`s of the parameters of a module and all modules in it. `Module.parameters` takes four times as long."""
+    found: set[int] = set()
+    seen: set[int] = set()
+    waiting: list[torch.nn.Module | None] = [module]
+    while waiting:
+        each = waiting.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            found.update(map(id, each._parameters.values()))
+            waiting += each._modules.values()
+    found.discard(id(None))
+    return found
+
+
 _FUNCTIONAL_CALL = torch.nn.utils.stateless._functional_call.__code__
 
 

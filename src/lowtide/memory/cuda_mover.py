@@ -26,8 +26,7 @@ class Origin:
     """
 
     def __init__(self, stream: torch.cuda.Stream, before: Origin | None = None) -> None:
-        self.event = torch.cuda.Event(enable_timing=True)
-        self.event.record(stream)
+        self.event = compat.timed_event(stream)
         self.set_at_s = time.perf_counter()
         self._before = before
         self._time_s = 0.0
@@ -40,7 +39,7 @@ class Origin:
             self._before = None
         return self._time_s
 
-    def time_of(self, event: torch.cuda.Event) -> float:
+    def time_of(self, event: compat.CudaEvent) -> float:
         """When another event happened, which is waited for."""
         event.synchronize()
         return self.time_s + float(self.event.elapsed_time(event)) / 1000
@@ -50,8 +49,7 @@ class CudaTicket:
     """An event on a stream."""
 
     def __init__(self, stream: torch.cuda.Stream, origin: Origin) -> None:
-        self.event = torch.cuda.Event(enable_timing=True)
-        self.event.record(stream)
+        self.event = compat.timed_event(stream)
         self._origin = origin
 
     def is_done(self) -> bool:
@@ -65,6 +63,26 @@ class CudaTicket:
     def time_s(self) -> float:
         """Seconds from the mover's start, by the device's clock."""
         return self._origin.time_of(self.event)
+
+
+class CopyStart:
+    """Where a copy starts: when the last of these has happened. It needs no event of its own."""
+
+    def __init__(self, after: tuple[Ticket, ...]) -> None:
+        self._after = after
+
+    def is_done(self) -> bool:
+        """Whether all of them have happened."""
+        return all(ticket.is_done() for ticket in self._after)
+
+    def wait(self) -> None:
+        """Wait on the host."""
+        for ticket in self._after:
+            ticket.wait()
+
+    def time_s(self) -> float:
+        """When the last of them happened."""
+        return max(ticket.time_s() for ticket in self._after)
 
 
 class CudaMover:
@@ -84,6 +102,8 @@ class CudaMover:
         self._out = torch.cuda.Stream(device)
         self._index = self._in.device_index
         self._origin = Origin(torch.cuda.current_stream(device))
+        self._last_out = CudaTicket(self._out, self._origin)
+        """Where the last copy to the host ends."""
         self._locked: dict[int, weakref.finalize[[int], torch.Tensor]] = {}
         self._before_next_fetch: list[Ticket] = []
         # Activations come back in autograd's thread, beside what the session moves.
@@ -154,7 +174,7 @@ class CudaMover:
         with compat.OnStream(self._in), torch.no_grad():
             self._pass_barrier()
             for ticket in after:
-                self._in.wait_event(_event(ticket))
+                _event(ticket).wait(self._in)
             started = CudaTicket(self._in, self._origin)
             target.copy_(source, non_blocking=True)
             return Copied(started, CudaTicket(self._in, self._origin))
@@ -164,11 +184,12 @@ class CudaMover:
     ) -> Copied:
         """Copy on the stream of copies to the host, after all that the computation was told so far."""
         for ticket in after:
-            self._out.wait_event(_event(ticket))
+            _event(ticket).wait(self._out)
         with compat.OnStream(self._out), torch.no_grad():
-            started = CudaTicket(self._out, self._origin)
+            # What it comes after was reached just now, as a rule: with the copy before it, that says when it starts.
+            started = CopyStart((self._last_out, *after)) if after else CudaTicket(self._out, self._origin)
             target.copy_(source, non_blocking=True)
-            ended = CudaTicket(self._out, self._origin)
+            ended = self._last_out = CudaTicket(self._out, self._origin)
         if keep:
             self._keep(ended, source)
         return Copied(started, ended)
@@ -183,7 +204,7 @@ class CudaMover:
 
     def compute_after(self, ticket: Ticket) -> None:
         """The current stream waits."""
-        self._current().wait_event(_event(ticket))
+        _event(ticket).wait(self._current())
 
     def drain(self) -> None:
         """Wait for both streams, and for the computation: memory of the copy stream's pool that it reads may go next."""
@@ -200,7 +221,7 @@ class CudaMover:
         with self._lock:
             tickets, self._before_next_fetch = self._before_next_fetch, []
         for ticket in tickets:
-            self._in.wait_event(_event(ticket))
+            _event(ticket).wait(self._in)
 
     def _keep(self, ended: CudaTicket, source: torch.Tensor) -> None:
         # The source belongs to the computation's stream: freed before the copy has read it, the computation would
@@ -213,6 +234,6 @@ class CudaMover:
             self._kept_bytes -= oldest.nbytes
 
 
-def _event(ticket: Ticket) -> torch.cuda.Event:
+def _event(ticket: Ticket) -> compat.CudaEvent:
     assert isinstance(ticket, CudaTicket), "a ticket of another mover"
     return ticket.event

@@ -15,8 +15,7 @@ while the computation that read it has not run yet; so the next copy to the devi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -37,8 +36,7 @@ class Ticket(Protocol):
         """When it happened, in seconds from the mover's start. Waits for it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Copied:
+class Copied(NamedTuple):
     """A copy under way: where it started in its queue and where it ends."""
 
     started: Ticket

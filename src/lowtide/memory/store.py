@@ -9,7 +9,6 @@ device, the one whose next use is farthest leaves first (Belady's rule).
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -146,12 +145,18 @@ class ChunkStore:
         """The computation is about to change the open chunk's device bytes; `write_back` comes after it."""
         chunk.become(ChunkState.DIRTY)
 
-    def write_back(self, chunk: Chunk) -> None:
-        """The computation changed the open chunk's device bytes: copy them to the host."""
+    def write_back(self, chunk: Chunk, at: Ticket | None = None) -> None:
+        """The computation changed the open chunk's device bytes: copy them to the host.
+
+        Args:
+            chunk: An open one.
+            at: Where the computation last changed it; None for now.
+        """
         assert chunk.host is not None
         if chunk.state is not ChunkState.DIRTY:
             chunk.become(ChunkState.DIRTY)
-        chunk.written = self._mover.to_host(chunk.host, chunk.device, [self._mover.now()])
+        now = self._mover.now() if at is None else at
+        chunk.written = self._mover.to_host(chunk.host, chunk.device, [now])
         # Not before: a chunk whose copy nobody has issued stays dirty, and `rebuild` issues it.
         chunk.become(ChunkState.WRITING_BACK)
         self._listener.on_copy(chunk, chunk.written, "write back")
@@ -343,12 +348,16 @@ class ChunkStore:
     def _take_memory(self, chunk: Chunk) -> None:
         """All or nothing: where one of the books or the device itself refuses, nothing is counted."""
         num_bytes = chunk.spec.nbytes
-        with contextlib.ExitStack() as undo:
+        charged: list[Books] = []
+        try:
             for books in self._books:
                 books.charge(num_bytes, chunk.spec.name)
-                undo.callback(books.credit, num_bytes, chunk.spec.name)
+                charged.append(books)
             self._mover.grow(chunk.device)
-            undo.pop_all()
+        except BaseException:
+            for books in charged:
+                books.credit(num_bytes, chunk.spec.name)
+            raise
         self.used_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 

@@ -24,7 +24,15 @@ from lowtide.memory.groups import SPARSE_GRADIENT, unmanaged_parameters
 from lowtide.memory.mover import Mover, Ticket
 from lowtide.memory.pools import AllocationCache
 from lowtide.planning.plan import Schedule
-from lowtide.runtime.parameters.pending import beside, is_pending, make_pending, make_plain, own_storage, same_memory
+from lowtide.runtime.parameters.pending import (
+    beside,
+    is_pending,
+    is_pending_for,
+    make_pending,
+    make_plain,
+    own_storage,
+    same_memory,
+)
 from lowtide.runtime.statistics.recording import Recorder
 from lowtide.runtime.updates.norms import norm_of
 from lowtide.runtime.updates.worker import HostWorker, Job
@@ -262,9 +270,14 @@ class HostGradient:
 
     def make_pending(self, mover: Mover) -> None:
         """A look at the user's gradient waits for what is pending for it."""
-        if self.tensor is not None and self._parameter.grad is self.tensor:
-            self._pending_value = self._pending_value or PendingGradient(self, mover)
-            make_pending(self.tensor, self._pending_value)
+        tensor, value = self.tensor, self._pending_value
+        if tensor is None or (value is not None and is_pending_for(tensor, value)):
+            return
+        with compat.without_torch_function():
+            is_shown = self._parameter.grad is tensor
+        if is_shown:
+            self._pending_value = value or PendingGradient(self, mover)
+            make_pending(tensor, self._pending_value)
 
     def make_plain(self) -> None:
         """The session ends: the gradient is what it seems."""

@@ -146,7 +146,7 @@ class ManagedParameter:
 
     def may_be_written(self) -> bool:
         """Whether hooks of the user's have run on the gradient, or somebody wrote to the parameter in this backward."""
-        return self._is_hooked or self.is_written()
+        return self._is_hooked or compat.version_of(self.parameter) != self._version_in_backward
 
     def is_written(self) -> bool:
         """Whether somebody wrote to the parameter since the backward reached it."""

@@ -218,6 +218,11 @@ def make_all_plain(parameters: Iterable[nn.Parameter]) -> None:
             _VALUES.pop(id(parameter), None)
 
 
+def is_pending_for(tensor: torch.Tensor, value: PendingValue) -> bool:
+    """Whether a look at the tensor would settle this value first."""
+    return is_pending(tensor) and _value_of(tensor) is value
+
+
 def is_pending(tensor: torch.Tensor) -> bool:
     """Whether a look at the tensor would settle something first."""
     return type(tensor) in (PendingParameter, PendingTensor)
@@ -246,9 +251,7 @@ def _pending_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
 def same_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Another tensor object over the same memory, outside of autograd, with a version of its own."""
     with compat.without_torch_function():
-        return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
-            tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
-        )
+        return tensor.data
 
 
 def own_storage(view: torch.Tensor) -> torch.Tensor:
@@ -258,11 +261,11 @@ def own_storage(view: torch.Tensor) -> torch.Tensor:
     as such a storage lives, somebody may look at the memory. The view must be dense.
     """
     with compat.without_torch_function():
-        num_bytes, start = view.numel() * view.element_size(), view.storage_offset() * view.element_size()
+        whole = view.untyped_storage()
         flat = torch.empty(0, dtype=torch.uint8, device=view.device)
-        flat.set_(view.untyped_storage(), start, (num_bytes,), (1,))
+        flat.set_(whole, view.storage_offset() * view.itemsize, (view.nbytes,), (1,))
         storage = compat.storage_over(flat)
-        set_mark(storage, mark_of(view.untyped_storage()))
+        set_mark(storage, mark_of(whole))
         return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.size(), view.stride())
 
 

@@ -43,8 +43,8 @@ class Residency(Protocol):
     def keep_write(self, group: ManagedGroup, chunk: Chunk) -> None:
         """The user's code wrote to weights of the chunk on the device."""
 
-    def write_back(self, group: ManagedGroup, chunk: Chunk) -> None:
-        """The computation changed an open chunk of streamed weights."""
+    def write_back(self, group: ManagedGroup, chunk: Chunk, at: Ticket | None = None) -> None:
+        """The computation changed an open chunk of streamed weights; `at` is where it last did."""
 
     def settle_held(self) -> None:
         """Wait for what is changing memory that somebody holds."""
@@ -151,14 +151,14 @@ class ManagedResidency:
         elif chunk.state in (ChunkState.IN_USE, ChunkState.WRITING_BACK) and chunk.host_work is None:
             self.write_back(group, chunk)
 
-    def write_back(self, group: ManagedGroup, chunk: Chunk) -> None:
+    def write_back(self, group: ManagedGroup, chunk: Chunk, at: Ticket | None = None) -> None:
         """The computation changed an open chunk of streamed weights: copy it to where the truth is."""
         if group.is_held(chunk):
             group.await_change()
         if group.shown_memory:
             self._write_back_beside(group, chunk)
         else:
-            self.store.write_back(chunk)
+            self.store.write_back(chunk, at)
 
     def _write_back_beside(self, group: ManagedGroup, chunk: Chunk) -> None:
         """To where parameters show memory of the user's; their homes keep what they have, though chunks are copied whole."""
@@ -198,14 +198,8 @@ class ManagedResidency:
         """Make the parameters pending if something is under way for them, or a write must be noticed; else plain."""
         if group.stored.num_open:
             return
-        has_pending_work = group.guards_gradients or any(
-            chunk.host_work is not None
-            or (group.is_resident and chunk.host is not None and not chunk.is_touched)
-            or chunk.state in (ChunkState.IDLE, ChunkState.FETCHING)
-            or (chunk.written is not None and not chunk.written.ended.is_done())
-            for chunk in group.stored.chunks
-        )
-        if has_pending_work or (group.looks_at_device and not group.is_resident):
+        # First what costs nothing to ask: a copy is asked about on the device.
+        if (group.looks_at_device and not group.is_resident) or group.guards_gradients or _has_pending_work(group):
             group.make_pending()
         else:
             group.make_plain()
@@ -268,3 +262,14 @@ class ManagedResidency:
     def on_wait(self, group: StoredGroup, reached: Ticket, copied: Sequence[Copied]) -> None:
         """For the statistics."""
         self._recorder.on_wait(group, reached, copied)
+
+
+def _has_pending_work(group: ManagedGroup) -> bool:
+    for chunk in group.stored.chunks:
+        if chunk.host_work is not None or chunk.state in (ChunkState.IDLE, ChunkState.FETCHING):
+            return True
+        if group.is_resident and chunk.host is not None and not chunk.is_touched:
+            return True
+        if chunk.written is not None and not chunk.written.ended.is_done():
+            return True
+    return False

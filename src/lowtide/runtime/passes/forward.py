@@ -139,6 +139,7 @@ class Window:
         self._is_installed = False
         self.oldest_node = compat.OldestNode()
         self._known: dict[int, str] = {}
+        self._known_ids: set[int] = set()
         self._streamed: dict[int, ManagedGroup] | None = None
         """By the storage of a chunk on the device, which is the same for the whole session; made at the first call."""
         self.is_given = False
@@ -153,6 +154,7 @@ class Window:
     def install(self) -> None:
         """Take the module's calls."""
         self._known = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        self._known_ids = compat.parameter_ids(self.module)
         # Said first: `remove` undoes as much as was done.
         self._inner = compat.call_of(self.module)
         self._is_installed = True
@@ -180,6 +182,9 @@ class Window:
             window.check_in_place()
 
     def _check_parameters(self) -> None:
+        if compat.parameter_ids(self.module) == self._known_ids:
+            return
+        # Asked in full: a module may say that it has others than it holds.
         now = {id(parameter) for parameter in self.module.parameters()}
         if now == self._known.keys():
             return
@@ -317,9 +322,11 @@ class Window:
         output = inner(*args, **kwargs)
         # What passes through unchanged has no node of the module; its gradient comes after the module's.
         if visit.watch(
-            tensor
-            for tensor in compat.tensors_in(output)
-            if id(tensor) not in entered or tensor.grad_fn is not entered[id(tensor)]
+            [
+                tensor
+                for tensor in compat.tensors_in(output)
+                if id(tensor) not in entered or tensor.grad_fn is not entered[id(tensor)]
+            ]
         ):
             for group in self.groups:
                 group.visits.add(visit)

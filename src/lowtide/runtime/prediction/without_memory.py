@@ -183,10 +183,10 @@ class FootprintResidency:
     def keep_write(self, group: ManagedGroup, chunk: Chunk) -> None:
         """Nor does a hook."""
 
-    def write_back(self, group: ManagedGroup, chunk: Chunk) -> None:
+    def write_back(self, group: ManagedGroup, chunk: Chunk, at: Ticket | None = None) -> None:
         """The computation changed an open chunk."""
         del group
-        self.store.write_back(chunk)
+        self.store.write_back(chunk, at)
 
     def settle_held(self) -> None:
         """Does nothing: no user code looks at weights without memory."""

@@ -15,12 +15,13 @@ CPU has the bits of a plain one.
 from __future__ import annotations
 
 import math
+import operator
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -107,8 +108,7 @@ class Settings:
         return replace(self, groups=tuple(map(on_host, self.groups)), scaler=on_host(self.scaler), is_on_host=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
+class Update(NamedTuple):
     """One tensor to update, and the parameter under which its state is kept."""
 
     parameter: torch.Tensor
@@ -134,17 +134,20 @@ class ChunkOptimizer:
         self._looked_at: set[int] = set()
         """`id`s of parameters without state whose entries its step makes all the same, as in plain torch."""
         self._group_of: dict[int, int] = {}
+        self._read: list[list[torch.Tensor]] = []
+        """The parameters of each group when that was last read."""
         self._needs_rate = all(group.get("lr") is not None for group in optimizer.param_groups)
         """Whether each group must have a learning rate: there are optimizers that take None for their own choice."""
         self.refresh_groups()
 
     def refresh_groups(self) -> None:
-        """Read again which parameter is in which group."""
-        self._group_of = {
-            id(parameter): index
-            for index, group in enumerate(self.optimizer.param_groups)
-            for parameter in group["params"]
-        }
+        """Read again which parameter is in which group, where the groups have changed."""
+        lists = [group["params"] for group in self.optimizer.param_groups]
+        # By identity: to compare tensors is to compare their values.
+        if len(lists) == len(self._read) and all(map(_are_same, lists, self._read)):
+            return
+        self._group_of = {id(parameter): index for index, params in enumerate(lists) for parameter in params}
+        self._read = [list(params) for params in lists]
 
     def knows(self, parameter: torch.Tensor) -> bool:
         """Whether the optimizer has the parameter."""
@@ -295,6 +298,10 @@ def takes_fused_step(
         and not has_tensors
         and _FUSED_DTYPES.issuperset(dtypes)
     )
+
+
+def _are_same(these: Sequence[object], those: Sequence[object]) -> bool:
+    return len(these) == len(those) and all(map(operator.is_, these, those))
 
 
 def _require_rate(index: int, rate: object) -> None:

@@ -19,7 +19,7 @@ import torch
 from lowtide import compat
 from lowtide.errors import NonFiniteGradientError, UnsupportedOptimizerError
 from lowtide.planning.plan import Schedule, Site
-from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter
+from lowtide.runtime.parameters.group import ManagedGroup, members_of
 from lowtide.runtime.parameters.pending import AbsentState, LiveState, make_plain
 from lowtide.runtime.passes.executor import Executor
 from lowtide.runtime.passes.lock import HELD
@@ -81,6 +81,8 @@ class ManagedOptimizer:
         self._finisher = executor.finisher
         self._updater = executor.updater
         self._after_step = after_step
+        self._members = {id(managed.parameter): managed for managed in members_of(executor.groups)}
+        """By the `id` of the parameter."""
 
     def install(self) -> None:
         """Take over `step` and `zero_grad`, and be asked before state is read or after it is loaded.
@@ -281,20 +283,25 @@ class ManagedOptimizer:
                 # Given up between backward and step: the weights have moved, the gradients are gone.
                 group.forget_backward()
                 self._executor.residency.guard(group)
-        members = {} if set_to_none else self._members()
-        for param_group in self._optimizer.param_groups:
-            for parameter in param_group["params"]:
-                if parameter.grad is None:
-                    continue
-                if set_to_none:
+        parameters = [parameter for params in self._optimizer.param_groups for parameter in params["params"]]
+        if set_to_none:
+            for parameter in parameters:
+                if id(parameter) not in self._members:
                     parameter.grad = None
-                else:
-                    managed = members.get(id(parameter))
-                    gradient = None if managed is None else managed.host_gradient
-                    if gradient is None:
-                        _zero(parameter)
-                    else:
-                        gradient.clear_unseen(partial(_zero, parameter))
+            with compat.without_torch_function():  # past what notices a look: nobody reads a value here
+                for parameter in parameters:
+                    if id(parameter) in self._members:
+                        parameter.grad = None
+            return
+        for parameter in parameters:
+            if parameter.grad is None:
+                continue
+            managed = self._members.get(id(parameter))
+            gradient = None if managed is None else managed.host_gradient
+            if gradient is None:
+                _zero(parameter)
+            else:
+                gradient.clear_unseen(partial(_zero, parameter))
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -305,9 +312,8 @@ class ManagedOptimizer:
         parameters = [parameter for params in self._optimizer.param_groups for parameter in params["params"]]
         if isinstance(optimizer, KernelOptimizer) and self._executor.schedule is Schedule.DEFERRED:
             # All of them before the first update.
-            members = self._members()
             for parameter in parameters:
-                managed = members.get(id(parameter))
+                managed = self._members.get(id(parameter))
                 optimizer.check_gradient(parameter, parameter.grad, None if managed is None else managed.spec.name)
         if self._max_grad_norm is not None:
             if isinstance(optimizer, KernelOptimizer):
@@ -328,8 +334,7 @@ class ManagedOptimizer:
                 partial(self._name, parameters),
                 is_after_updates=any(group.is_consumed for group in groups),
             )
-        managed_ids = {id(managed.parameter) for group in groups for managed in group.members}
-        loose = [parameter for parameter in parameters if id(parameter) not in managed_ids]
+        loose = [parameter for parameter in parameters if id(parameter) not in self._members]
         self._updater.begin_step()
         advance = optimizer.prepare_advance()
         try:
@@ -389,34 +394,31 @@ class ManagedOptimizer:
             self._executor.lose_step(())
             raise
 
-    def _members(self) -> dict[int, ManagedParameter]:
-        """By the `id` of the parameter."""
-        return {id(managed.parameter): managed for group in self._executor.groups.values() for managed in group.members}
-
     def _norms(self, parameters: Sequence[torch.Tensor]) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
         """By the parameters' numbers: norms that were taken when gradients passed by, and the gradients of all others."""
-        members = self._members()
         taken: dict[int, torch.Tensor] = {}
         others: dict[int, torch.Tensor] = {}
-        for number, parameter in enumerate(parameters):
-            managed = members.get(id(parameter))
-            with compat.without_torch_function():
-                # Past the guard of groups that a backward has updated: what it used up was judged there, and is gone.
-                gradient = parameter.grad
+        with compat.without_torch_function():
+            # Past the guard of groups that a backward has updated: what it used up was judged there, and is gone.
+            gradients = [parameter.grad for parameter in parameters]
+        for number, gradient in enumerate(gradients):
             if gradient is None:
                 continue
+            managed = self._members.get(id(parameters[number]))
             on_host = None if managed is None else managed.host_gradient
             if on_host is not None and gradient is on_host.tensor:
-                if on_host.known_norm is None:
+                norm = on_host.known_norm
+                if norm is None:
                     on_host.settle()  # the worker takes it after the last addition
-                if (norm := on_host.known_norm) is not None:
+                    norm = on_host.known_norm
+                if norm is not None:
                     taken[number] = norm
                     continue
             others[number] = gradient.detach()
         return taken, others
 
     def _name(self, parameters: Sequence[torch.Tensor], number: int) -> str:
-        managed = self._members().get(id(parameters[number]))
+        managed = self._members.get(id(parameters[number]))
         return f"parameter {number} of the optimizer" if managed is None else managed.spec.name
 
     def _update_resident(

@@ -33,12 +33,14 @@ from lowtide.memory.mover import Mover, Ticket
 
 def norm_of(gradient: torch.Tensor) -> torch.Tensor:
     """In fp32, of doubles and complex numbers in their own precision; on their device, without a copy of the gradient."""
-    with torch.no_grad():
-        if gradient.layout is not torch.strided:
-            gradient = gradient.coalesce().values()
-        # torch narrows none of these, and would refuse.
-        is_own = gradient.is_complex() or gradient.dtype is torch.float64
-        norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=None if is_own else torch.float32)
+    if torch.is_grad_enabled():  # not in a backward, as a rule: to switch it off takes almost as long as the norm
+        with torch.no_grad():
+            return norm_of(gradient)
+    if gradient.layout is not torch.strided:
+        gradient = gradient.coalesce().values()
+    # torch narrows none of these, and would refuse.
+    is_own = gradient.is_complex() or gradient.dtype is torch.float64
+    norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=None if is_own else torch.float32)
     return norm
 
 

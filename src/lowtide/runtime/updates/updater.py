@@ -11,7 +11,7 @@ import torch
 
 from lowtide import compat
 from lowtide.memory.chunk import Chunk
-from lowtide.memory.mover import Mover
+from lowtide.memory.mover import Mover, Ticket
 from lowtide.memory.pools import AllocationCache
 from lowtide.memory.store import ChunkStore
 from lowtide.planning.plan import Site
@@ -131,6 +131,7 @@ class Updater:
     ) -> None:
         """One step on the host for a chunk whose gradients are there or on their way. Returns at once."""
         settings = self._on_host(settings)
+        arrived = [_gradient_of(managed) for managed in members]
         updates: list[Update] = []
         gradients: list[torch.Tensor | None] = []
         if group.is_held(chunk):
@@ -138,9 +139,8 @@ class Updater:
             chunk.mark_touched()
         self._store.take_over(chunk)
         is_staged = chunk.staging is not None
-        awaited = [waiting for managed in members for waiting in _gradient_of(managed).pending]
-        for managed in members:
-            gradient = _gradient_of(managed)
+        awaited = [waiting for gradient in arrived for waiting in gradient.pending]
+        for managed, gradient in zip(members, arrived, strict=True):
             if not is_staged and gradient.is_held_beside():
                 group.await_change()
             gradients.append(gradient.for_update(is_staged=is_staged))
@@ -156,8 +156,8 @@ class Updater:
         staging = chunk.take_staging()
         # Under the deferred schedule `step()` has judged them all.
         verdict = judge_sent(members, self._gradient_watch) if staging is not None else None
-        for managed in members:
-            _gradient_of(managed).forget_norm()
+        for gradient in arrived:
+            gradient.forget_norm()
         step = self._recorder.step
 
         def update() -> None:
@@ -166,8 +166,8 @@ class Updater:
                 return  # the loop is told by the watch
             try:
                 # Only now: the update before this one clears the gradients of the same host targets when it ends.
-                for item, gradient in zip(updates, gradients, strict=True):
-                    item.target.grad = gradient
+                for item, values in zip(updates, gradients, strict=True):
+                    item.target.grad = values
                 with compat.outside_compilation():
                     self.optimizer.run(updates, settings)
             finally:
@@ -195,11 +195,11 @@ class Updater:
                 job.wait()
                 with torch.no_grad():
                     managed.foreign.copy_(item.target)
-        for managed in members:
+        for gradient in arrived:
             if staging is None:
-                _gradient_of(managed).await_(job)
+                gradient.await_(job)
             else:
-                _gradient_of(managed).use_up()
+                gradient.use_up()
 
     def judge_in_backward(self, members: Sequence[ManagedParameter]) -> torch.Tensor | None:
         """Gradients on the device, which an update there is about to take; its gate, where it can have one."""
@@ -350,14 +350,17 @@ class Finisher:
     ) -> None:
         """One step on the device, in a window of its own; streamed weights are written back."""
         self._residency.open(group)
+        ended: Ticket | None = None
         try:
             started = self._mover.now()
             if not group.is_resident:
                 # Before they are changed: where the update breaks off, its state goes with what the device has.
                 self._residency.store.device_changes(chunk)
             self.updater.update_here(members, (), settings)
+            # One ticket for all that comes after the update: an event costs as much as a small kernel.
+            ended = self._mover.now()
             if not group.is_resident:
-                self._residency.write_back(group, chunk)
-            self._recorder.on_compute(group.name, "update", started, self._mover.now())
+                self._residency.write_back(group, chunk, ended)
+            self._recorder.on_compute(group.name, "update", started, ended)
         finally:
-            self._residency.close(group)
+            self._residency.close(group, ended)
