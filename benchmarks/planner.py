@@ -21,6 +21,7 @@ import torch
 
 from benchmarks.records import checkout, machine
 from benchmarks.session.row import build, run
+from lowtide.lab.record import json_text
 
 IN_BACKWARD: dict[str, Any] = {"schedule": "in_backward"}
 CLIPPED: dict[str, Any] = {"schedule": "deferred", "max_grad_norm": 1.0}
@@ -85,7 +86,7 @@ def plan_cells(out: Path) -> None:
         print(f"{cell}: {found!r}")
     out.parent.mkdir(parents=True, exist_ok=True)
     record = {"schema": "lowtide.planned/1", "commit": checkout(), "date": _now(), "rows": rows}
-    out.write_text(json.dumps(record, separators=(",", ":")), encoding="utf-8")
+    out.write_text(json_text(record), encoding="utf-8")
 
 
 def measure(planned: Path, out: Path, commit: str, limit_s: float) -> None:
@@ -120,7 +121,7 @@ def measure(planned: Path, out: Path, commit: str, limit_s: float) -> None:
             "date": _now(),
             "rows": rows,
         }
-        path.write_text(json.dumps(record, separators=(",", ":")), encoding="utf-8")
+        path.write_text(json_text(record), encoding="utf-8")
         print(_line(measured), flush=True)
 
 

@@ -14,7 +14,7 @@ from lowtide.memory.chunk import lay_out
 from lowtide.memory.emulated_mover import EmulatedMover
 from lowtide.memory.groups import find_groups
 from lowtide.optim.update_types import numerics_of
-from lowtide.runtime import host_memory as staging
+from lowtide.planning import placement as staging
 from lowtide.runtime.host_memory import HostNeed, host_need
 
 WIDTH = 32
