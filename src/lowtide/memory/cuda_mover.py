@@ -26,6 +26,9 @@ class Origin:
     """
 
     def __init__(self, stream: torch.cuda.Stream, before: Origin | None = None) -> None:
+        if before is None:
+            # Behind work that is still queued the event would happen long after the host's clock was read.
+            stream.synchronize()
         self.event = compat.timed_event(stream)
         self.set_at_s = time.perf_counter()
         self._before = before

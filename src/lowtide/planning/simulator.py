@@ -9,13 +9,16 @@ the host updates. They wait for one another as they do in a session:
   the backward waits where that is full.
 - A group is fetched, and a resident one used again, when its last update is done. Of the gradients that have come, the worker
   takes the one whose group the next forward needs first.
-- The host launches operators one after the other, and the device waits for it where they are small.
+- The host launches operators one after the other, and the device waits for it where they are small. A window, a gradient
+  that leaves for the host and an operator that a selective policy looks at take it longer; and everything does while the
+  worker updates, because the two share the host's memory and cores.
 
 The first steps begin with empty lanes, so that a step is timed when the one before it has been simulated too.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -39,6 +42,12 @@ class LaneRates:
     """What the host needs to launch an operator."""
     window_s: float
     """What the host needs besides to open and close a window."""
+    watched_s: float
+    """What the host needs besides for an operator that a selective policy looks at."""
+    finished_s: float
+    """What the host needs for one parameter whose gradient it sends to the host, or has updated on the device in backward."""
+    slowdown_beside_updates: float
+    """How many times longer the host's launches take while its worker updates."""
     to_device_bytes_per_s: float
     to_host_bytes_per_s: float
     host_update_bytes_per_s: float
@@ -51,6 +60,13 @@ class LaneRates:
 
 WINDOW_S = 1.0e-3
 """The launch-bound Llama of `benchmarks/results/session/launch_versus` has 16 windows in a step and takes 16 ms longer."""
+WATCHED_S = 44e-6
+"""24 small layers take 223 ms longer under a selective policy, for 210 operators each (`benchmarks/results/launches`)."""
+FINISHED_S = 0.24e-3
+"""The same layers of nine parameters take 48 ms longer where their gradients go to the host, 57 where the device updates them
+in backward."""
+SLOWDOWN_BESIDE_UPDATES = 1.2
+"""The same layers, while the kernel works on other memory: 1.13 to 1.37."""
 LINK_EFFICIENCY = 0.83
 """Of what a slot promises: 55 GB/s of 63 in one direction, 49 each way at once, on the H200's host."""
 UPDATE_EFFICIENCY = 0.5
@@ -79,6 +95,9 @@ def lane_rates(hardware: Hardware, *, is_fused: bool) -> LaneRates:
     return LaneRates(
         launch_s=hardware.launch_s,
         window_s=WINDOW_S,
+        watched_s=WATCHED_S,
+        finished_s=FINISHED_S,
+        slowdown_beside_updates=SLOWDOWN_BESIDE_UPDATES,
         to_device_bytes_per_s=link * LINK_EFFICIENCY,
         to_host_bytes_per_s=link * LINK_EFFICIENCY,
         host_update_bytes_per_s=HOST_UPDATE_BYTES_PER_S * share,
@@ -148,7 +167,7 @@ def least_step_s(costs: StepCosts, placement: Placement, rates: LaneRates) -> fl
     for use in costs.uses:
         choice = placement.groups.get(use.window)
         cost = use.under("keep" if choice is None else choice.policy)
-        compute_s += max(cost.device_s, cost.num_ops * rates.launch_s)
+        compute_s += max(cost.device_s, _launching_s(cost, rates))
     for name, group in costs.groups.items():
         choice = placement.groups[name]
         if choice.site is Site.HOST:
@@ -165,6 +184,10 @@ def least_step_s(costs: StepCosts, placement: Placement, rates: LaneRates) -> fl
         to_host / rates.to_host_bytes_per_s,
         updated / rates.host_update_bytes_per_s,
     )
+
+
+def _launching_s(cost: UseCost, rates: LaneRates) -> float:
+    return cost.num_ops * rates.launch_s + cost.num_watched_ops * rates.watched_s
 
 
 def update_bytes(group: GroupCosts) -> int:
@@ -230,8 +253,7 @@ class _Pass:
         cost = self._cost(use)
         managed = [group for group in use.groups if self._is_streamed(group)]
         has_window = any(self._has_window(group) for group in use.groups)
-        launched_s = cost.num_ops * self.rates.launch_s + (self.rates.window_s if has_window else 0.0)
-        self.launching_s += launched_s
+        launching_s = _launching_s(cost, self.rates) + (self.rates.window_s if has_window else 0.0)
         for group in use.groups:
             self._finish_update(group)
         for group in managed:
@@ -239,7 +261,7 @@ class _Pass:
             self.host_s = max(self.host_s, self.updated_s.get(group, 0.0))
             self._fetch(group, position, needed=True)
         began_host_s = self.host_s
-        self.host_s += launched_s
+        self._launch(launching_s)
         ready_s = max(
             (self.arrived_s[group] if group in managed else self.updated_s.get(group, 0.0) for group in use.groups),
             default=0.0,
@@ -267,10 +289,13 @@ class _Pass:
         if not group.trained_bytes:
             return
         in_backward = self.placement.schedule is Schedule.IN_BACKWARD
-        if self.placement.groups[group.name].site is Site.HOST:
+        is_on_host = self.placement.groups[group.name].site is Site.HOST
+        if is_on_host or in_backward:
+            self._launch(group.num_trained * self.rates.finished_s)
+        if is_on_host:
             if in_backward:
                 self._make_room_in_staging(group.trained_bytes)
-                end_s = max(end_s, self.host_s)
+            end_s = max(end_s, self.host_s)
             arrived_s = self._copy(Lane.TO_HOST, group.name, "backward", end_s, group.trained_bytes, Reason.GRADIENTS)
             if in_backward:
                 self.jobs[group.name] = arrived_s
@@ -293,6 +318,8 @@ class _Pass:
                     if self._is_streamed(name) and name not in self.arrived_s:
                         self._fetch(name, len(self.costs.uses) - 1, needed=True)
                     self._update_on_device(group)
+        # `step()` reads whether gradients were finite, and most loops read the loss.
+        self.host_s = max(self.host_s, self.free_s[Lane.COMPUTE])
 
     def _finish_update(self, group: str) -> None:
         """Let the worker go on until it has updated a group."""
@@ -315,6 +342,8 @@ class _Pass:
 
     def _update_on_device(self, group: GroupCosts) -> None:
         start_s = max(self.free_s[Lane.COMPUTE], self.arrived_s.get(group.name, 0.0))
+        if self.placement.schedule is Schedule.IN_BACKWARD:
+            start_s = max(start_s, self.host_s)
         end_s = start_s + update_bytes(group) / self.rates.device_update_bytes_per_s
         self._span(Lane.COMPUTE, group.name, "update", start_s, end_s, group.trained_bytes)
         self.free_s[Lane.COMPUTE] = end_s
@@ -375,10 +404,31 @@ class _Pass:
                 if self._is_pending(group, position + ahead) or not self._fetch(group, position, needed=False):
                     return
 
+    def _launch(self, seconds: float) -> None:
+        """Let the host launch for so long, or longer where the worker updates meanwhile."""
+        began_s = self.host_s
+        while seconds > 0:
+            self._do_jobs_begun()
+            busy_s = self.free_s[Lane.HOST_UPDATE] - self.host_s
+            if busy_s <= 0:
+                next_s = min(self.jobs.values(), default=math.inf)
+                alone_s = min(seconds, next_s - self.host_s)
+                self.host_s += alone_s
+                seconds -= alone_s
+            else:
+                slow_s = min(seconds * self.rates.slowdown_beside_updates, busy_s)
+                self.host_s += slow_s
+                seconds -= slow_s / self.rates.slowdown_beside_updates
+        self.launching_s += self.host_s - began_s
+
+    def _do_jobs_begun(self) -> None:
+        """Let the worker begin what it can begin by now."""
+        while self.jobs and max(self.free_s[Lane.HOST_UPDATE], min(self.jobs.values())) <= self.host_s:
+            self._do_next_job()
+
     def _is_pending(self, group: str, position: int) -> bool:
         """Whether an update has yet to change the group before a use: what is fetched now would be out of date."""
-        while self.jobs and max(self.free_s[Lane.HOST_UPDATE], min(self.jobs.values())) < self.host_s:
-            self._do_next_job()
+        self._do_jobs_begun()
         is_next_step = position >= len(self.costs.uses) and self.costs.groups[group].trained_bytes > 0
         return group in self.jobs or (is_next_step and self.placement.schedule is Schedule.DEFERRED)
 

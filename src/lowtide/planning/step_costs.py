@@ -9,7 +9,7 @@ policies of a deep model.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lowtide.activations.policy import OTHERS
 from lowtide.memory.chunk import GroupSpec, Layout
@@ -32,6 +32,8 @@ class UseCost:
     """In which the device computes."""
     num_ops: int = 0
     """Operators that the host launches."""
+    num_watched_ops: int = 0
+    """Those of them that a selective policy looks at in Python, one by one."""
     grown_bytes: int = 0
     """Device bytes beside weights, gradients and state: after the use less before it. Negative in a backward."""
     peak_bytes: int = 0
@@ -42,6 +44,7 @@ class UseCost:
         return UseCost(
             device_s=self.device_s + other.device_s,
             num_ops=self.num_ops + other.num_ops,
+            num_watched_ops=self.num_watched_ops + other.num_watched_ops,
             grown_bytes=self.grown_bytes + other.grown_bytes,
             peak_bytes=max(self.peak_bytes, self.grown_bytes + other.peak_bytes),
         )
@@ -77,6 +80,8 @@ class GroupCosts:
     """The part of them that has gradients."""
     state_bytes: int
     """Optimizer state beside them."""
+    num_trained: int
+    """Parameters that have gradients."""
     policies: tuple[str, ...]
     """Those that it can have."""
     offloaded_bytes: int = 0
@@ -161,7 +166,7 @@ def _assemble(
     windows, kinds = _windows(layout), _kinds(layout)
     for (window, phase), cost in zip(sequence, own, strict=True):
         position = counted[window] = counted.get(window, -1) + 1
-        costs = dict(priced.get((kinds[window], position), {})) if window in kinds else {}
+        costs = _with_watched(phase, priced.get((kinds[window], position), {})) if window in kinds else {}
         uses.append(Use(window=window, groups=windows.get(window, ()), phase=phase, costs=costs or {"keep": cost}))
         if phase is Phase.FORWARD and {"recompute", "offload"} <= costs.keys():
             saved = costs["recompute"].grown_bytes - costs["offload"].grown_bytes
@@ -177,6 +182,7 @@ def _assemble(
             weight_bytes=sizes[group_spec.name],
             trained_bytes=sum(chunk.nbytes for chunk in trained),
             state_bytes=state_bytes.get(group_spec.name, 0),
+            num_trained=sum(each.requires_grad for each in group_spec.parameters),
             policies=tuple(policy for policy in POLICIES if policy in by_window.get(group_spec.name, ("keep",))),
             offloaded_bytes=offloaded.get(group_spec.name, 0),
         )
@@ -186,6 +192,16 @@ def _assemble(
         if allocation.born is None and allocation.category in _BESIDE_WEIGHTS
     )
     return StepCosts(uses=tuple(uses), groups=groups, start_bytes=start)
+
+
+def _with_watched(phase: Phase, costs: Mapping[str, UseCost]) -> dict[str, UseCost]:
+    """A selective policy looks at every operator of the forward, and again at those that the backward repeats."""
+    if not {"keep", "selective"} <= costs.keys():
+        return dict(costs)
+    keep, selective = costs["keep"], costs["selective"]
+    repeated = 0 if phase is Phase.FORWARD else keep.num_ops
+    num_watched = max(0, selective.num_ops - repeated)
+    return {**costs, "selective": replace(selective, num_watched_ops=num_watched)}
 
 
 def _can_have_policies(group: GroupSpec) -> bool:
