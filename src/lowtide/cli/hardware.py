@@ -23,10 +23,11 @@ def run_hardware(*, again: bool, as_json: bool) -> None:
     if as_json:
         print(plain_text.render(to_plain(found), "json"), end="")
         return
-    OUT.print(_panel(found, find_hardware("this")))
+    OUT.print(calibration_panel(found, find_hardware("this")))
 
 
-def _panel(found: Calibration, hardware: Hardware) -> Panel:
+def calibration_panel(found: Calibration, hardware: Hardware) -> Panel:
+    """Rates beside what the data sheet promises, and what they are good for."""
     facts = RichTable.grid(padding=(0, 2))
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column(overflow="fold")

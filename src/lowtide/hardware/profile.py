@@ -128,6 +128,13 @@ class Hardware:
             host_link_bytes_per_s=link,
         )
 
+    @property
+    def rates_from(self) -> str:
+        """Where a predicted time comes from, for its reader."""
+        if Source.CALIBRATED in (self.rate_source, self.host_source):
+            return str(Source.CALIBRATED)
+        return "not known" if self.rates is None else "data sheet, times what an H200 and its host reach of theirs"
+
     def flops(self, dtype: str, *, allow_tf32: bool = False) -> float | None:
         """FLOP/s of dense matrix products in a dtype (`bfloat16`); those of fp32 where it has none of its own.
 

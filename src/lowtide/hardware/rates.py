@@ -6,7 +6,9 @@ A kernel takes its start and its work: `start_s + work / per_s`. So a small prod
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from lowtide.errors import ConfigError
 
 PRODUCT_EFFICIENCY, ATTENTION_EFFICIENCY, MEMORY_EFFICIENCY = 0.73, 0.55, 0.49
 """Shares of the vendor's rates that kernels reach: matrix products, fused attention, and all that is bound by memory. Fitted to
@@ -31,6 +33,12 @@ class UpdateKind(enum.StrEnum):
     """torch's own step where it is not fused."""
 
 
+def _require_positive(rates: object, *names: str) -> None:
+    for name in names:
+        if (value := getattr(rates, name)) <= 0:
+            raise ConfigError(f"{name} is {value}; a rate is above 0", key=name)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelRate:
     """The time of one kind of kernel: `start_s + work / per_s`."""
@@ -38,6 +46,9 @@ class KernelRate:
     per_s: float
     """FLOP/s or bytes a second of a kernel with much work."""
     start_s: float = KERNEL_S
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "per_s")
 
     def seconds(self, work: float) -> float:
         """How long a kernel with so much work takes."""
@@ -53,6 +64,9 @@ class UpdateRates:
     eight_bit: float
     torch_fused: float
     torch: float
+
+    def __post_init__(self) -> None:
+        _require_positive(self, *(kind.name.lower() for kind in UpdateKind))
 
     def of(self, kind: UpdateKind) -> float:
         """The rate of one kind."""
@@ -80,6 +94,10 @@ class DeviceRates:
     """From locked host memory while copies run the other way too."""
     to_host_bytes_per_s: float
     updates: UpdateRates
+
+    def __post_init__(self) -> None:
+        shares = ("attention_share", "attention_backward_share")
+        _require_positive(self, *shares, "to_device_bytes_per_s", "to_host_bytes_per_s")
 
     def product(self, dtype: str) -> KernelRate:
         """Matrix products in a dtype (`torch.bfloat16`)."""
@@ -118,7 +136,7 @@ class HostRates:
     slowdown_beside_updates: float = 1.2
     """How many times longer launches take while a worker updates. The same layers, while the kernel works on other memory:
     1.13 to 1.37."""
-    updates: UpdateRates = UpdateRates(exact=127e9, fp32=127e9, eight_bit=127e9, torch_fused=127e9, torch=32e9)
+    updates: UpdateRates = UpdateRates(exact=127e9, fp32=127e9, eight_bit=127e9, torch_fused=127e9, torch=31.75e9)
     """4.9 billion parameters a second in the exact update, which moves 26 bytes for each. torch's own step reaches 1.0 billion
     where it is not fused, and 4.1 where it is."""
     updates_beside_copies: UpdateRates = UpdateRates(
@@ -130,18 +148,14 @@ class HostRates:
     pin_bytes_per_s: float | None = None
     """How fast memory that is in use is locked for copies; None where it was not measured."""
 
+    def __post_init__(self) -> None:
+        _require_positive(self, "launch_s")
+
     def launching(self, launch_s: float) -> HostRates:
         """A host that launches at another rate, and whose other Python is faster or slower with it."""
         factor = launch_s / self.launch_s
-        return HostRates(
-            launch_s=launch_s,
-            window_s=self.window_s * factor,
-            watched_s=self.watched_s * factor,
-            finished_s=self.finished_s * factor,
-            slowdown_beside_updates=self.slowdown_beside_updates,
-            updates=self.updates,
-            updates_beside_copies=self.updates_beside_copies,
-        )
+        slower = {name: getattr(self, name) * factor for name in ("window_s", "watched_s", "finished_s")}
+        return replace(self, launch_s=launch_s, **slower)
 
 
 def reckon_rates(

@@ -35,7 +35,7 @@ def fit_rate(measurements: Sequence[Measurement], start_s: float | None = None) 
         determinant = aa * bb - ab * ab
         start_s = max(0.0, (aa * b - ab * a) / determinant) if determinant > 1e-12 * aa * bb else 0.0
     # No kernel is all start: one that took less than its start was timed badly, and must not turn the rate around.
-    start_s = min(start_s, *(0.9 * each.median_s for each in measurements))
+    start_s = min(start_s, *(0.99 * each.median_s for each in measurements))
     inverse = sum(p[0] * (1 - start_s * p[1]) for p in points) / sum(p[0] ** 2 for p in points)
     return KernelRate(per_s=1 / inverse, start_s=start_s)
 

@@ -97,7 +97,7 @@ class Timer:
 
     def note(self, name: str, work: float, unit: str, times_s: list[float]) -> Measurement:
         """Keep what was timed."""
-        self.found.append(Measurement(name=name, work=work, unit=unit, times_s=tuple(times_s)))
+        self.found.append(Measurement(name=name, work=float(work), unit=unit, times_s=tuple(times_s)))
         return self.found[-1]
 
     def _timed_by_clock(self, call: Callable[[], object], count: int, launched_s: float) -> float:
