@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +12,7 @@ from lowtide import compat, config
 from lowtide.errors import ConfigError
 from lowtide.hardware import Source
 from lowtide.tracing import training_step
-from lowtide.tracing.allocator import AllocatorFullError, AllocatorSettings
-from lowtide.tracing.assemble import MemoryLog, assemble, exact, replay
+from lowtide.tracing.assemble import assemble, exact, replay
 from lowtide.tracing.compiled.groups import GhostCompiler
 from lowtide.tracing.ghost import recurrent
 from lowtide.tracing.ghost.device import GhostMover, LiteralDevices, cuda_functions
@@ -26,7 +24,6 @@ from lowtide.tracing.prediction.job import Contents, Job, TensorDescription, unp
 from lowtide.tracing.recorder import BATCH, StorageRecorder, state_roles, weight_roles
 from lowtide.tracing.settings import UpdateSchedule
 from lowtide.tracing.step_trace import Category, StepTrace, Target
-from lowtide.units import format_bytes
 
 CHUNKED_LOSS_NOTE = "the chunked loss is taken to run its kernel for CUDA, which needs Triton"
 """For a trace with a chunked loss."""
@@ -62,16 +59,11 @@ def predict(
             first_event, first_op = _run_steps(step, mode, job, context, on_progress)
     recorder.close()
     on_progress("replaying the allocator")
-    over = None
-    if job.hardware.is_host:
-        memory = exact(recorder)  # the host's rounds nothing, and caches nothing
-    else:
-        memory, over = _replayed(recorder, job.allocator, first_event, may_exceed=context is not None)
-        if over is not None:
-            on_progress("the budget does not hold the step; tracing it without")
+    # The host's rounds nothing, and caches nothing.
+    memory = exact(recorder) if job.hardware.is_host else replay(recorder, job.allocator, first_event)
     chunked = CHUNKED_LOSS_NOTE if job.settings.chunked_loss else None
     idle = training_step.autocast_note(step, has_cast=machine.has_cast)
-    notes = [*mode.notes, *machine.attention.choices.notes(), *filter(None, (chunked, idle, job.hardware.note, over))]
+    notes = [*mode.notes, *machine.attention.choices.notes(), *filter(None, (chunked, idle, job.hardware.note))]
     return assemble(
         recorder,
         memory,
@@ -92,20 +84,6 @@ def predict(
         ),
         notes=tuple(notes),
     )
-
-
-def _replayed(
-    recorder: StorageRecorder, settings: AllocatorSettings, first_event: int, *, may_exceed: bool
-) -> tuple[MemoryLog, str | None]:
-    """The replay of the allocator. What a plan needs beyond its budget is worth knowing all the more: then a note says so."""
-    try:
-        return replay(recorder, settings, first_event), None
-    except AllocatorFullError:
-        if not may_exceed or settings.allowed_bytes is None:
-            raise
-    budget = format_bytes(settings.allowed_bytes)
-    note = f"the plan's device_memory of {budget} does not hold the step: traced without that limit"
-    return replay(recorder, replace(settings, allowed_bytes=None), first_event), note
 
 
 def _run_steps(
