@@ -19,7 +19,7 @@ from lowtide.errors import BatchMismatchError, LowtideError, MissingKernelError
 from lowtide.tracing.ghost.costs import Costs
 from lowtide.tracing.ghost.making import GradientSums, Maker, ValueReader, has_mask_index
 from lowtide.tracing.ghost.operators import FREE, META, Course, Operator, collect_ghosts, describe, to_meta
-from lowtide.tracing.ghost.shapes import SHAPES, VALUE_SHAPES
+from lowtide.tracing.ghost.shapes import SHAPES, VALUE_SHAPES, ShapeMemory
 from lowtide.tracing.ghost.tensor import Ghost, Known
 from lowtide.tracing.recorder import Life, StorageRecorder
 from lowtide.tracing.step_trace import Category, Phase
@@ -58,6 +58,7 @@ class GhostMode(compat.TorchDispatchMode):
         self._maker = Maker(recorder, device)
         self._reader = ValueReader(self._maker, self.note)
         self._sums = GradientSums(self._maker)
+        self._remembered = ShapeMemory()
 
     def place(self, inner: Tensor, *, known: Known | None = None, is_logged: bool = True) -> Ghost:
         """A ghost on the device for a meta tensor: of a new storage, or of one placed before."""
@@ -152,7 +153,7 @@ class GhostMode(compat.TorchDispatchMode):
             # others takes most of an update's time to compute shapes that are known.
             out = None
         else:
-            out = func(*to_meta(args), **{key: to_meta(value) for key, value in kwargs.items()})
+            out = self._remembered.call(func, to_meta(args), {key: to_meta(value) for key, value in kwargs.items()})
         values = self._reader.values(func, op, args, kwargs)
         num_lives = len(self.recorder.lives)
         course = self.costs.course(op) if on_device else None
