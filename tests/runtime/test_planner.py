@@ -193,7 +193,7 @@ def test_a_prepared_run_on_a_gpu_stays_inside_what_was_predicted() -> None:
 
 @pytest.mark.gpu
 def test_the_hardware_of_a_gpu_is_known_by_its_name() -> None:
-    from lowtide.runtime.planner import hardware_of
+    from lowtide.hardware import hardware_of
 
     found = hardware_of(torch.device("cuda"))
     assert found.memory_bytes == torch.cuda.get_device_properties(0).total_memory

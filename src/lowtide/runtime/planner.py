@@ -21,11 +21,11 @@ from torch import nn
 from lowtide import compat
 from lowtide.activations.policy import WORDS, policy_of
 from lowtide.errors import ConfigError, PlanError, TraceError
-from lowtide.hardware import Hardware, find_hardware, known_hardware
+from lowtide.hardware import Hardware, UpdateKind, find_hardware, hardware_of
 from lowtide.memory.chunk import Layout, lay_out
 from lowtide.memory.groups import find_groups
 from lowtide.memory.tier import PINNABLE_SHARE, host_capacity_bytes
-from lowtide.optim.update_types import Numerics, numerics_of
+from lowtide.optim.update_types import Moments, Numerics, Rounding, numerics_of
 from lowtide.planning.budget_plans import WarmUp
 from lowtide.planning.hand_plan import make_plan
 from lowtide.planning.placement import assemble
@@ -230,7 +230,7 @@ def prepare(
         raise ConfigError(
             "an emulated device has no size of its own; give device_memory, such as '2GiB'", key="device_memory"
         )
-    hardware = hardware_of(chosen_device) if is_cuda else find_hardware("cpu")
+    hardware = hardware_of(chosen_device)
     budget = _free_bytes(chosen_device) if device_memory is None else parse_bytes(device_memory)
     chosen: Plan | WarmUp
     try:
@@ -263,28 +263,6 @@ def prepare(
         max_grad_norm=max_grad_norm,
         precision=precision,
         moments=moments,
-    )
-
-
-def hardware_of(device: torch.device) -> Hardware:
-    """The kind of a CUDA device: the known one of its name and size, or what torch tells about it."""
-    properties = torch.cuda.get_device_properties(device)
-    same = [
-        known
-        for known in known_hardware()
-        if known.label.split(" (")[0].startswith(properties.name)
-        or properties.name.startswith(known.label.split(" (")[0])
-    ]
-    if same:
-        nearest = min(same, key=lambda known: abs(known.memory_bytes - properties.total_memory))
-        return replace(nearest, memory_bytes=properties.total_memory)
-    bare = find_hardware(f"{properties.total_memory >> 20}MiB")
-    return replace(
-        bare,
-        label=properties.name,
-        memory_bytes=properties.total_memory,
-        compute_capability=(properties.major, properties.minor),
-        num_sms=properties.multi_processor_count,
     )
 
 
@@ -455,8 +433,7 @@ class _Problem:
         }
 
     def _rates(self) -> LaneRates:
-        # Where torch chooses by itself, it fuses Adam, AdamW and Adagrad on the host of a CUDA model.
-        return lane_rates(self.hardware, is_fused=self.numerics is not None or not self.hardware.is_host)
+        return lane_rates(self.hardware, _update_kind(self.numerics, self.hardware))
 
     def _plan_of(self, candidate: Candidate, limits: Limits) -> Plan:
         choices = candidate.placement.groups
@@ -480,6 +457,16 @@ class _Problem:
             and replayed.host_bytes <= limits.host_bytes
             and replayed.pinned_bytes <= limits.pinned_bytes
         )
+
+
+def _update_kind(numerics: Numerics | None, hardware: Hardware) -> UpdateKind:
+    """Whose rates are nearest to those of the update that a session takes."""
+    if numerics is None:
+        # Where torch chooses by itself, it fuses Adam, AdamW and Adagrad on the host of a CUDA model.
+        return UpdateKind.TORCH if hardware.is_host else UpdateKind.TORCH_FUSED
+    if numerics.moments is Moments.INT8:
+        return UpdateKind.EIGHT_BIT
+    return UpdateKind.FP32 if numerics.rounding is Rounding.NEAREST else UpdateKind.EXACT
 
 
 def _num_tokens(batch: Any) -> int:
