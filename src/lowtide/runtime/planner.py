@@ -30,7 +30,7 @@ from lowtide.planning.budget_plans import WarmUp
 from lowtide.planning.hand_plan import make_plan
 from lowtide.planning.placement import assemble
 from lowtide.planning.plan import Budgets, Plan, Schedule, Site, Weights, word_of
-from lowtide.planning.search import WORTH_IT, Candidate, Found, Limits, Search, probe_placement
+from lowtide.planning.search import WORTH_IT, Candidate, Found, Limits, Search, Shape, probe_placement
 from lowtide.planning.simulator import LaneRates, SimulatedStep, lane_rates
 from lowtide.planning.step_costs import POLICIES, StepCosts, probe_policies, read_costs
 from lowtide.runtime.host_memory import state_bytes_by_parameter
@@ -149,10 +149,53 @@ def plan(
         >>> found.trace.peak_reserved_bytes <= 200 << 20, found.step_s > 0
         (True, True)
     """
+    problem, limits = pose(
+        model,
+        batch,
+        optimizer=optimizer,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        pinned_memory=pinned_memory,
+        hardware=hardware,
+        precision=precision,
+        moments=moments,
+        schedule=schedule,
+        max_grad_norm=max_grad_norm,
+        policies=policies,
+        loss=loss,
+        autocast=autocast,
+        settings=settings,
+        torch_version=torch_version,
+        on_progress=on_progress,
+    )
+    return problem.fastest(limits)
+
+
+def pose(
+    model: nn.Module,
+    batch: Any,
+    *,
+    optimizer: Optimizer,
+    device_memory: Size | None = None,
+    host_memory: Size | None = None,
+    pinned_memory: Size | None = None,
+    hardware: str | Hardware = "h200",
+    precision: str | None = None,
+    moments: str = "fp32",
+    schedule: Schedule | str = Schedule.DEFERRED,
+    max_grad_norm: float | None = None,
+    policies: Iterable[str] = POLICIES,
+    loss: Loss | None = None,
+    autocast: str | torch.dtype | None = None,
+    settings: StepSettings | None = None,
+    torch_version: str | None = None,
+    on_progress: Callable[[str], None] | None = None,
+) -> tuple[PlanProblem, Limits]:
+    """The arguments of `plan`, checked: a step to be planned, and what it may take."""
     target = find_hardware(hardware) if isinstance(hardware, str) else hardware
     limits = _limits(target, device_memory, host_memory, pinned_memory, schedule, max_grad_norm, policies)
     tell = on_progress or (lambda text: None)
-    problem = _Problem(
+    problem = PlanProblem(
         model=model,
         batch=batch,
         optimizer=optimizer,
@@ -171,7 +214,7 @@ def plan(
         layout=lay_out(find_groups(model)),
         tell=tell,
     )
-    return problem.solve(limits)
+    return problem, limits
 
 
 def prepare(
@@ -324,7 +367,7 @@ def _size(key: str, given: Size | None, default: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Problem:
+class PlanProblem:
     """A step to be planned."""
 
     model: nn.Module
@@ -336,6 +379,59 @@ class _Problem:
     """What `trace` gets beside model, batch and plan."""
     layout: Layout
     tell: Callable[[str], None]
+    known: tuple[StepCosts, int] | None = None
+    """`priced`, where it is known already."""
+
+    @cached_property
+    def priced(self) -> tuple[StepCosts, int]:
+        """The step's costs, and the bytes of tensors beyond their estimate."""
+        return self._costs() if self.known is None else self.known
+
+    @property
+    def search(self) -> Search:
+        """The search among its placements, whose bytes are corrected for tensors but not for what the allocator holds beyond."""
+        costs, beyond = self.priced
+        return Search(costs, self.layout, self._rates(), correction_bytes=beyond)
+
+    def replay(self, candidate: Candidate, limits: Limits) -> tuple[Plan, StepTrace]:
+        """A placement's plan, and its step as a session runs it."""
+        chosen = self._plan_of(candidate, limits)
+        return chosen, trace(self.model, self.batch, plan=chosen, **self.traced)
+
+    def fastest(self, limits: Limits) -> PlannedStep:
+        """The fastest plan that fits; near the least that any takes, the smallest one.
+
+        Raises:
+            PlanError: Not even that fits; the message says what it takes.
+        """
+        try:
+            return self.solve(limits)
+        except PlanError as error:
+            self.tell("replaying the smallest plan")
+            candidate = smallest(self.search, limits)
+            chosen, replayed = self.replay(candidate, limits)
+            if self._fits(replayed, limits):
+                return self._planned(candidate, chosen, replayed)
+            if replayed.peak_reserved_bytes <= limits.device_bytes:
+                raise  # the host's memory is what is short, and the message says so
+            raise PlanError(
+                f"no plan fits {format_bytes(limits.device_bytes)} of device memory: with weights streamed, updates on the "
+                f"host and activations under {candidate.shape.small!r} the step reserves "
+                f"{format_bytes(replayed.peak_reserved_bytes)}; give that much, or a smaller batch",
+                needed_bytes=replayed.peak_reserved_bytes,
+            ) from error
+
+    def _planned(self, candidate: Candidate, chosen: Plan, replayed: StepTrace) -> PlannedStep:
+        return PlannedStep(
+            plan=chosen,
+            trace=replayed,
+            simulated=candidate.simulated,
+            rejected=(),
+            costs=self.priced[0],
+            hardware=self.hardware,
+            num_tokens=_num_tokens(self.batch),
+            num_tried=1,
+        )
 
     def solve(self, limits: Limits) -> PlannedStep:
         """Search and replay until the replay stays inside the budgets.
@@ -344,7 +440,7 @@ class _Problem:
         them is not known before the replay: it is taken to be `_GAPS` of the budget, and more each time that the replay does
         not fit.
         """
-        costs, beyond = self._costs()
+        costs, beyond = self.priced
         gaps = _GAPS
         best: tuple[Candidate, Found, Plan, StepTrace] | None = None
         smallest: StepTrace | None = None
@@ -467,6 +563,17 @@ def _update_kind(numerics: Numerics | None, hardware: Hardware) -> UpdateKind:
     if numerics.moments is Moments.INT8:
         return UpdateKind.EIGHT_BIT
     return UpdateKind.FP32 if numerics.rounding is Rounding.NEAREST else UpdateKind.EXACT
+
+
+def smallest(search: Search, limits: Limits) -> Candidate:
+    """The placement that takes least of the device, of those that the host holds if there are any."""
+    shapes = [
+        Shape(num_resident=0, num_device=0, small=policy, fast=policy, num_fast=0, prefetch_depth=0)
+        for policy in limits.policies or ("keep",)
+    ]
+    candidates = [search.evaluate(shape, limits) for shape in shapes]
+    held = [each for each in candidates if each.host_bytes <= limits.host_bytes]
+    return min(held or candidates, key=lambda candidate: candidate.device_bytes)
 
 
 def _num_tokens(batch: Any) -> int:
