@@ -21,6 +21,9 @@ NUM_BLOCKS = 5
 RATES = LaneRates(
     launch_s=0.0,
     window_s=0.0,
+    watched_s=0.0,
+    finished_s=0.0,
+    slowdown_beside_updates=1.0,
     to_device_bytes_per_s=4e6,
     to_host_bytes_per_s=4e6,
     host_update_bytes_per_s=6e6,
@@ -79,6 +82,7 @@ def costs(layout: Layout) -> StepCosts:
             weight_bytes=group.nbytes,
             trained_bytes=group.nbytes,
             state_bytes=2 * group.nbytes,
+            num_trained=2,
             policies=POLICIES,
             offloaded_bytes=8_000,
         )
