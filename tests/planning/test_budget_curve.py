@@ -85,9 +85,10 @@ def test_a_short_host_keeps_more_on_the_device(layout: Layout, costs: StepCosts)
     streamed = endless.search.placement(endless.search.smallest(endless.source.limits), endless.source.limits)
     host_bytes = endless.search.host_bytes(streamed)[0] // 2
     short = Source(costs, layout, None, host_bytes=host_bytes)
-    every = budget_curve(endless.source)
-    points = budget_curve(replace(short.source, best=every[-1].candidate, best_bytes=every[-1].budget_bytes))
-    assert points[0].budget_bytes > every[0].budget_bytes
+    best = short.search.fastest(short.source.limits).best
+    points = budget_curve(replace(short.source, best=best, best_bytes=short.reserved(best)))
+    assert points[0].budget_bytes > budget_curve(endless.source)[0].budget_bytes
+    assert len(points) > 1
     assert all(short.search.host_bytes(point.candidate.placement)[0] <= host_bytes for point in points)
 
 

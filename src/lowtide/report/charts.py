@@ -8,6 +8,7 @@ from typing import Literal
 
 from lowtide.plain_text import Plain
 from lowtide.planning.budget_curve import BudgetPoint
+from lowtide.report.plan_tables import milliseconds
 from lowtide.units import GiB, format_bytes, format_count
 
 LOG_RATIO = 8.0
@@ -136,7 +137,7 @@ def curve_data(points: Sequence[BudgetPoint], *, chosen_bytes: int, tokens: int 
         speed = f", {format_count(round(tokens / point.step_s))} tokens/s" if tokens else ""
         how = "replayed" if point.is_replayed else "estimated"
         groups = f"{point.num_resident} groups resident, {point.num_updated_there} updated on the device"
-        time = f"{format_bytes(point.budget_bytes)} ({how}): {1e3 * point.step_s:,.0f} ms{speed}"
+        time = f"{format_bytes(point.budget_bytes)} ({how}): {milliseconds(point.step_s)}{speed}"
         return f"{time}; {groups}, activations: {point.activations}"
 
     return {

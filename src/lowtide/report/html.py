@@ -33,6 +33,10 @@ from lowtide.units import format_bytes, format_count, format_seconds
 _TRACE_SCRIPTS = ("timeline.js", "timeline_input.js")
 _GANTT_SCRIPTS = ("gantt.js", "gantt_rows.js", "gantt_input.js")
 _CURVE_SCRIPTS = ("charts.js", "curve.js")
+_BEGINNING = (
+    "The step begins with its first computation. What lies before it are updates and copies that its forward waits for, and "
+    "that run beside the end of the step before."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,8 +284,7 @@ def _plan_section(section: PlanSection, key: str, charts: _Charts) -> str:
         to_html(plan_tables.placement_table(found)),
         "<h3>The simulated step</h3>",
         _lanes(charts, gantt_data(simulated.timeline), "The simulated step by lane"),
-        '<p class="hint">The step begins with its first computation. What lies before it are updates and copies that its '
-        "forward waits for, and that run beside the end of the step before.</p>",
+        f'<p class="hint">{_BEGINNING}</p>',
         to_html(plan_tables.lane_table(simulated)),
     ]
     if section.points:

@@ -16,7 +16,7 @@ from lowtide.planning.placement import is_trained
 from lowtide.planning.plan import GroupPlan, Schedule, Site, Weights
 from lowtide.planning.simulator import SimulatedStep
 from lowtide.planning.timeline import Lane
-from lowtide.report.table import Table, Tone, Value, bar, make_table, number, size, words
+from lowtide.report.table import Fill, Table, Tone, Value, bar, make_table, number, size, words
 from lowtide.runtime.planner import PlannedStep
 from lowtide.units import format_count, format_seconds
 
@@ -35,19 +35,23 @@ def bound_words(simulated: SimulatedStep) -> str:
     return {str(lane): name for lane, name in _LANE_NAMES.items()}.get(simulated.bound_by, simulated.bound_by)
 
 
+def milliseconds(seconds: float) -> str:
+    """A step's time with three digits or more, so that steps that differ by a percent can be told apart."""
+    return f"{1e3 * seconds:,.0f} ms" if seconds >= 0.1 else f"{1e3 * seconds:.2f} ms"
+
+
 def budget_table(points: Sequence[BudgetPoint], num_tokens: int = 0) -> Table:
     """What each larger device budget gains."""
-    speed = (number("tokens/s", lambda point: format_count(round(num_tokens / point.step_s))),) * bool(num_tokens)
+    speed: Fill[BudgetPoint] = number("tokens/s", lambda point: format_count(round(num_tokens / point.step_s)))
     return make_table(
         "Memory against speed",
         points,
-        number("device memory", lambda point: size(point.budget_bytes)),
-        # In one unit and with all digits: neighbours differ by a percent.
-        number("time a step", lambda point: f"{1e3 * point.step_s:,.0f} ms"),
-        *speed,
+        number("device", lambda point: size(point.budget_bytes)),
+        number("a step", lambda point: milliseconds(point.step_s)),
+        *(speed,) * bool(num_tokens),
         words("bytes are", lambda point: "replayed" if point.is_replayed else Value("estimated", tone=Tone.QUIET)),
-        number("resident", lambda point: f"{point.num_resident}"),
-        number("updated there", lambda point: f"{point.num_updated_there}"),
+        number("resident", lambda point: f"{point.num_resident}", "groups whose weights stay on the device"),
+        number("updated", lambda point: f"{point.num_updated_there}", "groups that the device updates"),
         words("activations", lambda point: point.activations, wraps=True),
     )
 
