@@ -26,6 +26,7 @@ from lowtide.memory.chunk import Layout, lay_out
 from lowtide.memory.groups import find_groups
 from lowtide.memory.tier import PINNABLE_SHARE, host_capacity_bytes
 from lowtide.optim.update_types import Moments, Numerics, Rounding, numerics_of
+from lowtide.planning.budget_curve import BudgetPoint, CurveSource, budget_curve
 from lowtide.planning.budget_plans import WarmUp
 from lowtide.planning.hand_plan import make_plan
 from lowtide.planning.placement import assemble
@@ -70,6 +71,8 @@ class PlannedStep:
     num_tokens: int
     """Elements of the batch's first tensor of whole numbers: tokens of a language model; 0 where it has none."""
     num_tried: int
+    source: CurveSource
+    """What it was found with."""
     in_backward_s: float | None = None
     """Predicted seconds a step with updates in backward, where they are deferred, nothing is clipped and that is faster."""
 
@@ -82,6 +85,13 @@ class PlannedStep:
     def tokens_per_s(self) -> float | None:
         """Predicted; None where the batch has no tokens."""
         return self.num_tokens / self.step_s if self.num_tokens else None
+
+    def by_budget(self) -> tuple[BudgetPoint, ...]:
+        """The fastest step at each device budget, from the smallest that holds it to where more memory gains nothing.
+
+        Takes some searches, and two traces for the ends.
+        """
+        return budget_curve(self.source)
 
     @cached_property
     def words(self) -> tuple[str, ...]:
@@ -332,8 +342,7 @@ def _limits(
         )
     if device_memory is None and not hardware.memory_bytes:
         raise ConfigError(f"the memory of {hardware.name} is not known; give device_memory", key="device_memory")
-    whole = int((hardware.memory_bytes - hardware.context_bytes) * (1 - _MARGIN))
-    device_bytes = _size("device_memory", device_memory, whole)
+    device_bytes = _size("device_memory", device_memory, _usable_bytes(hardware))
     if hardware.memory_bytes and device_bytes > hardware.memory_bytes:
         raise ConfigError(
             f"device_memory is {format_bytes(device_bytes)}, and {hardware.label} has {format_bytes(hardware.memory_bytes)}; "
@@ -352,6 +361,10 @@ def _limits(
         is_clipped=max_grad_norm is not None,
         policies=tuple(policies),
     )
+
+
+def _usable_bytes(hardware: Hardware) -> int:
+    return int((hardware.memory_bytes - hardware.context_bytes) * (1 - _MARGIN))
 
 
 def _size(key: str, given: Size | None, default: int) -> int:
@@ -411,7 +424,8 @@ class PlanProblem:
             candidate = smallest(self.search, limits)
             chosen, replayed = self.replay(candidate, limits)
             if self._fits(replayed, limits):
-                return self._planned(candidate, chosen, replayed)
+                gaps = 1 - replayed.peak_bytes / replayed.peak_reserved_bytes
+                return self._planned(candidate, chosen, replayed, limits, beyond=self.priced[1], gaps=gaps)
             if replayed.peak_reserved_bytes <= limits.device_bytes:
                 raise  # the host's memory is what is short, and the message says so
             raise PlanError(
@@ -421,16 +435,28 @@ class PlanProblem:
                 needed_bytes=replayed.peak_reserved_bytes,
             ) from error
 
-    def _planned(self, candidate: Candidate, chosen: Plan, replayed: StepTrace) -> PlannedStep:
+    def _planned(
+        self, candidate: Candidate, chosen: Plan, replayed: StepTrace, limits: Limits, *, beyond: int, gaps: float
+    ) -> PlannedStep:
+        costs = self.priced[0]
         return PlannedStep(
             plan=chosen,
             trace=replayed,
             simulated=candidate.simulated,
             rejected=(),
-            costs=self.priced[0],
+            costs=costs,
             hardware=self.hardware,
             num_tokens=_num_tokens(self.batch),
             num_tried=1,
+            source=CurveSource(
+                search=Search(costs, self.layout, self._rates(), correction_bytes=beyond),
+                gaps=gaps,
+                limits=limits,
+                best=candidate,
+                best_bytes=replayed.peak_reserved_bytes,
+                device_bytes=_usable_bytes(self.hardware) if self.hardware.memory_bytes else None,
+                replay=lambda other, within: self.replay(other, within)[1],
+            ),
         )
 
     def solve(self, limits: Limits) -> PlannedStep:
@@ -479,18 +505,12 @@ class PlanProblem:
                 needed_bytes=smallest.peak_reserved_bytes,
             )
         candidate, found, chosen, replayed = best
-        return PlannedStep(
-            plan=chosen,
-            trace=replayed,
-            simulated=candidate.simulated,
+        correction = beyond + int(gaps * limits.device_bytes)
+        return replace(
+            self._planned(candidate, chosen, replayed, limits, beyond=beyond, gaps=gaps),
             rejected=tuple(other for other in found.uniform if other.shape != candidate.shape),
-            costs=costs,
-            hardware=self.hardware,
-            num_tokens=_num_tokens(self.batch),
             num_tried=found.num_tried,
-            in_backward_s=self._in_backward_s(
-                costs, beyond + int(gaps * limits.device_bytes), limits, candidate.step_s
-            ),
+            in_backward_s=self._in_backward_s(costs, correction, limits, candidate.step_s),
         )
 
     def _in_backward_s(self, costs: StepCosts, correction: int, limits: Limits, deferred_s: float) -> float | None:
