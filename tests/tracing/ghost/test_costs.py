@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from lowtide.hardware import find_hardware
-from lowtide.hardware.rates import KERNEL_S, MEMORY_EFFICIENCY, PRODUCT_EFFICIENCY, KernelRate
+from lowtide.hardware.rates import KERNEL_S, MEMORY_EFFICIENCY, PRODUCT_EFFICIENCY, PRODUCT_S, KernelRate
 from lowtide.tracing.ghost.costs import (
     Costs,
     Reduction,
@@ -268,7 +268,7 @@ class TestSeconds:
         left, out = bf16(8192, 8192), bf16(8192, 8192)
         seconds = Costs(hardware, "2.11.0").seconds(describe(aten.mm.default), (left, left), out)
         assert hardware.bf16_flops is not None
-        assert seconds == pytest.approx(2 * 8192**3 / (hardware.bf16_flops * PRODUCT_EFFICIENCY) + KERNEL_S)
+        assert seconds == pytest.approx(2 * 8192**3 / (hardware.bf16_flops * PRODUCT_EFFICIENCY) + PRODUCT_S)
 
     def test_a_sum_is_bound_by_memory(self) -> None:
         hardware = find_hardware("h200")

@@ -13,15 +13,16 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from lowtide.hardware import Hardware
-from lowtide.hardware.rates import DeviceRates, HostRates, KernelRate
+from lowtide.hardware.rates import AttentionRate, DeviceRates, HostRates, KernelRate, UpdateKind, UpdateRates
 from lowtide.lab.calibration.timing import Timer
-from lowtide.lab.calibration.updates import updates_elsewhere
+from lowtide.lab.calibration.updates import make_update, running
 from lowtide.models.llama import Llama, LlamaConfig
 from lowtide.planning.hand_plan import make_plan
 from lowtide.runtime.manage import manage
@@ -29,6 +30,15 @@ from lowtide.runtime.prediction.trace import trace
 from lowtide.tracing.step_trace import Phase, StepTrace
 
 _IN_BACKWARD = {"schedule": "in_backward", "update": "device"}
+_DEFERRED = {"weights": "resident", "update": "device"}
+_PRECISIONS = {
+    "bfloat16": ("bf16 exact", UpdateKind.EXACT, 26),
+    "float16": ("fp16 exact", UpdateKind.FP32, 30),
+    "float32": ("fp32", UpdateKind.FP32, 28),
+}
+"""By the type of a model: how a session updates it exactly, the nearest kind of update, and the bytes for each parameter."""
+_NUM_BLOCKS = 3
+"""In which steps alone and steps beside updates take turns, because a host is faster at one time than at another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +81,10 @@ def read_step(config: LlamaConfig, batch: tuple[int, int], dtype: str, hardware:
 
     def traced(memory: KernelRate, product: KernelRate) -> StepTrace:
         assert hardware.rates is not None
+        attention = AttentionRate(share=1.0, bytes_per_s=memory.per_s)
         rates = replace(
-            hardware.rates, memory=memory, fp32=product, bf16=product, fp16=product, attention_share=1.0,
-            attention_backward_share=1.0,
+            hardware.rates, memory=memory, fp32=product, bf16=product, fp16=product, attention=attention,
+            attention_backward=attention,
         )  # fmt: skip
         return trace(
             empty.build(torch.device("meta")),
@@ -115,7 +126,7 @@ def measure_step(timer: Timer, step: Step, name: str) -> float:
     """Median seconds of forward and backward."""
     timer.tell(name)
     model, batch = step.build(timer.device), step.ids(timer.device)
-    times = _times(lambda: _forward_backward(model, batch), timer.sizes.num_steps)
+    times = _times(lambda: _forward_backward(model, batch), 2 * timer.sizes.num_steps)
     return timer.note(name, step.num_ops, "operator", times).median_s
 
 
@@ -127,7 +138,7 @@ def _forward_backward(model: nn.Module, batch: dict[str, torch.Tensor]) -> None:
 
 
 def _times(call: Callable[[], None], count: int) -> list[float]:
-    for _ in range(3):
+    for _ in range(2):
         call()
     times = []
     for _ in range(count):
@@ -135,6 +146,23 @@ def _times(call: Callable[[], None], count: int) -> list[float]:
         call()
         times.append(time.perf_counter() - began_s)
     return times
+
+
+def measure_updates_in_session(timer: Timer, step: Step, step_s: float, alone: UpdateRates) -> UpdateRates:
+    """What Lowtide's kernels reach in the steps of a session, where they also look for gradients that are not finite.
+
+    Args:
+        timer: What it counts by.
+        step: One that is bound by the device.
+        step_s: What its forward and backward take.
+        alone: What the kernels reach by themselves; never less than in a session.
+    """
+    precision, kind, bytes_each = _PRECISIONS[step.dtype]
+    managed_s, _, _ = _managed(timer, step, "updates on the device", _DEFERRED, precision=precision)
+    num_elements = sum(parameter.numel() for parameter in step.build(torch.device("meta")).parameters())
+    least_s = bytes_each * num_elements / alone.of(kind)
+    share = least_s / max(managed_s - step_s, least_s)
+    return replace(alone, exact=alone.exact * share, fp32=alone.fp32 * share, eight_bit=alone.eight_bit * share)
 
 
 def measure_session(timer: Timer, step: Step, host: HostRates) -> HostRates:
@@ -145,12 +173,13 @@ def measure_session(timer: Timer, step: Step, host: HostRates) -> HostRates:
         step: A step that is bound by the host.
         host: Rates to complete; its launches are known.
     """
-    plain, plain_beside, _ = _managed(timer, step, "plain", None)
-    resident, resident_beside, _ = _managed(timer, step, "resident", {"weights": "resident", **_IN_BACKWARD})
-    streamed, streamed_beside, num_groups = _managed(timer, step, "streamed", {"weights": "streamed", **_IN_BACKWARD})
-    selective, _, _ = _managed(
-        timer, step, "selective", {"weights": "resident", "activations": "selective", **_IN_BACKWARD}
-    )
+    precision = _PRECISIONS[step.dtype][0]
+    measured = partial(_managed, timer, step, precision=precision, is_beside=True)
+    plain, plain_beside, _ = measured("plain", None)
+    resident, resident_beside, _ = measured("resident", {"weights": "resident", **_IN_BACKWARD})
+    streamed, streamed_beside, num_groups = measured("streamed", {"weights": "streamed", **_IN_BACKWARD})
+    words = {"weights": "resident", "activations": "selective", **_IN_BACKWARD}
+    selective, _, _ = measured("selective", words)
     num_parameters = len(list(step.build(torch.device("meta")).parameters()))
     # A selective policy sees the operators of the forward, and sees them again in the backward, which repeats them.
     watched_s = (selective - resident - step.num_block_ops * host.launch_s) / (2 * step.num_block_ops)
@@ -164,8 +193,16 @@ def measure_session(timer: Timer, step: Step, host: HostRates) -> HostRates:
     )
 
 
-def _managed(timer: Timer, step: Step, name: str, words: dict[str, Any] | None) -> tuple[float, float, int]:
-    """Median seconds of a step alone and beside updates on the host, and how many groups it has."""
+def _managed(
+    timer: Timer,
+    step: Step,
+    name: str,
+    words: dict[str, Any] | None,
+    *,
+    precision: str,
+    is_beside: bool = False,
+) -> tuple[float, float, int]:
+    """Median seconds of a step alone and beside updates on the host, 0 where that is not asked for, and the number of groups."""
     sizes = timer.sizes
     timer.tell(f"session, {name}")
     model, batch = step.build(timer.device), step.ids(timer.device)
@@ -176,8 +213,7 @@ def _managed(timer: Timer, step: Step, name: str, words: dict[str, Any] | None) 
         # An emulated device has no size of its own.
         plan = make_plan(model, **words, device_memory=None if timer.is_cuda else "1GiB")
         num_groups = len(plan.groups)
-        is_bf16 = step.dtype == "bfloat16"
-        session = manage(model, optimizer, plan, device=timer.device, precision="bf16 exact" if is_bf16 else None)
+        session = manage(model, optimizer, plan, device=timer.device, precision=precision)
 
     def train() -> None:
         loss = model(**batch).loss
@@ -186,8 +222,16 @@ def _managed(timer: Timer, step: Step, name: str, words: dict[str, Any] | None) 
         optimizer.zero_grad()
         loss.item()
 
+    alone: list[float] = []
+    beside: list[float] = []
+    update, _ = make_update(UpdateKind.EXACT, sizes.num_updated // 2 if is_beside else 1, torch.device("cpu"))
     with session:
-        alone = timer.note(f"step, {name}", 1, "step", _times(train, sizes.num_steps))
-        with updates_elsewhere(sizes.num_updated // 4):
-            beside = timer.note(f"step, {name}, beside updates", 1, "step", _times(train, sizes.num_steps))
-    return alone.median_s, beside.median_s, num_groups
+        for _ in range(_NUM_BLOCKS):
+            count = -(-sizes.num_steps // _NUM_BLOCKS)
+            alone += _times(train, count)
+            if is_beside:
+                with running(update):
+                    beside += _times(train, count)
+    alone_s = timer.note(f"step, {name}", 1, "step", alone).median_s
+    beside_s = timer.note(f"step, {name}, beside updates", 1, "step", beside).median_s if beside else 0.0
+    return alone_s, beside_s, num_groups
