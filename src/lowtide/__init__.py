@@ -17,9 +17,9 @@ from lowtide.tracing.step_trace import StepTrace
 
 if typing.TYPE_CHECKING:
     from lowtide.lab.calibration.calibrate import calibrate
+    from lowtide.planning.comparison import compare
     from lowtide.runtime.planner import PlannedStep, plan, prepare
     from lowtide.runtime.prediction.trace import trace
-    from lowtide.tracing.explanation.compare import compare
     from lowtide.tracing.explanation.explain import explain
     from lowtide.tracing.leaks.find import find_leaks
     from lowtide.tracing.observation.monitor import MemoryMonitor
@@ -27,7 +27,7 @@ if typing.TYPE_CHECKING:
 
 _AT_FIRST_USE = {
     "calibrate": "lowtide.lab.calibration.calibrate",
-    "compare": "lowtide.tracing.explanation.compare",
+    "compare": "lowtide.planning.comparison",
     "explain": "lowtide.tracing.explanation.explain",
     "find_leaks": "lowtide.tracing.leaks.find",
     "MemoryMonitor": "lowtide.tracing.observation.monitor",

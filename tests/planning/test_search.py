@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from lowtide.activations.policy import policy_of
 from lowtide.errors import PlanError
 from lowtide.memory.chunk import Layout, lay_out
 from lowtide.memory.groups import find_groups
-from lowtide.planning.plan import Schedule
+from lowtide.planning.placement import assemble
+from lowtide.planning.plan import Budgets, Schedule
 from lowtide.planning.search import LADDERS, WORTH_IT, Limits, Search, Shape
 from lowtide.planning.simulator import LaneRates
 from lowtide.planning.step_costs import POLICIES, GroupCosts, StepCosts, Use, UseCost
@@ -21,6 +23,9 @@ NUM_BLOCKS = 5
 RATES = LaneRates(
     launch_s=0.0,
     window_s=0.0,
+    watched_s=0.0,
+    finished_s=0.0,
+    slowdown_beside_updates=1.0,
     to_device_bytes_per_s=4e6,
     to_host_bytes_per_s=4e6,
     host_update_bytes_per_s=6e6,
@@ -79,6 +84,7 @@ def costs(layout: Layout) -> StepCosts:
             weight_bytes=group.nbytes,
             trained_bytes=group.nbytes,
             state_bytes=2 * group.nbytes,
+            num_trained=2,
             policies=POLICIES,
             offloaded_bytes=8_000,
         )
@@ -162,3 +168,21 @@ def test_only_allowed_policies_are_used(layout: Layout, costs: StepCosts) -> Non
     search = Search(costs, layout, RATES)
     allowed = Limits(device_bytes=ENDLESS, host_bytes=ENDLESS, pinned_bytes=ENDLESS, policies=("recompute",))
     assert {choice.policy for choice in search.fastest(allowed).best.placement.groups.values()} == {"recompute"}
+
+
+@pytest.mark.parametrize("share", [1.05, 1.7, 4.0])
+def test_a_plan_made_of_a_placement_takes_its_time(layout: Layout, costs: StepCosts, share: float) -> None:
+    search = Search(costs, layout, RATES)
+    allowed = limits(int(floor(search) * share))
+    best = search.fastest(allowed).best
+    choices = best.placement.groups
+    plan = assemble(
+        layout,
+        weights={name: choice.weights for name, choice in choices.items()},
+        sites={chunk.name: choices[chunk.group].site for chunk in layout.chunks},
+        schedule=allowed.schedule,
+        prefetch_depth=best.shape.prefetch_depth,
+        activations={name: policy_of(choice.policy) for name, choice in choices.items()},
+        budgets=Budgets(),
+    )
+    assert search.simulate(plan, allowed).step_s == best.step_s

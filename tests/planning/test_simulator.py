@@ -56,7 +56,7 @@ def step(forward_s: float = 10.0, backward_s: float = 20.0, *, num_ops: int = 0,
             weight_bytes=BYTES,
             trained_bytes=BYTES,
             state_bytes=state_bytes,
-            num_trained=1,
+            num_trained=2,
             policies=("keep",),
         )
         for name in names
@@ -136,6 +136,41 @@ def test_launches_bound_a_step_of_small_operators() -> None:
     simulated = simulate(costs, place(Weights.RESIDENT, Site.DEVICE), replace(RATES, launch_s=1e-3))
     assert simulated.step_s == pytest.approx(2 * NUM_GROUPS * 0.1, rel=1e-3)
     assert simulated.bound_by == "launches"
+
+
+def test_watched_operators_take_the_host_longer() -> None:
+    costs = step(1e-6, 1e-6, num_ops=100)
+    watched = replace(
+        costs,
+        uses=tuple(replace(use, costs={"keep": replace(use.costs["keep"], num_watched_ops=10)}) for use in costs.uses),
+    )
+    rates = replace(RATES, launch_s=1e-3, watched_s=5e-3)
+    simulated = simulate(watched, place(Weights.RESIDENT, Site.DEVICE), rates)
+    assert simulated.step_s == pytest.approx(2 * NUM_GROUPS * (0.1 + 10 * 5e-3), rel=1e-3)
+
+
+@pytest.mark.parametrize("site", list(Site)[:2], ids=str)
+def test_each_finished_gradient_takes_the_host_a_moment(site: Site) -> None:
+    costs = step(1e-6, 1e-6, num_ops=100)
+    quick = {"to_host_bytes_per_s": 1e9, "to_device_bytes_per_s": 1e9, "host_update_bytes_per_s": 1e9}
+    rates = replace(RATES, launch_s=1e-3, finished_s=2e-3, host_update_beside_copies_bytes_per_s=1e9, **quick)
+    with_moments, without = (
+        simulate(costs, place(Weights.RESIDENT, site), each).step_s for each in (rates, replace(rates, finished_s=0.0))
+    )
+    assert with_moments - without == pytest.approx(NUM_GROUPS * 2 * 2e-3, rel=1e-2)
+
+
+def test_updates_beside_launches_make_them_take_longer() -> None:
+    """The worker is busy nearly all the time, so that all launches take twice as long."""
+    costs = step(1e-6, 1e-6, num_ops=100, state_bytes=50 * BYTES)
+    alone = replace(RATES, launch_s=0.1)
+    beside = replace(alone, slowdown_beside_updates=2.0)
+    quick = replace(beside, host_update_bytes_per_s=1e9, host_update_beside_copies_bytes_per_s=1e9)
+    placement = place(Weights.RESIDENT)
+    busy_s = simulate(costs, placement, alone).busy_s[Lane.HOST_UPDATE]
+    slower_s = simulate(costs, placement, beside).step_s - simulate(costs, placement, alone).step_s
+    assert slower_s == pytest.approx(busy_s / 2, rel=0.1)  # while it works, half as much is launched
+    assert simulate(costs, placement, quick).step_s == pytest.approx(2 * NUM_GROUPS * 10.0, rel=0.05)
 
 
 def test_clipping_makes_updates_wait_for_the_last_gradient() -> None:

@@ -86,13 +86,14 @@ def plan(
             "--set", help='precision="bf16 exact", schedule=in_backward, optimizer=sgd, max_grad_norm=1.0, ...'
         ),
     ] = None,
+    pareto: Annotated[bool, typer.Option("--pareto", help="also the fastest step at each device budget")] = False,
     json_: Json = False,
     report: Report = None,
 ) -> None:
     """The fastest plan that fits, with its predicted peak and step time."""
     with friendly_errors():
         request = PlanRequest(model=model, batch=batch, gpu=gpu, device_memory=device_memory, host_memory=host_memory)
-        run_plan(make_plan_request(request, set_ or []), as_json=json_, reports=report or [])
+        run_plan(make_plan_request(request, set_ or []), as_json=json_, reports=report or [], pareto=pareto)
 
 
 @app.command()

@@ -21,7 +21,7 @@ from lowtide.planning.placement import check_plan
 from lowtide.planning.plan import Plan, Site
 from lowtide.runtime.host_memory import HostNeed, host_need, state_bytes_per_parameter_byte
 from lowtide.runtime.prediction.session import SessionFootprint
-from lowtide.tracing.allocator import AllocatorFullError, AllocatorSettings
+from lowtide.tracing.allocator import AllocatorSettings
 from lowtide.tracing.prediction.trace import trace_step
 from lowtide.tracing.settings import StepSettings, UpdateSchedule
 from lowtide.tracing.step_trace import StepTrace
@@ -132,18 +132,13 @@ def trace(
         make_optimizer=_Given(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer,
         numerics=numerics,
     )
-    under = partial(step, optimizer=session.optimizer, context=session)
-    allowed_bytes = found.budgets.device_bytes
-    try:
-        result = under(allocator=replace(allocator or AllocatorSettings(), allowed_bytes=allowed_bytes))
-    except AllocatorFullError:
-        # What the run would need is worth knowing all the more.
-        if on_progress is not None:
-            on_progress("the budget does not hold the step; tracing it without")
-        assert allowed_bytes is not None, "only a budget makes the allocator full"
-        note = f"the plan's device_memory of {format_bytes(allowed_bytes)} does not hold the step: traced without that limit"
-        result = under(allocator=allocator)
-        result = replace(result, notes=(*result.notes, note))
+    given, budget = allocator or AllocatorSettings(), found.budgets.device_bytes
+    result = step(
+        optimizer=session.optimizer,
+        context=session,
+        allocator=replace(given, allowed_bytes=budget),
+        if_full=None if budget is None else given,
+    )
     return _with_host(result, host_need(layout, found, own, numerics, named))
 
 

@@ -15,8 +15,10 @@ from typing import Any
 from torch import Tensor
 
 from lowtide.hardware import Hardware
+from lowtide.hardware.rates import DeviceRates
 from lowtide.tracing.ghost import convolutions, recurrent
 from lowtide.tracing.ghost.operators import FREE, Course, Operator, tensors_in
+from lowtide.tracing.step_trace import Work
 
 MATRIX_PRODUCTS = frozenset(
     f"aten.{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "_addmm_activation", "mv", "addmv", "dot")
@@ -80,17 +82,22 @@ class Costs:
         rule = self._rules.get(op.name)
         return [] if rule is None else rule(args, out, self._hardware.num_sms)
 
-    def seconds(self, op: Operator, args: tuple[Any, ...], out: Any) -> float:
-        """How long the device takes; 0 where its rates are not known."""
-        if self._rates is None:
-            return 0.0
+    def timed(self, op: Operator, args: tuple[Any, ...], out: Any) -> tuple[float, Work]:
+        """How long the device takes, 0 where its rates are not known, and what it does."""
         tensors = [*tensors_in(args), *tensors_in(out)]
-        return self._rates.seconds(
-            num_bytes=sum(tensor.nbytes for tensor in tensors),
-            flops=num_flops(op.name, args, out),
-            dtype=str(tensors[0].dtype) if tensors else "",
-            operator=op.name,
+        work = Work(
+            sum(tensor.nbytes for tensor in tensors),
+            num_flops(op.name, args, out),
+            str(tensors[0].dtype) if tensors else "",
         )
+        return seconds_of(op.name, work, self._rates), work
+
+
+def seconds_of(operator: str, work: Work, rates: DeviceRates | None) -> float:
+    """How long an operator's work takes at these rates; 0 where they are not known."""
+    if rates is None:
+        return 0.0
+    return rates.seconds(num_bytes=work.num_bytes, flops=work.flops, dtype=work.dtype, operator=operator)
 
 
 def _copy_if_strided(tensor: Any) -> int:
