@@ -19,8 +19,8 @@ ATTENTION_MEMORY_EFFICIENCY, ATTENTION_BACKWARD_MEMORY_EFFICIENCY = 1.44, 0.464
 """And in bytes a second, beside that. More than memory gives: a part is read from caches."""
 KERNEL_S, PRODUCT_S = 1.5e-6, 3.5e-6
 """What a kernel takes besides its work, and what a product does: to be started, and to end."""
-LINK_EFFICIENCY = 0.83
-"""Of what a slot promises: 55 GB/s of 63 in one direction, 49 each way at once, on the H200's host."""
+LINK_EFFICIENCY = 0.81
+"""Of what a slot promises, each way while both are busy: 51 GB/s of 63 on the H200's host, and 55 in one direction alone."""
 UPDATE_EFFICIENCY = {"exact": 0.5, "fp32": 0.5, "eight_bit": 0.28, "torch_fused": 0.57, "torch": 0.31}
 """Of the device's memory bandwidth, in updates. In the steps of `benchmarks/results/session/optimizer_2026-11-16T0849` exact ones
 reach 2.4 TB/s of 4.8 and torch's fused ones 2.75; the others stand to these as in the calibration."""
