@@ -93,12 +93,17 @@ def sizes_for(device: torch.device) -> Sizes:
 
 
 def measure(device: torch.device, hardware: Hardware, sizes: Sizes, tell: Callable[[str], None]) -> Calibration:
-    """Measure a device and its host; on the CPU only the host."""
+    """Measure a device and its host; on the CPU only the host. The caller's random numbers are left as they are."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+        return _measure(device, hardware, sizes, tell)
+
+
+def _measure(device: torch.device, hardware: Hardware, sizes: Sizes, tell: Callable[[str], None]) -> Calibration:
     began_s = time.perf_counter()
     timer = Timer(device, sizes, tell)
     tell("tracing the steps to be timed")
     small = steps.read_step(sizes.small, sizes.small_batch, sizes.model_dtype, hardware)
-    host = HostRates().launching(steps.measure_step(timer, small, "step of a small model") / small.num_ops)
+    host = HostRates().launching(steps.measure_step(timer, small, "step of a small model") / len(small.ops))
     found, notes = None, []
     if device.type == "cuda":
         large = steps.read_step(sizes.large, sizes.large_batch, sizes.model_dtype, hardware)

@@ -20,14 +20,15 @@ import torch
 from torch import nn
 
 from lowtide.hardware import Hardware
-from lowtide.hardware.rates import AttentionRate, DeviceRates, HostRates, KernelRate, UpdateKind, UpdateRates
+from lowtide.hardware.rates import DeviceRates, HostRates, KernelRate, UpdateKind, UpdateRates
 from lowtide.lab.calibration.timing import Timer
 from lowtide.lab.calibration.updates import make_update, running
 from lowtide.models.llama import Llama, LlamaConfig
 from lowtide.planning.hand_plan import make_plan
 from lowtide.runtime.manage import manage
 from lowtide.runtime.prediction.trace import trace
-from lowtide.tracing.step_trace import Phase, StepTrace
+from lowtide.tracing.ghost.costs import seconds_of
+from lowtide.tracing.step_trace import Op, Phase
 
 _IN_BACKWARD = {"schedule": "in_backward", "update": "device"}
 _DEFERRED = {"weights": "resident", "update": "device"}
@@ -42,26 +43,18 @@ _NUM_BLOCKS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """What one operator of a step does."""
-
-    operator: str
-    num_bytes: float
-    flops: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """Forward and backward of a model, and what it consists of."""
+    """Forward and backward of a model, and the operators that they consist of."""
 
     config: LlamaConfig
     batch: tuple[int, int]
     dtype: str
-    num_ops: int
-    num_block_ops: int
-    """In the forward of the blocks."""
-    works: tuple[Work, ...]
-    """Empty for a step on the host, whose operators have no known costs."""
+    ops: tuple[Op, ...] = ()
+
+    @property
+    def num_block_ops(self) -> int:
+        """Operators in the forward of the blocks."""
+        return sum(op.phase is Phase.FORWARD and op.module.startswith("layers.") for op in self.ops)
 
     def build(self, device: torch.device) -> nn.Module:
         """The model, with weights drawn on the device."""
@@ -75,35 +68,10 @@ class Step:
 
 
 def read_step(config: LlamaConfig, batch: tuple[int, int], dtype: str, hardware: Hardware) -> Step:
-    """Trace a step twice: once with times that are bytes, once with times that are FLOP."""
-    nothing, one = KernelRate(per_s=float("inf"), start_s=0.0), KernelRate(per_s=1.0, start_s=0.0)
-    empty = Step(config=config, batch=batch, dtype=dtype, num_ops=0, num_block_ops=0, works=())
-
-    def traced(memory: KernelRate, product: KernelRate) -> StepTrace:
-        assert hardware.rates is not None
-        attention = AttentionRate(share=1.0, bytes_per_s=memory.per_s)
-        rates = replace(
-            hardware.rates, memory=memory, fp32=product, bf16=product, fp16=product, attention=attention,
-            attention_backward=attention,
-        )  # fmt: skip
-        return trace(
-            empty.build(torch.device("meta")),
-            empty.ids(torch.device("cpu")),
-            hardware=replace(hardware, measured=rates),
-        )
-
-    if hardware.is_host:
-        by_bytes = trace(empty.build(torch.device("meta")), empty.ids(torch.device("cpu")), hardware=hardware)
-        works: tuple[Work, ...] = ()
-    else:
-        by_bytes, by_flops = traced(one, nothing), traced(nothing, one)
-        works = tuple(
-            Work(operator=op.name, num_bytes=op.seconds, flops=other.seconds)
-            for op, other in zip(by_bytes.ops, by_flops.ops, strict=True)
-            if op.seconds
-        )
-    num_block_ops = sum(op.phase is Phase.FORWARD and op.module.startswith("layers.") for op in by_bytes.ops)
-    return replace(empty, num_ops=len(by_bytes.ops), num_block_ops=num_block_ops, works=works)
+    """Trace a step, with the kernels that some hardware would choose."""
+    step = Step(config=config, batch=batch, dtype=dtype)
+    traced = trace(step.build(torch.device("meta")), step.ids(torch.device("cpu")), hardware=hardware)
+    return replace(step, ops=traced.ops)
 
 
 def fit_memory(step: Step, step_s: float, rates: DeviceRates) -> KernelRate:
@@ -111,12 +79,9 @@ def fit_memory(step: Step, step_s: float, rates: DeviceRates) -> KernelRate:
 
     It is less than what a single large kernel reaches, because most are smaller, and read in other orders; never more.
     """
-    products_s = sum(
-        rates.seconds(num_bytes=work.num_bytes, flops=work.flops, dtype=step.dtype, operator=work.operator)
-        for work in step.works
-        if work.flops
-    )
-    others = [work.num_bytes for work in step.works if not work.flops]
+    works = [(op.name, op.work) for op in step.ops if op.work is not None]
+    products_s = sum(seconds_of(name, work, rates) for name, work in works if work.flops)
+    others = [work.num_bytes for _, work in works if not work.flops]
     left_s = step_s - products_s - len(others) * rates.memory.start_s
     fastest_s = sum(others) / rates.memory.per_s
     return replace(rates.memory, per_s=sum(others) / max(left_s, fastest_s))
@@ -127,7 +92,7 @@ def measure_step(timer: Timer, step: Step, name: str) -> float:
     timer.tell(name)
     model, batch = step.build(timer.device), step.ids(timer.device)
     times = _times(lambda: _forward_backward(model, batch), 2 * timer.sizes.num_steps)
-    return timer.note(name, step.num_ops, "operator", times).median_s
+    return timer.note(name, len(step.ops), "operator", times).median_s
 
 
 def _forward_backward(model: nn.Module, batch: dict[str, torch.Tensor]) -> None:
