@@ -21,7 +21,7 @@ KERNEL_S, PRODUCT_S = 1.5e-6, 3.5e-6
 """What a kernel takes besides its work, and what a product does: to be started, and to end."""
 LINK_EFFICIENCY = 0.81
 """Of what a slot promises, each way while both are busy: 51 GB/s of 63 on the H200's host, and 55 in one direction alone."""
-UPDATE_EFFICIENCY = {"exact": 0.5, "fp32": 0.5, "eight_bit": 0.28, "torch_fused": 0.57, "torch": 0.31}
+UPDATE_EFFICIENCY = {"exact": 0.5, "fp32": 0.5, "eight_bit": 0.27, "torch_fused": 0.57, "torch": 0.25}
 """Of the device's memory bandwidth, in updates. In the steps of `benchmarks/results/session/optimizer_2026-11-16T0849` exact ones
 reach 2.4 TB/s of 4.8 and torch's fused ones 2.75; the others stand to these as in the calibration."""
 
@@ -156,11 +156,11 @@ class HostRates:
     slowdown_beside_updates: float = 1.2
     """How many times longer launches take while a worker updates. The same layers, while the kernel works on other memory:
     1.13 to 1.37."""
-    updates: UpdateRates = UpdateRates(exact=127e9, fp32=127e9, eight_bit=127e9, torch_fused=127e9, torch=31.75e9)
-    """4.9 billion parameters a second in the exact update, which moves 26 bytes for each. torch's own step reaches 1.0 billion
-    where it is not fused, and 4.1 where it is."""
+    updates: UpdateRates = UpdateRates(exact=127e9, fp32=113e9, eight_bit=87e9, torch_fused=96e9, torch=21e9)
+    """4.9 billion parameters a second in the exact update, which moves 26 bytes for each. The others stand to it as in the
+    calibration of another such host (`benchmarks/results/hardware`), which was a fifth faster."""
     updates_beside_copies: UpdateRates = UpdateRates(
-        exact=86e9, fp32=86e9, eight_bit=86e9, torch_fused=86e9, torch=21.5e9
+        exact=86e9, fp32=83e9, eight_bit=74e9, torch_fused=72e9, torch=17e9
     )
     """The same while copies take their part of the host's memory bandwidth: 3.3 billion in the exact update."""
     memory_bytes_per_s: float | None = None
