@@ -98,9 +98,8 @@ def _beside(copies: Copies, call: Callable[[], None], alone_s: float) -> float:
 
 
 @contextmanager
-def updates_elsewhere(num_elements: int) -> Iterator[None]:
-    """The host's kernel works on memory of its own in another thread, as a session's worker does."""
-    call, _ = make_update(UpdateKind.EXACT, num_elements, torch.device("cpu"))
+def running(call: Callable[[], None]) -> Iterator[None]:
+    """Another thread makes the call again and again, as a session's worker updates."""
     over = threading.Event()
 
     def work() -> None:
