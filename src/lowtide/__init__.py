@@ -16,16 +16,18 @@ from lowtide.tracing.settings import StepSettings
 from lowtide.tracing.step_trace import StepTrace
 
 if typing.TYPE_CHECKING:
+    from lowtide.lab.calibration.calibrate import calibrate
+    from lowtide.planning.comparison import compare
     from lowtide.runtime.planner import PlannedStep, plan, prepare
     from lowtide.runtime.prediction.trace import trace
-    from lowtide.tracing.explanation.compare import compare
     from lowtide.tracing.explanation.explain import explain
     from lowtide.tracing.leaks.find import find_leaks
     from lowtide.tracing.observation.monitor import MemoryMonitor
     from lowtide.tracing.observation.observe import observe
 
 _AT_FIRST_USE = {
-    "compare": "lowtide.tracing.explanation.compare",
+    "calibrate": "lowtide.lab.calibration.calibrate",
+    "compare": "lowtide.planning.comparison",
     "explain": "lowtide.tracing.explanation.explain",
     "find_leaks": "lowtide.tracing.leaks.find",
     "MemoryMonitor": "lowtide.tracing.observation.monitor",
@@ -46,6 +48,7 @@ __all__ = [
     "StepSettings",
     "StepTrace",
     "WarmUp",
+    "calibrate",
     "compare",
     "empty_weights",
     "errors",

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide.planning.timeline import Lane, LaneSpan, Reason, ResidencySpan, Timeline
-from lowtide.report.gantt import gantt_data, kind_of, recent, step_starts
+from lowtide.report.gantt import gantt_data, kind_of, recent
 from tests.runtime.session_samples import Streaming
 
 TIMELINE = Streaming().timeline(is_emulated=True)
@@ -95,7 +95,7 @@ def test_a_prefetch_for_the_next_step_does_not_move_its_beginning() -> None:
     copy = LaneSpan(step=1, lane=Lane.TO_DEVICE, name="a/0", phase="forward", start_s=1, end_s=2)
     work = replace(copy, lane=Lane.COMPUTE, name="a", start_s=3, end_s=4)
     first = replace(work, step=0, start_s=0, end_s=2.5)
-    assert step_starts(Timeline(spans=(first, copy, work), residency=(), is_emulated=False)) == [(0, 0), (1, 3)]
+    assert Timeline(spans=(first, copy, work), residency=(), is_emulated=False).step_starts() == ((0, 0), (1, 3))
 
 
 def test_kinds() -> None:

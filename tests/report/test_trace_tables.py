@@ -9,7 +9,7 @@ from rich.console import Console, RenderableType
 from lowtide.planning.what_if import WhatIfRow
 from lowtide.report import terminal, trace_tables
 from lowtide.report.trace_tables import Fit, circumstances, fit_of, saving
-from lowtide.tracing.explanation.compare import Difference, compare
+from lowtide.tracing.explanation.compare import Difference, compare_traces
 from lowtide.tracing.step_trace import Category, Phase, StepTrace, Target
 from lowtide.units import GiB, MiB, format_bytes
 from tests.tracing.samples import TARGET, TraceBuilder, observed_like, tiny_trace, transformer_trace
@@ -85,7 +85,7 @@ def test_circumstances_are_what_a_trace_knows_of_itself() -> None:
 def test_differences_are_relative_to_the_observation() -> None:
     predicted = transformer_trace(layers=2)
     observed = observed_like(predicted, scale=1.25)
-    rows = {row.what: row for row in compare(predicted, observed).differences}
+    rows = {row.what: row for row in compare_traces(predicted, observed).differences}
     assert rows["peak allocated"].predicted_bytes == predicted.peak_bytes
     assert rows["peak allocated"].observed_bytes == observed.peak_bytes
     assert rows["peak allocated"].error == pytest.approx(1 / 1.25 - 1, abs=1e-4)

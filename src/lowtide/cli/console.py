@@ -17,7 +17,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from lowtide.errors import ConfigError, LowtideError
-from lowtide.report.html import Section, render_page
+from lowtide.report.html import PlanSection, Section, render_page
 from lowtide.tracing.trace_json import save_trace
 
 OUT = Console()
@@ -123,7 +123,7 @@ def require_reports(paths: list[Path]) -> None:
     require_writable("--report", paths)
 
 
-def write_reports(paths: list[Path], section: Section) -> None:
+def write_reports(paths: list[Path], section: Section | PlanSection) -> None:
     """One file per path, which `require_reports` has seen; its suffix says which kind."""
     title = f"{section.trace.model} on {section.trace.target.card}"
     for path in paths:
@@ -136,5 +136,5 @@ def write_reports(paths: list[Path], section: Section) -> None:
         else:
             from lowtide.report.figures import save_png  # matplotlib takes a second to import
 
-            save_png(section.trace, path, section.observed)
+            save_png(section.trace, path, section.observed if isinstance(section, Section) else None)
         ERR.print(f"wrote {path}")

@@ -11,6 +11,7 @@ import typer
 from lowtide.cli.check import run_check_command
 from lowtide.cli.console import Gpu, Json, friendly_errors, require_writable
 from lowtide.cli.demo import run_demo
+from lowtide.cli.hardware import run_hardware
 from lowtide.cli.lab import lab_app
 from lowtide.cli.plan import PlanRequest, make_plan_request, plan_settable, run_plan
 from lowtide.cli.trace import make_request, run_explain, run_trace, settable
@@ -85,13 +86,14 @@ def plan(
             "--set", help='precision="bf16 exact", schedule=in_backward, optimizer=sgd, max_grad_norm=1.0, ...'
         ),
     ] = None,
+    pareto: Annotated[bool, typer.Option("--pareto", help="also the fastest step at each device budget")] = False,
     json_: Json = False,
     report: Report = None,
 ) -> None:
     """The fastest plan that fits, with its predicted peak and step time."""
     with friendly_errors():
         request = PlanRequest(model=model, batch=batch, gpu=gpu, device_memory=device_memory, host_memory=host_memory)
-        run_plan(make_plan_request(request, set_ or []), as_json=json_, reports=report or [])
+        run_plan(make_plan_request(request, set_ or []), as_json=json_, reports=report or [], pareto=pareto)
 
 
 @app.command()
@@ -105,6 +107,16 @@ def check(
     """Train a recipe managed and plainly from the same weights; fails on a difference beyond its tolerance."""
     with friendly_errors():
         run_check_command(recipe, set_ or [], as_json=json_)
+
+
+@app.command()
+def hardware(
+    again: Annotated[bool, typer.Option("--again", help="measure even where that was done before")] = False,
+    json_: Json = False,
+) -> None:
+    """Measure this machine once, in under a minute; `--gpu this` then plans with what it reaches."""
+    with friendly_errors():
+        run_hardware(again=again, as_json=json_)
 
 
 @app.command()

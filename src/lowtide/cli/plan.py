@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from lowtide import config
 from lowtide.cli.console import OUT, progress, require_reports, write_reports
 from lowtide.cli.trace import TraceRequest
 from lowtide.errors import ConfigError
+from lowtide.planning.budget_curve import BudgetPoint
 from lowtide.planning.plan import plan_to_json
 from lowtide.planning.search import Candidate
-from lowtide.report.html import Section
+from lowtide.report.html import PlanSection
+from lowtide.report.plan_tables import bound_words, budget_table
 from lowtide.report.table import Table, make_table, number, size, words
 from lowtide.runtime.planner import PlannedStep, plan
 from lowtide.tracing.prediction.sandbox import shared_sandbox
@@ -91,26 +94,51 @@ def make_plan_request(request: PlanRequest, overrides: list[str]) -> PlanRequest
     return config.override(request, overrides)
 
 
-def run_plan(request: PlanRequest, *, as_json: bool, reports: list[Path]) -> None:
-    """Plan, and show the plan on one screen."""
+def run_plan(request: PlanRequest, *, as_json: bool, reports: list[Path], pareto: bool = False) -> None:
+    """Plan, and show the plan on one screen.
+
+    Args:
+        request: What to plan.
+        as_json: For machines instead.
+        reports: Files to write besides; a page has the curve of `pareto` in any case.
+        pareto: Show the fastest step at each device budget too.
+    """
     require_reports(reports)
+    has_page = any(path.name.lower().endswith(".html") for path in reports)
     with progress("planning") as on_progress:
         found = request.solve(on_progress)
+        points: tuple[BudgetPoint, ...] = ()
+        if pareto or has_page:
+            on_progress("memory against speed")
+            points = found.by_budget()
     if as_json:
-        print(json.dumps(summarise_plan(found), indent=2))
+        print(json.dumps(summarise_plan(found, points), indent=2))
     else:
         OUT.print(plan_headline(request, found))
         if found.rejected:
             OUT.print(_others(found))
+        if pareto:
+            OUT.print(budget_table(points, found.num_tokens))
         OUT.print(Text(_code(request), style="dim"))
-    write_reports(reports, Section(trace=found.trace, explanation="\n\n".join(found.words)))
+    others = (_others(found),) if found.rejected else ()
+    write_reports(
+        reports,
+        PlanSection(
+            found=found,
+            name=f"{request.model} on {found.hardware.name}",
+            points=points,
+            code=_code(request).removeprefix("in your script: "),
+            tables=others,
+        ),
+    )
 
 
-def summarise_plan(found: PlannedStep) -> dict[str, Any]:
+def summarise_plan(found: PlannedStep, points: Sequence[BudgetPoint] = ()) -> dict[str, Any]:
     """The figures of a plan, and the plan itself."""
     return {
         "schema": "lowtide.planned_step/1",
         "hardware": found.hardware.name,
+        "rates": found.hardware.rates_from,
         "step_s": found.step_s,
         "tokens_per_s": found.tokens_per_s,
         "bound_by": found.simulated.bound_by,
@@ -124,6 +152,17 @@ def summarise_plan(found: PlannedStep) -> dict[str, Any]:
         "others": [
             {"words": _placed(other), "step_s": other.step_s, "device_bytes": other.device_bytes}
             for other in found.rejected
+        ],
+        "by_budget": [
+            {
+                "device_bytes": point.budget_bytes,
+                "step_s": point.step_s,
+                "is_replayed": point.is_replayed,
+                "num_resident": point.num_resident,
+                "num_updated_there": point.num_updated_there,
+                "activations": point.activations,
+            }
+            for point in points
         ],
         "plan": json.loads(plan_to_json(found.plan)),
     }
@@ -140,8 +179,9 @@ def plan_headline(request: PlanRequest, found: PlannedStep) -> Panel:
     speed = Text(f"about {format_seconds(found.step_s)}", style="bold")
     if found.tokens_per_s is not None:
         speed.append(f"  {format_count(round(found.tokens_per_s))} tokens/s")
-    speed.append(f"  bound by {_bound(found)}", style="dim")
+    speed.append(f"  bound by {bound_words(found.simulated)}", style="dim")
     facts.add_row("time of the step", speed)
+    facts.add_row("rates", found.hardware.rates_from)
     facts.add_row(
         "device", f"{format_bytes(found.trace.peak_reserved_bytes)} of {format_bytes(budgets.device_bytes)} reserved"
     )
@@ -162,12 +202,6 @@ def plan_headline(request: PlanRequest, found: PlannedStep) -> Panel:
         )
     title = Text.assemble((f"{request.model} on {found.hardware.name}", "bold"), f"  {found.num_tried} plans simulated")
     return Panel(facts, title=title, title_align="left", expand=False, padding=(1, 2))
-
-
-def _bound(found: PlannedStep) -> str:
-    return {"compute": "the device's computation", "host update": "updates on the host", "launches": "launches"}.get(
-        found.simulated.bound_by, f"copies {found.simulated.bound_by}"
-    )
 
 
 def _others(found: PlannedStep) -> Table:

@@ -151,6 +151,20 @@ class Timeline:
         """Time in which compute stood still for a copy or an update: the copy time that was not hidden."""
         return math.fsum(span.duration_s for span in self.spans if span.waits_for is not None)
 
+    def step_starts(self) -> tuple[tuple[int, float], ...]:
+        """Each step with the start of its first computation, in order; steps without computation begin with any span."""
+        starts: dict[int, tuple[bool, float]] = {}
+        for span in self.spans:
+            # Work of a step that runs elsewhere, such as a prefetch in the step before, must not move its beginning.
+            begins = (span.lane is not Lane.COMPUTE, span.start_s)
+            starts[span.step] = min(starts.get(span.step, begins), begins)
+        return tuple((step, starts[step][1]) for step in sorted(starts))
+
+    def busy_s(self, lane: Lane) -> float:
+        """Time in which a lane works. Modules inside of others count once, and waits inside of modules not at all."""
+        on_lane = [span for span in self.spans if span.lane is lane]
+        return _covered_s(on_lane) - _covered_s(span for span in on_lane if span.waits_for is not None)
+
     def last_steps(self, count: int) -> Timeline:
         """The last `count` recorded steps alone; residency is cut at the first instant of these steps.
 
@@ -241,6 +255,16 @@ def _group(name: str, group_of: Mapping[str, str]) -> str:
 def _wanted_s(use: LaneSpan, waits: Iterable[LaneSpan], since_s: float) -> float:
     """When compute first asked for a use: the start of its wait, or of the use where it did not wait."""
     return min((wait.start_s for wait in waits if since_s <= wait.start_s <= use.start_s), default=use.start_s)
+
+
+def _covered_s(spans: Iterable[LaneSpan]) -> float:
+    """Length of the time that at least one span covers."""
+    covered_s, until_s = 0.0, -math.inf
+    for span in sorted(spans, key=lambda span: span.start_s):
+        if span.end_s > until_s:
+            covered_s += span.end_s - max(span.start_s, until_s)
+            until_s = span.end_s
+    return covered_s
 
 
 def _from(span: ResidencySpan, start_s: float) -> ResidencySpan:

@@ -1,6 +1,6 @@
 // Charts that a page draws from its data at the width that it has: marks over two axes, steps, and lines.
 
-const MARK_RADIUS = 5.5, NEAR = MARK_RADIUS + 3;
+const MARK_RADIUS = 5.5, NAME_GAP = MARK_RADIUS + 3;
 
 // A range of values as [low, high, is logarithmic], laid over pixels.
 class Axis {
@@ -74,7 +74,7 @@ function drawScatter(chart, data) {
   const bounds = { left: across.from, right: across.to, top: up.to, bottom: up.from };
   placeNames(named.map(place), sizes, dots, lines, bounds).forEach((box, index) => {
     const [x, y] = place(named[index]), near = nearest(box, [x, y]);
-    if (Math.hypot(near[0] - x, near[1] - y) > 1.8 * NEAR) svg.prepend(line("leader", x, y, ...near));
+    if (Math.hypot(near[0] - x, near[1] - y) > 1.8 * NAME_GAP) svg.prepend(line("leader", x, y, ...near));
     texts[index].setAttribute("x", box.left);
     texts[index].setAttribute("y", box.top - sizes[index].y);
   });
@@ -107,7 +107,7 @@ function placeNames(points, sizes, dots, lines, bounds) {
   for (const index of points.map((_, number) => number).sort((a, b) => crowd[b] - crowd[a])) {
     const [x, y] = points[index], { width, height } = sizes[index];
     let least = Infinity;
-    for (let distance = NEAR; distance < 400 && distance < least; distance *= 1.18) {
+    for (let distance = NAME_GAP; distance < 400 && distance < least; distance *= 1.18) {
       for (let turn = 0; turn < 16; turn++) {
         const angle = (Math.PI * turn) / 8;
         const left = x + Math.cos(angle) * (distance + width / 2) - width / 2;

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from lowtide.plain_text import Plain
+from lowtide.planning.budget_curve import BudgetPoint
+from lowtide.report.plan_tables import milliseconds
+from lowtide.units import GiB, format_bytes, format_count
 
 LOG_RATIO = 8.0
 """Values that are this far apart leave no room for the small ones on a linear axis."""
@@ -125,3 +128,24 @@ class Panel:
     title: str
     scatter: Scatter | None
     steps: tuple[StepCurve, ...]
+
+
+def curve_data(points: Sequence[BudgetPoint], *, chosen_bytes: int, tokens: int = 0) -> dict[str, Plain]:
+    """Time a step over device memory, for the page's script; the place of the plan itself is marked."""
+
+    def said(point: BudgetPoint) -> str:
+        speed = f", {format_count(round(tokens / point.step_s))} tokens/s" if tokens else ""
+        how = "replayed" if point.is_replayed else "estimated"
+        groups = f"{point.num_resident} groups resident, {point.num_updated_there} updated on the device"
+        time = f"{format_bytes(point.budget_bytes)} ({how}): {milliseconds(point.step_s)}{speed}"
+        return f"{time}; {groups}, activations: {point.activations}"
+
+    return {
+        "x": axis_over(point.budget_bytes / GiB for point in points).plain(),
+        "y": axis_over(point.step_s for point in points).plain(),
+        "names": ["device memory, GiB", "seconds a step"],
+        "points": [
+            [point.budget_bytes / GiB, point.step_s, said(point), point.is_replayed, point.budget_bytes == chosen_bytes]
+            for point in points
+        ],
+    }

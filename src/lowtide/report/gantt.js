@@ -46,7 +46,8 @@ class Gantt {
     for (const [key, label, text] of entries) buttons.append(this.buttons[key] = element("button", { type: "button", "aria-label": label, title: label }, text));
     const { steps, numSteps } = this.data, first = steps[0]?.[0], last = steps.at(-1)?.[0];
     const which = steps.length > 1 ? `steps ${first} to ${last}` : steps.length ? `step ${first}` : "the session";
-    const label = `${this.chunkRows.length} chunks and ${this.rows.length - this.chunkRows.length} lanes over ${formatMicroseconds(this.end)}, ${which}. Arrow keys walk through the spans, plus and minus zoom, 0 shows all.`;
+    const chunks = this.chunkRows.length ? `${this.chunkRows.length} chunks and ` : "";
+    const label = `${chunks}${this.rows.length - this.chunkRows.length} lanes over ${formatMicroseconds(this.end)}, ${which}. Arrow keys walk through the spans, plus and minus zoom, 0 shows all.`;
     this.chart = element("div", { class: "chart", tabindex: "0", role: "application", "aria-label": label });
     this.canvas = element("canvas", { "aria-hidden": "true" });
     this.cursor = element("div", { class: "cursor", hidden: "" }, element("span"));

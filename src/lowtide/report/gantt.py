@@ -41,7 +41,7 @@ def gantt_data(timeline: Timeline, *, chunks: Sequence[str] = (), max_spans: int
         "isEmulated": shown.is_emulated,
         "numSteps": len(timeline.steps),
         "end": _microseconds(end_s - start_s),
-        "steps": [[step, _microseconds(begin_s - start_s)] for step, begin_s in step_starts(shown)],
+        "steps": [[step, _microseconds(begin_s - start_s)] for step, begin_s in shown.step_starts()],
         "residency": _residency(shown.residency, chunks, start_s, names),
         "lanes": [_lane(lane, shown.spans, start_s, names) for lane in Lane],
         "curve": [[_microseconds(time_s - start_s), held_bytes] for time_s, held_bytes in shown.device_chunk_bytes()],
@@ -58,16 +58,6 @@ def recent(timeline: Timeline, max_spans: int) -> Timeline:
 
     fitting = bisect_right(range(1, len(timeline.steps) + 1), max_spans, key=num_spans)
     return timeline.last_steps(max(fitting, 1))
-
-
-def step_starts(timeline: Timeline) -> list[tuple[int, float]]:
-    """Each step with the start of its first computation, in order; steps without computation begin with any span."""
-    starts: dict[int, tuple[bool, float]] = {}
-    for span in timeline.spans:
-        # Work of a step that runs elsewhere, such as a prefetch in the step before, must not move its beginning.
-        begins = (span.lane is not Lane.COMPUTE, span.start_s)
-        starts[span.step] = min(starts.get(span.step, begins), begins)
-    return [(step, starts[step][1]) for step in sorted(starts)]
 
 
 def kind_of(span: LaneSpan) -> str:

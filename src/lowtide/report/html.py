@@ -10,15 +10,20 @@ from dataclasses import dataclass
 from html import escape
 
 from lowtide.errors import ConfigError
+from lowtide.planning.budget_curve import BudgetPoint
+from lowtide.planning.comparison import compare
+from lowtide.planning.simulator import SimulatedStep
 from lowtide.planning.timeline import Lane, Timeline
 from lowtide.planning.what_if import WhatIfRow
-from lowtide.report import page, session_tables, trace_tables
+from lowtide.report import page, plan_tables, session_tables, trace_tables
+from lowtide.report.charts import curve_data
 from lowtide.report.gantt import gantt_data
 from lowtide.report.page import fill_page, read_part
 from lowtide.report.session_tables import cache_line, overlap_line, per_step
-from lowtide.report.table import Tone, Value, size, to_html
+from lowtide.report.table import Table, Tone, Value, size, to_html
 from lowtide.report.timeline import timeline_data
 from lowtide.report.trace_tables import ASSUMED_CONTEXT, circumstances, fit_of
+from lowtide.runtime.planner import PlannedStep
 from lowtide.runtime.statistics.session_stats import SessionStats
 from lowtide.tracing.attention.use import attention_use, fallbacks
 from lowtide.tracing.explanation.instant import instant_of
@@ -26,7 +31,12 @@ from lowtide.tracing.step_trace import StepTrace
 from lowtide.units import format_bytes, format_count, format_seconds
 
 _TRACE_SCRIPTS = ("timeline.js", "timeline_input.js")
-_SESSION_SCRIPTS = ("gantt.js", "gantt_rows.js", "gantt_input.js")
+_GANTT_SCRIPTS = ("gantt.js", "gantt_rows.js", "gantt_input.js")
+_CURVE_SCRIPTS = ("charts.js", "curve.js")
+_BEGINNING = (
+    "The step begins with its first computation. What lies before it are updates and copies that its forward waits for, and "
+    "that run beside the end of the step before."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,36 +68,99 @@ class SessionSection:
         return self.stats.is_emulated or self.timeline.is_emulated
 
 
-def render_page(sections: Sequence[Section | SessionSection], *, title: str) -> str:
-    """The page for steps and sessions, in the order given, as text to be written to a `.html` file.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSection:
+    """A plan on the page, and the memory of its step."""
+
+    found: PlannedStep
+    name: str = "Plan"
+    points: tuple[BudgetPoint, ...] = ()
+    """`found.by_budget()`; without it there is no curve."""
+    code: str = ""
+    """What does this in a script."""
+    tables: tuple[Table, ...] = ()
+    """What else there is to say."""
+
+    @property
+    def trace(self) -> StepTrace:
+        """The memory of its step."""
+        return self.found.trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparisonSection:
+    """A simulated step beside the steps that a session recorded."""
+
+    simulated: SimulatedStep
+    observed: Timeline
+    name: str = "Simulated against observed"
+
+    @property
+    def is_emulated(self) -> bool:
+        """Whether the device was a tier of host memory."""
+        return self.observed.is_emulated
+
+
+AnySection = Section | SessionSection | PlanSection | ComparisonSection
+
+
+def render_page(sections: Sequence[AnySection], *, title: str) -> str:
+    """The page for steps, plans and sessions, in the order given, as text to be written to a `.html` file.
 
     Raises:
         ConfigError: There is no section to show.
     """
     if not sections:
         raise ConfigError("a report needs at least one trace, got none; pass what lowtide.trace or observe returned")
-    data = [
-        gantt_data(section.timeline, chunks=[chunk.name for chunk in section.stats.chunks])
-        if isinstance(section, SessionSection)
-        else timeline_data(section.trace, observed=section.observed)
-        for section in sections
-    ]
-    body = "".join(
-        _session_section(section, index) if isinstance(section, SessionSection) else _trace_section(section, index)
-        for index, section in enumerate(sections)
-    )
-    has_sessions = any(isinstance(section, SessionSection) for section in sections)
-    has_traces = any(isinstance(section, Section) for section in sections)
+    charts = _Charts()
+    body = "".join(_section(section, f"trace-{index}", charts) for index, section in enumerate(sections))
     # A page carries only the scripts that it uses: the base set is most of a small report.
-    scripts = ("units.js", *(_TRACE_SCRIPTS * has_traces), *(_SESSION_SCRIPTS * has_sessions), "page.js")
+    scripts = (
+        "units.js",
+        *(_TRACE_SCRIPTS * ("timeline" in charts.kinds)),
+        *(_GANTT_SCRIPTS * ("gantt" in charts.kinds)),
+        *(_CURVE_SCRIPTS * ("curve" in charts.kinds)),
+        "page.js",
+    )
+    styles = [f"{kind}.css" for kind in ("gantt", "curve") if kind in charts.kinds]
+    has_lanes = any(not isinstance(section, Section) for section in sections)
     return fill_page(
         title=title,
         contents=_contents(sections),
         body=body,
-        styles=[read_part("gantt.css")] if has_sessions else [],
-        data=data,
+        styles=map(read_part, dict.fromkeys(["gantt.css"] * has_lanes + styles)),
+        data=charts.data,
         scripts=map(read_part, scripts),
     )
+
+
+class _Charts:
+    """Gathers the data of the charts, in the order in which they stand on the page."""
+
+    def __init__(self) -> None:
+        self.data: list[object] = []
+        self.kinds: set[str] = set()
+
+    def figure(self, kind: str, data: object, label: str, *, classes: str = "timeline") -> str:
+        """The place of a chart that the page's script draws."""
+        self.kinds.add(kind)
+        self.data.append(data)
+        return (
+            f'<figure class="{classes}" data-{kind}="{len(self.data) - 1}" aria-label="{escape(label)}">'
+            "<noscript><p>The chart is drawn by a script; the tables below hold its numbers.</p></noscript></figure>"
+        )
+
+
+def _section(section: AnySection, key: str, charts: _Charts) -> str:
+    match section:
+        case Section():
+            return _trace_section(section, key, charts)
+        case SessionSection():
+            return _session_section(section, key, charts)
+        case PlanSection():
+            return _plan_section(section, key, charts)
+        case ComparisonSection():
+            return _comparison_section(section, key, charts)
 
 
 def render_session_page(stats: SessionStats, timeline: Timeline, *, title: str, notes: Sequence[str] = ()) -> str:
@@ -104,14 +177,13 @@ def render_session_page(stats: SessionStats, timeline: Timeline, *, title: str, 
     return render_page([SessionSection(stats=stats, timeline=timeline, notes=tuple(notes))], title=title)
 
 
-def _trace_section(section: Section, index: int) -> str:
+def _trace_section(section: Section, key: str, charts: _Charts) -> str:
     trace, observed = section.trace, section.observed
     facts = dict(circumstances(trace))
     size = f"{format_count(trace.num_parameters)} parameters"
     pieces = [
         _trace_figures(trace),
-        f'<figure class="timeline" data-timeline="{index}" aria-label="Memory over the step, by category">',
-        "<noscript><p>The timeline is drawn by a script; the tables below hold its numbers.</p></noscript></figure>",
+        charts.figure("timeline", timeline_data(trace, observed=observed), "Memory over the step, by category"),
     ]
     if section.explanation:
         pieces.append(f'<div class="prose"><h3>Why the peak is there</h3>{page.prose(section.explanation)}</div>')
@@ -132,16 +204,16 @@ def _trace_section(section: Section, index: int) -> str:
         " · ".join([size, *(facts[name] for name in ("weights", "batch", "optimizer") if name in facts)]),
         " · ".join([trace.origin, facts["hardware"], facts["versions"]]),
     ]
-    return page.section("trace", f"trace-{index}", trace.model, pieces, lines=lines)
+    return page.section("trace", key, trace.model, pieces, lines=lines)
 
 
-def _contents(sections: Sequence[Section | SessionSection]) -> str:
+def _contents(sections: Sequence[AnySection]) -> str:
     if len(sections) == 1:
         return ""
     names = (
-        (section.name, "session")
-        if isinstance(section, SessionSection)
-        else (section.trace.model, section.trace.origin)
+        (section.trace.model, section.trace.origin)
+        if isinstance(section, Section)
+        else (section.name, "session" if isinstance(section, SessionSection) else "")
         for section in sections
     )
     return page.contents((f"trace-{index}", name, kind) for index, (name, kind) in enumerate(names))
@@ -177,17 +249,15 @@ def _attention(trace: StepTrace) -> str:
     return f'<p class="where">Attention: {uses}.{told}</p>'
 
 
-def _session_section(section: SessionSection, index: int) -> str:
+def _session_section(section: SessionSection, key: str, charts: _Charts) -> str:
     stats, timeline = section.stats, section.timeline
     pieces = [_session_figures(stats)]
     # An emulated copy runs as late as it may, to show a missing wait: when it began says nothing.
     if not section.is_emulated and (overlap := overlap_line(timeline)):
         pieces.append(f'<p class="where">{escape(overlap)}</p>')
     if timeline.spans or timeline.residency:
-        pieces.append(
-            f'<figure class="timeline gantt" data-gantt="{index}" aria-label="Chunks on the device and work by lane">'
-            "<noscript><p>The chart is drawn by a script; the tables below hold its sums.</p></noscript></figure>"
-        )
+        data = gantt_data(timeline, chunks=[chunk.name for chunk in stats.chunks])
+        pieces.append(_lanes(charts, data, "Chunks on the device and work by lane"))
     times, tiers = to_html(session_tables.time_table(stats)), to_html(session_tables.tier_table(stats))
     pieces.append(f'<div class="pair">{times}{tiers}</div>')
     pieces += [to_html(session_tables.moved_table(stats)), to_html(session_tables.chunk_table(stats))]
@@ -196,9 +266,78 @@ def _session_section(section: SessionSection, index: int) -> str:
         pieces.append(page.folded("Every chunk", to_html(session_tables.every_chunk_table(stats))))
     pieces.append(page.notes(section.notes))
     steps = f"{stats.num_steps:,} {'step' if stats.num_steps == 1 else 'steps'}"
-    return page.section(
-        "trace session", f"trace-{index}", section.name, pieces, lines=[steps], is_emulated=section.is_emulated
+    return page.section("trace session", key, section.name, pieces, lines=[steps], is_emulated=section.is_emulated)
+
+
+def _lanes(charts: _Charts, data: object, label: str) -> str:
+    return charts.figure("gantt", data, label, classes="timeline gantt")
+
+
+def _plan_section(section: PlanSection, key: str, charts: _Charts) -> str:
+    found = section.found
+    trace, simulated = found.trace, found.simulated
+    said = "".join(f"<li>{escape(sentence)}</li>" for sentence in found.words)
+    pieces = [
+        _plan_figures(found),
+        f'<div class="prose"><h3>The plan</h3><ul>{said}</ul></div>',
+        f'<pre class="code"><code>{escape(section.code)}</code></pre>' if section.code else "",
+        to_html(plan_tables.placement_table(found)),
+        "<h3>The simulated step</h3>",
+        _lanes(charts, gantt_data(simulated.timeline), "The simulated step by lane"),
+        f'<p class="hint">{_BEGINNING}</p>',
+        to_html(plan_tables.lane_table(simulated)),
+    ]
+    if section.points:
+        data = curve_data(section.points, chosen_bytes=trace.peak_reserved_bytes, tokens=found.num_tokens)
+        pieces += [
+            "<h3>Memory against speed</h3>",
+            charts.figure("curve", data, "Time of a step against device memory", classes="timeline curve"),
+            page.folded("The curve as a table", to_html(plan_tables.budget_table(section.points, found.num_tokens))),
+        ]
+    pieces += [to_html(table) for table in section.tables]
+    pieces.append(page.notes(["Times are simulated by the hardware\u2019s rates, peaks by a replay of the allocator."]))
+    about = f"{trace.model}, {format_count(trace.num_parameters)} parameters"
+    line = " · ".join(
+        [about, *(value for name, value in circumstances(trace) if name in ("batch", "optimizer", "hardware"))]
     )
+    memory = _trace_section(Section(trace=trace), f"{key}-memory", charts)
+    return page.section("trace session", key, section.name, pieces, lines=[line]) + memory
+
+
+def _plan_figures(found: PlannedStep) -> str:
+    trace, budgets = found.trace, found.plan.budgets
+    speed = "" if found.tokens_per_s is None else f"{format_count(round(found.tokens_per_s))} tokens/s"
+    items: list[tuple[str, Value, Value]] = [
+        ("Time a step", Value(format_seconds(found.step_s)), Value(speed)),
+        (
+            "Bound by",
+            Value(plan_tables.bound_words(found.simulated)),
+            Value(f"{found.num_tried:,} plans were simulated"),
+        ),
+        (
+            "Device peak",
+            size(trace.peak_reserved_bytes),
+            Value(f"reserved, of a budget of {format_bytes(budgets.device_bytes or 0)}"),
+        ),
+        (
+            "Host",
+            size(trace.host_bytes),
+            Value(f"{format_bytes(trace.pinned_bytes or 0)} of it locked, of {format_bytes(budgets.host_bytes or 0)}"),
+        ),
+    ]
+    return page.figures(items)
+
+
+def _comparison_section(section: ComparisonSection, key: str, charts: _Charts) -> str:
+    simulated, observed = section.simulated, section.observed
+    pieces = [
+        to_html(plan_tables.comparison_table(compare(simulated, observed))),
+        "<h3>Simulated</h3>",
+        _lanes(charts, gantt_data(simulated.timeline), "The simulated step by lane"),
+        "<h3>Observed</h3>",
+        _lanes(charts, gantt_data(observed), "The observed steps: chunks on the device and work by lane"),
+    ]
+    return page.section("trace session", key, section.name, pieces, is_emulated=section.is_emulated)
 
 
 def _session_figures(stats: SessionStats) -> str:

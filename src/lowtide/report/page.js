@@ -10,3 +10,4 @@ for (const figure of document.querySelectorAll("figure[data-gantt]")) {
   figure.gantt = new Gantt(figure, PAGE_DATA[Number(figure.dataset.gantt)]);
   new GanttInput(figure.gantt);
 }
+for (const figure of document.querySelectorAll("figure[data-curve]")) figure.curve = new Curve(figure, PAGE_DATA[Number(figure.dataset.curve)]);

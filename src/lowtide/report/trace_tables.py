@@ -11,7 +11,7 @@ from lowtide.planning.what_if import WhatIfRow
 from lowtide.report.palette import STACK_ORDER
 from lowtide.report.table import Fill, Table, Tone, Value, bar, make_table, number, size, words
 from lowtide.report.timeline import phase_runs, run_peak
-from lowtide.tracing.explanation.compare import compare
+from lowtide.tracing.explanation.compare import compare_traces
 from lowtide.tracing.explanation.instant import AliveGroup, group_alive, largest_alive
 from lowtide.tracing.step_trace import Allocation, Category, StepTrace
 from lowtide.units import format_bytes, format_count
@@ -201,7 +201,7 @@ def comparison_table(predicted: StepTrace, observed: StepTrace) -> Table:
     """Predicted against observed: peaks, then the peak of each phase, then each category at the peak of its own trace."""
     return make_table(
         "Predicted against observed",
-        compare(predicted, observed).differences,
+        compare_traces(predicted, observed).differences,
         words("", lambda row: row.what, wraps=True),
         number("predicted", lambda row: size(row.predicted_bytes)),
         number("observed", lambda row: size(row.observed_bytes)),

@@ -21,16 +21,17 @@ from torch import nn
 from lowtide import compat
 from lowtide.activations.policy import WORDS, policy_of
 from lowtide.errors import ConfigError, PlanError, TraceError
-from lowtide.hardware import Hardware, find_hardware, known_hardware
+from lowtide.hardware import Hardware, UpdateKind, find_hardware, hardware_of
 from lowtide.memory.chunk import Layout, lay_out
 from lowtide.memory.groups import find_groups
 from lowtide.memory.tier import PINNABLE_SHARE, host_capacity_bytes
-from lowtide.optim.update_types import Numerics, numerics_of
+from lowtide.optim.update_types import Moments, Numerics, Rounding, numerics_of
+from lowtide.planning.budget_curve import BudgetPoint, CurveSource, budget_curve
 from lowtide.planning.budget_plans import WarmUp
 from lowtide.planning.hand_plan import make_plan
 from lowtide.planning.placement import assemble
 from lowtide.planning.plan import Budgets, Plan, Schedule, Site, Weights, word_of
-from lowtide.planning.search import WORTH_IT, Candidate, Found, Limits, Search, probe_placement
+from lowtide.planning.search import WORTH_IT, Candidate, Found, Limits, Search, Shape, probe_placement
 from lowtide.planning.simulator import LaneRates, SimulatedStep, lane_rates
 from lowtide.planning.step_costs import POLICIES, StepCosts, probe_policies, read_costs
 from lowtide.runtime.host_memory import state_bytes_by_parameter
@@ -70,6 +71,8 @@ class PlannedStep:
     num_tokens: int
     """Elements of the batch's first tensor of whole numbers: tokens of a language model; 0 where it has none."""
     num_tried: int
+    source: CurveSource
+    """What it was found with."""
     in_backward_s: float | None = None
     """Predicted seconds a step with updates in backward, where they are deferred, nothing is clipped and that is faster."""
 
@@ -82,6 +85,13 @@ class PlannedStep:
     def tokens_per_s(self) -> float | None:
         """Predicted; None where the batch has no tokens."""
         return self.num_tokens / self.step_s if self.num_tokens else None
+
+    def by_budget(self) -> tuple[BudgetPoint, ...]:
+        """The fastest step at each device budget, from the smallest that holds it to where more memory gains nothing.
+
+        Takes some searches, and two traces for the ends.
+        """
+        return budget_curve(self.source)
 
     @cached_property
     def words(self) -> tuple[str, ...]:
@@ -149,10 +159,53 @@ def plan(
         >>> found.trace.peak_reserved_bytes <= 200 << 20, found.step_s > 0
         (True, True)
     """
+    problem, limits = pose(
+        model,
+        batch,
+        optimizer=optimizer,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        pinned_memory=pinned_memory,
+        hardware=hardware,
+        precision=precision,
+        moments=moments,
+        schedule=schedule,
+        max_grad_norm=max_grad_norm,
+        policies=policies,
+        loss=loss,
+        autocast=autocast,
+        settings=settings,
+        torch_version=torch_version,
+        on_progress=on_progress,
+    )
+    return problem.fastest(limits)
+
+
+def pose(
+    model: nn.Module,
+    batch: Any,
+    *,
+    optimizer: Optimizer,
+    device_memory: Size | None = None,
+    host_memory: Size | None = None,
+    pinned_memory: Size | None = None,
+    hardware: str | Hardware = "h200",
+    precision: str | None = None,
+    moments: str = "fp32",
+    schedule: Schedule | str = Schedule.DEFERRED,
+    max_grad_norm: float | None = None,
+    policies: Iterable[str] = POLICIES,
+    loss: Loss | None = None,
+    autocast: str | torch.dtype | None = None,
+    settings: StepSettings | None = None,
+    torch_version: str | None = None,
+    on_progress: Callable[[str], None] | None = None,
+) -> tuple[PlanProblem, Limits]:
+    """The arguments of `plan`, checked: a step to be planned, and what it may take."""
     target = find_hardware(hardware) if isinstance(hardware, str) else hardware
     limits = _limits(target, device_memory, host_memory, pinned_memory, schedule, max_grad_norm, policies)
     tell = on_progress or (lambda text: None)
-    problem = _Problem(
+    problem = PlanProblem(
         model=model,
         batch=batch,
         optimizer=optimizer,
@@ -171,7 +224,7 @@ def plan(
         layout=lay_out(find_groups(model)),
         tell=tell,
     )
-    return problem.solve(limits)
+    return problem, limits
 
 
 def prepare(
@@ -230,7 +283,7 @@ def prepare(
         raise ConfigError(
             "an emulated device has no size of its own; give device_memory, such as '2GiB'", key="device_memory"
         )
-    hardware = hardware_of(chosen_device) if is_cuda else find_hardware("cpu")
+    hardware = hardware_of(chosen_device)
     budget = _free_bytes(chosen_device) if device_memory is None else parse_bytes(device_memory)
     chosen: Plan | WarmUp
     try:
@@ -266,28 +319,6 @@ def prepare(
     )
 
 
-def hardware_of(device: torch.device) -> Hardware:
-    """The kind of a CUDA device: the known one of its name and size, or what torch tells about it."""
-    properties = torch.cuda.get_device_properties(device)
-    same = [
-        known
-        for known in known_hardware()
-        if known.label.split(" (")[0].startswith(properties.name)
-        or properties.name.startswith(known.label.split(" (")[0])
-    ]
-    if same:
-        nearest = min(same, key=lambda known: abs(known.memory_bytes - properties.total_memory))
-        return replace(nearest, memory_bytes=properties.total_memory)
-    bare = find_hardware(f"{properties.total_memory >> 20}MiB")
-    return replace(
-        bare,
-        label=properties.name,
-        memory_bytes=properties.total_memory,
-        compute_capability=(properties.major, properties.minor),
-        num_sms=properties.multi_processor_count,
-    )
-
-
 def _free_bytes(device: torch.device) -> int:
     """What this process could reserve now, less the margin: free memory, and what it has reserved already."""
     free, _ = torch.cuda.mem_get_info(device)
@@ -311,8 +342,7 @@ def _limits(
         )
     if device_memory is None and not hardware.memory_bytes:
         raise ConfigError(f"the memory of {hardware.name} is not known; give device_memory", key="device_memory")
-    whole = int((hardware.memory_bytes - hardware.context_bytes) * (1 - _MARGIN))
-    device_bytes = _size("device_memory", device_memory, whole)
+    device_bytes = _size("device_memory", device_memory, _usable_bytes(hardware))
     if hardware.memory_bytes and device_bytes > hardware.memory_bytes:
         raise ConfigError(
             f"device_memory is {format_bytes(device_bytes)}, and {hardware.label} has {format_bytes(hardware.memory_bytes)}; "
@@ -331,6 +361,10 @@ def _limits(
         is_clipped=max_grad_norm is not None,
         policies=tuple(policies),
     )
+
+
+def _usable_bytes(hardware: Hardware) -> int:
+    return int((hardware.memory_bytes - hardware.context_bytes) * (1 - _MARGIN))
 
 
 def _size(key: str, given: Size | None, default: int) -> int:
@@ -388,7 +422,7 @@ class _Gaps:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Problem:
+class PlanProblem:
     """A step to be planned."""
 
     model: nn.Module
@@ -400,6 +434,72 @@ class _Problem:
     """What `trace` gets beside model, batch and plan."""
     layout: Layout
     tell: Callable[[str], None]
+    known: tuple[StepCosts, int] | None = None
+    """`priced`, where it is known already."""
+
+    @cached_property
+    def priced(self) -> tuple[StepCosts, int]:
+        """The step's costs, and the bytes of tensors beyond their estimate."""
+        return self._costs() if self.known is None else self.known
+
+    @property
+    def search(self) -> Search:
+        """The search among its placements, whose bytes are corrected for tensors but not for what the allocator holds beyond."""
+        costs, beyond = self.priced
+        return Search(costs, self.layout, self._rates(), correction_bytes=beyond)
+
+    def replay(self, candidate: Candidate, limits: Limits) -> tuple[Plan, StepTrace]:
+        """A placement's plan, and its step as a session runs it."""
+        chosen = self._plan_of(candidate, limits)
+        return chosen, trace(self.model, self.batch, plan=chosen, **self.traced)
+
+    def fastest(self, limits: Limits) -> PlannedStep:
+        """The fastest plan that fits; near the least that any takes, the smallest one.
+
+        Raises:
+            PlanError: Not even that fits; the message says what it takes.
+        """
+        try:
+            return self.solve(limits)
+        except PlanError as error:
+            self.tell("replaying the smallest plan")
+            candidate = smallest(self.search, limits)
+            chosen, replayed = self.replay(candidate, limits)
+            if self._fits(replayed, limits):
+                gaps = 1 - replayed.peak_bytes / replayed.peak_reserved_bytes
+                return self._planned(candidate, chosen, replayed, limits, beyond=self.priced[1], gaps=gaps)
+            if replayed.peak_reserved_bytes <= limits.device_bytes:
+                raise  # the host's memory is what is short, and the message says so
+            raise PlanError(
+                f"no plan fits {format_bytes(limits.device_bytes)} of device memory: with weights streamed, updates on the "
+                f"host and activations under {candidate.shape.small!r} the step reserves "
+                f"{format_bytes(replayed.peak_reserved_bytes)}; give that much, or a smaller batch",
+                needed_bytes=replayed.peak_reserved_bytes,
+            ) from error
+
+    def _planned(
+        self, candidate: Candidate, chosen: Plan, replayed: StepTrace, limits: Limits, *, beyond: int, gaps: float
+    ) -> PlannedStep:
+        costs = self.priced[0]
+        return PlannedStep(
+            plan=chosen,
+            trace=replayed,
+            simulated=candidate.simulated,
+            rejected=(),
+            costs=costs,
+            hardware=self.hardware,
+            num_tokens=_num_tokens(self.batch),
+            num_tried=1,
+            source=CurveSource(
+                search=Search(costs, self.layout, self._rates(), correction_bytes=beyond),
+                gaps=gaps,
+                limits=limits,
+                best=candidate,
+                best_bytes=replayed.peak_reserved_bytes,
+                device_bytes=_usable_bytes(self.hardware) if self.hardware.memory_bytes else None,
+                replay=lambda other, within: self.replay(other, within)[1],
+            ),
+        )
 
     def solve(self, limits: Limits) -> PlannedStep:
         """Search and replay until the replay stays inside the budgets and uses them.
@@ -407,7 +507,7 @@ class _Problem:
         The estimate of what tensors take is off by nearly the same bytes for all placements. What the allocator holds beyond
         them is not known before the replay, and more where blocks have different policies: see `_Gaps`.
         """
-        costs, beyond = self._costs()
+        costs, beyond = self.priced
         alike, mixed = _Gaps(), _Gaps()
         best: tuple[Candidate, Found, Plan, StepTrace] | None = None
         smallest: StepTrace | None = None
@@ -453,14 +553,9 @@ class _Problem:
                 needed_bytes=smallest.peak_reserved_bytes,
             )
         candidate, found, chosen, replayed = best
-        return PlannedStep(
-            plan=chosen,
-            trace=replayed,
-            simulated=candidate.simulated,
+        return replace(
+            self._planned(candidate, chosen, replayed, limits, beyond=beyond, gaps=alike.share),
             rejected=tuple(other for other in found.uniform if other.shape != candidate.shape),
-            costs=costs,
-            hardware=self.hardware,
-            num_tokens=_num_tokens(self.batch),
             num_tried=found.num_tried,
             in_backward_s=self._in_backward_s(search, limits, candidate.step_s),
         )
@@ -500,8 +595,7 @@ class _Problem:
         }
 
     def _rates(self) -> LaneRates:
-        # Where torch chooses by itself, it fuses Adam, AdamW and Adagrad on the host of a CUDA model.
-        return lane_rates(self.hardware, is_fused=self.numerics is not None or not self.hardware.is_host)
+        return lane_rates(self.hardware, update_kind(self.numerics, self.hardware))
 
     def _plan_of(self, candidate: Candidate, limits: Limits) -> Plan:
         choices = candidate.placement.groups
@@ -510,7 +604,7 @@ class _Problem:
             weights={name: choice.weights for name, choice in choices.items()},
             sites={chunk.name: choices[chunk.group].site for chunk in self.layout.chunks},
             schedule=limits.schedule,
-            prefetch_depth=candidate.shape.prefetch_depth,
+            prefetch_depth=candidate.placement.prefetch_depth,
             activations={name: policy_of(choice.policy) for name, choice in choices.items()},
             budgets=Budgets(
                 device_bytes=limits.device_bytes, host_bytes=limits.host_bytes, pinned_bytes=limits.pinned_bytes
@@ -525,6 +619,27 @@ class _Problem:
             and replayed.host_bytes <= limits.host_bytes
             and replayed.pinned_bytes <= limits.pinned_bytes
         )
+
+
+def update_kind(numerics: Numerics | None, hardware: Hardware) -> UpdateKind:
+    """Whose rates are nearest to those of the update that a session takes."""
+    if numerics is None:
+        # Where torch chooses by itself, it fuses Adam, AdamW and Adagrad on the host of a CUDA model.
+        return UpdateKind.TORCH if hardware.is_host else UpdateKind.TORCH_FUSED
+    if numerics.moments is Moments.INT8:
+        return UpdateKind.EIGHT_BIT
+    return UpdateKind.FP32 if numerics.rounding is Rounding.NEAREST else UpdateKind.EXACT
+
+
+def smallest(search: Search, limits: Limits) -> Candidate:
+    """The placement that takes least of the device, of those that the host holds if there are any."""
+    shapes = [
+        Shape(num_resident=0, num_device=0, small=policy, fast=policy, num_fast=0, prefetch_depth=0)
+        for policy in limits.policies or ("keep",)
+    ]
+    candidates = [search.evaluate(shape, limits) for shape in shapes]
+    held = [each for each in candidates if each.host_bytes <= limits.host_bytes]
+    return min(held or candidates, key=lambda candidate: candidate.device_bytes)
 
 
 def _num_tokens(batch: Any) -> int:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lowtide.tracing.explanation.compare import Difference, compare
+from lowtide.tracing.explanation.compare import Difference, compare_traces
 from lowtide.tracing.step_trace import Category, Phase, StepTrace
 from lowtide.units import KiB, MiB
 from tests.tracing.samples import TARGET, TraceBuilder, tiny_trace
@@ -29,7 +29,7 @@ def small_trace(*, hidden: int, logits: int, origin: str) -> StepTrace:
 
 
 def test_a_trace_does_not_differ_from_itself() -> None:
-    result = compare(tiny_trace(), tiny_trace(origin="observed"))
+    result = compare_traces(tiny_trace(), tiny_trace(origin="observed"))
     assert {row.bytes for row in result.differences} == {0}
     assert {row.error for row in result.differences} <= {0.0}
     assert (result.by_module, result.cautions) == ((), ())
@@ -39,7 +39,7 @@ def test_a_trace_does_not_differ_from_itself() -> None:
 
 def test_each_error_by_arithmetic() -> None:
     # Predicted: peak in the loss, 1 + 2 + 4 MiB. Observed: peak in the backward, 1 + 5 + 1 MiB (the loss has 6.5).
-    result = compare(
+    result = compare_traces(
         small_trace(hidden=2 * MiB, logits=4 * MiB, origin="predicted"),
         small_trace(hidden=5 * MiB, logits=512 * KiB, origin="observed"),
     )
@@ -64,7 +64,7 @@ def test_each_error_by_arithmetic() -> None:
 
 
 def test_the_summary_in_lines() -> None:
-    lines = compare(
+    lines = compare_traces(
         small_trace(hidden=2 * MiB, logits=4 * MiB, origin="predicted"),
         small_trace(hidden=5 * MiB, logits=512 * KiB, origin="observed"),
     ).summary()
@@ -85,7 +85,7 @@ def test_cautions_say_why_the_two_may_not_be_one_step() -> None:
         target=replace(TARGET, card="cpu", torch_version="2.11.0"),
         settings={"accumulate": 4, "precision": None, "batch": "8"},
     )
-    cautions = compare(predicted, observed).cautions
+    cautions = compare_traces(predicted, observed).cautions
     assert len(cautions) == 4  # precision is converted by one and found by the other
     assert "1.05M parameters were predicted, 5 observed" in cautions[0]
     assert "for h200, the observation is from cpu" in cautions[1]
@@ -97,7 +97,7 @@ def test_a_step_that_never_exceeds_its_start() -> None:
     builder = TraceBuilder()
     builder.allocate(MiB, Category.WEIGHTS)
     trace = builder.build()
-    result = compare(trace, trace)
+    result = compare_traces(trace, trace)
     assert str(result.observed_place) == "before the step begins"
     assert "both peak in the state before the step" in result.summary()
 

@@ -14,7 +14,7 @@ from lowtide.errors import ObserveError
 from lowtide.models.gpt import GPT, GPTConfig
 from lowtide.models.resnet import ResNet, ResNetConfig
 from lowtide.runtime.prediction.trace import trace
-from lowtide.tracing.explanation.compare import compare
+from lowtide.tracing.explanation.compare import compare_traces
 from lowtide.tracing.observation.observe import observe
 from lowtide.tracing.settings import StepSettings, UpdateSchedule
 from lowtide.tracing.step_trace import Category, Phase
@@ -142,7 +142,7 @@ def test_the_prediction_is_close_to_the_card(
     predicted = trace(model, batch, optimizer=optimizer, settings=settings, hardware="h200")
     model, batch = model.cuda(), {key: value.cuda() for key, value in batch.items()}
     made = optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
-    result = compare(predicted, observe(model, batch, optimizer=made, settings=settings))
+    result = compare_traces(predicted, observe(model, batch, optimizer=made, settings=settings))
     assert result.peak.error is not None
     assert abs(result.peak.error) <= TOLERANCE, "\n".join(result.summary())
     assert result.predicted_place.phase is result.observed_place.phase, "\n".join(result.summary())

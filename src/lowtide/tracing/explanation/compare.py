@@ -1,4 +1,4 @@
-"""`lowtide.compare`: how far a prediction is from what was observed, by phase, by category and by module."""
+"""Comparison of two traces: how far a prediction is from what was observed, by phase, by category and by module."""
 
 from __future__ import annotations
 
@@ -78,20 +78,8 @@ class Comparison:
         return [*lines, *(f"caution: {caution}" for caution in self.cautions)]
 
 
-def compare(predicted: StepTrace, observed: StepTrace) -> Comparison:
-    """How far the first trace is from the second.
-
-    Usually a prediction (`lowtide.trace`) and an observation (`lowtide.observe`) of one step; any two traces will do.
-
-    Example:
-        >>> import lowtide, torch
-        >>> model, batch = torch.nn.Linear(64, 64), torch.ones(8, 64)
-        >>> def loss(model, x):
-        ...     return model(x).sum()
-        >>> result = compare(lowtide.trace(model, batch, loss=loss), lowtide.observe(model, batch, loss=loss))
-        >>> result.by_category[0].what, result.by_category[0].observed_bytes
-        ('weights', 16640)
-    """
+def compare_traces(predicted: StepTrace, observed: StepTrace) -> Comparison:
+    """How far the first trace is from the second: a prediction and an observation of one step, or any two."""
     both = predicted, observed
     phases = [trace.phase_peaks() for trace in both]
     at_peak = [trace.at_peak for trace in both]

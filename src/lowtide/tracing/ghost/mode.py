@@ -160,7 +160,7 @@ class GhostMode(compat.TorchDispatchMode):
         if course is not None:
             self._charge_lasting(op, args)
             self._follow(course(to_meta(args), out), makes_outputs=True)
-            self.recorder.time_op(self.costs.seconds(op, to_meta(args), out))
+            self.recorder.time_op(*self.costs.timed(op, to_meta(args), out))
             return self._maker.wrap(op, args, kwargs, out, values, on_device)
         result = self._maker.wrap(op, args, kwargs, out, values, on_device)
         is_view = len(self.recorder.lives) == num_lives and not op.writes and not op.written_names
@@ -186,7 +186,7 @@ class GhostMode(compat.TorchDispatchMode):
         args, out = to_meta(args), to_meta(out)
         course = self.costs.course(op) or partial(self.costs.passing, op)
         self._follow(course(args, out), makes_outputs=False)
-        self.recorder.time_op(self.costs.seconds(op, args, out))
+        self.recorder.time_op(*self.costs.timed(op, args, out))
 
     def _charge_lasting(self, op: Operator, args: Any) -> None:
         for owner, nbytes in self.costs.lasting(op, args):
