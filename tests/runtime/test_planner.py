@@ -116,7 +116,8 @@ def test_a_model_without_blocks_is_planned_too() -> None:
     [
         ({"device_memory": "0GiB"}, "device_memory"),
         ({"device_memory": "-3GiB"}, "device_memory"),
-        ({"device_memory": "24"}, "no plan fits 24 B of device memory"),
+        ({"device_memory": "24"}, "device_memory is '24', which has no unit; write '24GiB', or MiB"),
+        ({"host_memory": "12.5"}, "host_memory is '12.5', which has no unit"),
         ({"device_memory": "many"}, "device_memory"),
         ({"device_memory": "200GiB"}, "device_memory is 200.0 GiB, and .* has .*; give at most that"),
         ({"hardware": "rtx-9999"}, "rtx-9999"),

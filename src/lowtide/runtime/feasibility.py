@@ -63,16 +63,16 @@ class Remedy:
     def words(self) -> str:
         """What it changes."""
         changed = [f"{name} {word}" for name, word in self.choice.changed.items()]
-        return ", ".join([*([self.word.name] if self.word else []), *changed]) or "nothing: the plain step fits"
+        return ", ".join([*([self.word.name] if self.word else []), *changed]) or "none, plain torch fits"
 
     @property
     def flags(self) -> str:
         """What shows it on the command line."""
         return " ".join(filter(None, (self.word.flags if self.word else "", self.choice.flags)))
 
-    def code(self, device_memory: str) -> str:
+    def code(self, device_bytes: int) -> str:
         """The lines of a script that turn it on."""
-        return "; ".join([*([self.word.code] if self.word else []), self.choice.code(device_memory)])
+        return "; ".join([*([self.word.code] if self.word else []), self.choice.code(device_bytes)])
 
 
 def smallest_change(problem: PlanProblem, limits: Limits, word: Word | None = None) -> Remedy | None:

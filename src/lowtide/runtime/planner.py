@@ -371,6 +371,8 @@ def usable_bytes(hardware: Hardware) -> int:
 def _size(key: str, given: Size | None, default: int) -> int:
     if given is None:
         return default
+    if isinstance(given, str) and given.strip().replace(".", "", 1).isdecimal():
+        raise ConfigError(f"{key} is {given!r}, which has no unit; write '{given.strip()}GiB', or MiB", key=key)
     try:
         found = parse_bytes(given)
     except ConfigError as error:
