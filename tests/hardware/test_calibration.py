@@ -128,4 +128,7 @@ def test_a_device_has_what_was_measured_of_it(monkeypatch: pytest.MonkeyPatch) -
     assert found.device is not None
     shared = replace(found, device=replace(found.device, context_bytes=None))
     assert known.calibrated(card, shared).context_bytes == card.context_bytes
+    assert measured.note == "rates are those that this machine reached when it was measured: 2026-11-18T20:00:00+00:00"
+    # A board that no table has: its step times are known once it was measured.
+    assert known.calibrated(find_hardware("24GiB"), found).rates == RATES
     assert card.rates_from == "data sheet, times what an H200 and its host reach of theirs"

@@ -227,7 +227,8 @@ def hardware_of(device: torch.device) -> Hardware:
 
 def calibrated(hardware: Hardware, calibration: Calibration) -> Hardware:
     """A kind of hardware with the rates, the context and the workspace that were measured of it."""
-    hardware = replace(hardware, host=calibration.host, host_source=Source.CALIBRATED)
+    note = f"rates are those that this machine reached when it was measured: {calibration.measured_at}"
+    hardware = replace(hardware, host=calibration.host, host_source=Source.CALIBRATED, note=note)
     found = calibration.device
     if found is None:
         return hardware

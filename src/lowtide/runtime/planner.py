@@ -565,7 +565,7 @@ class PlanProblem:
         }
 
     def _rates(self) -> LaneRates:
-        return lane_rates(self.hardware, _update_kind(self.numerics, self.hardware))
+        return lane_rates(self.hardware, update_kind(self.numerics, self.hardware))
 
     def _plan_of(self, candidate: Candidate, limits: Limits) -> Plan:
         choices = candidate.placement.groups
@@ -592,7 +592,7 @@ class PlanProblem:
         )
 
 
-def _update_kind(numerics: Numerics | None, hardware: Hardware) -> UpdateKind:
+def update_kind(numerics: Numerics | None, hardware: Hardware) -> UpdateKind:
     """Whose rates are nearest to those of the update that a session takes."""
     if numerics is None:
         # Where torch chooses by itself, it fuses Adam, AdamW and Adagrad on the host of a CUDA model.
