@@ -145,9 +145,7 @@ def run_plan(request: PlanRequest, *, as_json: bool, reports: list[Path], shown:
             found = problem.fastest(limits) if most is None else most.found
         except PlanError:
             if not as_json:
-                OUT.print(
-                    *(_remedy(way, limits, "would fit") for way in remedies(problem, limits)), sep="\n"
-                )
+                OUT.print(*(_remedy(way, limits, "would fit") for way in remedies(problem, limits)), sep="\n")
             raise
         change = None if most is not None else smallest_change(problem, limits)
         if shown.pareto or has_page:

@@ -44,9 +44,9 @@ from lowtide.tracing.training_step import Loss, tensors_in
 from lowtide.units import format_bytes, format_seconds, parse_bytes
 
 Size = str | int
-_MOST_REPLAYS = 4
+_MOST_REPLAYS = 6
 _GAPS = 0.04
-"""The share of the device budget that the allocator is first taken to hold beyond its tensors."""
+"""The share of the device budget with which `_Gaps` begin."""
 _WORTH_A_REPLAY = 0.06
 """The share of the device budget that a replay must have left unused for another search."""
 _WORTH_A_WORD = 0.03
@@ -382,6 +382,48 @@ def _size(key: str, given: Size | None, default: int) -> int:
     return found
 
 
+@dataclass(slots=True)
+class _Gaps:
+    """The share of the device budget that the allocator is taken to hold beyond its tensors.
+
+    What the allocator held in a replay that did not fit, free to take more, is surely enough: half of the way there is tried
+    first. Once a replay has fitted, it is the middle between what was too little and what was enough.
+    """
+
+    share: float = _GAPS
+    _too_little: float = 0.0
+    _enough: float | None = None
+
+    def was_too_little(self, held_bytes: int, budget_bytes: int) -> None:
+        """A replay did not fit, and held so much beyond its tensors without a limit."""
+        if self._enough is None:
+            held = held_bytes / budget_bytes
+            self.share, self._too_little = (
+                max(2 * self.share, held if self._too_little else (self.share + held) / 2),
+                self.share,
+            )
+        else:
+            self._too_little = self.share
+            self._halve()
+
+    def was_enough(self, left: float) -> None:
+        """A replay fitted, and left this share of the budget."""
+        self._enough = self.share
+        if self._too_little:
+            self._halve()
+        else:
+            self.share = max(0.0, self.share - left)
+
+    def is_too_much(self) -> None:
+        """Nothing fits beside gaps of this share."""
+        self._enough = self.share
+        self._halve()
+
+    def _halve(self) -> None:
+        assert self._enough is not None, "there are two ends"
+        self.share = (self._too_little + self._enough) / 2
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanProblem:
     """A step to be planned."""
@@ -472,42 +514,48 @@ class PlanProblem:
         )
 
     def solve(self, limits: Limits) -> PlannedStep:
-        """Search and replay until the replay stays inside the budgets.
+        """Search and replay until the replay stays inside the budgets and uses them.
 
         The estimate of what tensors take is off by nearly the same bytes for all placements. What the allocator holds beyond
-        them is not known before the replay: it is taken to be `_GAPS` of the budget, and more each time that the replay does
-        not fit.
+        them is not known before the replay, and more where blocks have different policies: see `_Gaps`.
         """
         costs, beyond = self.priced
-        gaps = _GAPS
+        alike, mixed = _Gaps(), _Gaps()
         best: tuple[Candidate, Found, Plan, StepTrace] | None = None
         smallest: StepTrace | None = None
         for attempt in range(1, _MOST_REPLAYS + 1):
             self.tell("searching the fastest plan")
-            correction = beyond + int(gaps * limits.device_bytes)
+            mixed.share = max(mixed.share, alike.share)
+            search = Search(
+                costs,
+                self.layout,
+                self._rates(),
+                correction_bytes=beyond + int(alike.share * limits.device_bytes),
+                mixed_bytes=int((mixed.share - alike.share) * limits.device_bytes),
+            )
             try:
-                found = Search(costs, self.layout, self._rates(), correction_bytes=correction).fastest(limits)
+                found = search.fastest(limits)
             except PlanError:
                 if smallest is None:
                     raise
-                break
+                alike.is_too_much()
+                continue
             if best is not None and found.best.step_s >= best[0].step_s * (1 - WORTH_IT):
                 break
             self.tell(f"replaying its step ({attempt})")
             chosen, replayed = self.replay(found.best, limits)
-            beyond += replayed.peak_bytes - (found.best.device_bytes - correction + beyond)
-            if not self.fits(replayed, limits):
+            gaps = mixed if search.is_mixed(found.best.placement) else alike
+            beyond += replayed.peak_bytes - (found.best.device_bytes - int(gaps.share * limits.device_bytes))
+            if self.fits(replayed, limits):
+                best = (found.best, found, chosen, replayed)
+                left = 1 - replayed.peak_reserved_bytes / limits.device_bytes
+                gaps.was_enough(left)
+                if left < _WORTH_A_REPLAY and smallest is None:
+                    break
+            else:
                 if smallest is None or replayed.peak_reserved_bytes < smallest.peak_reserved_bytes:
                     smallest = replayed
-                if best is not None:
-                    break
-                gaps += _GAPS
-                continue
-            best = (found.best, found, chosen, replayed)
-            left = 1 - replayed.peak_reserved_bytes / limits.device_bytes
-            if left < _WORTH_A_REPLAY or smallest is not None:
-                break
-            gaps = max(0.0, gaps - left)
+                gaps.was_too_little(replayed.peak_reserved_bytes - replayed.peak_bytes, limits.device_bytes)
         if best is None:
             assert smallest is not None, "each replay fits or does not"
             raise PlanError(
@@ -516,18 +564,16 @@ class PlanProblem:
                 needed_bytes=smallest.peak_reserved_bytes,
             )
         candidate, found, chosen, replayed = best
-        correction = beyond + int(gaps * limits.device_bytes)
         return replace(
-            self._planned(candidate, chosen, replayed, limits, beyond=beyond, gaps=gaps),
+            self._planned(candidate, chosen, replayed, limits, beyond=beyond, gaps=alike.share),
             rejected=tuple(other for other in found.uniform if other.shape != candidate.shape),
             num_tried=found.num_tried,
-            in_backward_s=self._in_backward_s(costs, correction, limits, candidate.step_s),
+            in_backward_s=self._in_backward_s(search, limits, candidate.step_s),
         )
 
-    def _in_backward_s(self, costs: StepCosts, correction: int, limits: Limits, deferred_s: float) -> float | None:
+    def _in_backward_s(self, search: Search, limits: Limits, deferred_s: float) -> float | None:
         if limits.schedule is Schedule.IN_BACKWARD or limits.is_clipped:
             return None
-        search = Search(costs, self.layout, self._rates(), correction_bytes=correction)
         try:
             found_s = search.fastest(replace(limits, schedule=Schedule.IN_BACKWARD)).best.step_s
         except PlanError:
