@@ -24,7 +24,7 @@ from lowtide.report.html import PlanSection
 from lowtide.report.plan_tables import bound_words, budget_table, milliseconds
 from lowtide.report.table import Table, Tone, Value, make_table, number, size, words
 from lowtide.runtime.feasibility import HardwareRow, LargestBatch, Remedy, largest, rank, remedies, smallest_change
-from lowtide.runtime.planner import PlannedStep, PlanProblem, pose
+from lowtide.runtime.planner import PlannedStep, PlanProblem, pose, usable_bytes
 from lowtide.tracing.prediction.sandbox import shared_sandbox
 from lowtide.tracing.settings import StepSettings
 from lowtide.units import format_bytes, format_count, format_seconds
@@ -208,7 +208,8 @@ def _ranking(caption: str, rows: Sequence[HardwareRow]) -> Table:
 def _verdict(row: HardwareRow) -> Value:
     if row.step_s is not None:
         return Value("fits", tone=Tone.GOOD)
-    return Value(f"needs {format_bytes(row.device_bytes)}", tone=Tone.BAD)
+    is_host_short = row.device_bytes <= usable_bytes(row.hardware)
+    return Value("the host is short" if is_host_short else f"needs {format_bytes(row.device_bytes)}", tone=Tone.BAD)
 
 
 def summarise_plan(

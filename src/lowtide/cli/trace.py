@@ -77,6 +77,7 @@ class TraceRequest:
             model=model,
             batch=self._make_batch(source, model),
             optimizer=OPTIMIZERS.get(self.optimizer),
+            loss=source.loss,
             settings=self.step,
             hardware=find_hardware(self.gpu),
             torch_version=self.torch,

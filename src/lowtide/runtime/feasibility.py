@@ -6,6 +6,7 @@ throughout, and says so.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -333,7 +334,7 @@ def rank(problem: PlanProblem, limits: Limits, *, device_memory: Size | None = N
 
     The step is traced once for each family of kernels, and its operators' seconds are told for each device from their work.
     """
-    families: dict[tuple[bool, bool], tuple[PlanProblem, Any]] = {}
+    families: dict[tuple[bool, bool], tuple[PlanProblem, list[tuple[dict[str, str], StepTrace]]]] = {}
     rows = []
     for hardware in known_hardware():
         if hardware.is_host:
@@ -341,12 +342,18 @@ def rank(problem: PlanProblem, limits: Limits, *, device_memory: Size | None = N
         family = hardware.compute_capability[0] in (9, 10), hardware.compute_capability[0] >= 8
         if family not in families:
             first = _on(problem, hardware)
-            families[family] = first, first.probes()
+            probes = first.probes()
+            families[family] = replace(first, known=first.read(probes)), probes
         problem.tell(f"pricing {hardware.name}")
-        probes = [(policies, at_rates_of(hardware, traced)) for policies, traced in families[family][1]]
-        posed = _on(problem, hardware)
+        priced, probes = families[family]
         budget = usable_bytes(hardware) if device_memory is None else min(limits.device_bytes, usable_bytes(hardware))
-        rows.append(_row(replace(posed, known=posed.read(probes)), replace(limits, device_bytes=budget)))
+        within = replace(limits, device_bytes=budget)
+        needed = smallest(priced.search, within).device_bytes + int(_GAPS * budget)
+        posed = _on(problem, hardware)
+        if needed <= budget:  # else no rates are of interest
+            probes = [(policies, at_rates_of(hardware, traced)) for policies, traced in probes]
+            posed = replace(posed, known=posed.read(probes))
+        rows.append(_row(posed, within, needed))
     return sorted(
         rows, key=lambda row: (row.step_s is None, row.step_s or row.device_bytes - row.hardware.memory_bytes)
     )
@@ -364,19 +371,17 @@ def at_rates_of(hardware: Hardware, trace: StepTrace) -> StepTrace:
     return replace(trace, ops=ops)
 
 
-def _row(problem: PlanProblem, limits: Limits) -> HardwareRow:
-    costs, beyond = problem.priced
-    gaps = int(_GAPS * limits.device_bytes)
+def _row(problem: PlanProblem, limits: Limits, needed_bytes: int) -> HardwareRow:
     found = None
-    try:
-        found = replace(problem, known=(costs, beyond + gaps)).search.fastest(limits).best
-    except PlanError:
-        least = smallest(problem.search, limits)
-    num_tokens = problem.num_tokens
+    if needed_bytes <= limits.device_bytes:
+        costs, beyond = problem.priced
+        gaps = int(_GAPS * limits.device_bytes)
+        with contextlib.suppress(PlanError):  # the host may be short
+            found = replace(problem, known=(costs, beyond + gaps)).search.fastest(limits).best
     return HardwareRow(
         hardware=problem.hardware,
         step_s=None if found is None else found.step_s,
-        tokens_per_s=num_tokens / found.step_s if found is not None and num_tokens else None,
+        tokens_per_s=problem.num_tokens / found.step_s if found is not None and problem.num_tokens else None,
         bound_by="" if found is None else found.simulated.bound_by,
-        device_bytes=least.device_bytes if found is None else found.device_bytes,
+        device_bytes=needed_bytes if found is None else found.device_bytes,
     )

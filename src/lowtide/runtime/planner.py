@@ -651,17 +651,18 @@ def update_kind(numerics: Numerics | None, hardware: Hardware) -> UpdateKind:
 def smallest(search: Search, limits: Limits) -> Candidate:
     """The uniform placement that takes least of the device, of those that the host holds if there are any."""
     num = search.num_groups
-    candidates = [
-        search.evaluate(
-            Shape(num_resident=resident, num_device=device, small=policy, fast=policy, num_fast=0, prefetch_depth=0),
-            limits,
-        )
+    shapes = [
+        Shape(num_resident=resident, num_device=device, small=policy, fast=policy, num_fast=0, prefetch_depth=0)
         for policy in limits.policies or ("keep",)
         for resident in (0, num)
         for device in (0, num)
     ]
-    held = [each for each in candidates if each.host_bytes <= limits.host_bytes]
-    return min(held or candidates, key=lambda candidate: candidate.device_bytes)
+
+    def taken(shape: Shape) -> tuple[bool, int]:
+        placement = search.placement(shape, limits)
+        return search.host_bytes(placement)[0] > limits.host_bytes, search.device_bytes(placement)
+
+    return search.evaluate(min(shapes, key=taken), limits)
 
 
 def _num_tokens(batch: Any) -> int:
