@@ -296,3 +296,13 @@ def test_gaps_are_bracketed_by_replays() -> None:
     roomy = _Gaps(share=0.04)
     roomy.was_enough(0.03)
     assert roomy.share == pytest.approx(0.01)
+
+
+def test_another_plan_is_simulated_with_the_same_costs() -> None:
+    source = resolve_model("gpt-tiny")
+    model, batch = source.build(torch.bfloat16), source.make_batch("2x64")
+    found = lowtide.plan(
+        model, batch, optimizer=torch.optim.AdamW, device_memory="200MiB", hardware="rtx-4090", precision="bf16 exact"
+    )
+    assert found.simulate(found.plan).step_s == found.step_s
+    assert found.simulate(lowtide.make_plan(model)).step_s > found.step_s
