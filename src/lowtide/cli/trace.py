@@ -20,12 +20,14 @@ from lowtide.cli.console import OUT, progress, require_reports, write_reports
 from lowtide.errors import BatchMismatchError, ConfigError, TooLargeError, UnknownNameError
 from lowtide.hardware import find_hardware, known_hardware
 from lowtide.lab.recipe_parts import OPTIMIZERS as OPTIMIZERS_OF_RECIPES
+from lowtide.lab.recipe_parts import PlanRecipe, plan_of
 from lowtide.models import ModelSource, built_in_names, resolve_model
 from lowtide.planning.techniques import Problem
 from lowtide.planning.what_if import what_if
 from lowtide.report.html import Section
 from lowtide.report.terminal import headline, notes, trace_report, what_if_report
 from lowtide.report.trace_tables import alive_table, category_table
+from lowtide.runtime.prediction.trace import trace
 from lowtide.tracing.attention.use import attention_use, is_on_attention
 from lowtide.tracing.explanation.explain import explain
 from lowtide.tracing.prediction.sandbox import shared_sandbox
@@ -60,6 +62,12 @@ class TraceRequest:
     """One of `OPTIMIZERS`, or none for forward and backward alone."""
     step: StepSettings = field(default_factory=StepSettings)
     """How the step is run."""
+    plan: PlanRecipe | None = None
+    """The words of `lowtide.make_plan`: the step as a session runs it. None: plain torch."""
+    precision: str | None = None
+    """With a plan, as for `lowtide.manage`."""
+    moments: str = "fp32"
+    """With a precision."""
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS and self.optimizer != "none":
@@ -78,6 +86,10 @@ class TraceRequest:
             batch=self._make_batch(source, model),
             optimizer=OPTIMIZERS.get(self.optimizer),
             settings=self.step,
+            plan=None if self.plan is None else plan_of(self.plan, model),
+            precision=self.precision,
+            moments=self.moments,
+            trace_session=trace,
             hardware=find_hardware(self.gpu),
             torch_version=self.torch,
             name=source.name,
@@ -102,8 +114,8 @@ class TraceRequest:
 
 def settable() -> str:
     """What `--set` takes, for the help text."""
-    own = [f.name for f in fields(TraceRequest) if f.name not in ("model", "step", "batch", "gpu")]
-    keys = [*own, *(f"step.{f.name}" for f in fields(StepSettings))]
+    own = [f.name for f in fields(TraceRequest) if f.name not in ("model", "step", "batch", "gpu", "plan")]
+    keys = [*own, *(f"step.{f.name}" for f in fields(StepSettings)), *(f"plan.{f.name}" for f in fields(PlanRecipe))]
     lines = [
         f"**--set** takes {', '.join(f'`{key}`' for key in keys)}.",
         f"Models: {', '.join(built_in_names())}.",
@@ -140,6 +152,8 @@ def summarise(trace: StepTrace) -> dict[str, Any]:
         "context_bytes": trace.target.context_bytes,
         "is_context_assumed": trace.target.is_context_assumed,
         "capacity_bytes": trace.target.capacity_bytes,
+        "host_bytes": trace.host_bytes,
+        "pinned_bytes": trace.pinned_bytes,
         "step_s": None if time is None else time.step_s,
         "bound_by": None if time is None else time.bound_by,
         "peak_phase": str(trace.peak_phase),

@@ -20,6 +20,7 @@ from lowtide import compat
 from lowtide.activations.policy import Offload
 from lowtide.hardware import Hardware
 from lowtide.memory.groups import repeated_blocks
+from lowtide.planning.plan import Plan
 from lowtide.tracing.allocator import AllocatorSettings
 from lowtide.tracing.attention.rules import Backend
 from lowtide.tracing.attention.use import WRITTEN_OUT, attention_use, backend_of
@@ -62,10 +63,20 @@ class Problem:
     torch_version: str | None = None
     allocator: AllocatorSettings | None = None
     name: str | None = None
+    plan: Plan | None = None
+    """The step as a session runs it; None: plain torch."""
+    precision: str | None = None
+    moments: str = "fp32"
+    trace_session: Callable[..., StepTrace] | None = None
+    """`lowtide.trace`, which predicts sessions and lies above; without it there is no plan."""
 
     def trace(self, on_progress: Callable[[str], None] | None = None) -> StepTrace:
         """Predict the step; seconds for a large model."""
-        return trace_step(
+        step: Callable[..., StepTrace] = trace_step
+        if self.plan is not None or self.precision is not None:
+            assert self.trace_session is not None, "who gives a plan gives what traces it"
+            step = partial(self.trace_session, plan=self.plan, precision=self.precision, moments=self.moments)
+        return step(
             self.model,
             self.batch,
             optimizer=self.optimizer,
