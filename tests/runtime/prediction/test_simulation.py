@@ -31,11 +31,12 @@ def test_the_time_of_a_traced_plan_is_that_of_its_search(budget: str, schedule: 
         schedule=schedule,
         hardware="rtx-4090",
     )
-    # The search has costs by policy and kind of block, the trace those of this very step.
+    # The search has costs by policy and kind of block, from a step in which all is streamed and so a little is added to
+    # small operators; the trace has those of this very step.
     assert found.trace.simulated_s is not None
-    assert found.trace.simulated_s["step"] == pytest.approx(found.step_s, rel=0.03)
+    assert found.trace.simulated_s["step"] == pytest.approx(found.step_s, rel=0.12)
     for lane in Lane:
-        assert found.trace.simulated_s[lane] == pytest.approx(found.simulated.busy_s[lane], rel=0.03, abs=1e-4)
+        assert found.trace.simulated_s[lane] == pytest.approx(found.simulated.busy_s[lane], rel=0.12, abs=1e-5)
 
 
 def test_a_slower_link_shows_in_the_time_of_a_traced_plan() -> None:

@@ -15,6 +15,9 @@ from lowtide.planning.step_costs import StepCosts, Use, UseCost, read_costs
 from lowtide.runtime.host_memory import HostNeed
 from lowtide.tracing.step_trace import Phase, StepTrace
 
+_UPDATES = ("aten._foreach_", "aten._fused_ada", "aten._fused_sgd")
+"""How the names of operators begin with which torch's optimizers step."""
+
 
 def simulate_traced(
     trace: StepTrace,
@@ -53,8 +56,15 @@ def simulate_traced(
         staging_bytes=need.useful_staging_bytes,
         is_clipped=is_clipped,
     )
-    costs = _with_watched(_without_tables(read_costs(layout, [({}, trace)], state_bytes), plan), plan)
+    costs = read_costs(layout, [({}, _without_updates(trace))], state_bytes)
+    costs = _with_watched(_without_tables(costs, plan), plan)
     return simulate(costs, placement, lane_rates(hardware, is_fused=is_fused))
+
+
+def _without_updates(trace: StepTrace) -> StepTrace:
+    """The simulator times updates itself; those in backward stand among its operators."""
+    ops = [replace(op, phase=Phase.UPDATE) if op.name.startswith(_UPDATES) else op for op in trace.ops]
+    return replace(trace, ops=tuple(ops))
 
 
 def _site(group: GroupPlan, layout: Layout) -> Site:
