@@ -1,135 +1,111 @@
-"""The planner against a GPU: plans and their predictions are made first, on any machine, and measured later.
+"""The planner against a GPU: plans and their predictions are made first, and measured afterwards.
 
 python -m benchmarks.planner sweep --out benchmarks/results/planner_predicted/NAME.json
-python -m benchmarks.planner plan --out benchmarks/results/planner_predicted/NAME.json
+python -m benchmarks.planner plan --out FILE [--hardware this] [--sweep benchmarks/results/planner_predicted/NAME.json]
 python -m benchmarks.planner measure --planned FILE --out FOLDER --commit 0123abc
 
-`plan` asks the planner. `sweep` does not: it writes the plans that the planner's are compared with, uniform ones and random
-mixed ones whose step fits. Each row has a plan, its predicted peak and, from the planner, the predicted time of its step. The
-last command trains each for a few steps, in one process, and adds what was measured.
+`sweep` does not ask the planner: it writes the plans that the planner's are compared with, uniform ones and random mixed ones
+whose step fits. `plan` asks it for every cell, predicts the time of the sweep's plans and of steps in a few words, and writes
+one file of rows. `measure` trains each row for a few steps, in a process of its own, and adds what was measured. `--hardware
+this` predicts with the calibration of the machine, which `lowtide hardware` makes before.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import json
 import random
 import time
+from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import lowtide
 from benchmarks.records import checkout, machine
-from benchmarks.session.row import build, run
-from lowtide.lab.record import json_text
-from lowtide.memory.groups import find_groups
-from lowtide.planning.plan import plan_to_json
-from lowtide.units import parse_bytes
+from benchmarks.suite import results
 
-IN_BACKWARD: dict[str, Any] = {"schedule": "in_backward"}
-CLIPPED: dict[str, Any] = {"schedule": "deferred", "max_grad_norm": 1.0}
-CELLS: list[dict[str, Any]] = [
-    *(
-        {"model": "3.14b", "batch": "8x2048", "budget": budget, **IN_BACKWARD}
-        for budget in ("12GiB", "16GiB", "24GiB", "48GiB", "110GiB")
-    ),
-    *({"model": "3.14b", "batch": "8x2048", "budget": budget, **CLIPPED} for budget in ("12GiB", "24GiB", "48GiB")),
-    *({"model": "3.14b", "batch": "2x2048", "budget": budget, **IN_BACKWARD} for budget in ("8GiB", "24GiB", "48GiB")),
-    {"model": "3.14b", "batch": "2x2048", "budget": "24GiB", **CLIPPED},
-    *({"model": "1b", "batch": "4x2048", "budget": budget, **IN_BACKWARD} for budget in ("6GiB", "12GiB", "40GiB")),
-    {"model": "1b", "batch": "4x2048", "budget": "12GiB", **CLIPPED},
-    *({"model": "8b", "batch": "4x2048", "budget": budget, **IN_BACKWARD} for budget in ("48GiB", "100GiB", "24GiB")),
-    {"model": "8b", "batch": "4x2048", "budget": "48GiB", **CLIPPED},
+Row = dict[str, Any]
+
+IN_BACKWARD: Row = {"schedule": "in_backward"}
+CLIPPED: Row = {"schedule": "deferred", "max_grad_norm": 1.0}
+_BUDGETS: list[tuple[str, str, Row, tuple[str, ...]]] = [
+    ("3.14b", "8x2048", IN_BACKWARD, ("12GiB", "16GiB", "24GiB", "40GiB", "110GiB")),
+    ("3.14b", "8x2048", CLIPPED, ("12GiB", "24GiB", "48GiB")),
+    ("3.14b", "2x2048", IN_BACKWARD, ("8GiB", "24GiB", "48GiB")),
+    ("3.14b", "2x2048", CLIPPED, ("24GiB",)),
+    ("1b", "4x2048", IN_BACKWARD, ("6GiB", "8GiB", "20GiB", "60GiB")),
+    ("1b", "4x2048", CLIPPED, ("12GiB",)),
+    ("gpt2-xl", "8x1024", IN_BACKWARD, ("5GiB", "10GiB", "20GiB", "60GiB")),
+    ("8b", "4x2048", IN_BACKWARD, ("100GiB", "64GiB", "48GiB", "24GiB")),
+    ("8b", "4x2048", CLIPPED, ("48GiB",)),
 ]
-"""Models, batches and budgets; the most telling ones first, because time on a GPU may run out."""
-SWEEP: list[dict[str, Any]] = [
+CELLS: list[Row] = [
+    {"model": model, "batch": batch, "budget": budget, **words}
+    for model, batch, words, budgets in _BUDGETS
+    for budget in budgets
+]
+"""What the planner is asked."""
+SWEEP: list[Row] = [
     {"model": model, "batch": batch, "budget": budget, **IN_BACKWARD}
     for model, batch, budgets in (("1b", "4x2048", ("8GiB", "20GiB")), ("3.14b", "8x2048", ("16GiB", "40GiB")))
     for budget in budgets
 ]
 """Two models with two budgets each, in which the planner's plan is compared with others that were really run."""
+_RESIDENT: Row = {"weights": "resident", "update": "device"}
+_STREAMED: Row = {"weights": "streamed", "update": "host"}
+STEPS: list[Row] = [
+    *({"model": "1b", "batch": batch, "kind": "plain"} for batch in ("1x2048", "4x2048", "8x2048")),
+    {"model": "1b", "batch": "4x2048", "kind": "plain", "recompute": True},
+    {"model": "3.14b", "batch": "8x2048", "kind": "plain", "recompute": True},
+    {"model": "launch-bound", "batch": "2x64", "kind": "plain"},
+    {"model": "launch-bound", "batch": "2x64", **_RESIDENT},
+    {"model": "launch-bound", "batch": "2x64", **_STREAMED, **IN_BACKWARD},
+    {"model": "many launches", "batch": "1x16", "kind": "plain"},
+    {"model": "many launches", "batch": "1x16", **_STREAMED},
+    {"model": "1b", "batch": "8x2048", **_RESIDENT, "activations": "offload"},
+    {"model": "1b", "batch": "8x2048", **_RESIDENT, "activations": "recompute"},
+    {"model": "1b", "batch": "1x2048", **_STREAMED, **IN_BACKWARD},
+]
+"""Plain steps and small ones, without a budget, for the prediction of times."""
+_EXACT: Row = {"optimizer": "adamw", "precision": "bf16 exact", "recompute": False, "warm_up": 3, "steps": 4}
 _NUM_SWEPT, _LEAST_MIXED, _MOST_DRAWN = 10, 3, 40
 _HOST_MEMORY = "100GiB"
 _POLICIES = ("keep", "selective", "recompute", "offload")
-
-
-def plan_cells(out: Path) -> None:
-    """Plan every cell, and write the plans with what they predict."""
-    rows = []
-    for cell in CELLS:
-        model = build(cell["model"], on="meta", recompute=False)
-        sequences, length = (int(part) for part in cell["batch"].split("x"))
-        ids = torch.zeros(sequences, length, dtype=torch.int64)
-        begun = time.perf_counter()
-        try:
-            found = lowtide.plan(
-                model,
-                {"input_ids": ids, "labels": ids},
-                optimizer=torch.optim.AdamW,
-                device_memory=cell["budget"],
-                host_memory=_HOST_MEMORY,
-                hardware="h200",
-                torch_version="2.11.0",
-                precision="bf16 exact",
-                schedule=cell["schedule"],
-                max_grad_norm=cell.get("max_grad_norm"),
-            )
-        except lowtide.errors.PlanError as error:
-            print(f"{cell}: {error}")
-            continue
-        rows.append(
-            {
-                **cell,
-                "planned_in_s": time.perf_counter() - begun,
-                "predicted_s": found.step_s,
-                "bound_by": found.simulated.bound_by,
-                "predicted_reserved_bytes": found.trace.peak_reserved_bytes,
-                "predicted_allocated_bytes": found.trace.peak_bytes,
-                "predicted_host_bytes": found.trace.host_bytes,
-                "words": list(found.words),
-                "best_uniform_s": found.rejected[0].step_s if found.rejected else None,
-                "plan": plan_to_json(found.plan),
-            }
-        )
-        print(f"{cell}: {found!r}")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    record = {"schema": "lowtide.planned/1", "commit": checkout(), "date": _now(), "rows": rows}
-    out.write_text(json_text(record), encoding="utf-8")
+_NUM_JOBS = 8
+_TIMEOUT_S = 120.0
 
 
 def sweep_cells(out: Path) -> None:
     """Write the plans of the sweep, with no word from the planner: all uniform ones that fit, and random mixed ones."""
-    rows: list[dict[str, Any]] = []
+    from lowtide.memory.groups import find_groups
+
+    rows: list[Row] = []
     for number, cell in enumerate(SWEEP):
-        model = build(cell["model"], on="meta", recompute=False)
+        model, _ = _model_and_batch(cell)
         names = [group.name for group in find_groups(model) if group.is_block]
         uniform = [
             {"weights": weights, "update": update, "activations": policy}
             for policy, weights, update in itertools.product(_POLICIES, ("resident", "streamed"), ("device", "host"))
         ]
-        fitting = [row for words in uniform if (row := _row_if_it_fits(cell, model, words, "uniform"))]
+        fitting = [row for words in uniform if (row := _row_if_it_fits(cell, words, "uniform"))]
         wanted = max(_NUM_SWEPT, len(fitting) + _LEAST_MIXED)
         random.seed(number)
         for _ in range(_MOST_DRAWN):
             if len(fitting) == wanted:
                 break
-            if row := _row_if_it_fits(cell, model, _random_words(names), "mixed"):
+            if row := _row_if_it_fits(cell, _random_words(names), "mixed"):
                 fitting.append(row)
         rows += fitting
         print(
             f"{cell}: {len(fitting)} plans, {sum(row['kind_of_plan'] == 'uniform' for row in fitting)} of them uniform"
         )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    record = {"schema": "lowtide.planned/1", "commit": checkout(), "date": _now(), "rows": rows}
-    out.write_text(json_text(record), encoding="utf-8")
+    _write(out, rows)
 
 
-def _random_words(names: list[str]) -> dict[str, Any]:
+def _random_words(names: list[str]) -> Row:
     """Words of `make_plan` for each block by itself: how often each is drawn is drawn first."""
 
     def some(few: str, many: str) -> dict[str, str]:
@@ -145,16 +121,19 @@ def _random_words(names: list[str]) -> dict[str, Any]:
     }
 
 
-def _row_if_it_fits(cell: dict[str, Any], model: Any, words: dict[str, Any], kind: str) -> dict[str, Any] | None:
+def _row_if_it_fits(cell: Row, words: Row, kind: str) -> Row | None:
     """The row of a plan whose predicted step stays inside the cell's budget."""
+    import lowtide
+    from lowtide.planning.plan import plan_to_json
+    from lowtide.units import parse_bytes
+
+    model, batch = _model_and_batch(cell)
     budget = {"device_memory": cell["budget"], "host_memory": _HOST_MEMORY, "schedule": cell["schedule"]}
-    sequences, length = (int(part) for part in cell["batch"].split("x"))
-    ids = torch.zeros(sequences, length, dtype=torch.int64)
     try:
         plan = lowtide.make_plan(model, **words, **budget)
         traced = lowtide.trace(
             model,
-            {"input_ids": ids, "labels": ids},
+            batch,
             optimizer=torch.optim.AdamW,
             plan=plan,
             precision="bf16 exact",
@@ -176,49 +155,170 @@ def _row_if_it_fits(cell: dict[str, Any], model: Any, words: dict[str, Any], kin
     }
 
 
-def measure(planned: Path, out: Path, commit: str, limit_s: float) -> None:
+def plan_all(out: Path, hardware: str, swept: Path | None, match: str) -> None:
+    """Plan every cell, predict the sweep's plans and the steps in a few words, and write all rows."""
+    jobs: list[tuple[Row, list[Row]]] = [(cell, []) for cell in CELLS]
+    if swept is not None:
+        for cell in SWEEP:
+            same = [row for row in json.loads(swept.read_text())["rows"] if all(row[key] == cell[key] for key in cell)]
+            jobs.append((cell, same))
+    jobs += [(step, []) for step in STEPS]
+    jobs = [job for job in jobs if match in _name(job[0])]
+    rows: dict[str, Row] = {}
+    with ProcessPoolExecutor(max_workers=_NUM_JOBS) as pool:
+        for found in pool.map(_plan_job, jobs, itertools.repeat(hardware)):
+            rows |= {row["name"]: row for row in found}
+            for row in found:
+                print(
+                    f"{row['name']}: {row['predicted_s']:.3f} s, {row['predicted_reserved_bytes'] / 2**30:.2f} GiB",
+                    flush=True,
+                )
+    _write(out, list(rows.values()))
+
+
+def _plan_job(job: tuple[Row, list[Row]], hardware: str) -> list[Row]:
+    """The planner's row for one cell and, predicted with the same costs, the rows of other plans for it."""
+    cell, others = job
+    if "budget" not in cell:
+        return [_predicted_step(cell, hardware)]
+    import lowtide
+    from lowtide.planning.plan import plan_from_json, plan_to_json
+
+    model, batch = _model_and_batch(cell)
+    begun = time.perf_counter()
+    try:
+        found = lowtide.plan(
+            model,
+            batch,
+            optimizer=torch.optim.AdamW,
+            device_memory=cell["budget"],
+            host_memory=_HOST_MEMORY,
+            hardware=hardware,
+            torch_version="2.11.0",
+            precision="bf16 exact",
+            schedule=cell["schedule"],
+            max_grad_norm=cell.get("max_grad_norm"),
+        )
+    except lowtide.errors.PlanError as error:
+        print(f"{cell}: {error}")
+        return []
+    rows = [
+        {
+            **cell,
+            "name": _name(cell),
+            "kind_of_plan": "planner",
+            "planned_in_s": time.perf_counter() - begun,
+            "predicted_s": found.step_s,
+            "bound_by": found.simulated.bound_by,
+            "predicted_reserved_bytes": found.trace.peak_reserved_bytes,
+            "predicted_allocated_bytes": found.trace.peak_bytes,
+            "predicted_host_bytes": found.trace.host_bytes,
+            "words": list(found.words),
+            "best_uniform_s": found.rejected[0].step_s if found.rejected else None,
+            "plan": plan_to_json(found.plan),
+        }
+    ]
+    for number, other in enumerate(others):
+        step = found.simulate(plan_from_json(other["plan"]))
+        row = {**other, "name": f"{_name(cell)}, {other['kind_of_plan']} {number}", "predicted_s": step.step_s}
+        rows.append({**row, "bound_by": step.bound_by})
+    return rows
+
+
+def _predicted_step(step: Row, hardware: str) -> Row:
+    import lowtide
+    from benchmarks.session.row import plan_of
+    from lowtide.tracing.step_time import step_time
+
+    model, batch = _model_and_batch(step)
+    traced: Row = {"optimizer": lambda parameters: torch.optim.AdamW(parameters, fused=True), "hardware": hardware}
+    if step.get("kind") == "plain":
+        traced = lowtide.trace(model, batch, torch_version="2.11.0", **traced)
+        time_of = step_time(traced)
+        assert time_of is not None, "the hardware's rates are known"
+        predicted = {"predicted_s": time_of.step_s, "bound_by": time_of.bound_by}
+    else:
+        found = lowtide.plan(
+            model,
+            batch,
+            host_memory=_HOST_MEMORY,
+            torch_version="2.11.0",
+            precision="bf16 exact",
+            schedule=step.get("schedule", "deferred"),
+            **traced,
+        )
+        plan = plan_of(step, model)
+        simulated = found.simulate(plan)
+        predicted = {"predicted_s": simulated.step_s, "bound_by": simulated.bound_by}
+        traced = lowtide.trace(model, batch, plan=plan, torch_version="2.11.0", precision="bf16 exact", **traced)
+    return {**step, "name": _name(step), "predicted_reserved_bytes": traced.peak_reserved_bytes, **predicted}
+
+
+def measure(planned: Path, out: Path, commit: str, limit_s: float, match: str) -> None:
     """Train each planned row for a few steps; a row that fails is a row too."""
+    from lowtide.lab.record import write_json
+
     begun = time.perf_counter()
     predicted = json.loads(planned.read_text(encoding="utf-8"))
-    rows = []
-    out.mkdir(parents=True, exist_ok=True)
+    rows = [
+        {"kind": "managed", **_EXACT, **row, "stays_on_device": row["model"] != "8b"}
+        for row in predicted["rows"]
+        if match in row["name"]
+    ]
+    record: Row = {
+        "schema": "lowtide.planner_benchmark/2",
+        "commit": commit,
+        "planned": planned.name,
+        "predicted_at": predicted["date"],
+        "predicted_for": predicted.get("hardware"),
+        "hardware": {"name": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", **machine()},
+        "torch": torch.__version__,
+        "date": _now(),
+        "rows": [],
+    }
     path = out / f"planner_{datetime.now(UTC):%Y-%m-%dT%H%M}_h200_{commit}.json"
-    for row in sorted(predicted["rows"], key=lambda row: row["batch"] == "8x2048"):  # the short ones first
+    for result in results("benchmarks.session.row", rows, _TIMEOUT_S):
+        result.pop("stats", None)
+        result.pop("plan", None)
+        record["rows"].append(result)
+        write_json(path, record)
+        print(_line(result), flush=True)
         if time.perf_counter() - begun > limit_s:
-            print("the time is over; left out:", row["model"], row["batch"], row["budget"], row["schedule"])
-            continue
-        words = {"kind": "managed", "optimizer": "adamw", "precision": "bf16 exact", "recompute": False}
-        try:
-            measured = run({**row, **words, "warm_up": 2, "steps": 4, "stays_on_device": row["model"] != "8b"})
-        except Exception as error:  # an out of memory is a result
-            measured = {key: value for key, value in row.items() if key != "plan"} | {
-                "error": f"{type(error).__name__}: {error}"
-            }
-        else:
-            del measured["stats"]
-        rows.append(measured)
-        gc.collect()
-        torch.cuda.empty_cache() if torch.cuda.is_available() else None
-        record = {
-            "schema": "lowtide.planner_benchmark/1",
-            "commit": commit,
-            "planned": planned.name,
-            "hardware": {"name": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", **machine()},
-            "torch": torch.__version__,
-            "date": _now(),
-            "rows": rows,
-        }
-        path.write_text(json_text(record), encoding="utf-8")
-        print(_line(measured), flush=True)
+            print("the time is over")
+            break
 
 
-def _line(row: dict[str, Any]) -> str:
-    name = f"{row['model']} {row['batch']} {row['budget']} {row['schedule']}"
-    if "error" in row:
-        return f"{name}: {row['error']}"
+def _line(row: Row) -> str:
+    if "failed" in row:
+        return f"{row['name']}: {row['failed']} {row.get('message', '')[:300]}"
     off = row["predicted_s"] / row["median_s"] - 1
     reserved = row["predicted_reserved_bytes"] / row.get("max_reserved_bytes", float("nan")) - 1
-    return f"{name}: predicted {row['predicted_s']:.3f} s, measured {row['median_s']:.3f} s ({off:+.1%}); reserved {reserved:+.2%}"
+    times = f"predicted {row['predicted_s']:.3f} s, measured {row['median_s']:.3f} s ({off:+.1%})"
+    return f"{row['name']}: {times}; reserved {reserved:+.2%}"
+
+
+def _name(row: Row) -> str:
+    words = [row["model"], row["batch"], row.get("budget"), row.get("kind"), row.get("weights"), row.get("update")]
+    words += [row.get("activations"), "recompute" if row.get("recompute") else None]
+    words += [
+        "in backward" if row.get("schedule") == "in_backward" else None,
+        "clipped" if "max_grad_norm" in row else None,
+    ]
+    return " ".join(word for word in words if word)
+
+
+def _model_and_batch(row: Row) -> tuple[Any, Row]:
+    from benchmarks.session.row import build
+
+    sequences, length = (int(part) for part in row["batch"].split("x"))
+    ids = torch.zeros(sequences, length, dtype=torch.int64)
+    return build(row["model"], on="meta", recompute=row.get("recompute", False)), {"input_ids": ids, "labels": ids}
+
+
+def _write(out: Path, rows: list[Row]) -> None:
+    from lowtide.lab.record import write_json
+
+    write_json(out, {"schema": "lowtide.planned/1", "commit": checkout(), "date": _now(), "rows": rows})
 
 
 def _now() -> str:
@@ -226,21 +326,23 @@ def _now() -> str:
 
 
 def main() -> None:
-    """Plan or measure."""
+    """Sweep, plan or measure."""
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(required=True)
-    planning = commands.add_parser("plan")
-    planning.add_argument("--out", type=Path, required=True)
-    planning.set_defaults(job=lambda given: plan_cells(given.out))
     sweeping = commands.add_parser("sweep")
-    sweeping.add_argument("--out", type=Path, required=True)
     sweeping.set_defaults(job=lambda given: sweep_cells(given.out))
+    planning = commands.add_parser("plan")
+    planning.add_argument("--hardware", default="h200")
+    planning.add_argument("--sweep", type=Path)
+    planning.set_defaults(job=lambda given: plan_all(given.out, given.hardware, given.sweep, given.match))
     measuring = commands.add_parser("measure")
     measuring.add_argument("--planned", type=Path, required=True)
-    measuring.add_argument("--out", type=Path, required=True)
     measuring.add_argument("--commit", required=True)
     measuring.add_argument("--limit", type=float, default=540.0, help="seconds after which no row is begun")
-    measuring.set_defaults(job=lambda given: measure(given.planned, given.out, given.commit, given.limit))
+    measuring.set_defaults(job=lambda given: measure(given.planned, given.out, given.commit, given.limit, given.match))
+    for command in (sweeping, planning, measuring):
+        command.add_argument("--out", type=Path, required=True)
+        command.add_argument("--match", default="", help="only rows whose name has this in it")
     given = parser.parse_args()
     given.job(given)
 

@@ -101,7 +101,7 @@ def answer(run: Callable[[Row], Row], load: Callable[[], None] = lambda: None) -
     print(json.dumps(result), flush=True)
 
 
-def _results(module: str, rows: Sequence[Row], timeout_s: float) -> Iterator[Row]:
+def results(module: str, rows: Sequence[Row], timeout_s: float) -> Iterator[Row]:
     for start in range(0, len(rows), NUM_READY):
         processes = [RowProcess(module, row) for row in rows[start : start + NUM_READY]]
         try:
@@ -150,7 +150,7 @@ def main(
     rows = [row for row in suites[arguments.suite] if any(text in row["name"] for text in wanted)]
     if not rows:
         raise SystemExit(f"no row of {arguments.suite} has {arguments.match!r} in its name")
-    for result in _results(module, rows, arguments.timeout):
+    for result in results(module, rows, arguments.timeout):
         record["rows"].append(result)
         write_json(path, record)  # after each row: what was measured is not lost with the next one
         shown = result.get("failed") or f"{1000 * float(str(result['median_s'])):.0f} ms"

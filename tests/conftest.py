@@ -6,6 +6,7 @@ import gc
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,14 @@ def _quick_collections() -> None:
     if "torch" in sys.modules and not _has_cuda():
         gc.collect()
         gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _uncalibrated() -> Iterator[None]:
+    """What tests predict does not depend on whether somebody has measured this machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lowtide.hardware.known.find_calibration", lambda device: None)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ PUBLIC = (
     "StepSettings",
     "StepTrace",
     "WarmUp",
+    "calibrate",
     "compare",
     "empty_weights",
     "errors",

@@ -26,6 +26,7 @@ SIZES: dict[str, dict[str, int]] = {
     "13b": {"h": 5120, "l": 40, "f": 13824, "a": 40, "k": 40, "v": 32000},
     "20b": {"h": 6144, "l": 51, "f": 16384, "a": 48, "k": 8, "v": 32000},
     "40b": {"h": 8192, "l": 57, "f": 22016, "a": 64, "k": 8, "v": 32000},
+    "gpt2-xl": {"h": 1600, "l": 48, "f": 6400, "a": 25, "k": 25, "v": 50257},
     "many launches": {"h": 256, "l": 24, "f": 1024, "a": 4, "k": 4, "v": 1024},
     "launch-bound": {"h": 256, "l": 6, "f": 1024, "a": 4, "k": 4, "v": 1024},
     "tiny": {"h": 64, "l": 4, "f": 128, "a": 4, "k": 4, "v": 128},
@@ -40,27 +41,32 @@ def load() -> None:
 
 
 def build(name: str, *, on: str, recompute: bool = True, positions: int = 4096) -> Any:
-    """A Hugging Face Llama in bf16; with `recompute` it runs each layer again, as its own switch does it."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """A Hugging Face Llama or GPT-2 in bf16; with `recompute` it runs each layer again, as its own switch does it."""
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     s = SIZES[name]
-    config = LlamaConfig(
-        hidden_size=s["h"],
-        num_hidden_layers=s["l"],
-        intermediate_size=s["f"],
-        num_attention_heads=s["a"],
-        num_key_value_heads=s["k"],
-        vocab_size=s["v"],
-        max_position_embeddings=positions,
-        tie_word_embeddings=False,
-        use_cache=False,
+    is_gpt2 = name.startswith("gpt2")
+    config = (
+        GPT2Config(n_embd=s["h"], n_layer=s["l"], n_head=s["a"], use_cache=False)
+        if is_gpt2
+        else LlamaConfig(
+            hidden_size=s["h"],
+            num_hidden_layers=s["l"],
+            intermediate_size=s["f"],
+            num_attention_heads=s["a"],
+            num_key_value_heads=s["k"],
+            vocab_size=s["v"],
+            max_position_embeddings=positions,
+            tie_word_embeddings=False,
+            use_cache=False,
+        )
     )
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device(on):
-            model = LlamaForCausalLM(config)
+            model = GPT2LMHeadModel(config) if is_gpt2 else LlamaForCausalLM(config)
     finally:
         torch.set_default_dtype(before)
     if recompute:

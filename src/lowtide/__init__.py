@@ -16,6 +16,7 @@ from lowtide.tracing.settings import StepSettings
 from lowtide.tracing.step_trace import StepTrace
 
 if typing.TYPE_CHECKING:
+    from lowtide.lab.calibration.calibrate import calibrate
     from lowtide.planning.comparison import compare
     from lowtide.runtime.planner import PlannedStep, plan, prepare
     from lowtide.runtime.prediction.trace import trace
@@ -25,6 +26,7 @@ if typing.TYPE_CHECKING:
     from lowtide.tracing.observation.observe import observe
 
 _AT_FIRST_USE = {
+    "calibrate": "lowtide.lab.calibration.calibrate",
     "compare": "lowtide.planning.comparison",
     "explain": "lowtide.tracing.explanation.explain",
     "find_leaks": "lowtide.tracing.leaks.find",
@@ -46,6 +48,7 @@ __all__ = [
     "StepSettings",
     "StepTrace",
     "WarmUp",
+    "calibrate",
     "compare",
     "empty_weights",
     "errors",

@@ -116,7 +116,7 @@ def test_versions_and_the_commit() -> None:
 
 
 def test_a_suite_s_record_has_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suite, "_results", lambda module, rows, timeout_s: iter([{**rows[0], "median_s": 1.0}]))
+    monkeypatch.setattr(suite, "results", lambda module, rows, timeout_s: iter([{**rows[0], "median_s": 1.0}]))
     monkeypatch.setattr(sys, "argv", ["suite", "one", "--out", str(tmp_path)])
     suite.main("no.module", "lowtide.test/1", {"one": [{"name": "row"}]})
     (file,) = tmp_path.iterdir()

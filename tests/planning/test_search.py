@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from lowtide.activations.policy import policy_of
 from lowtide.errors import PlanError
 from lowtide.memory.chunk import Layout, lay_out
 from lowtide.memory.groups import find_groups
-from lowtide.planning.plan import Schedule
+from lowtide.planning.placement import assemble
+from lowtide.planning.plan import Budgets, Schedule
 from lowtide.planning.search import LADDERS, WORTH_IT, Limits, Search, Shape
 from lowtide.planning.simulator import LaneRates
 from lowtide.planning.step_costs import POLICIES, GroupCosts, StepCosts, Use, UseCost
@@ -166,3 +168,21 @@ def test_only_allowed_policies_are_used(layout: Layout, costs: StepCosts) -> Non
     search = Search(costs, layout, RATES)
     allowed = Limits(device_bytes=ENDLESS, host_bytes=ENDLESS, pinned_bytes=ENDLESS, policies=("recompute",))
     assert {choice.policy for choice in search.fastest(allowed).best.placement.groups.values()} == {"recompute"}
+
+
+@pytest.mark.parametrize("share", [1.05, 1.7, 4.0])
+def test_a_plan_made_of_a_placement_takes_its_time(layout: Layout, costs: StepCosts, share: float) -> None:
+    search = Search(costs, layout, RATES)
+    allowed = limits(int(floor(search) * share))
+    best = search.fastest(allowed).best
+    choices = best.placement.groups
+    plan = assemble(
+        layout,
+        weights={name: choice.weights for name, choice in choices.items()},
+        sites={chunk.name: choices[chunk.group].site for chunk in layout.chunks},
+        schedule=allowed.schedule,
+        prefetch_depth=best.shape.prefetch_depth,
+        activations={name: policy_of(choice.policy) for name, choice in choices.items()},
+        budgets=Budgets(),
+    )
+    assert search.simulate(plan, allowed).step_s == best.step_s

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowtide.hardware import find_hardware
+from lowtide.hardware import UpdateKind, find_hardware
+from lowtide.hardware.rates import HostRates, UpdateRates
 from lowtide.planning.plan import Schedule, Site, Weights
 from lowtide.planning.simulator import (
     GroupChoice,
@@ -180,14 +181,31 @@ def test_clipping_makes_updates_wait_for_the_last_gradient() -> None:
 
 
 def test_unknown_rates_are_those_of_the_stand_in() -> None:
-    assert lane_rates(find_hardware("24GiB"), is_fused=True) == replace(
-        lane_rates(find_hardware("rtx-4090"), is_fused=True), launch_s=find_hardware("24GiB").launch_s
+    assert lane_rates(find_hardware("24GiB"), UpdateKind.EXACT) == lane_rates(
+        find_hardware("rtx-4090"), UpdateKind.EXACT
     )
-    ratio = (
-        lane_rates(find_hardware("h200"), is_fused=True).host_update_bytes_per_s
-        / lane_rates(find_hardware("h200"), is_fused=False).host_update_bytes_per_s
-    )
-    assert ratio == pytest.approx(4.0)
+
+
+def test_each_kind_of_update_has_a_rate_of_its_own() -> None:
+    rates = [lane_rates(find_hardware("h200"), kind).host_update_bytes_per_s for kind in UpdateKind]
+    host = find_hardware("h200").host.updates
+    assert rates == [host.exact, host.fp32, host.eight_bit, host.torch_fused, host.torch]
+
+
+def test_lanes_are_as_fast_as_they_were_measured() -> None:
+    """Every number of the lanes, each another one, comes from the calibration."""
+    card = find_hardware("rtx-4090")
+    assert card.rates is not None
+    updates = [
+        UpdateRates(exact=base, fp32=1.0, eight_bit=1.0, torch_fused=1.0, torch=1.0) for base in (8.0, 9.0, 10.0)
+    ]
+    host = HostRates(
+        launch_s=1.0, window_s=2.0, watched_s=3.0, finished_s=4.0, slowdown_beside_updates=5.0, updates=updates[0],
+        updates_beside_copies=updates[1],
+    )  # fmt: skip
+    device = replace(card.rates, to_device_bytes_per_s=6.0, to_host_bytes_per_s=7.0, updates=updates[2])
+    found = lane_rates(replace(card, host=host, measured=device), UpdateKind.EXACT)
+    assert astuple(found) == (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0)
 
 
 @given(

@@ -12,10 +12,15 @@ from torch import nn
 
 import lowtide
 from lowtide.errors import ConfigError, PlanError
+from lowtide.hardware import UpdateKind, find_hardware
+from lowtide.hardware.rates import HostRates
 from lowtide.models import resolve_model
 from lowtide.models.gpt import GPT, GPTConfig
+from lowtide.optim.update_types import numerics_of
 from lowtide.planning.plan import Schedule, plan_from_json, plan_to_json
+from lowtide.runtime.prediction.simulation import update_kind
 from lowtide.units import MiB
+from tests.hardware.samples import HOST, calibration
 
 CONFIG = GPTConfig(vocab_size=256, context_length=64, num_layers=6, hidden_size=128, num_heads=4)
 
@@ -191,9 +196,42 @@ def test_a_prepared_run_on_a_gpu_stays_inside_what_was_predicted() -> None:
     assert found[-1] < found[0]
 
 
+@pytest.mark.parametrize("is_measured", [True, False])
+def test_prepare_predicts_with_what_this_machine_reached(monkeypatch: pytest.MonkeyPatch, is_measured: bool) -> None:
+    found = calibration(has_gpu=False) if is_measured else None
+    monkeypatch.setattr("lowtide.hardware.known.find_calibration", lambda device: found)
+    hosts: list[HostRates] = []
+
+    def plan_of(*arguments: Any, **settings: Any) -> lowtide.PlannedStep:
+        hosts.append(settings["hardware"].host)
+        return lowtide.plan(*arguments, **settings)
+
+    monkeypatch.setattr("lowtide.runtime.planner.plan", plan_of)
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = torch.ones(4, 64)
+    lowtide.prepare(model, optimizer, batch, loss=lambda m, x: m(x).sum(), device="cpu", device_memory="1MiB").close()
+    assert hosts == [HOST if is_measured else HostRates()]
+
+
+@pytest.mark.parametrize(
+    ("precision", "moments", "kind"),
+    [
+        (None, "fp32", UpdateKind.TORCH_FUSED),
+        ("bf16 exact", "fp32", UpdateKind.EXACT),
+        ("bf16 stochastic", "fp32", UpdateKind.EXACT),
+        ("bf16 exact", "8bit", UpdateKind.EIGHT_BIT),
+        ("fp32", "fp32", UpdateKind.FP32),
+    ],
+)
+def test_an_update_has_the_rate_of_its_kind(precision: str | None, moments: str, kind: UpdateKind) -> None:
+    numerics = None if precision is None else numerics_of(precision, moments)[1]
+    assert update_kind(numerics, find_hardware("h200")) is kind
+
+
 @pytest.mark.gpu
 def test_the_hardware_of_a_gpu_is_known_by_its_name() -> None:
-    from lowtide.runtime.planner import hardware_of
+    from lowtide.hardware import hardware_of
 
     found = hardware_of(torch.device("cuda"))
     assert found.memory_bytes == torch.cuda.get_device_properties(0).total_memory

@@ -11,6 +11,7 @@ import typer
 from lowtide.cli.check import run_check_command
 from lowtide.cli.console import Gpu, Json, friendly_errors, require_writable
 from lowtide.cli.demo import run_demo
+from lowtide.cli.hardware import run_hardware
 from lowtide.cli.lab import lab_app
 from lowtide.cli.plan import PlanRequest, make_plan_request, plan_settable, run_plan
 from lowtide.cli.trace import make_request, run_explain, run_trace, settable
@@ -106,6 +107,16 @@ def check(
     """Train a recipe managed and plainly from the same weights; fails on a difference beyond its tolerance."""
     with friendly_errors():
         run_check_command(recipe, set_ or [], as_json=json_)
+
+
+@app.command()
+def hardware(
+    again: Annotated[bool, typer.Option("--again", help="measure even where that was done before")] = False,
+    json_: Json = False,
+) -> None:
+    """Measure this machine once, in under a minute; `--gpu this` then plans with what it reaches."""
+    with friendly_errors():
+        run_hardware(again=again, as_json=json_)
 
 
 @app.command()

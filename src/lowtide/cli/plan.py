@@ -138,6 +138,7 @@ def summarise_plan(found: PlannedStep, points: Sequence[BudgetPoint] = ()) -> di
     return {
         "schema": "lowtide.planned_step/1",
         "hardware": found.hardware.name,
+        "rates": found.hardware.rates_from,
         "step_s": found.step_s,
         "tokens_per_s": found.tokens_per_s,
         "bound_by": found.simulated.bound_by,
@@ -180,6 +181,7 @@ def plan_headline(request: PlanRequest, found: PlannedStep) -> Panel:
         speed.append(f"  {format_count(round(found.tokens_per_s))} tokens/s")
     speed.append(f"  bound by {bound_words(found.simulated)}", style="dim")
     facts.add_row("time of the step", speed)
+    facts.add_row("rates", found.hardware.rates_from)
     facts.add_row(
         "device", f"{format_bytes(found.trace.peak_reserved_bytes)} of {format_bytes(budgets.device_bytes)} reserved"
     )

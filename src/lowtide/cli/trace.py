@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from rich.markup import escape
 from rich.padding import Padding
+from rich.text import Text
 from torch import Tensor, nn
 
 from lowtide import config
@@ -23,7 +24,7 @@ from lowtide.lab.recipe_parts import OPTIMIZERS as OPTIMIZERS_OF_RECIPES
 from lowtide.lab.recipe_parts import PlanRecipe, plan_of
 from lowtide.models import ModelSource, built_in_names, resolve_model
 from lowtide.planning.techniques import Problem
-from lowtide.planning.what_if import what_if
+from lowtide.planning.what_if import WhatIf, what_if
 from lowtide.report.html import Section
 from lowtide.report.terminal import headline, notes, trace_report, what_if_report
 from lowtide.report.trace_tables import alive_table, category_table
@@ -196,7 +197,12 @@ def run_explain(request: TraceRequest, *, as_json: bool, reports: list[Path]) ->
     if as_json:
         tried = [{**asdict(row), "saved_bytes": row.saved_bytes} for row in answer.rows]
         skipped = [asdict(each) for each in answer.skipped]
-        said = {"explanation": list(explanation.sentences), "what_if": tried, "not_tried": skipped}
+        said = {
+            "explanation": list(explanation.sentences),
+            "what_if": tried,
+            "not_tried": skipped,
+            "verdict": answer.verdict,
+        }
         print(json.dumps({**summarise(base), **said}, indent=2))
     else:
         OUT.print(headline(base), category_table(base), alive_table(base, limit=10))
@@ -207,4 +213,16 @@ def run_explain(request: TraceRequest, *, as_json: bool, reports: list[Path]) ->
         OUT.print(what_if_report(answer.rows))
         for other in answer.skipped:
             OUT.print(f"[dim]not tried: {escape(other.technique)}: {escape(other.reason)}[/]", highlight=False)
+        say_what_fits(answer)
     write_reports(reports, Section(trace=base, explanation=explanation.text, what_if=answer.rows))
+
+
+def say_what_fits(answer: WhatIf) -> None:
+    """What it takes to fit, and how that is turned on, where the step does not fit as it is."""
+    if answer.verdict:
+        OUT.print(Padding(Text(answer.verdict, style="bold"), (1, 0, 0, 0)))
+    least = answer.least_that_fits
+    if answer.base_fits is False and least is not None:
+        OUT.print(Text(f"to trace it: {' '.join(f'--set {each}' for each in least.set_)}", style="dim"))
+        if least.code:
+            OUT.print(Text(f"in your script: {least.code}", style="dim"))

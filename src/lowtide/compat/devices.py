@@ -164,3 +164,13 @@ def lock_host_memory(buffer: torch.Tensor) -> str | None:
 def unlock_host_memory(address: int) -> None:
     """Undo `lock_host_memory` of the memory that begins there."""
     torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def keep_device_busy(seconds: float) -> None:
+    """Give the current stream nothing to do for about so long: what is launched meanwhile runs without waiting for the host."""
+    torch.cuda._sleep(int(seconds * 2e9))  # cycles, at about 2 GHz
+
+
+def free_cublas_workspaces() -> None:
+    """Give back what cuBLAS keeps of the allocator's memory; the next product takes it anew."""
+    torch._C._cuda_clearCublasWorkspaces()

@@ -1,19 +1,14 @@
-"""Hardware: one kind of device as data, so that a machine without it can predict and plan for it; and those known by name.
-
-Rates are the dense figures of the vendors' sheets (half of those quoted "with sparsity"); for GeForce boards those with fp32
-accumulation, which is what torch uses. Host links are one direction of the device's own PCIe slot. Memory is what torch sees
-under Linux; under Windows the driver hides less of it.
-"""
+"""Hardware: one kind of device as data, so that a machine without it can predict and plan for it."""
 
 from __future__ import annotations
 
 import enum
 import re
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
-from lowtide.errors import ConfigError, UnknownNameError
-from lowtide.units import GiB, MiB, parse_bytes
+from lowtide.errors import ConfigError
+from lowtide.hardware.rates import DeviceRates, HostRates, reckon_rates
+from lowtide.units import MiB
 
 WORKSPACE_BYTES = 2 * 4 * MiB + 8 * 16 * 1024
 """cuBLAS workspace that torch keeps per handle and stream: `:4096:2:16:8`, two of 4 MiB and eight of 16 KiB."""
@@ -34,6 +29,7 @@ class Source(enum.StrEnum):
 
     VENDOR = "vendor's data sheet"
     MEASURED = "measured with torch on such a device"
+    CALIBRATED = "measured on this machine"
     REPORTED = "printed by torch, or as CUDA's total, on somebody's device of that kind; drivers differ by some 0.1 GiB"
     ESTIMATED = "median of what is reported for GeForce boards that are sold with as much"
     RULE = "rule in torch's source"
@@ -44,7 +40,7 @@ class Source(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """One kind of device. Rates are what the vendor promises at best; real kernels reach 60 to 80% of them."""
+    """One kind of device. Its rates are what the vendor promises at best; `rates` has what kernels reach of them."""
 
     name: str
     """Short name to type: `h200`, `rtx-4090`."""
@@ -68,9 +64,10 @@ class Hardware:
     """Between the chip and its own memory."""
     host_link_bytes_per_s: float | None = None
     """Between the device and pinned host memory, one direction."""
-    launch_s: float = 18e-6
-    """What the host needs to launch an operator of an ordinary model: its Python, torch's own work, the driver's. Measured on
-    the host of the H200, in steps of a small Llama: 36 to 46 ms for 2,179 operators, views among them."""
+    host: HostRates = field(default_factory=HostRates)
+    """Of the computer that the device is in: that of the H200 where it was not measured."""
+    measured: DeviceRates | None = None
+    """What the device itself reached in a calibration; None where it is reckoned from the data sheet."""
     context_bytes: int = 0
     """Used outside the allocator by a process that trains: CUDA context and loaded kernels. `ASSUMED_CONTEXT_BYTES` for a
     device whose context is left out, 0 for the host."""
@@ -83,6 +80,7 @@ class Hardware:
     memory_source: Source
     rate_source: Source = Source.VENDOR
     host_link_source: Source = Source.VENDOR
+    host_source: Source = Source.ASSUMED
     context_source: Source = Source.UNKNOWN
     workspace_source: Source = Source.RULE
     is_nvidia: bool = True
@@ -95,10 +93,10 @@ class Hardware:
     def __post_init__(self) -> None:
         sizes = ("memory_bytes", "num_sms", "context_bytes", "cublas_workspace_bytes", "cublaslt_workspace_bytes")
         rates = ("bf16_flops", "fp16_flops", "tf32_flops", "fp32_flops", "memory_bytes_per_s", "host_link_bytes_per_s")
-        for field in (*sizes, *rates):
-            value = getattr(self, field)
+        for name in (*sizes, *rates):
+            value = getattr(self, name)
             if value is not None and value < 0:
-                raise ConfigError(f"{field} of the hardware {self.name!r} cannot be negative, got {value}", key=field)
+                raise ConfigError(f"{name} of the hardware {self.name!r} cannot be negative, got {value}", key=name)
         if self.context_bytes == 0 and self.context_source is Source.UNKNOWN and not self.is_host:
             # Every CUDA process has one, so that 0 would be the worst guess. Frozen, so set past the guard.
             object.__setattr__(self, "context_bytes", ASSUMED_CONTEXT_BYTES)
@@ -108,6 +106,34 @@ class Hardware:
     def is_host(self) -> bool:
         """Whether this is the CPU, which has no allocator to replay and no workspaces."""
         return self.compute_capability == (0, 0)
+
+    @property
+    def launch_s(self) -> float:
+        """What the host needs to launch an operator."""
+        return self.host.launch_s
+
+    @property
+    def rates(self) -> DeviceRates | None:
+        """How fast its kernels and copies are: measured, or the data sheet times what an H200 reaches of its own."""
+        if self.measured is not None:
+            return self.measured
+        fp32_flops, memory, link = self.fp32_flops, self.memory_bytes_per_s, self.host_link_bytes_per_s
+        if fp32_flops is None or memory is None or link is None:
+            return None
+        return reckon_rates(
+            fp32_flops=fp32_flops,
+            bf16_flops=self.bf16_flops,
+            fp16_flops=self.fp16_flops,
+            memory_bytes_per_s=memory,
+            host_link_bytes_per_s=link,
+        )
+
+    @property
+    def rates_from(self) -> str:
+        """Where a predicted time comes from, for its reader."""
+        if Source.CALIBRATED in (self.rate_source, self.host_source):
+            return str(Source.CALIBRATED)
+        return "not known" if self.rates is None else "data sheet, times what an H200 and its host reach of theirs"
 
     def flops(self, dtype: str, *, allow_tf32: bool = False) -> float | None:
         """FLOP/s of dense matrix products in a dtype (`bfloat16`); those of fp32 where it has none of its own.
@@ -182,209 +208,3 @@ def release_of(text: str) -> tuple[int, int]:
     if match is None:
         raise ConfigError(f"{text!r} is not a torch version; write it as 2.13.0")
     return int(match[1]), int(match[2])
-
-
-_TERA = 1e12
-_GIGA = 1e9
-_PCIE3_X16 = _PCIE4_X8 = 15.75 * _GIGA
-_PCIE4_X16 = _PCIE5_X8 = 31.5 * _GIGA
-_PCIE5_X16 = 63.0 * _GIGA
-
-
-def _device(
-    name: str,
-    label: str,
-    *,
-    gib: float,
-    capability: tuple[int, int],
-    sms: int,
-    tflops: tuple[float | None, float, float | None, float],
-    gb_per_s: float,
-    link: float,
-    **others: Any,
-) -> Hardware:
-    """Hardware from the columns of its data sheet; `tflops` are bf16, fp16, tf32 and fp32, `others` further fields."""
-    bf16, fp16, tf32, fp32 = (None if rate is None else rate * _TERA for rate in tflops)
-    fields: dict[str, Any] = dict(
-        memory_bytes=round(gib * GiB), compute_capability=capability, num_sms=sms, bf16_flops=bf16, fp16_flops=fp16,
-        tf32_flops=tf32, fp32_flops=fp32, memory_bytes_per_s=gb_per_s * _GIGA, host_link_bytes_per_s=link,
-        cublas_workspace_bytes=cublas_workspace_bytes(capability), memory_source=Source.REPORTED,
-    )  # fmt: skip
-    return Hardware(name=name, label=label, **{**fields, **others})
-
-
-def _geforce(name: str, sold_as: str, *, fp32: float, **columns: Any) -> Hardware:
-    """A GeForce board of the 30, 40 or 50 series: its tensor cores reach twice the rate of fp32, and in TF32 the same rate."""
-    return _device(name, f"NVIDIA GeForce {sold_as}", tflops=(2 * fp32, 2 * fp32, fp32, fp32), **columns)
-
-
-_HOPPER_SXM = (989.4, 989.4, 494.7, 66.9)
-_AMPERE_A100 = (312.0, 312.0, 156.0, 19.5)
-_CPU = Hardware(
-    name="cpu",
-    label="this machine's processor and memory",
-    memory_bytes=0,
-    compute_capability=(0, 0),
-    num_sms=0,
-    memory_source=Source.UNKNOWN,
-    rate_source=Source.UNKNOWN,
-    host_link_source=Source.UNKNOWN,
-    is_nvidia=False,
-    is_tested=True,
-)
-
-# fmt: off
-_KNOWN = (
-    # The context is that after matrix products, attention and convolutions, forward and backward; 552,402,944 bytes before
-    # the first kernel.
-    _device("h200", "NVIDIA H200 (SXM)", gib=150_109_880_320 / GiB, capability=(9, 0), sms=132, tflops=_HOPPER_SXM,
-            gb_per_s=4800, link=55.4 * _GIGA, context_bytes=877_461_504, memory_source=Source.MEASURED,
-            host_link_source=Source.MEASURED, context_source=Source.MEASURED, workspace_source=Source.MEASURED,
-            is_tested=True),
-    _device("h100", "NVIDIA H100 80GB (SXM)", gib=79.18, capability=(9, 0), sms=132, tflops=_HOPPER_SXM,
-            gb_per_s=3350, link=_PCIE5_X16),
-    _device("h100-pcie", "NVIDIA H100 80GB (PCIe)", gib=79.11, capability=(9, 0), sms=114,
-            tflops=(756.0, 756.0, 378.0, 51.2), gb_per_s=2039, link=_PCIE5_X16),
-    _device("b200", "NVIDIA B200 (HGX)", gib=178.35, capability=(10, 0), sms=148,
-            tflops=(2250.0, 2250.0, 1125.0, 75.0), gb_per_s=8000, link=_PCIE5_X16),
-    _device("a100-80gb", "NVIDIA A100 80GB (SXM)", gib=79.15, capability=(8, 0), sms=108, tflops=_AMPERE_A100,
-            gb_per_s=2039, link=_PCIE4_X16),
-    _device("a100-40gb", "NVIDIA A100 40GB (SXM)", gib=39.39, capability=(8, 0), sms=108, tflops=_AMPERE_A100,
-            gb_per_s=1555, link=_PCIE4_X16),
-    _device("l4", "NVIDIA L4", gib=22.03, capability=(8, 9), sms=58, tflops=(121.0, 121.0, 60.0, 30.3),
-            gb_per_s=300, link=_PCIE4_X16),
-    _device("l40s", "NVIDIA L40S", gib=44.40, capability=(8, 9), sms=142, tflops=(362.1, 362.1, 183.2, 91.6),
-            gb_per_s=864, link=_PCIE4_X16),
-    _device("a10g", "NVIDIA A10G", gib=22.06, capability=(8, 6), sms=80, tflops=(70.0, 70.0, 35.0, 35.0),
-            gb_per_s=600, link=_PCIE4_X16),
-    _device("t4", "NVIDIA T4", gib=14.74, capability=(7, 5), sms=40, tflops=(None, 65.0, None, 8.1),
-            gb_per_s=320, link=_PCIE3_X16),
-    _device("v100-16gb", "NVIDIA V100 16GB (SXM2)", gib=15.78, capability=(7, 0), sms=80,
-            tflops=(None, 125.0, None, 15.7), gb_per_s=900, link=_PCIE3_X16),
-    _device("v100-32gb", "NVIDIA V100 32GB (SXM2)", gib=31.74, capability=(7, 0), sms=80,
-            tflops=(None, 125.0, None, 15.7), gb_per_s=900, link=_PCIE3_X16),
-    # The A40 checks memory for errors unless told not to, which takes 6% of it; the other two only when told to.
-    _device("a40", "NVIDIA A40", gib=44.30, capability=(8, 6), sms=84, tflops=(149.7, 149.7, 74.8, 37.4),
-            gb_per_s=696, link=_PCIE4_X16),
-    _device("rtx-a6000", "NVIDIA RTX A6000", gib=47.53, capability=(8, 6), sms=84, tflops=(154.8, 154.8, 77.4, 38.7),
-            gb_per_s=768, link=_PCIE4_X16),
-    _device("rtx-6000-ada", "NVIDIA RTX 6000 Ada Generation", gib=47.38, capability=(8, 9), sms=142,
-            tflops=(364.2, 364.2, 182.1, 91.1), gb_per_s=960, link=_PCIE4_X16),
-    _geforce("rtx-3050", "RTX 3050 8GB", gib=7.65, capability=(8, 6), sms=20, fp32=9.1,
-             gb_per_s=224, link=_PCIE4_X8, memory_source=Source.ESTIMATED),
-    _device("rtx-3060", "NVIDIA GeForce RTX 3060 12GB", gib=11.76, capability=(8, 6), sms=28,
-            tflops=(25.5, 25.5, 12.7, 12.7), gb_per_s=360, link=_PCIE4_X16),
-    _geforce("rtx-3060-ti", "RTX 3060 Ti", gib=7.65, capability=(8, 6), sms=38, fp32=16.2,
-             gb_per_s=448, link=_PCIE4_X16),
-    _geforce("rtx-3070", "RTX 3070", gib=7.78, capability=(8, 6), sms=46, fp32=20.3,
-             gb_per_s=448, link=_PCIE4_X16),
-    _geforce("rtx-3070-ti", "RTX 3070 Ti", gib=7.66, capability=(8, 6), sms=48, fp32=21.7,
-             gb_per_s=608, link=_PCIE4_X16),
-    _geforce("rtx-3080-10gb", "RTX 3080 10GB", gib=9.78, capability=(8, 6), sms=68, fp32=29.8,
-             gb_per_s=760, link=_PCIE4_X16),
-    _geforce("rtx-3080-12gb", "RTX 3080 12GB", gib=11.72, capability=(8, 6), sms=70, fp32=30.6,
-             gb_per_s=912, link=_PCIE4_X16, memory_source=Source.ESTIMATED),
-    _geforce("rtx-3080-ti", "RTX 3080 Ti", gib=11.77, capability=(8, 6), sms=80, fp32=34.1,
-             gb_per_s=912, link=_PCIE4_X16),
-    _device("rtx-3090", "NVIDIA GeForce RTX 3090", gib=23.69, capability=(8, 6), sms=82,
-            tflops=(71.0, 71.0, 35.6, 35.6), gb_per_s=936, link=_PCIE4_X16),
-    _geforce("rtx-3090-ti", "RTX 3090 Ti", gib=23.58, capability=(8, 6), sms=84, fp32=40.0,
-             gb_per_s=1008, link=_PCIE4_X16),
-    _geforce("rtx-4060", "RTX 4060", gib=7.62, capability=(8, 9), sms=24, fp32=15.1,
-             gb_per_s=272, link=_PCIE4_X8),
-    _geforce("rtx-4060-ti-8gb", "RTX 4060 Ti 8GB", gib=7.62, capability=(8, 9), sms=34, fp32=22.1,
-             gb_per_s=288, link=_PCIE4_X8),
-    _device("rtx-4060-ti-16gb", "NVIDIA GeForce RTX 4060 Ti 16GB", gib=15.60, capability=(8, 9), sms=34,
-            tflops=(44.1, 44.1, 22.1, 22.1), gb_per_s=288, link=_PCIE4_X8),
-    _geforce("rtx-4070", "RTX 4070", gib=11.72, capability=(8, 9), sms=46, fp32=29.1,
-             gb_per_s=504, link=_PCIE4_X16),
-    _geforce("rtx-4070-super", "RTX 4070 SUPER", gib=11.72, capability=(8, 9), sms=56, fp32=35.5,
-             gb_per_s=504, link=_PCIE4_X16, memory_source=Source.ESTIMATED),
-    _geforce("rtx-4070-ti", "RTX 4070 Ti", gib=11.70, capability=(8, 9), sms=60, fp32=40.1,
-             gb_per_s=504, link=_PCIE4_X16),
-    _geforce("rtx-4070-ti-super", "RTX 4070 Ti SUPER", gib=15.69, capability=(8, 9), sms=66, fp32=44.1,
-             gb_per_s=672, link=_PCIE4_X16),
-    _geforce("rtx-4080", "RTX 4080", gib=15.57, capability=(8, 9), sms=76, fp32=48.7,
-             gb_per_s=716.8, link=_PCIE4_X16),
-    _geforce("rtx-4080-super", "RTX 4080 SUPER", gib=15.57, capability=(8, 9), sms=80, fp32=52.2,
-             gb_per_s=736, link=_PCIE4_X16),
-    _device("rtx-4090", "NVIDIA GeForce RTX 4090", gib=23.64, capability=(8, 9), sms=128,
-            tflops=(165.2, 165.2, 82.6, 82.6), gb_per_s=1008, link=_PCIE4_X16),
-    _geforce("rtx-5060", "RTX 5060", gib=7.65, capability=(12, 0), sms=30, fp32=19.2,
-             gb_per_s=448, link=_PCIE5_X8, memory_source=Source.ESTIMATED),
-    _geforce("rtx-5060-ti-16gb", "RTX 5060 Ti 16GB", gib=15.48, capability=(12, 0), sms=36, fp32=23.7,
-             gb_per_s=448, link=_PCIE5_X8),
-    _geforce("rtx-5070", "RTX 5070", gib=11.48, capability=(12, 0), sms=48, fp32=30.9,
-             gb_per_s=672, link=_PCIE5_X16),
-    _geforce("rtx-5070-ti", "RTX 5070 Ti", gib=15.46, capability=(12, 0), sms=70, fp32=43.9,
-             gb_per_s=896, link=_PCIE5_X16),
-    _geforce("rtx-5080", "RTX 5080", gib=15.47, capability=(12, 0), sms=84, fp32=56.3,
-             gb_per_s=960, link=_PCIE5_X16),
-    _device("rtx-5090", "NVIDIA GeForce RTX 5090", gib=31.36, capability=(12, 0), sms=170,
-            tflops=(209.5, 209.5, 104.8, 104.8), gb_per_s=1792, link=_PCIE5_X16),
-    _device("mi300x", "AMD Instinct MI300X", gib=191.98, capability=(9, 4), sms=304,
-            tflops=(1307.4, 1307.4, 653.7, 163.4), gb_per_s=5300, link=_PCIE5_X16, is_nvidia=False,
-            cublas_workspace_bytes=ROCM_WORKSPACE_BYTES, cublaslt_workspace_bytes=ROCM_LT_WORKSPACE_BYTES),
-    _CPU,
-)
-# fmt: on
-
-_BY_NAME = {hardware.name: hardware for hardware in _KNOWN}
-
-
-def known_hardware() -> tuple[Hardware, ...]:
-    """Every device in the table; `cpu`, which stands for the host, comes last."""
-    return _KNOWN
-
-
-def find_hardware(name: str) -> Hardware:
-    """The device of that name, or one of that capacity.
-
-    Case, spaces and underscores do not matter: `RTX 4090` finds `rtx-4090`. A bare capacity such as `24GiB` stands for any
-    NVIDIA GPU of compute capability 8.9 whose `total_memory` that is; its rates are not known, so neither are step times.
-
-    Example:
-        >>> find_hardware("RTX 4090").num_sms
-        128
-        >>> find_hardware("24GiB").memory_bytes == 24 * 2**30
-        True
-
-    Raises:
-        UnknownNameError: There is no such device; the message names the nearest.
-        ConfigError: It begins as a number does, but is no positive size with a unit.
-    """
-    typed = "-".join(name.strip().lower().replace("_", " ").replace("-", " ").split())
-    if typed in _BY_NAME:
-        return _BY_NAME[typed]
-    if re.match(r"\s*[-+.]?\s*[0-9]", name):
-        return _of_capacity(name)
-    # A board that is sold with several memories: `rtx-3080` means `rtx-3080-12gb` rather than `rtx-4080`.
-    kinds = [known for known in _BY_NAME if known.startswith(f"{typed}-")]
-    raise UnknownNameError("hardware", name, kinds or _BY_NAME)
-
-
-def _of_capacity(text: str) -> Hardware:
-    try:
-        num_bytes = parse_bytes(text) if text.rstrip()[-1:].isalpha() else 0  # a bare number would be bytes
-    except ConfigError:
-        num_bytes = 0
-    if num_bytes == 0:
-        raise ConfigError(
-            f"{text!r} is neither the name of a device nor a capacity; write a name such as rtx-4090, or a positive size with "
-            "its unit such as 24GiB",
-            key="hardware",
-        )
-    name = "".join(text.split())
-    return Hardware(
-        name=name,
-        label=f"any NVIDIA GPU of compute capability 8.9 with {name}",
-        memory_bytes=num_bytes,
-        compute_capability=(8, 9),
-        num_sms=_BY_NAME["rtx-4090"].num_sms,
-        cublas_workspace_bytes=cublas_workspace_bytes((8, 9)),
-        memory_source=Source.GIVEN,
-        rate_source=Source.UNKNOWN,
-        host_link_source=Source.UNKNOWN,
-        note=f"{name} names a capacity and no device: kernels and workspaces are taken to be those of an NVIDIA GPU of compute "
-        "capability 8.9 with 128 multiprocessors, as the RTX 4090 has, and step times are not known",
-    )

@@ -2,7 +2,8 @@
 
 Models are built on the meta device. Most constructors run there as they are. Some turn a short `linspace` into Python
 numbers (stochastic depth rates in Swin, ConvNeXt and their like), which a meta tensor has no values for; that one call is
-answered by the host.
+answered by the host. Initial values are not drawn at all: on the meta device torch's way of doing so begins with a second of
+imports.
 """
 
 from __future__ import annotations
@@ -50,11 +51,21 @@ class ModelSource:
 Made = TypeVar("Made")
 
 
-class _HostLinspace(TorchFunctionMode):
-    """Answers `torch.linspace` on the host when the caller names no device."""
+_DRAWING = frozenset(
+    {torch.Tensor.normal_, torch.Tensor.uniform_, nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_}
+)
+"""What torch's initialisers come down to, and those of them that a mode sees whole."""
+
+
+class _WithoutValues(TorchFunctionMode):
+    """Answers `torch.linspace` on the host when the caller names no device, and draws nothing for meta tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if func in _DRAWING:
+            drawn = args[0] if args else kwargs["tensor"]
+            if drawn.device.type == "meta":
+                return drawn
         if func is torch.linspace:
             kwargs.setdefault("device", "cpu")
         return func(*args, **kwargs)
@@ -68,7 +79,7 @@ def build_on_meta(make: Callable[[], Made], *, name: str) -> Made:
         name: What the user calls the model, for the error.
     """
     try:
-        with torch.device("meta"), _HostLinspace():
+        with torch.device("meta"), _WithoutValues():
             return make()
     except (RuntimeError, NotImplementedError) as error:
         if "meta" not in str(error):

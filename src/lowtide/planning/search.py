@@ -15,11 +15,11 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from lowtide.activations.policy import OTHERS
+from lowtide.activations.policy import OTHERS, WORDS
 from lowtide.errors import PlanError
 from lowtide.memory.chunk import LARGEST_CHUNK_BYTES, Layout
 from lowtide.planning.placement import by_first_use, granted, is_always_open, staging_for, window_bytes
-from lowtide.planning.plan import Schedule, Site, Weights
+from lowtide.planning.plan import Plan, Schedule, Site, Weights
 from lowtide.planning.simulator import GroupChoice, LaneRates, Placement, SimulatedStep, least_step_s, simulate
 from lowtide.planning.step_costs import POLICIES, StepCosts
 from lowtide.tracing.step_trace import Phase
@@ -229,6 +229,29 @@ class Search:
             pinned_bytes=pinned,
             simulated=simulate(self.costs, placement, self.rates),
         )
+
+    def simulate(self, plan: Plan, limits: Limits) -> SimulatedStep:
+        """The step under a plan that somebody else made; a group has the policy and the site of its first chunk."""
+        streamed = {group.name for group in plan.groups if group.weights is Weights.STREAMED}
+        word_of = {policy: word for word, policy in WORDS.items()}
+        placement = Placement(
+            groups={
+                group.name: GroupChoice(
+                    weights=group.weights,
+                    site=group.sites[0] if group.sites else Site.DEVICE,
+                    policy=word_of[group.activation],
+                )
+                for group in plan.groups
+            },
+            schedule=plan.schedule,
+            prefetch_depth=plan.prefetch_depth,
+            window_bytes=plan.budgets.window_bytes or window_bytes(self.layout, streamed, plan.prefetch_depth),
+            staging_bytes=plan.budgets.staging_bytes or 0,
+            is_clipped=limits.is_clipped,
+        )
+        if not placement.staging_bytes:
+            placement = replace(placement, staging_bytes=self._staging_bytes(placement, limits))
+        return simulate(self.costs, placement, self.rates)
 
     @property
     def num_groups(self) -> int:

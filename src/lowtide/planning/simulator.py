@@ -23,7 +23,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lowtide.hardware import Hardware, find_hardware
+from lowtide.hardware import Hardware, UpdateKind, find_hardware
 from lowtide.planning.plan import Schedule, Site, Weights
 from lowtide.planning.step_costs import GroupCosts, StepCosts, Use, UseCost
 from lowtide.planning.timeline import WAIT_PREFIX, Lane, LaneSpan, Reason, Timeline
@@ -58,51 +58,25 @@ class LaneRates:
     """The same on the device."""
 
 
-WINDOW_S = 1.0e-3
-"""The launch-bound Llama of `benchmarks/results/session/launch_versus` has 16 windows in a step and takes 16 ms longer."""
-WATCHED_S = 44e-6
-"""24 small layers take 223 ms longer under a selective policy, for 210 operators each (`benchmarks/results/launches`)."""
-FINISHED_S = 0.24e-3
-"""The same layers of nine parameters take 48 ms longer where their gradients go to the host, 57 where the device updates them
-in backward."""
-SLOWDOWN_BESIDE_UPDATES = 1.2
-"""The same layers, while the kernel works on other memory: 1.13 to 1.37."""
-LINK_EFFICIENCY = 0.83
-"""Of what a slot promises: 55 GB/s of 63 in one direction, 49 each way at once, on the H200's host."""
-UPDATE_EFFICIENCY = 0.5
-"""Of the device's memory bandwidth, in updates: 2.4 TB/s of 4.8 on the H200."""
-HOST_UPDATE_BYTES_PER_S, HOST_UPDATE_BESIDE_COPIES_BYTES_PER_S = 127e9, 86e9
-"""On the H200's host: 4.9 and 3.3 billion parameters a second in the exact update, which moves 26 bytes for each."""
-UNFUSED_SHARE = 0.25
-"""What torch's own step on the host reaches where it is not fused: 1.0 billion parameters a second instead of 4.1."""
 STAND_IN = "rtx-4090"
 """Whose rates are taken where those of the hardware are not known."""
 
 
-def lane_rates(hardware: Hardware, *, is_fused: bool) -> LaneRates:
-    """The rates of a kind of device, with the host of the H200 that was measured.
-
-    Args:
-        hardware: Its data sheet.
-        is_fused: Whether updates on the host run through one kernel, Lowtide's or torch's.
-    """
-    other = find_hardware(STAND_IN)
-    link = hardware.host_link_bytes_per_s or other.host_link_bytes_per_s
-    memory = hardware.memory_bytes_per_s or other.memory_bytes_per_s
-    assert link is not None, "the stand-in's is known"
-    assert memory is not None, "the stand-in's is known"
-    share = 1.0 if is_fused else UNFUSED_SHARE
+def lane_rates(hardware: Hardware, update: UpdateKind) -> LaneRates:
+    """The rates of a kind of device and its host, for one kind of update."""
+    device, host = hardware.rates or find_hardware(STAND_IN).rates, hardware.host
+    assert device is not None, "the stand-in's are known"
     return LaneRates(
-        launch_s=hardware.launch_s,
-        window_s=WINDOW_S,
-        watched_s=WATCHED_S,
-        finished_s=FINISHED_S,
-        slowdown_beside_updates=SLOWDOWN_BESIDE_UPDATES,
-        to_device_bytes_per_s=link * LINK_EFFICIENCY,
-        to_host_bytes_per_s=link * LINK_EFFICIENCY,
-        host_update_bytes_per_s=HOST_UPDATE_BYTES_PER_S * share,
-        host_update_beside_copies_bytes_per_s=HOST_UPDATE_BESIDE_COPIES_BYTES_PER_S * share,
-        device_update_bytes_per_s=memory * UPDATE_EFFICIENCY,
+        launch_s=host.launch_s,
+        window_s=host.window_s,
+        watched_s=host.watched_s,
+        finished_s=host.finished_s,
+        slowdown_beside_updates=host.slowdown_beside_updates,
+        to_device_bytes_per_s=device.to_device_bytes_per_s,
+        to_host_bytes_per_s=device.to_host_bytes_per_s,
+        host_update_bytes_per_s=host.updates.of(update),
+        host_update_beside_copies_bytes_per_s=host.updates_beside_copies.of(update),
+        device_update_bytes_per_s=device.updates.of(update),
     )
 
 

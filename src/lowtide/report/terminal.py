@@ -74,7 +74,10 @@ def session_report(stats: SessionStats, *, num_chunks: int = 16) -> Group:
 
 def what_if_report(rows: Sequence[WhatIfRow]) -> Group:
     """What each technique would do to the peak, and below it why: reasons are sentences and want the whole width."""
-    reasons = (Text.assemble((row.technique, "bold"), f": {row.reason}") for row in rows)
+    techniques: dict[str, list[str]] = {}
+    for row in rows:
+        techniques.setdefault(row.reason, []).append(row.technique)
+    reasons = (Text.assemble((", ".join(names), "bold"), f": {reason}") for reason, names in techniques.items())
     return Group(trace_tables.what_if_table(rows), "", *reasons)
 
 

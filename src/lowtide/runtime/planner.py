@@ -21,7 +21,7 @@ from torch import nn
 from lowtide import compat
 from lowtide.activations.policy import WORDS, policy_of
 from lowtide.errors import ConfigError, PlanError, TraceError
-from lowtide.hardware import Hardware, find_hardware, known_hardware
+from lowtide.hardware import Hardware, find_hardware, hardware_of
 from lowtide.memory.chunk import Layout, lay_out
 from lowtide.memory.groups import find_groups
 from lowtide.memory.tier import PINNABLE_SHARE, host_capacity_bytes
@@ -31,11 +31,12 @@ from lowtide.planning.budget_plans import WarmUp
 from lowtide.planning.hand_plan import make_plan
 from lowtide.planning.placement import assemble
 from lowtide.planning.plan import Budgets, Plan, Schedule, Site, Weights, word_of
-from lowtide.planning.search import WORTH_IT, Candidate, Found, Limits, Search, probe_placement
+from lowtide.planning.search import WORTH_IT, Candidate, Found, Limits, Search, Shape, probe_placement
 from lowtide.planning.simulator import LaneRates, SimulatedStep, lane_rates
 from lowtide.planning.step_costs import POLICIES, StepCosts, probe_policies, read_costs
 from lowtide.runtime.host_memory import state_bytes_by_parameter
 from lowtide.runtime.manage import manage
+from lowtide.runtime.prediction.simulation import update_kind
 from lowtide.runtime.prediction.trace import Optimizer, trace
 from lowtide.runtime.session import Session
 from lowtide.tracing.settings import StepSettings
@@ -159,10 +160,53 @@ def plan(
         >>> found.trace.peak_reserved_bytes <= 200 << 20, found.step_s > 0
         (True, True)
     """
+    problem, limits = pose(
+        model,
+        batch,
+        optimizer=optimizer,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        pinned_memory=pinned_memory,
+        hardware=hardware,
+        precision=precision,
+        moments=moments,
+        schedule=schedule,
+        max_grad_norm=max_grad_norm,
+        policies=policies,
+        loss=loss,
+        autocast=autocast,
+        settings=settings,
+        torch_version=torch_version,
+        on_progress=on_progress,
+    )
+    return problem.fastest(limits)
+
+
+def pose(
+    model: nn.Module,
+    batch: Any,
+    *,
+    optimizer: Optimizer,
+    device_memory: Size | None = None,
+    host_memory: Size | None = None,
+    pinned_memory: Size | None = None,
+    hardware: str | Hardware = "h200",
+    precision: str | None = None,
+    moments: str = "fp32",
+    schedule: Schedule | str = Schedule.DEFERRED,
+    max_grad_norm: float | None = None,
+    policies: Iterable[str] = POLICIES,
+    loss: Loss | None = None,
+    autocast: str | torch.dtype | None = None,
+    settings: StepSettings | None = None,
+    torch_version: str | None = None,
+    on_progress: Callable[[str], None] | None = None,
+) -> tuple[PlanProblem, Limits]:
+    """The arguments of `plan`, checked: a step to be planned, and what it may take."""
     target = find_hardware(hardware) if isinstance(hardware, str) else hardware
     limits = _limits(target, device_memory, host_memory, pinned_memory, schedule, max_grad_norm, policies)
     tell = on_progress or (lambda text: None)
-    problem = _Problem(
+    problem = PlanProblem(
         model=model,
         batch=batch,
         optimizer=optimizer,
@@ -181,7 +225,7 @@ def plan(
         layout=lay_out(find_groups(model)),
         tell=tell,
     )
-    return problem.solve(limits)
+    return problem, limits
 
 
 def prepare(
@@ -240,7 +284,7 @@ def prepare(
         raise ConfigError(
             "an emulated device has no size of its own; give device_memory, such as '2GiB'", key="device_memory"
         )
-    hardware = hardware_of(chosen_device) if is_cuda else find_hardware("cpu")
+    hardware = hardware_of(chosen_device)
     budget = _free_bytes(chosen_device) if device_memory is None else parse_bytes(device_memory)
     chosen: Plan | WarmUp
     try:
@@ -273,28 +317,6 @@ def prepare(
         max_grad_norm=max_grad_norm,
         precision=precision,
         moments=moments,
-    )
-
-
-def hardware_of(device: torch.device) -> Hardware:
-    """The kind of a CUDA device: the known one of its name and size, or what torch tells about it."""
-    properties = torch.cuda.get_device_properties(device)
-    same = [
-        known
-        for known in known_hardware()
-        if known.label.split(" (")[0].startswith(properties.name)
-        or properties.name.startswith(known.label.split(" (")[0])
-    ]
-    if same:
-        nearest = min(same, key=lambda known: abs(known.memory_bytes - properties.total_memory))
-        return replace(nearest, memory_bytes=properties.total_memory)
-    bare = find_hardware(f"{properties.total_memory >> 20}MiB")
-    return replace(
-        bare,
-        label=properties.name,
-        memory_bytes=properties.total_memory,
-        compute_capability=(properties.major, properties.minor),
-        num_sms=properties.multi_processor_count,
     )
 
 
@@ -359,7 +381,7 @@ def _size(key: str, given: Size | None, default: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Problem:
+class PlanProblem:
     """A step to be planned."""
 
     model: nn.Module
@@ -371,6 +393,72 @@ class _Problem:
     """What `trace` gets beside model, batch and plan."""
     layout: Layout
     tell: Callable[[str], None]
+    known: tuple[StepCosts, int] | None = None
+    """`priced`, where it is known already."""
+
+    @cached_property
+    def priced(self) -> tuple[StepCosts, int]:
+        """The step's costs, and the bytes of tensors beyond their estimate."""
+        return self._costs() if self.known is None else self.known
+
+    @property
+    def search(self) -> Search:
+        """The search among its placements, whose bytes are corrected for tensors but not for what the allocator holds beyond."""
+        costs, beyond = self.priced
+        return Search(costs, self.layout, self._rates(), correction_bytes=beyond)
+
+    def replay(self, candidate: Candidate, limits: Limits) -> tuple[Plan, StepTrace]:
+        """A placement's plan, and its step as a session runs it."""
+        chosen = self._plan_of(candidate, limits)
+        return chosen, trace(self.model, self.batch, plan=chosen, **self.traced)
+
+    def fastest(self, limits: Limits) -> PlannedStep:
+        """The fastest plan that fits; near the least that any takes, the smallest one.
+
+        Raises:
+            PlanError: Not even that fits; the message says what it takes.
+        """
+        try:
+            return self.solve(limits)
+        except PlanError as error:
+            self.tell("replaying the smallest plan")
+            candidate = smallest(self.search, limits)
+            chosen, replayed = self.replay(candidate, limits)
+            if self._fits(replayed, limits):
+                gaps = 1 - replayed.peak_bytes / replayed.peak_reserved_bytes
+                return self._planned(candidate, chosen, replayed, limits, beyond=self.priced[1], gaps=gaps)
+            if replayed.peak_reserved_bytes <= limits.device_bytes:
+                raise  # the host's memory is what is short, and the message says so
+            raise PlanError(
+                f"no plan fits {format_bytes(limits.device_bytes)} of device memory: with weights streamed, updates on the "
+                f"host and activations under {candidate.shape.small!r} the step reserves "
+                f"{format_bytes(replayed.peak_reserved_bytes)}; give that much, or a smaller batch",
+                needed_bytes=replayed.peak_reserved_bytes,
+            ) from error
+
+    def _planned(
+        self, candidate: Candidate, chosen: Plan, replayed: StepTrace, limits: Limits, *, beyond: int, gaps: float
+    ) -> PlannedStep:
+        costs = self.priced[0]
+        return PlannedStep(
+            plan=chosen,
+            trace=replayed,
+            simulated=candidate.simulated,
+            rejected=(),
+            costs=costs,
+            hardware=self.hardware,
+            num_tokens=_num_tokens(self.batch),
+            num_tried=1,
+            source=CurveSource(
+                search=Search(costs, self.layout, self._rates(), correction_bytes=beyond),
+                gaps=gaps,
+                limits=limits,
+                best=candidate,
+                best_bytes=replayed.peak_reserved_bytes,
+                device_bytes=_usable_bytes(self.hardware) if self.hardware.memory_bytes else None,
+                replay=lambda other, within: self.replay(other, within)[1],
+            ),
+        )
 
     def solve(self, limits: Limits) -> PlannedStep:
         """Search and replay until the replay stays inside the budgets.
@@ -379,7 +467,7 @@ class _Problem:
         them is not known before the replay: it is taken to be `_GAPS` of the budget, and more each time that the replay does
         not fit.
         """
-        costs, beyond = self._costs()
+        costs, beyond = self.priced
         gaps = _GAPS
         best: tuple[Candidate, Found, Plan, StepTrace] | None = None
         smallest: StepTrace | None = None
@@ -418,29 +506,12 @@ class _Problem:
                 needed_bytes=smallest.peak_reserved_bytes,
             )
         candidate, found, chosen, replayed = best
-        return PlannedStep(
-            plan=chosen,
-            trace=replayed,
-            simulated=candidate.simulated,
+        correction = beyond + int(gaps * limits.device_bytes)
+        return replace(
+            self._planned(candidate, chosen, replayed, limits, beyond=beyond, gaps=gaps),
             rejected=tuple(other for other in found.uniform if other.shape != candidate.shape),
-            costs=costs,
-            hardware=self.hardware,
-            num_tokens=_num_tokens(self.batch),
             num_tried=found.num_tried,
-            source=CurveSource(
-                search=Search(costs, self.layout, self._rates(), correction_bytes=beyond),
-                gaps=gaps,
-                limits=limits,
-                best=candidate,
-                best_bytes=replayed.peak_reserved_bytes,
-                device_bytes=_usable_bytes(self.hardware) if self.hardware.memory_bytes else None,
-                replay=lambda other, within: trace(
-                    self.model, self.batch, plan=self._plan_of(other, within), **self.traced
-                ),
-            ),
-            in_backward_s=self._in_backward_s(
-                costs, beyond + int(gaps * limits.device_bytes), limits, candidate.step_s
-            ),
+            in_backward_s=self._in_backward_s(costs, correction, limits, candidate.step_s),
         )
 
     def _in_backward_s(self, costs: StepCosts, correction: int, limits: Limits, deferred_s: float) -> float | None:
@@ -479,8 +550,7 @@ class _Problem:
         }
 
     def _rates(self) -> LaneRates:
-        # Where torch chooses by itself, it fuses Adam, AdamW and Adagrad on the host of a CUDA model.
-        return lane_rates(self.hardware, is_fused=self.numerics is not None or not self.hardware.is_host)
+        return lane_rates(self.hardware, update_kind(self.numerics, self.hardware))
 
     def _plan_of(self, candidate: Candidate, limits: Limits) -> Plan:
         choices = candidate.placement.groups
@@ -504,6 +574,17 @@ class _Problem:
             and replayed.host_bytes <= limits.host_bytes
             and replayed.pinned_bytes <= limits.pinned_bytes
         )
+
+
+def smallest(search: Search, limits: Limits) -> Candidate:
+    """The placement that takes least of the device, of those that the host holds if there are any."""
+    shapes = [
+        Shape(num_resident=0, num_device=0, small=policy, fast=policy, num_fast=0, prefetch_depth=0)
+        for policy in limits.policies or ("keep",)
+    ]
+    candidates = [search.evaluate(shape, limits) for shape in shapes]
+    held = [each for each in candidates if each.host_bytes <= limits.host_bytes]
+    return min(held or candidates, key=lambda candidate: candidate.device_bytes)
 
 
 def _num_tokens(batch: Any) -> int:

@@ -168,10 +168,11 @@ def assemble(
         for index, entry in enumerate(recorder.log)
         if index >= first_event
     )
-    columns = (recorder.op_names, recorder.op_modules, recorder.op_sources, recorder.op_phases, recorder.op_seconds)
+    names, modules, sources = recorder.op_names, recorder.op_modules, recorder.op_sources
+    columns = (names, modules, sources, recorder.op_phases, recorder.op_seconds, recorder.op_works)
     ops = tuple(
-        Op(name=name, module=module, source=source, phase=phase or Phase.FORWARD, seconds=seconds)
-        for name, module, source, phase, seconds in zip(*(column[first_op:] for column in columns), strict=True)
+        Op(name=name, module=module, source=source, phase=phase or Phase.FORWARD, seconds=seconds, work=work)
+        for name, module, source, phase, seconds, work in zip(*(column[first_op:] for column in columns), strict=True)
     )
     return StepTrace(
         model=model,

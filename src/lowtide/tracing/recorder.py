@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import compat
-from lowtide.tracing.step_trace import Category, Phase
+from lowtide.tracing.step_trace import Category, Phase, Work
 
 _OWN = str(Path(__file__).parent)
 _STEP = str(Path(__file__).with_name("training_step.py"))
@@ -169,6 +169,7 @@ class StorageRecorder:
         self.op_sources: list[str] = []
         self.op_phases: list[Phase | None] = []
         self.op_seconds: list[float] = []
+        self.op_works: list[Work | None] = []
         self.root, self.updater = root, updater
         self._is_detailed = True
         self._is_closed = False
@@ -247,15 +248,16 @@ class StorageRecorder:
         self.op_sources.append(source)
         self.op_phases.append(self.phase)
         self.op_seconds.append(0.0)
+        self.op_works.append(None)
         return len(self.op_names) - 1
 
     def locate_op(self, op: int, source: str) -> None:
         """The line of an operator is known only now."""
         self.op_sources[op] = source
 
-    def time_op(self, seconds: float) -> None:
-        """How long the running operator takes."""
-        self.op_seconds[-1] = seconds
+    def time_op(self, seconds: float, work: Work) -> None:
+        """How long the running operator takes, and what for."""
+        self.op_seconds[-1], self.op_works[-1] = seconds, work
 
     def _place(self) -> tuple[str, str]:
         """The module and the source line the running operator belongs to."""

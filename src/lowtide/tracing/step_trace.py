@@ -51,6 +51,16 @@ class Phase(enum.StrEnum):
     UPDATE = "update"
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a device does in one operator, whatever its rates are."""
+
+    num_bytes: int
+    """Of its arguments and outputs."""
+    flops: float
+    dtype: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
     """One operator call."""
@@ -64,6 +74,8 @@ class Op:
     phase: Phase
     seconds: float
     """On the target device, without waiting for the host (predicted); 0.0 for a view, and where nothing was timed."""
+    work: Work | None = field(default=None, compare=False)
+    """By which other hardware's seconds are told. None for a view, and in traces that were observed or loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

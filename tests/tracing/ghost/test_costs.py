@@ -7,6 +7,7 @@ with what it misses.
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,10 +18,8 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from lowtide.hardware import find_hardware
+from lowtide.hardware.rates import KERNEL_S, MEMORY_EFFICIENCY, PRODUCT_EFFICIENCY, KernelRate
 from lowtide.tracing.ghost.costs import (
-    KERNEL_S,
-    MEMORY_EFFICIENCY,
-    PRODUCT_EFFICIENCY,
     Costs,
     Reduction,
     describe_reduction,
@@ -278,6 +277,18 @@ class TestSeconds:
         assert hardware.memory_bytes_per_s is not None
         traffic_s = 3 * 4 * (1 << 20) / (hardware.memory_bytes_per_s * MEMORY_EFFICIENCY)
         assert seconds == pytest.approx(traffic_s + KERNEL_S)
+
+    def test_measured_rates_come_before_the_data_sheet(self) -> None:
+        hardware = find_hardware("h200")
+        assert hardware.rates is not None
+        slow = replace(hardware.rates, bf16=KernelRate(per_s=1e12, start_s=1.0))
+        left, out = bf16(512, 512), bf16(512, 512)
+        costs = Costs(replace(hardware, measured=slow), "2.11.0")
+        assert costs.timed(describe(aten.mm.default), (left, left), out)[0] == pytest.approx(1 + 2 * 512**3 / 1e12)
+
+    def test_nothing_is_known_of_a_capacity(self) -> None:
+        x = f32(1 << 20)
+        assert Costs(find_hardware("24GiB"), "2.11.0").seconds(describe(aten.add.Tensor), (x, x), x) == 0.0
 
     def test_causal_attention_counts_half(self) -> None:
         query = bf16(2, 8, 4096, 128)

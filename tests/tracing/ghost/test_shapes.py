@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.errors import ValueReadError
-from lowtide.tracing.ghost.shapes import SHAPES
+from lowtide.tracing.ghost.shapes import SHAPES, ShapeMemory
 from tests.tracing.ghost.ghost_process import GhostProcess, Lab
 
 aten = torch.ops.aten
@@ -173,3 +173,59 @@ def test_lengths_that_depend_on_weights_are_refused(ghosts: GhostProcess) -> Non
 
     with pytest.raises(ValueReadError, match="lengths"):
         ghosts(step)
+
+
+class TestMemory:
+    """What is remembered is what torch's own shape functions say; views and memory that is shared are asked for each time."""
+
+    CALLS = (
+        (aten.mul.Tensor, (meta(4, 8), meta(8, dtype=torch.float32)), {}),
+        (aten.mul.Tensor, (meta(4, 8), 2.0), {}),
+        (aten.mul.Tensor, (meta(4, 8, dtype=torch.int64), 2), {}),
+        (aten.mul.Tensor, (meta(4, 8, dtype=torch.int64), 2.0), {}),
+        (aten.add.Tensor, (meta(8, 4).t(), meta(4, 8)), {}),
+        (aten.add.Tensor, (meta(4, 8), meta(8)), {"alpha": 2}),
+        (aten.native_layer_norm.default, (meta(4, 8), [8], meta(8), None, 1e-5), {}),
+        (aten.sum.dim_IntList, (meta(4, 8), [0], True), {}),
+        (aten.sum.dim_IntList, (meta(4, 8), [0], True), {"dtype": torch.float32}),
+        (aten.t.default, (meta(4, 8),), {}),
+        (aten.split.Tensor, (meta(4, 8), 2), {}),
+        (aten.expand.default, (meta(1, 8), [4, 8]), {}),
+    )
+
+    @staticmethod
+    def described(out: object) -> list[object]:
+        outputs = out if isinstance(out, list | tuple) else [out]
+        return [
+            type(out),
+            *((each.shape, each.stride(), each.dtype, each.untyped_storage().nbytes()) for each in outputs),
+        ]
+
+    def test_the_second_answer_is_the_first(self) -> None:
+        memory = ShapeMemory()
+        for func, args, kwargs in (*self.CALLS, *self.CALLS):
+            found = memory.call(func, args, kwargs)
+            assert self.described(found) == self.described(func(*args, **kwargs)), (func, args, kwargs)
+
+    def test_what_is_new_is_new_again_and_a_view_is_of_its_own_argument(self) -> None:
+        memory = ShapeMemory()
+        first, second = meta(4, 8), meta(4, 8)
+        made = [memory.call(aten.mul.Tensor, (argument, 2.0), {}) for argument in (first, second)]
+        assert len({tensor.untyped_storage()._cdata for tensor in (first, second, *made)}) == 4
+        for argument in (first, second):
+            view = memory.call(aten.t.default, (argument,), {})
+            assert view.untyped_storage()._cdata == argument.untyped_storage()._cdata
+
+    def test_torch_is_asked_once(self) -> None:
+        asked = []
+
+        def func(tensor: Tensor) -> Tensor:
+            asked.append(tensor)
+            return torch.empty_like(tensor)
+
+        memory = ShapeMemory()
+        for _ in range(3):
+            memory.call(func, (meta(4, 8),), {})
+        assert len(asked) == 1
+        memory.call(func, (meta(8, 4),), {})
+        assert len(asked) == 2

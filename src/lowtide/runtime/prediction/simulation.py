@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from lowtide.activations.policy import Offload, Selective
-from lowtide.hardware import Hardware
+from lowtide.hardware import Hardware, UpdateKind
 from lowtide.memory.chunk import Layout
+from lowtide.optim.update_types import Moments, Numerics, Rounding
 from lowtide.planning.placement import is_trained, window_bytes_needed
 from lowtide.planning.plan import GroupPlan, Plan, Site, Weights
-from lowtide.planning.simulator import GroupChoice, Placement, SimulatedStep, lane_rates, simulate
+from lowtide.planning.simulator import GroupChoice, LaneRates, Placement, SimulatedStep, simulate
 from lowtide.planning.step_costs import StepCosts, Use, UseCost, read_costs
 from lowtide.runtime.host_memory import HostNeed
 from lowtide.tracing.step_trace import Phase, StepTrace
@@ -26,8 +27,7 @@ def simulate_traced(
     *,
     need: HostNeed,
     state_bytes: Mapping[str, int],
-    hardware: Hardware,
-    is_fused: bool,
+    rates: LaneRates,
     is_clipped: bool = False,
 ) -> SimulatedStep | None:
     """How long the step takes; None where the rates of the hardware are not known, or copies of activations are not priced.
@@ -41,8 +41,7 @@ def simulate_traced(
         layout: Of the model.
         need: Of the host, under the plan.
         state_bytes: Optimizer state of each group.
-        hardware: What it was traced for.
-        is_fused: Whether updates on the host run through one kernel.
+        rates: Of the hardware that it was traced for.
         is_clipped: Whether all updates wait for the norm of all gradients.
     """
     offloads_all = any(isinstance(each, Offload) and not each.recompute for each in plan.activations.values())
@@ -58,7 +57,7 @@ def simulate_traced(
     )
     costs = read_costs(layout, [({}, _without_updates(trace))], state_bytes)
     costs = _with_watched(_without_tables(costs, plan), plan)
-    return simulate(costs, placement, lane_rates(hardware, is_fused=is_fused))
+    return simulate(costs, placement, rates)
 
 
 def _without_updates(trace: StepTrace) -> StepTrace:
@@ -103,3 +102,13 @@ def _with_watched(costs: StepCosts, plan: Plan) -> StepCosts:
 
 def _only(use: Use) -> UseCost:
     return use.under("keep")
+
+
+def update_kind(numerics: Numerics | None, hardware: Hardware) -> UpdateKind:
+    """Whose rates are nearest to those of the update that a session takes."""
+    if numerics is None:
+        # Where torch chooses by itself, it fuses Adam, AdamW and Adagrad on the host of a CUDA model.
+        return UpdateKind.TORCH if hardware.is_host else UpdateKind.TORCH_FUSED
+    if numerics.moments is Moments.INT8:
+        return UpdateKind.EIGHT_BIT
+    return UpdateKind.FP32 if numerics.rounding is Rounding.NEAREST else UpdateKind.EXACT

@@ -19,6 +19,7 @@ from lowtide.optim.update_types import Numerics, numerics_of
 from lowtide.planning.budget_plans import StaticPartition, WarmUp, partition
 from lowtide.planning.placement import check_plan
 from lowtide.planning.plan import Plan, Site
+from lowtide.planning.simulator import lane_rates
 from lowtide.runtime.host_memory import (
     HostNeed,
     host_need,
@@ -26,8 +27,8 @@ from lowtide.runtime.host_memory import (
     state_bytes_per_parameter_byte,
 )
 from lowtide.runtime.prediction.session import SessionFootprint
-from lowtide.runtime.prediction.simulation import simulate_traced
-from lowtide.tracing.allocator import AllocatorFullError, AllocatorSettings
+from lowtide.runtime.prediction.simulation import simulate_traced, update_kind
+from lowtide.tracing.allocator import AllocatorSettings
 from lowtide.tracing.prediction.trace import trace_step
 from lowtide.tracing.settings import StepSettings, UpdateSchedule
 from lowtide.tracing.step_trace import StepTrace
@@ -138,18 +139,13 @@ def trace(
         make_optimizer=_Given(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer,
         numerics=numerics,
     )
-    under = partial(step, optimizer=session.optimizer, context=session)
-    allowed_bytes = found.budgets.device_bytes
-    try:
-        result = under(allocator=replace(allocator or AllocatorSettings(), allowed_bytes=allowed_bytes))
-    except AllocatorFullError:
-        # What the run would need is worth knowing all the more.
-        if on_progress is not None:
-            on_progress("the budget does not hold the step; tracing it without")
-        assert allowed_bytes is not None, "only a budget makes the allocator full"
-        note = f"the plan's device_memory of {format_bytes(allowed_bytes)} does not hold the step: traced without that limit"
-        result = under(allocator=allocator)
-        result = replace(result, notes=(*result.notes, note))
+    given, budget = allocator or AllocatorSettings(), found.budgets.device_bytes
+    result = step(
+        optimizer=session.optimizer,
+        context=session,
+        allocator=replace(given, allowed_bytes=budget),
+        if_full=None if budget is None else given,
+    )
     need = host_need(layout, found, own, numerics, named)
     simulated = simulate_traced(
         result,
@@ -157,9 +153,7 @@ def trace(
         layout,
         need=need,
         state_bytes=_state_bytes(layout, own, numerics, named),
-        hardware=target,
-        # Where torch chooses by itself, it fuses Adam, AdamW and Adagrad on the host of a CUDA model.
-        is_fused=numerics is not None or not target.is_host,
+        rates=lane_rates(target, update_kind(numerics, target)),
     )
     return replace(_with_host(result, need), simulated_s=None if simulated is None else simulated.seconds)
 

@@ -15,17 +15,14 @@ from typing import Any
 from torch import Tensor
 
 from lowtide.hardware import Hardware
+from lowtide.hardware.rates import DeviceRates
 from lowtide.tracing.ghost import convolutions, recurrent
 from lowtide.tracing.ghost.operators import FREE, Course, Operator, tensors_in
+from lowtide.tracing.step_trace import Work
 
 MATRIX_PRODUCTS = frozenset(
     f"aten.{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "_addmm_activation", "mv", "addmv", "dot")
 )
-PRODUCT_EFFICIENCY, ATTENTION_EFFICIENCY, MEMORY_EFFICIENCY = 0.73, 0.55, 0.49
-"""Shares of the vendor's rates that kernels reach: matrix products, fused attention, and all that is bound by memory. Fitted to
-seven steps of Llamas on an H200 (`tests/tracing/test_step_time.py`), and taken for other devices too."""
-KERNEL_S = 2.5e-6
-"""What every kernel takes besides its work: to be started, and to end."""
 _ATTENTION_STATISTICS = 4
 MAX_THREADS = 512
 WARP = 32
@@ -47,6 +44,7 @@ class Costs:
 
     def __init__(self, hardware: Hardware, torch_version: str) -> None:
         self._hardware = hardware
+        self._rates = hardware.rates
         self._workspace_bytes = hardware.cublas_workspace_for(torch_version)
         self._lt_workspace_bytes = hardware.cublaslt_workspace_for(torch_version)
         self._courses = {} if hardware.is_host else _COURSES
@@ -84,19 +82,22 @@ class Costs:
         rule = self._rules.get(op.name)
         return [] if rule is None else rule(args, out, self._hardware.num_sms)
 
-    def seconds(self, op: Operator, args: tuple[Any, ...], out: Any) -> float:
-        """Roofline: the longer of arithmetic and memory traffic."""
-        hardware = self._hardware
+    def timed(self, op: Operator, args: tuple[Any, ...], out: Any) -> tuple[float, Work]:
+        """How long the device takes, 0 where its rates are not known, and what it does."""
         tensors = [*tensors_in(args), *tensors_in(out)]
-        moved = sum(tensor.nbytes for tensor in tensors)
-        seconds = moved / (hardware.memory_bytes_per_s * MEMORY_EFFICIENCY) if hardware.memory_bytes_per_s else 0.0
-        flops = num_flops(op.name, args, out)
-        if flops:
-            rate = hardware.flops(str(tensors[0].dtype), allow_tf32=False)
-            if rate:
-                share = ATTENTION_EFFICIENCY if "attention" in op.name else PRODUCT_EFFICIENCY
-                seconds = max(seconds, flops / (rate * share))
-        return seconds + KERNEL_S if seconds else 0.0
+        work = Work(
+            sum(tensor.nbytes for tensor in tensors),
+            num_flops(op.name, args, out),
+            str(tensors[0].dtype) if tensors else "",
+        )
+        return seconds_of(op.name, work, self._rates), work
+
+
+def seconds_of(operator: str, work: Work, rates: DeviceRates | None) -> float:
+    """How long an operator's work takes at these rates; 0 where they are not known."""
+    if rates is None:
+        return 0.0
+    return rates.seconds(num_bytes=work.num_bytes, flops=work.flops, dtype=work.dtype, operator=operator)
 
 
 def _copy_if_strided(tensor: Any) -> int:

@@ -19,7 +19,7 @@ from lowtide.errors import BatchMismatchError, LowtideError, MissingKernelError
 from lowtide.tracing.ghost.costs import Costs
 from lowtide.tracing.ghost.making import GradientSums, Maker, ValueReader, has_mask_index
 from lowtide.tracing.ghost.operators import FREE, META, Course, Operator, collect_ghosts, describe, to_meta
-from lowtide.tracing.ghost.shapes import SHAPES, VALUE_SHAPES
+from lowtide.tracing.ghost.shapes import SHAPES, VALUE_SHAPES, ShapeMemory
 from lowtide.tracing.ghost.tensor import Ghost, Known
 from lowtide.tracing.recorder import Life, StorageRecorder
 from lowtide.tracing.step_trace import Category, Phase
@@ -58,6 +58,7 @@ class GhostMode(compat.TorchDispatchMode):
         self._maker = Maker(recorder, device)
         self._reader = ValueReader(self._maker, self.note)
         self._sums = GradientSums(self._maker)
+        self._remembered = ShapeMemory()
 
     def place(self, inner: Tensor, *, known: Known | None = None, is_logged: bool = True) -> Ghost:
         """A ghost on the device for a meta tensor: of a new storage, or of one placed before."""
@@ -152,14 +153,14 @@ class GhostMode(compat.TorchDispatchMode):
             # others takes most of an update's time to compute shapes that are known.
             out = None
         else:
-            out = func(*to_meta(args), **{key: to_meta(value) for key, value in kwargs.items()})
+            out = self._remembered.call(func, to_meta(args), {key: to_meta(value) for key, value in kwargs.items()})
         values = self._reader.values(func, op, args, kwargs)
         num_lives = len(self.recorder.lives)
         course = self.costs.course(op) if on_device else None
         if course is not None:
             self._charge_lasting(op, args)
             self._follow(course(to_meta(args), out), makes_outputs=True)
-            self.recorder.time_op(self.costs.seconds(op, to_meta(args), out))
+            self.recorder.time_op(*self.costs.timed(op, to_meta(args), out))
             return self._maker.wrap(op, args, kwargs, out, values, on_device)
         result = self._maker.wrap(op, args, kwargs, out, values, on_device)
         is_view = len(self.recorder.lives) == num_lives and not op.writes and not op.written_names
@@ -185,7 +186,7 @@ class GhostMode(compat.TorchDispatchMode):
         args, out = to_meta(args), to_meta(out)
         course = self.costs.course(op) or partial(self.costs.passing, op)
         self._follow(course(args, out), makes_outputs=False)
-        self.recorder.time_op(self.costs.seconds(op, args, out))
+        self.recorder.time_op(*self.costs.timed(op, args, out))
 
     def _charge_lasting(self, op: Operator, args: Any) -> None:
         for owner, nbytes in self.costs.lasting(op, args):

@@ -16,7 +16,7 @@ from torch import Tensor
 from lowtide import compat
 from lowtide.errors import ValueReadError
 from lowtide.tracing.ghost import convolutions, recurrent
-from lowtide.tracing.ghost.operators import META
+from lowtide.tracing.ghost.operators import META, tensors_in
 from lowtide.tracing.ghost.tensor import Ghost
 
 aten = torch.ops.aten
@@ -229,3 +229,62 @@ VALUE_SHAPES: dict[Any, Callable[..., Any]] = {
     aten._ctc_loss_backward.Tensor: _ctc_backward,
     aten._pack_padded_sequence.default: _pack_padded,
 }
+
+
+class ShapeMemory:
+    """What operators return, by what they were given: a deep model's layers ask for the same again and again.
+
+    Many of torch's shape functions are Python, and took most of a trace's time.
+    """
+
+    def __init__(self) -> None:
+        self._forms: dict[Any, tuple[Any, ...] | None] = {}
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What the function returns for arguments on meta."""
+        key = (func, torch.get_default_dtype(), _form(args), _form(tuple(kwargs.items())))
+        try:
+            forms = self._forms.get(key)
+        except TypeError:  # an argument that has no form, such as a generator of random numbers
+            return func(*args, **kwargs)
+        if forms is not None:
+            made = tuple(form and torch.empty_strided(*form[:2], dtype=form[2], device=META) for form in forms)
+            return made if isinstance(forms, _Several) else made[0]
+        out = func(*args, **kwargs)
+        if key not in self._forms:
+            self._forms[key] = _forms_of_new(out, tensors_in([*args, *kwargs.values()]))
+        return out
+
+
+class _Several(tuple[Any, ...]):
+    """The forms of an operator that returns a tuple."""
+
+
+def _form(value: Any) -> Any:
+    """All that a shape may depend on."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.storage_offset(), value.dtype, value.is_conj(), value.is_neg()
+    if isinstance(value, list | tuple):
+        return tuple(map(_form, value))
+    return type(value), value
+
+
+def _forms_of_new(out: Any, given: list[Tensor]) -> tuple[Any, ...] | None:
+    """Shape, strides and dtype of each output; None where one is not all of a storage of its own."""
+    outputs = out if isinstance(out, tuple) else (out,)
+    storages = {tensor.untyped_storage()._cdata for tensor in given}
+    forms: list[Any] = []
+    for each in outputs:
+        if each is None:
+            forms.append(None)
+            continue
+        if not isinstance(each, Tensor) or each.device.type != "meta" or each.is_conj() or each.is_neg():
+            return None
+        form = (each.shape, each.stride(), each.dtype)
+        storage = each.untyped_storage()
+        alone = torch.empty_strided(*form[:2], dtype=form[2], device=META).untyped_storage()
+        if storage._cdata in storages or storage.nbytes() != alone.nbytes() or each.storage_offset():
+            return None
+        storages.add(storage._cdata)
+        forms.append(form)
+    return _Several(forms) if isinstance(out, tuple) else tuple(forms)

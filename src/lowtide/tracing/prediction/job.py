@@ -47,6 +47,9 @@ class Job:
     hardware: Hardware
     torch_version: str
     allocator: AllocatorSettings
+    if_full: AllocatorSettings | None = None
+    """Those of a second replay, where the first ones' limit does not hold the step: what it needs is worth knowing all the
+    more. None raises instead."""
 
 
 @dataclass(slots=True)

@@ -12,7 +12,8 @@ from lowtide import compat, config
 from lowtide.errors import ConfigError
 from lowtide.hardware import Source
 from lowtide.tracing import training_step
-from lowtide.tracing.assemble import assemble, exact, replay
+from lowtide.tracing.allocator import AllocatorFullError
+from lowtide.tracing.assemble import MemoryLog, assemble, exact, replay
 from lowtide.tracing.compiled.groups import GhostCompiler
 from lowtide.tracing.ghost import recurrent
 from lowtide.tracing.ghost.device import GhostMover, LiteralDevices, cuda_functions
@@ -24,6 +25,7 @@ from lowtide.tracing.prediction.job import Contents, Job, TensorDescription, unp
 from lowtide.tracing.recorder import BATCH, StorageRecorder, state_roles, weight_roles
 from lowtide.tracing.settings import UpdateSchedule
 from lowtide.tracing.step_trace import Category, StepTrace, Target
+from lowtide.units import format_bytes
 
 CHUNKED_LOSS_NOTE = "the chunked loss is taken to run its kernel for CUDA, which needs Triton"
 """For a trace with a chunked loss."""
@@ -59,11 +61,10 @@ def predict(
             first_event, first_op = _run_steps(step, mode, job, context, on_progress)
     recorder.close()
     on_progress("replaying the allocator")
-    # The host's rounds nothing, and caches nothing.
-    memory = exact(recorder) if job.hardware.is_host else replay(recorder, job.allocator, first_event)
+    memory, full = _replay(recorder, job, first_event, on_progress)
     chunked = CHUNKED_LOSS_NOTE if job.settings.chunked_loss else None
     idle = training_step.autocast_note(step, has_cast=machine.has_cast)
-    notes = [*mode.notes, *machine.attention.choices.notes(), *filter(None, (chunked, idle, job.hardware.note))]
+    notes = [*mode.notes, *machine.attention.choices.notes(), *filter(None, (chunked, idle, job.hardware.note, full))]
     return assemble(
         recorder,
         memory,
@@ -84,6 +85,23 @@ def predict(
         ),
         notes=tuple(notes),
     )
+
+
+def _replay(
+    recorder: StorageRecorder, job: Job, first_event: int, on_progress: Callable[[str], None]
+) -> tuple[MemoryLog, str | None]:
+    """What the allocator does, and a note where its limit had to be lifted."""
+    if job.hardware.is_host:  # its allocator rounds nothing, and caches nothing
+        return exact(recorder), None
+    try:
+        return replay(recorder, job.allocator, first_event), None
+    except AllocatorFullError:
+        if job.if_full is None:
+            raise
+    on_progress("the budget does not hold the step; tracing it without")
+    limit = format_bytes(job.allocator.allowed_bytes or 0)
+    note = f"the plan's device_memory of {limit} does not hold the step: traced without that limit"
+    return replay(recorder, job.if_full, first_event), note
 
 
 def _run_steps(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import os
 import pickle
 import struct
@@ -194,6 +195,7 @@ def main() -> None:
     torch.set_num_threads(1)
     from lowtide.tracing.prediction.predict import predict
 
+    gc.freeze()  # torch's own objects live as long as this process: collections need not look at them
     while True:
         try:
             paths, folder, job_data = receive(requests)

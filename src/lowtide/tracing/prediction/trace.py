@@ -34,12 +34,15 @@ def trace_step(
     hardware: str | Hardware = "h200",
     torch_version: str | None = None,
     allocator: AllocatorSettings | None = None,
+    if_full: AllocatorSettings | None = None,
     name: str | None = None,
     context: StepContext | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> StepTrace:
-    """Predict one step. `lowtide.trace` says what the arguments are; `context` is what the step runs inside of, where
-    something else than torch holds its weights.
+    """Predict one step. `lowtide.trace` says what the arguments are.
+
+    `context` is what the step runs inside of, where something else than torch holds its weights, and `if_full` the settings
+    of a second replay, where the allocator's limit does not hold the step.
     """
     _check_arguments(model, optimizer)
     settings = settings or StepSettings()
@@ -53,6 +56,7 @@ def trace_step(
         hardware=target,
         torch_version=_checked_version(torch_version or torch.__version__),
         allocator=allocator or AllocatorSettings(),
+        if_full=if_full,
     )
     result = shared_sandbox().run(job, on_progress)
     _check_size(result)

@@ -1,0 +1,213 @@
+"""What a device's kernels reach: matrix products, attention, memory, copies to and from the host, and what its libraries keep."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowtide import compat
+from lowtide.hardware.calibration import Measurement
+from lowtide.hardware.rates import KernelRate
+from lowtide.lab.calibration.timing import Timer
+from lowtide.tracing.ghost.costs import BACKWARD_ATTENTION
+
+_OTHERS_BYTES = 4 << 30
+"""A context above this is not one process's own."""
+
+
+def fit_rate(measurements: Sequence[Measurement], start_s: float | None = None) -> KernelRate:
+    """The rate with the least relative error, squared, over kernels of all sizes.
+
+    Args:
+        measurements: At least one; two of different work where the start is wanted.
+        start_s: What each kernel takes besides its work, where that is known.
+    """
+    points = [(each.work / each.median_s, 1 / each.median_s) for each in measurements]
+    if start_s is None:
+        # work * a + start * b = 1 for each, by least squares.
+        aa, ab, bb = (sum(p[i] * p[j] for p in points) for i, j in ((0, 0), (0, 1), (1, 1)))
+        a, b = sum(p[0] for p in points), sum(p[1] for p in points)
+        determinant = aa * bb - ab * ab
+        start_s = max(0.0, (aa * b - ab * a) / determinant) if determinant > 1e-12 * aa * bb else 0.0
+    # No kernel is all start: one that took less than its start was timed badly, and must not turn the rate around.
+    start_s = min(start_s, *(0.99 * each.median_s for each in measurements))
+    inverse = sum(p[0] * (1 - start_s * p[1]) for p in points) / sum(p[0] ** 2 for p in points)
+    return KernelRate(per_s=1 / inverse, start_s=start_s)
+
+
+def measure_products(timer: Timer, dtype_name: str) -> KernelRate:
+    """Squares, and the tall products of a transformer block: forward, gradient of the input, gradient of the weight."""
+    sizes, dtype = timer.sizes, getattr(torch, dtype_name)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    found = []
+    try:
+        for size in sizes.squares:
+            square = _random(timer, size, size, dtype=dtype)
+            found.append(_product(timer, f"{dtype_name} {size} x {size} x {size}", square, square.t()))
+        x = _random(timer, sizes.num_tokens, sizes.hidden_size, dtype=dtype)
+        for width in (sizes.hidden_size, sizes.inner_size):
+            weight, gradient = (_random(timer, rows, width, dtype=dtype) for rows in (sizes.hidden_size, len(x)))
+            shape = f"{len(x)} x {sizes.hidden_size} x {width}"
+            found.append(_product(timer, f"{dtype_name} {shape} forward", x, weight))
+            found.append(_product(timer, f"{dtype_name} {shape} input gradient", gradient, weight.t()))
+            found.append(_product(timer, f"{dtype_name} {shape} weight gradient", x.t(), gradient))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    return fit_rate(found)
+
+
+def _product(timer: Timer, name: str, left: Tensor, right: Tensor) -> Measurement:
+    out = torch.empty(left.shape[0], right.shape[1], dtype=left.dtype, device=left.device)
+    flops = 2.0 * left.shape[0] * left.shape[1] * right.shape[1]
+    return timer.on_device(f"product {name}", flops, "FLOP", lambda: torch.mm(left, right, out=out))
+
+
+def measure_attention(timer: Timer, dtype_name: str, start_s: float) -> tuple[KernelRate, KernelRate]:
+    """Causal attention through SDPA, forward and backward."""
+    sizes, dtype = timer.sizes, getattr(torch, dtype_name)
+    heads = max(1, sizes.hidden_size // sizes.head_size)
+    forward, backward = [], []
+    for length in sizes.lengths:
+        shape = (max(1, sizes.num_tokens // length), heads, length, sizes.head_size)
+        query, key, value = (_random(timer, *shape, dtype=dtype).requires_grad_() for _ in range(3))
+        gradient = _random(timer, *shape, dtype=dtype)
+        flops = 2.0 * shape[0] * heads * length * length * sizes.head_size
+        name = f"attention {dtype_name} length {length}"
+
+        def attend(query: Tensor = query, key: Tensor = key, value: Tensor = value) -> Tensor:
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+        with torch.no_grad():
+            forward.append(timer.on_device(name, flops, "FLOP", attend))
+        out, inputs = attend(), (query, key, value)
+
+        def backpropagate(out: Tensor = out, inputs: tuple[Tensor, ...] = inputs, gradient: Tensor = gradient) -> None:
+            torch.autograd.grad(out, inputs, gradient, retain_graph=True)
+
+        backward.append(timer.on_device(f"{name} backward", BACKWARD_ATTENTION * flops, "FLOP", backpropagate))
+    return fit_rate(forward, start_s), fit_rate(backward, start_s)
+
+
+def measure_memory(timer: Timer) -> KernelRate:
+    """Pointwise operators, large and tiny: bytes read and written a second, and what each kernel takes besides."""
+    num_elements = timer.sizes.memory_bytes // 4
+    found = []
+    for count, size in ((num_elements, "large"), (1024, "tiny")):
+        left, right = (torch.ones(count, device=timer.device) for _ in range(2))
+        out = torch.empty_like(left)
+
+        def add(left: Tensor = left, right: Tensor = right, out: Tensor = out) -> None:
+            torch.add(left, right, out=out)
+
+        found.append(timer.on_device(f"memory {size} sum", 12.0 * count, "byte", add))
+    half = torch.ones(num_elements, dtype=torch.bfloat16, device=timer.device)
+    wide = torch.empty(num_elements, device=timer.device)
+    timer.on_device("memory cast to fp32", 6.0 * num_elements, "byte", lambda: wide.copy_(half))
+    timer.on_device("memory total", 4.0 * num_elements, "byte", wide.sum)
+    return fit_rate(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkRates:
+    """Bytes a second of copies in each direction, while the other is busy too."""
+
+    to_device: float
+    to_host: float
+
+
+class Copies:
+    """Copies both ways between locked host memory and the device, each on a stream of its own."""
+
+    def __init__(self, timer: Timer) -> None:
+        num_bytes = timer.sizes.copy_bytes
+        self.num_bytes, self._timer = num_bytes, timer
+        timer.tell("locking memory for copies")
+        host = [torch.ones(num_bytes, dtype=torch.uint8, pin_memory=timer.is_cuda) for _ in range(2)]
+        device = [torch.ones(num_bytes, dtype=torch.uint8, device=timer.device) for _ in range(2)]
+        self._pairs = {"to device": (device[0], host[0]), "to host": (host[1], device[1])}
+        self._streams = {way: torch.cuda.Stream(timer.device) for way in self._pairs} if timer.is_cuda else {}
+
+    def start(self, way: str, count: int) -> None:
+        """Give one direction some copies to do; the host does not wait for them where there is a device."""
+        out, source = self._pairs[way]
+        if not self._streams:
+            for _ in range(count):
+                out.copy_(source)
+            return
+        with torch.cuda.stream(self._streams[way]):
+            for _ in range(count):
+                out.copy_(source, non_blocking=True)
+
+    def are_busy(self) -> bool:
+        """Whether both directions still copy."""
+        return all(not stream.query() for stream in self._streams.values())
+
+    def wait(self) -> None:
+        """Until all copies are done."""
+        self._timer.wait()
+
+    def measure(self) -> LinkRates:
+        """Each direction alone, for the record, and both at once."""
+        timer, rates = self._timer, {}
+        for way in self._pairs:
+            timer.tell(f"copies {way}")
+            other = next(name for name in self._pairs if name != way)
+            # The other direction has more to do, so that it is busy to the end.
+            for name, counts in (("alone", {way: 8}), ("beside the other", {way: 8, other: 12})):
+                times = [self._run(counts, way) / 8 for _ in range(timer.sizes.num_repeats)]
+                rates[way] = timer.note(f"copy {way} {name}", self.num_bytes, "byte", times).per_s
+        return LinkRates(to_device=rates["to device"], to_host=rates["to host"])
+
+    def _run(self, counts: dict[str, int], timed: str) -> float:
+        """Seconds in which the copies of one direction are done."""
+        self._timer.wait()
+        began_s = time.perf_counter()
+        for way in sorted(counts, key=lambda way: way == timed):
+            self.start(way, counts[way])
+        if self._streams:
+            self._streams[timed].synchronize()
+        took_s = time.perf_counter() - began_s
+        self._timer.wait()
+        return took_s
+
+
+def measure_pinning(timer: Timer) -> float:
+    """Bytes a second of host memory that is locked for copies."""
+    timer.tell("locking host memory")
+    memory = torch.ones(timer.sizes.copy_bytes, dtype=torch.uint8)
+    times = []
+    for _ in range(timer.sizes.num_repeats):
+        began_s = time.perf_counter()
+        compat.lock_host_memory(memory)
+        times.append(time.perf_counter() - began_s)
+        compat.unlock_host_memory(memory.data_ptr())
+    return timer.note("locking host memory", memory.nbytes, "byte", times).per_s
+
+
+def workspace_bytes(device: torch.device) -> int:
+    """What the allocator keeps for cuBLAS after a product."""
+    left = torch.ones(64, 64, device=device)
+    out = torch.empty_like(left)
+    compat.free_cublas_workspaces()
+    before = torch.cuda.memory_allocated(device)
+    torch.mm(left, left, out=out)
+    return torch.cuda.memory_allocated(device) - before
+
+
+def context_bytes(device: torch.device) -> int | None:
+    """What the driver says is used less what the allocator has reserved; None where others seem to use the device too."""
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    used = total - free - torch.cuda.memory_reserved(device)
+    return used if 0 < used < _OTHERS_BYTES else None
+
+
+def _random(timer: Timer, *shape: int, dtype: torch.dtype) -> Tensor:
+    """What a network has: zeros and small whole numbers take less power, and so are faster."""
+    return torch.randn(*shape, device=timer.device, dtype=dtype)

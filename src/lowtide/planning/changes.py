@@ -1,0 +1,88 @@
+"""Changes: what can be turned on to make a step smaller, one word for the whole model each, with the line that does it.
+
+Those that a plan says change where bytes are and nothing else. The others change the arithmetic or the training loop, and
+need the user's word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from lowtide.planning.plan import Schedule, Weights
+from lowtide.planning.search import Candidate, Limits, Search, Shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One word for each part of a plan; `Choice()` is the step as plain torch runs it."""
+
+    weights: str = "resident"
+    update: str = "device"
+    activations: str = "keep"
+    schedule: str = "deferred"
+
+    @property
+    def changed(self) -> Mapping[str, str]:
+        """The words that differ from plain torch, by the argument of `make_plan` that takes them."""
+        plain = Choice()
+        words = {name: getattr(self, name) for name in self.__slots__}
+        return {name: word for name, word in words.items() if word != getattr(plain, name)}
+
+    @property
+    def flags(self) -> str:
+        """What `lowtide trace` takes to show the step with it."""
+        return " ".join(f"--set plan.{name}={word}" for name, word in self.changed.items())
+
+    def code(self, device_memory: str) -> str:
+        """The lines of a script that turn it on."""
+        words = {"weights": self.weights, "update": self.update, **self.changed, "device_memory": device_memory}
+        given = ", ".join(f"{name}={word!r}" for name, word in words.items())
+        return f"plan = lowtide.make_plan(model, {given}); session = lowtide.manage(model, optimizer, plan)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """A choice with what it takes, estimated."""
+
+    choice: Choice
+    candidate: Candidate
+    over_bytes: int
+    """By how much it is beyond the device's budget or the host's, whichever is more; 0 or less for one that fits."""
+
+
+def options(search: Search, limits: Limits) -> list[Option]:
+    """Every uniform choice, those with the fewest changes first, of these the fastest first.
+
+    A schedule is among the changes only where updates are deferred and need not wait for all gradients.
+    """
+    schedules = [limits.schedule]
+    if limits.schedule is Schedule.DEFERRED and not limits.is_clipped:
+        schedules.append(Schedule.IN_BACKWARD)
+    found = [
+        _option(search, replace(limits, schedule=schedule), num_resident, num_device, policy)
+        for schedule in schedules
+        for num_resident in (search.num_groups, 0)
+        for num_device in (search.num_groups, 0)
+        for policy in limits.policies
+    ]
+    return sorted(found, key=lambda option: (len(option.choice.changed), option.candidate.step_s))
+
+
+def _option(search: Search, limits: Limits, num_resident: int, num_device: int, policy: str) -> Option:
+    shape = Shape(num_resident=num_resident, num_device=num_device, small=policy, fast=policy, num_fast=0)
+    candidate = search.evaluate(shape, limits)
+    return Option(
+        choice=Choice(
+            weights=(Weights.RESIDENT if num_resident else Weights.STREAMED).value,
+            update="device" if num_device else "host",
+            activations=policy,
+            schedule=limits.schedule.value,
+        ),
+        candidate=candidate,
+        over_bytes=max(
+            candidate.device_bytes - limits.device_bytes,
+            candidate.host_bytes - limits.host_bytes,
+            candidate.pinned_bytes - limits.pinned_bytes,
+        ),
+    )
