@@ -101,3 +101,20 @@ def test_a_plan_that_cannot_be_traced_is_one_sentence(set_: list[str], message: 
     result = RUN.invoke(app, words)
     assert result.exit_code == 2, result.output
     assert message in " ".join(result.output.split())
+
+
+def test_explain_ends_with_what_fits() -> None:
+    result = RUN.invoke(app, ["explain", "gpt-tiny", "--batch", "8x128", "--gpu", "892MiB", "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["peak_reserved_bytes"] + found["context_bytes"] > found["capacity_bytes"]
+    fitting = [row for row in found["what_if"] if row["fits"]]
+    assert fitting
+    for row in fitting:
+        assert row["reserved_bytes"] + found["context_bytes"] <= found["capacity_bytes"]
+    least = min(fitting, key=lambda row: (row["technique"].count(" + "), row["step_s"] or 1e9))
+    assert f"like this: {least['technique']}." in found["verdict"]
+    # What `--set` takes traces that row.
+    words = ["trace", "gpt-tiny", "--batch", "8x128", "--gpu", "892MiB", "--json"]
+    again = RUN.invoke(app, [*words, *(part for each in least["set_"] for part in ("--set", each))])
+    assert json.loads(again.stdout)["peak_reserved_bytes"] == least["reserved_bytes"]

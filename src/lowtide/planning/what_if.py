@@ -96,7 +96,9 @@ class WhatIf:
             best = "" if smallest is None else f"; the smallest, {smallest.technique}, reserves {_reserved(smallest)}"
             return f"Nothing that was tried fits{best}. lowtide plan searches mixtures, and a smaller batch takes less."
         host = "" if least.host_bytes is None else f", with {format_bytes(least.host_bytes)} of the host"
-        return f"With the fewest changes it fits like this: {least.technique}. It then reserves {_reserved(least)}{host}."
+        return (
+            f"With the fewest changes it fits like this: {least.technique}. It then reserves {_reserved(least)}{host}."
+        )
 
 
 def _reserved(row: WhatIfRow) -> str:
