@@ -236,3 +236,13 @@ def test_the_hardware_of_a_gpu_is_known_by_its_name() -> None:
     found = hardware_of(torch.device("cuda"))
     assert found.memory_bytes == torch.cuda.get_device_properties(0).total_memory
     assert found.compute_capability == torch.cuda.get_device_capability()
+
+
+def test_another_plan_is_simulated_with_the_same_costs() -> None:
+    source = resolve_model("gpt-tiny")
+    model, batch = source.build(torch.bfloat16), source.make_batch("2x64")
+    found = lowtide.plan(
+        model, batch, optimizer=torch.optim.AdamW, device_memory="200MiB", hardware="rtx-4090", precision="bf16 exact"
+    )
+    assert found.simulate(found.plan).step_s == found.step_s
+    assert found.simulate(lowtide.make_plan(model)).step_s > found.step_s

@@ -94,6 +94,10 @@ class PlannedStep:
         """
         return budget_curve(self.source)
 
+    def simulate(self, other: Plan) -> SimulatedStep:
+        """The same step under another plan, one made by hand for instance; nothing is traced."""
+        return self.source.search.simulate(other, self.source.limits)
+
     @cached_property
     def words(self) -> tuple[str, ...]:
         """What the plan does, a short sentence for each technique."""
