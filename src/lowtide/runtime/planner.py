@@ -21,11 +21,11 @@ from torch import nn
 from lowtide import compat
 from lowtide.activations.policy import WORDS, policy_of
 from lowtide.errors import ConfigError, PlanError, TraceError
-from lowtide.hardware import Hardware, UpdateKind, find_hardware, hardware_of
+from lowtide.hardware import Hardware, find_hardware, hardware_of
 from lowtide.memory.chunk import Layout, lay_out
 from lowtide.memory.groups import find_groups
 from lowtide.memory.tier import PINNABLE_SHARE, host_capacity_bytes
-from lowtide.optim.update_types import Moments, Numerics, Rounding, numerics_of
+from lowtide.optim.update_types import Numerics, numerics_of
 from lowtide.planning.budget_curve import BudgetPoint, CurveSource, budget_curve
 from lowtide.planning.budget_plans import WarmUp
 from lowtide.planning.hand_plan import make_plan
@@ -36,6 +36,7 @@ from lowtide.planning.simulator import LaneRates, SimulatedStep, lane_rates
 from lowtide.planning.step_costs import POLICIES, StepCosts, probe_policies, read_costs
 from lowtide.runtime.host_memory import state_bytes_by_parameter
 from lowtide.runtime.manage import manage
+from lowtide.runtime.prediction.simulation import update_kind
 from lowtide.runtime.prediction.trace import Optimizer, trace
 from lowtide.runtime.session import Session
 from lowtide.tracing.settings import StepSettings
@@ -640,16 +641,6 @@ class PlanProblem:
             and replayed.host_bytes <= limits.host_bytes
             and replayed.pinned_bytes <= limits.pinned_bytes
         )
-
-
-def update_kind(numerics: Numerics | None, hardware: Hardware) -> UpdateKind:
-    """Whose rates are nearest to those of the update that a session takes."""
-    if numerics is None:
-        # Where torch chooses by itself, it fuses Adam, AdamW and Adagrad on the host of a CUDA model.
-        return UpdateKind.TORCH if hardware.is_host else UpdateKind.TORCH_FUSED
-    if numerics.moments is Moments.INT8:
-        return UpdateKind.EIGHT_BIT
-    return UpdateKind.FP32 if numerics.rounding is Rounding.NEAREST else UpdateKind.EXACT
 
 
 def smallest(search: Search, limits: Limits) -> Candidate:
