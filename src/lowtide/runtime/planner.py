@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -21,11 +21,11 @@ from torch import nn
 from lowtide import compat
 from lowtide.activations.policy import WORDS, policy_of
 from lowtide.errors import ConfigError, PlanError, TraceError
-from lowtide.hardware import Hardware, UpdateKind, find_hardware, hardware_of
+from lowtide.hardware import Hardware, find_hardware, hardware_of
 from lowtide.memory.chunk import Layout, lay_out
 from lowtide.memory.groups import find_groups
 from lowtide.memory.tier import PINNABLE_SHARE, host_capacity_bytes
-from lowtide.optim.update_types import Moments, Numerics, Rounding, numerics_of
+from lowtide.optim.update_types import Numerics, numerics_of
 from lowtide.planning.budget_curve import BudgetPoint, CurveSource, budget_curve
 from lowtide.planning.budget_plans import WarmUp
 from lowtide.planning.hand_plan import make_plan
@@ -36,6 +36,7 @@ from lowtide.planning.simulator import LaneRates, SimulatedStep, lane_rates
 from lowtide.planning.step_costs import POLICIES, StepCosts, probe_policies, read_costs
 from lowtide.runtime.host_memory import state_bytes_by_parameter
 from lowtide.runtime.manage import manage
+from lowtide.runtime.prediction.simulation import update_kind
 from lowtide.runtime.prediction.trace import Optimizer, trace
 from lowtide.runtime.session import Session
 from lowtide.tracing.settings import StepSettings
@@ -346,7 +347,7 @@ def _limits(
         )
     if device_memory is None and not hardware.memory_bytes:
         raise ConfigError(f"the memory of {hardware.name} is not known; give device_memory", key="device_memory")
-    device_bytes = _size("device_memory", device_memory, _usable_bytes(hardware))
+    device_bytes = _size("device_memory", device_memory, usable_bytes(hardware))
     if hardware.memory_bytes and device_bytes > hardware.memory_bytes:
         raise ConfigError(
             f"device_memory is {format_bytes(device_bytes)}, and {hardware.label} has {format_bytes(hardware.memory_bytes)}; "
@@ -367,13 +368,16 @@ def _limits(
     )
 
 
-def _usable_bytes(hardware: Hardware) -> int:
+def usable_bytes(hardware: Hardware) -> int:
+    """What may be reserved of a device where nothing else is said: its memory less its context and a margin."""
     return int((hardware.memory_bytes - hardware.context_bytes) * (1 - _MARGIN))
 
 
 def _size(key: str, given: Size | None, default: int) -> int:
     if given is None:
         return default
+    if isinstance(given, str) and given.strip().replace(".", "", 1).isdecimal():
+        raise ConfigError(f"{key} is {given!r}, which has no unit; write '{given.strip()}GiB', or MiB", key=key)
     try:
         found = parse_bytes(given)
     except ConfigError as error:
@@ -444,7 +448,12 @@ class PlanProblem:
     @cached_property
     def priced(self) -> tuple[StepCosts, int]:
         """The step's costs, and the bytes of tensors beyond their estimate."""
-        return self._costs() if self.known is None else self.known
+        return self.read(self.probes()) if self.known is None else self.known
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the batch, as `PlannedStep` counts them."""
+        return _num_tokens(self.batch)
 
     @property
     def search(self) -> Search:
@@ -455,7 +464,11 @@ class PlanProblem:
     def replay(self, candidate: Candidate, limits: Limits) -> tuple[Plan, StepTrace]:
         """A placement's plan, and its step as a session runs it."""
         chosen = self._plan_of(candidate, limits)
-        return chosen, trace(self.model, self.batch, plan=chosen, **self.traced)
+        return chosen, self.under(chosen)
+
+    def under(self, plan: Plan) -> StepTrace:
+        """The step under a plan, traced."""
+        return trace(self.model, self.batch, plan=plan, **self.traced)
 
     def fastest(self, limits: Limits) -> PlannedStep:
         """The fastest plan that fits; near the least that any takes, the smallest one.
@@ -469,7 +482,7 @@ class PlanProblem:
             self.tell("replaying the smallest plan")
             candidate = smallest(self.search, limits)
             chosen, replayed = self.replay(candidate, limits)
-            if self._fits(replayed, limits):
+            if self.fits(replayed, limits):
                 gaps = 1 - replayed.peak_bytes / replayed.peak_reserved_bytes
                 return self._planned(candidate, chosen, replayed, limits, beyond=self.priced[1], gaps=gaps)
             if replayed.peak_reserved_bytes <= limits.device_bytes:
@@ -500,7 +513,7 @@ class PlanProblem:
                 limits=limits,
                 best=candidate,
                 best_bytes=replayed.peak_reserved_bytes,
-                device_bytes=_usable_bytes(self.hardware) if self.hardware.memory_bytes else None,
+                device_bytes=usable_bytes(self.hardware) if self.hardware.memory_bytes else None,
                 replay=lambda other, within: self.replay(other, within)[1],
             ),
         )
@@ -534,12 +547,11 @@ class PlanProblem:
                 continue
             if best is not None and found.best.step_s >= best[0].step_s * (1 - WORTH_IT):
                 break
-            chosen = self._plan_of(found.best, limits)
             self.tell(f"replaying its step ({attempt})")
-            replayed = trace(self.model, self.batch, plan=chosen, **self.traced)
+            chosen, replayed = self.replay(found.best, limits)
             gaps = mixed if search.is_mixed(found.best.placement) else alike
             beyond += replayed.peak_bytes - (found.best.device_bytes - int(gaps.share * limits.device_bytes))
-            if self._fits(replayed, limits):
+            if self.fits(replayed, limits):
                 best = (found.best, found, chosen, replayed)
                 left = 1 - replayed.peak_reserved_bytes / limits.device_bytes
                 gaps.was_enough(left)
@@ -573,18 +585,23 @@ class PlanProblem:
             return None
         return found_s if found_s < deferred_s * (1 - _WORTH_A_WORD) else None
 
-    def _costs(self) -> tuple[StepCosts, int]:
-        """The step's costs, and the bytes of tensors beyond their estimate in the probe."""
-        probes = []
+    def probes(self) -> list[tuple[dict[str, str], StepTrace]]:
+        """The traces that price its parts."""
+        found = []
         for policies in probe_policies(self.layout):
             self.tell("pricing the step's parts")
             probe = make_plan(self.layout, update="host", schedule="in_backward", activations=policies or None)
-            probes.append((policies, trace(self.model, self.batch, plan=probe, **self.traced)))
-        costs = read_costs(self.layout, probes, self._state_bytes())
+            found.append((policies, self.under(probe)))
+        return found
+
+    def read(self, probes: Sequence[tuple[Mapping[str, str], StepTrace]]) -> tuple[StepCosts, int]:
+        """The step's costs, and the bytes of tensors beyond their estimate in the probe."""
+        costs = read_costs(self.layout, probes, self._state_bytes)
         policies, probed = probes[-1]
         estimate = Search(costs, self.layout, self._rates()).device_bytes(probe_placement(costs, self.layout, policies))
         return costs, probed.peak_bytes - estimate
 
+    @cached_property
     def _state_bytes(self) -> dict[str, int]:
         named: dict[str, torch.Tensor] = dict(self.model.named_parameters())
         if isinstance(self.optimizer, torch.optim.Optimizer):
@@ -615,7 +632,8 @@ class PlanProblem:
             ),
         )
 
-    def _fits(self, replayed: StepTrace, limits: Limits) -> bool:
+    def fits(self, replayed: StepTrace, limits: Limits) -> bool:
+        """Whether a replayed step is inside every budget."""
         assert replayed.host_bytes is not None, "a trace under a plan has them"
         assert replayed.pinned_bytes is not None, "a trace under a plan has them"
         return (
@@ -625,25 +643,21 @@ class PlanProblem:
         )
 
 
-def update_kind(numerics: Numerics | None, hardware: Hardware) -> UpdateKind:
-    """Whose rates are nearest to those of the update that a session takes."""
-    if numerics is None:
-        # Where torch chooses by itself, it fuses Adam, AdamW and Adagrad on the host of a CUDA model.
-        return UpdateKind.TORCH if hardware.is_host else UpdateKind.TORCH_FUSED
-    if numerics.moments is Moments.INT8:
-        return UpdateKind.EIGHT_BIT
-    return UpdateKind.FP32 if numerics.rounding is Rounding.NEAREST else UpdateKind.EXACT
-
-
 def smallest(search: Search, limits: Limits) -> Candidate:
-    """The placement that takes least of the device, of those that the host holds if there are any."""
+    """The uniform placement that takes least of the device, of those that the host holds if there are any."""
+    num = search.num_groups
     shapes = [
-        Shape(num_resident=0, num_device=0, small=policy, fast=policy, num_fast=0, prefetch_depth=0)
+        Shape(num_resident=resident, num_device=device, small=policy, fast=policy, num_fast=0, prefetch_depth=0)
         for policy in limits.policies or ("keep",)
+        for resident in (0, num)
+        for device in (0, num)
     ]
-    candidates = [search.evaluate(shape, limits) for shape in shapes]
-    held = [each for each in candidates if each.host_bytes <= limits.host_bytes]
-    return min(held or candidates, key=lambda candidate: candidate.device_bytes)
+
+    def taken(shape: Shape) -> tuple[bool, int]:
+        placement = search.placement(shape, limits)
+        return search.host_bytes(placement)[0] > limits.host_bytes, search.device_bytes(placement)
+
+    return search.evaluate(min(shapes, key=taken), limits)
 
 
 def _num_tokens(batch: Any) -> int:
