@@ -272,6 +272,11 @@ def unscale_in_place(gradients: list[torch.Tensor], flag: torch.Tensor, factor: 
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, factor)
 
 
+def norms_in_fp32(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The norm of each, in a launch or two where they are of one device and type. Sums are in another order than for each alone."""
+    return list(torch._foreach_norm(tensors, 2, dtype=torch.float32))
+
+
 def assert_on_device(condition: torch.Tensor, message: str) -> None:
     """Let the device stop with an error when it finds the condition false; nobody waits for it."""
     torch._assert_async(condition, message)

@@ -21,7 +21,7 @@ from lowtide.runtime.parameters.pending import beside
 from lowtide.runtime.parameters.residency import Residency
 from lowtide.runtime.statistics.recording import Recorder
 from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer, Settings, Update
-from lowtide.runtime.updates.norms import GradientWatch, Verdict, norm_of
+from lowtide.runtime.updates.norms import GradientWatch, Verdict, norms_to_judge
 from lowtide.runtime.updates.worker import HostWorker, Job
 
 LOOSE = "(unmanaged)"
@@ -233,7 +233,7 @@ def judge_here(
     held = [(managed, gradient) for managed, gradient in gradients if gradient is not None]
     if not held:
         return None
-    names, norms = [managed.spec.name for managed, _ in held], [norm_of(gradient) for _, gradient in held]
+    names, norms = [managed.spec.name for managed, _ in held], norms_to_judge([gradient for _, gradient in held])
     undo = optimizer.undo_of([managed.parameter for managed, _ in held])
     if undo is None:
         watch.judge(names, norms, is_left_out=False)
