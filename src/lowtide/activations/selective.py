@@ -138,7 +138,9 @@ class _Run(compat.WatchingMode):
         # See Note [Casts of weights are not counted].
         if not operator.may_be_kept or (operator.is_cast and args[0].is_leaf and args[0].requires_grad):
             return func(*args, **kwargs) if kwargs else func(*args)
-        return self._run(func if operator.is_overload else compat.operator_key(func, args), operator, func, args, kwargs or {})
+        return self._run(
+            func if operator.is_overload else compat.operator_key(func, args), operator, func, args, kwargs or {}
+        )
 
     def _run(self, key: object, operator: _Operator, func: Any, args: Any, kwargs: Any) -> Any:
         raise NotImplementedError

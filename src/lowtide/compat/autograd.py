@@ -274,8 +274,10 @@ def unscale_in_place(gradients: list[torch.Tensor], flag: torch.Tensor, factor: 
 
 
 def norms_in_fp32(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The norm of each, in a launch or two where they are of one device and type. Sums are in another order than for each alone."""
-    return list(torch._foreach_norm(tensors, 2, dtype=torch.float32))
+    """The norm of each, in a launch or two where they are of one device and type. Sums are
+    in another order than for each alone.
+    """
+    return list(torch._foreach_norm(list(tensors), 2, dtype=torch.float32))
 
 
 def assert_on_device(condition: torch.Tensor, message: str) -> None:
@@ -302,13 +304,16 @@ def is_overload(operator: object) -> bool:
 
 def operator_key(operator: object, args: Sequence[Any]) -> object:
     """Tells calls of an operator of a higher order from others: compiled regions are all calls of one."""
-    return checkpoint_module._sac_storage_key(operator, args) if hasattr(checkpoint_module, "_sac_storage_key") else operator
+    return (
+        checkpoint_module._sac_storage_key(operator, args)
+        if hasattr(checkpoint_module, "_sac_storage_key")
+        else operator
+    )
 
 
 def uncounted_operators() -> set[object]:
     """Operators that a checkpoint runs of its own, more often in one run than in the other."""
-    found: set[object] = checkpoint_module.SAC_IGNORED_OPS
-    return found
+    return set(checkpoint_module.SAC_IGNORED_OPS)
 
 
 def detached_below_autograd(tensor: torch.Tensor) -> torch.Tensor:

@@ -122,7 +122,9 @@ class _Part:
         flat = memory.numpy()
         table = flat[number_bytes:].view(np.int64).reshape(len(rows), -1)
         table[:] = rows
-        return cls(variant, places, num_tiles, memory, flat[:number_bytes].view(np.float32).reshape(len(rows), -1), table)
+        return cls(
+            variant, places, num_tiles, memory, flat[:number_bytes].view(np.float32).reshape(len(rows), -1), table
+        )
 
     def sent(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """The table and the numbers, on the device."""

@@ -372,7 +372,11 @@ class KernelOptimizer(ChunkOptimizer):
             return False
         turn = Turn(weights=[], gradients=[], rules=[], keys=[])
         for update, seen in zip(updates, last.seen, strict=True):
-            state, rule, target = self.kept.by_parameter.get(id(update.parameter)), self._rule(update, rules), update.target
+            state, rule, target = (
+                self.kept.by_parameter.get(id(update.parameter)),
+                self._rule(update, rules),
+                update.target,
+            )
             if state is None or not seen.fits(target, state, rule):
                 return False
             assert target.grad is not None and not isinstance(rule, Adafactor)  # noqa: PT018

@@ -15,7 +15,7 @@ from lowtide.memory.mover import Mover, Ticket
 from lowtide.memory.pools import AllocationCache
 from lowtide.memory.store import ChunkStore
 from lowtide.planning.plan import Site
-from lowtide.runtime.parameters.gradients import HostGradient
+from lowtide.runtime.parameters.gradients import GradientSink, HostGradient
 from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter
 from lowtide.runtime.parameters.pending import beside
 from lowtide.runtime.parameters.residency import Residency
@@ -74,10 +74,12 @@ class Updater:
         cache: AllocationCache,
         recorder: Recorder,
         gradient_watch: GradientWatch,
+        gradients: GradientSink,
         *,
         clock_origin_s: float,
     ) -> None:
         self.optimizer = optimizer
+        self._gradients = gradients
         self._store = store
         self._worker = worker
         self._cache = cache
@@ -131,6 +133,7 @@ class Updater:
     ) -> None:
         """One step on the host for a chunk whose gradients are there or on their way. Returns at once."""
         settings = self._on_host(settings)
+        self._gradients.send()
         arrived = [_gradient_of(managed) for managed in members]
         updates: list[Update] = []
         gradients: list[torch.Tensor | None] = []
