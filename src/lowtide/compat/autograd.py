@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import checkpoint as checkpoint_module
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 SavedTensor = torch._C._autograd.SavedTensor
@@ -272,6 +273,13 @@ def unscale_in_place(gradients: list[torch.Tensor], flag: torch.Tensor, factor: 
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, factor)
 
 
+def norms_in_fp32(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The norm of each, in a launch or two where they are of one device and type. Sums are
+    in another order than for each alone.
+    """
+    return list(torch._foreach_norm(list(tensors), 2, dtype=torch.float32))
+
+
 def assert_on_device(condition: torch.Tensor, message: str) -> None:
     """Let the device stop with an error when it finds the condition false; nobody waits for it."""
     torch._assert_async(condition, message)
@@ -287,6 +295,32 @@ def operator_arguments(operator: object) -> dict[str, Any]:
     """The names of an operator's arguments in their order, with their defaults; {} where it does not say."""
     schema = getattr(operator, "_schema", None)
     return {} if schema is None else {argument.name: argument.default_value for argument in schema.arguments}
+
+
+def is_overload(operator: object) -> bool:
+    """Whether an operator is one overload, and not one of a higher order."""
+    return isinstance(operator, torch._ops.OpOverload)
+
+
+def operator_key(operator: object, args: Sequence[Any]) -> object:
+    """Tells calls of an operator of a higher order from others: compiled regions are all calls of one."""
+    return (
+        checkpoint_module._sac_storage_key(operator, args)
+        if hasattr(checkpoint_module, "_sac_storage_key")
+        else operator
+    )
+
+
+def uncounted_operators() -> set[object]:
+    """Operators that a checkpoint runs of its own, more often in one run than in the other."""
+    return set(checkpoint_module.SAC_IGNORED_OPS)
+
+
+def detached_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
+    """Of an output that autograd has not seen yet: the same, with its version, for later calls to give instead."""
+    # Else views would not share their version with what they are views of.
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
 
 
 class WatchingMode(TorchDispatchMode):  # torch's __init_subclass__ has no types

@@ -19,7 +19,7 @@ from lowtide.activations.apply import Applied, apply
 from lowtide.activations.host_embedding import HostEmbedding, put_on_host
 from lowtide.activations.policy import Keep
 from lowtide.memory.chunk import Layout
-from lowtide.memory.mover import Copied, Mover, Ticket
+from lowtide.memory.mover import Copied, GradientCarrier, Mover, Ticket
 from lowtide.memory.store import Books
 from lowtide.memory.tier import Tier
 from lowtide.optim.update_types import Numerics
@@ -50,7 +50,7 @@ class SessionSetup:
     """None where the model is run and not trained."""
     layout: Layout
     """How the model's groups lie in chunks."""
-    mover: Mover
+    mover: GradientCarrier
     """Copies to and from the device; an emulated one comes with `tracked`."""
     tracked: TrackedMemory | None
     """The emulated device's books; None on a real one."""
