@@ -164,3 +164,9 @@ def lock_host_memory(buffer: torch.Tensor) -> str | None:
 def unlock_host_memory(address: int) -> None:
     """Undo `lock_host_memory` of the memory that begins there."""
     torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy many small tensors in few kernels."""
+    if targets:
+        torch._foreach_copy_(targets, sources)

@@ -12,7 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from lowtide.runtime.host_memory import state_bytes_by_parameter
 from lowtide.runtime.manage import manage
 from lowtide.runtime.prediction.trace import Optimizer, trace
 from lowtide.runtime.session import Session
+from lowtide.runtime.step_planner import StepPlanner
 from lowtide.tracing.settings import StepSettings
 from lowtide.tracing.step_trace import StepTrace
 from lowtide.tracing.training_step import Loss, tensors_in
@@ -232,38 +233,32 @@ def prepare(
         )
     hardware = hardware_of(chosen_device) if is_cuda else find_hardware("cpu")
     budget = _free_bytes(chosen_device) if device_memory is None else parse_bytes(device_memory)
-    chosen: Plan | WarmUp
-    try:
-        chosen = plan(
-            model,
-            batch,
-            optimizer=optimizer,
-            device_memory=budget,
-            host_memory=host_memory,
-            hardware=hardware,
-            precision=precision,
-            moments=moments,
-            schedule=schedule,
-            max_grad_norm=max_grad_norm,
-            loss=loss,
-            autocast=autocast,
-            on_progress=on_progress,
-        ).plan
-    except TraceError as error:
-        warnings.warn(
-            f"the step could not be traced ({error}); the plan is made after one observed training step instead",
-            stacklevel=2,
-        )
-        chosen = WarmUp(device_memory=budget, host_memory=host_memory, schedule=word_of(Schedule, schedule, "schedule"))
-    return manage(
+    words: dict[str, Any] = {"hardware": hardware, "precision": precision, "moments": moments, "autocast": autocast}
+    search: Callable[..., PlannedStep] = partial(
+        plan, host_memory=host_memory, schedule=schedule, max_grad_norm=max_grad_norm, **words
+    )
+    start = partial(
+        manage,
         model,
         optimizer,
-        chosen,
         device=chosen_device,
         max_grad_norm=max_grad_norm,
         precision=precision,
         moments=moments,
     )
+    try:
+        planned = search(model, batch, optimizer=optimizer, device_memory=budget, loss=loss, on_progress=on_progress)
+    except TraceError as error:
+        warnings.warn(
+            f"the step could not be traced ({error}); the plan is made after one observed training step instead",
+            stacklevel=2,
+        )
+        asked = word_of(Schedule, schedule, "schedule")
+        return start(WarmUp(device_memory=budget, host_memory=host_memory, schedule=asked))
+    planner = StepPlanner(search, words, model=model, batch=batch, optimizer=optimizer, loss=loss, device_bytes=budget)
+    session = start(planned.plan)
+    session._adapt(planner, planner.first(planned))
+    return session
 
 
 def hardware_of(device: torch.device) -> Hardware:
