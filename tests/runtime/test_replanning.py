@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +14,12 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.errors import EmulatedOutOfMemoryError, StepLostError
+from lowtide.models import resolve_model
+from lowtide.models.gpt import GPT, GPTConfig
 from lowtide.runtime.emulation.device import Mark, set_mark
+from lowtide.runtime.planner import faster_schedule
+from lowtide.runtime.statistics.session_stats import SessionStats
+from lowtide.units import format_seconds
 from tests.runtime.twins import device_peak, flat_state, off_the_books
 from tests.zoo import assert_same_tensors
 
@@ -283,3 +289,167 @@ def test_steps_that_take_more_than_predicted_get_a_smaller_plan() -> None:
         pair.session.take_device_peak()
         pair.steps(256)
         assert pair.session.take_device_peak() < 0.98 * budget
+
+
+def test_a_loop_that_is_small_again_returns_to_the_faster_plan() -> None:
+    with prepared(256, int(2.5 * MiB)) as pair:
+        first = pair.session.plan
+        pair.steps(256, 400)
+        second = pair.session.plan
+        pair.steps(*[128] * 31)
+        assert pair.session.plan == second
+        pair.steps(128)
+        assert pair.session.plan == first
+        assert pair.reasons[1].startswith("the last 32 batches fit the plan for 256x64, which is faster")
+        pair.steps(400)
+        assert pair.session.plan == second
+
+
+def test_a_loss_outside_of_the_model_may_keep_what_the_model_returned() -> None:
+    """The loop holds the outputs and the loss of the step that was lost; both let go of the graph."""
+
+    def loop(model: Net, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        found: list[Tensor] = []
+        while len(found) < 2:
+            batch = batch_of(256, len(found))
+            try:
+                outputs = model(batch["x"])
+                loss = F.mse_loss(outputs, batch["target"])
+                loss.backward()
+            except StepLostError:
+                assert not outputs.requires_grad
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+        return found
+
+    def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return F.mse_loss(model(batch["x"]), batch["target"])
+
+    with prepared(256, int(2.5 * MiB), loss=loss_of) as pair:
+        pair.run(loop)
+        pair.each(lambda net: setattr(net.blocks[1], "num_backward", 150_000))
+        pair.run(loop)
+        assert len(pair.reasons) == 1
+
+
+def test_a_smaller_plan_waits_for_a_graph_that_somebody_holds() -> None:
+    with prepared(256, int(2.5 * MiB)) as pair:
+        pair.steps(256)
+        pair.model.blocks[1].num_backward = 300_000
+        held = [pair.model(batch_of(256)["x"]) * 1.0]
+        with pytest.raises(StepLostError, match="before which you drop what else you hold of its graph"):
+            held[0].sum().backward()
+        assert not pair.reasons
+        held.clear()
+        pair.each(lambda net: setattr(net.blocks[1], "num_backward", 50_000))
+        pair.run(lambda model, optimizer: [model(**batch_of(256, 5)).detach()])
+        assert len(pair.reasons) == 1
+
+
+def test_a_backward_of_another_model_is_left_alone() -> None:
+    """Its exception passes as it is, and the session goes on."""
+    with prepared(256, int(2.5 * MiB)) as pair:
+        pair.steps(256)
+        x = torch.ones(4, requires_grad=True)
+        out = x * 2
+        out.register_hook(_run_out)
+        with pytest.raises(torch.OutOfMemoryError, match="somebody else"):
+            out.sum().backward()
+        assert out.requires_grad
+        pair.steps(256)
+        assert not pair.reasons
+    # With the last session torch's own engine is back.
+    assert torch.autograd._engine_run_backward is torch.autograd.graph._engine_run_backward
+
+
+def _run_out(gradient: Tensor) -> None:
+    raise torch.OutOfMemoryError("somebody else")
+
+
+def test_plans_are_kept_in_the_statistics() -> None:
+    with prepared(256, int(2.5 * MiB)) as pair:
+        pair.session._switch(lowtide.make_plan(make_net(), device_memory=pair.budget))
+        stats = pair.session.stats()
+        assert [row.step for row in stats.plans] == [0]
+        assert SessionStats.from_dict(stats.to_dict()) == stats
+        assert "new plan after 0 steps: " in str(stats)
+
+
+def test_what_updates_in_backward_would_gain_is_one_sentence() -> None:
+    source = resolve_model("gpt-tiny")
+    words = {"optimizer": torch.optim.AdamW, "hardware": "rtx-4090", "device_memory": "150MiB"}
+    found = lowtide.plan(source.build(torch.bfloat16), source.make_batch("8x128"), **words)
+    faster = dataclasses.replace(found, in_backward_s=0.75 * found.step_s)
+    told = faster_schedule(faster)
+    assert told is not None
+    assert format_seconds(0.75 * found.step_s) in told
+    assert "schedule='in_backward'" in told
+    assert faster_schedule(dataclasses.replace(found, in_backward_s=None)) is None
+
+
+class Waster:
+    """A hook on a model that makes memory for a moment, at the end of its forward or in its backward: 50
+    MiB more than the budget had left when it was first called.
+    """
+
+    def __init__(self, where: str, budget: int) -> None:
+        self.where, self.budget = where, budget
+        self.num_bytes: int | None = None
+
+    def __call__(self, model: nn.Module, args: object, output: Any) -> None:
+        if self.where == "forward":
+            self.waste()
+        else:
+            output.loss.register_hook(self.waste)
+
+    def waste(self, *_: object) -> None:
+        if self.num_bytes is None:
+            self.num_bytes = self.budget - torch.cuda.memory_allocated() + 50 * MiB
+        torch.empty(self.num_bytes, dtype=torch.uint8, device="cuda")
+
+
+def train_on_gpu(where: str, device_memory: int | None) -> list[float]:
+    """Five steps, the last three of them with a waster that the budget, if there is one, has no room for."""
+    torch.manual_seed(0)
+    config = GPTConfig(vocab_size=8192, context_length=256, num_layers=12, hidden_size=1024, num_heads=16)
+    model = GPT(config).to("cuda", torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    ids = torch.randint(0, 8192, (8, 256), generator=torch.Generator().manual_seed(0)).to("cuda")
+    batch = {"input_ids": ids, "labels": ids}
+
+    def loop(num_steps: int, lost: list[StepLostError]) -> list[float]:
+        found: list[float] = []
+        while len(found) < num_steps:
+            try:
+                loss = model(**batch).loss
+                loss.backward()
+            except StepLostError as error:
+                lost.append(error.with_traceback(None))
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(float(loss.detach()))
+        return found
+
+    if device_memory is None:
+        return loop(5, [])
+    lost: list[StepLostError] = []
+    with lowtide.prepare(model, optimizer, batch, device_memory=device_memory) as session:
+        found = loop(2, lost)
+        model.register_forward_hook(Waster(where, device_memory))
+        found += loop(3, lost)
+        assert session.stats().plans[0].reason.startswith(f"memory ran out in a {where}")
+        assert bool(lost) == (where == "backward")
+        assert torch.cuda.max_memory_reserved() <= device_memory
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_memory_that_runs_out_on_a_gpu(where: str) -> None:
+    """The losses stay those of plain torch but for the last bits of updates that have moved."""
+    plain = train_on_gpu(where, None)
+    torch.cuda.empty_cache()
+    assert train_on_gpu(where, 1200 * MiB) == pytest.approx(plain, rel=1e-2)

@@ -36,6 +36,7 @@ from lowtide.planning.step_costs import POLICIES, StepCosts, probe_policies, rea
 from lowtide.runtime.host_memory import state_bytes_by_parameter
 from lowtide.runtime.manage import manage
 from lowtide.runtime.prediction.trace import Optimizer, trace
+from lowtide.runtime.replanning import LOGGER
 from lowtide.runtime.session import Session
 from lowtide.runtime.step_planner import StepPlanner
 from lowtide.tracing.settings import StepSettings
@@ -255,10 +256,25 @@ def prepare(
         )
         asked = word_of(Schedule, schedule, "schedule")
         return start(WarmUp(device_memory=budget, host_memory=host_memory, schedule=asked))
+    # Before the model is managed, as it cannot be copied afterwards.
     planner = StepPlanner(search, words, model=model, batch=batch, optimizer=optimizer, loss=loss, device_bytes=budget)
     session = start(planned.plan)
+    advice = faster_schedule(planned)
+    if is_cuda and advice is not None:
+        LOGGER.warning(advice)  # never an exception, unlike a warning under -W error
     session._adapt(planner, planner.first(planned))
     return session
+
+
+def faster_schedule(planned: PlannedStep) -> str | None:
+    """A sentence on updates in backward where they would be clearly faster, for who may use them; None elsewhere."""
+    if planned.in_backward_s is None:
+        return None
+    return (
+        f"updates in backward would be faster: {format_seconds(planned.in_backward_s)} a step instead of "
+        f"{format_seconds(planned.step_s)}, both predicted. Give prepare(..., schedule='in_backward') if the loop neither "
+        "clips, scales nor accumulates gradients"
+    )
 
 
 def hardware_of(device: torch.device) -> Hardware:

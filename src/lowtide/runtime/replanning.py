@@ -45,6 +45,9 @@ _LESS = 0.9
 """What a smaller plan may take of what the one that ran out of memory was predicted to take."""
 _DRIFT = 0.03
 """The share by which a step may take more than predicted, and which must be left of the budget if it does."""
+_PATIENCE = 32
+"""Batches in a row that fit a smaller plan before the session returns to it: a change copies all weights. Twice as many each
+time, so that a loop of mixed sizes settles under the larger plan."""
 
 
 class Replanning:
@@ -68,6 +71,7 @@ class Replanning:
         self._lost: str | None = None
         """Why a smaller plan is due, where a graph was alive when memory ran out."""
         self._hopeless: list[Shapes] = []
+        self._num_smaller, self._patience = 0, _PATIENCE
         setup = management.opened().setup
         self._before_step, self._before_call = _State(setup), _State(setup)
         self._outputs: list[weakref.ref[Tensor]] = []
@@ -160,11 +164,14 @@ class Replanning:
 
     def _before_training(self, plan_run: PlanRun, shapes: Shapes) -> None:
         """Change the plan where that is due and nothing of an earlier call is left; else it waits for the next one."""
-        is_larger = elements(shapes, self._current.shapes) > elements(self._current.shapes, shapes)
+        is_larger = not _covers(self._current, shapes)
+        usual = self._smallest_known(shapes) if len(self._known) > 1 and not is_larger else self._current
+        self._num_smaller = 0 if usual is None or usual.plan == self._current.plan else self._num_smaller + 1
         # Reading the peak takes the time of some launches, so it is read less and less often.
         is_to_check = self._has_stepped and self._num_steps > 1 and self._num_steps & (self._num_steps - 1) == 0
         extra_bytes = self._drift(plan_run) if is_to_check else 0
         is_due = self._lost is not None or self._training is not None or extra_bytes > 0
+        is_due = is_due or self._num_smaller >= self._patience
         if not (is_due or (is_larger and shapes not in self._hopeless)) or not plan_run.may_hand_over():
             return
         if self._lost is not None:
@@ -173,10 +180,21 @@ class Replanning:
         elif self._training is not None:
             training, self._training = self._training, None
             self._change(training, "training goes on after an evaluation under a plan of its own", moved=0)
-        if extra_bytes > 0:
+        elif extra_bytes > 0:
             self._correct(extra_bytes)
-        if elements(shapes, self._current.shapes) > elements(self._current.shapes, shapes):
+        elif usual is not None and self._num_smaller >= self._patience:
+            reason = f"the last {self._num_smaller} batches fit the plan for {_words(usual.shapes)}, which is faster"
+            self._num_smaller, self._patience = 0, 2 * self._patience
+            self._change(usual, reason)
+        if not _covers(self._current, shapes) and shapes not in self._hopeless:
             self._grow(shapes)
+
+    def _smallest_known(self, shapes: Shapes) -> NextPlan | None:
+        """The plan for the smallest batch that holds one of this size."""
+        fitting = [
+            known for known in self._known if _covers(known, shapes) and known.reserved_bytes <= self._limit_bytes
+        ]
+        return min(fitting, key=lambda known: elements(known.shapes, shapes), default=None)
 
     def _drift(self, plan_run: PlanRun) -> int:
         """Bytes by which steps took more than predicted, where that is much and leaves little of the budget."""
@@ -201,14 +219,9 @@ class Replanning:
     def _grow(self, shapes: Shapes) -> None:
         """Go on under a plan for a batch of this size."""
         reason = f"a batch of {_words(shapes)} is larger than the one planned for, {_words(self._current.shapes)}"
-        large_enough = [
-            known
-            for known in self._known
-            if elements(shapes, known.shapes) <= elements(known.shapes, shapes)
-            and known.reserved_bytes <= self._limit_bytes
-        ]
-        if large_enough:
-            self._change(min(large_enough, key=lambda known: elements(known.shapes, shapes)), reason)
+        known = self._smallest_known(shapes)
+        if known is not None:
+            self._change(known, reason)
             return
         failed: LowtideError | None = None
         for wanted in (bucketed(shapes, self._planner.shapes), shapes):
@@ -231,11 +244,12 @@ class Replanning:
     def _smaller(self, shapes: Shapes) -> NextPlan:
         """A plan that takes less than the present one, for a call of this size at least."""
         current = self._current
-        is_larger = elements(shapes, current.shapes) > elements(current.shapes, shapes)
         self._limit_bytes = int(_LESS * min(self._limit_bytes, current.reserved_bytes))
         with self._aside():
             return self._planner.at(
-                shapes if is_larger else current.shapes, like=current.plan, limit_bytes=self._limit_bytes
+                current.shapes if _covers(current, shapes) else shapes,
+                like=current.plan,
+                limit_bytes=self._limit_bytes,
             )
 
     # -- where memory ran out ------------------------------------------------------------------------------------------
@@ -302,7 +316,7 @@ class Replanning:
         self._before_step.restore()
         self._has_stepped = True
         reason = f"memory ran out in a backward ({raised})"
-        what = "a smaller plan follows when its graph is gone"
+        what = "a smaller plan follows at the next call before which you drop what else you hold of its graph"
         if plan_run.may_hand_over():
             try:
                 _free_caches(plan_run)
@@ -335,7 +349,8 @@ class Replanning:
         setup, before, self._current = plan_run.setup, self._current, following
         if moved is None:
             moved = num_moved(before.plan, following.plan)
-            self._known.append(following)
+            if following not in self._known:
+                self._known.append(following)
         if following.plan == plan_run.plan:
             return
         if moved:
@@ -440,6 +455,11 @@ def _as_outside(setup: SessionSetup) -> Iterator[None]:
     finally:
         with setup.on_host():
             _set_random_state(setup, states)
+
+
+def _covers(known: NextPlan, shapes: Shapes) -> bool:
+    """Whether the plan is for a call of at least this size."""
+    return elements(shapes, known.shapes) <= elements(known.shapes, shapes)
 
 
 def _free_caches(plan_run: PlanRun) -> None:

@@ -80,6 +80,7 @@ class StepPlanner:
             copied.optimizer,
             copied.loss,
         )
+        compat.restore_registrations(self._model)
         self._names = list(inspect.signature(model.forward).parameters)
         self._call = self._captured(self._batch)
 
