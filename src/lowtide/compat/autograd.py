@@ -134,6 +134,59 @@ ENGINE_FUNCTION = "_engine_run_backward"
 """The Python function that enters autograd's engine: under it, until the next Python frame, everything is C++."""
 
 
+FailedBackward = Callable[[Exception, Sequence[Any]], Callable[[], None] | None]
+"""Given what came out of a backward, and its roots. None: it is for somebody else. Else the answer is called when the
+exception's frames are gone, and may raise something else."""
+_ENGINE = torch.autograd.graph._engine_run_backward
+_LISTENERS: list[FailedBackward] = []
+
+
+def _engine_run_backward(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+        return _ENGINE(roots, *args, **kwargs)
+    except Exception as error:
+        repair = next((found for listen in _LISTENERS if (found := listen(error, roots)) is not None), None)
+        if repair is None:
+            raise
+        told = error.with_traceback(None)  # whose frames hold what the backward has made
+    told.__context__ = told.__cause__ = None
+    repair()
+    raise told
+
+
+def watch_failed_backwards(listener: FailedBackward) -> Callable[[], None]:
+    """Tell of every exception that comes out of a backward of this process, until the function that is returned is called.
+
+    Operators raise in C++, where no hook of Python's is: the one place around them is the function that enters the engine.
+    It is torch's own as long as nobody listens.
+    """
+    _LISTENERS.append(listener)
+    engine: Any = torch.autograd
+    engine._engine_run_backward = _engine_run_backward
+
+    def stop() -> None:
+        if listener in _LISTENERS:
+            _LISTENERS.remove(listener)
+        if not _LISTENERS:
+            engine._engine_run_backward = _ENGINE
+
+    return stop
+
+
+def leaves_of_graph(roots: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
+    """The leaves that the graph of these tensors accumulates gradients into."""
+    waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node: Any = waiting.pop()
+        if hasattr(node, "variable"):
+            yield node.variable
+        for before, _ in node.next_functions:
+            if before is not None and before not in seen:
+                seen.add(before)
+                waiting.append(before)
+
+
 def backward_number() -> int | None:
     """A number that tells the backward that this thread is running from others; None outside of one."""
     number = int(torch._C._current_graph_task_id())
