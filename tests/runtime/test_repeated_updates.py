@@ -24,14 +24,14 @@ PLACES = [{"weights": "resident", "update": "device"}, {"weights": "streamed", "
 Change = Callable[[nn.Sequential, torch.optim.Optimizer], None]
 
 
-def train(place: dict[str, Any], change: Change, *, schedule: str = "deferred", moments: str = "fp32") -> list[torch.Tensor]:
+def train(
+    place: dict[str, Any], change: Change, *, schedule: str = "deferred", moments: str = "fp32"
+) -> list[torch.Tensor]:
     """What the weights and the states are after some steps; the change is made before the fourth."""
     model = network(torch.bfloat16)
     optimizer = adamw(model)
     plan = lowtide.make_plan(lay_out(find_groups(model), chunk_bytes=1 << 14), schedule=schedule, **place)
-    with lowtide.manage(
-        model, optimizer, plan, device="cpu", precision="bf16 stochastic", moments=moments, seed=3
-    ):
+    with lowtide.manage(model, optimizer, plan, device="cpu", precision="bf16 stochastic", moments=moments, seed=3):
         for step in range(NUM_STEPS):
             model(batch(step, torch.bfloat16)).float().square().mean().backward()
             if step == NUM_STEPS - 2:

@@ -30,7 +30,6 @@ from lowtide import compat
 from lowtide.errors import NonFiniteGradientError, NonFiniteLossError
 from lowtide.memory.mover import Mover, Ticket
 
-
 _NARROWED = (torch.float32, torch.bfloat16, torch.float16)
 """Types whose norms are in fp32."""
 
