@@ -563,10 +563,9 @@ def num_owners(storage: torch.UntypedStorage) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
-def nums_of_owners(storages: Iterable[torch.UntypedStorage]) -> list[int]:
-    """`num_owners` of each."""
-    count = torch._C._storage_Use_Count
-    return [count(storage._cdata) - 1 for storage in storages]
+def nums_of_owners(keys: Iterable[int]) -> list[int]:
+    """`num_owners` of each storage, by its `storage_key`; it must be alive."""
+    return [count - 1 for count in map(torch._C._storage_Use_Count, keys)]
 
 
 def storage_key(tensor: torch.Tensor) -> int:

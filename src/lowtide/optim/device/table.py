@@ -136,7 +136,7 @@ def rows_of(pieces: Sequence[Piece]) -> tuple[list[list[int]], int]:
 
 
 def floats_of(rule: ElementwiseRule, step: int, gradient_factor: float) -> list[float]:
-    """A piece's numbers: computed in fp64, as torch does it, and rounded to fp32 once. The first three are alike for each rule."""
+    """A piece's numbers, computed in fp64, as torch does it, and rounded to fp32 once. The first three are those of every rule."""
     factor = -gradient_factor if rule.maximize else gradient_factor
     if isinstance(rule, Sgd):
         numbers = [rule.momentum, 1 - rule.dampening, float(step == 1)]

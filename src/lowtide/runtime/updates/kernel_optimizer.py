@@ -8,7 +8,7 @@ own form: the moments in fp32, in the parameter's shape, and a master where ther
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,6 @@ from lowtide.optim.rules import (
     Rule,
     Sgd,
     as_numbers,
-    form_of,
     names_of_states,
     require_rule,
 )
@@ -48,13 +47,13 @@ from lowtide.optim.update_types import (
     Piece,
     Repeatable,
     Rounding,
-    Turn,
     rounding_for,
     update_key,
 )
 from lowtide.runtime.parameters.gradients import refuse_sparse_gradient
 from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer, Settings, Update
 from lowtide.runtime.updates.paged_state import Pages
+from lowtide.runtime.updates.repeated import LastUpdate
 
 
 class KernelStates:
@@ -225,7 +224,7 @@ class KernelOptimizer(ChunkOptimizer):
         self._needs_rate = False  # the rules ask for each of their numbers
         self._rules_of: tuple[object, list[Rule]] = (None, [])
         """The groups of settings, and the rules that they mean."""
-        self._last: dict[int, _Last] = {}
+        self._last: dict[int, LastUpdate] = {}
         """By the `id` of its first parameter: an update as it was made in the step before."""
         self._check_parameters()
 
@@ -338,7 +337,7 @@ class KernelOptimizer(ChunkOptimizer):
                 follow_writes(update.target, state)
             rule, kind = rules[self._group_of[id(update.parameter)]], (update.target.device, rounding)
             step = home.step + 1
-            key = update_key(self.numerics.seed, self._number_of[id(update.parameter)], step)
+            key = self._key(update.parameter, step)
             if isinstance(rule, Adafactor):
                 wholes.setdefault(kind, []).append(_whole(update.target, state, rule, step, key))
             else:
@@ -358,35 +357,22 @@ class KernelOptimizer(ChunkOptimizer):
             self.pages.give_back(home)
         # A visitor is elsewhere each time, and a master must follow what was written to its weight.
         if made is not None and len(pieces) == 1 and not wholes and not visits and rounding is not Rounding.MASTER:
-            seen = [_Seen.of(update.target, self._state(update), self._rule(update, rules)) for update in updates]
-            self._last[id(updates[0].parameter)] = _Last(made, seen, draws=rounding is Rounding.STOCHASTIC)
+            states, chosen = (
+                [self._state(update) for update in updates],
+                [self._rule(update, rules) for update in updates],
+            )
+            last = LastUpdate(made, updates, states, chosen, draws=rounding is Rounding.STOCHASTIC)
+            self._last[id(updates[0].parameter)] = last
         return True
 
     def _repeat(self, updates: Sequence[Update], rules: Sequence[Rule], settings: Settings) -> bool:
-        """Make the update as in the step before; False where anything but numbers and addresses has changed.
-
-        Each kernel looks at its pieces with care, which takes several times as long as to launch it.
-        """
+        """Make the update as in the step before; False where anything but numbers and addresses has changed."""
         last = self._last.get(id(updates[0].parameter))
-        if last is None or len(last.seen) != len(updates):
+        if last is None:
             return False
-        turn = Turn(weights=[], gradients=[], rules=[], keys=[])
-        for update, seen in zip(updates, last.seen, strict=True):
-            state, rule, target = (
-                self.kept.by_parameter.get(id(update.parameter)),
-                self._rule(update, rules),
-                update.target,
-            )
-            if state is None or not seen.fits(target, state, rule):
-                return False
-            assert target.grad is not None and not isinstance(rule, Adafactor)  # noqa: PT018
-            step = state.step + 1
-            turn.weights.append(target.data_ptr())
-            turn.gradients.append(target.grad.data_ptr())
-            turn.rules.append((rule, 1 if state.lacks_momentum and isinstance(rule, Sgd) else step))
-            number = self._number_of[id(update.parameter)]
-            turn.keys.append(update_key(self.numerics.seed, number, step) if last.draws else 0)
-        if not last.made.fits(turn):
+        states = [self.kept.by_parameter.get(id(update.parameter)) for update in updates]
+        turn = last.turn(updates, states, [self._rule(update, rules) for update in updates], self._key)
+        if turn is None:
             return False
         targets = [update.target for update in updates]
         last.made.run(turn, _factor(targets[0].device, settings))
@@ -401,6 +387,9 @@ class KernelOptimizer(ChunkOptimizer):
             state.step += 1
             if isinstance(rule, Sgd) and rule.momentum:
                 state.lacks_momentum = False
+
+    def _key(self, parameter: torch.Tensor, step: int) -> int:
+        return update_key(self.numerics.seed, self._number_of[id(parameter)], step)
 
     def _rule(self, update: Update, rules: Sequence[Rule]) -> Rule:
         return rules[self._group_of[id(update.parameter)]]
@@ -454,53 +443,6 @@ class KernelOptimizer(ChunkOptimizer):
             self.pages.adopt(state)
         else:
             state.move_to(device)
-
-
-@dataclass(slots=True)
-class _Seen:
-    """What an update has found of a parameter. It holds no tensor: who does is told from the user by their number."""
-
-    revision: int
-    form: tuple[object, ...]
-    weight: tuple[torch.dtype, torch.Size, tuple[int, ...], torch.device]
-    gradient: torch.dtype
-    rule: Rule
-    """The last that had the form."""
-
-    @classmethod
-    def of(cls, target: torch.Tensor, state: ParameterState, rule: Rule) -> _Seen:
-        """Of an update that was just made."""
-        assert target.grad is not None and not isinstance(rule, Adafactor)  # noqa: PT018
-        weight = target.dtype, target.shape, target.stride(), target.device
-        return cls(state.revision, form_of(rule), weight, target.grad.dtype, rule)
-
-    def fits(self, target: torch.Tensor, state: ParameterState, rule: Rule) -> bool:
-        """Whether all of it is as it was, and the gradient is of the form that the kernel takes."""
-        gradient = target.grad
-        if gradient is None or state.revision != self.revision:
-            return False
-        if rule is not self.rule:
-            if isinstance(rule, Adafactor) or form_of(rule) != self.form:
-                return False
-            self.rule = rule
-        dtype, shape, stride, device = self.weight
-        return (
-            target.dtype is dtype
-            and gradient.dtype is self.gradient
-            and target.shape == shape
-            and target.stride() == stride == gradient.stride()
-            and target.device == device == gradient.device
-        )
-
-
-@dataclass(slots=True)
-class _Last:
-    """An update of some parameters, to be made again."""
-
-    made: Repeatable
-    seen: list[_Seen]
-    draws: bool
-    """Whether it draws random bits, for which each parameter and step has a key."""
 
 
 def _piece(weight: torch.Tensor, state: ParameterState, rule: ElementwiseRule, step: int, key: int) -> Piece:
