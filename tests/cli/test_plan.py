@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -50,3 +51,18 @@ def test_what_is_wrong_is_told_with_exit_code_2(words: list[str], message: str) 
     result = RUN.invoke(app, ["plan", "gpt-tiny", "--batch", "8x128", "--gpu", "rtx-4090", *words])
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
+
+
+def test_memory_against_speed_is_a_table_and_json() -> None:
+    words = ["plan", "gpt-tiny", "--batch", "8x128", "--gpu", "rtx-4090", "--pareto"]
+    result = RUN.invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert "Memory against speed" in result.output
+    assert "replayed" in result.output
+    points = json.loads(RUN.invoke(app, [*words, "--json"]).stdout)["by_budget"]
+    assert len(points) >= 3
+    assert all(
+        later["device_bytes"] > earlier["device_bytes"] and later["step_s"] < earlier["step_s"]
+        for earlier, later in itertools.pairwise(points)
+    )
+    assert json.loads(RUN.invoke(app, [*words[:-1], "--json"]).stdout)["by_budget"] == []

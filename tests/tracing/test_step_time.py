@@ -11,6 +11,7 @@ from torch import nn
 
 import lowtide
 from benchmarks.session.row import SIZES
+from lowtide.errors import BadRecordError
 from lowtide.hardware.rates import DeviceRates
 from lowtide.tracing.ghost.costs import seconds_of
 from lowtide.tracing.step_time import step_time
@@ -64,8 +65,17 @@ def test_traces_of_older_versions_know_no_launches() -> None:
     assert trace_from_dict(record).target.launch_s == 0.0
 
 
-def test_a_step_under_a_plan_is_not_timed_yet() -> None:
-    assert step_time(replace(trace_of([1.0], launch_s=0.5), host_bytes=0)) is None
+def test_a_step_under_a_plan_has_the_simulated_time() -> None:
+    trace = tiny_trace()
+    assert step_time(replace(trace, host_bytes=0)) is None
+    lanes = {"compute": 1.0, "to device": 2.5, "launches": 0.5}
+    managed = replace(trace, host_bytes=0, simulated_s={"step": 3.0, **lanes})
+    found = step_time(managed)
+    assert found is not None
+    assert (found.step_s, found.device_s, found.bound_by) == (3.0, 1.0, "to device")
+    assert step_time(trace_from_dict(trace_to_dict(managed))) == found
+    with pytest.raises(BadRecordError, match="simulated_s lacks step"):
+        trace_from_dict({**trace_to_dict(managed), "simulated_s": lanes})
 
 
 MEASURED_MS = {

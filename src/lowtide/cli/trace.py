@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from rich.markup import escape
 from rich.padding import Padding
+from rich.text import Text
 from torch import Tensor, nn
 
 from lowtide import config
@@ -20,12 +21,14 @@ from lowtide.cli.console import OUT, progress, require_reports, write_reports
 from lowtide.errors import BatchMismatchError, ConfigError, TooLargeError, UnknownNameError
 from lowtide.hardware import find_hardware, known_hardware
 from lowtide.lab.recipe_parts import OPTIMIZERS as OPTIMIZERS_OF_RECIPES
+from lowtide.lab.recipe_parts import PlanRecipe, plan_of
 from lowtide.models import ModelSource, built_in_names, resolve_model
 from lowtide.planning.techniques import Problem
-from lowtide.planning.what_if import what_if
+from lowtide.planning.what_if import WhatIf, what_if
 from lowtide.report.html import Section
 from lowtide.report.terminal import headline, notes, trace_report, what_if_report
 from lowtide.report.trace_tables import alive_table, category_table
+from lowtide.runtime.prediction.trace import trace
 from lowtide.tracing.attention.use import attention_use, is_on_attention
 from lowtide.tracing.explanation.explain import explain
 from lowtide.tracing.prediction.sandbox import shared_sandbox
@@ -60,6 +63,12 @@ class TraceRequest:
     """One of `OPTIMIZERS`, or none for forward and backward alone."""
     step: StepSettings = field(default_factory=StepSettings)
     """How the step is run."""
+    plan: PlanRecipe | None = None
+    """The words of `lowtide.make_plan`: the step as a session runs it. None: plain torch."""
+    precision: str | None = None
+    """With a plan, as for `lowtide.manage`."""
+    moments: str = "fp32"
+    """With a precision."""
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS and self.optimizer != "none":
@@ -77,7 +86,12 @@ class TraceRequest:
             model=model,
             batch=self._make_batch(source, model),
             optimizer=OPTIMIZERS.get(self.optimizer),
+            loss=source.loss,
             settings=self.step,
+            plan=None if self.plan is None else plan_of(self.plan, model),
+            precision=self.precision,
+            moments=self.moments,
+            trace_session=trace,
             hardware=find_hardware(self.gpu),
             torch_version=self.torch,
             name=source.name,
@@ -102,8 +116,8 @@ class TraceRequest:
 
 def settable() -> str:
     """What `--set` takes, for the help text."""
-    own = [f.name for f in fields(TraceRequest) if f.name not in ("model", "step", "batch", "gpu")]
-    keys = [*own, *(f"step.{f.name}" for f in fields(StepSettings))]
+    own = [f.name for f in fields(TraceRequest) if f.name not in ("model", "step", "batch", "gpu", "plan")]
+    keys = [*own, *(f"step.{f.name}" for f in fields(StepSettings)), *(f"plan.{f.name}" for f in fields(PlanRecipe))]
     lines = [
         f"**--set** takes {', '.join(f'`{key}`' for key in keys)}.",
         f"Models: {', '.join(built_in_names())}.",
@@ -140,6 +154,8 @@ def summarise(trace: StepTrace) -> dict[str, Any]:
         "context_bytes": trace.target.context_bytes,
         "is_context_assumed": trace.target.is_context_assumed,
         "capacity_bytes": trace.target.capacity_bytes,
+        "host_bytes": trace.host_bytes,
+        "pinned_bytes": trace.pinned_bytes,
         "step_s": None if time is None else time.step_s,
         "bound_by": None if time is None else time.bound_by,
         "peak_phase": str(trace.peak_phase),
@@ -182,7 +198,12 @@ def run_explain(request: TraceRequest, *, as_json: bool, reports: list[Path]) ->
     if as_json:
         tried = [{**asdict(row), "saved_bytes": row.saved_bytes} for row in answer.rows]
         skipped = [asdict(each) for each in answer.skipped]
-        said = {"explanation": list(explanation.sentences), "what_if": tried, "not_tried": skipped}
+        said = {
+            "explanation": list(explanation.sentences),
+            "what_if": tried,
+            "not_tried": skipped,
+            "verdict": answer.verdict,
+        }
         print(json.dumps({**summarise(base), **said}, indent=2))
     else:
         OUT.print(headline(base), category_table(base), alive_table(base, limit=10))
@@ -193,4 +214,16 @@ def run_explain(request: TraceRequest, *, as_json: bool, reports: list[Path]) ->
         OUT.print(what_if_report(answer.rows))
         for other in answer.skipped:
             OUT.print(f"[dim]not tried: {escape(other.technique)}: {escape(other.reason)}[/]", highlight=False)
+        say_what_fits(answer)
     write_reports(reports, Section(trace=base, explanation=explanation.text, what_if=answer.rows))
+
+
+def say_what_fits(answer: WhatIf) -> None:
+    """What it takes to fit, and how that is turned on, where the step does not fit as it is."""
+    if answer.verdict:
+        OUT.print(Padding(Text(answer.verdict, style="bold"), (1, 0, 0, 0)))
+    least = answer.least_that_fits
+    if answer.base_fits is False and least is not None:
+        OUT.print(Text(f"to trace it: {' '.join(f'--set {each}' for each in least.set_)}", style="dim"))
+        if least.code:
+            OUT.print(Text(f"in your script: {least.code}", style="dim"))

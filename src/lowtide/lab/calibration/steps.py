@@ -102,7 +102,7 @@ def _forward_backward(model: nn.Module, batch: dict[str, torch.Tensor]) -> None:
     loss.item()
 
 
-def _times(call: Callable[[], None], count: int) -> list[float]:
+def _times(call: Callable[[], object], count: int) -> list[float]:
     for _ in range(2):
         call()
     times = []
