@@ -12,12 +12,13 @@ from lowtide.config import to_plain
 from lowtide.hardware import Hardware, UpdateKind, find_hardware
 from lowtide.hardware.calibration import Calibration, calibration_path
 from lowtide.hardware.rates import UpdateRates
-from lowtide.lab.calibration.calibrate import calibrate
 from lowtide.units import format_bytes, format_seconds
 
 
 def run_hardware(*, again: bool, as_json: bool) -> None:
     """Measure the machine where that was not done yet, and show what was found."""
+    from lowtide.lab.calibration.calibrate import calibrate  # other commands need none of what it imports
+
     with progress("measuring") as on_progress:
         found = calibrate(again=again, on_progress=on_progress)
     if as_json:
