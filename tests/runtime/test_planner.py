@@ -11,13 +11,21 @@ import torch
 from torch import nn
 
 import lowtide
+from lowtide.activations.policy import policy_of
 from lowtide.errors import ConfigError, PlanError
 from lowtide.hardware import UpdateKind, find_hardware
 from lowtide.hardware.rates import HostRates
+from lowtide.memory.chunk import lay_out
+from lowtide.memory.groups import find_groups
 from lowtide.models import resolve_model
 from lowtide.models.gpt import GPT, GPTConfig
 from lowtide.optim.update_types import numerics_of
-from lowtide.planning.plan import Schedule, plan_from_json, plan_to_json
+from lowtide.planning.placement import assemble
+from lowtide.planning.plan import Budgets, Schedule, plan_from_json, plan_to_json
+from lowtide.planning.search import Limits, Search, Shape
+from lowtide.planning.simulator import lane_rates
+from lowtide.planning.step_costs import probe_policies, read_costs
+from lowtide.runtime.planner import _Gaps
 from lowtide.runtime.prediction.simulation import update_kind
 from lowtide.units import MiB
 from tests.hardware.samples import HOST, calibration
@@ -121,7 +129,8 @@ def test_a_model_without_blocks_is_planned_too() -> None:
     [
         ({"device_memory": "0GiB"}, "device_memory"),
         ({"device_memory": "-3GiB"}, "device_memory"),
-        ({"device_memory": "24"}, "no plan fits 24 B of device memory"),
+        ({"device_memory": "24"}, "device_memory is '24', which has no unit; write '24GiB', or MiB"),
+        ({"host_memory": "12.5"}, "host_memory is '12.5', which has no unit"),
         ({"device_memory": "many"}, "device_memory"),
         ({"device_memory": "200GiB"}, "device_memory is 200.0 GiB, and .* has .*; give at most that"),
         ({"hardware": "rtx-9999"}, "rtx-9999"),
@@ -236,6 +245,58 @@ def test_the_hardware_of_a_gpu_is_known_by_its_name() -> None:
     found = hardware_of(torch.device("cuda"))
     assert found.memory_bytes == torch.cuda.get_device_properties(0).total_memory
     assert found.compute_capability == torch.cuda.get_device_capability()
+
+
+@pytest.mark.parametrize("schedule", ["deferred", "in_backward"])
+def test_the_estimate_of_device_bytes_is_that_of_the_trace(schedule: str) -> None:
+    """What waits for its copy to the host is counted: the embedding's gradient, and in the next step too."""
+    source = resolve_model("gpt-tiny")
+    model, batch = source.build(torch.bfloat16), source.make_batch("2x64")
+    layout = lay_out(find_groups(model))
+    words: dict[str, Any] = {"optimizer": torch.optim.AdamW, "precision": "bf16 exact", "hardware": "h200"}
+    probes = []
+    for policies in probe_policies(layout):
+        plan = lowtide.make_plan(layout, update="host", schedule="in_backward", activations=policies)
+        probes.append((policies, lowtide.trace(model, batch, plan=plan, **words)))
+    costs = read_costs(layout, probes, {group.name: 5 * group.nbytes for group in layout.groups})
+    search = Search(costs, layout, lane_rates(find_hardware("h200"), UpdateKind.EXACT))
+    limits = Limits(device_bytes=1 << 50, host_bytes=1 << 50, pinned_bytes=1 << 50, schedule=Schedule(schedule))
+    num_groups = len(layout.groups)
+    for num_resident, num_device in (
+        (0, 0),
+        (0, 2),
+        (2, 2),
+        (num_groups, 0),
+        (2, num_groups),
+        (num_groups, num_groups),
+    ):
+        shape = Shape(num_resident=num_resident, num_device=num_device, small="recompute", fast="keep", num_fast=1)
+        placement = search.placement(shape, limits)
+        plan = assemble(
+            layout,
+            weights={name: choice.weights for name, choice in placement.groups.items()},
+            sites={chunk.name: placement.groups[chunk.group].site for chunk in layout.chunks},
+            schedule=limits.schedule,
+            activations={name: policy_of(choice.policy) for name, choice in placement.groups.items()},
+            budgets=Budgets(),
+        )
+        traced = lowtide.trace(model, batch, plan=plan, **words)
+        assert search.device_bytes(placement) == pytest.approx(traced.peak_bytes, rel=0.03), (num_resident, num_device)
+
+
+def test_gaps_are_bracketed_by_replays() -> None:
+    gaps = _Gaps(share=0.04)
+    gaps.was_too_little(20, 100)  # half of the way to what it held
+    assert gaps.share == pytest.approx(0.12)
+    gaps.was_too_little(24, 100)  # all of it
+    assert gaps.share == pytest.approx(0.24)
+    gaps.was_enough(0.1)
+    assert gaps.share == pytest.approx(0.18)
+    gaps.was_too_little(30, 100)
+    assert gaps.share == pytest.approx(0.21)
+    roomy = _Gaps(share=0.04)
+    roomy.was_enough(0.03)
+    assert roomy.share == pytest.approx(0.01)
 
 
 def test_another_plan_is_simulated_with_the_same_costs() -> None:

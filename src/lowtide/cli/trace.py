@@ -86,6 +86,7 @@ class TraceRequest:
             model=model,
             batch=self._make_batch(source, model),
             optimizer=OPTIMIZERS.get(self.optimizer),
+            loss=source.loss,
             settings=self.step,
             plan=None if self.plan is None else plan_of(self.plan, model),
             precision=self.precision,
@@ -120,7 +121,7 @@ def settable() -> str:
     lines = [
         f"**--set** takes {', '.join(f'`{key}`' for key in keys)}.",
         f"Models: {', '.join(built_in_names())}.",
-        f"Hardware: {', '.join(hardware.name for hardware in known_hardware())}, or a capacity such as 24GiB.",
+        f"Hardware: {', '.join(known.name for known in known_hardware())}, a capacity such as 24GiB, or this (`lowtide hardware`).",
         f"Optimizers: {', '.join(OPTIMIZERS)}, none.",
     ]
     return "\n\n".join(lines)

@@ -73,6 +73,11 @@ class CurveSource:
     replay: Callable[[Candidate, Limits], StepTrace]
     """The step of a candidate, traced inside the limits if they hold it."""
 
+    @property
+    def search_with_gaps(self) -> Search:
+        """The search, its bytes corrected for what the allocator holds beyond tensors too."""
+        return _with_gaps_of(self, self.limits.device_bytes)
+
 
 def budget_curve(source: CurveSource, *, num_budgets: int = NUM_BUDGETS) -> tuple[BudgetPoint, ...]:
     """The budgets at which more memory makes the step faster, the smallest first; each point is faster than the one before.
@@ -155,13 +160,16 @@ def _least(source: CurveSource, highest: Candidate, most_bytes: int) -> tuple[Ca
 
 def _fastest(source: CurveSource, budget_bytes: int) -> Candidate | None:
     """The fastest within a budget; None where nothing fits."""
-    search = source.search
-    correction = search.correction_bytes + int(source.gaps * budget_bytes)
-    corrected = Search(search.costs, search.layout, search.rates, correction_bytes=correction)
     try:
-        return corrected.fastest(replace(source.limits, device_bytes=budget_bytes)).best
+        return _with_gaps_of(source, budget_bytes).fastest(replace(source.limits, device_bytes=budget_bytes)).best
     except PlanError:
         return None
+
+
+def _with_gaps_of(source: CurveSource, budget_bytes: int) -> Search:
+    search = source.search
+    correction = search.correction_bytes + int(source.gaps * budget_bytes)
+    return Search(search.costs, search.layout, search.rates, correction_bytes=correction)
 
 
 def _with_gaps(tensor_bytes: int, gaps: float) -> int:

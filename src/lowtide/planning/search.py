@@ -12,6 +12,7 @@ that fit, only those are simulated whose lanes could be faster than the best so 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -21,7 +22,7 @@ from lowtide.memory.chunk import LARGEST_CHUNK_BYTES, Layout
 from lowtide.planning.placement import by_first_use, granted, is_always_open, staging_for, window_bytes
 from lowtide.planning.plan import Plan, Schedule, Site, Weights
 from lowtide.planning.simulator import GroupChoice, LaneRates, Placement, SimulatedStep, least_step_s, simulate
-from lowtide.planning.step_costs import POLICIES, StepCosts
+from lowtide.planning.step_costs import POLICIES, StepCosts, Use
 from lowtide.tracing.step_trace import Phase
 from lowtide.units import format_bytes
 
@@ -101,13 +102,17 @@ class Search:
         layout: The model's.
         rates: The hardware's.
         correction_bytes: What a replay of the allocator found beyond the estimate of device bytes.
+        mixed_bytes: What it found besides where blocks have different policies: the gaps of one do not suit another.
     """
 
-    def __init__(self, costs: StepCosts, layout: Layout, rates: LaneRates, *, correction_bytes: int = 0) -> None:
+    def __init__(
+        self, costs: StepCosts, layout: Layout, rates: LaneRates, *, correction_bytes: int = 0, mixed_bytes: int = 0
+    ) -> None:
         self.costs = costs
         self.layout = layout
         self.rates = rates
         self.correction_bytes = correction_bytes
+        self.mixed_bytes = mixed_bytes
         self._order = by_first_use(layout)
         self._always = {group.name for group in layout.groups if is_always_open(group)}
         self._blocks = [name for name in self._order if len(costs.groups[name].policies) > 1]
@@ -176,7 +181,12 @@ class Search:
         held += sum(
             group.state_bytes for name, group in costs.groups.items() if placement.groups[name].site is Site.DEVICE
         )
-        return held + placement.window_bytes + self._highest_of_step(placement) + self.correction_bytes
+        correction = self.correction_bytes + (self.mixed_bytes if self.is_mixed(placement) else 0)
+        return held + placement.window_bytes + self._highest_of_step(placement) + correction
+
+    def is_mixed(self, placement: Placement) -> bool:
+        """Whether blocks have different policies."""
+        return len({placement.groups[name].policy for name in self._blocks}) > 1
 
     def host_bytes(self, placement: Placement) -> tuple[int, int]:
         """Bytes of the host in all, and the part of them that is locked."""
@@ -317,22 +327,39 @@ class Search:
         """Activations, temporaries and gradients at their highest."""
         groups = self.costs.groups
         level = highest = self.costs.start_bytes
-        finished = on_its_way = 0
+        finished = 0
+        leaving = _Leaving(max((group.weight_bytes for group in groups.values()), default=0))
+        for use in self.costs.uses:  # what the step before left behind
+            self._send_off(use, placement, leaving)
+        if placement.schedule is Schedule.DEFERRED:
+            for name, placed in placement.groups.items():
+                if placed.site is Site.DEVICE and placed.weights is Weights.STREAMED:
+                    leaving.send(groups[name].trained_bytes, is_gradient=False)
         for use in self.costs.uses:
-            choice = placement.groups.get(use.window)
-            cost = use.under("keep" if choice is None else choice.policy)
+            own = placement.groups.get(use.window)
+            cost = use.under("keep" if own is None else own.policy)
             current = 0
             if use.phase is Phase.BACKWARD:
                 current = sum(groups[name].trained_bytes for name in use.groups)
-            highest = max(highest, level + cost.peak_bytes + finished + on_its_way + current)
+            highest = max(highest, level + cost.peak_bytes + finished + leaving.gradient_bytes + current)
             level += cost.grown_bytes
-            if use.phase is Phase.BACKWARD:
-                on_device = sum(
+            self._send_off(use, placement, leaving)
+            if use.phase is Phase.BACKWARD and placement.schedule is Schedule.DEFERRED:
+                finished += sum(
                     groups[name].trained_bytes for name in use.groups if placement.groups[name].site is Site.DEVICE
                 )
-                on_its_way = current - on_device
-                finished += on_device if placement.schedule is Schedule.DEFERRED else 0
         return highest
+
+    def _send_off(self, use: Use, placement: Placement, leaving: _Leaving) -> None:
+        """What a use sends to the host: gradients, and weights that the device has updated in backward."""
+        if use.phase is not Phase.BACKWARD:
+            return
+        for name in use.groups:
+            choice = placement.groups[name]
+            if choice.site is Site.HOST:
+                leaving.send(self.costs.groups[name].trained_bytes, is_gradient=True)
+            elif choice.weights is Weights.STREAMED and placement.schedule is Schedule.IN_BACKWARD:
+                leaving.send(self.costs.groups[name].trained_bytes, is_gradient=False)
 
     def _does_not_fit(self, limits: Limits) -> PlanError:
         placement = self.placement(self.smallest(limits), limits)
@@ -372,6 +399,30 @@ def probe_placement(costs: StepCosts, layout: Layout, policies: Mapping[str, str
         window_bytes=window_bytes(layout, streamed, 1),
         staging_bytes=0,
     )
+
+
+@dataclass(slots=True)
+class _Leaving:
+    """What waits on the device for its copy to the host: no more than the largest group, the oldest goes first."""
+
+    most_bytes: int
+    gradient_bytes: int = 0
+    """The part of it that is gradients; weights wait in their windows."""
+    _total_bytes: int = 0
+    _waiting: deque[tuple[int, bool]] = field(default_factory=deque)
+
+    def send(self, num_bytes: int, *, is_gradient: bool) -> None:
+        """One more comes; of a group the parameters go one by one."""
+        self._waiting.append((num_bytes, is_gradient))
+        self._total_bytes += num_bytes
+        self.gradient_bytes += num_bytes if is_gradient else 0
+        while self._total_bytes > self.most_bytes:
+            oldest, was_gradient = self._waiting.popleft()
+            gone = min(oldest, self._total_bytes - self.most_bytes)
+            self._total_bytes -= gone
+            self.gradient_bytes -= gone if was_gradient else 0
+            if gone < oldest:
+                self._waiting.appendleft((oldest - gone, was_gradient))
 
 
 @dataclass(slots=True)

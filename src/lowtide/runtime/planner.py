@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -38,16 +38,18 @@ from lowtide.runtime.host_memory import state_bytes_by_parameter
 from lowtide.runtime.manage import manage
 from lowtide.runtime.prediction.simulation import update_kind
 from lowtide.runtime.prediction.trace import Optimizer, trace
+from lowtide.runtime.replanning import LOGGER
 from lowtide.runtime.session import Session
+from lowtide.runtime.step_planner import StepPlanner
 from lowtide.tracing.settings import StepSettings
 from lowtide.tracing.step_trace import StepTrace
 from lowtide.tracing.training_step import Loss, tensors_in
 from lowtide.units import format_bytes, format_seconds, parse_bytes
 
 Size = str | int
-_MOST_REPLAYS = 4
+_MOST_REPLAYS = 6
 _GAPS = 0.04
-"""The share of the device budget that the allocator is first taken to hold beyond its tensors."""
+"""The share of the device budget with which `_Gaps` begin."""
 _WORTH_A_REPLAY = 0.06
 """The share of the device budget that a replay must have left unused for another search."""
 _WORTH_A_WORD = 0.03
@@ -290,37 +292,46 @@ def prepare(
         )
     hardware = hardware_of(chosen_device)
     budget = _free_bytes(chosen_device) if device_memory is None else parse_bytes(device_memory)
-    chosen: Plan | WarmUp
+    words: dict[str, Any] = {"hardware": hardware, "precision": precision, "moments": moments, "autocast": autocast}
+    search: Callable[..., PlannedStep] = partial(
+        plan, host_memory=host_memory, schedule=schedule, max_grad_norm=max_grad_norm, **words
+    )
+    start = partial(
+        manage,
+        model,
+        optimizer,
+        device=chosen_device,
+        max_grad_norm=max_grad_norm,
+        precision=precision,
+        moments=moments,
+    )
     try:
-        chosen = plan(
-            model,
-            batch,
-            optimizer=optimizer,
-            device_memory=budget,
-            host_memory=host_memory,
-            hardware=hardware,
-            precision=precision,
-            moments=moments,
-            schedule=schedule,
-            max_grad_norm=max_grad_norm,
-            loss=loss,
-            autocast=autocast,
-            on_progress=on_progress,
-        ).plan
+        planned = search(model, batch, optimizer=optimizer, device_memory=budget, loss=loss, on_progress=on_progress)
     except TraceError as error:
         warnings.warn(
             f"the step could not be traced ({error}); the plan is made after one observed training step instead",
             stacklevel=2,
         )
-        chosen = WarmUp(device_memory=budget, host_memory=host_memory, schedule=word_of(Schedule, schedule, "schedule"))
-    return manage(
-        model,
-        optimizer,
-        chosen,
-        device=chosen_device,
-        max_grad_norm=max_grad_norm,
-        precision=precision,
-        moments=moments,
+        asked = word_of(Schedule, schedule, "schedule")
+        return start(WarmUp(device_memory=budget, host_memory=host_memory, schedule=asked))
+    # Before the model is managed, as it cannot be copied afterwards.
+    planner = StepPlanner(search, words, model=model, batch=batch, optimizer=optimizer, loss=loss, device_bytes=budget)
+    session = start(planned.plan)
+    advice = faster_schedule(planned)
+    if is_cuda and advice is not None:
+        LOGGER.warning(advice)  # never an exception, unlike a warning under -W error
+    session._adapt(planner, planner.first(planned))
+    return session
+
+
+def faster_schedule(planned: PlannedStep) -> str | None:
+    """A sentence on updates in backward where they would be clearly faster, for who may use them; None elsewhere."""
+    if planned.in_backward_s is None:
+        return None
+    return (
+        f"updates in backward would be faster: {format_seconds(planned.in_backward_s)} a step instead of "
+        f"{format_seconds(planned.step_s)}, both predicted. Give prepare(..., schedule='in_backward') if the loop neither "
+        "clips, scales nor accumulates gradients"
     )
 
 
@@ -347,7 +358,7 @@ def _limits(
         )
     if device_memory is None and not hardware.memory_bytes:
         raise ConfigError(f"the memory of {hardware.name} is not known; give device_memory", key="device_memory")
-    device_bytes = _size("device_memory", device_memory, _usable_bytes(hardware))
+    device_bytes = _size("device_memory", device_memory, usable_bytes(hardware))
     if hardware.memory_bytes and device_bytes > hardware.memory_bytes:
         raise ConfigError(
             f"device_memory is {format_bytes(device_bytes)}, and {hardware.label} has {format_bytes(hardware.memory_bytes)}; "
@@ -368,13 +379,16 @@ def _limits(
     )
 
 
-def _usable_bytes(hardware: Hardware) -> int:
+def usable_bytes(hardware: Hardware) -> int:
+    """What may be reserved of a device where nothing else is said: its memory less its context and a margin."""
     return int((hardware.memory_bytes - hardware.context_bytes) * (1 - _MARGIN))
 
 
 def _size(key: str, given: Size | None, default: int) -> int:
     if given is None:
         return default
+    if isinstance(given, str) and given.strip().replace(".", "", 1).isdecimal():
+        raise ConfigError(f"{key} is {given!r}, which has no unit; write '{given.strip()}GiB', or MiB", key=key)
     try:
         found = parse_bytes(given)
     except ConfigError as error:
@@ -382,6 +396,48 @@ def _size(key: str, given: Size | None, default: int) -> int:
     if found <= 0:
         raise ConfigError(f"{key} is {given!r}; give a size such as '24GiB'", key=key)
     return found
+
+
+@dataclass(slots=True)
+class _Gaps:
+    """The share of the device budget that the allocator is taken to hold beyond its tensors.
+
+    What the allocator held in a replay that did not fit, free to take more, is surely enough: half of the way there is tried
+    first. Once a replay has fitted, it is the middle between what was too little and what was enough.
+    """
+
+    share: float = _GAPS
+    _too_little: float = 0.0
+    _enough: float | None = None
+
+    def was_too_little(self, held_bytes: int, budget_bytes: int) -> None:
+        """A replay did not fit, and held so much beyond its tensors without a limit."""
+        if self._enough is None:
+            held = held_bytes / budget_bytes
+            self.share, self._too_little = (
+                max(2 * self.share, held if self._too_little else (self.share + held) / 2),
+                self.share,
+            )
+        else:
+            self._too_little = self.share
+            self._halve()
+
+    def was_enough(self, left: float) -> None:
+        """A replay fitted, and left this share of the budget."""
+        self._enough = self.share
+        if self._too_little:
+            self._halve()
+        else:
+            self.share = max(0.0, self.share - left)
+
+    def is_too_much(self) -> None:
+        """Nothing fits beside gaps of this share."""
+        self._enough = self.share
+        self._halve()
+
+    def _halve(self) -> None:
+        assert self._enough is not None, "there are two ends"
+        self.share = (self._too_little + self._enough) / 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -403,7 +459,12 @@ class PlanProblem:
     @cached_property
     def priced(self) -> tuple[StepCosts, int]:
         """The step's costs, and the bytes of tensors beyond their estimate."""
-        return self._costs() if self.known is None else self.known
+        return self.read(self.probes()) if self.known is None else self.known
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the batch, as `PlannedStep` counts them."""
+        return _num_tokens(self.batch)
 
     @property
     def search(self) -> Search:
@@ -414,7 +475,11 @@ class PlanProblem:
     def replay(self, candidate: Candidate, limits: Limits) -> tuple[Plan, StepTrace]:
         """A placement's plan, and its step as a session runs it."""
         chosen = self._plan_of(candidate, limits)
-        return chosen, trace(self.model, self.batch, plan=chosen, **self.traced)
+        return chosen, self.under(chosen)
+
+    def under(self, plan: Plan) -> StepTrace:
+        """The step under a plan, traced."""
+        return trace(self.model, self.batch, plan=plan, **self.traced)
 
     def fastest(self, limits: Limits) -> PlannedStep:
         """The fastest plan that fits; near the least that any takes, the smallest one.
@@ -428,7 +493,7 @@ class PlanProblem:
             self.tell("replaying the smallest plan")
             candidate = smallest(self.search, limits)
             chosen, replayed = self.replay(candidate, limits)
-            if self._fits(replayed, limits):
+            if self.fits(replayed, limits):
                 gaps = 1 - replayed.peak_bytes / replayed.peak_reserved_bytes
                 return self._planned(candidate, chosen, replayed, limits, beyond=self.priced[1], gaps=gaps)
             if replayed.peak_reserved_bytes <= limits.device_bytes:
@@ -459,49 +524,54 @@ class PlanProblem:
                 limits=limits,
                 best=candidate,
                 best_bytes=replayed.peak_reserved_bytes,
-                device_bytes=_usable_bytes(self.hardware) if self.hardware.memory_bytes else None,
+                device_bytes=usable_bytes(self.hardware) if self.hardware.memory_bytes else None,
                 replay=lambda other, within: self.replay(other, within)[1],
             ),
         )
 
     def solve(self, limits: Limits) -> PlannedStep:
-        """Search and replay until the replay stays inside the budgets.
+        """Search and replay until the replay stays inside the budgets and uses them.
 
         The estimate of what tensors take is off by nearly the same bytes for all placements. What the allocator holds beyond
-        them is not known before the replay: it is taken to be `_GAPS` of the budget, and more each time that the replay does
-        not fit.
+        them is not known before the replay, and more where blocks have different policies: see `_Gaps`.
         """
         costs, beyond = self.priced
-        gaps = _GAPS
+        alike, mixed = _Gaps(), _Gaps()
         best: tuple[Candidate, Found, Plan, StepTrace] | None = None
         smallest: StepTrace | None = None
         for attempt in range(1, _MOST_REPLAYS + 1):
             self.tell("searching the fastest plan")
-            correction = beyond + int(gaps * limits.device_bytes)
+            mixed.share = max(mixed.share, alike.share)
+            search = Search(
+                costs,
+                self.layout,
+                self._rates(),
+                correction_bytes=beyond + int(alike.share * limits.device_bytes),
+                mixed_bytes=int((mixed.share - alike.share) * limits.device_bytes),
+            )
             try:
-                found = Search(costs, self.layout, self._rates(), correction_bytes=correction).fastest(limits)
+                found = search.fastest(limits)
             except PlanError:
                 if smallest is None:
                     raise
-                break
+                alike.is_too_much()
+                continue
             if best is not None and found.best.step_s >= best[0].step_s * (1 - WORTH_IT):
                 break
-            chosen = self._plan_of(found.best, limits)
             self.tell(f"replaying its step ({attempt})")
-            replayed = trace(self.model, self.batch, plan=chosen, **self.traced)
-            beyond += replayed.peak_bytes - (found.best.device_bytes - correction + beyond)
-            if not self._fits(replayed, limits):
+            chosen, replayed = self.replay(found.best, limits)
+            gaps = mixed if search.is_mixed(found.best.placement) else alike
+            beyond += replayed.peak_bytes - (found.best.device_bytes - int(gaps.share * limits.device_bytes))
+            if self.fits(replayed, limits):
+                best = (found.best, found, chosen, replayed)
+                left = 1 - replayed.peak_reserved_bytes / limits.device_bytes
+                gaps.was_enough(left)
+                if left < _WORTH_A_REPLAY and smallest is None:
+                    break
+            else:
                 if smallest is None or replayed.peak_reserved_bytes < smallest.peak_reserved_bytes:
                     smallest = replayed
-                if best is not None:
-                    break
-                gaps += _GAPS
-                continue
-            best = (found.best, found, chosen, replayed)
-            left = 1 - replayed.peak_reserved_bytes / limits.device_bytes
-            if left < _WORTH_A_REPLAY or smallest is not None:
-                break
-            gaps = max(0.0, gaps - left)
+                gaps.was_too_little(replayed.peak_reserved_bytes - replayed.peak_bytes, limits.device_bytes)
         if best is None:
             assert smallest is not None, "each replay fits or does not"
             raise PlanError(
@@ -510,36 +580,39 @@ class PlanProblem:
                 needed_bytes=smallest.peak_reserved_bytes,
             )
         candidate, found, chosen, replayed = best
-        correction = beyond + int(gaps * limits.device_bytes)
         return replace(
-            self._planned(candidate, chosen, replayed, limits, beyond=beyond, gaps=gaps),
+            self._planned(candidate, chosen, replayed, limits, beyond=beyond, gaps=alike.share),
             rejected=tuple(other for other in found.uniform if other.shape != candidate.shape),
             num_tried=found.num_tried,
-            in_backward_s=self._in_backward_s(costs, correction, limits, candidate.step_s),
+            in_backward_s=self._in_backward_s(search, limits, candidate.step_s),
         )
 
-    def _in_backward_s(self, costs: StepCosts, correction: int, limits: Limits, deferred_s: float) -> float | None:
+    def _in_backward_s(self, search: Search, limits: Limits, deferred_s: float) -> float | None:
         if limits.schedule is Schedule.IN_BACKWARD or limits.is_clipped:
             return None
-        search = Search(costs, self.layout, self._rates(), correction_bytes=correction)
         try:
             found_s = search.fastest(replace(limits, schedule=Schedule.IN_BACKWARD)).best.step_s
         except PlanError:
             return None
         return found_s if found_s < deferred_s * (1 - _WORTH_A_WORD) else None
 
-    def _costs(self) -> tuple[StepCosts, int]:
-        """The step's costs, and the bytes of tensors beyond their estimate in the probe."""
-        probes = []
+    def probes(self) -> list[tuple[dict[str, str], StepTrace]]:
+        """The traces that price its parts."""
+        found = []
         for policies in probe_policies(self.layout):
             self.tell("pricing the step's parts")
             probe = make_plan(self.layout, update="host", schedule="in_backward", activations=policies or None)
-            probes.append((policies, trace(self.model, self.batch, plan=probe, **self.traced)))
-        costs = read_costs(self.layout, probes, self._state_bytes())
+            found.append((policies, self.under(probe)))
+        return found
+
+    def read(self, probes: Sequence[tuple[Mapping[str, str], StepTrace]]) -> tuple[StepCosts, int]:
+        """The step's costs, and the bytes of tensors beyond their estimate in the probe."""
+        costs = read_costs(self.layout, probes, self._state_bytes)
         policies, probed = probes[-1]
         estimate = Search(costs, self.layout, self._rates()).device_bytes(probe_placement(costs, self.layout, policies))
         return costs, probed.peak_bytes - estimate
 
+    @cached_property
     def _state_bytes(self) -> dict[str, int]:
         named: dict[str, torch.Tensor] = dict(self.model.named_parameters())
         if isinstance(self.optimizer, torch.optim.Optimizer):
@@ -563,14 +636,15 @@ class PlanProblem:
             weights={name: choice.weights for name, choice in choices.items()},
             sites={chunk.name: choices[chunk.group].site for chunk in self.layout.chunks},
             schedule=limits.schedule,
-            prefetch_depth=candidate.shape.prefetch_depth,
+            prefetch_depth=candidate.placement.prefetch_depth,
             activations={name: policy_of(choice.policy) for name, choice in choices.items()},
             budgets=Budgets(
                 device_bytes=limits.device_bytes, host_bytes=limits.host_bytes, pinned_bytes=limits.pinned_bytes
             ),
         )
 
-    def _fits(self, replayed: StepTrace, limits: Limits) -> bool:
+    def fits(self, replayed: StepTrace, limits: Limits) -> bool:
+        """Whether a replayed step is inside every budget."""
         assert replayed.host_bytes is not None, "a trace under a plan has them"
         assert replayed.pinned_bytes is not None, "a trace under a plan has them"
         return (
@@ -581,14 +655,20 @@ class PlanProblem:
 
 
 def smallest(search: Search, limits: Limits) -> Candidate:
-    """The placement that takes least of the device, of those that the host holds if there are any."""
+    """The uniform placement that takes least of the device, of those that the host holds if there are any."""
+    num = search.num_groups
     shapes = [
-        Shape(num_resident=0, num_device=0, small=policy, fast=policy, num_fast=0, prefetch_depth=0)
+        Shape(num_resident=resident, num_device=device, small=policy, fast=policy, num_fast=0, prefetch_depth=0)
         for policy in limits.policies or ("keep",)
+        for resident in (0, num)
+        for device in (0, num)
     ]
-    candidates = [search.evaluate(shape, limits) for shape in shapes]
-    held = [each for each in candidates if each.host_bytes <= limits.host_bytes]
-    return min(held or candidates, key=lambda candidate: candidate.device_bytes)
+
+    def taken(shape: Shape) -> tuple[bool, int]:
+        placement = search.placement(shape, limits)
+        return search.host_bytes(placement)[0] > limits.host_bytes, search.device_bytes(placement)
+
+    return search.evaluate(min(shapes, key=taken), limits)
 
 
 def _num_tokens(batch: Any) -> int:
