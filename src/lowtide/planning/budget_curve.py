@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -20,6 +21,8 @@ from lowtide.tracing.step_trace import StepTrace
 
 NUM_BUDGETS = 8
 """Budgets that are searched between the ends, each larger than the one before by the same factor."""
+_ESTIMATED_WITHIN = 0.01
+"""How exact an estimate of bytes is, as a share."""
 _NUM_HALVINGS = 6
 """How often the range is halved in which the least budget lies, where it is the host that runs short."""
 
@@ -123,7 +126,14 @@ def worthwhile(points: Iterable[BudgetPoint]) -> tuple[BudgetPoint, ...]:
     for point in sorted(points, key=lambda point: (point.budget_bytes, point.step_s)):
         if not kept or point.step_s < kept[-1].step_s * (1 - WORTH_IT):
             kept.append(point)
-    return tuple(kept)
+    # An estimate is not that exact: where hardly more memory is faster, that one stands for both.
+    pairs = pairwise([*kept, None])
+    return tuple(
+        point
+        for point, after in pairs
+        if point is not None
+        and (point.is_replayed or after is None or after.budget_bytes > point.budget_bytes * (1 + _ESTIMATED_WITHIN))
+    )
 
 
 def _most_bytes(source: CurveSource) -> int:
