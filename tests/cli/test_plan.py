@@ -20,7 +20,13 @@ WORDS = ["plan", "gpt-tiny", "--batch", "8x128", "--gpu", "rtx-4090", "--device-
 def test_one_screen_says_what_the_plan_takes() -> None:
     result = RUN.invoke(app, WORDS)
     assert result.exit_code == 0, result.output
-    for words in ("time of the step", "tokens/s", "of 200.0 MiB reserved", "for the whole model instead", "lowtide.prepare("):
+    for words in (
+        "time of the step",
+        "tokens/s",
+        "of 200.0 MiB reserved",
+        "for the whole model instead",
+        "lowtide.prepare(",
+    ):
         assert words in result.output
     assert len(result.output.splitlines()) <= 40
 
@@ -73,8 +79,6 @@ def test_all_hardware_on_one_screen() -> None:
     assert len(result.output.splitlines()) <= 40
     for words in ("h200", "tokens/s", "bound by", "fits too, slower: "):
         assert words in result.output
-    full = RUN.invoke(app, ["plan", "gpt-tiny", "--batch", "8x128", "--gpu", "any", "--full"])
-    assert len(full.output.splitlines()) > 42
     refused = RUN.invoke(app, ["plan", "gpt-tiny", "--batch", "8x128", "--gpu", "any", "--pareto"])
     assert refused.exit_code == 2
     assert "name one GPU" in " ".join(refused.output.split())
