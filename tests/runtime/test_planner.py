@@ -259,7 +259,7 @@ def test_the_estimate_of_device_bytes_is_that_of_the_trace(schedule: str) -> Non
         plan = lowtide.make_plan(layout, update="host", schedule="in_backward", activations=policies)
         probes.append((policies, lowtide.trace(model, batch, plan=plan, **words)))
     costs = read_costs(layout, probes, {group.name: 5 * group.nbytes for group in layout.groups})
-    search = Search(costs, layout, lane_rates(find_hardware("h200"), UpdateKind.TORCH_FUSED))
+    search = Search(costs, layout, lane_rates(find_hardware("h200"), UpdateKind.EXACT))
     limits = Limits(device_bytes=1 << 50, host_bytes=1 << 50, pinned_bytes=1 << 50, schedule=Schedule(schedule))
     num_groups = len(layout.groups)
     for num_resident, num_device in (

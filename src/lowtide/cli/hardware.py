@@ -43,7 +43,7 @@ def calibration_panel(found: Calibration, hardware: Hardware) -> Panel:
                 facts.add_row(name, f"{rate.per_s / 1e12:.1f} TFLOP/s{_share(rate.per_s, promised)}")
         facts.add_row(
             "attention",
-            f"{rates.attention_share:.0%} of products in the forward, {rates.attention_backward_share:.0%} in the backward",
+            f"{rates.attention.share:.0%} of products in the forward, {rates.attention_backward.share:.0%} in the backward",
         )
         facts.add_row(
             "device memory",

@@ -123,7 +123,7 @@ def settable() -> str:
     lines = [
         f"**--set** takes {', '.join(f'`{key}`' for key in keys)}.",
         f"Models: {', '.join(built_in_names())}.",
-        f"Hardware: {', '.join(hardware.name for hardware in known_hardware())}, or a capacity such as 24GiB.",
+        f"Hardware: {', '.join(known.name for known in known_hardware())}, a capacity such as 24GiB, or this (`lowtide hardware`).",
         f"Optimizers: {', '.join(OPTIMIZERS)}, none.",
     ]
     return "\n\n".join(lines)

@@ -336,8 +336,8 @@ class Search:
                 if placed.site is Site.DEVICE and placed.weights is Weights.STREAMED:
                     leaving.send(groups[name].trained_bytes, is_gradient=False)
         for use in self.costs.uses:
-            choice = placement.groups.get(use.window)
-            cost = use.under("keep" if choice is None else choice.policy)
+            own = placement.groups.get(use.window)
+            cost = use.under("keep" if own is None else own.policy)
             current = 0
             if use.phase is Phase.BACKWARD:
                 current = sum(groups[name].trained_bytes for name in use.groups)

@@ -12,7 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -38,7 +38,9 @@ from lowtide.runtime.host_memory import state_bytes_by_parameter
 from lowtide.runtime.manage import manage
 from lowtide.runtime.prediction.simulation import update_kind
 from lowtide.runtime.prediction.trace import Optimizer, trace
+from lowtide.runtime.replanning import LOGGER
 from lowtide.runtime.session import Session
+from lowtide.runtime.step_planner import StepPlanner
 from lowtide.tracing.settings import StepSettings
 from lowtide.tracing.step_trace import StepTrace
 from lowtide.tracing.training_step import Loss, tensors_in
@@ -290,37 +292,46 @@ def prepare(
         )
     hardware = hardware_of(chosen_device)
     budget = _free_bytes(chosen_device) if device_memory is None else parse_bytes(device_memory)
-    chosen: Plan | WarmUp
+    words: dict[str, Any] = {"hardware": hardware, "precision": precision, "moments": moments, "autocast": autocast}
+    search: Callable[..., PlannedStep] = partial(
+        plan, host_memory=host_memory, schedule=schedule, max_grad_norm=max_grad_norm, **words
+    )
+    start = partial(
+        manage,
+        model,
+        optimizer,
+        device=chosen_device,
+        max_grad_norm=max_grad_norm,
+        precision=precision,
+        moments=moments,
+    )
     try:
-        chosen = plan(
-            model,
-            batch,
-            optimizer=optimizer,
-            device_memory=budget,
-            host_memory=host_memory,
-            hardware=hardware,
-            precision=precision,
-            moments=moments,
-            schedule=schedule,
-            max_grad_norm=max_grad_norm,
-            loss=loss,
-            autocast=autocast,
-            on_progress=on_progress,
-        ).plan
+        planned = search(model, batch, optimizer=optimizer, device_memory=budget, loss=loss, on_progress=on_progress)
     except TraceError as error:
         warnings.warn(
             f"the step could not be traced ({error}); the plan is made after one observed training step instead",
             stacklevel=2,
         )
-        chosen = WarmUp(device_memory=budget, host_memory=host_memory, schedule=word_of(Schedule, schedule, "schedule"))
-    return manage(
-        model,
-        optimizer,
-        chosen,
-        device=chosen_device,
-        max_grad_norm=max_grad_norm,
-        precision=precision,
-        moments=moments,
+        asked = word_of(Schedule, schedule, "schedule")
+        return start(WarmUp(device_memory=budget, host_memory=host_memory, schedule=asked))
+    # Before the model is managed, as it cannot be copied afterwards.
+    planner = StepPlanner(search, words, model=model, batch=batch, optimizer=optimizer, loss=loss, device_bytes=budget)
+    session = start(planned.plan)
+    advice = faster_schedule(planned)
+    if is_cuda and advice is not None:
+        LOGGER.warning(advice)  # never an exception, unlike a warning under -W error
+    session._adapt(planner, planner.first(planned))
+    return session
+
+
+def faster_schedule(planned: PlannedStep) -> str | None:
+    """A sentence on updates in backward where they would be clearly faster, for who may use them; None elsewhere."""
+    if planned.in_backward_s is None:
+        return None
+    return (
+        f"updates in backward would be faster: {format_seconds(planned.in_backward_s)} a step instead of "
+        f"{format_seconds(planned.step_s)}, both predicted. Give prepare(..., schedule='in_backward') if the loop neither "
+        "clips, scales nor accumulates gradients"
     )
 
 
@@ -625,7 +636,7 @@ class PlanProblem:
             weights={name: choice.weights for name, choice in choices.items()},
             sites={chunk.name: choices[chunk.group].site for chunk in self.layout.chunks},
             schedule=limits.schedule,
-            prefetch_depth=candidate.shape.prefetch_depth,
+            prefetch_depth=candidate.placement.prefetch_depth,
             activations={name: policy_of(choice.policy) for name, choice in choices.items()},
             budgets=Budgets(
                 device_bytes=limits.device_bytes, host_bytes=limits.host_bytes, pinned_bytes=limits.pinned_bytes

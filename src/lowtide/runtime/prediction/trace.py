@@ -74,7 +74,8 @@ def trace(
             `device_memory`; a step that does not fit is traced without that limit, and a note says so.
         precision: As for `manage`, with a plan.
         moments: As for `manage`, with a precision.
-        hardware: The kind of device to predict for: its name, or a capacity such as `24GiB`.
+        hardware: The kind of device to predict for: its name, a capacity such as `24GiB`, or `this`, the device of this
+            machine as `lowtide.calibrate` measured it.
         torch_version: The version it will run under; the installed one by default.
         allocator: The allocator's settings, as in `PYTORCH_ALLOC_CONF`.
         name: Shown in reports; the model's class by default.

@@ -324,6 +324,9 @@ class FootprintGradients:
         self._mover.to_host(gradient, gradient)
         taken.become(GradientState.ARRIVING)
 
+    def send(self) -> None:
+        """They are on their way."""
+
     def show(self, gradient: HostGradient, host_view: torch.Tensor | None, *, is_resident: bool) -> None:
         """What is on the host costs the device nothing."""
         del host_view, is_resident
