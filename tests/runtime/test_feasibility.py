@@ -108,7 +108,7 @@ def test_the_smallest_change_is_the_fewest_words_that_fit() -> None:
     # Brute force: every choice of fewer words, traced, is too large.
     for option in options(problem.search, limits):
         if len(option.choice.changed) < len(found.choice.changed):
-            words = {"weights": option.choice.weights, "update": option.choice.update, **option.choice.changed}
+            words: dict[str, Any] = dict(option.choice.words)
             plan = lowtide.make_plan(problem.model, **words)
             assert problem.under(plan).peak_reserved_bytes > limits.device_bytes, option.choice
 

@@ -58,20 +58,32 @@ Report = Annotated[list[Path] | None, typer.Option(help="also write FILE.html, .
 
 @app.command(epilog=settable())
 def trace(
-    model: Model, batch: Batch = None, gpu: Gpu = "h200", set_: Set = None, json_: Json = False, report: Report = None
+    model: Model,
+    batch: Batch = None,
+    gpu: Gpu = "h200",
+    set_: Set = None,
+    full: Full = False,
+    json_: Json = False,
+    report: Report = None,
 ) -> None:
     """The predicted peak of a training step, by category and phase."""
     with friendly_errors():
-        run_trace(make_request(model, batch, gpu, set_ or []), as_json=json_, reports=report or [])
+        run_trace(make_request(model, batch, gpu, set_ or []), as_json=json_, reports=report or [], is_full=full)
 
 
 @app.command(epilog=settable())
 def explain(
-    model: Model, batch: Batch = None, gpu: Gpu = "h200", set_: Set = None, json_: Json = False, report: Report = None
+    model: Model,
+    batch: Batch = None,
+    gpu: Gpu = "h200",
+    set_: Set = None,
+    full: Full = False,
+    json_: Json = False,
+    report: Report = None,
 ) -> None:
     """Why the peak is there, and what each technique would really save given the others."""
     with friendly_errors():
-        run_explain(make_request(model, batch, gpu, set_ or []), as_json=json_, reports=report or [])
+        run_explain(make_request(model, batch, gpu, set_ or []), as_json=json_, reports=report or [], is_full=full)
 
 
 @app.command(epilog=plan_settable())

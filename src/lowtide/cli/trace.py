@@ -5,7 +5,7 @@ set with `--set`, headline figures for scripts, and the explanation with what ea
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -24,19 +24,21 @@ from lowtide.lab.recipe_parts import OPTIMIZERS as OPTIMIZERS_OF_RECIPES
 from lowtide.lab.recipe_parts import PlanRecipe, plan_of
 from lowtide.models import ModelSource, built_in_names, resolve_model
 from lowtide.planning.techniques import Problem
-from lowtide.planning.what_if import WhatIf, what_if
+from lowtide.planning.what_if import WhatIf, WhatIfRow, what_if
 from lowtide.report.html import Section
 from lowtide.report.terminal import headline, notes, trace_report, what_if_report
-from lowtide.report.trace_tables import alive_table, category_table
+from lowtide.report.trace_tables import alive_table, category_table, fit_of, what_if_table
 from lowtide.runtime.prediction.trace import trace
-from lowtide.tracing.attention.use import attention_use, is_on_attention
+from lowtide.tracing.attention.use import attention_use, fallbacks, is_on_attention
 from lowtide.tracing.explanation.explain import explain
 from lowtide.tracing.prediction.sandbox import shared_sandbox
 from lowtide.tracing.settings import StepSettings
 from lowtide.tracing.step_time import step_time
 from lowtide.tracing.step_trace import StepTrace
-from lowtide.units import parse_dtype
+from lowtide.units import format_bytes, parse_dtype
 
+_NUM_SENTENCES, _NUM_ROWS = 3, 16
+"""Of an explanation, so that it fits one screen."""
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     **{name: OPTIMIZERS_OF_RECIPES[name] for name in ("adamw", "adam", "sgd", "adafactor", "rmsprop", "adagrad")},
     "deep-one-adafactor": OPTIMIZERS_OF_RECIPES["deep-one-adafactor"],
@@ -171,20 +173,22 @@ def summarise(trace: StepTrace) -> dict[str, Any]:
     }
 
 
-def run_trace(request: TraceRequest, *, as_json: bool, reports: list[Path]) -> None:
-    """Trace, and show the peak by category and phase."""
+def run_trace(request: TraceRequest, *, as_json: bool, reports: list[Path], is_full: bool = False) -> None:
+    """Trace, and show the peak by category and phase; in full also the tensors at the peak."""
     require_reports(reports)
     with progress("tracing") as on_progress:
         result = request.run(on_progress)
     if as_json:
         print(json.dumps(summarise(result), indent=2))
     else:
-        OUT.print(trace_report(result))
+        num_rows = 10 if is_full else 0
+        OUT.print(trace_report(result, num_largest=num_rows, num_groups=num_rows))
+        _say_there_is_more(is_full, "the tensors at the peak")
     write_reports(reports, Section(trace=result))
 
 
-def run_explain(request: TraceRequest, *, as_json: bool, reports: list[Path]) -> None:
-    """Trace, explain, trace again with each technique, and show all of it."""
+def run_explain(request: TraceRequest, *, as_json: bool, reports: list[Path], is_full: bool = False) -> None:
+    """Trace, explain, trace again with each technique, and show what is found on one screen, or all of it."""
     require_reports(reports)
     shared_sandbox().warm()
     with progress("tracing") as on_progress:
@@ -206,16 +210,48 @@ def run_explain(request: TraceRequest, *, as_json: bool, reports: list[Path]) ->
         }
         print(json.dumps({**summarise(base), **said}, indent=2))
     else:
-        OUT.print(headline(base), category_table(base), alive_table(base, limit=10))
-        if told := [note for note in base.notes if not is_on_attention(note)]:
-            OUT.print(notes(told))
-        for sentence in explanation.sentences:
-            OUT.print(Padding(escape(sentence), (0, 0, 1, 0)), highlight=False)
-        OUT.print(what_if_report(answer.rows))
-        for other in answer.skipped:
-            OUT.print(f"[dim]not tried: {escape(other.technique)}: {escape(other.reason)}[/]", highlight=False)
+        if is_full:
+            _say_all(base, explanation.sentences, answer)
+        else:
+            OUT.print(Text(_in_a_line(base), style="bold"))
+            for sentence in explanation.sentences[:_NUM_SENTENCES]:
+                OUT.print(escape(sentence), highlight=False)
+            for note in (*fallbacks(base), *(note for note in base.notes if not is_on_attention(note))):
+                OUT.print(Text(note, style="dim"))
+            OUT.print(what_if_table(_most_saving(answer.rows)))
         say_what_fits(answer)
+        _say_there_is_more(is_full, "the tensors at the peak, and why each technique saves what it saves")
     write_reports(reports, Section(trace=base, explanation=explanation.text, what_if=answer.rows))
+
+
+def _say_all(base: StepTrace, sentences: Sequence[str], answer: WhatIf) -> None:
+    OUT.print(headline(base), category_table(base), alive_table(base, limit=10))
+    if told := [note for note in base.notes if not is_on_attention(note)]:
+        OUT.print(notes(told))
+    for sentence in sentences:
+        OUT.print(Padding(escape(sentence), (0, 0, 1, 0)), highlight=False)
+    OUT.print(what_if_report(answer.rows))
+    for other in answer.skipped:
+        OUT.print(f"[dim]not tried: {escape(other.technique)}: {escape(other.reason)}[/]", highlight=False)
+
+
+def _in_a_line(base: StepTrace) -> str:
+    """The model, its peak and whether that fits."""
+    fit = fit_of(base)
+    verdict = "" if fit is None else f"; {format_bytes(fit.capacity_bytes)}: {fit.verdict}"
+    reserved = f"{format_bytes(base.peak_bytes)} allocated, {format_bytes(base.peak_reserved_bytes)} reserved"
+    return f"{base.model} on {base.target.card}: {reserved}{verdict}"
+
+
+def _most_saving(rows: Sequence[WhatIfRow]) -> list[WhatIfRow]:
+    """Those that save most, in the order of the table."""
+    best = sorted(rows, key=lambda row: row.after_bytes)[:_NUM_ROWS]
+    return [row for row in rows if row in best]
+
+
+def _say_there_is_more(is_full: bool, what: str) -> None:
+    if not is_full:
+        OUT.print(Text(f"--full lists {what}", style="dim"))
 
 
 def say_what_fits(answer: WhatIf) -> None:

@@ -30,13 +30,18 @@ class Choice:
         return {name: word for name, word in words.items() if word != getattr(plain, name)}
 
     @property
+    def words(self) -> Mapping[str, str]:
+        """What `make_plan` takes for it; weights and updates always, since they are streamed and on the host by default."""
+        return {"weights": self.weights, "update": self.update, **self.changed}
+
+    @property
     def flags(self) -> str:
-        """What `lowtide trace` takes to show the step with it."""
-        return " ".join(f"--set plan.{name}={word}" for name, word in self.changed.items())
+        """What `lowtide trace` takes to show the step with it; nothing for plain torch."""
+        return " ".join(f"--set plan.{name}={word}" for name, word in self.words.items()) if self.changed else ""
 
     def code(self, device_bytes: int) -> str:
         """The lines of a script that turn it on."""
-        words = {"weights": self.weights, "update": self.update, **self.changed, "device_memory": device_bytes}
+        words = {**self.words, "device_memory": device_bytes}
         given = ", ".join(f"{name}={word!r}" for name, word in words.items())
         return f"plan = lowtide.make_plan(model, {given}); session = lowtide.manage(model, optimizer, plan)"
 

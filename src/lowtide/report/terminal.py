@@ -41,8 +41,8 @@ def trace_report(
     parts += [
         trace_tables.category_table(trace),
         trace_tables.phase_table(trace),
-        trace_tables.alive_table(trace, limit=num_groups),
-        trace_tables.largest_table(trace, limit=num_largest),
+        *([trace_tables.alive_table(trace, limit=num_groups)] if num_groups else []),
+        *([trace_tables.largest_table(trace, limit=num_largest)] if num_largest else []),
     ]
     others = [note for note in trace.notes if not is_on_attention(note)]
     if others:

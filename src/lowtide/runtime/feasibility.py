@@ -96,7 +96,7 @@ def smallest_change(problem: PlanProblem, limits: Limits, word: Word | None = No
 
 
 def _replay(problem: PlanProblem, option: Option, limits: Limits) -> StepTrace:
-    words: dict[str, Any] = {"weights": option.choice.weights, "update": option.choice.update, **option.choice.changed}
+    words: dict[str, Any] = dict(option.choice.words)
     return problem.under(make_plan(problem.layout, **words, device_memory=limits.device_bytes))
 
 
