@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import lowtide
+from lowtide.hardware import UpdateKind, find_hardware
 from lowtide.memory.chunk import Layout, lay_out
 from lowtide.memory.groups import find_groups
 from lowtide.models.gpt import GPT, GPTConfig
+from lowtide.planning.plan import Schedule
+from lowtide.planning.search import WORTH_IT, Limits, Search
+from lowtide.planning.simulator import lane_rates
 from lowtide.planning.step_costs import POLICIES, StepCosts, UseCost, probe_policies, read_costs
 from lowtide.tracing.step_trace import Category, Phase, StepTrace
 
@@ -90,3 +96,21 @@ def test_a_tied_weight_is_a_group_of_both_its_windows() -> None:
     found = read_costs(layout, probes, {})
     groups = {use.window: use.groups for use in found.uses if use.window}
     assert groups["head"] == groups["token_embedding"] == ("token_embedding.weight",)
+
+
+@pytest.mark.parametrize("schedule", list(Schedule))
+def test_more_memory_is_never_slower(
+    deep: tuple[Layout, list[tuple[dict[str, str], StepTrace]]], costs: StepCosts, schedule: Schedule
+) -> None:
+    """For costs of a traced step, over budgets that grow by a sixth each."""
+    rates = lane_rates(find_hardware("rtx-4090"), UpdateKind.EXACT)
+    search = Search(costs, deep[0], rates)
+    limits = Limits(device_bytes=1 << 40, host_bytes=1 << 40, pinned_bytes=1 << 40, schedule=schedule)
+    budget = search.device_bytes(search.placement(search.smallest(limits), limits))
+    times = []
+    while len(times) < 10:
+        times.append(search.fastest(replace(limits, device_bytes=int(budget))).best.step_s)
+        budget *= 7 / 6
+    assert times[-1] < times[0]
+    for number, later in enumerate(times):
+        assert later <= min(times[: number + 1]) * (1 + 2 * WORTH_IT), times

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from lowtide.activations.policy import OTHERS, WORDS
 from lowtide.errors import PlanError
 from lowtide.memory.chunk import LARGEST_CHUNK_BYTES, Layout
+from lowtide.planning.improve import Arrangement, Choices, improved
 from lowtide.planning.placement import by_first_use, granted, is_always_open, staging_for, window_bytes
 from lowtide.planning.plan import Plan, Schedule, Site, Weights
 from lowtide.planning.simulator import GroupChoice, LaneRates, Placement, SimulatedStep, least_step_s, simulate
@@ -33,6 +34,8 @@ _GRID = 8
 _PREFETCH_DEPTHS = (1, 0)
 """A second group fetched ahead gained less than 1% in every case that was simulated, and leaves larger gaps in the
 allocator's memory."""
+_SIMULATED_USES = 3000
+"""What is simulated of changes to a placement before the best of them is changed further: a third of a second."""
 WORTH_IT = 0.005
 """A placement must be faster by this share than one that takes less of the device, or that is uniform and easier to follow."""
 
@@ -52,7 +55,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The numbers that a placement is made from."""
+    """The numbers that a placement is made from, or begins with where single choices were changed afterwards."""
 
     num_resident: int
     num_device: int
@@ -116,7 +119,7 @@ class Search:
         self._order = by_first_use(layout)
         self._always = {group.name for group in layout.groups if is_always_open(group)}
         self._blocks = [name for name in self._order if len(costs.groups[name].policies) > 1]
-        self._windows: dict[tuple[int, int], int] = {}
+        self._windows: dict[tuple[frozenset[str], int], int] = {}
 
     def fastest(self, limits: Limits) -> Found:
         """The fastest placement within the limits.
@@ -160,15 +163,52 @@ class Search:
             )
             for name in self._order
         }
+        return self._placed(Arrangement(tuple(groups.values()), shape.prefetch_depth), limits)
+
+    def _placed(self, arrangement: Arrangement, limits: Limits) -> Placement:
+        groups = dict(zip(self._order, arrangement.groups, strict=True))
+        streamed = frozenset(name for name, choice in groups.items() if choice.weights is Weights.STREAMED)
         placement = Placement(
             groups=groups,
             schedule=limits.schedule,
-            prefetch_depth=shape.prefetch_depth,
-            window_bytes=self._window_bytes(shape),
+            prefetch_depth=arrangement.prefetch_depth,
+            window_bytes=self._window_bytes(streamed, arrangement.prefetch_depth) + arrangement.extra_window_bytes,
             staging_bytes=0,
             is_clipped=limits.is_clipped,
         )
         return replace(placement, staging_bytes=self._staging_bytes(placement, limits))
+
+    def improved(self, start: Candidate, limits: Limits) -> Candidate:
+        """A candidate with single choices changed; itself, where nothing makes its step faster by as much as is worth it."""
+        choices = Choices(
+            weights=tuple(
+                (Weights.RESIDENT,) if name in self._always else (Weights.RESIDENT, Weights.STREAMED)
+                for name in self._order
+            ),
+            sites=((Site.DEVICE, Site.HOST),) * self.num_groups,
+            policies=tuple(
+                tuple(word for word in self.costs.groups[name].policies if word in limits.policies or word == "keep")
+                for name in self._order
+            ),
+            largest_bytes=max((group.weight_bytes for group in self.costs.groups.values()), default=0),
+        )
+        found: dict[Arrangement, Candidate] = {}
+
+        def simulated_s(arrangement: Arrangement) -> float:
+            found[arrangement] = self._candidate(start.shape, self._placed(arrangement, limits))
+            return found[arrangement].step_s
+
+        best = improved(
+            Arrangement(tuple(start.placement.groups[name] for name in self._order), start.placement.prefetch_depth),
+            start.step_s,
+            choices,
+            most_simulated=_SIMULATED_USES // len(self.costs.uses),
+            least_s=lambda arrangement: least_step_s(self.costs, self._placed(arrangement, limits), self.rates),
+            fits=lambda arrangement: self.fits(self._placed(arrangement, limits), limits),
+            simulated_s=simulated_s,
+        )
+        faster = found.get(best, start)
+        return faster if faster.step_s < start.step_s * (1 - WORTH_IT) else start
 
     def device_bytes(self, placement: Placement) -> int:
         """Estimated peak of the device, corrected."""
@@ -229,7 +269,9 @@ class Search:
 
     def evaluate(self, shape: Shape, limits: Limits) -> Candidate:
         """The candidate of a shape, simulated."""
-        placement = self.placement(shape, limits)
+        return self._candidate(shape, self.placement(shape, limits))
+
+    def _candidate(self, shape: Shape, placement: Placement) -> Candidate:
         host, pinned = self.host_bytes(placement)
         return Candidate(
             shape=shape,
@@ -298,11 +340,10 @@ class Search:
                         found.append(self.evaluate(shape, limits))
         return tuple(sorted(found, key=lambda candidate: candidate.step_s))
 
-    def _window_bytes(self, shape: Shape) -> int:
-        key = (shape.num_resident, shape.prefetch_depth)
+    def _window_bytes(self, streamed: frozenset[str], prefetch_depth: int) -> int:
+        key = (streamed, prefetch_depth)
         if key not in self._windows:
-            streamed = set(self._order[shape.num_resident :]) - self._always
-            self._windows[key] = window_bytes(self.layout, streamed, shape.prefetch_depth)
+            self._windows[key] = window_bytes(self.layout, streamed, prefetch_depth)
         return self._windows[key]
 
     def _staging_bytes(self, placement: Placement, limits: Limits) -> int:

@@ -29,7 +29,7 @@ from lowtide.optim.update_types import Numerics, numerics_of
 from lowtide.planning.budget_curve import BudgetPoint, CurveSource, budget_curve
 from lowtide.planning.budget_plans import WarmUp
 from lowtide.planning.hand_plan import make_plan
-from lowtide.planning.placement import assemble
+from lowtide.planning.placement import assemble, window_bytes
 from lowtide.planning.plan import Budgets, Plan, Schedule, Site, Weights, word_of
 from lowtide.planning.search import WORTH_IT, Candidate, Found, Limits, Search, Shape, probe_placement
 from lowtide.planning.simulator import LaneRates, SimulatedStep, lane_rates
@@ -537,7 +537,9 @@ class PlanProblem:
         """
         costs, beyond = self.priced
         alike, mixed = _Gaps(), _Gaps()
-        best: tuple[Candidate, Found, Plan, StepTrace] | None = None
+        best: tuple[Candidate, Plan, StepTrace] | None = None
+        found: Found | None = None
+        share = 0.0
         smallest: StepTrace | None = None
         for attempt in range(1, _MOST_REPLAYS + 1):
             self.tell("searching the fastest plan")
@@ -550,20 +552,21 @@ class PlanProblem:
                 mixed_bytes=int((mixed.share - alike.share) * limits.device_bytes),
             )
             try:
-                found = search.fastest(limits)
+                latest = search.fastest(limits)
             except PlanError:
                 if smallest is None:
                     raise
                 alike.is_too_much()
                 continue
-            if best is not None and found.best.step_s >= best[0].step_s * (1 - WORTH_IT):
+            candidate = latest.best
+            if best is not None and candidate.step_s >= best[0].step_s * (1 - WORTH_IT):
                 break
             self.tell(f"replaying its step ({attempt})")
-            chosen, replayed = self.replay(found.best, limits)
-            gaps = mixed if search.is_mixed(found.best.placement) else alike
-            beyond += replayed.peak_bytes - (found.best.device_bytes - int(gaps.share * limits.device_bytes))
+            chosen, replayed = self.replay(candidate, limits)
+            gaps = mixed if search.is_mixed(candidate.placement) else alike
+            beyond += replayed.peak_bytes - (candidate.device_bytes - int(gaps.share * limits.device_bytes))
             if self.fits(replayed, limits):
-                best = (found.best, found, chosen, replayed)
+                best, found, share = (candidate, chosen, replayed), latest, gaps.share
                 left = 1 - replayed.peak_reserved_bytes / limits.device_bytes
                 gaps.was_enough(left)
                 if left < _WORTH_A_REPLAY and smallest is None:
@@ -572,20 +575,46 @@ class PlanProblem:
                 if smallest is None or replayed.peak_reserved_bytes < smallest.peak_reserved_bytes:
                     smallest = replayed
                 gaps.was_too_little(replayed.peak_reserved_bytes - replayed.peak_bytes, limits.device_bytes)
-        if best is None:
+        if best is None or found is None:
             assert smallest is not None, "each replay fits or does not"
             raise PlanError(
                 f"no plan was found whose step stays inside {format_bytes(limits.device_bytes)} of device memory: the smallest "
                 f"that was replayed takes {format_bytes(smallest.peak_reserved_bytes)}; give that much, or a smaller batch",
                 needed_bytes=smallest.peak_reserved_bytes,
             )
-        candidate, found, chosen, replayed = best
+        candidate, chosen, replayed = self._improved(best, beyond, (share, max(share, mixed.share)), limits)
         return replace(
             self._planned(candidate, chosen, replayed, limits, beyond=beyond, gaps=alike.share),
             rejected=tuple(other for other in found.uniform if other.shape != candidate.shape),
             num_tried=found.num_tried,
             in_backward_s=self._in_backward_s(search, limits, candidate.step_s),
         )
+
+    def _improved(
+        self, best: tuple[Candidate, Plan, StepTrace], beyond: int, shares: tuple[float, float], limits: Limits
+    ) -> tuple[Candidate, Plan, StepTrace]:
+        """With single choices changed, where a replay stays inside the budgets: beside the gaps that were planned with (those
+        of blocks alike, and of mixed ones), or else those that the best one was seen to have.
+        """
+        candidate, _, replayed = best
+        seen = (limits.device_bytes - replayed.peak_bytes) / limits.device_bytes
+        for share in sorted({shares[0], max(shares[0], seen)}):
+            self.tell("changing single choices")
+            search = Search(
+                self.priced[0],
+                self.layout,
+                self._rates(),
+                correction_bytes=beyond + int(share * limits.device_bytes),
+                mixed_bytes=int(max(0.0, shares[1] - share) * limits.device_bytes),
+            )
+            better = search.improved(candidate, limits)
+            if better is candidate:
+                break
+            self.tell("replaying the changed step")
+            chosen, replayed = self.replay(better, limits)
+            if self.fits(replayed, limits):
+                return better, chosen, replayed
+        return best
 
     def _in_backward_s(self, search: Search, limits: Limits, deferred_s: float) -> float | None:
         if limits.schedule is Schedule.IN_BACKWARD or limits.is_clipped:
@@ -630,16 +659,22 @@ class PlanProblem:
         return lane_rates(self.hardware, update_kind(self.numerics, self.hardware))
 
     def _plan_of(self, candidate: Candidate, limits: Limits) -> Plan:
-        choices = candidate.placement.groups
+        placement = candidate.placement
+        choices = placement.groups
+        streamed = {name for name, choice in choices.items() if choice.weights is Weights.STREAMED}
+        least = window_bytes(self.layout, streamed, placement.prefetch_depth)
         return assemble(
             self.layout,
             weights={name: choice.weights for name, choice in choices.items()},
             sites={chunk.name: choices[chunk.group].site for chunk in self.layout.chunks},
             schedule=limits.schedule,
-            prefetch_depth=candidate.placement.prefetch_depth,
+            prefetch_depth=placement.prefetch_depth,
             activations={name: policy_of(choice.policy) for name, choice in choices.items()},
             budgets=Budgets(
-                device_bytes=limits.device_bytes, host_bytes=limits.host_bytes, pinned_bytes=limits.pinned_bytes
+                device_bytes=limits.device_bytes,
+                host_bytes=limits.host_bytes,
+                pinned_bytes=limits.pinned_bytes,
+                window_bytes=placement.window_bytes if placement.window_bytes > least else None,
             ),
         )
 
