@@ -38,9 +38,7 @@ from lowtide.runtime.host_memory import state_bytes_by_parameter
 from lowtide.runtime.manage import manage
 from lowtide.runtime.prediction.simulation import update_kind
 from lowtide.runtime.prediction.trace import Optimizer, trace
-from lowtide.runtime.replanning import LOGGER
 from lowtide.runtime.session import Session
-from lowtide.runtime.step_planner import StepPlanner
 from lowtide.tracing.settings import StepSettings
 from lowtide.tracing.step_trace import StepTrace
 from lowtide.tracing.training_step import Loss, tensors_in
@@ -284,6 +282,10 @@ def prepare(
         ...     model(batch).sum().backward()
         ...     optimizer.step()
     """
+    # Here: what only a prepared session needs would make `import lowtide` slower.
+    from lowtide.runtime.replanning import LOGGER, Replanning
+    from lowtide.runtime.step_planner import StepPlanner
+
     is_cuda = torch.cuda.is_available() if device is None else torch.device(device).type == "cuda"
     chosen_device = torch.device("cuda" if is_cuda else "cpu") if device is None else torch.device(device)
     if not is_cuda and device_memory is None:
@@ -320,7 +322,7 @@ def prepare(
     advice = faster_schedule(planned)
     if is_cuda and advice is not None:
         LOGGER.warning(advice)  # never an exception, unlike a warning under -W error
-    session._adapt(planner, planner.first(planned))
+    session._adapt(partial(Replanning, planner=planner, planned=planner.first(planned)))
     return session
 
 

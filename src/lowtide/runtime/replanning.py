@@ -73,8 +73,11 @@ class Replanning:
         self._hopeless: list[Shapes] = []
         self._num_smaller, self._patience = 0, _PATIENCE
         setup = management.opened().setup
+        self._is_on_cuda = setup.is_on_cuda
         self._before_step, self._before_call = _State(setup), _State(setup)
+        self._shapes: Shapes = {}
         self._outputs: list[weakref.ref[Tensor]] = []
+        """Of the last training call."""
         self._is_inside = False
         self._has_stepped = True
         self._num_steps = 0
@@ -98,7 +101,9 @@ class Replanning:
         stop = weakref.finalize(self, compat.watch_failed_backwards(tell))
         stop.atexit = False
         self._handles.append(stop)
-        management.opened().peak.take()
+        setup = management.opened().setup
+        if setup.is_on_cuda:
+            torch.cuda.reset_peak_memory_stats(setup.mover.device)  # what was there before the session is not its own
 
     def remove(self) -> None:
         """Leave. May be repeated."""
@@ -110,7 +115,7 @@ class Replanning:
     def call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of the whole model; see Note [When memory runs out]."""
         is_own = compat.backward_number() is None and not compat.is_in_transform() and not compat.is_functional_call()
-        if self._is_inside or not is_own:
+        if self._is_inside or not is_own or (self._is_on_cuda and torch.cuda.is_current_stream_capturing()):
             return run(*args, **kwargs)
         self._is_inside = True
         try:
@@ -138,6 +143,7 @@ class Replanning:
             state.restore()
             self._make_room(raised, shapes, is_training=is_training)
         if is_training:
+            self._shapes = shapes
             self._outputs = [weakref.ref(tensor) for tensor in compat.tensors_in(output)]
         elif self._management.opened() is plan_run and plan_run.peak.so_far() != peak_bytes:
             self._is_of_training = False
@@ -258,7 +264,7 @@ class Replanning:
         """Change to a plan that leaves more room, or raise what was raised, with a note that says why there is none."""
         plan_run = self._management.opened()
         try:
-            _free_caches(plan_run)
+            _require_quiet(plan_run)
             if is_training:
                 self._change(self._smaller(shapes), f"memory ran out in a forward ({raised})")
             else:
@@ -319,8 +325,7 @@ class Replanning:
         what = "a smaller plan follows at the next call before which you drop what else you hold of its graph"
         if plan_run.may_hand_over():
             try:
-                _free_caches(plan_run)
-                self._change(self._smaller({}), reason)
+                self._change(self._smaller(self._shapes), reason)
             except (PlanError, TraceError) as error:
                 raised.add_note(
                     "weights, optimizer, random numbers and buffers are as before the step, and the session found no smaller "
@@ -348,7 +353,7 @@ class Replanning:
         plan_run = self._management.opened()
         setup, before, self._current = plan_run.setup, self._current, following
         if moved is None:
-            moved = num_moved(before.plan, following.plan)
+            moved, self._training = num_moved(before.plan, following.plan), None
             if following not in self._known:
                 self._known.append(following)
         if following.plan == plan_run.plan:
@@ -360,6 +365,8 @@ class Replanning:
             assert setup.optimizer is not None
             with self._aside():
                 prove_optimizer(setup.optimizer, setup, following.plan)  # before anything is taken apart
+            if self._is_on_cuda:
+                torch.cuda.empty_cache()
             with _as_outside(setup):
                 self._management.switch(following.plan, reason, following.peak_bytes)
         except BaseException:
@@ -462,11 +469,9 @@ def _covers(known: NextPlan, shapes: Shapes) -> bool:
     return elements(shapes, known.shapes) <= elements(known.shapes, shapes)
 
 
-def _free_caches(plan_run: PlanRun) -> None:
+def _require_quiet(plan_run: PlanRun) -> None:
     if not plan_run.may_hand_over():
         raise PlanError("a graph of an earlier forward is alive, or a tensor over weights is held")
-    if plan_run.setup.is_on_cuda:
-        torch.cuda.empty_cache()
 
 
 def _words(shapes: Shapes) -> str:

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -32,14 +32,12 @@ from lowtide.planning.plan import Plan
 from lowtide.planning.timeline import Timeline
 from lowtide.runtime.passes.lock import HELD, refuse_wrapping, remove_all, watch_process
 from lowtide.runtime.plan_run import switch_plan
-from lowtide.runtime.replanning import Replanning
 from lowtide.runtime.statistics.observer import StepObserver
 from lowtide.runtime.statistics.session_stats import PlanRow, SessionStats
 from lowtide.runtime.warm_up import WarmUpRun
 
 if TYPE_CHECKING:
     from lowtide.runtime.plan_run import PlanRun
-    from lowtide.runtime.step_planner import NextPlan, StepPlanner
 
 
 _FEW = 10_000
@@ -90,6 +88,19 @@ _MANAGED: weakref.WeakValueDictionary[int, Management] = weakref.WeakValueDictio
 """By the `id` of the model, of each of its parameters, and of the optimizer, all of which a management keeps alive."""
 
 
+class PlanChanger(Protocol):
+    """Changes the plan in calls of the model, where the loop is not as planned."""
+
+    def start(self) -> None:
+        """The model's calls come through `call` from now on."""
+
+    def call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of the whole model."""
+
+    def remove(self) -> None:
+        """Leave. May be repeated."""
+
+
 class Management:
     """One model under management, from `manage` to `close`. Its plan run is another after a change of plan.
 
@@ -118,7 +129,7 @@ class Management:
         self._was_lost = False
         """Whether the session was let go of after the model had been called: one that was never held is meant to be so."""
         self._warm_up: WarmUpRun | None = None
-        self._replanning: Replanning | None = None
+        self._changer: PlanChanger | None = None
         self.plans: list[PlanRow] = []
         """Those that were made after the first."""
         # A model without a window has nothing that a plan could place.
@@ -174,11 +185,11 @@ class Management:
             )
         return self.plan_run
 
-    def adapt(self, replanning: Replanning) -> None:
-        """Let the model's calls go through it until the end; it changes the plan where the loop is not as planned."""
-        self._replanning = replanning
-        self.opened().calls.go_through(replanning.call)
-        replanning.start()
+    def adapt(self, changer: PlanChanger) -> None:
+        """Let the model's calls go through it until the end."""
+        self._changer = changer
+        self.opened().calls.go_through(changer.call)
+        changer.start()
 
     def switch(
         self, plan: Plan, reason: str = "the warm-up step was observed", predicted_peak_bytes: int | None = None
@@ -190,8 +201,8 @@ class Management:
         try:
             with HELD:
                 self.plan_run = switch_plan(plan_run, plan)
-                if self._replanning is not None:
-                    self.plan_run.calls.go_through(self._replanning.call)
+                if self._changer is not None:
+                    self.plan_run.calls.go_through(self._changer.call)
                 self.plans.append(PlanRow(step=num_steps, reason=reason, predicted_peak_bytes=predicted_peak_bytes))
         finally:
             HELD.rest()
@@ -211,7 +222,7 @@ class Management:
         try:
             with HELD:
                 self._unhook()
-                for watcher in (self._warm_up, self._replanning):
+                for watcher in (self._warm_up, self._changer):
                     if watcher is not None:
                         watcher.remove()
                 plan_run.close(raised)
@@ -405,9 +416,9 @@ class Session:
     def _switch(self, plan: Plan) -> None:
         self._management.switch(plan)
 
-    def _adapt(self, planner: StepPlanner, planned: NextPlan) -> None:
-        """Let the planner's plans follow where the loop is not as planned."""
-        self._management.adapt(Replanning(self._management, planner, planned))
+    def _adapt(self, make: Callable[[Management], PlanChanger]) -> None:
+        """Let what is made change the plan where the loop is not as planned."""
+        self._management.adapt(make(self._management))
 
     def _open(self) -> PlanRun:
         return self._management.opened()

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,6 @@ from lowtide.tracing.ghost.tensor import meta_over
 from lowtide.tracing.prediction.job import Contents, TensorDescription, pack, unpack
 from lowtide.tracing.step_trace import StepTrace
 from lowtide.tracing.training_step import Loss, named_tensors, own_loss
-
-if TYPE_CHECKING:
-    from lowtide.runtime.planner import PlannedStep
 
 Shapes = dict[str, tuple[int, ...]]
 """Of the tensors of one call of the model, by the name of the argument."""
@@ -49,6 +46,22 @@ class NextPlan:
     """Groups that it updates elsewhere than the plan before."""
 
 
+class Planned(Protocol):
+    """What a search gives."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+
+    @property
+    def trace(self) -> StepTrace:
+        """Its step."""
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds."""
+
+
 class StepPlanner:
     """Makes plans for a step at other sizes.
 
@@ -61,7 +74,7 @@ class StepPlanner:
 
     def __init__(
         self,
-        search: Callable[..., PlannedStep],
+        search: Callable[..., Planned],
         words: Mapping[str, Any],
         *,
         model: nn.Module,
@@ -89,7 +102,7 @@ class StepPlanner:
         """Those of the call that the given batch makes; empty where the loss calls only parts of the model."""
         return {name: tuple(tensor.shape) for name, tensor in self._call.items()}
 
-    def first(self, planned: PlannedStep) -> NextPlan:
+    def first(self, planned: Planned) -> NextPlan:
         """The plan for the given batch."""
         return self._next(planned.plan, self.shapes, planned.trace, planned.step_s, 0)
 
