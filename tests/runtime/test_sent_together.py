@@ -13,7 +13,7 @@ import lowtide
 from lowtide.memory.emulated_mover import EmulatedMover, EmulatedTicket
 from lowtide.memory.mover import Copied, Ticket
 from lowtide.runtime.parameters import gradients as gradients_module
-from tests.runtime.stack import Stack, steps
+from tests.runtime.stack import Stack, batch, steps
 
 Sent = list[list[tuple[int, ...]]]
 
@@ -93,3 +93,31 @@ def test_what_waits_to_be_sent_counts_among_what_is_kept() -> None:
     assert not copied.ended.is_done()
     mover.expect(5)
     assert copied.ended.is_done()
+
+
+def broken_off(model: nn.Module) -> list[Tensor | None]:
+    """The gradients after a backward that a hook on a parameter of the first block ended."""
+
+    def fail(gradient: Tensor) -> None:
+        raise KeyError("a fault of the hook's")
+
+    [*model.parameters()][1].register_hook(fail)
+    with pytest.raises(KeyError):
+        model(batch(0)).backward()
+    for parameter in model.parameters():
+        parameter.sum()  # a look at a weight puts a session in order
+    return [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()]
+
+
+def test_gradients_that_waited_when_a_backward_broke_off_are_those_of_plain_torch() -> None:
+    expected = broken_off(Stack())
+    model = Stack()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    plan = lowtide.make_plan(model, weights="streamed", update="host")
+    with lowtide.manage(model, optimizer, plan, device="cpu"):
+        found = broken_off(model)
+    assert any(gradient is not None for gradient in expected)
+    for one, other in zip(expected, found, strict=True):
+        if one is not None:
+            assert other is not None
+            assert torch.equal(one, other)

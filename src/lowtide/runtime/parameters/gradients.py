@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -471,14 +471,19 @@ class GradientMover:
 
     def send(self) -> None:
         """Send those that wait; see Note [Gradients that are sent together]."""
+        self._send_all(takes_norms=True)
+
+    def _send_all(self, *, takes_norms: bool) -> None:
         items, self._waiting, self._waiting_bytes = self._waiting, [], 0
         if not items:
             return
         if self._mover.queue() is not self._queue:
             self._mover.compute_after(self._mover.point_in(self._queue))
         gradients = [item.gradient for item in items]
-        # A clipping is by the norm of each alone.
-        norms = [norm_of(gradient) for gradient in gradients] if self._takes_totals else norms_to_judge(gradients)
+        norms: Sequence[torch.Tensor | None] = [None] * len(items)
+        if takes_norms:
+            # A clipping is by the norm of each alone.
+            norms = [norm_of(gradient) for gradient in gradients] if self._takes_totals else norms_to_judge(gradients)
         copied = self._mover.all_to_host([item.target for item in items], gradients, [self._mover.now()])
         self._recorder.on_gradient(
             items[0].taken.chunk, copied, sum(gradient.nbytes for gradient in gradients), num_copies=len(items)
@@ -489,8 +494,11 @@ class GradientMover:
 
     def abandon(self, gradients: Iterable[HostGradient], chunks: Iterable[Chunk]) -> None:
         """After an exception: wait for the work on the host, and take back staging that no update will give back."""
-        self._worker.drain()
+        if self._schedule is Schedule.DEFERRED:
+            # The user finds what came before the exception. A norm would take memory, of which there may be none.
+            self._send_all(takes_norms=False)
         self._waiting, self._waiting_bytes = [], 0
+        self._worker.drain()
         for gradient in gradients if self._schedule is Schedule.IN_BACKWARD else ():
             gradient.use_up()
         for chunk in chunks:
