@@ -156,6 +156,7 @@ class Technique:
     is_for_sessions: bool = False
     """Whether it is tried on top of a session too."""
     begins_session: bool = False
+    """Whether it puts the step under a session's plan."""
 
 
 def _with(problem: Problem, **changes: object) -> Problem:
