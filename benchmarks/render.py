@@ -20,6 +20,7 @@ from benchmarks import chart
 from benchmarks.accuracy.tables import accuracy, accuracy_summary, fresh, fresh_summary
 from benchmarks.activations.tables import chunked_loss, embedding, policies
 from benchmarks.compiled.tables import check, sweep
+from benchmarks.hardware import reached
 from benchmarks.inductor.tables import generated
 from benchmarks.lab.tables import (
     batches,
@@ -54,6 +55,7 @@ RENDERERS: dict[str, Renderer] = {
     "fresh": fresh,
     "fresh2": functools.partial(fresh, name="fresh2"),
     "fresh-summary": fresh_summary,
+    "hardware-reached": reached,
     "host-embedding": embedding,
     "host-kernel": host_kernel,
     "lab-batches": batches,

@@ -26,6 +26,7 @@ PUBLIC = (
     "errors",
     "explain",
     "find_leaks",
+    "largest_batch",
     "make_plan",
     "manage",
     "observe",

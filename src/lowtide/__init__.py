@@ -18,6 +18,7 @@ from lowtide.tracing.step_trace import StepTrace
 if typing.TYPE_CHECKING:
     from lowtide.lab.calibration.calibrate import calibrate
     from lowtide.planning.comparison import compare
+    from lowtide.runtime.feasibility import largest_batch
     from lowtide.runtime.planner import PlannedStep, plan, prepare
     from lowtide.runtime.prediction.trace import trace
     from lowtide.tracing.explanation.explain import explain
@@ -30,6 +31,7 @@ _AT_FIRST_USE = {
     "compare": "lowtide.planning.comparison",
     "explain": "lowtide.tracing.explanation.explain",
     "find_leaks": "lowtide.tracing.leaks.find",
+    "largest_batch": "lowtide.runtime.feasibility",
     "MemoryMonitor": "lowtide.tracing.observation.monitor",
     "observe": "lowtide.tracing.observation.observe",
     "plan": "lowtide.runtime.planner",
@@ -54,6 +56,7 @@ __all__ = [
     "errors",
     "explain",
     "find_leaks",
+    "largest_batch",
     "make_plan",
     "manage",
     "observe",

@@ -225,3 +225,40 @@ def test_the_fault_of_a_rule_is_told_as_that() -> None:
         pytest.raises(ActivationError, match="that the rule names"),
     ):
         gradients(model, x)
+
+
+def test_a_rule_is_asked_once_for_each_operator() -> None:
+    asked: list[object] = []
+
+    def rule(operator: object) -> bool:
+        asked.append(operator)
+        return is_expensive(operator)
+
+    model, x = stack(4), torch.randn(ROWS, WIDTH)
+    expected = gradients(model, x)
+    with apply(model, Selective(rule=rule)):
+        assert_equal(expected, gradients(model, x))
+        first = len(asked)
+        assert_equal(expected, gradients(model, x))
+    # Four blocks, which know nothing of each other.
+    assert len(asked) == first == 4 * len(set(asked))
+
+
+def test_a_group_that_computes_more_the_second_time_is_refused() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.again = nn.Linear(8, 8), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.again:
+                with torch.no_grad():
+                    self.layer(x)
+            self.again = True
+            return self.layer(x).sin()
+
+    model = nn.Sequential(nn.Sequential(Twice(), Twice()), Mean())
+    with apply(model, Selective()):
+        loss = model(torch.randn(4, 8))
+        with pytest.raises(RuntimeError, match=r"ran 1 time\(s\) in the forward of a selective group and more often"):
+            loss.backward()

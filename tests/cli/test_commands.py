@@ -137,7 +137,7 @@ class TestErrors:
             (("trace", "gpt-tiny", "--batch", "2by64"), "2by64"),
             (("trace", "gpt-tiny", "--gpu", "h20"), "h200"),
             (("trace", "gpt-tiny", "--set", "step.activation=recompute"), "did you mean 'step.activations'"),
-            (("trace", "gpt-tiny", "--set", "activations=recompute"), "did you mean 'step.activations'?"),
+            (("trace", "gpt-tiny", "--set", "activations=recompute"), "did you mean 'step.activations'"),
             (("trace", "gpt-tiny", "--set", "optimizer=adamv"), "adamw"),
             (("trace", "gpt-tiny", "--batch", "2x64", "--report", "page.docx"), ".html"),
             (("trace", "hf:/no/such/folder"), "/no/such/folder"),

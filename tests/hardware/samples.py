@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lowtide.hardware.calibration import Calibration, MeasuredDevice, Measurement, Setting
-from lowtide.hardware.rates import DeviceRates, HostRates, KernelRate, UpdateRates
+from lowtide.hardware.rates import AttentionRate, DeviceRates, HostRates, KernelRate, UpdateRates
 
 SETTING = Setting(
     device="NVIDIA L4", device_memory_bytes=23 << 30, driver="580.1", torch="2.11.0", processor="8 x Chip"
@@ -13,8 +13,8 @@ RATES = DeviceRates(
     fp32=KernelRate(per_s=1e13, start_s=1e-6),
     bf16=KernelRate(per_s=6e13, start_s=5e-6),
     fp16=None,
-    attention_share=0.5,
-    attention_backward_share=0.25,
+    attention=AttentionRate(share=0.5, bytes_per_s=1e12),
+    attention_backward=AttentionRate(share=0.25, bytes_per_s=1e11),
     memory=KernelRate(per_s=2e11, start_s=3e-6),
     to_device_bytes_per_s=2e10,
     to_host_bytes_per_s=1e10,

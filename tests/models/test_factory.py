@@ -51,6 +51,19 @@ class Zoo:
     tagger = Tagger
 
 
+def sized(batch="5x3"):
+    rows, width = (int(part) for part in (batch or "5x3").split("x"))
+    return nn.Linear(width, 2), {"input": torch.randn(rows, width)}, lambda model, batch: model(**batch).square().mean()
+
+
+def loss_alone():
+    return nn.Linear(3, 2), None, lambda model, batch: model(**batch)
+
+
+def no_loss():
+    return nn.Linear(3, 2), {"input": torch.randn(5, 3)}, "mean"
+
+
 def regression():
     return Regression(3, 2), {
         "x": torch.randn(5, 3),
@@ -136,6 +149,17 @@ def test_text_cannot_change_a_batch_of_its_own() -> None:
         resolve_model("user_models:regression").make_batch("8x3")
 
 
+def test_a_factory_may_take_the_batch_and_bring_its_loss() -> None:
+    source = resolve_model("user_models:sized")
+    assert source.default_batch == "5x3"
+    assert source.make_batch("7x3")["input"].shape == (7, 3)
+    assert source.make_batch("5x3")["input"].shape == (5, 3)
+    assert source.loss is not None
+    model, batch = source.build_on_host(None), source.make_batch("7x3")  # type: ignore[misc]
+    assert source.loss(model, batch).item() == pytest.approx(model(batch["input"]).square().mean().item())
+    assert resolve_model("user_models:regression").loss is None
+
+
 def test_travels_by_name() -> None:
     source = cloudpickle.loads(cloudpickle.dumps(resolve_model("user_models:regression")))
     assert source.build(None).weight.shape == (2, 3)
@@ -150,6 +174,8 @@ def test_travels_by_name() -> None:
             BatchMismatchError,
             r"forward of user_models:unbatched takes \(input\), .* return \(model, batch\)",
         ),
+        ("loss_alone", ConfigError, "user_models:loss_alone returned a loss and no batch; return the batch"),
+        ("no_loss", ConfigError, "the loss that user_models:no_loss returned is str, which cannot be called; return"),
         ("number", ConfigError, "user_models:number returned int; a factory returns an nn.Module"),
         ("list_batch", BatchMismatchError, "not a mapping from the forward's argument names to tensors"),
         ("scalar_batch", BatchMismatchError, "'x', the first tensor of the batch .* has no dimensions"),

@@ -96,3 +96,14 @@ def test_what_gains_nothing_is_left_out(layout: Layout, costs: StepCosts) -> Non
     one = Source(costs, layout, None).source.best
     later = [BudgetPoint(budget_bytes=size, candidate=one, is_replayed=False) for size in (3, 1, 2)]
     assert [point.budget_bytes for point in worthwhile(later)] == [1]
+
+
+def test_of_two_at_nearly_one_budget_the_faster_stands_unless_the_other_was_replayed(
+    layout: Layout, costs: StepCosts
+) -> None:
+    made = Source(costs, layout, None)
+    slow, fast = made.source.best, made.search.fastest(made.source.limits).best
+    for is_replayed, expected in ((False, [1005]), (True, [1000, 1005])):
+        first = BudgetPoint(budget_bytes=1000, candidate=slow, is_replayed=is_replayed)
+        second = BudgetPoint(budget_bytes=1005, candidate=fast, is_replayed=False)
+        assert [point.budget_bytes for point in worthwhile([second, first])] == expected

@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+import lowtide
 from lowtide.errors import TraceError
+from lowtide.hardware import find_hardware
 from lowtide.models.batches import TokenBatch
 from lowtide.models.deep_one import DeepOne, DeepOneConfig
 from lowtide.models.registry import resolve_model
@@ -15,6 +17,8 @@ from lowtide.optim.optimizers import Adafactor
 from lowtide.planning.techniques import (
     ACCUMULATE,
     FUSED_STEP,
+    HOST_UPDATES,
+    STREAMED,
     UPDATE_IN_BACKWARD,
     Problem,
     activation_policy,
@@ -23,7 +27,7 @@ from lowtide.planning.techniques import (
 from lowtide.planning.what_if import Progress, WhatIf, WhatIfRow, what_if
 from lowtide.tracing.settings import StepSettings
 from lowtide.tracing.step_trace import Category, StepTrace
-from lowtide.units import MiB
+from lowtide.units import MiB, format_bytes
 
 RECOMPUTE = activation_policy("recompute", "recompute")
 CONFIG = DeepOneConfig(
@@ -141,11 +145,11 @@ def test_accumulation_halves_what_grows_with_the_batch() -> None:
 def test_a_technique_that_cannot_be_traced_is_skipped_with_the_reason() -> None:
     class Loose(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x * self.scale).sum()
+            return (x.sum() * self.scale).sum()
 
         def __init__(self) -> None:
             super().__init__()
-            self.scale = nn.Parameter(torch.ones(4))
+            self.scale = nn.Parameter(torch.ones(1 << 20))  # so that the peak is where the update holds its copies
 
     problem = Problem(
         model=Loose(), batch=torch.ones(2, 4), optimizer=lambda parameters: torch.optim.RMSprop(parameters)
@@ -153,6 +157,83 @@ def test_a_technique_that_cannot_be_traced_is_skipped_with_the_reason() -> None:
     answer = what_if(problem, problem.trace(), techniques=[FUSED_STEP])
     assert answer.rows == ()
     assert answer.skipped[0].reason.startswith("it could not be traced: RMSprop has no fused implementation")
+
+
+@pytest.fixture(scope="module")
+def session_answer() -> tuple[Problem, StepTrace, WhatIf]:
+    """A step that goes onto its device under a session with recompute only."""
+    source = resolve_model("gpt-tiny")
+    card = replace(find_hardware("rtx-4090"), memory_bytes=find_hardware("rtx-4090").context_bytes + 51 * MiB)
+    problem = Problem(
+        model=source.build(torch.bfloat16),
+        batch=source.make_batch("8x128"),
+        optimizer=torch.optim.AdamW,
+        hardware=card,
+        trace_session=lowtide.trace,
+    )
+    base = problem.trace()
+    return problem, base, what_if(problem, base, techniques=[RECOMPUTE, HOST_UPDATES, STREAMED])
+
+
+def test_a_session_saves_what_a_trace_under_its_plan_says(session_answer: tuple[Problem, StepTrace, WhatIf]) -> None:
+    problem, base, answer = session_answer
+    for name, words in (
+        ("updates on the host", {"weights": "resident", "update": "host"}),
+        ("weights streamed, updates on the host", {"weights": "streamed", "update": "host"}),
+        ("weights streamed, updates on the host + recompute", {"activations": "recompute"}),
+    ):
+        found = row(answer, name)
+        plan = lowtide.make_plan(problem.model, **words)
+        expected = lowtide.trace(
+            problem.model, problem.batch, optimizer=problem.optimizer, plan=plan, hardware=problem.hardware
+        )
+        assert (found.before_bytes, found.after_bytes) == (base.peak_bytes, expected.peak_bytes)
+        assert (found.reserved_bytes, found.host_bytes) == (expected.peak_reserved_bytes, expected.host_bytes)
+        assert expected.simulated_s is not None
+        assert found.step_s == expected.simulated_s["step"]
+        needed = expected.peak_reserved_bytes + expected.target.context_bytes
+        assert found.fits is (needed <= expected.target.capacity_bytes)
+
+
+def test_the_smallest_change_that_fits_is_told(session_answer: tuple[Problem, StepTrace, WhatIf]) -> None:
+    problem, _, answer = session_answer
+    assert answer.base_fits is False
+    least = answer.least_that_fits
+    assert least is not None
+    assert least is row(answer, "weights streamed, updates on the host + recompute")
+    assert [each.technique for each in answer.rows if each.fits] == [least.technique]
+    assert least.technique in answer.verdict
+    assert f"reserves {format_bytes(least.reserved_bytes or 0)}, with" in answer.verdict
+    assert least.set_ == ("plan.weights=streamed", "plan.update=host", "plan.activations=recompute")
+    # The line of code runs: it makes the plan that was traced.
+    call = least.code.removeprefix("session = lowtide.manage(model, optimizer, ").removesuffix(")")
+    made = eval(call, {"lowtide": lowtide, "model": problem.model})
+    assert made == lowtide.make_plan(problem.model, weights="streamed", update="host", activations="recompute")
+
+
+def test_nothing_that_fits_is_told_too(session_answer: tuple[Problem, StepTrace, WhatIf]) -> None:
+    _, _, answer = session_answer
+    none = replace(answer, rows=tuple(replace(each, fits=False) for each in answer.rows))
+    assert none.verdict.startswith(
+        "Nothing that was tried fits; the smallest, weights streamed, updates on the host + recompute, reserves "
+    )
+    assert replace(answer, base_fits=True).verdict == ""
+    assert replace(answer, base_fits=None).verdict == ""
+
+
+def test_what_is_not_alive_at_the_peak_is_not_traced() -> None:
+    source = resolve_model("gpt-tiny")
+    problem = Problem(model=source.build(None), batch=source.make_batch("2x16"), optimizer=torch.optim.AdamW)
+    base = problem.trace()
+    seen: list[Progress] = []
+    policies = [activation_policy(word, word) for word in ("selective", "recompute", "offload")]
+    answer = what_if(problem, base, techniques=policies, on_progress=seen.append)
+    assert seen == []
+    # What a trace of each says: the peak does not change.
+    assert [each.after_bytes for each in answer.rows] == [
+        policy.apply(problem).trace().peak_bytes for policy in policies
+    ]
+    assert {each.saved_bytes for each in answer.rows} == {0}
 
 
 def test_a_step_that_fails_by_itself_is_an_error() -> None:

@@ -226,8 +226,19 @@ def test_what_if() -> None:
         WhatIfRow(technique="fused", before_bytes=3 * GiB, after_bytes=3 * GiB, reason="The peak is at the loss."),
     ]
     text = text_of(terminal.what_if_report(rows))
-    assert row_of(text, "recompute ") == ["recompute", "3.0", "GiB", "1.0", "GiB", "2.0", "GiB"]
-    assert row_of(text, "fused ")[5:] == ["nothing"]
+    assert row_of(text, "recompute ") == ["recompute", "1.0", "GiB", "2.0", "GiB"]
+    assert row_of(text, "fused ")[3:] == ["nothing"]
+    fitting = [
+        replace(row, fits=row.technique == "recompute", host_bytes=GiB, step_s=1.5, reserved_bytes=2 * GiB)
+        for row in rows
+    ]
+    told = text_of(terminal.what_if_report(fitting))
+    assert row_of(told, "recompute ")[-5:] == ["1.0", "GiB", "1.5", "s", "yes"]
+    assert row_of(told, "fused ")[-1] == "no"
+    # Techniques with one reason share its sentence.
+    alike = text_of(terminal.what_if_report([replace(row, reason="One reason.") for row in rows]))
+    assert alike.count("One reason.") == 1
+    assert "recompute, fused: One reason." in alike
     assert row_of(text, "fused:") == ["fused:", "The", "peak", "is", "at", "the", "loss."]
 
 

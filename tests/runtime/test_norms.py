@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import lowtide
+from lowtide.runtime.updates.norms import norm_of, norms_to_judge
 
 WIDTH = 16
 
@@ -134,3 +135,19 @@ def test_a_cleared_gradient_has_no_norm_from_before() -> None:
         optimizer.step()
         assert session.last_grad_norm is not None
         assert float(session.last_grad_norm) == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64])
+@pytest.mark.parametrize("value", [1.0, 0.0, 3e4, torch.inf, -torch.inf, torch.nan])
+def test_what_is_judged_is_finite_where_the_norm_is(value: float, dtype: torch.dtype) -> None:
+    gradients = [torch.ones(3, 5, dtype=dtype), torch.full((7,), value, dtype=dtype), torch.zeros(0, dtype=dtype)]
+    judged, alone = norms_to_judge(gradients), [norm_of(gradient) for gradient in gradients]
+    assert [bool(norm.isfinite()) for norm in judged] == [bool(norm.isfinite()) for norm in alone]
+    torch.testing.assert_close(judged, alone, equal_nan=True)
+
+
+def test_a_norm_whose_square_is_beyond_fp32_is_judged_as_infinite() -> None:
+    assert [bool(norm.isfinite()) for norm in norms_to_judge([torch.full((2,), 1e19), torch.full((2,), 2e19)])] == [
+        True,
+        False,
+    ]

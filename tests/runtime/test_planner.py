@@ -25,7 +25,8 @@ from lowtide.planning.plan import Budgets, Schedule, plan_from_json, plan_to_jso
 from lowtide.planning.search import Limits, Search, Shape
 from lowtide.planning.simulator import lane_rates
 from lowtide.planning.step_costs import probe_policies, read_costs
-from lowtide.runtime.planner import _Gaps, update_kind
+from lowtide.runtime.planner import _Gaps
+from lowtide.runtime.prediction.simulation import update_kind
 from lowtide.units import MiB
 from tests.hardware.samples import HOST, calibration
 
@@ -128,7 +129,8 @@ def test_a_model_without_blocks_is_planned_too() -> None:
     [
         ({"device_memory": "0GiB"}, "device_memory"),
         ({"device_memory": "-3GiB"}, "device_memory"),
-        ({"device_memory": "24"}, "no plan fits 24 B of device memory"),
+        ({"device_memory": "24"}, "device_memory is '24', which has no unit; write '24GiB', or MiB"),
+        ({"host_memory": "12.5"}, "host_memory is '12.5', which has no unit"),
         ({"device_memory": "many"}, "device_memory"),
         ({"device_memory": "200GiB"}, "device_memory is 200.0 GiB, and .* has .*; give at most that"),
         ({"hardware": "rtx-9999"}, "rtx-9999"),
@@ -295,3 +297,13 @@ def test_gaps_are_bracketed_by_replays() -> None:
     roomy = _Gaps(share=0.04)
     roomy.was_enough(0.03)
     assert roomy.share == pytest.approx(0.01)
+
+
+def test_another_plan_is_simulated_with_the_same_costs() -> None:
+    source = resolve_model("gpt-tiny")
+    model, batch = source.build(torch.bfloat16), source.make_batch("2x64")
+    found = lowtide.plan(
+        model, batch, optimizer=torch.optim.AdamW, device_memory="200MiB", hardware="rtx-4090", precision="bf16 exact"
+    )
+    assert found.simulate(found.plan).step_s == found.step_s
+    assert found.simulate(lowtide.make_plan(model)).step_s > found.step_s

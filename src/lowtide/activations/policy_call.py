@@ -80,6 +80,7 @@ class PolicyCall:
         self._compiled: Callable[..., Any] | None = None
         self._is_active = False
         self._thread = threading.local()
+        self._selective = selective_contexts(policy.rule) if isinstance(policy, Selective) else None
         self._check()
 
     def install(self) -> None:
@@ -155,7 +156,7 @@ class PolicyCall:
             with self._shared.offloading.hooks(policy, self._module, leaves):
                 return checkpointed(call, leaves)
         if isinstance(policy, Selective):
-            return checkpointed(call, leaves, selective_contexts(policy.rule))
+            return checkpointed(call, leaves, self._selective)
         assert isinstance(policy, Recompute)
         if policy.segment == 1:
             return checkpointed(call, leaves)

@@ -26,7 +26,7 @@ ERR = Console(stderr=True)
 UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES})
 """What a place that cannot be written to answers, at the start or after hours."""
 
-Gpu = Annotated[str, typer.Option(help="the hardware to predict for, or a capacity such as 24GiB")]
+Gpu = Annotated[str, typer.Option(help="the hardware to predict for: a name, a capacity such as 24GiB, or this")]
 Json = Annotated[bool, typer.Option("--json", help="machine-readable on the standard output")]
 Recipes = Annotated[list[Path] | None, typer.Option(help="a folder with more recipes; may be repeated")]
 

@@ -12,12 +12,13 @@ from lowtide.config import to_plain
 from lowtide.hardware import Hardware, UpdateKind, find_hardware
 from lowtide.hardware.calibration import Calibration, calibration_path
 from lowtide.hardware.rates import UpdateRates
-from lowtide.lab.calibration.calibrate import calibrate
 from lowtide.units import format_bytes, format_seconds
 
 
 def run_hardware(*, again: bool, as_json: bool) -> None:
     """Measure the machine where that was not done yet, and show what was found."""
+    from lowtide.lab.calibration.calibrate import calibrate  # other commands need none of what it imports
+
     with progress("measuring") as on_progress:
         found = calibrate(again=again, on_progress=on_progress)
     if as_json:
@@ -43,7 +44,7 @@ def calibration_panel(found: Calibration, hardware: Hardware) -> Panel:
                 facts.add_row(name, f"{rate.per_s / 1e12:.1f} TFLOP/s{_share(rate.per_s, promised)}")
         facts.add_row(
             "attention",
-            f"{rates.attention_share:.0%} of products in the forward, {rates.attention_backward_share:.0%} in the backward",
+            f"{rates.attention.share:.0%} of products in the forward, {rates.attention_backward.share:.0%} in the backward",
         )
         facts.add_row(
             "device memory",

@@ -13,7 +13,7 @@ from lowtide.cli.console import Gpu, Json, friendly_errors, require_writable
 from lowtide.cli.demo import run_demo
 from lowtide.cli.hardware import run_hardware
 from lowtide.cli.lab import lab_app
-from lowtide.cli.plan import PlanRequest, make_plan_request, plan_settable, run_plan
+from lowtide.cli.plan import PlanRequest, Shown, make_plan_request, plan_settable, run_plan
 from lowtide.cli.trace import make_request, run_explain, run_trace, settable
 
 app = typer.Typer(
@@ -52,32 +52,45 @@ Set = Annotated[
         help="dtype=float32 (else a factory's own type, or bfloat16), optimizer=sgd, torch=2.11.0, step.activations=recompute, ...",
     ),
 ]
+Full = Annotated[bool, typer.Option("--full", help="all rows and tables, beyond one screen")]
 Report = Annotated[list[Path] | None, typer.Option(help="also write FILE.html, .png, .pdf or .json; may be repeated")]
 
 
 @app.command(epilog=settable())
 def trace(
-    model: Model, batch: Batch = None, gpu: Gpu = "h200", set_: Set = None, json_: Json = False, report: Report = None
+    model: Model,
+    batch: Batch = None,
+    gpu: Gpu = "h200",
+    set_: Set = None,
+    full: Full = False,
+    json_: Json = False,
+    report: Report = None,
 ) -> None:
     """The predicted peak of a training step, by category and phase."""
     with friendly_errors():
-        run_trace(make_request(model, batch, gpu, set_ or []), as_json=json_, reports=report or [])
+        run_trace(make_request(model, batch, gpu, set_ or []), as_json=json_, reports=report or [], is_full=full)
 
 
 @app.command(epilog=settable())
 def explain(
-    model: Model, batch: Batch = None, gpu: Gpu = "h200", set_: Set = None, json_: Json = False, report: Report = None
+    model: Model,
+    batch: Batch = None,
+    gpu: Gpu = "h200",
+    set_: Set = None,
+    full: Full = False,
+    json_: Json = False,
+    report: Report = None,
 ) -> None:
     """Why the peak is there, and what each technique would really save given the others."""
     with friendly_errors():
-        run_explain(make_request(model, batch, gpu, set_ or []), as_json=json_, reports=report or [])
+        run_explain(make_request(model, batch, gpu, set_ or []), as_json=json_, reports=report or [], is_full=full)
 
 
 @app.command(epilog=plan_settable())
 def plan(
     model: Model,
     batch: Batch = None,
-    gpu: Gpu = "h200",
+    gpu: Annotated[str, typer.Option(help="as for `lowtide trace`; `any` ranks all known hardware")] = "h200",
     device_memory: Annotated[str | None, typer.Option(help="what may be reserved of the device, such as 24GiB")] = None,
     host_memory: Annotated[str | None, typer.Option(help="what may be used of the host")] = None,
     set_: Annotated[
@@ -87,13 +100,16 @@ def plan(
         ),
     ] = None,
     pareto: Annotated[bool, typer.Option("--pareto", help="also the fastest step at each device budget")] = False,
+    max_batch: Annotated[bool, typer.Option("--max-batch", help="the largest batch that fits, and its plan")] = False,
+    full: Full = False,
     json_: Json = False,
     report: Report = None,
 ) -> None:
     """The fastest plan that fits, with its predicted peak and step time."""
     with friendly_errors():
         request = PlanRequest(model=model, batch=batch, gpu=gpu, device_memory=device_memory, host_memory=host_memory)
-        run_plan(make_plan_request(request, set_ or []), as_json=json_, reports=report or [], pareto=pareto)
+        shown = Shown(pareto=pareto, max_batch=max_batch, is_full=full)
+        run_plan(make_plan_request(request, set_ or []), as_json=json_, reports=report or [], shown=shown)
 
 
 @app.command()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +15,27 @@ from rich.text import Text
 from lowtide import config
 from lowtide.cli.console import OUT, progress, require_reports, write_reports
 from lowtide.cli.trace import TraceRequest
-from lowtide.errors import ConfigError
+from lowtide.errors import ConfigError, PlanError
 from lowtide.planning.budget_curve import BudgetPoint
+from lowtide.planning.changes import Option, options
 from lowtide.planning.plan import plan_to_json
-from lowtide.planning.search import Candidate
+from lowtide.planning.search import Limits
 from lowtide.report.html import PlanSection
-from lowtide.report.plan_tables import bound_words, budget_table
-from lowtide.report.table import Table, make_table, number, size, words
-from lowtide.runtime.planner import PlannedStep, plan
+from lowtide.report.plan_tables import bound_words, budget_table, milliseconds
+from lowtide.report.table import Table, Tone, Value, make_table, number, size, words
+from lowtide.runtime.feasibility import HardwareRow, LargestBatch, Remedy, largest, rank, remedies, smallest_change
+from lowtide.runtime.planner import PlannedStep, PlanProblem, pose, usable_bytes
 from lowtide.tracing.prediction.sandbox import shared_sandbox
+from lowtide.tracing.settings import StepSettings
 from lowtide.units import format_bytes, format_count, format_seconds
 
-_NUM_OTHERS = 6
+ANY = "any"
+"""Stands for all known hardware."""
+ANY_STANDS_FOR = "b200"
+"""The largest that is NVIDIA's, so that its memory limits nothing."""
+_NUM_OTHERS, _NUM_TOO_LARGE = 5, 3
+_NUM_RANKED = 32
+"""With the names of the rest, one screen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +59,17 @@ class PlanRequest:
     """`deferred` or `in_backward`."""
     max_grad_norm: float | None = None
 
-    def solve(self, on_progress: Any) -> PlannedStep:
-        """Plan the step."""
+    step: StepSettings = field(default_factory=StepSettings)
+    """What a plan leaves to the step: a chunked loss, micro-batches, autocast."""
+
+    def pose(self, on_progress: Callable[[str], None]) -> tuple[PlanProblem, Limits]:
+        """The step to be planned, and what it may take."""
         shared_sandbox().warm()
         on_progress(f"building {self.model}")
         problem = TraceRequest(
             model=self.model,
             batch=self.batch,
-            gpu=self.gpu,
+            gpu=ANY_STANDS_FOR if self.gpu == ANY else self.gpu,
             torch=self.torch,
             dtype=self.dtype,
             optimizer=self.optimizer,
@@ -66,7 +78,7 @@ class PlanRequest:
             raise ConfigError(
                 "a plan places what an optimizer needs; choose one, such as optimizer=adamw", key="optimizer"
             )
-        return plan(
+        return pose(
             problem.model,
             problem.batch,
             optimizer=problem.optimizer,
@@ -77,15 +89,23 @@ class PlanRequest:
             moments=self.moments,
             schedule=self.schedule,
             max_grad_norm=self.max_grad_norm,
+            loss=problem.loss,
+            settings=self.step,
             torch_version=self.torch,
             on_progress=on_progress,
         )
 
+    def solve(self, on_progress: Callable[[str], None]) -> PlannedStep:
+        """Plan the step."""
+        problem, limits = self.pose(on_progress)
+        return problem.fastest(limits)
+
 
 def plan_settable() -> str:
     """What `--set` takes, for the help text."""
-    flags = ("model", "batch", "gpu", "device_memory", "host_memory")
-    keys = ", ".join(f"`{each.name}`" for each in fields(PlanRequest) if each.name not in flags)
+    flags = ("model", "batch", "gpu", "device_memory", "host_memory", "step")
+    own = [each.name for each in fields(PlanRequest) if each.name not in flags]
+    keys = ", ".join(f"`{key}`" for key in (*own, "step.chunked_loss", "step.accumulate", "step.autocast"))
     return f"**--set** takes {keys}."
 
 
@@ -94,33 +114,53 @@ def make_plan_request(request: PlanRequest, overrides: list[str]) -> PlanRequest
     return config.override(request, overrides)
 
 
-def run_plan(request: PlanRequest, *, as_json: bool, reports: list[Path], pareto: bool = False) -> None:
-    """Plan, and show the plan on one screen.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """What is shown beside the plan."""
 
-    Args:
-        request: What to plan.
-        as_json: For machines instead.
-        reports: Files to write besides; a page has the curve of `pareto` in any case.
-        pareto: Show the fastest step at each device budget too.
-    """
+    is_full: bool = False
+    """All hardware, where it is ranked."""
+    pareto: bool = False
+    """The fastest step at each device budget."""
+    max_batch: bool = False
+    """The plan of the largest batch that fits, instead of the one that was given."""
+
+
+def run_plan(request: PlanRequest, *, as_json: bool, reports: list[Path], shown: Shown) -> None:
+    """Plan, and show the plan on one screen; a page has the curve of `pareto` in any case."""
     require_reports(reports)
+    if request.gpu == ANY:
+        if reports or shown.pareto or shown.max_batch:
+            raise ConfigError(
+                "--gpu any shows a table only; name one GPU for a report, --pareto or --max-batch", key="gpu"
+            )
+        run_rank(request, as_json=as_json, is_full=shown.is_full)
+        return
     has_page = any(path.name.lower().endswith(".html") for path in reports)
+    points: tuple[BudgetPoint, ...] = ()
     with progress("planning") as on_progress:
-        found = request.solve(on_progress)
-        points: tuple[BudgetPoint, ...] = ()
-        if pareto or has_page:
+        problem, limits = request.pose(on_progress)
+        try:
+            most = largest(problem, limits) if shown.max_batch else None
+            found = problem.fastest(limits) if most is None else most.found
+        except PlanError:
+            if not as_json:
+                OUT.print(*(_remedy(way, limits, "would fit") for way in remedies(problem, limits)), sep="\n")
+            raise
+        change = None if most is not None else smallest_change(problem, limits)
+        if shown.pareto or has_page:
             on_progress("memory against speed")
             points = found.by_budget()
     if as_json:
-        print(json.dumps(summarise_plan(found, points), indent=2))
+        print(json.dumps(summarise_plan(found, points, most=most, change=change), indent=2))
     else:
-        OUT.print(plan_headline(request, found))
-        if found.rejected:
-            OUT.print(_others(found))
-        if pareto:
+        OUT.print(plan_headline(request, found, most))
+        OUT.print(_others(found))
+        if change is not None:
+            OUT.print(_remedy(change, limits, "fewest changes"))
+        if shown.pareto:
             OUT.print(budget_table(points, found.num_tokens))
         OUT.print(Text(_code(request), style="dim"))
-    others = (_others(found),) if found.rejected else ()
     write_reports(
         reports,
         PlanSection(
@@ -128,17 +168,61 @@ def run_plan(request: PlanRequest, *, as_json: bool, reports: list[Path], pareto
             name=f"{request.model} on {found.hardware.name}",
             points=points,
             code=_code(request).removeprefix("in your script: "),
-            tables=others,
+            tables=(_others(found),),
         ),
     )
 
 
-def summarise_plan(found: PlannedStep, points: Sequence[BudgetPoint] = ()) -> dict[str, Any]:
+def run_rank(request: PlanRequest, *, as_json: bool, is_full: bool = False) -> None:
+    """The step on all known hardware."""
+    with progress("planning") as on_progress:
+        problem, limits = request.pose(on_progress)
+        rows = rank(problem, limits, device_memory=request.device_memory)
+    if as_json:
+        said = [{**asdict(row), "hardware": row.hardware.name} for row in rows]
+        print(json.dumps({"schema": "lowtide.ranked_hardware/1", "hardware": said}, indent=2))
+        return
+    shown = rows if is_full else rows[:_NUM_RANKED]
+    OUT.print(_ranking(f"{request.model} on all known hardware, estimated", shown))
+    rest = rows[len(shown) :]
+    for fits, words_before in ((True, "fits too, slower"), (False, "does not fit")):
+        names = [row.hardware.name for row in rest if (row.step_s is not None) is fits]
+        if names:
+            OUT.print(Text(f"{words_before}: {', '.join(names)}", style="dim"))
+    OUT.print(Text("lowtide plan --gpu NAME replays the plan of one of them with the allocator", style="dim"))
+
+
+def _ranking(caption: str, rows: Sequence[HardwareRow]) -> Table:
+    return make_table(
+        caption,
+        rows,
+        words("hardware", lambda row: row.hardware.name),
+        number("memory", lambda row: size(row.hardware.memory_bytes)),
+        words("", lambda row: _verdict(row)),
+        number("a step", lambda row: "" if row.step_s is None else milliseconds(row.step_s)),
+        number("tokens/s", lambda row: "" if row.tokens_per_s is None else format_count(round(row.tokens_per_s))),
+        words("bound by", lambda row: row.bound_by),
+    )
+
+
+def _verdict(row: HardwareRow) -> Value:
+    if row.step_s is not None:
+        return Value("fits", tone=Tone.GOOD)
+    is_host_short = row.device_bytes <= usable_bytes(row.hardware)
+    return Value("the host is short" if is_host_short else f"needs {format_bytes(row.device_bytes)}", tone=Tone.BAD)
+
+
+def summarise_plan(
+    found: PlannedStep,
+    points: Sequence[BudgetPoint] = (),
+    *,
+    most: LargestBatch | None = None,
+    change: Remedy | None = None,
+) -> dict[str, Any]:
     """The figures of a plan, and the plan itself."""
     return {
         "schema": "lowtide.planned_step/1",
         "hardware": found.hardware.name,
-        "rates": found.hardware.rates_from,
         "step_s": found.step_s,
         "tokens_per_s": found.tokens_per_s,
         "bound_by": found.simulated.bound_by,
@@ -149,9 +233,16 @@ def summarise_plan(found: PlannedStep, points: Sequence[BudgetPoint] = ()) -> di
         "pinned_bytes": found.trace.pinned_bytes,
         "in_backward_step_s": found.in_backward_s,
         "words": list(found.words),
+        "largest_batch": None if most is None else {"samples": most.num_samples, "next_bytes": most.next_bytes},
+        "fewest_changes": None if change is None else _remedy_for_machines(change, found.source.limits),
         "others": [
-            {"words": _placed(other), "step_s": other.step_s, "device_bytes": other.device_bytes}
-            for other in found.rejected
+            {
+                "words": _placed(other),
+                "step_s": other.candidate.step_s,
+                "device_bytes": other.candidate.device_bytes,
+                "over_bytes": max(0, other.over_bytes),
+            }
+            for other in _alternatives(found)
         ],
         "by_budget": [
             {
@@ -168,7 +259,27 @@ def summarise_plan(found: PlannedStep, points: Sequence[BudgetPoint] = ()) -> di
     }
 
 
-def plan_headline(request: PlanRequest, found: PlannedStep) -> Panel:
+def _remedy_for_machines(way: Remedy, limits: Limits) -> dict[str, Any]:
+    return {
+        "changes": dict(way.choice.changed),
+        "step_s": way.step_s,
+        "peak_reserved_bytes": way.reserved_bytes,
+        "flags": way.flags,
+        "code": way.code(limits.device_bytes),
+    }
+
+
+def _remedy(way: Remedy, limits: Limits, title: str) -> Text:
+    """What to turn on, and the words that do it."""
+    takes = f"{way.words}; it reserves {format_bytes(way.reserved_bytes)}, about {format_seconds(way.step_s)} a step"
+    lines = [Text.assemble((f"{title}  ", "dim"), takes)]
+    if way.flags:
+        lines.append(Text(f"  {way.flags}", style="dim"))
+        lines.append(Text(f"  {way.code(limits.device_bytes)}", style="dim"))
+    return Text("\n").join(lines)
+
+
+def plan_headline(request: PlanRequest, found: PlannedStep, most: LargestBatch | None = None) -> Panel:
     """How long the step takes, what it takes of each tier, and what the plan does."""
     facts = RichTable.grid(padding=(0, 2))
     facts.add_column(style="dim", no_wrap=True)
@@ -182,6 +293,11 @@ def plan_headline(request: PlanRequest, found: PlannedStep) -> Panel:
     speed.append(f"  bound by {bound_words(found.simulated)}", style="dim")
     facts.add_row("time of the step", speed)
     facts.add_row("rates", found.hardware.rates_from)
+    if most is not None:
+        over = most.next_bytes - budgets.device_bytes
+        too_much = f", {format_bytes(over)} too much" if over > 0 else ", and too much of the host"
+        more = f"  {most.num_samples + 1} would take {format_bytes(most.next_bytes)} at least{too_much}"
+        facts.add_row("largest batch", Text.assemble((f"{most.num_samples} samples", "bold"), (more, "dim")))
     facts.add_row(
         "device", f"{format_bytes(found.trace.peak_reserved_bytes)} of {format_bytes(budgets.device_bytes)} reserved"
     )
@@ -204,21 +320,44 @@ def plan_headline(request: PlanRequest, found: PlannedStep) -> Panel:
     return Panel(facts, title=title, title_align="left", expand=False, padding=(1, 2))
 
 
+def _alternatives(found: PlannedStep) -> list[Option]:
+    """One choice for the whole model: the fastest that fit, then the nearest that do not."""
+    limits = found.source.limits
+    same = [
+        option
+        for option in options(found.source.search_with_gaps, limits)
+        if option.candidate.placement.schedule is limits.schedule
+        and option.candidate.placement.groups != found.source.best.placement.groups
+    ]
+    fitting = sorted((each for each in same if each.over_bytes <= 0), key=lambda each: each.candidate.step_s)
+    others = sorted((each for each in same if each.over_bytes > 0), key=lambda each: each.over_bytes)
+    return [*fitting[:_NUM_OTHERS], *others[:_NUM_TOO_LARGE]]
+
+
 def _others(found: PlannedStep) -> Table:
     return make_table(
-        "What else fits: one choice for the whole model",
-        found.rejected[:_NUM_OTHERS],
+        "One choice for the whole model instead",
+        _alternatives(found),
         words("weights, updates, activations", _placed),
-        number("time a step", lambda other: format_seconds(other.step_s)),
-        number("slower by", lambda other: f"{other.step_s / found.step_s - 1:.0%}"),
-        number("device, estimated", lambda other: size(other.device_bytes)),
+        number("a step", lambda other: format_seconds(other.candidate.step_s)),
+        number("slower by", lambda other: "" if other.over_bytes > 0 else _slower(other, found)),
+        number("device", lambda other: size(other.candidate.device_bytes), "estimated"),
+        number("too much", _too_much, "what is beyond the budget, estimated"),
     )
 
 
-def _placed(other: Candidate) -> str:
-    shape = other.shape
-    weights = "resident" if shape.num_resident else "streamed"
-    return f"{weights}, {'device' if shape.num_device else 'host'}, {shape.fast}"
+def _slower(other: Option, found: PlannedStep) -> str:
+    return f"{max(0.0, other.candidate.step_s / found.step_s - 1):.0%}"
+
+
+def _too_much(other: Option) -> Value:
+    if other.over_bytes <= 0:
+        return Value("fits", tone=Tone.GOOD)
+    return Value(f"{format_bytes(other.over_bytes)} of {other.short_of}", tone=Tone.BAD)
+
+
+def _placed(other: Option) -> str:
+    return f"{other.choice.weights}, {other.choice.update}, {other.choice.activations}"
 
 
 def _code(request: PlanRequest) -> str:

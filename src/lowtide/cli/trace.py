@@ -5,7 +5,7 @@ set with `--set`, headline figures for scripts, and the explanation with what ea
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from rich.markup import escape
 from rich.padding import Padding
+from rich.text import Text
 from torch import Tensor, nn
 
 from lowtide import config
@@ -20,20 +21,24 @@ from lowtide.cli.console import OUT, progress, require_reports, write_reports
 from lowtide.errors import BatchMismatchError, ConfigError, TooLargeError, UnknownNameError
 from lowtide.hardware import find_hardware, known_hardware
 from lowtide.lab.recipe_parts import OPTIMIZERS as OPTIMIZERS_OF_RECIPES
+from lowtide.lab.recipe_parts import PlanRecipe, plan_of
 from lowtide.models import ModelSource, built_in_names, resolve_model
 from lowtide.planning.techniques import Problem
-from lowtide.planning.what_if import what_if
+from lowtide.planning.what_if import WhatIf, WhatIfRow, what_if
 from lowtide.report.html import Section
 from lowtide.report.terminal import headline, notes, trace_report, what_if_report
-from lowtide.report.trace_tables import alive_table, category_table
-from lowtide.tracing.attention.use import attention_use, is_on_attention
+from lowtide.report.trace_tables import alive_table, category_table, fit_of, what_if_table
+from lowtide.runtime.prediction.trace import trace
+from lowtide.tracing.attention.use import attention_use, fallbacks, is_on_attention
 from lowtide.tracing.explanation.explain import explain
 from lowtide.tracing.prediction.sandbox import shared_sandbox
 from lowtide.tracing.settings import StepSettings
 from lowtide.tracing.step_time import step_time
 from lowtide.tracing.step_trace import StepTrace
-from lowtide.units import parse_dtype
+from lowtide.units import format_bytes, parse_dtype
 
+_NUM_SENTENCES, _NUM_ROWS = 3, 16
+"""Of an explanation, so that it fits one screen."""
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     **{name: OPTIMIZERS_OF_RECIPES[name] for name in ("adamw", "adam", "sgd", "adafactor", "rmsprop", "adagrad")},
     "deep-one-adafactor": OPTIMIZERS_OF_RECIPES["deep-one-adafactor"],
@@ -60,6 +65,12 @@ class TraceRequest:
     """One of `OPTIMIZERS`, or none for forward and backward alone."""
     step: StepSettings = field(default_factory=StepSettings)
     """How the step is run."""
+    plan: PlanRecipe | None = None
+    """The words of `lowtide.make_plan`: the step as a session runs it. None: plain torch."""
+    precision: str | None = None
+    """With a plan, as for `lowtide.manage`."""
+    moments: str = "fp32"
+    """With a precision."""
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS and self.optimizer != "none":
@@ -77,7 +88,12 @@ class TraceRequest:
             model=model,
             batch=self._make_batch(source, model),
             optimizer=OPTIMIZERS.get(self.optimizer),
+            loss=source.loss,
             settings=self.step,
+            plan=None if self.plan is None else plan_of(self.plan, model),
+            precision=self.precision,
+            moments=self.moments,
+            trace_session=trace,
             hardware=find_hardware(self.gpu),
             torch_version=self.torch,
             name=source.name,
@@ -102,12 +118,12 @@ class TraceRequest:
 
 def settable() -> str:
     """What `--set` takes, for the help text."""
-    own = [f.name for f in fields(TraceRequest) if f.name not in ("model", "step", "batch", "gpu")]
-    keys = [*own, *(f"step.{f.name}" for f in fields(StepSettings))]
+    own = [f.name for f in fields(TraceRequest) if f.name not in ("model", "step", "batch", "gpu", "plan")]
+    keys = [*own, *(f"step.{f.name}" for f in fields(StepSettings)), *(f"plan.{f.name}" for f in fields(PlanRecipe))]
     lines = [
         f"**--set** takes {', '.join(f'`{key}`' for key in keys)}.",
         f"Models: {', '.join(built_in_names())}.",
-        f"Hardware: {', '.join(hardware.name for hardware in known_hardware())}, or a capacity such as 24GiB.",
+        f"Hardware: {', '.join(known.name for known in known_hardware())}, a capacity such as 24GiB, or this (`lowtide hardware`).",
         f"Optimizers: {', '.join(OPTIMIZERS)}, none.",
     ]
     return "\n\n".join(lines)
@@ -140,6 +156,8 @@ def summarise(trace: StepTrace) -> dict[str, Any]:
         "context_bytes": trace.target.context_bytes,
         "is_context_assumed": trace.target.is_context_assumed,
         "capacity_bytes": trace.target.capacity_bytes,
+        "host_bytes": trace.host_bytes,
+        "pinned_bytes": trace.pinned_bytes,
         "step_s": None if time is None else time.step_s,
         "bound_by": None if time is None else time.bound_by,
         "peak_phase": str(trace.peak_phase),
@@ -155,20 +173,22 @@ def summarise(trace: StepTrace) -> dict[str, Any]:
     }
 
 
-def run_trace(request: TraceRequest, *, as_json: bool, reports: list[Path]) -> None:
-    """Trace, and show the peak by category and phase."""
+def run_trace(request: TraceRequest, *, as_json: bool, reports: list[Path], is_full: bool = False) -> None:
+    """Trace, and show the peak by category and phase; in full also the tensors at the peak."""
     require_reports(reports)
     with progress("tracing") as on_progress:
         result = request.run(on_progress)
     if as_json:
         print(json.dumps(summarise(result), indent=2))
     else:
-        OUT.print(trace_report(result))
+        num_rows = 10 if is_full else 0
+        OUT.print(trace_report(result, num_largest=num_rows, num_groups=num_rows))
+        _say_there_is_more(is_full, "the tensors at the peak")
     write_reports(reports, Section(trace=result))
 
 
-def run_explain(request: TraceRequest, *, as_json: bool, reports: list[Path]) -> None:
-    """Trace, explain, trace again with each technique, and show all of it."""
+def run_explain(request: TraceRequest, *, as_json: bool, reports: list[Path], is_full: bool = False) -> None:
+    """Trace, explain, trace again with each technique, and show what is found on one screen, or all of it."""
     require_reports(reports)
     shared_sandbox().warm()
     with progress("tracing") as on_progress:
@@ -182,15 +202,64 @@ def run_explain(request: TraceRequest, *, as_json: bool, reports: list[Path]) ->
     if as_json:
         tried = [{**asdict(row), "saved_bytes": row.saved_bytes} for row in answer.rows]
         skipped = [asdict(each) for each in answer.skipped]
-        said = {"explanation": list(explanation.sentences), "what_if": tried, "not_tried": skipped}
+        said = {
+            "explanation": list(explanation.sentences),
+            "what_if": tried,
+            "not_tried": skipped,
+            "verdict": answer.verdict,
+        }
         print(json.dumps({**summarise(base), **said}, indent=2))
     else:
-        OUT.print(headline(base), category_table(base), alive_table(base, limit=10))
-        if told := [note for note in base.notes if not is_on_attention(note)]:
-            OUT.print(notes(told))
-        for sentence in explanation.sentences:
-            OUT.print(Padding(escape(sentence), (0, 0, 1, 0)), highlight=False)
-        OUT.print(what_if_report(answer.rows))
-        for other in answer.skipped:
-            OUT.print(f"[dim]not tried: {escape(other.technique)}: {escape(other.reason)}[/]", highlight=False)
+        if is_full:
+            _say_all(base, explanation.sentences, answer)
+        else:
+            OUT.print(Text(_in_a_line(base), style="bold"))
+            for sentence in explanation.sentences[:_NUM_SENTENCES]:
+                OUT.print(escape(sentence), highlight=False)
+            for note in (*fallbacks(base), *(note for note in base.notes if not is_on_attention(note))):
+                OUT.print(Text(note, style="dim"))
+            OUT.print(what_if_table(_most_saving(answer.rows)))
+        say_what_fits(answer)
+        _say_there_is_more(is_full, "the tensors at the peak, and why each technique saves what it saves")
     write_reports(reports, Section(trace=base, explanation=explanation.text, what_if=answer.rows))
+
+
+def _say_all(base: StepTrace, sentences: Sequence[str], answer: WhatIf) -> None:
+    OUT.print(headline(base), category_table(base), alive_table(base, limit=10))
+    if told := [note for note in base.notes if not is_on_attention(note)]:
+        OUT.print(notes(told))
+    for sentence in sentences:
+        OUT.print(Padding(escape(sentence), (0, 0, 1, 0)), highlight=False)
+    OUT.print(what_if_report(answer.rows))
+    for other in answer.skipped:
+        OUT.print(f"[dim]not tried: {escape(other.technique)}: {escape(other.reason)}[/]", highlight=False)
+
+
+def _in_a_line(base: StepTrace) -> str:
+    """The model, its peak and whether that fits."""
+    fit = fit_of(base)
+    verdict = "" if fit is None else f"; {format_bytes(fit.capacity_bytes)}: {fit.verdict}"
+    reserved = f"{format_bytes(base.peak_bytes)} allocated, {format_bytes(base.peak_reserved_bytes)} reserved"
+    return f"{base.model} on {base.target.card}: {reserved}{verdict}"
+
+
+def _most_saving(rows: Sequence[WhatIfRow]) -> list[WhatIfRow]:
+    """Those that save most, in the order of the table."""
+    best = sorted(rows, key=lambda row: row.after_bytes)[:_NUM_ROWS]
+    return [row for row in rows if row in best]
+
+
+def _say_there_is_more(is_full: bool, what: str) -> None:
+    if not is_full:
+        OUT.print(Text(f"--full lists {what}", style="dim"))
+
+
+def say_what_fits(answer: WhatIf) -> None:
+    """What it takes to fit, and how that is turned on, where the step does not fit as it is."""
+    if answer.verdict:
+        OUT.print(Padding(Text(answer.verdict, style="bold"), (1, 0, 0, 0)))
+    least = answer.least_that_fits
+    if answer.base_fits is False and least is not None:
+        OUT.print(Text(f"to trace it: {' '.join(f'--set {each}' for each in least.set_)}", style="dim"))
+        if least.code:
+            OUT.print(Text(f"in your script: {least.code}", style="dim"))

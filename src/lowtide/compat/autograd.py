@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import checkpoint as checkpoint_module
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 SavedTensor = torch._C._autograd.SavedTensor
@@ -131,6 +132,59 @@ def accumulates_into(leaf: torch.Tensor) -> bool:
 
 ENGINE_FUNCTION = "_engine_run_backward"
 """The Python function that enters autograd's engine: under it, until the next Python frame, everything is C++."""
+
+
+FailedBackward = Callable[[Exception, Sequence[Any]], Callable[[], None] | None]
+"""Given what came out of a backward, and its roots. None: it is for somebody else. Else the answer is called when the
+exception's frames are gone, and may raise something else."""
+_ENGINE = torch.autograd.graph._engine_run_backward
+_LISTENERS: list[FailedBackward] = []
+
+
+def _engine_run_backward(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+        return _ENGINE(roots, *args, **kwargs)
+    except Exception as error:
+        repair = next((found for listen in _LISTENERS if (found := listen(error, roots)) is not None), None)
+        if repair is None:
+            raise
+        told = error.with_traceback(None)  # whose frames hold what the backward has made
+    told.__context__ = told.__cause__ = None
+    repair()
+    raise told
+
+
+def watch_failed_backwards(listener: FailedBackward) -> Callable[[], None]:
+    """Tell of every exception that comes out of a backward of this process, until the function that is returned is called.
+
+    Operators raise in C++, where no hook of Python's is: the one place around them is the function that enters the engine.
+    It is torch's own as long as nobody listens.
+    """
+    _LISTENERS.append(listener)
+    engine: Any = torch.autograd
+    engine._engine_run_backward = _engine_run_backward
+
+    def stop() -> None:
+        if listener in _LISTENERS:
+            _LISTENERS.remove(listener)
+        if not _LISTENERS:
+            engine._engine_run_backward = _ENGINE
+
+    return stop
+
+
+def leaves_of_graph(roots: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
+    """The leaves that the graph of these tensors accumulates gradients into."""
+    waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node: Any = waiting.pop()
+        if hasattr(node, "variable"):
+            yield node.variable
+        for before, _ in node.next_functions:
+            if before is not None and before not in seen:
+                seen.add(before)
+                waiting.append(before)
 
 
 def backward_number() -> int | None:
@@ -272,6 +326,13 @@ def unscale_in_place(gradients: list[torch.Tensor], flag: torch.Tensor, factor: 
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, factor)
 
 
+def norms_in_fp32(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The norm of each, in a launch or two where they are of one device and type. Sums are
+    in another order than for each alone.
+    """
+    return list(torch._foreach_norm(list(tensors), 2, dtype=torch.float32))
+
+
 def assert_on_device(condition: torch.Tensor, message: str) -> None:
     """Let the device stop with an error when it finds the condition false; nobody waits for it."""
     torch._assert_async(condition, message)
@@ -287,6 +348,32 @@ def operator_arguments(operator: object) -> dict[str, Any]:
     """The names of an operator's arguments in their order, with their defaults; {} where it does not say."""
     schema = getattr(operator, "_schema", None)
     return {} if schema is None else {argument.name: argument.default_value for argument in schema.arguments}
+
+
+def is_overload(operator: object) -> bool:
+    """Whether an operator is one overload, and not one of a higher order."""
+    return isinstance(operator, torch._ops.OpOverload)
+
+
+def operator_key(operator: object, args: Sequence[Any]) -> object:
+    """Tells calls of an operator of a higher order from others: compiled regions are all calls of one."""
+    return (
+        checkpoint_module._sac_storage_key(operator, args)
+        if hasattr(checkpoint_module, "_sac_storage_key")
+        else operator
+    )
+
+
+def uncounted_operators() -> set[object]:
+    """Operators that a checkpoint runs of its own, more often in one run than in the other."""
+    return set(checkpoint_module.SAC_IGNORED_OPS)
+
+
+def detached_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
+    """Of an output that autograd has not seen yet: the same, with its version, for later calls to give instead."""
+    # Else views would not share their version with what they are views of.
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
 
 
 class WatchingMode(TorchDispatchMode):  # torch's __init_subclass__ has no types
@@ -476,10 +563,9 @@ def num_owners(storage: torch.UntypedStorage) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
-def nums_of_owners(storages: Iterable[torch.UntypedStorage]) -> list[int]:
-    """`num_owners` of each."""
-    count = torch._C._storage_Use_Count
-    return [count(storage._cdata) - 1 for storage in storages]
+def nums_of_owners(keys: Iterable[int]) -> list[int]:
+    """`num_owners` of each storage, by its `storage_key`; it must be alive."""
+    return [count - 1 for count in map(torch._C._storage_Use_Count, keys)]
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -174,3 +174,9 @@ def keep_device_busy(seconds: float) -> None:
 def free_cublas_workspaces() -> None:
     """Give back what cuBLAS keeps of the allocator's memory; the next product takes it anew."""
     torch._C._cuda_clearCublasWorkspaces()
+
+
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy many small tensors in few kernels."""
+    if targets:
+        torch._foreach_copy_(targets, sources)

@@ -86,8 +86,8 @@ _KNOWN = (
     # The context is that after matrix products, attention and convolutions, forward and backward; 552,402,944 bytes before
     # the first kernel.
     _device("h200", "NVIDIA H200 (SXM)", gib=150_109_880_320 / GiB, capability=(9, 0), sms=132, tflops=_HOPPER_SXM,
-            gb_per_s=4800, link=55.4 * _GIGA, context_bytes=877_461_504, memory_source=Source.MEASURED,
-            host_link_source=Source.MEASURED, context_source=Source.MEASURED, workspace_source=Source.MEASURED,
+            gb_per_s=4800, link=_PCIE5_X16, context_bytes=877_461_504, memory_source=Source.MEASURED,
+            context_source=Source.MEASURED, workspace_source=Source.MEASURED,
             is_tested=True),
     _device("h100", "NVIDIA H100 80GB (SXM)", gib=79.18, capability=(9, 0), sms=132, tflops=_HOPPER_SXM,
             gb_per_s=3350, link=_PCIE5_X16),

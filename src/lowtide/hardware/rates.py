@@ -10,15 +10,20 @@ from dataclasses import dataclass, replace
 
 from lowtide.errors import ConfigError
 
-PRODUCT_EFFICIENCY, ATTENTION_EFFICIENCY, MEMORY_EFFICIENCY = 0.73, 0.55, 0.49
-"""Shares of the vendor's rates that kernels reach: matrix products, fused attention, and all that is bound by memory. Fitted to
-seven steps of Llamas on an H200 (`tests/tracing/test_step_time.py`), and taken for other devices too."""
-KERNEL_S = 2.5e-6
-"""What every kernel takes besides its work: to be started, and to end."""
-LINK_EFFICIENCY = 0.83
-"""Of what a slot promises: 55 GB/s of 63 in one direction, 49 each way at once, on the H200's host."""
-UPDATE_EFFICIENCY = 0.5
-"""Of the device's memory bandwidth, in updates: 2.4 TB/s of 4.8 on the H200."""
+PRODUCT_EFFICIENCY, MEMORY_EFFICIENCY = 0.73, 0.50
+"""Shares of the vendor's rates that matrix products reach, and all that is bound by memory. Fitted to seven steps of Llamas on an
+H200 (`tests/tracing/test_step_time.py`), and taken for other devices too. A calibration of one finds 0.76 and 0.44."""
+ATTENTION_EFFICIENCY, ATTENTION_BACKWARD_EFFICIENCY = 0.607, 0.576
+"""The same of fused attention in FLOP/s, from the calibration of an H200 (`benchmarks/results/hardware`)."""
+ATTENTION_MEMORY_EFFICIENCY, ATTENTION_BACKWARD_MEMORY_EFFICIENCY = 1.44, 0.464
+"""And in bytes a second, beside that. More than memory gives: a part is read from caches."""
+KERNEL_S, PRODUCT_S = 1.5e-6, 3.5e-6
+"""What a kernel takes besides its work, and what a product does: to be started, and to end."""
+LINK_EFFICIENCY = 0.81
+"""Of what a slot promises, each way while both are busy: 51 GB/s of 63 on the H200's host, and 55 in one direction alone."""
+UPDATE_EFFICIENCY = {"exact": 0.5, "fp32": 0.5, "eight_bit": 0.27, "torch_fused": 0.57, "torch": 0.25}
+"""Of the device's memory bandwidth, in updates. In the steps of `benchmarks/results/session/optimizer_2026-11-16T0849` exact ones
+reach 2.4 TB/s of 4.8 and torch's fused ones 2.75; the others stand to these as in the calibration."""
 
 
 class UpdateKind(enum.StrEnum):
@@ -56,6 +61,22 @@ class KernelRate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionRate:
+    """The time of fused attention beside the start of a product: FLOP and bytes one after the other.
+
+    A short sequence has as many bytes as a long one of as many tokens, and few FLOP.
+    """
+
+    share: float
+    """FLOP/s over those of products in the same type."""
+    bytes_per_s: float
+    """Of arguments and outputs."""
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "share", "bytes_per_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateRates:
     """Bytes a second that updates read and write: weights, gradients and state."""
 
@@ -85,9 +106,8 @@ class DeviceRates:
     """Matrix products in float32, and in types that have no rate of their own."""
     bf16: KernelRate | None
     fp16: KernelRate | None
-    attention_share: float
-    """FLOP/s of fused attention over those of products in the same type."""
-    attention_backward_share: float
+    attention: AttentionRate
+    attention_backward: AttentionRate
     memory: KernelRate
     """All operators that are bound by memory, by the bytes of their arguments and outputs."""
     to_device_bytes_per_s: float
@@ -96,8 +116,7 @@ class DeviceRates:
     updates: UpdateRates
 
     def __post_init__(self) -> None:
-        shares = ("attention_share", "attention_backward_share")
-        _require_positive(self, *shares, "to_device_bytes_per_s", "to_host_bytes_per_s")
+        _require_positive(self, "to_device_bytes_per_s", "to_host_bytes_per_s")
 
     def product(self, dtype: str) -> KernelRate:
         """Matrix products in a dtype (`torch.bfloat16`)."""
@@ -105,16 +124,17 @@ class DeviceRates:
         return self.fp32 if own is None else own
 
     def seconds(self, *, num_bytes: float, flops: float = 0.0, dtype: str = "float32", operator: str = "") -> float:
-        """Roofline: the longer of arithmetic and memory traffic; 0 for an operator that has neither."""
+        """The longer of arithmetic and memory traffic, for attention both; 0 for an operator that has neither."""
         if not num_bytes and not flops:
             return 0.0
         seconds = self.memory.seconds(num_bytes)
         if not flops:
             return seconds
-        product, share = self.product(dtype), 1.0
+        product = self.product(dtype)
         if "attention" in operator:
-            share = self.attention_backward_share if operator.endswith("backward") else self.attention_share
-        return max(seconds, product.seconds(flops / share))
+            attention = self.attention_backward if operator.endswith("backward") else self.attention
+            return product.seconds(flops / attention.share) + num_bytes / attention.bytes_per_s
+        return max(seconds, product.seconds(flops))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,11 +156,11 @@ class HostRates:
     slowdown_beside_updates: float = 1.2
     """How many times longer launches take while a worker updates. The same layers, while the kernel works on other memory:
     1.13 to 1.37."""
-    updates: UpdateRates = UpdateRates(exact=127e9, fp32=127e9, eight_bit=127e9, torch_fused=127e9, torch=31.75e9)
-    """4.9 billion parameters a second in the exact update, which moves 26 bytes for each. torch's own step reaches 1.0 billion
-    where it is not fused, and 4.1 where it is."""
+    updates: UpdateRates = UpdateRates(exact=127e9, fp32=113e9, eight_bit=87e9, torch_fused=96e9, torch=21e9)
+    """4.9 billion parameters a second in the exact update, which moves 26 bytes for each. The others stand to it as in the
+    calibration of another such host (`benchmarks/results/hardware`), which was a fifth faster."""
     updates_beside_copies: UpdateRates = UpdateRates(
-        exact=86e9, fp32=86e9, eight_bit=86e9, torch_fused=86e9, torch=21.5e9
+        exact=86e9, fp32=83e9, eight_bit=74e9, torch_fused=72e9, torch=17e9
     )
     """The same while copies take their part of the host's memory bandwidth: 3.3 billion in the exact update."""
     memory_bytes_per_s: float | None = None
@@ -169,17 +189,19 @@ def reckon_rates(
     """The rates of a device from its data sheet: times what the H200 reaches of its own."""
 
     def product(flops: float) -> KernelRate:
-        return KernelRate(per_s=flops * PRODUCT_EFFICIENCY)
+        return KernelRate(per_s=flops * PRODUCT_EFFICIENCY, start_s=PRODUCT_S)
 
-    update = memory_bytes_per_s * UPDATE_EFFICIENCY
+    def attention(efficiency: float, memory_efficiency: float) -> AttentionRate:
+        return AttentionRate(share=efficiency / PRODUCT_EFFICIENCY, bytes_per_s=memory_bytes_per_s * memory_efficiency)
+
     return DeviceRates(
         fp32=product(fp32_flops),
         bf16=None if bf16_flops is None else product(bf16_flops),
         fp16=None if fp16_flops is None else product(fp16_flops),
-        attention_share=ATTENTION_EFFICIENCY / PRODUCT_EFFICIENCY,
-        attention_backward_share=ATTENTION_EFFICIENCY / PRODUCT_EFFICIENCY,
+        attention=attention(ATTENTION_EFFICIENCY, ATTENTION_MEMORY_EFFICIENCY),
+        attention_backward=attention(ATTENTION_BACKWARD_EFFICIENCY, ATTENTION_BACKWARD_MEMORY_EFFICIENCY),
         memory=KernelRate(per_s=memory_bytes_per_s * MEMORY_EFFICIENCY),
         to_device_bytes_per_s=host_link_bytes_per_s * LINK_EFFICIENCY,
         to_host_bytes_per_s=host_link_bytes_per_s * LINK_EFFICIENCY,
-        updates=UpdateRates(exact=update, fp32=update, eight_bit=update, torch_fused=update, torch=update),
+        updates=UpdateRates(**{name: share * memory_bytes_per_s for name, share in UPDATE_EFFICIENCY.items()}),
     )

@@ -122,6 +122,12 @@ def make_batches(recipe: Recipe, source: ModelSource) -> Callable[[int], Batch]:
     Raises:
         ConfigError: The recipe's batch does not fit the model.
     """
+    if source.loss is not None:
+        raise ConfigError(
+            f"{source.name} brings a loss of its own, and a recipe trains a model whose output has one; have its forward "
+            "return the loss",
+            key="model",
+        )
     try:
         made = source.make_batch(recipe.batch or source.default_batch)
     except TraceError as error:

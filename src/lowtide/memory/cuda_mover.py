@@ -111,7 +111,7 @@ class CudaMover:
         self._before_next_fetch: list[Ticket] = []
         # Activations come back in autograd's thread, beside what the session moves.
         self._lock = threading.Lock()
-        self._kept: deque[tuple[CudaTicket, torch.Tensor]] = deque()
+        self._kept: deque[tuple[CudaTicket, tuple[torch.Tensor, ...]]] = deque()
         self._kept_bytes = 0
 
     @property
@@ -186,15 +186,46 @@ class CudaMover:
         self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Ticket] = (), *, keep: bool = True
     ) -> Copied:
         """Copy on the stream of copies to the host, after all that the computation was told so far."""
+        return self._to_host((target,), (source,), after, keep=keep)
+
+    def all_to_host(
+        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], after: Sequence[Ticket] = ()
+    ) -> Copied:
+        """See `GradientCarrier`."""
+        return self._to_host(targets, sources, after, keep=True)
+
+    def expect(self, num_bytes: int) -> None:
+        """Let the computation wait for the oldest copies, where too much would wait."""
+        while self._kept and self._kept_bytes + num_bytes > self._max_kept_bytes:
+            self._forget_oldest()
+
+    def queue(self) -> object:
+        """The current stream."""
+        return self._current()
+
+    def point_in(self, queue: object) -> CudaTicket:
+        """An event on that stream."""
+        assert isinstance(queue, torch.cuda.Stream)
+        return CudaTicket(queue, self._origin)
+
+    def _to_host(
+        self,
+        targets: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        after: Sequence[Ticket],
+        *,
+        keep: bool,
+    ) -> Copied:
         for ticket in after:
             _event(ticket).wait(self._out)
         with compat.OnStream(self._out), torch.no_grad():
             # What it comes after was reached just now, as a rule: with the copy before it, that says when it starts.
             started = CopyStart((self._last_out, *after)) if after else CudaTicket(self._out, self._origin)
-            target.copy_(source, non_blocking=True)
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
             ended = self._last_out = CudaTicket(self._out, self._origin)
         if keep:
-            self._keep(ended, source)
+            self._keep(ended, tuple(sources))
         return Copied(started, ended)
 
     def now(self) -> CudaTicket:
@@ -226,15 +257,18 @@ class CudaMover:
         for ticket in tickets:
             _event(ticket).wait(self._in)
 
-    def _keep(self, ended: CudaTicket, source: torch.Tensor) -> None:
-        # The source belongs to the computation's stream: freed before the copy has read it, the computation would
+    def _keep(self, ended: CudaTicket, sources: tuple[torch.Tensor, ...]) -> None:
+        # A source belongs to the computation's stream: freed before the copy has read it, the computation would
         # write over it. Where too much waits, the computation waits for the oldest copy, not the host.
-        self._kept.append((ended, source))
-        self._kept_bytes += source.nbytes
+        self._kept.append((ended, sources))
+        self._kept_bytes += sum(source.nbytes for source in sources)
         while self._kept and (self._kept[0][0].is_done() or self._kept_bytes > self._max_kept_bytes):
-            ticket, oldest = self._kept.popleft()
-            self.compute_after(ticket)
-            self._kept_bytes -= oldest.nbytes
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        ticket, oldest = self._kept.popleft()
+        self.compute_after(ticket)
+        self._kept_bytes -= sum(source.nbytes for source in oldest)
 
 
 def _event(ticket: Ticket) -> compat.CudaEvent:

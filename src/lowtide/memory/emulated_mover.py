@@ -125,11 +125,31 @@ class EmulatedMover:
         """Queue the copy; the source stays on the device until it runs, whoever keeps it."""
         del keep
         copied = self._queue("to host", target, source, after)
+        self.expect(0)
+        return copied
+
+    def all_to_host(
+        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], after: Sequence[Ticket] = ()
+    ) -> Copied:
+        """Queue the copies."""
+        copies = [self.to_host(target, source, after) for target, source in zip(targets, sources, strict=True)]
+        return Copied(copies[0].started, copies[-1].ended)
+
+    def expect(self, num_bytes: int) -> None:
+        """Run the oldest copies, where too much would wait."""
         with self._lock:
             queue = self._queues["to host"]
-            while queue and sum(copy.source.nbytes for copy in queue) > self._max_kept_bytes:
+            while queue and sum(copy.source.nbytes for copy in queue) + num_bytes > self._max_kept_bytes:
                 self._run_first(queue)
-        return copied
+
+    def queue(self) -> object:
+        """There is one."""
+        return None
+
+    def point_in(self, queue: object) -> EmulatedTicket:
+        """It has been reached."""
+        del queue
+        return self.now()
 
     def now(self) -> EmulatedTicket:
         """The computation runs at once: this point has been reached."""

@@ -85,3 +85,21 @@ class Mover(Protocol):
 
     def drain(self) -> None:
         """Wait on the host until every copy is done."""
+
+
+class GradientCarrier(Mover, Protocol):
+    """Also sends several tensors to the host for the price of one: events cost the host more than small copies."""
+
+    def all_to_host(
+        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], after: Sequence[Ticket] = ()
+    ) -> Copied:
+        """As `to_host` of each, one after the other; `ended` is where the last one ends."""
+
+    def expect(self, num_bytes: int) -> None:
+        """So many bytes are about to be sent: with those that wait for their copies they must not be more than may wait."""
+
+    def queue(self) -> object:
+        """The queue that this thread tells its computation: the current stream."""
+
+    def point_in(self, queue: object) -> Ticket:
+        """The point that a queue of `queue` has been told to reach so far."""

@@ -1,4 +1,7 @@
-"""Any Python callable as a model: `package.module:factory`, returning an `nn.Module` or a pair of it and its batch."""
+"""Any Python callable as a model: `package.module:factory`, returning an `nn.Module`, it and its batch, or these and a loss.
+
+A factory with an argument named `batch` gets the text of `--batch`, None where nothing was given.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,21 +22,22 @@ from lowtide.errors import BatchMismatchError, ConfigError, UnknownNameError
 from lowtide.models.batches import Batch, BatchForm, ImageBatch, TokenBatch, parse_sizes, random_floats
 from lowtide.models.source import ModelSource, build_on_meta, finish
 
+_Made = tuple[nn.Module, Mapping[str, Tensor] | None, Callable[[nn.Module, Any], Tensor] | None]
 DEFAULT_BATCH = 8
 DEFAULT_LENGTH = 512
 DEFAULT_IMAGE_SIZE = 224
 
 
 def resolve_factory(spec: str, *, recompute: bool) -> ModelSource:
-    """The source for `package.module:factory`. The factory takes no arguments, and is called on the meta device; for
-    `build_on_host`, where its weights count, as it is.
+    """The source for `package.module:factory`. The factory is called on the meta device; for `build_on_host`, where its weights
+    count, as it is.
 
-    When it returns (model, batch), the batch is a mapping from argument names to tensors. Those that came out on the
-    meta device are given values afterwards: ones for integers and booleans (a valid token, a valid class, a mask that
-    hides nothing), random ones for floats. When it returns a model only, the batch is made from text as for the
+    When it returns (model, batch) or (model, batch, loss), the batch is a mapping from argument names to tensors. Those that
+    came out on the meta device are given values afterwards: ones for integers and booleans (a valid token, a valid class, a
+    mask that hides nothing), random ones for floats. When it returns a model only, the batch is made from text as for the
     built-in models, if the forward takes `input_ids` or `pixel_values`, and `labels`.
     """
-    model, batch = _call(spec)
+    model, batch, loss = _call(spec)
     form: BatchForm = _infer_form(spec, model) if batch is None else _OwnBatch(spec=spec, default=_text_of(spec, batch))
     return ModelSource(
         name=spec,
@@ -42,23 +46,25 @@ def resolve_factory(spec: str, *, recompute: bool) -> ModelSource:
         build=partial(_build, spec, recompute),
         make_batch=form,
         build_on_host=partial(_build_on_host, spec, recompute),
+        loss=loss,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OwnBatch:
-    """The batch that the factory itself returns; text can only agree with it."""
+    """The batch that the factory itself returns; text goes to a factory that takes it, and else can only agree with it."""
 
     spec: str
     default: str
 
     def __call__(self, text: str) -> Batch:
-        if parse_sizes(text, accepted=self.default) != parse_sizes(self.default, accepted=self.default):
+        is_default = parse_sizes(text, accepted=self.default) == parse_sizes(self.default, accepted=self.default)
+        if not is_default and not _takes_batch(_find(self.spec)):
             raise BatchMismatchError(
-                f"{self.spec} returns a batch of its own, {self.default}, so {text!r} has no effect; change the "
-                "factory, or leave the batch out"
+                f"{self.spec} returns a batch of its own, {self.default}, so {text!r} has no effect; give the factory an "
+                "argument named batch, which gets this text, or leave the batch out"
             )
-        _, batch = _call(self.spec)
+        _, batch, _ = _call(self.spec, None if is_default else text)
         assert batch is not None, f"{self.spec} returned a batch once and none the next time"
         return {name: _with_values(tensor) for name, tensor in batch.items()}
 
@@ -68,30 +74,53 @@ def _build(spec: str, recompute: bool, dtype: torch.dtype | None) -> nn.Module:
 
 
 def _build_on_host(spec: str, recompute: bool, dtype: torch.dtype | None) -> nn.Module:
-    return finish(_checked(spec, _find(spec)())[0], dtype, recompute=recompute, name=spec)
+    return finish(_checked(spec, _maker(spec, None)())[0], dtype, recompute=recompute, name=spec)
 
 
-def _call(spec: str) -> tuple[nn.Module, Mapping[str, Tensor] | None]:
-    return _checked(spec, build_on_meta(_find(spec), name=spec))
+def _call(spec: str, text: str | None = None) -> _Made:
+    return _checked(spec, build_on_meta(_maker(spec, text), name=spec))
 
 
-def _checked(spec: str, made: object) -> tuple[nn.Module, Mapping[str, Tensor] | None]:
-    model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+def _maker(spec: str, text: str | None) -> Callable[[], object]:
+    found = _find(spec)
+    return partial(found, batch=text) if _takes_batch(found) else found
+
+
+def _takes_batch(found: Callable[..., object]) -> bool:
+    try:
+        return "batch" in inspect.signature(found).parameters
+    except ValueError:  # a builtin without a signature
+        return False
+
+
+def _checked(spec: str, made: object) -> _Made:
+    parts = made if isinstance(made, tuple) and len(made) in (2, 3) else (made,)
+    model, batch, loss = (*parts, None, None)[:3]
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"{spec} returned {type(model).__name__}; a factory returns an nn.Module, or a pair (nn.Module, batch)"
+            f"{spec} returned {type(model).__name__}; a factory returns an nn.Module, (nn.Module, batch) or "
+            "(nn.Module, batch, loss)"
+        )
+    if loss is not None and not callable(loss):
+        raise ConfigError(
+            f"the loss that {spec} returned is {type(loss).__name__}, which cannot be called; return a function of the model "
+            "and the batch, such as lambda model, batch: model(**batch).mean()"
         )
     if batch is None:
-        return model, None
+        if loss is not None:
+            raise ConfigError(
+                f"{spec} returned a loss and no batch; return the batch that the loss is computed from too"
+            )
+        return model, None, None
     if not isinstance(batch, Mapping) or not batch or not all(isinstance(tensor, Tensor) for tensor in batch.values()):
         raise BatchMismatchError(
             f"the batch that {spec} returned is not a mapping from the forward's argument names to tensors; "
             "return it as {'input_ids': ..., 'labels': ...}"
         )
-    return model, batch
+    return model, batch, loss
 
 
-def _find(spec: str) -> Callable[[], object]:
+def _find(spec: str) -> Callable[..., object]:
     module_name, _, path = spec.partition(":")
     found: object = _import(module_name)
     for part in path.split("."):
@@ -103,14 +132,14 @@ def _find(spec: str) -> Callable[[], object]:
             f"{spec} is {type(found).__name__}, which cannot be called; name a function that returns the model"
         )
     try:
-        inspect.signature(found).bind()
+        inspect.signature(found).bind(**({"batch": None} if _takes_batch(found) else {}))
     except TypeError as error:
         raise ConfigError(
-            f"{spec} cannot be called without arguments ({error}); name a function that needs none"
+            f"{spec} cannot be called without arguments ({error}); name a function that needs none, or batch alone"
         ) from error
     except ValueError:
         pass  # a builtin without a signature: the call itself will tell
-    return cast("Callable[[], object]", found)
+    return cast("Callable[..., object]", found)
 
 
 def _import(name: str) -> ModuleType:

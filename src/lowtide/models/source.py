@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lowtide.errors import ConfigError, ValueReadError
@@ -46,6 +46,8 @@ class ModelSource:
     """Tensors on the host from a text such as `8x2048`; BatchMismatchError says what the model accepts."""
     build_on_host: Callable[[torch.dtype | None], nn.Module] | None = None
     """Builds the model with the weights that its own code draws or loads; None where `build` is all there is."""
+    loss: Callable[[nn.Module, Any], Tensor] | None = None
+    """The loss of a model and a batch; None where `model(**batch).loss` is."""
 
 
 Made = TypeVar("Made")

@@ -236,6 +236,17 @@ def state_names(rule: ElementwiseRule) -> tuple[str, ...]:
     return STATE_NAMES[type(rule)] + more
 
 
+def form_of(rule: ElementwiseRule) -> tuple[object, ...]:
+    """Equal for rules between which numbers alone differ: they keep the same states, and one kernel is for all of them.
+
+    Example:
+        >>> form_of(Sgd(lr=0.1)) == form_of(Sgd(lr=0.2)), form_of(Sgd(lr=0.1)) == form_of(Sgd(lr=0.1, momentum=0.9))
+        (True, False)
+    """
+    option = rule.is_decoupled if isinstance(rule, Adam) else isinstance(rule, Sgd) and rule.nesterov
+    return type(rule), state_names(rule), option
+
+
 def names_of_states(rule: Rule, shape: Sequence[int]) -> tuple[str, ...]:
     """The states that a rule keeps for a parameter of this shape."""
     return tuple(statistic_sizes(shape)) if isinstance(rule, Adafactor) else state_names(rule)

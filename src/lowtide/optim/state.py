@@ -9,6 +9,7 @@ instead of tensors of the parameter's shape, and its count of steps is a plain n
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -45,6 +46,7 @@ STEP = "step"
 MASTER = "master"
 MOMENTS = "moments"
 _BITS = {Moments.FP32: 32, Moments.BF16: 16, Moments.INT8: 8}
+_REVISIONS = itertools.count(1)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,6 +61,8 @@ class ParameterState:
     master: torch.Tensor | None = None
     lacks_momentum: bool = False
     """Whether steps were taken, and none with a momentum: as at the first step, SGD takes the next gradient itself for it."""
+    revision: int = field(default_factory=_REVISIONS.__next__)
+    """Another number, which no state has had, whenever tensors are added or exchanged: who knows it knows the tensors."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -73,6 +77,7 @@ class ParameterState:
     def replace_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         """Put others in the place of `all_tensors`, in their order."""
         rest = iter(tensors)
+        self.revision = next(_REVISIONS)
         self.tensors = {name: next(rest) for name in self.tensors}
         self.remainder = None if self.remainder is None else next(rest)
         self.master = None if self.master is None else next(rest)
@@ -149,6 +154,7 @@ def complete(state: ParameterState, weight: torch.Tensor, rule: Rule, numerics: 
             # In pages as they come: large ones, which begin at the same offset for every tensor of an update, made it 12%
             # slower (`benchmarks.optim.host_kernel`).
             state.tensors[name] = torch.zeros(count, dtype=dtype, device=weight.device)
+            state.revision = next(_REVISIONS)
 
 
 def to_torch_state(weight: Tensor, state: ParameterState, numerics: Numerics) -> dict[str, Any]:

@@ -51,6 +51,7 @@ import math
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -294,6 +295,40 @@ class MatrixPiece(_UpdatedTensors):
 
 
 AnyPiece = Piece | MatrixPiece
+
+
+@dataclass(slots=True, kw_only=True)
+class Turn:
+    """What changes from one update of the same parameters to the next, in the order of their pieces."""
+
+    weights: list[int]
+    """Addresses, as those of `gradients`."""
+    gradients: list[int]
+    rules: list[tuple[ElementwiseRule, int]]
+    """With the number of the update."""
+    keys: list[int]
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece]) -> Turn:
+        """That of an update of these."""
+        return cls(
+            weights=[piece.weight.data_ptr() for piece in pieces],
+            gradients=[piece.gradient.data_ptr() for piece in pieces],
+            rules=[(piece.rule, piece.step) for piece in pieces],
+            keys=[piece.key for piece in pieces],
+        )
+
+
+class Repeatable(Protocol):
+    """An update as a kernel has it, to be made again: what it was told of formats, sizes and states is not looked at again."""
+
+    def fits(self, turn: Turn) -> bool:
+        """Whether these addresses are such as the kernel was chosen for."""
+
+    def run(self, turn: Turn, gradient_factor: float | Tensor) -> None:
+        """Make it; the caller counts the weights as written."""
+
+
 MOST_STATES = 3
 """How many states a rule may keep."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

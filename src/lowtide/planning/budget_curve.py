@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -20,6 +21,8 @@ from lowtide.tracing.step_trace import StepTrace
 
 NUM_BUDGETS = 8
 """Budgets that are searched between the ends, each larger than the one before by the same factor."""
+_ESTIMATED_WITHIN = 0.01
+"""How exact an estimate of bytes is, as a share."""
 _NUM_HALVINGS = 6
 """How often the range is halved in which the least budget lies, where it is the host that runs short."""
 
@@ -73,6 +76,11 @@ class CurveSource:
     replay: Callable[[Candidate, Limits], StepTrace]
     """The step of a candidate, traced inside the limits if they hold it."""
 
+    @property
+    def search_with_gaps(self) -> Search:
+        """The search, its bytes corrected for what the allocator holds beyond tensors too."""
+        return _with_gaps_of(self, self.limits.device_bytes)
+
 
 def budget_curve(source: CurveSource, *, num_budgets: int = NUM_BUDGETS) -> tuple[BudgetPoint, ...]:
     """The budgets at which more memory makes the step faster, the smallest first; each point is faster than the one before.
@@ -118,7 +126,14 @@ def worthwhile(points: Iterable[BudgetPoint]) -> tuple[BudgetPoint, ...]:
     for point in sorted(points, key=lambda point: (point.budget_bytes, point.step_s)):
         if not kept or point.step_s < kept[-1].step_s * (1 - WORTH_IT):
             kept.append(point)
-    return tuple(kept)
+    # An estimate is not that exact: where hardly more memory is faster, that one stands for both.
+    pairs = pairwise([*kept, None])
+    return tuple(
+        point
+        for point, after in pairs
+        if point is not None
+        and (point.is_replayed or after is None or after.budget_bytes > point.budget_bytes * (1 + _ESTIMATED_WITHIN))
+    )
 
 
 def _most_bytes(source: CurveSource) -> int:
@@ -155,13 +170,16 @@ def _least(source: CurveSource, highest: Candidate, most_bytes: int) -> tuple[Ca
 
 def _fastest(source: CurveSource, budget_bytes: int) -> Candidate | None:
     """The fastest within a budget; None where nothing fits."""
-    search = source.search
-    correction = search.correction_bytes + int(source.gaps * budget_bytes)
-    corrected = Search(search.costs, search.layout, search.rates, correction_bytes=correction)
     try:
-        return corrected.fastest(replace(source.limits, device_bytes=budget_bytes)).best
+        return _with_gaps_of(source, budget_bytes).fastest(replace(source.limits, device_bytes=budget_bytes)).best
     except PlanError:
         return None
+
+
+def _with_gaps_of(source: CurveSource, budget_bytes: int) -> Search:
+    search = source.search
+    correction = search.correction_bytes + int(source.gaps * budget_bytes)
+    return Search(search.costs, search.layout, search.rates, correction_bytes=correction)
 
 
 def _with_gaps(tensor_bytes: int, gaps: float) -> int:

@@ -30,13 +30,18 @@ class Choice:
         return {name: word for name, word in words.items() if word != getattr(plain, name)}
 
     @property
-    def flags(self) -> str:
-        """What `lowtide trace` takes to show the step with it."""
-        return " ".join(f"--set plan.{name}={word}" for name, word in self.changed.items())
+    def words(self) -> Mapping[str, str]:
+        """What `make_plan` takes for it; weights and updates always, since they are streamed and on the host by default."""
+        return {"weights": self.weights, "update": self.update, **self.changed}
 
-    def code(self, device_memory: str) -> str:
+    @property
+    def flags(self) -> str:
+        """What `lowtide trace` takes to show the step with it; nothing for plain torch."""
+        return " ".join(f"--set plan.{name}={word}" for name, word in self.words.items()) if self.changed else ""
+
+    def code(self, device_bytes: int) -> str:
         """The lines of a script that turn it on."""
-        words = {"weights": self.weights, "update": self.update, **self.changed, "device_memory": device_memory}
+        words = {**self.words, "device_memory": device_bytes}
         given = ", ".join(f"{name}={word!r}" for name, word in words.items())
         return f"plan = lowtide.make_plan(model, {given}); session = lowtide.manage(model, optimizer, plan)"
 
@@ -48,7 +53,9 @@ class Option:
     choice: Choice
     candidate: Candidate
     over_bytes: int
-    """By how much it is beyond the device's budget or the host's, whichever is more; 0 or less for one that fits."""
+    """By how much it is beyond the budget that it exceeds by most; 0 or less for one that fits."""
+    short_of: str
+    """The memory of that budget."""
 
 
 def options(search: Search, limits: Limits) -> list[Option]:
@@ -72,6 +79,11 @@ def options(search: Search, limits: Limits) -> list[Option]:
 def _option(search: Search, limits: Limits, num_resident: int, num_device: int, policy: str) -> Option:
     shape = Shape(num_resident=num_resident, num_device=num_device, small=policy, fast=policy, num_fast=0)
     candidate = search.evaluate(shape, limits)
+    over_bytes, short_of = max(
+        (candidate.device_bytes - limits.device_bytes, "the device"),
+        (candidate.host_bytes - limits.host_bytes, "the host"),
+        (candidate.pinned_bytes - limits.pinned_bytes, "locked memory"),
+    )
     return Option(
         choice=Choice(
             weights=(Weights.RESIDENT if num_resident else Weights.STREAMED).value,
@@ -80,9 +92,6 @@ def _option(search: Search, limits: Limits, num_resident: int, num_device: int, 
             schedule=limits.schedule.value,
         ),
         candidate=candidate,
-        over_bytes=max(
-            candidate.device_bytes - limits.device_bytes,
-            candidate.host_bytes - limits.host_bytes,
-            candidate.pinned_bytes - limits.pinned_bytes,
-        ),
+        over_bytes=over_bytes,
+        short_of=short_of,
     )

@@ -11,6 +11,9 @@ from lowtide.planning.timeline import Lane, Timeline
 from lowtide.tracing.explanation.compare import Comparison, compare_traces
 from lowtide.tracing.step_trace import StepTrace
 
+_FIRST_STEP = 1
+"""The number of a session's first step."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeDifference:
@@ -32,7 +35,8 @@ class TimelineComparison:
 
     A session records the computation of the modules that it stands in: groups that stay on the device and are updated there
     are not among them, and their time is in the step's alone. Where the device waits for launches inside a module, that
-    counts as computation there and not in the simulation.
+    counts as computation there and not in the simulation. A session's first step, before which nothing was prefetched, is left
+    out where there are others.
     """
 
     step: TimeDifference
@@ -92,6 +96,8 @@ def _compare_times(simulated: SimulatedStep, observed: Timeline) -> TimelineComp
         raise ConfigError(
             "the timeline holds no step; train one under the session before its timeline is compared", key="observed"
         )
+    if len(starts) > 1 and starts[0][0] <= _FIRST_STEP:
+        observed, starts = observed.last_steps(len(starts) - 1), starts[1:]
     num_steps = len(starts)
     compute_ends = [span.end_s for span in observed.spans if span.lane is Lane.COMPUTE]
     last_s = max(compute_ends, default=observed.end_s) - starts[-1][1]

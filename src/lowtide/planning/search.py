@@ -373,10 +373,9 @@ class Search:
         for use in self.costs.uses:  # what the step before left behind
             self._send_off(use, placement, leaving)
         if placement.schedule is Schedule.DEFERRED:
-            for name, group in groups.items():
-                choice = placement.groups[name]
-                if choice.site is Site.DEVICE and choice.weights is Weights.STREAMED:
-                    leaving.send(group.trained_bytes, is_gradient=False)
+            for name, placed in placement.groups.items():
+                if placed.site is Site.DEVICE and placed.weights is Weights.STREAMED:
+                    leaving.send(groups[name].trained_bytes, is_gradient=False)
         for use in self.costs.uses:
             own = placement.groups.get(use.window)
             cost = use.under("keep" if own is None else own.policy)

@@ -115,10 +115,15 @@ class SimulatedStep:
     timeline: Timeline
 
     @property
+    def seconds(self) -> dict[str, float]:
+        """Those of the step, of each lane, and of launches, by name."""
+        lanes = {str(lane): seconds for lane, seconds in self.busy_s.items()}
+        return {"step": self.step_s, **lanes, "launches": self.launch_s}
+
+    @property
     def bound_by(self) -> str:
         """The lane that works most of the time, or `launches`."""
-        lanes = {str(lane): seconds for lane, seconds in self.busy_s.items()} | {"launches": self.launch_s}
-        return max(lanes, key=lambda name: lanes[name])
+        return max((name for name in self.seconds if name != "step"), key=lambda name: self.seconds[name])
 
 
 def simulate(costs: StepCosts, placement: Placement, rates: LaneRates) -> SimulatedStep:

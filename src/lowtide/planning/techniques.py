@@ -17,9 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import compat
-from lowtide.activations.policy import Offload
+from lowtide.activations.policy import KEEP, WORDS, Offload
 from lowtide.hardware import Hardware
-from lowtide.memory.groups import repeated_blocks
+from lowtide.memory.chunk import lay_out
+from lowtide.memory.groups import find_named_groups, repeated_blocks
+from lowtide.planning.hand_plan import activations_by_group, make_plan
+from lowtide.planning.plan import Plan
+from lowtide.planning.step_costs import POLICIES
 from lowtide.tracing.allocator import AllocatorSettings
 from lowtide.tracing.attention.rules import Backend
 from lowtide.tracing.attention.use import WRITTEN_OUT, attention_use, backend_of
@@ -62,10 +66,35 @@ class Problem:
     torch_version: str | None = None
     allocator: AllocatorSettings | None = None
     name: str | None = None
+    plan: Plan | None = None
+    """The step as a session runs it; None: plain torch."""
+    precision: str | None = None
+    moments: str = "fp32"
+    trace_session: Callable[..., StepTrace] | None = None
+    """`lowtide.trace`, which predicts sessions and lies above; without it there is no plan."""
+
+    @property
+    def policy(self) -> str | None:
+        """The activation policy of the blocks, as a word; of a plan whose blocks differ, that of the first."""
+        if self.plan is None:
+            return self.settings.activations
+        chosen = next((policy for policy in self.plan.activations.values() if policy != KEEP), KEEP)
+        return next((word for word, policy in WORDS.items() if policy == chosen), type(chosen).__name__)
+
+    def under(self, **words: Any) -> Problem:
+        """The step as a session runs it, under a plan of `make_plan`; policy and schedule go from the settings to the plan."""
+        schedule = "in_backward" if self.settings.update is UpdateSchedule.IN_BACKWARD else "deferred"
+        given = {"schedule": schedule, "activations": self.settings.activations, **words}
+        settings = replace(self.settings, activations=None, update=UpdateSchedule.DEFERRED)
+        return replace(self, settings=settings, plan=make_plan(self.model, **given))
 
     def trace(self, on_progress: Callable[[str], None] | None = None) -> StepTrace:
         """Predict the step; seconds for a large model."""
-        return trace_step(
+        step: Callable[..., StepTrace] = trace_step
+        if self.plan is not None or self.precision is not None:
+            assert self.trace_session is not None, "who gives a plan gives what traces it"
+            step = partial(self.trace_session, plan=self.plan, precision=self.precision, moments=self.moments)
+        return step(
             self.model,
             self.batch,
             optimizer=self.optimizer,
@@ -124,6 +153,9 @@ class Technique:
     """The step with it."""
     subject: Callable[[StepTrace], Subject]
     """The tensors it acts on."""
+    is_for_sessions: bool = False
+    """Whether it is tried on top of a session too."""
+    begins_session: bool = False
 
 
 def _with(problem: Problem, **changes: object) -> Problem:
@@ -132,6 +164,8 @@ def _with(problem: Problem, **changes: object) -> Problem:
 
 
 def _weights_are_rounded(problem: Problem, trace: StepTrace) -> str | None:
+    if problem.plan is not None:
+        return "the plan is for the weights as they are: choose dtype=bfloat16 or precision="
     weights = [item for item in trace.alive_at(-1) if item.category is Category.WEIGHTS]
     return None if any(item.dtype == "float32" for item in weights) else "no weight is in float32"
 
@@ -195,8 +229,13 @@ _FOREACH_COPIES = Subject(
 )
 
 
+_IN_SESSION = "a session updates by itself"
+
+
 def _why_not_fused(problem: Problem, trace: StepTrace) -> str | None:
     optimizer = problem.optimizer
+    if problem.plan is not None:
+        return _IN_SESSION
     if optimizer is None:
         return "the step has no optimizer"
     if any(op.name.startswith(_FUSED_UPDATES) for op in trace.ops):
@@ -210,6 +249,8 @@ def _why_not_fused(problem: Problem, trace: StepTrace) -> str | None:
 
 
 def _why_not_a_loop(problem: Problem, trace: StepTrace) -> str | None:
+    if problem.plan is not None:
+        return _IN_SESSION
     if problem.optimizer is None:
         return "the step has no optimizer"
     if not any(op.name.startswith("aten._foreach") for op in trace.ops):
@@ -234,6 +275,8 @@ LOOP_STEP = Technique(
 def _why_not_in_backward(problem: Problem, trace: StepTrace) -> str | None:
     if problem.optimizer is None:
         return "the step has no optimizer"
+    if problem.plan is not None:
+        return "the plan says when weights are updated"
     if problem.settings.update is UpdateSchedule.IN_BACKWARD:
         return "it is on already"
     if problem.settings.accumulate > 1:
@@ -306,9 +349,20 @@ def activation_policy(name: str, word: str) -> Technique:
     return Technique(
         name=name,
         why_not=partial(_why_not_policy, word),
-        apply=lambda problem: _with(problem, activations=_whole_word(word, problem.model)),
+        apply=lambda problem: _with_policy(problem, _whole_word(word, problem.model)),
         subject=lambda trace: subject,
+        is_for_sessions=word in POLICIES,
     )
+
+
+def _with_policy(problem: Problem, word: str) -> Problem:
+    plan = problem.plan
+    if plan is None:
+        return _with(problem, activations=word)
+    named = find_named_groups(problem.model, [group.name for group in plan.groups])
+    policies = activations_by_group(lay_out(named, chunk_bytes=plan.chunk_bytes), word)
+    groups = tuple(replace(group, activation=policies[group.name]) for group in plan.groups)
+    return replace(problem, plan=replace(plan, groups=groups))
 
 
 def _whole_word(word: str, model: nn.Module) -> str:
@@ -316,14 +370,14 @@ def _whole_word(word: str, model: nn.Module) -> str:
 
 
 def _why_not_policy(word: str, problem: Problem, trace: StepTrace) -> str | None:
-    before = problem.settings.activations or "keep"
+    before = problem.policy or "keep"
     if before == "keep" and _is_recomputed(trace):
         if word == "recompute":
             return "it is on already"
         return "the model recomputes its layers itself; build it without that and let a policy do it"
     if before == word or (word == "recompute/" and before.startswith(word)):
         return "it is on already"
-    if before not in _BETTER_THAN[word]:
+    if before not in _BETTER_THAN.get(word, ()):
         return f"{before} is on in its place"
     blocks = repeated_blocks(problem.model)
     if not blocks:
@@ -394,6 +448,40 @@ def half_of(batch: Any) -> Any:
     return compat.unflatten(halves, structure)
 
 
+def session(name: str, *, weights: str, update: str) -> Technique:
+    """The step under `lowtide.manage`: what it needs of the device lies on the host in part. Changes no number; takes copies.
+
+    Args:
+        name: Shown in the table.
+        weights: As for `make_plan`.
+        update: As for `make_plan`.
+    """
+    kinds = (Category.WEIGHTS, Category.GRADIENTS, Category.OPTIMIZER)
+    return Technique(
+        name=name,
+        why_not=_why_not_a_session,
+        apply=lambda problem: problem.under(weights=weights, update=update),
+        subject=lambda trace: Subject(
+            noun="weights, gradients and optimizer state",
+            matches=lambda item: item.category in kinds,
+        ),
+        begins_session=True,
+    )
+
+
+def _why_not_a_session(problem: Problem, trace: StepTrace) -> str | None:
+    if problem.optimizer is None:
+        return "the step has no optimizer"
+    if problem.trace_session is None:
+        return "only a plain step was asked about"
+    if problem.plan is not None:
+        return "the step is under a plan already"
+    return None
+
+
+HOST_UPDATES = session("updates on the host", weights="resident", update="host")
+STREAMED = session("weights streamed, updates on the host", weights="streamed", update="host")
+
 TECHNIQUES = (
     BFLOAT16,
     activation_policy("blocks compiled, half the budget", "compile-budget/0.5"),
@@ -404,10 +492,11 @@ TECHNIQUES = (
     activation_policy("offload without recompute", "offload/all"),
     CHUNKED_LOSS,
     attention_backend(to_math=False),
-    attention_backend(to_math=True),
     FUSED_STEP,
     LOOP_STEP,
     UPDATE_IN_BACKWARD,
     ACCUMULATE,
+    HOST_UPDATES,
+    STREAMED,
 )
 """All techniques, in the order of the table; of those that act alike, the ones that cost less time first."""

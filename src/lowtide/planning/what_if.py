@@ -9,15 +9,18 @@ acts on, is alive at the peak, and where the peak goes. Nothing is looked up in 
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
 from lowtide.errors import LowtideError
+from lowtide.planning.plan import Schedule, Weights
 from lowtide.planning.techniques import TECHNIQUES, Problem, Subject, Technique
 from lowtide.tracing.explanation.instant import place_of, where
+from lowtide.tracing.step_time import step_time
 from lowtide.tracing.step_trace import Category, StepTrace
 from lowtide.units import format_bytes
 
@@ -31,6 +34,18 @@ class WhatIfRow:
     after_bytes: int
     reason: str
     """One sentence: why it saves what it saves."""
+    reserved_bytes: int | None = None
+    """What the allocator holds at most with it."""
+    fits: bool | None = None
+    """Whether that and the CUDA context go onto the hardware; None where its memory is not known."""
+    host_bytes: int | None = None
+    """What a session holds of the host; None for a step without one."""
+    step_s: float | None = None
+    """Predicted seconds a step; None where the hardware's rates are not known, or the step was not traced."""
+    set_: tuple[str, ...] = ()
+    """What `--set` takes to trace it."""
+    code: str = ""
+    """The line that does it in a script, for a session."""
 
     @property
     def saved_bytes(self) -> int:
@@ -38,6 +53,7 @@ class WhatIfRow:
         return self.before_bytes - self.after_bytes
 
 
+_JOIN = " + "
 NOTHING_SHARE = 0.005
 """The share of the peak below which a saving counts as nothing."""
 _NUM_PARTNERS = 2
@@ -60,6 +76,33 @@ class WhatIf:
 
     rows: tuple[WhatIfRow, ...]
     skipped: tuple[Skipped, ...]
+    base_fits: bool | None = None
+    """Whether the step fits as it is; None where the hardware's memory is not known."""
+
+    @property
+    def least_that_fits(self) -> WhatIfRow | None:
+        """Of the rows that fit the one with the fewest techniques, and of those the fastest."""
+        fitting = [row for row in self.rows if row.fits]
+        return min(fitting, key=lambda row: (row.technique.count(_JOIN), row.step_s or math.inf), default=None)
+
+    @property
+    def verdict(self) -> str:
+        """What it takes to fit, in a sentence; "" where the step fits, or nobody knows."""
+        least = self.least_that_fits
+        if self.base_fits is not False:
+            return ""
+        if least is None:
+            smallest = min(self.rows, key=lambda row: row.reserved_bytes or row.after_bytes, default=None)
+            best = "" if smallest is None else f"; the smallest, {smallest.technique}, reserves {_reserved(smallest)}"
+            return f"Nothing that was tried fits{best}. lowtide plan searches mixtures, and a smaller batch takes less."
+        host = "" if least.host_bytes is None else f", with {format_bytes(least.host_bytes)} of the host"
+        return (
+            f"With the fewest changes it fits like this: {least.technique}. It then reserves {_reserved(least)}{host}."
+        )
+
+
+def _reserved(row: WhatIfRow) -> str:
+    return format_bytes(row.after_bytes if row.reserved_bytes is None else row.reserved_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +123,8 @@ class _Tried:
     techniques: tuple[Technique, ...]
     problem: Problem
     trace: StepTrace
+    """That of the step without them, where none of what they act on is alive at its peak: they cannot lower that."""
+    is_traced: bool = True
 
 
 def what_if(
@@ -91,7 +136,8 @@ def what_if(
 ) -> WhatIf:
     """Trace each technique, and the combinations worth it, on top of a step.
 
-    Takes one trace per row: about a second each for a small model, ten for one with billions of parameters.
+    A technique that acts on nothing that is alive at the peak saves nothing alone and is not traced alone. Otherwise a row
+    takes one trace: about a second for a small model, some for one with billions of parameters.
 
     Args:
         problem: The step as it is.
@@ -102,7 +148,8 @@ def what_if(
     Example:
         >>> import torch
         >>> from lowtide.models import resolve_model
-        >>> from lowtide.planning.techniques import UPDATE_IN_BACKWARD
+        >>> from lowtide.planning.plan import Schedule, Weights
+    from lowtide.planning.techniques import UPDATE_IN_BACKWARD
         >>> source = resolve_model("gpt-tiny")
         >>> problem = Problem(model=source.build(None), batch=source.make_batch("8x128"), optimizer=torch.optim.AdamW)
         >>> answer = what_if(problem, problem.trace(), techniques=[UPDATE_IN_BACKWARD])
@@ -115,7 +162,15 @@ def what_if(
     search.expected += len(combinations)
     for combination in combinations:
         search.try_together(combination)
-    return WhatIf(rows=tuple(search.rows), skipped=tuple(search.skipped))
+    streamed = [tried for tried in singles if tried.techniques[0].begins_session and tried.is_traced]
+    if streamed:
+        search.try_in_session(min(streamed, key=lambda tried: tried.trace.peak_bytes), techniques)
+    return WhatIf(rows=tuple(search.rows), skipped=tuple(search.skipped), base_fits=_fits(base))
+
+
+def _fits(trace: StepTrace) -> bool | None:
+    target = trace.target
+    return trace.peak_reserved_bytes + target.context_bytes <= target.capacity_bytes if target.capacity_bytes else None
 
 
 class _Search:
@@ -139,14 +194,45 @@ class _Search:
                 fitting.append(technique)
             else:
                 self.skipped.append(Skipped(technique=technique.name, reason=refusal))
-        self.expected = len(fitting)
+        absent = {technique for technique in fitting if self._is_absent(technique)}
+        self.expected = len(fitting) - len(absent)
         tried = []
         for technique in fitting:
-            after = self._add(self.base, technique)
+            after = (
+                _Tried((technique,), self.base.problem, self.base.trace, is_traced=False)
+                if technique in absent
+                else self._add(self.base, technique)
+            )
             if after is not None:
                 tried.append(after)
-                self._row(after, reason(technique.subject(self.base.trace), self.base.trace, after.trace))
+                subject = technique.subject(self.base.trace)
+                if after.is_traced:
+                    self._row(after, reason(subject, self.base.trace, after.trace))
+                else:
+                    self._row(after, _why_absent(subject, self.base.trace))
         return tried
+
+    def _is_absent(self, technique: Technique) -> bool:
+        """Whether hardly anything of what the technique acts on is alive at the peak, so that it cannot lower it."""
+        trace = self.base.trace
+        held = technique.subject(trace).bytes_at(trace, trace.peak_event)
+        return held < NOTHING_SHARE * trace.peak_bytes and not technique.begins_session
+
+    def try_in_session(self, session: _Tried, techniques: Iterable[Technique]) -> None:
+        """Policies on top of a session: the first one where the session fits, else one after the other until one fits."""
+        [begun] = session.techniques
+        ladder = [
+            technique
+            for technique in techniques
+            if technique.is_for_sessions and technique.why_not(session.problem, session.trace) is None
+        ]
+        if _fits(session.trace) is not False:
+            ladder = [technique for technique in ladder if technique.name == "recompute"]
+        self.expected += len(ladder)
+        for technique in ladder:
+            self.try_together((begun, technique))
+            if _fits(session.trace) is False and self.rows[-1].fits:
+                return
 
     def try_together(self, combination: tuple[Technique, ...]) -> None:
         """A row for a combination, if its last technique adds to what the others save."""
@@ -166,12 +252,20 @@ class _Search:
         self._row(after, f"{last.name} saves {saved} on top of {names}: {why}")
 
     def _row(self, after: _Tried, why: str) -> None:
+        trace = after.trace
+        time = step_time(trace) if after.is_traced else None
         self.rows.append(
             WhatIfRow(
-                technique=" + ".join(technique.name for technique in after.techniques),
+                technique=_JOIN.join(technique.name for technique in after.techniques),
                 before_bytes=self.base.trace.peak_bytes,
-                after_bytes=after.trace.peak_bytes,
+                after_bytes=trace.peak_bytes,
                 reason=why,
+                reserved_bytes=trace.peak_reserved_bytes,
+                fits=_fits(trace),
+                host_bytes=trace.host_bytes,
+                step_s=None if time is None else time.step_s,
+                set_=_settings_of(self.base.problem, after.problem),
+                code=_code(after.problem) if self.base.problem.plan is None else "",
             )
         )
 
@@ -203,6 +297,37 @@ class _Search:
         return None
 
 
+def _settings_of(base: Problem, problem: Problem) -> tuple[str, ...]:
+    """The difference between two steps as what `--set` takes; a smaller batch is not among them."""
+    named = [
+        f"step.{each.name}={value}"
+        for each in fields(problem.settings)
+        if (value := getattr(problem.settings, each.name)) != getattr(base.settings, each.name) and value is not None
+    ]
+    return (*named, *(f"plan.{key}={value}" for key, value in _plan_words(problem).items()))
+
+
+def _plan_words(problem: Problem) -> dict[str, str]:
+    """A plan that treats all groups alike, in the words of `make_plan`."""
+    plan = problem.plan
+    if plan is None:
+        return {}
+    streamed = any(group.weights is Weights.STREAMED for group in plan.groups)
+    words = {"weights": "streamed" if streamed else "resident", "update": plan.groups[0].sites[0].value}
+    if plan.schedule is not Schedule.DEFERRED:
+        words["schedule"] = plan.schedule.value
+    if problem.policy not in (None, "keep"):
+        words["activations"] = str(problem.policy)
+    return words
+
+
+def _code(problem: Problem) -> str:
+    if problem.plan is None:
+        return ""
+    words = ", ".join(f"{key}={value!r}" for key, value in _plan_words(problem).items())
+    return f"session = lowtide.manage(model, optimizer, lowtide.make_plan(model, {words}))"
+
+
 def _combinations(singles: Sequence[_Tried], base: StepTrace) -> list[tuple[Technique, ...]]:
     """Each technique that saves nothing alone, behind those that save most: one of them, then two."""
     saving = _partners(singles, base)
@@ -212,7 +337,8 @@ def _combinations(singles: Sequence[_Tried], base: StepTrace) -> list[tuple[Tech
         technique = tried.techniques[0]
         noun = technique.subject(base).noun
         # Of two that act on the same tensors (fused and for-loop steps) the first speaks for both.
-        if noun in seen or not is_nothing(base, tried.trace) or is_same(base, tried.trace):
+        is_without_effect = tried.is_traced and is_same(base, tried.trace)
+        if noun in seen or not is_nothing(base, tried.trace) or is_without_effect:
             continue
         seen.add(noun)
         partners = [other for other in saving if technique.why_not(other.problem, other.trace) is None][:_NUM_PARTNERS]
@@ -229,7 +355,9 @@ def _partners(singles: Sequence[_Tried], base: StepTrace) -> list[_Tried]:
     """
     kinds: dict[str, list[_Tried]] = {}
     for tried in singles:
-        if tried.trace.peak_bytes < base.peak_bytes * (1 - NOTHING_SHARE):
+        # What goes with a session is tried apart.
+        is_plain = not tried.techniques[0].begins_session
+        if is_plain and tried.trace.peak_bytes < base.peak_bytes * (1 - NOTHING_SHARE):
             kinds.setdefault(tried.techniques[0].subject(base).noun, []).append(tried)
     chosen = []
     for alike in kinds.values():
@@ -272,16 +400,20 @@ def _what_stays(subject: Subject, after: StepTrace) -> str:
 
 
 def _why_nothing(subject: Subject, before: StepTrace, after: StepTrace, held: int, left: int) -> str:
-    here = f"the peak is {where(before, before.peak_event)}"
     if held < NOTHING_SHARE * before.peak_bytes:
-        absent = subject.when_absent(place_of(before, before.peak_event))
-        return f"{here}, {absent}{_elsewhere(subject, before)}."
+        return _why_absent(subject, before)
+    here = f"the peak is {where(before, before.peak_event)}"
     if held - left < NOTHING_SHARE * before.peak_bytes:
         return f"{here}, and the {subject.noun} alive there stay the same ({format_bytes(left)})."
     return (
         f"it takes {format_bytes(held - left)} of {subject.noun} away from the peak, but {_move(before, after)}, "
         f"as high as before{_other_changes(subject, before, after)}."
     )
+
+
+def _why_absent(subject: Subject, before: StepTrace) -> str:
+    absent = subject.when_absent(place_of(before, before.peak_event))
+    return f"the peak is {where(before, before.peak_event)}, {absent}{_elsewhere(subject, before)}."
 
 
 def _elsewhere(subject: Subject, trace: StepTrace) -> str:

@@ -230,6 +230,10 @@ def _trace_figures(trace: StepTrace) -> str:
         ("Peak allocated", size(trace.peak_bytes), Value(f"{trace.peak_bytes:,} bytes")),
         ("Peak reserved", size(trace.peak_reserved_bytes), Value("what the allocator holds on to")),
     ]
+    if trace.host_bytes is not None:
+        items.append(("Host", size(trace.host_bytes), Value(f"{format_bytes(trace.pinned_bytes or 0)} of it locked")))
+    if trace.simulated_s is not None:
+        items.append(("Time a step", Value(format_seconds(trace.simulated_s["step"])), Value("simulated")))
     if trace.target.context_bytes:
         detail = ASSUMED_CONTEXT if trace.target.is_context_assumed else "beside it, outside the allocator"
         items.append(("Context", size(trace.target.context_bytes), Value(detail)))

@@ -21,7 +21,7 @@ from lowtide.runtime.planner import PlannedStep
 from lowtide.units import format_count, format_seconds
 
 _LAST_NUMBER = re.compile(r"(?P<before>.*?)(?P<number>\d+)(?P<after>\D*)")
-_LANE_NAMES = {
+LANE_NAMES: dict[str, str] = {
     Lane.COMPUTE: "computation",
     Lane.TO_DEVICE: "copies to the device",
     Lane.TO_HOST: "copies to the host",
@@ -32,7 +32,7 @@ _POLICY_WORDS = {policy: word for word, policy in WORDS.items()}
 
 def bound_words(simulated: SimulatedStep) -> str:
     """What would have to be faster."""
-    return {str(lane): name for lane, name in _LANE_NAMES.items()}.get(simulated.bound_by, simulated.bound_by)
+    return LANE_NAMES.get(simulated.bound_by, simulated.bound_by)
 
 
 def milliseconds(seconds: float) -> str:
@@ -161,7 +161,7 @@ def lane_table(simulated: SimulatedStep) -> Table:
     """How long each lane works in a step, and how long the computation waits."""
     waits_s, step_s = simulated.timeline.exposed_copy_s(), simulated.step_s
     rows = [
-        *((name, "kind-forward", simulated.busy_s[lane]) for lane, name in _LANE_NAMES.items()),
+        *((LANE_NAMES[lane], "kind-forward", simulated.busy_s[lane]) for lane in Lane),
         ("launches by the host", "plain", simulated.launch_s),
         ("the computation waits", "kind-waiting", waits_s),
     ]

@@ -17,6 +17,7 @@ from rich.text import Text
 from lowtide.planning.what_if import WhatIfRow
 from lowtide.report import session_tables, trace_tables
 from lowtide.report.palette import PEAK_COLOUR
+from lowtide.report.plan_tables import LANE_NAMES
 from lowtide.report.session_tables import cache_line
 from lowtide.report.table import STYLES, Tone
 from lowtide.report.trace_tables import ASSUMED_CONTEXT, circumstances, fit_of
@@ -40,8 +41,8 @@ def trace_report(
     parts += [
         trace_tables.category_table(trace),
         trace_tables.phase_table(trace),
-        trace_tables.alive_table(trace, limit=num_groups),
-        trace_tables.largest_table(trace, limit=num_largest),
+        *([trace_tables.alive_table(trace, limit=num_groups)] if num_groups else []),
+        *([trace_tables.largest_table(trace, limit=num_largest)] if num_largest else []),
     ]
     others = [note for note in trace.notes if not is_on_attention(note)]
     if others:
@@ -73,7 +74,10 @@ def session_report(stats: SessionStats, *, num_chunks: int = 16) -> Group:
 
 def what_if_report(rows: Sequence[WhatIfRow]) -> Group:
     """What each technique would do to the peak, and below it why: reasons are sentences and want the whole width."""
-    reasons = (Text.assemble((row.technique, "bold"), f": {row.reason}") for row in rows)
+    techniques: dict[str, list[str]] = {}
+    for row in rows:
+        techniques.setdefault(row.reason, []).append(row.technique)
+    reasons = (Text.assemble((", ".join(names), "bold"), f": {reason}") for reason, names in techniques.items())
     return Group(trace_tables.what_if_table(rows), "", *reasons)
 
 
@@ -104,9 +108,13 @@ def headline(trace: StepTrace) -> Panel:
         hardware = Text(f"{trace.target.card}, {format_bytes(fit.capacity_bytes)}: ")
         hardware.append(fit.verdict, style=_GOOD if fit.fits else _BAD)
     facts.add_row("hardware", hardware)
+    if trace.host_bytes is not None:
+        locked = f"  {format_bytes(trace.pinned_bytes or 0)} of it locked"
+        facts.add_row("host", Text(format_bytes(trace.host_bytes)) + Text(locked, style=_QUIET))
     if (time := step_time(trace)) is not None:
         duration = Text(f"about {format_seconds(time.step_s)}")
-        duration.append(f"  bound by {time.bound_by}, by the vendor's rates", style=_QUIET)
+        bound = LANE_NAMES.get(time.bound_by, time.bound_by)
+        duration.append(f"  bound by {bound}, by the vendor's rates", style=_QUIET)
         facts.add_row("time of the step", duration)
     instant = instant_of(trace, trace.peak_event)
     facts.add_row("the peak is in", Text(instant.phase.value if instant.phase else instant.place, style="bold"))

@@ -14,7 +14,7 @@ from lowtide.report.timeline import phase_runs, run_peak
 from lowtide.tracing.explanation.compare import compare_traces
 from lowtide.tracing.explanation.instant import AliveGroup, group_alive, largest_alive
 from lowtide.tracing.step_trace import Allocation, Category, StepTrace
-from lowtide.units import format_bytes, format_count
+from lowtide.units import format_bytes, format_count, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,16 +213,28 @@ def comparison_table(predicted: StepTrace, observed: StepTrace) -> Table:
 def what_if_table(techniques: Sequence[WhatIfRow]) -> Table:
     """What each technique would do to the peak, and on the page why."""
     tones = {0: Tone.QUIET, 1: Tone.GOOD, -1: Tone.BAD}
+    known = [row for row in techniques if row.fits is not None]
+    fits: Fill[WhatIfRow] = words("fits", _fits_value)
+    hosted: Fill[WhatIfRow] = number("host", lambda row: "" if row.host_bytes is None else size(row.host_bytes))
+    timed: Fill[WhatIfRow] = number("a step", lambda row: "" if row.step_s is None else format_seconds(row.step_s))
     return make_table(
         "What would lower the peak",
         techniques,
         words("technique", lambda row: Value(row.technique, tone=Tone.STRONG), wraps=True),
-        number("before", lambda row: size(row.before_bytes)),
+        number("before", lambda row: size(row.before_bytes), is_for_page=True),
         number("after", lambda row: size(row.after_bytes)),
         number("saves", lambda row: Value(saving(row), tone=tones[int(np.sign(row.saved_bytes))])),
+        *(hosted,) * any(row.host_bytes is not None for row in techniques),
+        *(timed,) * any(row.step_s is not None for row in techniques),
+        *(fits,) * bool(known),
         words("because", lambda row: row.reason, is_for_page=True),
         kind="reasons",
     )
+
+
+def _fits_value(row: WhatIfRow) -> Value:
+    """By what the allocator holds, and the context."""
+    return Value("yes", tone=Tone.GOOD) if row.fits else Value("no", tone=Tone.QUIET)
 
 
 def timeline_table(trace: StepTrace) -> Table:

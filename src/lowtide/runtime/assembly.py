@@ -19,7 +19,7 @@ from lowtide.activations.apply import Applied, apply
 from lowtide.activations.host_embedding import HostEmbedding, put_on_host
 from lowtide.activations.policy import Keep
 from lowtide.memory.chunk import Layout
-from lowtide.memory.mover import Copied, Mover, Ticket
+from lowtide.memory.mover import Copied, GradientCarrier, Mover, Ticket
 from lowtide.memory.store import Books
 from lowtide.memory.tier import Tier
 from lowtide.optim.update_types import Numerics
@@ -30,7 +30,7 @@ from lowtide.runtime.emulation.memory import TrackedMemory
 from lowtide.runtime.host_memory import HostPool, Tiers
 from lowtide.runtime.parameters.group import ManagedGroup, chunks_in
 from lowtide.runtime.passes.executor import Executor
-from lowtide.runtime.passes.forward import Window
+from lowtide.runtime.passes.forward import Gate, Window
 from lowtide.runtime.statistics.observer import StepObserver
 from lowtide.runtime.statistics.recording import PhaseClock, Recorder
 from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer
@@ -50,7 +50,7 @@ class SessionSetup:
     """None where the model is run and not trained."""
     layout: Layout
     """How the model's groups lie in chunks."""
-    mover: Mover
+    mover: GradientCarrier
     """Copies to and from the device; an emulated one comes with `tracked`."""
     tracked: TrackedMemory | None
     """The emulated device's books; None on a real one."""
@@ -218,6 +218,11 @@ class CallWatch:
         self._phases = phases
         self._call_over = call_over
         self._inner: Callable[..., Any] | None = None
+        self._gate: Gate | None = None
+
+    def go_through(self, gate: Gate | None) -> None:
+        """The gate decides how calls go on, until it is None."""
+        self._gate = gate
 
     def install(self) -> None:
         """Take the model's calls."""
@@ -236,7 +241,7 @@ class CallWatch:
         self._phases.enter("forward")
         went_well = False
         try:
-            output = inner(*args, **kwargs)
+            output = inner(*args, **kwargs) if self._gate is None else self._gate(inner, args, kwargs)
             went_well = True
         finally:
             self._phases.leave("forward")
@@ -356,6 +361,12 @@ class ModelCalls:
     def root_window(self) -> Window | None:
         """The one around the whole model; None where nothing needs one."""
         return next((window for window in self.windows if window.path == ""), None)
+
+    def go_through(self, gate: Gate | None) -> None:
+        """The gate decides how calls of the whole model go on, until it is None."""
+        for place in (self.root_window, self._watch):
+            if place is not None:
+                place.go_through(gate)
 
     def enter(self, tiers: Tiers) -> None:
         """Go around the modules' calls; what policies take to the host is charged to the tiers."""

@@ -10,9 +10,13 @@ import torch
 from torch import nn
 
 from lowtide.memory.store import Books
+from lowtide.planning.plan import Site
+from lowtide.runtime.emulation.memory import TrackedMemory
 from lowtide.runtime.parameters.group import ManagedGroup
 from lowtide.runtime.passes.executor import Executor, host_gradients
 from lowtide.runtime.statistics.recording import Recorder, is_resident
+from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer
+from lowtide.runtime.updates.kernel_optimizer import KernelOptimizer
 from lowtide.runtime.updates.managed_optimizer import ManagedOptimizer
 from lowtide.runtime.updates.worker import HostWorker
 
@@ -47,6 +51,23 @@ def forget_device_memory(groups: Iterable[ManagedGroup], books: Books) -> None:
                 books.credit(chunk.spec.nbytes, chunk.spec.name)
             chunk.forget_device()
         group.forget_device()
+
+
+def count_state(groups: Iterable[ManagedGroup], runner: ChunkOptimizer, tracked: TrackedMemory) -> None:
+    """Tell an emulated device which optimizer state lies there under the new plan: moving it copied nothing."""
+    for managed in (managed for group in groups for managed in group.members):
+        if isinstance(runner, KernelOptimizer):
+            kept = runner.kept.by_parameter.get(id(managed.parameter))
+            tensors = [] if kept is None else kept.all_tensors()
+        else:
+            state = dict.get(runner.optimizer.state, managed.parameter) or {}
+            # Counts of steps are the host's on every device.
+            tensors = [each for key, each in state.items() if isinstance(each, torch.Tensor) and key != "step"]
+        for tensor in tensors:
+            if managed.site is Site.DEVICE:
+                tracked.include(tensor, "optimizer state")
+            elif managed.site is Site.HOST:
+                tracked.exclude(tensor)
 
 
 def settle_for_good(executor: Executor, worker: HostWorker) -> Exception | None:

@@ -17,7 +17,7 @@ from lowtide.memory.chunk import Layout, lay_out
 from lowtide.memory.cuda_mover import CudaMover
 from lowtide.memory.emulated_mover import EmulatedMover
 from lowtide.memory.groups import find_named_groups, unmanaged_parameters
-from lowtide.memory.mover import Mover
+from lowtide.memory.mover import GradientCarrier
 from lowtide.memory.tier import DeviceLimit
 from lowtide.optim.optimizers import Adafactor
 from lowtide.optim.rules import reason_without_rule
@@ -138,7 +138,7 @@ def manage(
     )
     # The gradients of one group may wait for their copies while the next group computes.
     kept_bytes = max((group.nbytes for group in layout.groups), default=0)
-    mover: Mover = (
+    mover: GradientCarrier = (
         EmulatedMover(max_kept_bytes=kept_bytes)
         if tracked is not None
         else CudaMover(target, max_kept_bytes=kept_bytes, poison=bool(poison))

@@ -26,6 +26,7 @@ from lowtide.runtime.assembly import (
 from lowtide.runtime.hand_over import (
     HandOver,
     bring_state_to_parameters,
+    count_state,
     forget_device_memory,
     return_rest,
     settle_for_good,
@@ -380,13 +381,16 @@ class PlanRun:
             self._counting.append(optimizer.register_step_pre_hook(before))
             self._counting.append(optimizer.register_step_post_hook(after))
             return None
-        return install_optimizer(
+        managed = install_optimizer(
             self.setup,
             self._executor,
             proof=self._proof,
             after_step=self._pool.tick if self.plan.defragment_every else None,
             installed=None if self._handed_over is None else self._handed_over.managed,
         )
+        if self._handed_over is not None and self.setup.tracked is not None:
+            count_state(self._groups.values(), managed.runner, self.setup.tracked)
+        return managed
 
     def _after_plain_step(self) -> None:
         self._recorder.phases.leave("update")

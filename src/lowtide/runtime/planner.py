@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -21,11 +21,11 @@ from torch import nn
 from lowtide import compat
 from lowtide.activations.policy import WORDS, policy_of
 from lowtide.errors import ConfigError, PlanError, TraceError
-from lowtide.hardware import Hardware, UpdateKind, find_hardware, hardware_of
+from lowtide.hardware import Hardware, find_hardware, hardware_of
 from lowtide.memory.chunk import Layout, lay_out
 from lowtide.memory.groups import find_groups
 from lowtide.memory.tier import PINNABLE_SHARE, host_capacity_bytes
-from lowtide.optim.update_types import Moments, Numerics, Rounding, numerics_of
+from lowtide.optim.update_types import Numerics, numerics_of
 from lowtide.planning.budget_curve import BudgetPoint, CurveSource, budget_curve
 from lowtide.planning.budget_plans import WarmUp
 from lowtide.planning.hand_plan import make_plan
@@ -36,8 +36,11 @@ from lowtide.planning.simulator import LaneRates, SimulatedStep, lane_rates
 from lowtide.planning.step_costs import POLICIES, StepCosts, probe_policies, read_costs
 from lowtide.runtime.host_memory import state_bytes_by_parameter
 from lowtide.runtime.manage import manage
+from lowtide.runtime.prediction.simulation import update_kind
 from lowtide.runtime.prediction.trace import Optimizer, trace
+from lowtide.runtime.replanning import LOGGER
 from lowtide.runtime.session import Session
+from lowtide.runtime.step_planner import StepPlanner
 from lowtide.tracing.settings import StepSettings
 from lowtide.tracing.step_trace import StepTrace
 from lowtide.tracing.training_step import Loss, tensors_in
@@ -92,6 +95,10 @@ class PlannedStep:
         Takes some searches, and two traces for the ends.
         """
         return budget_curve(self.source)
+
+    def simulate(self, other: Plan) -> SimulatedStep:
+        """The same step under another plan, one made by hand for instance; nothing is traced."""
+        return self.source.search.simulate(other, self.source.limits)
 
     @cached_property
     def words(self) -> tuple[str, ...]:
@@ -285,37 +292,46 @@ def prepare(
         )
     hardware = hardware_of(chosen_device)
     budget = _free_bytes(chosen_device) if device_memory is None else parse_bytes(device_memory)
-    chosen: Plan | WarmUp
+    words: dict[str, Any] = {"hardware": hardware, "precision": precision, "moments": moments, "autocast": autocast}
+    search: Callable[..., PlannedStep] = partial(
+        plan, host_memory=host_memory, schedule=schedule, max_grad_norm=max_grad_norm, **words
+    )
+    start = partial(
+        manage,
+        model,
+        optimizer,
+        device=chosen_device,
+        max_grad_norm=max_grad_norm,
+        precision=precision,
+        moments=moments,
+    )
     try:
-        chosen = plan(
-            model,
-            batch,
-            optimizer=optimizer,
-            device_memory=budget,
-            host_memory=host_memory,
-            hardware=hardware,
-            precision=precision,
-            moments=moments,
-            schedule=schedule,
-            max_grad_norm=max_grad_norm,
-            loss=loss,
-            autocast=autocast,
-            on_progress=on_progress,
-        ).plan
+        planned = search(model, batch, optimizer=optimizer, device_memory=budget, loss=loss, on_progress=on_progress)
     except TraceError as error:
         warnings.warn(
             f"the step could not be traced ({error}); the plan is made after one observed training step instead",
             stacklevel=2,
         )
-        chosen = WarmUp(device_memory=budget, host_memory=host_memory, schedule=word_of(Schedule, schedule, "schedule"))
-    return manage(
-        model,
-        optimizer,
-        chosen,
-        device=chosen_device,
-        max_grad_norm=max_grad_norm,
-        precision=precision,
-        moments=moments,
+        asked = word_of(Schedule, schedule, "schedule")
+        return start(WarmUp(device_memory=budget, host_memory=host_memory, schedule=asked))
+    # Before the model is managed, as it cannot be copied afterwards.
+    planner = StepPlanner(search, words, model=model, batch=batch, optimizer=optimizer, loss=loss, device_bytes=budget)
+    session = start(planned.plan)
+    advice = faster_schedule(planned)
+    if is_cuda and advice is not None:
+        LOGGER.warning(advice)  # never an exception, unlike a warning under -W error
+    session._adapt(planner, planner.first(planned))
+    return session
+
+
+def faster_schedule(planned: PlannedStep) -> str | None:
+    """A sentence on updates in backward where they would be clearly faster, for who may use them; None elsewhere."""
+    if planned.in_backward_s is None:
+        return None
+    return (
+        f"updates in backward would be faster: {format_seconds(planned.in_backward_s)} a step instead of "
+        f"{format_seconds(planned.step_s)}, both predicted. Give prepare(..., schedule='in_backward') if the loop neither "
+        "clips, scales nor accumulates gradients"
     )
 
 
@@ -342,7 +358,7 @@ def _limits(
         )
     if device_memory is None and not hardware.memory_bytes:
         raise ConfigError(f"the memory of {hardware.name} is not known; give device_memory", key="device_memory")
-    device_bytes = _size("device_memory", device_memory, _usable_bytes(hardware))
+    device_bytes = _size("device_memory", device_memory, usable_bytes(hardware))
     if hardware.memory_bytes and device_bytes > hardware.memory_bytes:
         raise ConfigError(
             f"device_memory is {format_bytes(device_bytes)}, and {hardware.label} has {format_bytes(hardware.memory_bytes)}; "
@@ -363,13 +379,16 @@ def _limits(
     )
 
 
-def _usable_bytes(hardware: Hardware) -> int:
+def usable_bytes(hardware: Hardware) -> int:
+    """What may be reserved of a device where nothing else is said: its memory less its context and a margin."""
     return int((hardware.memory_bytes - hardware.context_bytes) * (1 - _MARGIN))
 
 
 def _size(key: str, given: Size | None, default: int) -> int:
     if given is None:
         return default
+    if isinstance(given, str) and given.strip().replace(".", "", 1).isdecimal():
+        raise ConfigError(f"{key} is {given!r}, which has no unit; write '{given.strip()}GiB', or MiB", key=key)
     try:
         found = parse_bytes(given)
     except ConfigError as error:
@@ -440,7 +459,12 @@ class PlanProblem:
     @cached_property
     def priced(self) -> tuple[StepCosts, int]:
         """The step's costs, and the bytes of tensors beyond their estimate."""
-        return self._costs() if self.known is None else self.known
+        return self.read(self.probes()) if self.known is None else self.known
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the batch, as `PlannedStep` counts them."""
+        return _num_tokens(self.batch)
 
     @property
     def search(self) -> Search:
@@ -451,7 +475,11 @@ class PlanProblem:
     def replay(self, candidate: Candidate, limits: Limits) -> tuple[Plan, StepTrace]:
         """A placement's plan, and its step as a session runs it."""
         chosen = self._plan_of(candidate, limits)
-        return chosen, trace(self.model, self.batch, plan=chosen, **self.traced)
+        return chosen, self.under(chosen)
+
+    def under(self, plan: Plan) -> StepTrace:
+        """The step under a plan, traced."""
+        return trace(self.model, self.batch, plan=plan, **self.traced)
 
     def fastest(self, limits: Limits) -> PlannedStep:
         """The fastest plan that fits; near the least that any takes, the smallest one.
@@ -465,7 +493,7 @@ class PlanProblem:
             self.tell("replaying the smallest plan")
             candidate = smallest(self.search, limits)
             chosen, replayed = self.replay(candidate, limits)
-            if self._fits(replayed, limits):
+            if self.fits(replayed, limits):
                 gaps = 1 - replayed.peak_bytes / replayed.peak_reserved_bytes
                 return self._planned(candidate, chosen, replayed, limits, beyond=self.priced[1], gaps=gaps)
             if replayed.peak_reserved_bytes <= limits.device_bytes:
@@ -496,7 +524,7 @@ class PlanProblem:
                 limits=limits,
                 best=candidate,
                 best_bytes=replayed.peak_reserved_bytes,
-                device_bytes=_usable_bytes(self.hardware) if self.hardware.memory_bytes else None,
+                device_bytes=usable_bytes(self.hardware) if self.hardware.memory_bytes else None,
                 replay=lambda other, within: self.replay(other, within)[1],
             ),
         )
@@ -537,7 +565,7 @@ class PlanProblem:
             chosen, replayed = self.replay(candidate, limits)
             gaps = mixed if search.is_mixed(candidate.placement) else alike
             beyond += replayed.peak_bytes - (candidate.device_bytes - int(gaps.share * limits.device_bytes))
-            if self._fits(replayed, limits):
+            if self.fits(replayed, limits):
                 best, found, share = (candidate, chosen, replayed), latest, gaps.share
                 left = 1 - replayed.peak_reserved_bytes / limits.device_bytes
                 gaps.was_enough(left)
@@ -569,6 +597,9 @@ class PlanProblem:
         of blocks alike, and of mixed ones), or else those that the best one was seen to have.
         """
         candidate, _, replayed = best
+        choices = candidate.placement.groups.values()
+        if all(choice.weights is Weights.RESIDENT and choice.site is Site.DEVICE for choice in choices):
+            return best  # all is on the device already: what a change saves is not worth a session in every call
         seen = (limits.device_bytes - replayed.peak_bytes) / limits.device_bytes
         for share in sorted({shares[0], max(shares[0], seen)}):
             self.tell("changing single choices")
@@ -584,7 +615,7 @@ class PlanProblem:
                 break
             self.tell("replaying the changed step")
             chosen, replayed = self.replay(better, limits)
-            if self._fits(replayed, limits):
+            if self.fits(replayed, limits):
                 return better, chosen, replayed
         return best
 
@@ -597,18 +628,23 @@ class PlanProblem:
             return None
         return found_s if found_s < deferred_s * (1 - _WORTH_A_WORD) else None
 
-    def _costs(self) -> tuple[StepCosts, int]:
-        """The step's costs, and the bytes of tensors beyond their estimate in the probe."""
-        probes = []
+    def probes(self) -> list[tuple[dict[str, str], StepTrace]]:
+        """The traces that price its parts."""
+        found = []
         for policies in probe_policies(self.layout):
             self.tell("pricing the step's parts")
             probe = make_plan(self.layout, update="host", schedule="in_backward", activations=policies or None)
-            probes.append((policies, trace(self.model, self.batch, plan=probe, **self.traced)))
-        costs = read_costs(self.layout, probes, self._state_bytes())
+            found.append((policies, self.under(probe)))
+        return found
+
+    def read(self, probes: Sequence[tuple[Mapping[str, str], StepTrace]]) -> tuple[StepCosts, int]:
+        """The step's costs, and the bytes of tensors beyond their estimate in the probe."""
+        costs = read_costs(self.layout, probes, self._state_bytes)
         policies, probed = probes[-1]
         estimate = Search(costs, self.layout, self._rates()).device_bytes(probe_placement(costs, self.layout, policies))
         return costs, probed.peak_bytes - estimate
 
+    @cached_property
     def _state_bytes(self) -> dict[str, int]:
         named: dict[str, torch.Tensor] = dict(self.model.named_parameters())
         if isinstance(self.optimizer, torch.optim.Optimizer):
@@ -645,7 +681,8 @@ class PlanProblem:
             ),
         )
 
-    def _fits(self, replayed: StepTrace, limits: Limits) -> bool:
+    def fits(self, replayed: StepTrace, limits: Limits) -> bool:
+        """Whether a replayed step is inside every budget."""
         assert replayed.host_bytes is not None, "a trace under a plan has them"
         assert replayed.pinned_bytes is not None, "a trace under a plan has them"
         return (
@@ -655,25 +692,21 @@ class PlanProblem:
         )
 
 
-def update_kind(numerics: Numerics | None, hardware: Hardware) -> UpdateKind:
-    """Whose rates are nearest to those of the update that a session takes."""
-    if numerics is None:
-        # Where torch chooses by itself, it fuses Adam, AdamW and Adagrad on the host of a CUDA model.
-        return UpdateKind.TORCH if hardware.is_host else UpdateKind.TORCH_FUSED
-    if numerics.moments is Moments.INT8:
-        return UpdateKind.EIGHT_BIT
-    return UpdateKind.FP32 if numerics.rounding is Rounding.NEAREST else UpdateKind.EXACT
-
-
 def smallest(search: Search, limits: Limits) -> Candidate:
-    """The placement that takes least of the device, of those that the host holds if there are any."""
+    """The uniform placement that takes least of the device, of those that the host holds if there are any."""
+    num = search.num_groups
     shapes = [
-        Shape(num_resident=0, num_device=0, small=policy, fast=policy, num_fast=0, prefetch_depth=0)
+        Shape(num_resident=resident, num_device=device, small=policy, fast=policy, num_fast=0, prefetch_depth=0)
         for policy in limits.policies or ("keep",)
+        for resident in (0, num)
+        for device in (0, num)
     ]
-    candidates = [search.evaluate(shape, limits) for shape in shapes]
-    held = [each for each in candidates if each.host_bytes <= limits.host_bytes]
-    return min(held or candidates, key=lambda candidate: candidate.device_bytes)
+
+    def taken(shape: Shape) -> tuple[bool, int]:
+        placement = search.placement(shape, limits)
+        return search.host_bytes(placement)[0] > limits.host_bytes, search.device_bytes(placement)
+
+    return search.evaluate(min(shapes, key=taken), limits)
 
 
 def _num_tokens(batch: Any) -> int:

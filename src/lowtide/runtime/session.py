@@ -18,6 +18,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -31,12 +32,14 @@ from lowtide.planning.plan import Plan
 from lowtide.planning.timeline import Timeline
 from lowtide.runtime.passes.lock import HELD, refuse_wrapping, remove_all, watch_process
 from lowtide.runtime.plan_run import switch_plan
+from lowtide.runtime.replanning import Replanning
 from lowtide.runtime.statistics.observer import StepObserver
-from lowtide.runtime.statistics.session_stats import SessionStats
+from lowtide.runtime.statistics.session_stats import PlanRow, SessionStats
 from lowtide.runtime.warm_up import WarmUpRun
 
 if TYPE_CHECKING:
     from lowtide.runtime.plan_run import PlanRun
+    from lowtide.runtime.step_planner import NextPlan, StepPlanner
 
 
 _FEW = 10_000
@@ -115,6 +118,9 @@ class Management:
         self._was_lost = False
         """Whether the session was let go of after the model had been called: one that was never held is meant to be so."""
         self._warm_up: WarmUpRun | None = None
+        self._replanning: Replanning | None = None
+        self.plans: list[PlanRow] = []
+        """Those that were made after the first."""
         # A model without a window has nothing that a plan could place.
         if observer is not None and plan_after is not None and plan_run.calls.root_window is not None:
             assert self.optimizer is not None
@@ -168,13 +174,25 @@ class Management:
             )
         return self.plan_run
 
-    def switch(self, plan: Plan) -> None:
+    def adapt(self, replanning: Replanning) -> None:
+        """Let the model's calls go through it until the end; it changes the plan where the loop is not as planned."""
+        self._replanning = replanning
+        self.opened().calls.go_through(replanning.call)
+        replanning.start()
+
+    def switch(
+        self, plan: Plan, reason: str = "the warm-up step was observed", predicted_peak_bytes: int | None = None
+    ) -> None:
         """Go on under another plan. Refused, the session goes on as it is; broken off, the model is plain."""
         self._checked(plan)
         plan_run = self.opened()
+        num_steps = plan_run.reporter.num_steps
         try:
             with HELD:
                 self.plan_run = switch_plan(plan_run, plan)
+                if self._replanning is not None:
+                    self.plan_run.calls.go_through(self._replanning.call)
+                self.plans.append(PlanRow(step=num_steps, reason=reason, predicted_peak_bytes=predicted_peak_bytes))
         finally:
             HELD.rest()
             if self.plan_run is plan_run and plan_run.is_closed:
@@ -193,8 +211,9 @@ class Management:
         try:
             with HELD:
                 self._unhook()
-                if self._warm_up is not None:
-                    self._warm_up.remove()
+                for watcher in (self._warm_up, self._replanning):
+                    if watcher is not None:
+                        watcher.remove()
                 plan_run.close(raised)
         finally:
             HELD.rest()
@@ -335,7 +354,7 @@ class Session:
 
     def stats(self) -> SessionStats:
         """Bytes moved, time, residency and peaks so far. Waits for the work that is under way."""
-        return self._open().reporter.stats()
+        return replace(self._open().reporter.stats(), plans=tuple(self._management.plans))
 
     def take_device_peak(self) -> int:
         """The most that the device held, in bytes of tensors, since this was last called; a new peak begins.
@@ -385,6 +404,10 @@ class Session:
 
     def _switch(self, plan: Plan) -> None:
         self._management.switch(plan)
+
+    def _adapt(self, planner: StepPlanner, planned: NextPlan) -> None:
+        """Let the planner's plans follow where the loop is not as planned."""
+        self._management.adapt(Replanning(self._management, planner, planned))
 
     def _open(self) -> PlanRun:
         return self._management.opened()

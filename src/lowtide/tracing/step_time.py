@@ -7,7 +7,8 @@ long as the host needs for all of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from lowtide.tracing.step_trace import Phase, StepTrace
 
@@ -21,7 +22,9 @@ class StepTime:
     device_s: float
     """In which the device computes."""
     phases: dict[Phase, float]
-    """By the phase in which the device's time passes; they sum to `step_s`."""
+    """By the phase in which the device's time passes; they sum to `step_s`. Empty for a step under a plan."""
+    lanes: Mapping[str, float] = field(default_factory=dict)
+    """Under a plan: in which each lane works, and the host launches."""
 
     @property
     def waits_for_launches_s(self) -> float:
@@ -30,13 +33,14 @@ class StepTime:
 
     @property
     def bound_by(self) -> str:
-        """What would have to be faster: `device`, or `launches`, the host's Python and torch's own work."""
+        """What would have to be faster: `device`, or `launches`, the host's Python and torch's own work; under a plan a lane."""
+        if self.lanes:
+            return max(self.lanes, key=lambda lane: self.lanes[lane])
         return "launches" if self.waits_for_launches_s > self.device_s else "device"
 
 
 def step_time(trace: StepTrace) -> StepTime | None:
-    """How long the step takes; None where the hardware's rates are not known, as on the host, and for a step under a plan,
-    whose copies and updates on the host are not simulated yet.
+    """How long the step takes, under a plan by the simulator; None where the hardware's rates are not known, as on the host.
 
     Example:
         >>> import torch, lowtide
@@ -44,6 +48,9 @@ def step_time(trace: StepTrace) -> StepTime | None:
         >>> lowtide.tracing.step_time.step_time(trace).bound_by
         'launches'
     """
+    if trace.simulated_s is not None:
+        lanes = {lane: seconds for lane, seconds in trace.simulated_s.items() if lane != "step"}
+        return StepTime(step_s=trace.simulated_s["step"], device_s=lanes.get("compute", 0.0), phases={}, lanes=lanes)
     if trace.host_bytes is not None or not any(op.seconds for op in trace.ops):
         return None
     launch_s = trace.target.launch_s

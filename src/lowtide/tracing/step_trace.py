@@ -164,6 +164,9 @@ class StepTrace:
     that are offloaded. None for a step without a plan."""
     pinned_bytes: int | None = None
     """The part of `host_bytes` that is locked for copies. None for a step without a plan."""
+    simulated_s: Mapping[str, float] | None = None
+    """Seconds of a step under a plan, by the simulator: `step`, and by lane those in which it works. None where the rates of the
+    hardware are not known, and for a step without a plan."""
     schema_version: int = field(default=SCHEMA_VERSION)
 
     def __repr__(self) -> str:

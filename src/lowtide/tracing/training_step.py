@@ -115,7 +115,7 @@ class TrainingStep:
         cast = torch.autocast(device_type, dtype=getattr(torch, str(autocast))) if is_on else contextlib.nullcontext()
         # The loss phase begins at the latest when the outermost module returns (see StorageRecorder.begin_phase).
         with cast, self.model.register_forward_hook(lambda *_: on_phase(Phase.LOSS)):
-            loss: Any = (self.loss or _own_loss)(self.model, self.batch)
+            loss: Any = (self.loss or own_loss)(self.model, self.batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             kind = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise TraceError(
@@ -131,7 +131,8 @@ class TrainingStep:
         return sdpa_kernel([*fused, SDPBackend.MATH])
 
 
-def _own_loss(model: nn.Module, batch: Any) -> Tensor:
+def own_loss(model: nn.Module, batch: Any) -> Tensor:
+    """The loss that the model itself returns, called with the batch as it asks for it."""
     kwargs = {str(key): value for key, value in batch.items()} if isinstance(batch, Mapping) else {}
     args: tuple[Any, ...] = () if isinstance(batch, Mapping) else (batch,)
     if isinstance(batch, Sequence) and not isinstance(batch, str):
@@ -173,7 +174,7 @@ def about_step(step: TrainingStep) -> dict[str, str]:
 def _batch_words(batch: Any) -> str:
     """The tensors of a batch: `input_ids, labels 8x2048 int64`."""
     names: dict[str, list[str]] = {}
-    for name, tensor in _named_tensors(batch, ""):
+    for name, tensor in named_tensors(batch, ""):
         shape = "x".join(map(str, tensor.shape)) or "one number"
         names.setdefault(f"{shape} {_type_name(tensor)}", []).append(name)
     return "; ".join(f"{', '.join(filter(None, called))} {words}".strip() for words, called in names.items())
@@ -181,21 +182,22 @@ def _batch_words(batch: Any) -> str:
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors in a nest of mappings, sequences and dataclasses, such as a batch."""
-    return (tensor for _, tensor in _named_tensors(value, ""))
+    return (tensor for _, tensor in named_tensors(value, ""))
 
 
-def _named_tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a nest with where they are in it: `labels`, `inputs.mask`."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping):
         for key, part in value.items():
-            yield from _named_tensors(part, f"{name}.{key}" if name else str(key))
+            yield from named_tensors(part, f"{name}.{key}" if name else str(key))
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
         for part in value:
-            yield from _named_tensors(part, name)
+            yield from named_tensors(part, name)
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
-            yield from _named_tensors(getattr(value, field.name), f"{name}.{field.name}" if name else field.name)
+            yield from named_tensors(getattr(value, field.name), f"{name}.{field.name}" if name else field.name)
 
 
 def _optimizer_words(optimizer: torch.optim.Optimizer | None) -> str:

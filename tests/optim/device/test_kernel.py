@@ -13,7 +13,7 @@ from lowtide import compat
 from lowtide.errors import BadPieceError
 from lowtide.optim import reference
 from lowtide.optim.device import kernel as device_kernel
-from lowtide.optim.device.table import COLUMNS, NUM_FLOATS, TILE, rows_of, variant_of
+from lowtide.optim.device.table import COLUMNS, NUM_FLOATS, TILE, floats_of, rows_of, variant_of
 from lowtide.optim.reference import join
 from lowtide.optim.rules import Adam, ElementwiseRule, Lion, Sgd, require_rule
 from lowtide.optim.state import ParameterState, new_state
@@ -74,7 +74,7 @@ def value_of(item: Item) -> torch.Tensor:
 def test_tiles_are_counted_through_all_pieces() -> None:
     parts = items(RULES[0], torch.bfloat16, Numerics(), "cpu")
     made = pieces(parts, RULES[0], step=3)
-    integers, floats, num_tiles = rows_of(made, 0.5)
+    integers, num_tiles = rows_of(made)
     assert num_tiles == 6
     assert [dict(zip(COLUMNS, row, strict=True))["end_tile"] for row in integers] == [3, 3, 4, 5, 6]
     row = dict(zip(COLUMNS, integers[0], strict=True))
@@ -82,7 +82,8 @@ def test_tiles_are_counted_through_all_pieces() -> None:
     assert row["kept"] == parts[0][1].remainder.data_ptr()  # type: ignore[union-attr]
     assert row["state_1"] == made[0].state["exp_avg_sq"].data_ptr()
     assert row["state_2"] == row["scale_0"] == 0
-    assert all(len(numbers) == NUM_FLOATS and numbers[0] == 0.5 for numbers in floats)
+    numbers = floats_of(RULES[0], 3, 0.5)
+    assert len(numbers) == NUM_FLOATS and numbers[0] == 0.5  # noqa: PT018
 
 
 def test_rates_and_steps_are_no_part_of_a_kernel() -> None:
@@ -90,7 +91,7 @@ def test_rates_and_steps_are_no_part_of_a_kernel() -> None:
     first = pieces(parts, RULES[0], step=1)[3]
     later = pieces(parts, Adam(lr=3.0, beta1=0.5, eps=1.0), step=50)[3]
     assert variant_of(first, Rounding.EXACT, Moments.FP32) == variant_of(later, Rounding.EXACT, Moments.FP32)
-    assert rows_of([first], 1.0)[1] != rows_of([later], 1.0)[1]
+    assert floats_of(first.rule, first.step, 1.0) != floats_of(later.rule, later.step, 1.0)
 
 
 def test_sizes_and_addresses_that_are_not_aligned_have_a_kernel_of_their_own() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from lowtide.optim.device import kernel as device_kernel
 from lowtide.optim.device.table import TILE, Variant
 from lowtide.optim.rules import Adam, ElementwiseRule
 from lowtide.optim.state import new_state
-from lowtide.optim.update_types import Moments, Numerics, Piece, Rounding
+from lowtide.optim.update_types import Moments, Numerics, Piece, Rounding, Turn
 from tests.optim import matrix_cases
 from tests.optim.device.counted_launches import Launches, counted_launches
 from tests.optim.test_reference import piece_of
@@ -134,3 +135,46 @@ def test_updates_on_a_gpu_without_triton_are_the_reference(is_whole: bool, monke
         assert len(caught) == 1
         update()
     assert updated == [whole if is_whole else piece] * 2
+
+
+def test_launches_that_are_made_again_send_what_new_ones_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[Variant, torch.Tensor, torch.Tensor]] = []
+    counted_launches(monkeypatch)
+    monkeypatch.setattr(
+        sys.modules["lowtide.optim.device.triton"],
+        "launch",
+        lambda variant, table, floats, factor, num_tiles: sent.append((variant, table.clone(), floats.clone())),
+    )
+    other = Adam(lr=1e-2, is_decoupled=False)
+    first = [piece for pair in zip(pieces(RULE, 3), pieces(other, 3), strict=True) for piece in pair]
+    launches = device_kernel.Launches(first, Rounding.EXACT, Moments.FP32)
+    launches.run(Turn.of(first), 1.0)
+    later = [
+        replace(
+            piece,
+            weight=piece.weight.clone(),
+            gradient=piece.gradient.clone(),
+            rule=replace(piece.rule, lr=0.5 + number),
+            step=7 + number % 3,
+            key=100 + number,
+        )
+        for number, piece in enumerate(first)
+    ]
+    sent.clear()
+    assert launches.fits(Turn.of(later))
+    launches.run(Turn.of(later), 0.25)
+    device_kernel.Launches(later, Rounding.EXACT, Moments.FP32).run(Turn.of(later), 0.25)
+    again, new = sent[:2], sent[2:]
+    for (kind, table, floats), (other_kind, other_table, other_floats) in zip(again, new, strict=True):
+        assert kind == other_kind
+        assert torch.equal(table, other_table)
+        assert torch.equal(floats, other_floats)
+
+
+def test_launches_do_not_fit_addresses_of_another_kernel() -> None:
+    made = pieces(RULE, 2)
+    launches = device_kernel.Launches(made, Rounding.EXACT, Moments.FP32)
+    turn = Turn.of(made)
+    assert launches.fits(turn)
+    turn.gradients[1] += 4
+    assert not launches.fits(turn)

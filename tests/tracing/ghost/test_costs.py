@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from lowtide.hardware import find_hardware
-from lowtide.hardware.rates import KERNEL_S, MEMORY_EFFICIENCY, PRODUCT_EFFICIENCY, KernelRate
+from lowtide.hardware.rates import KERNEL_S, MEMORY_EFFICIENCY, PRODUCT_EFFICIENCY, PRODUCT_S, KernelRate
 from lowtide.tracing.ghost.costs import (
     Costs,
     Reduction,
@@ -266,14 +266,14 @@ class TestSeconds:
     def test_a_product_is_bound_by_arithmetic(self) -> None:
         hardware = find_hardware("h200")
         left, out = bf16(8192, 8192), bf16(8192, 8192)
-        seconds = Costs(hardware, "2.11.0").seconds(describe(aten.mm.default), (left, left), out)
+        seconds = Costs(hardware, "2.11.0").timed(describe(aten.mm.default), (left, left), out)[0]
         assert hardware.bf16_flops is not None
-        assert seconds == pytest.approx(2 * 8192**3 / (hardware.bf16_flops * PRODUCT_EFFICIENCY) + KERNEL_S)
+        assert seconds == pytest.approx(2 * 8192**3 / (hardware.bf16_flops * PRODUCT_EFFICIENCY) + PRODUCT_S)
 
     def test_a_sum_is_bound_by_memory(self) -> None:
         hardware = find_hardware("h200")
         x = f32(1 << 20)
-        seconds = Costs(hardware, "2.11.0").seconds(describe(aten.add.Tensor), (x, x), x)
+        seconds = Costs(hardware, "2.11.0").timed(describe(aten.add.Tensor), (x, x), x)[0]
         assert hardware.memory_bytes_per_s is not None
         traffic_s = 3 * 4 * (1 << 20) / (hardware.memory_bytes_per_s * MEMORY_EFFICIENCY)
         assert seconds == pytest.approx(traffic_s + KERNEL_S)
@@ -288,7 +288,7 @@ class TestSeconds:
 
     def test_nothing_is_known_of_a_capacity(self) -> None:
         x = f32(1 << 20)
-        assert Costs(find_hardware("24GiB"), "2.11.0").seconds(describe(aten.add.Tensor), (x, x), x) == 0.0
+        assert Costs(find_hardware("24GiB"), "2.11.0").timed(describe(aten.add.Tensor), (x, x), x)[0] == 0.0
 
     def test_causal_attention_counts_half(self) -> None:
         query = bf16(2, 8, 4096, 128)

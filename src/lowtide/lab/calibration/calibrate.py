@@ -85,17 +85,25 @@ def sizes_for(device: torch.device) -> Sizes:
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         sizes = replace(sizes, dtypes=("float16", "float32"), model_dtype="float16")
     if free < _PLENTY_BYTES:
-        sizes = replace(sizes, num_tokens=2048, large_batch=(1, 2048), num_updated=1 << 24, memory_bytes=128 << 20)
+        sizes = replace(
+            sizes, num_tokens=2048, lengths=(256, 512, 2048), large_batch=(1, 2048), num_updated=1 << 24,
+            memory_bytes=128 << 20,
+        )  # fmt: skip
     return sizes
 
 
 def measure(device: torch.device, hardware: Hardware, sizes: Sizes, tell: Callable[[str], None]) -> Calibration:
-    """Measure a device and its host; on the CPU only the host."""
+    """Measure a device and its host; on the CPU only the host. The caller's random numbers are left as they are."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+        return _measure(device, hardware, sizes, tell)
+
+
+def _measure(device: torch.device, hardware: Hardware, sizes: Sizes, tell: Callable[[str], None]) -> Calibration:
     began_s = time.perf_counter()
     timer = Timer(device, sizes, tell)
     tell("tracing the steps to be timed")
     small = steps.read_step(sizes.small, sizes.small_batch, sizes.model_dtype, hardware)
-    host = HostRates().launching(steps.measure_step(timer, small, "step of a small model") / small.num_ops)
+    host = HostRates().launching(steps.measure_step(timer, small, "step of a small model") / len(small.ops))
     found, notes = None, []
     if device.type == "cuda":
         large = steps.read_step(sizes.large, sizes.large_batch, sizes.model_dtype, hardware)
@@ -137,7 +145,7 @@ def measure_device(timer: Timer, large: steps.Step) -> tuple[DeviceRates, kernel
         products[dtype] = kernels.measure_products(timer, dtype)
         _release(timer)
     own = products[sizes.model_dtype]
-    forward, backward = kernels.measure_attention(timer, sizes.model_dtype, own.start_s)
+    forward, backward = kernels.measure_attention(timer, sizes.model_dtype, own)
     _release(timer)
     device_updates = updates.measure_device_updates(timer)
     _release(timer)
@@ -147,8 +155,8 @@ def measure_device(timer: Timer, large: steps.Step) -> tuple[DeviceRates, kernel
         fp32=products["float32"],
         bf16=products.get("bfloat16"),
         fp16=products.get("float16"),
-        attention_share=forward.per_s / own.per_s,
-        attention_backward_share=backward.per_s / own.per_s,
+        attention=forward,
+        attention_backward=backward,
         memory=memory,
         to_device_bytes_per_s=links.to_device,
         to_host_bytes_per_s=links.to_host,
@@ -156,7 +164,13 @@ def measure_device(timer: Timer, large: steps.Step) -> tuple[DeviceRates, kernel
     )
     step_s = steps.measure_step(timer, large, "step of a large model")
     _release(timer)
-    return replace(rates, memory=steps.fit_memory(large, step_s, rates)), copies
+    rates = replace(
+        rates,
+        memory=steps.fit_memory(large, step_s, rates),
+        updates=steps.measure_updates_in_session(timer, large, step_s, device_updates),
+    )
+    _release(timer)
+    return rates, copies
 
 
 def measure_host(timer: Timer, host: HostRates, copies: kernels.Copies | None) -> HostRates:

@@ -12,32 +12,42 @@ from torch import Tensor
 
 from lowtide import compat
 from lowtide.hardware.calibration import Measurement
-from lowtide.hardware.rates import KernelRate
+from lowtide.hardware.rates import AttentionRate, KernelRate
 from lowtide.lab.calibration.timing import Timer
 from lowtide.tracing.ghost.costs import BACKWARD_ATTENTION
 
+_NO_LIMIT = 1e18
+"""Bytes a second, where they take no time that could be told."""
 _OTHERS_BYTES = 4 << 30
 """A context above this is not one process's own."""
 
 
-def fit_rate(measurements: Sequence[Measurement], start_s: float | None = None) -> KernelRate:
-    """The rate with the least relative error, squared, over kernels of all sizes.
-
-    Args:
-        measurements: At least one; two of different work where the start is wanted.
-        start_s: What each kernel takes besides its work, where that is known.
-    """
-    points = [(each.work / each.median_s, 1 / each.median_s) for each in measurements]
-    if start_s is None:
-        # work * a + start * b = 1 for each, by least squares.
-        aa, ab, bb = (sum(p[i] * p[j] for p in points) for i, j in ((0, 0), (0, 1), (1, 1)))
-        a, b = sum(p[0] for p in points), sum(p[1] for p in points)
-        determinant = aa * bb - ab * ab
-        start_s = max(0.0, (aa * b - ab * a) / determinant) if determinant > 1e-12 * aa * bb else 0.0
-    # No kernel is all start: one that took less than its start was timed badly, and must not turn the rate around.
-    start_s = min(start_s, *(0.99 * each.median_s for each in measurements))
-    inverse = sum(p[0] * (1 - start_s * p[1]) for p in points) / sum(p[0] ** 2 for p in points)
+def fit_rate(measurements: Sequence[Measurement]) -> KernelRate:
+    """The start and the rate with the least relative error, squared, over kernels of all sizes."""
+    inverse, start_s = _least_squares([(each.work / each.median_s, 1 / each.median_s) for each in measurements])
     return KernelRate(per_s=1 / inverse, start_s=start_s)
+
+
+def fit_attention(measurements: Sequence[Measurement], num_bytes: float, product: KernelRate) -> AttentionRate:
+    """The same for attention over so many bytes at several lengths, which starts as a product does."""
+    left_s = [max(each.median_s - product.start_s, 0.01 * each.median_s) for each in measurements]
+    inverse, inverse_bytes = _least_squares(
+        [(each.work / seconds, num_bytes / seconds) for each, seconds in zip(measurements, left_s, strict=True)]
+    )
+    return AttentionRate(share=1 / inverse / product.per_s, bytes_per_s=1 / max(inverse_bytes, 1 / _NO_LIMIT))
+
+
+def _least_squares(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The `a` above 0 and `b` of at least 0 for which `a * x + b * y` comes nearest to 1 for all points."""
+    xx, xy, yy = (sum(p[i] * p[j] for p in points) for i, j in ((0, 0), (0, 1), (1, 1)))
+    x, y = (sum(p[i] for p in points) for i in (0, 1))
+    determinant = xx * yy - xy * xy
+    if determinant > 1e-12 * xx * yy:
+        a, b = (yy * x - xy * y) / determinant, (xx * y - xy * x) / determinant
+        if a > 0 and b >= 0:
+            return a, b
+    # Timed so badly, or so much alike, that there is no telling them apart.
+    return x / xx, 0.0
 
 
 def measure_products(timer: Timer, dtype_name: str) -> KernelRate:
@@ -68,13 +78,13 @@ def _product(timer: Timer, name: str, left: Tensor, right: Tensor) -> Measuremen
     return timer.on_device(f"product {name}", flops, "FLOP", lambda: torch.mm(left, right, out=out))
 
 
-def measure_attention(timer: Timer, dtype_name: str, start_s: float) -> tuple[KernelRate, KernelRate]:
+def measure_attention(timer: Timer, dtype_name: str, product: KernelRate) -> tuple[AttentionRate, AttentionRate]:
     """Causal attention through SDPA, forward and backward."""
     sizes, dtype = timer.sizes, getattr(torch, dtype_name)
     heads = max(1, sizes.hidden_size // sizes.head_size)
     forward, backward = [], []
     for length in sizes.lengths:
-        shape = (max(1, sizes.num_tokens // length), heads, length, sizes.head_size)
+        shape = (sizes.num_tokens // length, heads, length, sizes.head_size)
         query, key, value = (_random(timer, *shape, dtype=dtype).requires_grad_() for _ in range(3))
         gradient = _random(timer, *shape, dtype=dtype)
         flops = 2.0 * shape[0] * heads * length * length * sizes.head_size
@@ -91,7 +101,9 @@ def measure_attention(timer: Timer, dtype_name: str, start_s: float) -> tuple[Ke
             torch.autograd.grad(out, inputs, gradient, retain_graph=True)
 
         backward.append(timer.on_device(f"{name} backward", BACKWARD_ATTENTION * flops, "FLOP", backpropagate))
-    return fit_rate(forward, start_s), fit_rate(backward, start_s)
+    # The backward reads what the forward does, its output and its gradient, and writes three gradients.
+    num_bytes = sizes.num_tokens * heads * sizes.head_size * dtype.itemsize
+    return fit_attention(forward, 4 * num_bytes, product), fit_attention(backward, 8 * num_bytes, product)
 
 
 def measure_memory(timer: Timer) -> KernelRate:

@@ -13,45 +13,48 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from lowtide.hardware import Hardware
-from lowtide.hardware.rates import DeviceRates, HostRates, KernelRate
+from lowtide.hardware.rates import DeviceRates, HostRates, KernelRate, UpdateKind, UpdateRates
 from lowtide.lab.calibration.timing import Timer
-from lowtide.lab.calibration.updates import updates_elsewhere
+from lowtide.lab.calibration.updates import make_update, running
 from lowtide.models.llama import Llama, LlamaConfig
 from lowtide.planning.hand_plan import make_plan
 from lowtide.runtime.manage import manage
 from lowtide.runtime.prediction.trace import trace
-from lowtide.tracing.step_trace import Phase, StepTrace
+from lowtide.tracing.ghost.costs import seconds_of
+from lowtide.tracing.step_trace import Op, Phase
 
 _IN_BACKWARD = {"schedule": "in_backward", "update": "device"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """What one operator of a step does."""
-
-    operator: str
-    num_bytes: float
-    flops: float
+_DEFERRED = {"weights": "resident", "update": "device"}
+_PRECISIONS = {
+    "bfloat16": ("bf16 exact", UpdateKind.EXACT, 26),
+    "float16": ("fp16 exact", UpdateKind.FP32, 30),
+    "float32": ("fp32", UpdateKind.FP32, 28),
+}
+"""By the type of a model: how a session updates it exactly, the nearest kind of update, and the bytes for each parameter."""
+_NUM_BLOCKS = 3
+"""In which steps alone and steps beside updates take turns, because a host is faster at one time than at another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """Forward and backward of a model, and what it consists of."""
+    """Forward and backward of a model, and the operators that they consist of."""
 
     config: LlamaConfig
     batch: tuple[int, int]
     dtype: str
-    num_ops: int
-    num_block_ops: int
-    """In the forward of the blocks."""
-    works: tuple[Work, ...]
-    """Empty for a step on the host, whose operators have no known costs."""
+    ops: tuple[Op, ...] = ()
+
+    @property
+    def num_block_ops(self) -> int:
+        """Operators in the forward of the blocks."""
+        return sum(op.phase is Phase.FORWARD and op.module.startswith("layers.") for op in self.ops)
 
     def build(self, device: torch.device) -> nn.Module:
         """The model, with weights drawn on the device."""
@@ -65,34 +68,10 @@ class Step:
 
 
 def read_step(config: LlamaConfig, batch: tuple[int, int], dtype: str, hardware: Hardware) -> Step:
-    """Trace a step twice: once with times that are bytes, once with times that are FLOP."""
-    nothing, one = KernelRate(per_s=float("inf"), start_s=0.0), KernelRate(per_s=1.0, start_s=0.0)
-    empty = Step(config=config, batch=batch, dtype=dtype, num_ops=0, num_block_ops=0, works=())
-
-    def traced(memory: KernelRate, product: KernelRate) -> StepTrace:
-        assert hardware.rates is not None
-        rates = replace(
-            hardware.rates, memory=memory, fp32=product, bf16=product, fp16=product, attention_share=1.0,
-            attention_backward_share=1.0,
-        )  # fmt: skip
-        return trace(
-            empty.build(torch.device("meta")),
-            empty.ids(torch.device("cpu")),
-            hardware=replace(hardware, measured=rates),
-        )
-
-    if hardware.is_host:
-        by_bytes = trace(empty.build(torch.device("meta")), empty.ids(torch.device("cpu")), hardware=hardware)
-        works: tuple[Work, ...] = ()
-    else:
-        by_bytes, by_flops = traced(one, nothing), traced(nothing, one)
-        works = tuple(
-            Work(operator=op.name, num_bytes=op.seconds, flops=other.seconds)
-            for op, other in zip(by_bytes.ops, by_flops.ops, strict=True)
-            if op.seconds
-        )
-    num_block_ops = sum(op.phase is Phase.FORWARD and op.module.startswith("layers.") for op in by_bytes.ops)
-    return replace(empty, num_ops=len(by_bytes.ops), num_block_ops=num_block_ops, works=works)
+    """Trace a step, with the kernels that some hardware would choose."""
+    step = Step(config=config, batch=batch, dtype=dtype)
+    traced = trace(step.build(torch.device("meta")), step.ids(torch.device("cpu")), hardware=hardware)
+    return replace(step, ops=traced.ops)
 
 
 def fit_memory(step: Step, step_s: float, rates: DeviceRates) -> KernelRate:
@@ -100,12 +79,9 @@ def fit_memory(step: Step, step_s: float, rates: DeviceRates) -> KernelRate:
 
     It is less than what a single large kernel reaches, because most are smaller, and read in other orders; never more.
     """
-    products_s = sum(
-        rates.seconds(num_bytes=work.num_bytes, flops=work.flops, dtype=step.dtype, operator=work.operator)
-        for work in step.works
-        if work.flops
-    )
-    others = [work.num_bytes for work in step.works if not work.flops]
+    works = [(op.name, op.work) for op in step.ops if op.work is not None]
+    products_s = sum(seconds_of(name, work, rates) for name, work in works if work.flops)
+    others = [work.num_bytes for _, work in works if not work.flops]
     left_s = step_s - products_s - len(others) * rates.memory.start_s
     fastest_s = sum(others) / rates.memory.per_s
     return replace(rates.memory, per_s=sum(others) / max(left_s, fastest_s))
@@ -115,8 +91,8 @@ def measure_step(timer: Timer, step: Step, name: str) -> float:
     """Median seconds of forward and backward."""
     timer.tell(name)
     model, batch = step.build(timer.device), step.ids(timer.device)
-    times = _times(lambda: _forward_backward(model, batch), timer.sizes.num_steps)
-    return timer.note(name, step.num_ops, "operator", times).median_s
+    times = _times(lambda: _forward_backward(model, batch), 2 * timer.sizes.num_steps)
+    return timer.note(name, len(step.ops), "operator", times).median_s
 
 
 def _forward_backward(model: nn.Module, batch: dict[str, torch.Tensor]) -> None:
@@ -126,8 +102,8 @@ def _forward_backward(model: nn.Module, batch: dict[str, torch.Tensor]) -> None:
     loss.item()
 
 
-def _times(call: Callable[[], None], count: int) -> list[float]:
-    for _ in range(3):
+def _times(call: Callable[[], object], count: int) -> list[float]:
+    for _ in range(2):
         call()
     times = []
     for _ in range(count):
@@ -135,6 +111,23 @@ def _times(call: Callable[[], None], count: int) -> list[float]:
         call()
         times.append(time.perf_counter() - began_s)
     return times
+
+
+def measure_updates_in_session(timer: Timer, step: Step, step_s: float, alone: UpdateRates) -> UpdateRates:
+    """What Lowtide's kernels reach in the steps of a session, where they also look for gradients that are not finite.
+
+    Args:
+        timer: What it counts by.
+        step: One that is bound by the device.
+        step_s: What its forward and backward take.
+        alone: What the kernels reach by themselves; never less than in a session.
+    """
+    precision, kind, bytes_each = _PRECISIONS[step.dtype]
+    managed_s, _, _ = _managed(timer, step, "updates on the device", _DEFERRED, precision=precision)
+    num_elements = sum(parameter.numel() for parameter in step.build(torch.device("meta")).parameters())
+    least_s = bytes_each * num_elements / alone.of(kind)
+    share = least_s / max(managed_s - step_s, least_s)
+    return replace(alone, exact=alone.exact * share, fp32=alone.fp32 * share, eight_bit=alone.eight_bit * share)
 
 
 def measure_session(timer: Timer, step: Step, host: HostRates) -> HostRates:
@@ -145,12 +138,13 @@ def measure_session(timer: Timer, step: Step, host: HostRates) -> HostRates:
         step: A step that is bound by the host.
         host: Rates to complete; its launches are known.
     """
-    plain, plain_beside, _ = _managed(timer, step, "plain", None)
-    resident, resident_beside, _ = _managed(timer, step, "resident", {"weights": "resident", **_IN_BACKWARD})
-    streamed, streamed_beside, num_groups = _managed(timer, step, "streamed", {"weights": "streamed", **_IN_BACKWARD})
-    selective, _, _ = _managed(
-        timer, step, "selective", {"weights": "resident", "activations": "selective", **_IN_BACKWARD}
-    )
+    precision = _PRECISIONS[step.dtype][0]
+    measured = partial(_managed, timer, step, precision=precision, is_beside=True)
+    plain, plain_beside, _ = measured("plain", None)
+    resident, resident_beside, _ = measured("resident", {"weights": "resident", **_IN_BACKWARD})
+    streamed, streamed_beside, num_groups = measured("streamed", {"weights": "streamed", **_IN_BACKWARD})
+    words = {"weights": "resident", "activations": "selective", **_IN_BACKWARD}
+    selective, _, _ = measured("selective", words)
     num_parameters = len(list(step.build(torch.device("meta")).parameters()))
     # A selective policy sees the operators of the forward, and sees them again in the backward, which repeats them.
     watched_s = (selective - resident - step.num_block_ops * host.launch_s) / (2 * step.num_block_ops)
@@ -164,8 +158,16 @@ def measure_session(timer: Timer, step: Step, host: HostRates) -> HostRates:
     )
 
 
-def _managed(timer: Timer, step: Step, name: str, words: dict[str, Any] | None) -> tuple[float, float, int]:
-    """Median seconds of a step alone and beside updates on the host, and how many groups it has."""
+def _managed(
+    timer: Timer,
+    step: Step,
+    name: str,
+    words: dict[str, Any] | None,
+    *,
+    precision: str,
+    is_beside: bool = False,
+) -> tuple[float, float, int]:
+    """Median seconds of a step alone and beside updates on the host, 0 where that is not asked for, and the number of groups."""
     sizes = timer.sizes
     timer.tell(f"session, {name}")
     model, batch = step.build(timer.device), step.ids(timer.device)
@@ -176,8 +178,7 @@ def _managed(timer: Timer, step: Step, name: str, words: dict[str, Any] | None) 
         # An emulated device has no size of its own.
         plan = make_plan(model, **words, device_memory=None if timer.is_cuda else "1GiB")
         num_groups = len(plan.groups)
-        is_bf16 = step.dtype == "bfloat16"
-        session = manage(model, optimizer, plan, device=timer.device, precision="bf16 exact" if is_bf16 else None)
+        session = manage(model, optimizer, plan, device=timer.device, precision=precision)
 
     def train() -> None:
         loss = model(**batch).loss
@@ -186,8 +187,16 @@ def _managed(timer: Timer, step: Step, name: str, words: dict[str, Any] | None) 
         optimizer.zero_grad()
         loss.item()
 
+    alone: list[float] = []
+    beside: list[float] = []
+    update, _ = make_update(UpdateKind.EXACT, sizes.num_updated // 2 if is_beside else 1, torch.device("cpu"))
     with session:
-        alone = timer.note(f"step, {name}", 1, "step", _times(train, sizes.num_steps))
-        with updates_elsewhere(sizes.num_updated // 4):
-            beside = timer.note(f"step, {name}, beside updates", 1, "step", _times(train, sizes.num_steps))
-    return alone.median_s, beside.median_s, num_groups
+        for _ in range(_NUM_BLOCKS):
+            count = -(-sizes.num_steps // _NUM_BLOCKS)
+            alone += _times(train, count)
+            if is_beside:
+                with running(update):
+                    beside += _times(train, count)
+    alone_s = timer.note(f"step, {name}", 1, "step", alone).median_s
+    beside_s = timer.note(f"step, {name}, beside updates", 1, "step", beside).median_s if beside else 0.0
+    return alone_s, beside_s, num_groups

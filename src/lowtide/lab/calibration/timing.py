@@ -35,6 +35,7 @@ class Sizes:
     hidden_size: int = 4096
     inner_size: int = 11008
     lengths: tuple[int, ...] = (512, 2048, 8192)
+    """Of attention; each divides the number of tokens."""
     head_size: int = 128
     memory_bytes: int = 512 << 20
     """Of the arrays that memory is measured with: far more than caches hold."""

@@ -31,7 +31,7 @@ _STEPS = {
 }
 
 
-def make_update(kind: UpdateKind, num_elements: int, device: torch.device) -> tuple[Callable[[], None], int]:
+def make_update(kind: UpdateKind, num_elements: int, device: torch.device) -> tuple[Callable[[], object], int]:
     """An update of one parameter, and the bytes that it reads and writes: the weight twice, the gradient, the state twice."""
     dtype, rounding, moments = _STEPS.get(kind, (torch.float32, Rounding.NEAREST, Moments.FP32))
     weight = torch.full((num_elements,), 0.5, dtype=dtype, device=device, requires_grad=True)
@@ -39,7 +39,7 @@ def make_update(kind: UpdateKind, num_elements: int, device: torch.device) -> tu
     if kind not in _STEPS:
         weight.grad = gradient
         optimizer = torch.optim.AdamW([weight], lr=1e-4, fused=kind is UpdateKind.TORCH_FUSED)
-        return lambda: optimizer.step() and None, weight.nbytes * 7
+        return optimizer.step, weight.nbytes * 7
     rule = Adam(lr=1e-4, weight_decay=0.1)
     state = new_state(weight.detach(), rule, Numerics(rounding=rounding, moments=moments))
     piece = Piece(
@@ -81,7 +81,7 @@ def measure_host_updates(timer: Timer, copies: Copies | None) -> tuple[UpdateRat
     return UpdateRates(**alone), UpdateRates(**beside) if beside else None
 
 
-def _beside(copies: Copies, call: Callable[[], None], alone_s: float) -> float:
+def _beside(copies: Copies, call: Callable[[], object], alone_s: float) -> float:
     """Seconds of a call during which both directions copy from its beginning to its end."""
     count = 2 + int(3 * alone_s * _FASTEST_LINK / copies.num_bytes)
     while True:
@@ -98,9 +98,8 @@ def _beside(copies: Copies, call: Callable[[], None], alone_s: float) -> float:
 
 
 @contextmanager
-def updates_elsewhere(num_elements: int) -> Iterator[None]:
-    """The host's kernel works on memory of its own in another thread, as a session's worker does."""
-    call, _ = make_update(UpdateKind.EXACT, num_elements, torch.device("cpu"))
+def running(call: Callable[[], object]) -> Iterator[None]:
+    """Another thread makes the call again and again, as a session's worker updates."""
     over = threading.Event()
 
     def work() -> None:

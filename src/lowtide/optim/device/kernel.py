@@ -8,16 +8,36 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lowtide import compat
 from lowtide.optim import reference
-from lowtide.optim.device.table import Variant, batches_of, rows_of, variant_of
-from lowtide.optim.update_types import AnyPiece, MatrixPiece, Moments, Piece, Rounding, check_pieces
+from lowtide.optim.device.table import (
+    ALIGNMENT,
+    COLUMNS,
+    NUM_FLOATS,
+    Variant,
+    batches_of,
+    floats_of,
+    rows_of,
+    variant_of,
+)
+from lowtide.optim.update_types import (
+    MatrixPiece,
+    Moments,
+    Piece,
+    Rounding,
+    Turn,
+    addresses_of,
+    check_pieces,
+)
+
+_WEIGHT, _GRADIENT, _KEY = map(COLUMNS.index, ("weight", "gradient", "key"))
 
 
 def can_launch(device: torch.device) -> bool:
@@ -42,7 +62,7 @@ def _warn_once() -> None:
 
 def update(
     pieces: Sequence[Piece], *, rounding: Rounding, moments: Moments, gradient_factor: float | Tensor = 1.0
-) -> None:
+) -> Launches | None:
     """What `reference.update` does, within fp32 rounding, in one pass over memory and without temporaries.
 
     Nothing is waited for. On a GPU without Triton, which is warned of, and on other devices it is the reference itself:
@@ -55,35 +75,108 @@ def update(
         gradient_factor: What gradients are multiplied by in fp32: a number, or a tensor of one fp32 element on the
             device. Where that is a NaN nothing is changed: the device itself leaves the update out.
 
+    Returns:
+        What makes the next update of the same parameters; None where it is the reference.
+
     Raises:
         BadPieceError: A piece does not hold what its formats need, or is not on the others' device.
     """
     if not pieces:
-        return
+        return None
     device = pieces[0].weight.device
     check_pieces(pieces, rounding=rounding, moments=moments, device=device)
     if not can_launch(device):
         reference.update(pieces, rounding=rounding, moments=moments, gradient_factor=gradient_factor)
-        return
-    launch_all(pieces, rounding=rounding, moments=moments, gradient_factor=gradient_factor)
+        return None
+    return launch_all(pieces, rounding=rounding, moments=moments, gradient_factor=gradient_factor)
 
 
 def launch_all(
     pieces: Sequence[Piece], *, rounding: Rounding, moments: Moments, gradient_factor: float | Tensor
-) -> None:
+) -> Launches:
     """One launch for each variant among pieces that were checked."""
-    from lowtide.optim.device.triton import launch
+    launches = Launches(pieces, rounding, moments)
+    launches.run(Turn.of(pieces), gradient_factor)
+    torch.autograd.graph.increment_version([piece.weight for piece in pieces])
+    return launches
 
-    by_variant: dict[Variant, list[Piece]] = {}
-    for piece in pieces:
-        by_variant.setdefault(variant_of(piece, rounding, moments), []).append(piece)
-    factor, number = _factor_of(gradient_factor)
-    with _launching(pieces) as device:
-        for variant, alike in by_variant.items():
-            integers, floats, num_tiles = rows_of(alike, number)
-            if num_tiles:
-                table, numbers = _send(integers, torch.int64, device), _send(floats, torch.float32, device)
-                launch(variant, table, numbers, factor, num_tiles)
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The pieces of one variant: their numbers, and the table of them, in one memory that goes to the device in one copy."""
+
+    variant: Variant
+    places: list[int]
+    """Which of all pieces they are."""
+    num_tiles: int
+    memory: Tensor
+    numbers: np.ndarray[tuple[int, int], np.dtype[np.float32]]
+    table: np.ndarray[tuple[int, int], np.dtype[np.int64]]
+
+    @classmethod
+    def of(cls, variant: Variant, places: list[int], pieces: Sequence[Piece]) -> _Part:
+        """The numbers stand first: their size keeps the table aligned."""
+        rows, num_tiles = rows_of([pieces[place] for place in places])
+        number_bytes = 4 * NUM_FLOATS * len(rows)
+        memory = torch.empty(number_bytes + 8 * len(COLUMNS) * len(rows), dtype=torch.uint8, device="cpu")
+        flat = memory.numpy()
+        table = flat[number_bytes:].view(np.int64).reshape(len(rows), -1)
+        table[:] = rows
+        return cls(
+            variant, places, num_tiles, memory, flat[:number_bytes].view(np.float32).reshape(len(rows), -1), table
+        )
+
+    def sent(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The table and the numbers, on the device."""
+        # Pinned, so that the copy waits for nothing. torch keeps the host's memory until the copy is done.
+        on_gpu = device.type == "cuda"
+        pinned = torch.empty(len(self.memory), dtype=torch.uint8, device="cpu", pin_memory=on_gpu).copy_(self.memory)
+        numbers, table = pinned.to(device, non_blocking=on_gpu).split([self.numbers.nbytes, self.table.nbytes])
+        return table.view(torch.int64).view(self.table.shape), numbers.view(torch.float32).view(self.numbers.shape)
+
+
+class Launches:
+    """The launches of an update of pieces that were checked; see `Repeatable`."""
+
+    def __init__(self, pieces: Sequence[Piece], rounding: Rounding, moments: Moments) -> None:
+        self._device = pieces[0].weight.device
+        variants = [variant_of(piece, rounding, moments) for piece in pieces]
+        self._parts = [
+            _Part.of(kind, [place for place, variant in enumerate(variants) if variant == kind], pieces)
+            for kind in dict.fromkeys(variants)
+        ]
+        # Weights and gradients may lie elsewhere the next time; the rest and the sizes stay.
+        self._is_aligned = [variant.is_aligned for variant in variants]
+        self._can_be_aligned = [
+            not any(number % ALIGNMENT for number in (*addresses_of(piece)[2:], piece.weight.numel()))
+            for piece in pieces
+        ]
+
+    def fits(self, turn: Turn) -> bool:
+        """Whether as many of these addresses allow wide loads and stores."""
+        addresses = zip(turn.weights, turn.gradients, self._can_be_aligned, strict=True)
+        return self._is_aligned == [can and not (one | other) % ALIGNMENT for one, other, can in addresses]
+
+    def run(self, turn: Turn, gradient_factor: float | Tensor) -> None:
+        """Launch. The caller counts the weights as written: a backward through the old values is caught so."""
+        from lowtide.optim.device.triton import launch
+
+        factor, number = _factor_of(gradient_factor)
+        made: dict[tuple[int, int], list[float]] = {}  # by the rule's id: most pieces have the same
+        for rule, step in turn.rules:
+            if (id(rule), step) not in made:
+                made[id(rule), step] = floats_of(rule, step, number)
+        # Not by numpy, which warns of numbers beyond fp32.
+        rows = dict(zip(made, torch.tensor([*made.values()], dtype=torch.float32, device="cpu").numpy(), strict=True))
+        with _current(self._device):
+            for part in self._parts:
+                part.table[:, _WEIGHT] = [turn.weights[place] for place in part.places]
+                part.table[:, _GRADIENT] = [turn.gradients[place] for place in part.places]
+                part.table[:, _KEY] = [turn.keys[place] for place in part.places]
+                chosen = [turn.rules[place] for place in part.places]
+                part.numbers[:] = [rows[id(rule), step] for rule, step in chosen] if len(rows) > 1 else [*rows.values()]
+                if part.num_tiles:
+                    launch(part.variant, *part.sent(self._device), factor, part.num_tiles)
 
 
 def update_matrices(
@@ -126,11 +219,14 @@ def launch_matrices(pieces: Sequence[MatrixPiece], *, rounding: Rounding, gradie
     from lowtide.optim.device.matrix_triton import launch
 
     factor, number = _factor_of(gradient_factor)
-    with _launching(pieces) as device:
+    device = pieces[0].weight.device
+    with _current(device):
         for batch in batches_of(pieces, rounding, number):
             table, numbers = _send(batch.integers, torch.int64, device), _send(batch.floats, torch.float32, device)
             workspace = torch.empty(batch.num_partials, dtype=torch.float32, device=device)
             launch(batch, table, numbers, workspace, factor)
+    # As for any operation in place: a backward through the old values is caught.
+    torch.autograd.graph.increment_version([piece.weight for piece in pieces])
 
 
 def _factor_of(gradient_factor: float | Tensor) -> tuple[Tensor | None, float]:
@@ -138,15 +234,9 @@ def _factor_of(gradient_factor: float | Tensor) -> tuple[Tensor | None, float]:
     return (gradient_factor, 1.0) if isinstance(gradient_factor, Tensor) else (None, gradient_factor)
 
 
-@contextlib.contextmanager
-def _launching(pieces: Sequence[AnyPiece]) -> Iterator[torch.device]:
-    """The pieces' device; afterwards their weights count as written."""
-    device = pieces[0].weight.device
-    # Triton launches on the current device, which need not be that of the pieces.
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        yield device
-    # As for any operation in place: a backward through the old values is caught.
-    torch.autograd.graph.increment_version([piece.weight for piece in pieces])
+def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be that of the pieces."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _send(rows: list[list[int]] | list[list[float]], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -31,10 +31,11 @@ COLUMNS = (
 """Addresses; what the rounding keeps is a remainder or a master. Then the elements in the piece, and the tile after its
 last, counted through all pieces."""
 NUM_FLOATS = 8
-"""What a rule needs at most; their order is that of `_floats`."""
+"""What a rule needs at most; their order is that of `floats_of`."""
 TILE = 2048
 """Elements that one program updates: 16 blocks of the 8-bit format."""
-_ALIGNMENT = 16
+ALIGNMENT = 16
+"""Of addresses and sizes that wide loads and stores take."""
 MATRIX_COLUMNS = (
     *COLUMNS,
     "rows",
@@ -116,27 +117,26 @@ def variant_of(piece: Piece, rounding: Rounding, moments: Moments) -> Variant:
         num_states=len(state_names(rule)),
         is_decoupled=isinstance(rule, Adam) and rule.is_decoupled,
         nesterov=isinstance(rule, Sgd) and rule.nesterov,
-        is_aligned=piece.weight.numel() % _ALIGNMENT == 0 and _has_aligned_addresses(piece),
+        is_aligned=piece.weight.numel() % ALIGNMENT == 0 and _has_aligned_addresses(piece),
     )
 
 
 def _has_aligned_addresses(piece: AnyPiece) -> bool:
-    return all(address % _ALIGNMENT == 0 for address in addresses_of(piece))
+    return all(address % ALIGNMENT == 0 for address in addresses_of(piece))
 
 
-def rows_of(pieces: Sequence[Piece], gradient_factor: float) -> tuple[list[list[int]], list[list[float]], int]:
-    """The integers and the floats of each piece, and how many tiles there are."""
-    integers, floats, num_tiles = [], [], 0
+def rows_of(pieces: Sequence[Piece]) -> tuple[list[list[int]], int]:
+    """The integers of each piece, and how many tiles there are."""
+    integers, num_tiles = [], 0
     for piece in pieces:
         num_elements = piece.weight.numel()
         num_tiles += -(-num_elements // TILE)
         integers.append([*addresses_of(piece), num_elements, piece.key, piece.first_element, num_tiles])
-        floats.append(_floats(piece.rule, piece.step, gradient_factor))
-    return integers, floats, num_tiles
+    return integers, num_tiles
 
 
-def _floats(rule: ElementwiseRule, step: int, gradient_factor: float) -> list[float]:
-    """Computed in fp64, as torch does it, and rounded to fp32 once. The first three are the same for each rule."""
+def floats_of(rule: ElementwiseRule, step: int, gradient_factor: float) -> list[float]:
+    """A piece's numbers, computed in fp64, as torch does it, and rounded to fp32 once. The first three are those of every rule."""
     factor = -gradient_factor if rule.maximize else gradient_factor
     if isinstance(rule, Sgd):
         numbers = [rule.momentum, 1 - rule.dampening, float(step == 1)]

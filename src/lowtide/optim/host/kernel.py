@@ -22,14 +22,26 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lowtide.errors import BadPieceError, ConfigError
 from lowtide.optim.host import library as host_library
 from lowtide.optim.rules import Adam, ElementwiseRule, Lion, Sgd, state_names
-from lowtide.optim.update_types import BLOCK, MASK, Moments, Piece, Rounding, addresses_of, check_pieces, is_left_out
+from lowtide.optim.update_types import (
+    BLOCK,
+    MASK,
+    Moments,
+    Piece,
+    Rounding,
+    Turn,
+    addresses_of,
+    check_pieces,
+    is_left_out,
+)
 
 _ROOT = Path("/")
 _HEAD = struct.Struct("=9Qq2I6i")
@@ -39,6 +51,8 @@ PIECE_BYTES = _HEAD.size + _CONSTANTS.size
 _TABLE = np.dtype(
     [("addresses", "u8", 9), ("num_elements", "i8"), ("ids", "u4", 2), ("formats", "i4", 6), ("constants", "f4", 10)]
 )
+_Rows = np.ndarray[tuple[int], np.dtype[np.void]]
+_Places = np.ndarray[Any, np.dtype[Any]]
 _TENSOR_NAMES = ("weight", "gradient", "remainder or master", *[f"state {i}" for i in range(3)], *["scale"] * 3)
 
 _GRADIENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -77,7 +91,7 @@ def update(
     gradient_factor: float = 1.0,
     num_threads: int | None = None,
     isa: str | None = None,
-) -> None:
+) -> Packed | None:
     """Take one step of each piece's rule, in place; all pieces or, where one is refused, none.
 
     Other Python threads run meanwhile. Two updates at a time take turns. The threads are made at the first call, sleep
@@ -91,6 +105,9 @@ def update(
             NaN nothing is changed.
         num_threads: None for one on each physical core but one.
         isa: One of `available_isas()`, for tests; None for the best.
+
+    Returns:
+        What makes the next update of the same parameters; None where nothing was changed.
 
     Raises:
         BadPieceError: Tensors do not fit together.
@@ -107,11 +124,58 @@ def update(
             f"there is no instruction set {isa!r} here; choose one of {', '.join(library.isas)}", key="isa"
         )
     if not pieces or is_left_out(gradient_factor):
-        return
-    packed = pack(pieces, rounding=rounding, moments=moments, gradient_factor=float(gradient_factor))
-    library.update(packed, len(pieces), wanted, isa)
+        return None
+    packed = Packed(pieces, rounding=rounding, moments=moments, gradient_factor=float(gradient_factor))
+    library.update(packed.bytes, len(pieces), wanted, isa)
     # As for any operation in place: a backward through the old values is caught.
     torch.autograd.graph.increment_version([piece.weight for piece in pieces])
+    return packed
+
+
+class Packed:
+    """Pieces as the kernel reads them, for an update that can be made again; see `update_types.Repeatable`.
+
+    Raises:
+        BadPieceError: A tensor has the wrong device, type, size or layout, or overlaps with another.
+        ConfigError: A number of a rule does not fit in fp32, or the rounding is not for weights of this type.
+    """
+
+    def __init__(
+        self, pieces: Sequence[Piece], *, rounding: Rounding, moments: Moments, gradient_factor: float
+    ) -> None:
+        self.bytes = pack(pieces, rounding=rounding, moments=moments, gradient_factor=gradient_factor)
+        self._table = np.frombuffer(self.bytes, dtype=_TABLE)
+        self._weights = [piece.weight.data_ptr() for piece in pieces]
+        self._gradient_bytes = self._table["num_elements"] * _GRADIENT_BYTES[self._table["formats"][:, 2]]
+        self._written = _written(self._table)
+
+    def fits(self, turn: Turn) -> bool:
+        """Whether the weights are where they were, and none of what is written lies where a gradient does."""
+        begins, ends = self._written
+        if not len(begins) or turn.weights != self._weights:
+            return False
+        gradients = np.array(turn.gradients, dtype=np.int64)
+        # Of what is written, which does not overlap, the last that begins before the gradient ends.
+        before = np.searchsorted(begins, gradients + self._gradient_bytes) - 1
+        clashes = (before >= 0) & (ends[before] > gradients) & (self._gradient_bytes > 0)
+        return not clashes.any()
+
+    def run(self, turn: Turn, gradient_factor: float | Tensor) -> None:
+        """Update. The caller counts the weights as written."""
+        if is_left_out(gradient_factor):
+            return
+        made: dict[tuple[int, int], tuple[bytes, int]] = {}
+        for rule, step in turn.rules:
+            if (id(rule), step) not in made:
+                made[id(rule), step] = _constants(rule, step, float(gradient_factor)), _flags(rule, step)
+        rows = [made[id(rule), step] for rule, step in turn.rules]
+        table = self._table
+        table["addresses"][:, 1] = turn.gradients
+        table["ids"][:, 0] = turn.keys
+        table["formats"][:, 5] = [flags for _, flags in rows]
+        table["constants"] = np.frombuffer(b"".join([constants for constants, _ in rows]), "f4").reshape(len(rows), -1)
+        library = host_library.load()
+        library.update(self.bytes, len(rows), _pinned_cpus(library, os.getpid()).num_threads, None)
 
 
 def available_isas() -> tuple[str, ...]:
@@ -223,9 +287,16 @@ def _constants(rule: ElementwiseRule, step: int, gradient_factor: float) -> byte
         ) from error
 
 
-def _refuse_overlaps(packed: bytearray) -> None:
-    """Threads write in any order: two places in the same memory would give a result by chance."""
-    table = np.frombuffer(packed, dtype=_TABLE)
+def _written(table: _Rows) -> tuple[_Places, _Places]:
+    """Where the places begin and end that an update writes to, in their order; they do not overlap."""
+    begins, ends, used = _places(table)
+    used[:, 1] = False
+    order = np.argsort(begins[used], kind="stable")
+    return begins[used][order], ends[used][order]
+
+
+def _places(table: _Rows) -> tuple[_Places, _Places, _Places]:
+    """Where each tensor of each piece begins and ends, and whether it is there."""
     count = table["num_elements"]
     formats = table["formats"]
     state = count * _STATE_BYTES[formats[:, 3]]
@@ -238,7 +309,12 @@ def _refuse_overlaps(packed: bytearray) -> None:
     ]
     begins = table["addresses"].astype(np.int64)
     ends = begins + np.stack(widths, axis=1)
-    used = (begins != 0) & (ends > begins)
+    return begins, ends, (begins != 0) & (ends > begins)
+
+
+def _refuse_overlaps(packed: bytearray) -> None:
+    """Threads write in any order: two places in the same memory would give a result by chance."""
+    begins, ends, used = _places(np.frombuffer(packed, dtype=_TABLE))
     place = np.flatnonzero(used)
     order = place[np.argsort(begins.ravel()[place], kind="stable")]
     sorted_begins, sorted_ends = begins.ravel()[order], ends.ravel()[order]

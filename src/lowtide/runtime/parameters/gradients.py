@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from lowtide import compat
 from lowtide.errors import ConfigError, GradientStateError, SessionError
 from lowtide.memory.chunk import Chunk, ParameterSpec, view_of
 from lowtide.memory.groups import SPARSE_GRADIENT, unmanaged_parameters
-from lowtide.memory.mover import Mover, Ticket
+from lowtide.memory.mover import GradientCarrier, Mover, Ticket
 from lowtide.memory.pools import AllocationCache
 from lowtide.planning.plan import Schedule
 from lowtide.runtime.parameters.pending import (
@@ -34,8 +34,9 @@ from lowtide.runtime.parameters.pending import (
     same_memory,
 )
 from lowtide.runtime.statistics.recording import Recorder
-from lowtide.runtime.updates.norms import norm_of
+from lowtide.runtime.updates.norms import norm_of, norms_to_judge
 from lowtide.runtime.updates.worker import HostWorker, Job
+from lowtide.units import MiB
 
 
 class GradientState(enum.StrEnum):
@@ -377,6 +378,9 @@ class GradientSink(Protocol):
     def take(self, taken: HostGradient, parameter: nn.Parameter) -> None:
         """The parameter's gradient is complete on the device."""
 
+    def send(self) -> None:
+        """Whoever asks for gradients that were taken finds them on their way from now on."""
+
     def abandon(self, gradients: Iterable[HostGradient], chunks: Iterable[Chunk]) -> None:
         """After an exception: nothing of this backward is kept."""
 
@@ -384,8 +388,26 @@ class GradientSink(Protocol):
         """A backward is over: the user finds the gradient where it rests."""
 
 
+SENT_TOGETHER_BYTES = 4 * MiB
+"""Below it a copy does not reach the speed of its link, and costs the host more than the device."""
+
+
+class _Taken(NamedTuple):
+    taken: HostGradient
+    number: int
+    target: torch.Tensor
+    gradient: torch.Tensor
+
+
 class GradientMover:
     """Sends gradients to the host and adds them up there.
+
+    Note [Gradients that are sent together]
+    Small gradients of a chunk wait for each other, and are sent with one event in front of their copies and one behind, when the
+    chunk's update asks for them, another chunk's gradient comes, the backward ends, or enough bytes wait. What the computation
+    is told before the event in front is all that made them, because they were taken on the same queue: a gradient that comes on
+    another one sends those before it, and the sending queue waits for theirs. The memory of a gradient is its own until the
+    event behind its copy: the mover keeps it, and counts what waits here among what it keeps.
 
     Args:
         takes_totals: Whether the norm of what was added up on the host is taken there, for a clipping that does not read
@@ -394,7 +416,7 @@ class GradientMover:
 
     def __init__(
         self,
-        mover: Mover,
+        mover: GradientCarrier,
         worker: HostWorker,
         cache: AllocationCache,
         schedule: Schedule,
@@ -408,6 +430,11 @@ class GradientMover:
         self._schedule = schedule
         self._recorder = recorder
         self._takes_totals = takes_totals
+        self._waiting: list[_Taken] = []
+        """See Note [Gradients that are sent together]."""
+        self._waiting_bytes = 0
+        self._queue: object = None
+        """On which they were taken."""
 
     def take(self, taken: HostGradient, parameter: nn.Parameter) -> None:
         """The parameter's gradient is complete on the device: send it to the host and let it go there."""
@@ -421,18 +448,49 @@ class GradientMover:
             target, adds = taken.land()
         number = taken.count_take()
         if adds:
+            self.send()
             self._send_and_add(taken, number, target, gradient)
         else:
-            taken.note_norm(number, None if taken.was_seen else norm_of(gradient))
-            taken.await_(self._send(taken, target, gradient))
+            self._wait_with(_Taken(taken, number, target, gradient))
         if self._schedule is Schedule.IN_BACKWARD and (aside := taken.take_aside()) is not None:
             # From a use outside of the module's call, on the host: its gradient came first.
+            self.send()
             self._add(taken, target, aside)
         taken.become(GradientState.ARRIVING)
+
+    def _wait_with(self, item: _Taken) -> None:
+        queue = self._mover.queue()
+        if self._waiting and (queue is not self._queue or self._waiting[0].taken.chunk is not item.taken.chunk):
+            self.send()
+        self._waiting.append(item)
+        self._waiting_bytes += item.gradient.nbytes
+        self._queue = queue
+        self._mover.expect(self._waiting_bytes)
+        if self._waiting_bytes >= SENT_TOGETHER_BYTES:
+            self.send()
+
+    def send(self) -> None:
+        """Send those that wait; see Note [Gradients that are sent together]."""
+        items, self._waiting, self._waiting_bytes = self._waiting, [], 0
+        if not items:
+            return
+        if self._mover.queue() is not self._queue:
+            self._mover.compute_after(self._mover.point_in(self._queue))
+        gradients = [item.gradient for item in items]
+        # A clipping is by the norm of each alone.
+        norms = [norm_of(gradient) for gradient in gradients] if self._takes_totals else norms_to_judge(gradients)
+        copied = self._mover.all_to_host([item.target for item in items], gradients, [self._mover.now()])
+        self._recorder.on_gradient(
+            items[0].taken.chunk, copied, sum(gradient.nbytes for gradient in gradients), num_copies=len(items)
+        )
+        for item, norm in zip(items, norms, strict=True):
+            item.taken.note_norm(item.number, None if item.taken.was_seen else norm)
+            item.taken.await_(copied.ended)
 
     def abandon(self, gradients: Iterable[HostGradient], chunks: Iterable[Chunk]) -> None:
         """After an exception: wait for the work on the host, and take back staging that no update will give back."""
         self._worker.drain()
+        self._waiting, self._waiting_bytes = [], 0
         for gradient in gradients if self._schedule is Schedule.IN_BACKWARD else ():
             gradient.use_up()
         for chunk in chunks:

@@ -111,6 +111,7 @@ class ManagedParameter:
         self.home_address = home.data_ptr()
         # Kept, because it is asked about at every window: the object is made anew for each question otherwise.
         self.home_storage = home.untyped_storage()
+        self.home_key = compat.storage_key(home)
 
     def is_home_held(self) -> bool:
         """Whether somebody else shows the home's memory; not while an update runs on it."""
@@ -188,6 +189,9 @@ class ManagedGroup:
         self.name = group.name
         self.members = members
         self.parameters = tuple([managed.parameter for managed in members])
+        self._members_in: dict[str, list[ManagedParameter]] = {chunk.spec.name: [] for chunk in group.chunks}
+        for managed in members:
+            self._members_in[managed.chunk.spec.name].append(managed)
         for managed in members:
             make_plain(managed.parameter)  # a session that was forgotten may have left it so
             if is_resident:
@@ -269,7 +273,7 @@ class ManagedGroup:
         """Chunks that hooks of the user's have written to, and will not write to again. Each is named once."""
         found: list[Chunk] = []
         for chunk in self.stored.chunks:
-            members = [managed for managed in self.members if managed.chunk is chunk]
+            members = self._members_in[chunk.spec.name]
             if any(managed.is_written_in_backward for managed in members) and not any(
                 managed.is_hook_awaited for managed in members
             ):
@@ -287,9 +291,7 @@ class ManagedGroup:
                 return []
         fired: list[ManagedParameter] = []
         with compat.without_torch_function():  # parameters may be guarded; nobody reads a value here
-            for managed in self.members:
-                if managed.chunk is not chunk:
-                    continue
+            for managed in self._members_in[chunk.spec.name]:
                 if managed.has_fired:
                     if managed.parameter.requires_grad:
                         fired.append(managed)
@@ -411,8 +413,8 @@ class ManagedGroup:
 
     def is_held(self, chunk: Chunk | None = None) -> bool:
         """Whether somebody else shows memory where the parameters rest, of this chunk or of all."""
-        members = self.members if chunk is None else [managed for managed in self.members if managed.chunk is chunk]
-        counts = compat.nums_of_owners([managed.home_storage for managed in members])
+        members = self.members if chunk is None else self._members_in[chunk.spec.name]
+        counts = compat.nums_of_owners([managed.home_key for managed in members])
         for managed, num_owners in zip(members, counts, strict=True):
             if managed.foreign is not None or (num_owners > managed.num_own_views and managed.is_home_held()):
                 return True

@@ -325,6 +325,7 @@ class BackwardPass:
         for visit in list(task.open_visits):
             self._end_visit(task, visit)
         self._close_late(task)
+        self._gradients.send()
         for group in task.groups.values():
             self._finish(group, task, is_last=True)
         # Not before: what an update raises is the end of a backward that broke off.

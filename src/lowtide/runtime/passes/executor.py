@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from torch import nn
 
 from lowtide import compat
-from lowtide.memory.mover import Mover
+from lowtide.memory.mover import GradientCarrier
 from lowtide.memory.pools import AllocationCache
 from lowtide.memory.store import Books
 from lowtide.planning.plan import Schedule
@@ -49,7 +49,7 @@ class Executor:
         self,
         groups: Iterable[ManagedGroup],
         runner: ChunkOptimizer | None,
-        mover: Mover,
+        mover: GradientCarrier,
         books: Books,
         staging: AllocationCache,
         worker: HostWorker,
@@ -92,6 +92,7 @@ class Executor:
                 staging,
                 recorder,
                 self.gradient_watch,
+                self._gradients,
                 clock_origin_s=clock_origin_s,
             )
             self.finisher = Finisher(self.updater, self.residency, mover, recorder)

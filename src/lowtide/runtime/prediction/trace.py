@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,16 +11,23 @@ import torch
 from torch import nn
 
 from lowtide import compat
-from lowtide.errors import ConfigError
+from lowtide.errors import ConfigError, UnsupportedOptimizerError
 from lowtide.hardware import Hardware, find_hardware
-from lowtide.memory.chunk import lay_out
+from lowtide.memory.chunk import Layout, lay_out
 from lowtide.memory.groups import find_groups, find_named_groups
 from lowtide.optim.update_types import Numerics, numerics_of
 from lowtide.planning.budget_plans import StaticPartition, WarmUp, partition
 from lowtide.planning.placement import check_plan
 from lowtide.planning.plan import Plan, Site
-from lowtide.runtime.host_memory import HostNeed, host_need, state_bytes_per_parameter_byte
+from lowtide.planning.simulator import lane_rates
+from lowtide.runtime.host_memory import (
+    HostNeed,
+    host_need,
+    state_bytes_by_parameter,
+    state_bytes_per_parameter_byte,
+)
 from lowtide.runtime.prediction.session import SessionFootprint
+from lowtide.runtime.prediction.simulation import simulate_traced, update_kind
 from lowtide.tracing.allocator import AllocatorSettings
 from lowtide.tracing.prediction.trace import trace_step
 from lowtide.tracing.settings import StepSettings, UpdateSchedule
@@ -62,12 +69,13 @@ def trace(
         autocast: `bfloat16` or `float16`, as text or as torch's own, if forward and loss run under `torch.autocast`.
         settings: Everything else about the step.
         plan: Trace the step as `lowtide.manage` runs it under this plan: its groups come and go, its policies are applied,
-            and `host_bytes` and `pinned_bytes` say what it holds of the host. A `WarmUp` is refused: its plan is made
-            from a step of the run. The allocator may reserve as much as the
-            plan's `device_memory`; a step that does not fit is traced without that limit, and a note says so.
+            `host_bytes` and `pinned_bytes` say what it holds of the host, and `simulated_s` how long it takes. A `WarmUp` is
+            refused: its plan is made from a step of the run. The allocator may reserve as much as the plan's
+            `device_memory`; a step that does not fit is traced without that limit, and a note says so.
         precision: As for `manage`, with a plan.
         moments: As for `manage`, with a precision.
-        hardware: The kind of device to predict for: its name, or a capacity such as `24GiB`.
+        hardware: The kind of device to predict for: its name, a capacity such as `24GiB`, or `this`, the device of this
+            machine as `lowtide.calibrate` measured it.
         torch_version: The version it will run under; the installed one by default.
         allocator: The allocator's settings, as in `PYTORCH_ALLOC_CONF`.
         name: Shown in reports; the model's class by default.
@@ -139,7 +147,27 @@ def trace(
         allocator=replace(given, allowed_bytes=budget),
         if_full=None if budget is None else given,
     )
-    return _with_host(result, host_need(layout, found, own, numerics, named))
+    need = host_need(layout, found, own, numerics, named)
+    simulated = simulate_traced(
+        result,
+        found,
+        layout,
+        need=need,
+        state_bytes=_state_bytes(layout, own, numerics, named),
+        rates=lane_rates(target, update_kind(numerics, target)),
+    )
+    return replace(_with_host(result, need), simulated_s=None if simulated is None else simulated.seconds)
+
+
+def _state_bytes(
+    layout: Layout, optimizer: torch.optim.Optimizer, numerics: Numerics | None, named: Mapping[str, torch.Tensor]
+) -> dict[str, int]:
+    """Of each group. An optimizer that cannot say, and so steps on the device, counts as one without state."""
+    try:
+        sizes = state_bytes_by_parameter(optimizer, numerics)
+    except UnsupportedOptimizerError:
+        sizes = {}
+    return {group.name: sum(sizes.get(id(named[each.name]), 0) for each in group.parameters) for group in layout.groups}
 
 
 class _Given:

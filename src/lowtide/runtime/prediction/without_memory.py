@@ -275,7 +275,8 @@ class KernelFootprint(ChunkOptimizer):
                 copies.append(torch.empty_like(weight, dtype=weight.grad.dtype))
             (wholes if isinstance(rule, Adafactor) else pieces).append(weight)
         if pieces:
-            _tables(pieces, len(device_table.COLUMNS), device_table.NUM_FLOATS)
+            row_bytes = 8 * len(device_table.COLUMNS) + 4 * device_table.NUM_FLOATS
+            torch.empty(len(pieces) * row_bytes, dtype=torch.uint8, device=pieces[0].device)
         held: tuple[Tensor, ...] = ()
         for batch in _batches(wholes):
             num_sums = len(batch) + sum(num_partials(weight.shape) for weight in batch)
@@ -323,6 +324,9 @@ class FootprintGradients:
         taken.note_norm(taken.count_take(), norm_of(gradient))
         self._mover.to_host(gradient, gradient)
         taken.become(GradientState.ARRIVING)
+
+    def send(self) -> None:
+        """They are on their way."""
 
     def show(self, gradient: HostGradient, host_view: torch.Tensor | None, *, is_resident: bool) -> None:
         """What is on the host costs the device nothing."""

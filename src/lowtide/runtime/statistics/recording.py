@@ -89,9 +89,9 @@ class Recorder:
         """A copy of a chunk's weights."""
         self._copy(chunk.spec.name, copied, _REASONS[reason], chunk.spec.nbytes)
 
-    def on_gradient(self, chunk: Chunk, copied: Copied, num_bytes: int) -> None:
-        """A copy of a gradient to the host."""
-        self._copy(chunk.spec.name, copied, Reason.GRADIENTS, num_bytes)
+    def on_gradient(self, chunk: Chunk, copied: Copied, num_bytes: int, *, num_copies: int = 1) -> None:
+        """Copies of gradients to the host, one after the other."""
+        self._copy(chunk.spec.name, copied, Reason.GRADIENTS, num_bytes, num_copies)
 
     def on_activation(self, copied: Copied, reason: Reason, num_bytes: int) -> None:
         """A copy of what a forward saved."""
@@ -202,10 +202,10 @@ class Recorder:
         with self._lock:
             return self._host_update_s
 
-    def _copy(self, name: str, copied: Copied, reason: Reason, num_bytes: int) -> None:
+    def _copy(self, name: str, copied: Copied, reason: Reason, num_bytes: int, num_copies: int = 1) -> None:
         total = self._moved.setdefault(reason, [0, 0])
         total[0] += num_bytes
-        total[1] += 1
+        total[1] += num_copies
         lane = _LANES[reason]
         self._spans.append(_Span(self.step, lane, name, self.phase, copied.started, (copied.ended,), num_bytes, reason))
 

@@ -48,6 +48,12 @@ class DevicePeak:
         self._taken_bytes = max(self._taken_bytes, shown_bytes)
         return peak_bytes
 
+    def so_far(self) -> int:
+        """The most in use since `take` was last called, or since the start."""
+        if self._setup.tracked is not None:
+            return self._setup.tracked.peak_bytes
+        return torch.cuda.max_memory_allocated(self._setup.mover.device)
+
     def highest_bytes(self) -> int | None:
         """The most of the whole session, on CUDA as reserved by the allocator; None where only chunks are known."""
         if self._setup.tracked is not None:
@@ -138,6 +144,11 @@ class Reporter:
     applied: Applied | None
     """Activation policies; None where all keep what they save."""
 
+    @property
+    def num_steps(self) -> int:
+        """Steps so far; forwards where nobody tells of updates."""
+        return self.recorder.num_updates or self.recorder.step
+
     def timeline(self) -> Timeline:
         """What the lanes did in the last steps. Waits for the work that is under way."""
         self.setup.mover.drain()
@@ -151,7 +162,7 @@ class Reporter:
         timeline = self.timeline()
         cache, _ = self.pool.counts()
         return SessionStats(
-            num_steps=self.recorder.num_updates or self.recorder.step,
+            num_steps=self.num_steps,
             moved=self.recorder.moved(),
             exposed_copy_s=self.recorder.exposed_copy_s(timeline),
             seconds=self.recorder.phases.seconds(),

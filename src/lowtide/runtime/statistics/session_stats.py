@@ -113,6 +113,18 @@ class TierRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRow:
+    """A plan that the session went on under."""
+
+    step: int
+    """Steps that were taken before it."""
+    reason: str
+    """Why it was made."""
+    predicted_peak_bytes: int | None = None
+    """Device bytes of tensors that its step was predicted to take; None where that was not predicted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SessionStats:
     """What `session.stats()` gives."""
 
@@ -133,6 +145,8 @@ class SessionStats:
     """The device was a tier of host memory: the times say nothing about a GPU."""
     host_update_s: float = 0.0
     """Time in which the worker updated chunks on the host: beside the loop, so no part of `seconds`."""
+    plans: tuple[PlanRow, ...] = ()
+    """Every plan that was made after the first, in order."""
 
     def __str__(self) -> str:
         """A summary in some ten lines, for `print`."""
@@ -229,6 +243,7 @@ def stats_text(stats: SessionStats) -> str:
     lines += [_tier(row) for row in stats.tiers]
     resident = sum(chunk.weights == "resident" for chunk in stats.chunks)
     lines.append(f"{len(stats.chunks):,} chunks, {resident:,} of them resident")
+    lines += [f"new plan after {row.step:,} steps: {row.reason}" for row in stats.plans]
     return "\n".join(lines)
 
 

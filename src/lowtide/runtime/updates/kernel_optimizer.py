@@ -19,7 +19,15 @@ from lowtide.errors import ConfigError
 from lowtide.optim import reference
 from lowtide.optim.device import kernel as device_kernel
 from lowtide.optim.host import kernel as host_kernel
-from lowtide.optim.rules import Adafactor, ElementwiseRule, Rule, Sgd, as_numbers, names_of_states, require_rule
+from lowtide.optim.rules import (
+    Adafactor,
+    ElementwiseRule,
+    Rule,
+    Sgd,
+    as_numbers,
+    names_of_states,
+    require_rule,
+)
 from lowtide.optim.state import (
     MASTER,
     MOMENTS,
@@ -33,10 +41,19 @@ from lowtide.optim.state import (
     read_state_dict,
     to_torch_state,
 )
-from lowtide.optim.update_types import MatrixPiece, Numerics, Piece, Rounding, rounding_for, update_key
+from lowtide.optim.update_types import (
+    MatrixPiece,
+    Numerics,
+    Piece,
+    Repeatable,
+    Rounding,
+    rounding_for,
+    update_key,
+)
 from lowtide.runtime.parameters.gradients import refuse_sparse_gradient
 from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer, Settings, Update
 from lowtide.runtime.updates.paged_state import Pages
+from lowtide.runtime.updates.repeated import LastUpdate
 
 
 class KernelStates:
@@ -205,6 +222,10 @@ class KernelOptimizer(ChunkOptimizer):
         self._checked: set[int] = set()
         """`id`s of the parameters that the kernels can update."""
         self._needs_rate = False  # the rules ask for each of their numbers
+        self._rules_of: tuple[object, list[Rule]] = (None, [])
+        """The groups of settings, and the rules that they mean."""
+        self._last: dict[int, LastUpdate] = {}
+        """By the `id` of its first parameter: an update as it was made in the step before."""
         self._check_parameters()
 
     def refresh_groups(self) -> None:
@@ -224,7 +245,11 @@ class KernelOptimizer(ChunkOptimizer):
 
     def _rules(self, settings: Settings) -> list[Rule]:
         """The rule of each param group when the settings were taken: the user may have changed them since."""
-        return [require_rule(self.optimizer, {**group, "params": ()}) for group in settings.groups]
+        groups, rules = self._rules_of  # in one: the worker may ask beside the loop
+        if groups is not settings.groups:
+            rules = [require_rule(self.optimizer, {**group, "params": ()}) for group in settings.groups]
+            self._rules_of = settings.groups, rules
+        return rules
 
     def _check_parameters(self) -> None:
         """Refuse a parameter that no kernel is for; one may have been added since."""
@@ -261,7 +286,7 @@ class KernelOptimizer(ChunkOptimizer):
             names = names_of_states(rule, update.target.shape)
             if known is None:
                 self.kept.by_parameter[id(update.parameter)] = self._new_state(update, rule)
-            elif not set(names) <= set(known.names):
+            elif not all(name in known.tensors for name in names):
                 assert not self._visits(update.parameter), "the settings were checked"
                 complete(known, update.target, rule, self.numerics)
 
@@ -296,6 +321,8 @@ class KernelOptimizer(ChunkOptimizer):
         if not updates or (found_inf is not None and float(found_inf)):
             return True
         rules = self._rules(settings)
+        if self._repeat(updates, rules, settings):
+            return True
         self._claim(updates, rules)
         pieces: dict[tuple[torch.device, Rounding], list[Piece]] = {}
         wholes: dict[tuple[torch.device, Rounding], list[MatrixPiece]] = {}
@@ -310,28 +337,65 @@ class KernelOptimizer(ChunkOptimizer):
                 follow_writes(update.target, state)
             rule, kind = rules[self._group_of[id(update.parameter)]], (update.target.device, rounding)
             step = home.step + 1
-            key = update_key(self.numerics.seed, self._number_of[id(update.parameter)], step)
+            key = self._key(update.parameter, step)
             if isinstance(rule, Adafactor):
                 wholes.setdefault(kind, []).append(_whole(update.target, state, rule, step, key))
             else:
                 number = 1 if isinstance(rule, Sgd) and home.lacks_momentum else step
                 pieces.setdefault(kind, []).append(_piece(update.target, state, rule, number, key))
+        made: Repeatable | None = None
         for (device, rounding), alike in pieces.items():
             kernel = _kernel(device)
             factor = _factor(device, settings)
-            kernel(alike, rounding=rounding, moments=self.numerics.moments, gradient_factor=factor)
+            made = kernel(alike, rounding=rounding, moments=self.numerics.moments, gradient_factor=factor)
         for (device, rounding), whole in wholes.items():
             device_kernel.update_matrices(whole, rounding=rounding, gradient_factor=_factor(device, settings))
         # Not before: an update that failed was not made.
-        for update in updates:
-            rule, state = rules[self._group_of[id(update.parameter)]], self.kept.by_parameter[id(update.parameter)]
-            state.step += 1
-            if isinstance(rule, Sgd) and rule.momentum:
-                state.lacks_momentum = False
+        self._count(updates, rules)
         for home in visits:
             assert self.pages is not None
             self.pages.give_back(home)
+        # A visitor is elsewhere each time, and a master must follow what was written to its weight.
+        if made is not None and len(pieces) == 1 and not wholes and not visits and rounding is not Rounding.MASTER:
+            states, chosen = (
+                [self._state(update) for update in updates],
+                [self._rule(update, rules) for update in updates],
+            )
+            last = LastUpdate(made, updates, states, chosen, draws=rounding is Rounding.STOCHASTIC)
+            self._last[id(updates[0].parameter)] = last
         return True
+
+    def _repeat(self, updates: Sequence[Update], rules: Sequence[Rule], settings: Settings) -> bool:
+        """Make the update as in the step before; False where anything but numbers and addresses has changed."""
+        last = self._last.get(id(updates[0].parameter))
+        if last is None:
+            return False
+        states = [self.kept.by_parameter.get(id(update.parameter)) for update in updates]
+        turn = last.turn(updates, states, [self._rule(update, rules) for update in updates], self._key)
+        if turn is None:
+            return False
+        targets = [update.target for update in updates]
+        last.made.run(turn, _factor(targets[0].device, settings))
+        # As for any operation in place: a backward through the old values is caught.
+        torch.autograd.graph.increment_version(targets)
+        self._count(updates, rules)
+        return True
+
+    def _count(self, updates: Sequence[Update], rules: Sequence[Rule]) -> None:
+        for update in updates:
+            rule, state = self._rule(update, rules), self._state(update)
+            state.step += 1
+            if isinstance(rule, Sgd) and rule.momentum:
+                state.lacks_momentum = False
+
+    def _key(self, parameter: torch.Tensor, step: int) -> int:
+        return update_key(self.numerics.seed, self._number_of[id(parameter)], step)
+
+    def _rule(self, update: Update, rules: Sequence[Rule]) -> Rule:
+        return rules[self._group_of[id(update.parameter)]]
+
+    def _state(self, update: Update) -> ParameterState:
+        return self.kept.by_parameter[id(update.parameter)]
 
     def undo_of(self, parameters: Sequence[torch.Tensor]) -> Callable[[], None]:
         """What takes the count of their next update back, if its gate leaves it out."""
@@ -409,7 +473,7 @@ def _whole(weight: torch.Tensor, state: ParameterState, rule: Adafactor, step: i
     )
 
 
-def _kernel(device: torch.device) -> Callable[..., None]:
+def _kernel(device: torch.device) -> Callable[..., Repeatable | None]:
     if device.type != "cpu":
         return device_kernel.update
     return host_kernel.update if host_kernel.is_available() else reference.update

@@ -30,6 +30,9 @@ from lowtide import compat
 from lowtide.errors import NonFiniteGradientError, NonFiniteLossError
 from lowtide.memory.mover import Mover, Ticket
 
+_NARROWED = (torch.float32, torch.bfloat16, torch.float16)
+"""Types whose norms are in fp32."""
+
 
 def norm_of(gradient: torch.Tensor) -> torch.Tensor:
     """In fp32, of doubles and complex numbers in their own precision; on their device, without a copy of the gradient."""
@@ -42,6 +45,14 @@ def norm_of(gradient: torch.Tensor) -> torch.Tensor:
     is_own = gradient.is_complex() or gradient.dtype is torch.float64
     norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=None if is_own else torch.float32)
     return norm
+
+
+def norms_to_judge(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Finite where `norm_of` each is, in a few launches: the last bits may be others, so that nobody may clip by them."""
+    with torch.no_grad():
+        if all(gradient.layout is torch.strided and gradient.dtype in _NARROWED for gradient in gradients):
+            return compat.norms_in_fp32(gradients)
+        return [norm_of(gradient) for gradient in gradients]
 
 
 class LossJudge(Protocol):

@@ -15,13 +15,13 @@ from lowtide.memory.mover import Mover, Ticket
 from lowtide.memory.pools import AllocationCache
 from lowtide.memory.store import ChunkStore
 from lowtide.planning.plan import Site
-from lowtide.runtime.parameters.gradients import HostGradient
+from lowtide.runtime.parameters.gradients import GradientSink, HostGradient
 from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter
 from lowtide.runtime.parameters.pending import beside
 from lowtide.runtime.parameters.residency import Residency
 from lowtide.runtime.statistics.recording import Recorder
 from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer, Settings, Update
-from lowtide.runtime.updates.norms import GradientWatch, Verdict, norm_of
+from lowtide.runtime.updates.norms import GradientWatch, Verdict, norms_to_judge
 from lowtide.runtime.updates.worker import HostWorker, Job
 
 LOOSE = "(unmanaged)"
@@ -74,10 +74,12 @@ class Updater:
         cache: AllocationCache,
         recorder: Recorder,
         gradient_watch: GradientWatch,
+        gradients: GradientSink,
         *,
         clock_origin_s: float,
     ) -> None:
         self.optimizer = optimizer
+        self._gradients = gradients
         self._store = store
         self._worker = worker
         self._cache = cache
@@ -131,6 +133,7 @@ class Updater:
     ) -> None:
         """One step on the host for a chunk whose gradients are there or on their way. Returns at once."""
         settings = self._on_host(settings)
+        self._gradients.send()
         arrived = [_gradient_of(managed) for managed in members]
         updates: list[Update] = []
         gradients: list[torch.Tensor | None] = []
@@ -233,7 +236,7 @@ def judge_here(
     held = [(managed, gradient) for managed, gradient in gradients if gradient is not None]
     if not held:
         return None
-    names, norms = [managed.spec.name for managed, _ in held], [norm_of(gradient) for _, gradient in held]
+    names, norms = [managed.spec.name for managed, _ in held], norms_to_judge([gradient for _, gradient in held])
     undo = optimizer.undo_of([managed.parameter for managed, _ in held])
     if undo is None:
         watch.judge(names, norms, is_left_out=False)
