@@ -599,6 +599,9 @@ class PlanProblem:
         of blocks alike, and of mixed ones), or else those that the best one was seen to have.
         """
         candidate, _, replayed = best
+        choices = candidate.placement.groups.values()
+        if all(choice.weights is Weights.RESIDENT and choice.site is Site.DEVICE for choice in choices):
+            return best  # all is on the device already: what a change saves is not worth a session in every call
         seen = (limits.device_bytes - replayed.peak_bytes) / limits.device_bytes
         for share in sorted({shares[0], max(shares[0], seen)}):
             self.tell("changing single choices")
