@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from lowtide.models.gpt import GPT, GPTConfig
 from lowtide.runtime.emulation.device import Mark, set_mark
 from lowtide.runtime.planner import faster_schedule
 from lowtide.runtime.statistics.session_stats import SessionStats
+from lowtide.runtime.step_planner import StepPlanner, num_moved
 from lowtide.units import format_seconds
 from tests.runtime.twins import device_peak, flat_state, off_the_books
 from tests.zoo import assert_same_tensors
@@ -387,6 +389,25 @@ def test_what_updates_in_backward_would_gain_is_one_sentence() -> None:
     assert format_seconds(0.75 * found.step_s) in told
     assert "schedule='in_backward'" in told
     assert faster_schedule(dataclasses.replace(found, in_backward_s=None)) is None
+
+
+def test_updates_stay_where_they_are_if_a_plan_with_the_same_sites_fits() -> None:
+    """The fastest plan for the larger batch moves an update; the one that is taken streams one more group instead."""
+    budget = int(2.5 * MiB)
+    search = functools.partial(lowtide.plan, hardware="cpu")
+    model, batch = make_net(), batch_of(256)
+    optimizer = adamw(model)
+    before = search(model, batch, optimizer=optimizer, device_memory=budget).plan
+    planner = StepPlanner(
+        search, {"hardware": "cpu"}, model=model, batch=batch, optimizer=optimizer, loss=None, device_bytes=budget
+    )
+    assert planner.shapes == {"x": (256, WIDTH), "target": (256, 4)}
+    free = search(model, batch_of(288), optimizer=optimizer, device_memory=budget).plan
+    assert num_moved(before, free) > 0
+    found = planner.at({"x": (288, WIDTH), "target": (288, 4)}, like=before, limit_bytes=budget)
+    assert found.num_moved == num_moved(before, found.plan) == 0
+    assert found.plan != before
+    assert found.reserved_bytes <= budget
 
 
 class Waster:

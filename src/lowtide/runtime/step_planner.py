@@ -27,7 +27,7 @@ from lowtide.tracing.training_step import Loss, named_tensors, own_loss
 
 Shapes = dict[str, tuple[int, ...]]
 """Of the tensors of one call of the model, by the name of the argument."""
-_NUM_ATTEMPTS = 2
+_NUM_ATTEMPTS = 4
 """Searches for a plan in which no update moves: each gives the others what the one before lacked."""
 
 
@@ -125,6 +125,7 @@ class StepPlanner:
         batch, limits = self._at(shapes), like.budgets
         room = limit_bytes
         free: NextPlan | None = None
+        replayed: NextPlan | None = None
         for _ in range(_NUM_ATTEMPTS):
             try:
                 found = self._quietly(self._search, self._model, batch, device_memory=room)
@@ -137,7 +138,8 @@ class StepPlanner:
             if num_moved(like, chosen) == 0:
                 return self._next(chosen, shapes, found.trace, found.step_s, 0)
             kept = with_sites_of(like, chosen)
-            replayed = self.replayed(kept, shapes, limit_bytes)
+            if replayed is None or kept != replayed.plan:
+                replayed = self.replayed(kept, shapes, limit_bytes)
             if replayed is None:
                 break
             if replayed.reserved_bytes <= limit_bytes:
