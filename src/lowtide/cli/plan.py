@@ -223,6 +223,7 @@ def summarise_plan(
     return {
         "schema": "lowtide.planned_step/1",
         "hardware": found.hardware.name,
+        "rates": found.hardware.rates_from,
         "step_s": found.step_s,
         "tokens_per_s": found.tokens_per_s,
         "bound_by": found.simulated.bound_by,
