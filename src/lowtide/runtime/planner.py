@@ -253,7 +253,8 @@ def prepare(
     Args:
         model: As for `manage`.
         optimizer: As for `manage`.
-        batch: The largest that will come; a mapping for which `model(**batch).loss` is the loss, or anything with `loss`.
+        batch: The largest that is usual, as a larger one makes the session plan again; a mapping for which
+            `model(**batch).loss` is the loss, or anything with `loss`.
         device_memory: What may be reserved of the device; what is free now, less 3%, by default. An emulated device needs it.
         host_memory: Likewise of the host; all of it by default.
         device: As for `manage`.
