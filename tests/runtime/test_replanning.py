@@ -468,6 +468,7 @@ def train_on_gpu(where: str, device_memory: int | None) -> list[float]:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:the host updates .* by torch's own AdamW:UserWarning")
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_memory_that_runs_out_on_a_gpu(where: str) -> None:
     """The losses stay those of plain torch but for the last bits of updates that have moved."""

@@ -257,7 +257,8 @@ def test_sizes_follow_the_devices_free_memory(monkeypatch: pytest.MonkeyPatch) -
 def test_a_gpu_is_measured_in_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found = lowtide.calibrate()
-    assert found.took_s < 60
+    is_shared = any("other processes use the device" in note for note in found.notes)
+    assert found.took_s < (120 if is_shared else 60)
     assert found.device is not None
     hardware = find_hardware("this")
     rates, promised = found.device.rates, hardware.memory_bytes_per_s
