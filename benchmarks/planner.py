@@ -32,14 +32,14 @@ Row = dict[str, Any]
 IN_BACKWARD: Row = {"schedule": "in_backward"}
 CLIPPED: Row = {"schedule": "deferred", "max_grad_norm": 1.0}
 _BUDGETS: list[tuple[str, str, Row, tuple[str, ...]]] = [
-    ("3.14b", "8x2048", IN_BACKWARD, ("12GiB", "16GiB", "24GiB", "40GiB", "110GiB")),
-    ("3.14b", "8x2048", CLIPPED, ("12GiB", "24GiB", "48GiB")),
-    ("3.14b", "2x2048", IN_BACKWARD, ("8GiB", "24GiB", "48GiB")),
-    ("3.14b", "2x2048", CLIPPED, ("24GiB",)),
     ("1b", "4x2048", IN_BACKWARD, ("6GiB", "8GiB", "20GiB", "60GiB")),
     ("1b", "4x2048", CLIPPED, ("12GiB",)),
-    ("gpt2-xl", "8x1024", IN_BACKWARD, ("5GiB", "10GiB", "20GiB", "60GiB")),
-    ("8b", "4x2048", IN_BACKWARD, ("100GiB", "64GiB", "48GiB", "24GiB")),
+    ("gpt2-xl", "8x1024", IN_BACKWARD, ("8GiB", "12GiB", "24GiB", "60GiB")),
+    ("3.14b", "2x2048", IN_BACKWARD, ("8GiB", "24GiB", "48GiB")),
+    ("3.14b", "2x2048", CLIPPED, ("24GiB",)),
+    ("3.14b", "8x2048", IN_BACKWARD, ("12GiB", "16GiB", "24GiB", "40GiB", "110GiB")),
+    ("3.14b", "8x2048", CLIPPED, ("12GiB", "24GiB", "48GiB")),
+    ("8b", "4x2048", IN_BACKWARD, ("48GiB", "100GiB", "64GiB", "24GiB")),
     ("8b", "4x2048", CLIPPED, ("48GiB",)),
 ]
 CELLS: list[Row] = [
@@ -60,8 +60,10 @@ STEPS: list[Row] = [
     *({"model": "1b", "batch": batch, "kind": "plain"} for batch in ("1x2048", "4x2048", "8x2048")),
     {"model": "1b", "batch": "4x2048", "kind": "plain", "recompute": True},
     {"model": "3.14b", "batch": "8x2048", "kind": "plain", "recompute": True},
+    {"model": "3.14b", "batch": "8x2048", "kind": "plain"},
+    {"model": "3.14b", "batch": "8x2048", **_RESIDENT, "precision": None},
     {"model": "launch-bound", "batch": "2x64", "kind": "plain"},
-    {"model": "launch-bound", "batch": "2x64", **_RESIDENT},
+    {"model": "launch-bound", "batch": "2x64", **_RESIDENT, "precision": None},
     {"model": "launch-bound", "batch": "2x64", **_STREAMED, **IN_BACKWARD},
     {"model": "many launches", "batch": "1x16", "kind": "plain"},
     {"model": "many launches", "batch": "1x16", **_STREAMED},
@@ -70,7 +72,7 @@ STEPS: list[Row] = [
     {"model": "1b", "batch": "1x2048", **_STREAMED, **IN_BACKWARD},
 ]
 """Plain steps and small ones, without a budget, for the prediction of times."""
-_EXACT: Row = {"optimizer": "adamw", "precision": "bf16 exact", "recompute": False, "warm_up": 3, "steps": 4}
+_EXACT: Row = {"optimizer": "adamw", "precision": "bf16 exact", "recompute": False, "warm_up": 2, "steps": 4}
 _NUM_SWEPT, _LEAST_MIXED, _MOST_DRAWN = 10, 3, 40
 _HOST_MEMORY = "100GiB"
 _POLICIES = ("keep", "selective", "recompute", "offload")
@@ -157,12 +159,9 @@ def _row_if_it_fits(cell: Row, words: Row, kind: str) -> Row | None:
 
 def plan_all(out: Path, hardware: str, swept: Path | None, match: str) -> None:
     """Plan every cell, predict the sweep's plans and the steps in a few words, and write all rows."""
-    jobs: list[tuple[Row, list[Row]]] = [(cell, []) for cell in CELLS]
-    if swept is not None:
-        for cell in SWEEP:
-            same = [row for row in json.loads(swept.read_text())["rows"] if all(row[key] == cell[key] for key in cell)]
-            jobs.append((cell, same))
-    jobs += [(step, []) for step in STEPS]
+    others = [] if swept is None else json.loads(swept.read_text())["rows"]
+    jobs: list[tuple[Row, list[Row]]] = [(step, []) for step in STEPS]
+    jobs += [(cell, [row for row in others if all(row.get(key) == cell[key] for key in cell)]) for cell in CELLS]
     jobs = [job for job in jobs if match in _name(job[0])]
     rows: dict[str, Row] = {}
     with ProcessPoolExecutor(max_workers=_NUM_JOBS) as pool:
@@ -231,6 +230,7 @@ def _predicted_step(step: Row, hardware: str) -> Row:
     from lowtide.tracing.step_time import step_time
 
     model, batch = _model_and_batch(step)
+    precision = step.get("precision", "bf16 exact")
     traced: Row = {"optimizer": lambda parameters: torch.optim.AdamW(parameters, fused=True), "hardware": hardware}
     if step.get("kind") == "plain":
         traced = lowtide.trace(model, batch, torch_version="2.11.0", **traced)
@@ -243,25 +243,26 @@ def _predicted_step(step: Row, hardware: str) -> Row:
             batch,
             host_memory=_HOST_MEMORY,
             torch_version="2.11.0",
-            precision="bf16 exact",
+            precision=precision,
             schedule=step.get("schedule", "deferred"),
             **traced,
         )
         plan = plan_of(step, model)
         simulated = found.simulate(plan)
         predicted = {"predicted_s": simulated.step_s, "bound_by": simulated.bound_by}
-        traced = lowtide.trace(model, batch, plan=plan, torch_version="2.11.0", precision="bf16 exact", **traced)
+        traced = lowtide.trace(model, batch, plan=plan, torch_version="2.11.0", precision=precision, **traced)
     return {**step, "name": _name(step), "predicted_reserved_bytes": traced.peak_reserved_bytes, **predicted}
 
 
 def measure(planned: Path, out: Path, commit: str, limit_s: float, match: str) -> None:
     """Train each planned row for a few steps; a row that fails is a row too."""
     from lowtide.lab.record import write_json
+    from lowtide.units import parse_bytes
 
     begun = time.perf_counter()
     predicted = json.loads(planned.read_text(encoding="utf-8"))
     rows = [
-        {"kind": "managed", **_EXACT, **row, "stays_on_device": row["model"] != "8b"}
+        {"kind": "managed", **_EXACT, **row, "stays_on_device": parse_bytes(row.get("budget", "1TiB")) > 20 << 30}
         for row in predicted["rows"]
         if match in row["name"]
     ]

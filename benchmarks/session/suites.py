@@ -140,7 +140,7 @@ def _launch_versus_rows() -> list[Row]:
     for turn in range(2):
         order = VERSIONS if turn % 2 == 0 else VERSIONS[::-1]
         for row in [row for row in _launch_rows()[:-1] if not row["name"].endswith("resident, in backward")]:
-            row = {**row, "steps": 40, "warm_up": 15, "turn": turn}
+            row = {**row, "steps": 60, "warm_up": 15, "turn": turn}
             if row["kind"] == "plain":
                 rows.append(row)
             else:
