@@ -21,7 +21,7 @@ from lowtide.memory.emulated_mover import EmulatedMover
 from lowtide.memory.mover import Ticket
 from lowtide.memory.store import ChunkStore
 from lowtide.runtime import plan_run as plan_run
-from lowtide.runtime.parameters.gradients import HostGradient
+from lowtide.runtime.parameters.gradients import GradientMover, HostGradient
 from lowtide.runtime.parameters.group import ManagedGroup
 from lowtide.runtime.parameters.residency import ManagedResidency
 from lowtide.runtime.updates import updater as updater_module
@@ -234,13 +234,23 @@ def test_an_update_on_the_device_that_is_not_written_back(
 def test_an_update_that_does_not_wait_for_its_gradients(
     place: str, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = Updater.update_on_host
+    whole, send = Updater.update_on_host, GradientMover.send
+    awaited: list[HostGradient] = []
+
+    def send_unnoticed(mover: GradientMover) -> None:
+        send(mover)
+        for gradient in awaited:
+            gradient.pending.clear()
 
     def impatient(updater: Updater, group: ManagedGroup, chunk: Chunk, members: Any, settings: Any) -> None:
-        for managed in members:
-            managed.host_gradient.pending.clear()
+        # Small gradients are sent when the update asks for them, which it does first.
+        awaited[:] = [managed.host_gradient for managed in members]
+        for gradient in awaited:
+            gradient.pending.clear()
         whole(updater, group, chunk, members, settings)
+        awaited.clear()
 
+    monkeypatch.setattr(GradientMover, "send", send_unnoticed)
     monkeypatch.setattr(Updater, "update_on_host", impatient)
     # In a backward the verdict on the gradients comes behind them, and is waited for too: one wait would do.
     monkeypatch.setattr(updater_module, "judge_sent", lambda members, watch: None)

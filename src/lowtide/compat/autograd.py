@@ -587,6 +587,13 @@ def without_memory(parameter: torch.Tensor) -> torch.Tensor:
         )
 
 
+def meta_over(
+    storage: torch.UntypedStorage, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int = 0
+) -> torch.Tensor:
+    """A meta tensor of this form over a storage."""
+    return torch.empty(0, dtype=dtype, device="meta").set_(storage, offset, size, stride)
+
+
 def has_no_values(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a stand-in for one: on meta, or fake, or of a device that only predicts."""
     # Not torch's spare backend under any other name: that may be a real device.

@@ -26,8 +26,8 @@ from lowtide.planning.search import Limits
 from lowtide.planning.techniques import batch_size
 from lowtide.runtime.planner import PlannedStep, PlanProblem, Size, pose, smallest, usable_bytes
 from lowtide.runtime.prediction.trace import Optimizer
-from lowtide.tracing.ghost.costs import seconds_of
 from lowtide.tracing.settings import StepSettings
+from lowtide.tracing.step_time import seconds_of
 from lowtide.tracing.step_trace import StepTrace
 from lowtide.tracing.training_step import Loss
 from lowtide.units import format_bytes

@@ -359,7 +359,8 @@ class Replanning:
         if following.plan == plan_run.plan:
             return
         if moved:
-            reason += f"; {moved} groups are updated elsewhere than before, where the last bits may differ"
+            groups = "1 group is" if moved == 1 else f"{moved} groups are"
+            reason += f"; {groups} updated elsewhere than before, where the last bits may differ"
         LOGGER.log(logging.WARNING if moved else logging.INFO, "new plan: %s", reason)
         try:
             assert setup.optimizer is not None

@@ -20,7 +20,6 @@ from lowtide import compat
 from lowtide.errors import PlanError, TraceError
 from lowtide.planning.plan import GroupPlan, Plan
 from lowtide.runtime.prediction.trace import trace
-from lowtide.tracing.ghost.tensor import meta_over
 from lowtide.tracing.prediction.job import Contents, TensorDescription, pack, unpack
 from lowtide.tracing.step_trace import StepTrace
 from lowtide.tracing.training_step import Loss, named_tensors, own_loss
@@ -256,7 +255,7 @@ class _Empty:
             key, size = description.storage_key, description.storage_bytes
             if key not in self._storages:
                 self._storages[key] = torch.UntypedStorage(size, device="meta")
-            values = meta_over(
+            values = compat.meta_over(
                 self._storages[key], description.dtype, description.shape, description.stride, description.offset
             )
         if description.is_parameter:

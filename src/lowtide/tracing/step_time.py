@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lowtide.tracing.step_trace import Phase, StepTrace
+from lowtide.hardware.rates import DeviceRates
+from lowtide.tracing.step_trace import Phase, StepTrace, Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,3 +64,10 @@ def step_time(trace: StepTrace) -> StepTime | None:
             phases[op.phase] += ended_s - before_s
             device_s += op.seconds
     return StepTime(step_s=ended_s, device_s=device_s, phases=phases)
+
+
+def seconds_of(operator: str, work: Work, rates: DeviceRates | None) -> float:
+    """How long an operator's work takes at these rates; 0 where they are not known."""
+    if rates is None:
+        return 0.0
+    return rates.seconds(num_bytes=work.num_bytes, flops=work.flops, dtype=work.dtype, operator=operator)

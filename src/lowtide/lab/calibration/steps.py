@@ -27,7 +27,7 @@ from lowtide.models.llama import Llama, LlamaConfig
 from lowtide.planning.hand_plan import make_plan
 from lowtide.runtime.manage import manage
 from lowtide.runtime.prediction.trace import trace
-from lowtide.tracing.ghost.costs import seconds_of
+from lowtide.tracing.step_time import seconds_of
 from lowtide.tracing.step_trace import Op, Phase
 
 _IN_BACKWARD = {"schedule": "in_backward", "update": "device"}

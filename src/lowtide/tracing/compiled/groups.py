@@ -20,7 +20,7 @@ from lowtide.tracing.compiled.partition import Returned
 from lowtide.tracing.compiled.program import Effect, Program, Step, effects, unread_inputs, with_reuse
 from lowtide.tracing.ghost.mode import GhostMode
 from lowtide.tracing.ghost.operators import Operator, describe
-from lowtide.tracing.ghost.tensor import Ghost, meta_over
+from lowtide.tracing.ghost.tensor import Ghost
 
 
 class GhostCompiler:
@@ -123,7 +123,9 @@ class _Run:
         """A result over the storage of its buffer."""
         assert result is not None, "the capture has refused it"
         form, storage = result.form, made[result.buffer].untyped_storage()
-        return self.mode.place(meta_over(storage, form.dtype, form.shape, form.stride(), int(form.storage_offset())))
+        return self.mode.place(
+            compat.meta_over(storage, form.dtype, form.shape, form.stride(), int(form.storage_offset()))
+        )
 
     def _alone(self, ghost: Ghost) -> Ghost:
         return self.mode.place(ghost.inner.detach())
@@ -202,7 +204,7 @@ def _new_storage(form: Tensor) -> Tensor:
     storage = torch.UntypedStorage(form.nbytes, device="meta")
     span = 1 + sum((size - 1) * stride for size, stride in zip(form.shape, form.stride(), strict=True))
     stride = form.stride() if span <= form.numel() else torch.empty(form.shape, device="meta").stride()
-    return meta_over(storage, form.dtype, form.shape, stride)
+    return compat.meta_over(storage, form.dtype, form.shape, stride)
 
 
 def _name(step: Step) -> str:

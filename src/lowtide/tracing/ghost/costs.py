@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from lowtide.hardware import Hardware
-from lowtide.hardware.rates import DeviceRates
 from lowtide.tracing.ghost import convolutions, recurrent
 from lowtide.tracing.ghost.operators import FREE, Course, Operator, tensors_in
+from lowtide.tracing.step_time import seconds_of
 from lowtide.tracing.step_trace import Work
 
 MATRIX_PRODUCTS = frozenset(
@@ -91,13 +91,6 @@ class Costs:
             str(tensors[0].dtype) if tensors else "",
         )
         return seconds_of(op.name, work, self._rates), work
-
-
-def seconds_of(operator: str, work: Work, rates: DeviceRates | None) -> float:
-    """How long an operator's work takes at these rates; 0 where they are not known."""
-    if rates is None:
-        return 0.0
-    return rates.seconds(num_bytes=work.num_bytes, flops=work.flops, dtype=work.dtype, operator=operator)
 
 
 def _copy_if_strided(tensor: Any) -> int:

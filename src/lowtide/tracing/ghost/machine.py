@@ -26,7 +26,7 @@ from lowtide.tracing.ghost.costs import Costs
 from lowtide.tracing.ghost.device import register_device
 from lowtide.tracing.ghost.mode import GhostMode
 from lowtide.tracing.ghost.shapes import HOST_SHAPES, SHAPES
-from lowtide.tracing.ghost.tensor import Ghost, Known, meta_over
+from lowtide.tracing.ghost.tensor import Ghost, Known
 from lowtide.tracing.recorder import StorageRecorder
 
 aten = torch.ops.aten
@@ -192,7 +192,9 @@ def _accept_in_stashes() -> None:
     def over(geometry: Geometry, memory: Tensor) -> Tensor:
         if not isinstance(memory, Ghost):
             return plain(geometry, memory)
-        inner = meta_over(memory.untyped_storage(), geometry.dtype, geometry.size, geometry.stride, geometry.offset)
+        inner = compat.meta_over(
+            memory.untyped_storage(), geometry.dtype, geometry.size, geometry.stride, geometry.offset
+        )
         return Ghost(inner, memory.device, memory.life)
 
     Geometry.over = over  # type: ignore[method-assign, assignment]  # its first argument has another name

@@ -58,13 +58,6 @@ def _resolve(value: Any) -> Any:
     return value
 
 
-def meta_over(
-    storage: torch.UntypedStorage, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int = 0
-) -> Tensor:
-    """A meta tensor of this form over a storage."""
-    return torch.empty(0, dtype=dtype, device="meta").set_(storage, offset, size, stride)
-
-
 def balanced_choice(rows: torch.Size, choices: int, count: int) -> Callable[[], Tensor]:
     """Indices as a router in balance would pick them: every choice equally often, `count` different ones a row."""
 

@@ -19,7 +19,7 @@ from lowtide.tracing.ghost import recurrent
 from lowtide.tracing.ghost.device import GhostMover, LiteralDevices, cuda_functions
 from lowtide.tracing.ghost.machine import GhostMachine
 from lowtide.tracing.ghost.mode import GhostMode
-from lowtide.tracing.ghost.tensor import Ghost, Known, meta_over
+from lowtide.tracing.ghost.tensor import Ghost, Known
 from lowtide.tracing.prediction.context import DeviceMemory, StepContext
 from lowtide.tracing.prediction.job import Contents, Job, TensorDescription, unpack
 from lowtide.tracing.recorder import BATCH, StorageRecorder, state_roles, weight_roles
@@ -197,7 +197,7 @@ class _Arrivals:
             num_bytes = description.storage_bytes // description.dtype.itemsize * dtype.itemsize
             storage = torch.UntypedStorage(num_bytes if is_converted else description.storage_bytes, device="meta")
             self._storages[description.storage_key] = storage
-        inner = meta_over(storage, dtype, description.shape, description.stride, description.offset)
+        inner = compat.meta_over(storage, dtype, description.shape, description.stride, description.offset)
         known = None if values is None else Known(values.to(dtype))
         ghost = self._mode.place(inner, known=known, is_logged=False)
         ghost.life.describe(description.shape, str(dtype).removeprefix("torch."))
