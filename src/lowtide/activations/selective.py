@@ -188,7 +188,7 @@ class _Output:
 
     @classmethod
     def of(cls, value: Any) -> _Output:
-        """Of what autograd has not seen yet."""
+        """Answers for what autograd has not seen yet."""
         if isinstance(value, torch.Tensor):
             return cls(compat.detached_below_autograd(value), [version_of(value)])
         leaves, structure = compat.flatten(value)

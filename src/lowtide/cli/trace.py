@@ -38,7 +38,7 @@ from lowtide.tracing.step_trace import StepTrace
 from lowtide.units import format_bytes, parse_dtype
 
 _NUM_SENTENCES, _NUM_ROWS = 3, 16
-"""Of an explanation, so that it fits one screen."""
+"""Sentences and rows of an explanation that fit one screen."""
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     **{name: OPTIMIZERS_OF_RECIPES[name] for name in ("adamw", "adam", "sgd", "adafactor", "rmsprop", "adagrad")},
     "deep-one-adafactor": OPTIMIZERS_OF_RECIPES["deep-one-adafactor"],

@@ -62,7 +62,7 @@ class Measurement:
 
     @property
     def median_s(self) -> float:
-        """Of the repeats."""
+        """Median seconds of the repeats."""
         return statistics.median(self.times_s)
 
     @property

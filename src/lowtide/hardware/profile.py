@@ -65,7 +65,7 @@ class Hardware:
     host_link_bytes_per_s: float | None = None
     """Between the device and pinned host memory, one direction."""
     host: HostRates = field(default_factory=HostRates)
-    """Of the computer that the device is in: that of the H200 where it was not measured."""
+    """Rates of the computer that the device is in: those of the H200's where it was not measured."""
     measured: DeviceRates | None = None
     """What the device itself reached in a calibration; None where it is reckoned from the data sheet."""
     context_bytes: int = 0

@@ -81,7 +81,7 @@ class WhatIf:
 
     @property
     def least_that_fits(self) -> WhatIfRow | None:
-        """Of the rows that fit the one with the fewest techniques, and of those the fastest."""
+        """The row that fits with the fewest techniques; the fastest of several."""
         fitting = [row for row in self.rows if row.fits]
         return min(fitting, key=lambda row: (row.technique.count(_JOIN), row.step_s or math.inf), default=None)
 

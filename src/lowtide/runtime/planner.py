@@ -466,7 +466,7 @@ class PlanProblem:
 
     @property
     def num_tokens(self) -> int:
-        """Of the batch, as `PlannedStep` counts them."""
+        """Tokens of the batch, as `PlannedStep` counts them."""
         return _num_tokens(self.batch)
 
     @property

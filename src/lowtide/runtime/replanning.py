@@ -77,7 +77,7 @@ class Replanning:
         self._before_step, self._before_call = _State(setup), _State(setup)
         self._shapes: Shapes = {}
         self._outputs: list[weakref.ref[Tensor]] = []
-        """Of the last training call."""
+        """What the last training call returned."""
         self._is_inside = False
         self._has_stepped = True
         self._num_steps = 0

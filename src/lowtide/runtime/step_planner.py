@@ -25,7 +25,7 @@ from lowtide.tracing.step_trace import StepTrace
 from lowtide.tracing.training_step import Loss, named_tensors, own_loss
 
 Shapes = dict[str, tuple[int, ...]]
-"""Of the tensors of one call of the model, by the name of the argument."""
+"""Shapes of the tensors of one call of the model, by the name of the argument."""
 _NUM_ATTEMPTS = 4
 """Searches for a plan in which no update moves: each gives the others what the one before lacked."""
 

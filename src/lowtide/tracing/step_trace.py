@@ -56,7 +56,7 @@ class Work:
     """What a device does in one operator, whatever its rates are."""
 
     num_bytes: int
-    """Of its arguments and outputs."""
+    """Bytes of its arguments and outputs."""
     flops: float
     dtype: str
 

@@ -15,7 +15,7 @@ from lowtide.models.llama import LlamaConfig
 _MOST_CALLS = 400
 """In a repeat: what a stream takes before the host has to wait for it, with room."""
 _MOST_HIDDEN_S = 0.2
-"""Of launches that are hidden behind a busy device."""
+"""Seconds of launches that are hidden behind a busy device."""
 LARGE = LlamaConfig(
     vocab_size=32000, context_length=2048, num_layers=4, hidden_size=2048, intermediate_size=8192, num_heads=16, num_kv_heads=16,
 )  # fmt: skip
@@ -35,10 +35,10 @@ class Sizes:
     hidden_size: int = 4096
     inner_size: int = 11008
     lengths: tuple[int, ...] = (512, 2048, 8192)
-    """Of attention; each divides the number of tokens."""
+    """Lengths of attention; each divides the number of tokens."""
     head_size: int = 128
     memory_bytes: int = 512 << 20
-    """Of the arrays that memory is measured with: far more than caches hold."""
+    """Bytes of the arrays that memory is measured with: far more than caches hold."""
     copy_bytes: int = 256 << 20
     num_updated: int = 1 << 26
     """Parameters of an update."""
@@ -51,7 +51,7 @@ class Sizes:
     model_dtype: str = "bfloat16"
     num_steps: int = 15
     least_s: float = 0.15
-    """Of each measurement, all repeats together."""
+    """Seconds of each measurement, all repeats together."""
     num_repeats: int = 5
 
 

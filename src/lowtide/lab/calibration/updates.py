@@ -21,7 +21,7 @@ from lowtide.optim.state import new_state
 from lowtide.optim.update_types import Moments, Numerics, Piece, Rounding
 
 _BYTES_A_PARAMETER = 48
-"""Of host memory, in which an update is measured, with room."""
+"""Host memory in which an update is measured, with room."""
 _FASTEST_LINK = 60e9
 _MOST_COPIES = 10_000
 _STEPS = {

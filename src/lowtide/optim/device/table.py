@@ -35,7 +35,7 @@ NUM_FLOATS = 8
 TILE = 2048
 """Elements that one program updates: 16 blocks of the 8-bit format."""
 ALIGNMENT = 16
-"""Of addresses and sizes that wide loads and stores take."""
+"""What addresses and sizes of wide loads and stores are multiples of."""
 MATRIX_COLUMNS = (
     *COLUMNS,
     "rows",

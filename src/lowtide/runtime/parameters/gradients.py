@@ -379,7 +379,7 @@ class GradientSink(Protocol):
         """The parameter's gradient is complete on the device."""
 
     def send(self) -> None:
-        """Whoever asks for gradients that were taken finds them on their way from now on."""
+        """Gradients that were taken are on their way from now on."""
 
     def abandon(self, gradients: Iterable[HostGradient], chunks: Iterable[Chunk]) -> None:
         """After an exception: nothing of this backward is kept."""

@@ -162,7 +162,7 @@ def trace(
 def _state_bytes(
     layout: Layout, optimizer: torch.optim.Optimizer, numerics: Numerics | None, named: Mapping[str, torch.Tensor]
 ) -> dict[str, int]:
-    """Of each group. An optimizer that cannot say, and so steps on the device, counts as one without state."""
+    """Bytes of each group's state. An optimizer that cannot say, and so steps on the device, counts as one without state."""
     try:
         sizes = state_bytes_by_parameter(optimizer, numerics)
     except UnsupportedOptimizerError:

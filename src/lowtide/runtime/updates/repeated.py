@@ -24,7 +24,7 @@ class _Facts:
     """What was found of one parameter."""
 
     revision: int
-    """Of its state: as long as it stays, so do the state's tensors."""
+    """Revision of its state: as long as it stays, so do the state's tensors."""
     rule: Rule
     """The last that was of the form."""
     form: tuple[object, ...]
