@@ -22,7 +22,9 @@ KERNEL_S, PRODUCT_S = 1.5e-6, 3.5e-6
 LINK_EFFICIENCY = 0.81
 """Share of what a slot promises, each way while both are busy: 51 GB/s of 63 on the H200's host, and 55 in one direction alone."""
 UPDATE_EFFICIENCY = {"exact": 0.5, "fp32": 0.5, "eight_bit": 0.27, "torch_fused": 0.57, "torch": 0.25}
-"""Share of the device's memory bandwidth that updates reach. In the steps of `benchmarks/results/session/optimizer_2026-11-16T0849` exact ones
+"""Share of the device's memory bandwidth that updates reach.
+
+In the steps of `benchmarks/results/session/optimizer_2026-11-16T0849` exact ones
 reach 2.4 TB/s of 4.8 and torch's fused ones 2.75; the others stand to these as in the calibration."""
 
 
