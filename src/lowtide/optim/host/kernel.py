@@ -4,8 +4,9 @@ Agrees with `reference.update` within fp32 rounding; its own results do not depe
 parameters are cut into pieces, nor on the processor's instruction set.
 
 The threads run on one processor of each physical core that this process may use: two threads on one core share its load
-and store units, and an update does little else. One core is left to the thread that launches the device's work: where it
-waits for a turn, the device waits.
+and store units, and an update does little else. They are one fewer than the cores, for the thread that launches the
+device's work: where it waits for a turn, the device waits. None of them has a core of its own: the thread that launches
+and the one that asks for updates come and go, and whoever has lost its core to them moves on.
 
 Note [Tiny numbers]
 On x86 numbers below 1.2e-38, fp32's smallest normal one, count as zero. torch keeps them: a moment without gradients stays
@@ -75,12 +76,12 @@ _AMSGRAD, _NESTEROV, _FIRST_STEP = 1, 2, 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerCpus:
-    """Where the threads run, in the order in which they are made."""
+    """How many threads there are, and where they run."""
 
     num_threads: int
     """How many threads are worth having."""
     pinned: tuple[int, ...]
-    """The processor of each; empty where threads are better left to the system."""
+    """The processors that they keep to; empty where threads are better left to the system."""
 
 
 def update(
@@ -382,14 +383,14 @@ def read_cpu_quota(root: Path = _ROOT) -> float | None:
 
 
 def choose_cpus(cores: tuple[int, ...], *, cpu_quota: float | None, part: int = 0, num_parts: int = 1) -> WorkerCpus:
-    """Share cores among the ranks of a machine, leave the first of each share to the launcher, and obey the quota.
+    """Share cores among the ranks of a machine, leave one of each share to the launcher, and obey the quota.
 
     Under a quota that is smaller than the share nothing is pinned: the other containers of the machine would choose the
     same processors.
 
     Example:
         >>> choose_cpus((0, 1, 2, 3), cpu_quota=None)
-        WorkerCpus(num_threads=3, pinned=(1, 2, 3))
+        WorkerCpus(num_threads=3, pinned=(0, 1, 2, 3))
         >>> choose_cpus((0, 1, 2, 3), cpu_quota=2.5)
         WorkerCpus(num_threads=2, pinned=())
     """
@@ -400,7 +401,7 @@ def choose_cpus(cores: tuple[int, ...], *, cpu_quota: float | None, part: int = 
     if len(share) < 2:
         # The launcher is on that core too, or more ranks than cores share the machine.
         return WorkerCpus(num_threads=1, pinned=())
-    return WorkerCpus(num_threads=len(share) - 1, pinned=share[1:])
+    return WorkerCpus(num_threads=len(share) - 1, pinned=share)
 
 
 def _rank_on_this_machine() -> tuple[int, int]:

@@ -1,5 +1,5 @@
 // Threads of our own rather than OpenMP's: torch brings an OpenMP runtime, often another one, whose threads would fight for
-// the same cores; and these stay where they are pinned.
+// the same cores; and these keep to the processors that they are given.
 //
 // Tasks are handed out one by one, so that a thread whose core is busy with something else holds nobody up. Threads are made
 // when first needed, wait awake for a moment after each job and then asleep, and end with `lowtide_stop_threads`. After a
@@ -11,6 +11,7 @@
 #include <sched.h>
 #endif
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -103,15 +104,17 @@ class Pool {
     return true;
   }
 
+  // Each may run on all of them: one that is held to a single core waits there while another thread has it.
   void pin_one(size_t index) {
 #if defined(__linux__)
-    if (index >= cpus_.size()) return;
-    cpu_set_t* set = CPU_ALLOC(static_cast<size_t>(cpus_[index]) + 1);
+    if (cpus_.empty()) return;
+    const size_t num_cpus = static_cast<size_t>(*std::max_element(cpus_.begin(), cpus_.end())) + 1;
+    cpu_set_t* set = CPU_ALLOC(num_cpus);
     if (set == nullptr) return;
-    const size_t num_bytes = CPU_ALLOC_SIZE(static_cast<size_t>(cpus_[index]) + 1);
+    const size_t num_bytes = CPU_ALLOC_SIZE(num_cpus);
     CPU_ZERO_S(num_bytes, set);
-    CPU_SET_S(static_cast<size_t>(cpus_[index]), num_bytes, set);
-    // A processor that was taken away since: the thread runs wherever it may.
+    for (const int cpu : cpus_) CPU_SET_S(static_cast<size_t>(cpu), num_bytes, set);
+    // Processors that were taken away since: the thread runs wherever it may.
     pthread_setaffinity_np(threads_[index].native_handle(), num_bytes, set);
     CPU_FREE(set);
 #else
@@ -192,7 +195,7 @@ void run_tasks(int num_threads, int64_t num_tasks, const std::function<void(int6
 
 extern "C" {
 
-// Thread i is pinned to cpus[i], those that exist and those to come; threads beyond the list run anywhere.
+// The threads, those that exist and those to come, keep to these processors. An empty list changes nothing.
 __attribute__((visibility("default"))) void lowtide_pin_threads(const int* cpus, int num_cpus) {
   lowtide::the_pool().pin(cpus, num_cpus);
 }
