@@ -22,6 +22,8 @@ from lowtide.optim.update_types import Moments, Numerics, Piece, Rounding
 
 _BYTES_A_PARAMETER = 48
 """Host memory in which an update is measured, with room."""
+_CHUNK = 1 << 24
+"""Parameters of a chunk, about what sessions update by one call."""
 _FASTEST_LINK = 60e9
 _MOST_COPIES = 10_000
 _STEPS = {
@@ -62,6 +64,8 @@ def measure_device_updates(timer: Timer) -> UpdateRates:
 def measure_host_updates(timer: Timer, copies: Copies | None) -> tuple[UpdateRates, UpdateRates | None]:
     """Updates on the host, alone and while copies run both ways; torch's own with its own threads.
 
+    A session updates chunk by chunk, so what a call takes besides is in the rate.
+
     Args:
         timer: What it counts by.
         copies: None where there is no device to copy to and from: then nothing is measured beside them.
@@ -71,7 +75,7 @@ def measure_host_updates(timer: Timer, copies: Copies | None) -> tuple[UpdateRat
     for kind in UpdateKind:
         # The slow one would take half of all the time.
         count = num_elements // 8 if kind is UpdateKind.TORCH else num_elements
-        call, num_bytes = make_update(kind, count, torch.device("cpu"))
+        call, num_bytes = _in_chunks(kind, count)
         name = f"update on the host, {kind}"
         found = timer.on_host(name, num_bytes, "byte", call)
         alone[kind.name.lower()] = found.per_s
@@ -79,6 +83,18 @@ def measure_host_updates(timer: Timer, copies: Copies | None) -> tuple[UpdateRat
             times = [_beside(copies, call, found.median_s) for _ in range(timer.sizes.num_repeats)]
             beside[kind.name.lower()] = timer.note(f"{name}, beside copies", num_bytes, "byte", times).per_s
     return UpdateRates(**alone), UpdateRates(**beside) if beside else None
+
+
+def _in_chunks(kind: UpdateKind, num_elements: int) -> tuple[Callable[[], None], int]:
+    """Updates of so many parameters on the host, one chunk after the other, and the bytes of all of them."""
+    sizes = [min(_CHUNK, num_elements - begin) for begin in range(0, num_elements, _CHUNK)]
+    updates = [make_update(kind, size, torch.device("cpu")) for size in sizes]
+
+    def update_all() -> None:
+        for update, _ in updates:
+            update()
+
+    return update_all, sum(num_bytes for _, num_bytes in updates)
 
 
 def _beside(copies: Copies, call: Callable[[], object], alone_s: float) -> float:
