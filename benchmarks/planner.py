@@ -6,8 +6,8 @@ python -m benchmarks.planner measure --planned FILE --out FOLDER --commit 0123ab
 
 `sweep` does not ask the planner: it writes the plans that the planner's are compared with, uniform ones and random mixed ones
 whose step fits. `plan` asks it for every cell, predicts the time of the sweep's plans and of steps in a few words, and writes
-one file of rows. `measure` trains each row for a few steps, in a process of its own, and adds what was measured. `--hardware
-this` predicts with the calibration of the machine, which `lowtide hardware` makes before.
+one file of rows. `measure` trains each row for a few steps, those of one model and batch in one process, and adds what was
+measured. `--hardware this` predicts with the calibration of the machine, which `lowtide hardware` makes before.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.records import checkout, machine
-from benchmarks.suite import results
+from benchmarks.suite import results_together
 
 Row = dict[str, Any]
 
@@ -72,7 +72,7 @@ STEPS: list[Row] = [
     {"model": "1b", "batch": "1x2048", **_STREAMED, **IN_BACKWARD},
 ]
 """Plain steps and small ones, without a budget, for the prediction of times."""
-_EXACT: Row = {"optimizer": "adamw", "precision": "bf16 exact", "recompute": False, "warm_up": 2, "steps": 4}
+_EXACT: Row = {"optimizer": "adamw", "precision": "bf16 exact", "recompute": False, "warm_up": 2, "steps": 8}
 _NUM_SWEPT, _LEAST_MIXED, _MOST_DRAWN = 10, 3, 40
 _HOST_MEMORY = "100GiB"
 _POLICIES = ("keep", "selective", "recompute", "offload")
@@ -278,7 +278,8 @@ def measure(planned: Path, out: Path, commit: str, limit_s: float, match: str) -
         "rows": [],
     }
     path = out / f"planner_{datetime.now(UTC):%Y-%m-%dT%H%M}_h200_{commit}.json"
-    for result in results("benchmarks.session.row", rows, _TIMEOUT_S):
+    groups = [list(group) for _, group in itertools.groupby(rows, key=lambda row: (row["model"], row["batch"]))]
+    for result in results_together("benchmarks.session.row", groups, _TIMEOUT_S):
         result.pop("stats", None)
         result.pop("plan", None)
         record["rows"].append(result)

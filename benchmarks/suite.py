@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +23,7 @@ from benchmarks.records import machine
 Row = dict[str, Any]
 
 READY = "ready"
+SERVE = "--serve"
 NUM_READY = 6
 """Processes that wait for their turn: each has some 0.7 GB of host memory."""
 
@@ -78,17 +82,72 @@ class RowProcess:
         self._process.communicate()
 
 
+class RowServer:
+    """A process that runs rows one after the other: each saves the seconds that imports and a device's context take."""
+
+    def __init__(self, module: str) -> None:
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it ends with the process
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, "[]", SERVE],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
+        )  # fmt: skip
+
+    def run(self, row: Row, timeout_s: float) -> Row:
+        """The row's result; where the process dies or takes too long, that, and it takes no row after it."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        timer = threading.Timer(timeout_s, self._process.kill)
+        timer.start()
+        try:
+            self._process.stdin.write(json.dumps(row) + "\n")
+            self._process.stdin.flush()
+            for line in self._process.stdout:
+                if line.startswith("{"):
+                    found: Row = json.loads(line)
+                    return found
+        except BrokenPipeError:
+            pass
+        finally:
+            timer.cancel()
+        self._log.seek(0)
+        code = self._process.wait()
+        return {**row, "failed": f"exit code {code}, at most {timeout_s:.0f} s", "message": self._log.read()[-1500:]}
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it takes another row."""
+        return self._process.poll() is None
+
+    def end(self) -> None:
+        """Stop it, wherever it is."""
+        self._process.kill()
+        self._process.communicate()
+
+
 def answer(run: Callable[[Row], Row], load: Callable[[], None] = lambda: None) -> None:
     """What a row's process does: load, wait where asked to, run, and print the result as its last line.
 
-    A failure is a result.
+    With `--serve` the rows come in lines, and their results go out in lines.
     """
     row = json.loads(sys.argv[1])
+    if SERVE in sys.argv[2:]:
+        load()
+        for line in sys.stdin:
+            _answer_one(run, json.loads(line))
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        return
     if "--wait" in sys.argv[2:]:
         load()
         row["imported_s"] = time.time() - psutil.Process().create_time()
         print(READY, flush=True)
         sys.stdin.readline()
+    _answer_one(run, row)
+
+
+def _answer_one(run: Callable[[Row], Row], row: Row) -> None:
+    """A failure is a result."""
     try:
         result = run(row)
     except torch.OutOfMemoryError as error:
@@ -99,6 +158,23 @@ def answer(run: Callable[[Row], Row], load: Callable[[], None] = lambda: None) -
         where = traceback.format_exc()[-3000:]
         result = {**row, "failed": type(error).__name__, "message": f"{error}"[:2000], "where": where}
     print(json.dumps(result), flush=True)
+
+
+def results_together(module: str, groups: Sequence[Sequence[Row]], timeout_s: float) -> Iterator[Row]:
+    """The results of all rows: each group's in one process, unless a row ends it."""
+    servers = [RowServer(module) for _ in groups]  # they import beside each other
+    try:
+        for server, rows in zip(tuple(servers), groups, strict=True):
+            now = server
+            for row in rows:
+                if not now.is_alive:
+                    now = RowServer(module)
+                    servers.append(now)
+                yield now.run(row, timeout_s)
+            now.end()
+    finally:
+        for server in servers:
+            server.end()
 
 
 def results(module: str, rows: Sequence[Row], timeout_s: float) -> Iterator[Row]:
