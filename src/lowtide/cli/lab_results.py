@@ -20,8 +20,7 @@ from lowtide.lab.budget import BudgetSweep, not_monotone, run_sweep, sweep_data,
 from lowtide.lab.progress import shown_bytes
 from lowtide.lab.recipe_file import find_recipe, read_recipe
 from lowtide.lab.records import SWEEPS
-from lowtide.lab.report.comparison import Comparison
-from lowtide.lab.report.lab_report import fastest_words, run_remarks
+from lowtide.lab.report.comparison import Comparison, fastest_words, run_remarks
 from lowtide.lab.report.rows import Row, error_line
 from lowtide.lab.report.tables import outcome_words, perplexity_text, result_table, shortened
 from lowtide.report.table import Cell, Column, Table, Tone, Value, make_table, number

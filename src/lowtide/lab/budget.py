@@ -27,8 +27,7 @@ from lowtide.lab.training import Batch, make_batches
 from lowtide.models import resolve_model
 from lowtide.plain_text import Plain
 from lowtide.report.table import byte_unit
-from lowtide.tracing.attention.kernels import Attention, TargetAttention
-from lowtide.tracing.attention.use import AttentionChoices
+from lowtide.tracing.attention.use import Attention, AttentionChoices, TargetAttention
 from lowtide.tracing.compiled.partition import Partition, read_partition
 from lowtide.tracing.compiled.program import find_peak
 from lowtide.tracing.compiled.schedule import fuse, schedule

@@ -24,8 +24,8 @@ from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer, Settings, Up
 from lowtide.runtime.updates.kernel_optimizer import follow_writes
 from lowtide.runtime.updates.norms import GradientWatch, Verdict, norm_of
 from lowtide.runtime.updates.updater import judge_here, judge_sent
-from lowtide.tracing.prediction.context import DeviceMemory
 from lowtide.tracing.recorder import Life
+from lowtide.tracing.settings import DeviceMemory
 
 
 class Point:

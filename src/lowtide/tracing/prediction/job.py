@@ -25,8 +25,7 @@ from lowtide import compat
 from lowtide.errors import TraceError
 from lowtide.hardware import Hardware
 from lowtide.tracing.allocator import AllocatorSettings
-from lowtide.tracing.prediction.context import StepContext
-from lowtide.tracing.settings import StepSettings
+from lowtide.tracing.settings import StepContext, StepSettings
 from lowtide.tracing.training_step import Loss, OptimizerFactory, tensors_in
 
 MAX_VALUE_ELEMENTS = 2**22
