@@ -23,7 +23,7 @@ from rich.text import Text
 
 from lowtide.cli.console import ERR, OUT, Gpu, Json, Recipes, friendly_errors, progress, require_writable
 from lowtide.cli.lab_recipes import predict_all, prediction_table, recipe_lines, recipe_row, show_command
-from lowtide.cli.lab_results import FOLDER, sweep_command, sweep_table
+from lowtide.cli.lab_results import FOLDER, sweep_command
 from lowtide.errors import ConfigError
 from lowtide.hardware import find_hardware
 from lowtide.lab.catalogue import choose_recipes, matching_recipes
@@ -145,6 +145,7 @@ def report_command(
             say(f"{len(found.records)} records")
             # It draws, and what draws takes a second to import.
             from lowtide.cli.lab_results import summary_of
+            from lowtide.lab.report.tables import sweep_table
             from lowtide.lab.report.write import write_report
 
             report = write_report(

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -23,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lowtide import config
+from lowtide import config, plain_text
 from lowtide.config import require_least
 from lowtide.errors import ConfigError, MissingExtraError
 from lowtide.hardware.machine import cache_folder
@@ -336,28 +334,20 @@ def read_corpus(path: Path) -> Corpus | None:
 
 
 def write_corpus(path: Path, corpus: Corpus) -> None:
-    """Write a file under another name and rename it, so that a reader finds it whole or not at all.
+    """Write a file that a reader finds whole or not at all.
 
     Raises:
         OSError: The folder cannot be written, or the disk is full.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # A name of its own for each process: two of them may write the same corpus at once, and the last one wins.
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}-", suffix=".part")
-    unfinished = Path(name)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            np.savez(
-                file,
-                train_ids=corpus.train.ids,
-                train_offsets=corpus.train.offsets,
-                validation_ids=corpus.validation.ids,
-                validation_offsets=corpus.validation.offsets,
-                tokenizer=np.frombuffer(corpus.tokenizer.to_json().encode("utf-8"), dtype=np.uint8),
-            )
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with plain_text.written_whole(path) as file:
+        np.savez(
+            file,
+            train_ids=corpus.train.ids,
+            train_offsets=corpus.train.offsets,
+            validation_ids=corpus.validation.ids,
+            validation_offsets=corpus.validation.offsets,
+            tokenizer=np.frombuffer(corpus.tokenizer.to_json().encode("utf-8"), dtype=np.uint8),
+        )
 
 
 def _is_whole(samples: Samples) -> bool:
