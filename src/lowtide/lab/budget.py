@@ -208,7 +208,7 @@ def run_sweep(recipe: Recipe, budgets: Sequence[float], *, on_progress: OnProgre
     """What the recipe's model, compiled as a whole, would save and need at its peak under each budget.
 
     The graph is traced once, on tensors without values. Torch's own partitioner then cuts it for each budget; nothing is
-    compiled, and no GPU is needed. Of the recipe only the model, the batch, the dtype and the device count.
+    compiled, and no GPU is needed. Only the recipe's model, batch, dtype and device count.
 
     Args:
         recipe: What is trained.

@@ -168,7 +168,7 @@ class SpeedFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """One run."""
+    """How one run was made, how it ended, and all that was measured."""
 
     name: str
     """The recipe's, such as `peak_memory/control`."""

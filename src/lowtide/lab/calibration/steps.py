@@ -35,8 +35,7 @@ from lowtide.optim.update_types import Moments, Numerics, Piece, Rounding
 from lowtide.planning.hand_plan import make_plan
 from lowtide.runtime.manage import manage
 from lowtide.runtime.prediction.trace import trace
-from lowtide.tracing.step_time import seconds_of
-from lowtide.tracing.step_trace import Op, Phase
+from lowtide.tracing.step_trace import Op, Phase, seconds_of
 
 _BYTES_A_PARAMETER = 48
 """Host memory in which an update is measured, with room."""

@@ -198,7 +198,7 @@ def _compare(rows: Sequence[Row], *, title: str) -> Comparison:
 
 def _control(rows: Sequence[Row]) -> tuple[Row | None, str]:
     usable = [row for row in rows if row.is_finished and row.peak_bytes]
-    # Of equal ones the longer run, which knows speed and perplexity too.
+    # Among equal ones the longer run, which knows speed and perplexity too.
     usable.sort(key=lambda row: (row.peak_bytes or 0, row.steps or 0), reverse=True)
     named = [row for row in usable if row.is_control]
     if named:

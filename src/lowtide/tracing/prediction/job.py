@@ -64,7 +64,7 @@ class Contents:
 
 @dataclass(frozen=True, slots=True)
 class TensorDescription:
-    """A tensor as a description."""
+    """A tensor as it crosses the process boundary: its form, and its values where they are few."""
 
     key: int
     storage_key: int
