@@ -32,8 +32,8 @@ LAYERS = (
 )
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 
-MOST_FILES = 250
-MOST_LINES = 48_500
+MOST_FILES = 260
+MOST_LINES = 50_000
 """Lines of the package without docstrings; what makes it grow beyond either must first say what becomes smaller."""
 
 
