@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import threading
 from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Literal, TypeAlias
@@ -79,8 +80,8 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
         OSError: The folder cannot be written, or the disk is full.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A name for each process: two of them may write the same file at once, and the last one wins.
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.part")
+    # A name for each writer: two of them may write the same file at once, and the last one wins.
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
     try:
         with unfinished.open("wb") as file:
             yield file

@@ -34,6 +34,7 @@ from lowtide.plain_text import Plain
 from lowtide.runtime.emulation.memory import TrackedMemory
 from lowtide.runtime.manage import manage
 from lowtide.runtime.session import Session
+from lowtide.runtime.statistics.observer import CudaGauge
 from lowtide.units import format_bytes
 
 TakePeak = Callable[[], int]
@@ -94,13 +95,7 @@ def metered(model: nn.Module, session: Session | None, device: torch.device) -> 
         yield lambda: 0 if session.is_warming_up else session.take_device_peak()
         return
     if device.type == "cuda":
-
-        def take_cuda_peak() -> int:
-            peak_bytes = torch.cuda.max_memory_allocated(device)
-            torch.cuda.reset_peak_memory_stats(device)
-            return peak_bytes
-
-        yield take_cuda_peak
+        yield CudaGauge(device).take_peak
         return
     tracked = TrackedMemory(None)
     tracked.start()
