@@ -47,7 +47,7 @@ class AnyPythonWheel(bdist_wheel):
     """For one platform, and any Python."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        """Of the wheel's name."""
+        """The tag in the wheel's name."""
         return "py3", "none", super().get_tag()[2]
 
 

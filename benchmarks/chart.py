@@ -31,7 +31,7 @@ class Point:
     """What stands beside it; empty for the points of a curve."""
     color: str
     offset: tuple[float, float]
-    """Of the label from the point, in points; to the left where negative."""
+    """The label's distance from the point, in points; to the left where negative."""
     reserved_gib: float
     allocated_gib: float
     times: float

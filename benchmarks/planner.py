@@ -227,7 +227,7 @@ def _plan_job(job: tuple[Row, list[Row]], hardware: str) -> list[Row]:
 def _predicted_step(step: Row, hardware: str) -> Row:
     import lowtide
     from benchmarks.session.row import plan_of
-    from lowtide.tracing.step_time import step_time
+    from lowtide.tracing.step_trace import step_time
 
     model, batch = _model_and_batch(step)
     precision = step.get("precision", "bf16 exact")

@@ -32,6 +32,17 @@ LAYERS = (
 )
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 
+MOST_FILES = 260
+PLANNER = (
+    "planning/", "lab/calibration/", "hardware/rates", "hardware/calibration", "hardware/known", "runtime/planner",
+    "runtime/replanning", "runtime/step_planner", "runtime/feasibility", "cli/plan", "cli/hardware", "report/plan_tables",
+)  # fmt: skip
+"""Where the search for plans and the calibration of a machine are."""
+MOST_LINES = {PLANNER: 8_000}
+"""Lines without docstrings of the files whose paths begin so. A later feature adds a row of its own."""
+MOST_OTHER_LINES = 42_000
+"""The same of all other files."""
+
 
 def part_of(path: Path) -> str:
     first = path.relative_to(PACKAGE).parts[0]
@@ -191,3 +202,33 @@ def test_the_private_check_sees_private_names() -> None:
     assert len(private_torch("import torch._dynamo")) == 1
     assert len(private_torch("torch._foreach_add_(a, b)")) == 1
     assert private_torch("from torch import nn\ntorch.__version__\nnn.Module._x\nself._torch.y") == []
+
+
+def num_code_lines(source: str) -> int:
+    """Lines of a file that belong to no docstring, nor to the text below a field; comments and blank lines count."""
+    docs = [
+        statement
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        for statement in node.body
+        if isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
+    ]
+    return len(source.splitlines()) - sum((node.end_lineno or node.lineno) - node.lineno + 1 for node in docs)
+
+
+def test_the_package_stays_small() -> None:
+    assert len(FILES) <= MOST_FILES, f"{len(FILES)} files: merge those that are one idea"
+    lines = {path.relative_to(PACKAGE).as_posix(): num_code_lines(path.read_text(encoding="utf-8")) for path in FILES}
+    for beginnings, most in MOST_LINES.items():
+        own = sum(lines.pop(path) for path in list(lines) if path.startswith(beginnings))
+        assert own <= most, f"{own:,} lines in {', '.join(beginnings)}: look for what is written twice"
+    assert sum(lines.values()) <= MOST_OTHER_LINES, f"{sum(lines.values()):,} lines: look for what is written twice"
+
+
+def test_the_count_leaves_docstrings_out() -> None:
+    source = (
+        '"""File.\n\nMore."""\n\nclass A:\n    """A."""\n\n    x: int\n    """Field."""\n    # why\n    y = "text"\n'
+    )
+    assert num_code_lines(source) == 6

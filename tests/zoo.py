@@ -89,7 +89,7 @@ def train(
         accumulation: Backward calls to a step; each loss is divided by it.
         clip: Maximum norm for torch's own `clip_grad_norm_`.
         scheduler: Stepped after the optimizer.
-        loss: Of a batch.
+        loss: Gives the loss of a batch.
         set_to_none: Which form of `zero_grad` ends a step.
         seed: For the dropout masks; None leaves the generators where they are, to continue a run.
     """

@@ -34,7 +34,7 @@ GENERATED = re.compile(r"/c[a-z0-9]{20,}\.py$")
 MOST_EVENTS = 4_000_000
 
 Event = Mapping[str, Any]
-"""Of torch's record of the allocator: an action, a block's address, the bytes that were asked for, and the frames above it."""
+"""An entry of torch's record of the allocator: an action, a block's address, the bytes asked for, and the frames above it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ SCHEMA = "lowtide.inductor_code/1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeRecord:
-    """Of the code of one recipe's backward, by one torch."""
+    """The code of one recipe's backward, by one torch."""
 
     name: str
     budget: float

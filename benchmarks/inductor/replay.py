@@ -61,11 +61,11 @@ def peak_bytes(events: Iterable[Event]) -> int:
 
 
 def read_events(code: str, dtype: str) -> list[Event]:
-    """Of the function `call` in generated code.
+    """The events of the function `call` in generated code.
 
     Args:
         code: The whole file.
-        dtype: Of what operators with several outputs return: their text does not say.
+        dtype: The type that operators with several outputs return: their text does not say.
 
     Raises:
         ValueError: The code has a statement that is not known.
@@ -153,7 +153,7 @@ class _Reader:
 
 
 def _parts_of_tuples(statements: Sequence[ast.stmt], dtype: str) -> dict[str, dict[str, Extent]]:
-    """Of each result that is several tensors, the names that these get later."""
+    """The names that the tensors of each result of several get later."""
     taken_from: dict[str, tuple[str, int]] = {}
     operators: dict[str, str] = {}
     parts: dict[str, dict[str, Extent]] = defaultdict(dict)

@@ -47,7 +47,7 @@ def count_different(backward: Backward, seconds: float) -> tuple[int, int]:
 
 
 def backward_of(module: nn.Module, inputs: Tensor) -> Backward:
-    """Of the sum of the squares of what a module makes of its inputs, to all parameters and the inputs."""
+    """The backward from the sum of the squares of what a module makes of its inputs, to all parameters and the inputs."""
     tensors = [inputs, *module.parameters()]
 
     def backward() -> Sequence[Tensor]:
@@ -57,7 +57,7 @@ def backward_of(module: nn.Module, inputs: Tensor) -> Backward:
 
 
 def config_of(name: str) -> DeepOneConfig:
-    """Of a built-in Deep One."""
+    """The config of a built-in Deep One."""
     config = BUILT_INS[name].config
     assert isinstance(config, DeepOneConfig), name
     return config

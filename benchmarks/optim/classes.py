@@ -290,7 +290,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def survey(kind: type[Optimizer]) -> dict[str, str]:
-    """Of each plan what becomes of the class: one of the words above, and the reason where there is one."""
+    """What becomes of the class under each plan: one of the words above, and the reason where there is one."""
     with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         try:
@@ -348,7 +348,7 @@ def _under(
 
 
 def all_classes() -> dict[str, type[Optimizer]]:
-    """Of the packages that are installed, by names such as `torch.AdamW`."""
+    """The optimizers of the packages that are installed, by names such as `torch.AdamW`."""
     return {
         f"{package}.{name}": kind
         for package, module in installed_packages().items()

@@ -10,7 +10,7 @@ from benchmarks.suite import Row, main
 LLAMA = {"model": "3.14b", "batch": "8x2048"}
 
 HOST_LIMIT_BYTES = 114 << 30
-"""Of 125 GiB: beyond it the machine would end the process, and perhaps the benchmark with it."""
+"""The machine has 125 GiB: beyond this it would end the process, and perhaps the benchmark with it."""
 LARGEST = {
     "peer": "deepspeed zero-3",
     "batch": "2x2048",

@@ -16,7 +16,7 @@ PRONOUNS: Mapping[str, Row] = {
     "she": {"he": "she", "him": "her", "his": "her", "himself": "herself", "child": "girl"},
 }
 SHARE_OF_ANIMALS = 0.2
-"""Of the stories: their children are young animals, one kind for each."""
+"""The share of stories whose children are young animals, one kind for each."""
 SHARE_OF_RARE_NAMES = 0.12
 SHARE_OF_DIGITS = 0.25
 FAMILY_TITLES = frozenset(("Miss", "Mister", "Mrs", "Mr", "Professor", "Doctor", "Captain", "Judge"))

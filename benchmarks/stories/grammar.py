@@ -20,7 +20,7 @@ from benchmarks.stories.draw import Draw, Ranked
 from benchmarks.stories.vocabulary import Row, Vocabulary
 
 LINE_FLATNESS = 6.0
-"""Of the lines of a rule: the last of ten comes about half as often as the first."""
+"""The last of ten lines of a rule comes about half as often as the first."""
 
 # Vowels that do not sound like one, and the other way round.
 _A_BEFORE = re.compile(r"(?:one|once|uni(?!m)|use|ukulele|eu)", re.IGNORECASE)

@@ -21,7 +21,7 @@ from benchmarks.stories.draw import Ranked
 
 FOLDER = Path(__file__).parent / "text"
 WORD_FLATNESS = 3.0
-"""Of words: the first of 30 is about eight times as frequent as the last."""
+"""The first of 30 words is about eight times as frequent as the last."""
 
 Row = Mapping[str, str]
 

@@ -24,7 +24,7 @@ NUM_OLD_WORDS = 2400
 NUM_FAMILIES = 3000
 NUM_RARE_NAMES = 2400
 RARE_FLATNESS = 12.0
-"""Of made-up words: frequent ones stand out less, so that the tail is met more often."""
+"""The flatness of made-up words: frequent ones stand out less, so that the tail is met more often."""
 
 VILLAGE_ENDINGS = (
     "",

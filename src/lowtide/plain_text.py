@@ -1,4 +1,4 @@
-"""JSON and YAML text to plain data and back, without the surprises of either.
+"""JSON and YAML text to plain data and back, without the surprises of either; and files that are written whole or not at all.
 
 A repeated key is an error in both. YAML scalars follow YAML 1.2: PyYAML's own table reads `off` as false, `1:30` as 90
 and `1e-4`, a learning rate, as text.
@@ -6,11 +6,14 @@ and `1e-4`, a learning rate, as text.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
-from collections.abc import Hashable
+import threading
+from collections.abc import Hashable, Iterator
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import BinaryIO, Literal, TypeAlias
 
 import yaml
 
@@ -66,6 +69,27 @@ def render(plain: Plain, text_format: Format) -> str:
     if text_format == "json":
         return json.dumps(plain, indent=2, allow_nan=False) + "\n"
     return yaml.dump(plain, Dumper=_Dumper, sort_keys=False)
+
+
+@contextlib.contextmanager
+def written_whole(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes its place when the block has ended, so that a process killed in it leaves the old one, never half of
+    a new one. Folders that do not exist are made.
+
+    Raises:
+        OSError: The folder cannot be written, or the disk is full.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A name for each writer: two of them may write the same file at once, and the last one wins.
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
+    try:
+        with unfinished.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _unique(pairs: list[tuple[str, Plain]]) -> dict[str, Plain]:

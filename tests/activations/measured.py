@@ -50,7 +50,7 @@ def stack(num_blocks: int) -> Stack:
 
 
 def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """Of a step with a fixed seed."""
+    """The gradients of a step with a fixed seed."""
     model.zero_grad()
     torch.manual_seed(5)
     model(x).backward()

@@ -53,7 +53,7 @@ def test_what_stands_around_sees_runs_for_other_groups() -> None:
     applied = apply(model, POLICIES["segments"])
     windows = [Around(block) for block in model.blocks]
     assert_equal(expected, gradients(model, x))
-    # Of the segments 0-2 and 3: 0 and 1 run again for others from outside, as a session has to bring their weights.
+    # The segments are 0-2 and 3: 0 and 1 run again for others from outside, as a session has to bring their weights.
     assert [window.num_calls for window in windows] == [2, 2, 1, 1]
     assert applied.stats().num_remade == 2
     for window in windows:

@@ -181,7 +181,7 @@ class Pointwise(nn.Module):
 
 
 def saved_bytes(policy: Policy) -> tuple[int, list[Tensor]]:
-    """Of what autograd saves in a forward of two blocks, weights left out."""
+    """Bytes of what autograd saves in a forward of two blocks, weights left out."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Sequential(Pointwise(), Pointwise())), torch.randn(128, 64)
     sizes: dict[int, int] = {}

@@ -24,7 +24,7 @@ from lowtide.errors import ConfigError
 from lowtide.hardware import find_hardware
 from lowtide.lab.progress import named_surroundings
 from lowtide.lab.record import Outcome, PredictedFigures, RunRecord, read_record, write_record
-from lowtide.lab.report.lab_report import LabReport
+from lowtide.lab.report.comparison import LabReport
 from lowtide.report.table import Value
 from lowtide.units import GiB
 from tests.lab.pretend_runs import DOTTED

@@ -122,7 +122,7 @@ def test_points_are_shown_written_and_found_by_the_report(tmp_path: Path) -> Non
     record = RunRecord(name="a", outcome=Outcome.FAILED, surroundings=surroundings, recipe={"seed": 0})
     write_record(record, tmp_path / "records" / "a" / "seed-0.json")
     (tmp_path / "sweeps" / "bad.json").write_text("{}", encoding="utf-8")
-    # Of the right kind, and with nothing that could be drawn.
+    # A file of the right kind, and with nothing that could be drawn.
     write_sweep(replace(read_sweep(path), points=()), tmp_path / "sweeps" / "empty.json")
     found = collect([tmp_path])
     assert found.sweeps == (read_sweep(path),)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from lowtide.cli import lab_runs
-from lowtide.cli.lab_runs import BarDisplay, LineDisplay, display_of, run_table
+from lowtide.cli import lab
+from lowtide.cli.lab import BarDisplay, LineDisplay, display_of, run_table
 from lowtide.lab.progress import Progress, named_surroundings
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.record import MemoryFigures, Outcome, RunRecord
@@ -74,7 +74,7 @@ def test_a_line_also_after_a_long_silence(monkeypatch: pytest.MonkeyPatch) -> No
     log = console(is_terminal=False)
     display = LineDisplay([RUN], log)
     now_s = 1000.0
-    monkeypatch.setattr(lab_runs.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(lab.time, "monotonic", lambda: now_s)
     display.progressed(RUN, training(1))
     now_s += 29.0
     display.progressed(RUN, training(2))

@@ -10,8 +10,7 @@ from lowtide.config import from_plain
 from lowtide.hardware import find_hardware
 from lowtide.hardware.calibration import Measurement
 from lowtide.hardware.rates import DeviceRates, KernelRate
-from lowtide.lab.calibration.kernels import fit_attention, fit_rate
-from lowtide.lab.calibration.timing import Sizes
+from lowtide.lab.calibration.kernels import Sizes, fit_attention, fit_rate
 
 RECORD = "*_h200_c889712"
 """Later ones are of other machines of the kind, whose hosts and links differ by some percent."""

@@ -19,7 +19,6 @@ from lowtide.lab.budget import (
     BudgetPoint,
     BudgetSweep,
     make_point,
-    not_monotone,
     pareto,
     peak_bytes,
     read_sweep,
@@ -253,21 +252,9 @@ def point(budget: float, peak: float, recomputed: float = 0.0) -> BudgetPoint:
 
 
 def test_a_peak_that_falls_with_the_budget_is_monotone() -> None:
-    assert not_monotone([point(0, 1), point(0.5, 2), point(1, 2)]) == []
-    assert not_monotone([point(0.5, 2)]) == []
-    assert not_monotone([]) == []
-
-
-def test_each_stretch_of_rises_is_told_once_from_end_to_end() -> None:
-    points = [point(0.0, 9), point(0.25, 5), point(0.5, 4), point(0.75, 3), point(0.8, 6), point(1.0, 7)]
-    rises = not_monotone(reversed(points))
-    assert [(rise.high.budget, rise.low.budget) for rise in rises] == [(0.75, 0.0)]
-    assert rises[0].words == "from budget 0.75 down to 0 the peak rises from 3,072.0 to 9,216.0 MiB"
-
-
-def test_stretches_with_a_fall_between_them_are_two() -> None:
-    points = [point(0.0, 5), point(0.2, 4), point(0.4, 6), point(0.6, 5), point(1.0, 8)]
-    assert [(rise.high.budget, rise.low.budget) for rise in not_monotone(points)] == [(0.6, 0.4), (0.2, 0.0)]
+    assert reversals([point(0, 1), point(0.5, 2), point(1, 2)]) == ()
+    assert reversals([point(0.5, 2)]) == ()
+    assert reversals([]) == ()
 
 
 def test_pareto_keeps_what_nothing_else_beats() -> None:

@@ -18,7 +18,7 @@ from lowtide.planning.plan import Schedule, Site, Weights
 
 RECORDS = sorted((Path(__file__).resolve().parents[2] / "benchmarks/results/lab").glob("*.json"))
 TOLERANCE = 0.01
-"""Of the measured peak; all but `streamed` are nearer than 4 KiB."""
+"""A share of the measured peak; all but `streamed` are nearer than 4 KiB."""
 
 
 def by_step() -> dict[str, list[RunRecord]]:
@@ -40,7 +40,7 @@ def test_measured_peaks_are_predicted(records: list[RunRecord]) -> None:
     predicted = predict(recipe, hardware="h200", say=lambda _: None)
     for record in records:
         assert record.memory is not None
-        # Of training: an evaluation, where a run had one, is not predicted.
+        # The peak of training: an evaluation, where a run had one, is not predicted.
         assert predicted.peak_bytes == pytest.approx(record.memory.training_peak_bytes, rel=TOLERANCE)
         by_phase = {phase: peak for phase, peak in record.memory.by_phase.items() if phase != EVALUATION}
         # The loss is made within what a run calls its forward.

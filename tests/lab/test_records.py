@@ -124,7 +124,7 @@ def test_a_run_that_ended_before_it_knew_its_device_is_with_the_others_of_its_ex
     assert [len(runs) for runs in by_configuration(records).values()] == [3]
     records = [record(device="cpu, emulated", **cpu), record(seed=1, device="cpu", **cpu)]
     assert [len(runs) for runs in by_configuration(records).values()] == [2]
-    # Of another kind, of two cards, or of no known one: nobody can say.
+    # Where the others have another kind, two cards, or no known one, nobody can say.
     for others in (["cpu, emulated"], ["NVIDIA H200", "NVIDIA A100"], []):
         records = [record("x/lost", device="cuda"), *(record("x/a", device=device) for device in others)]
         assert ("x/lost", "cuda") in {(name, device) for name, device, _ in by_configuration(records)}

@@ -63,8 +63,8 @@ class _EfficientAttention(torch.autograd.Function):
 @pytest.mark.parametrize(
     ("dtype", "expected_mib"),
     [
-        # Of one hidden tensor (24 MiB): query, key, value, attention out, and per norm its input, normalised input and
-        # output; of one inner tensor (63.28 MiB): up, relu(gate), product; bias 36, distances 2.25, mask 0.5625,
+        # As large as one hidden tensor (24 MiB): query, key, value, attention out, and per norm its input, normalised input and
+        # output; as large as one inner tensor (63.28 MiB): up, relu(gate), product; bias 36, distances 2.25, mask 0.5625,
         # logsumexp 0.1875, rsqrt of each norm 12 KiB.
         (torch.float32, 10 * 24 + 3 * 63.28125 + 36 + 2.25 + 0.5625 + 0.1875 + 2 * 0.01171875),
         # Norm: fp32 input and fp32 normalised input, bf16 output; everything else but the mask and logsumexp halves.

@@ -35,7 +35,7 @@ def items(
 
 
 def gradient_for(weight: Tensor, step: int, index: int = 0) -> Tensor:
-    """Of other sizes in each step, so that updates are clipped."""
+    """A gradient of another size in each step, so that updates are clipped."""
     generator = torch.Generator().manual_seed(100 * step + index)
     values = torch.randn(weight.shape, generator=generator) * (0.1 + step % 7)
     return torch.empty_like(weight, dtype=torch.float32).copy_(values)

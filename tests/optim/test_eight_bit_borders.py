@@ -92,7 +92,7 @@ def flush(values: torch.Tensor) -> torch.Tensor:
 
 
 def shares_of(values: torch.Tensor, *, is_unsigned: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of whole blocks of finite numbers; and the scales."""
+    """The shares of numbers of their block's scale, for whole blocks of finite numbers; and the scales."""
     magnitudes = flush(values).abs().view(-1, BLOCK)
     scales = magnitudes.amax(1, keepdim=True)
     scales = torch.where(scales < SMALLEST_SCALE, 0.0, scales)
@@ -154,7 +154,7 @@ def roots_at_borders() -> torch.Tensor:
 
 @pytest.mark.parametrize("is_unsigned", [False, True])
 def test_values_lie_just_below_at_and_just_above_every_border(is_unsigned: bool) -> None:
-    """Of the values below themselves: or the tests with them would show nothing."""
+    """The values themselves do so: or the tests with them would show nothing."""
     values = roots_at_borders().square() if is_unsigned else signed_values_at_borders()
     shares, _ = shares_of(values, is_unsigned=is_unsigned)
     borders = UNSIGNED_BORDERS if is_unsigned else SIGNED_BORDERS

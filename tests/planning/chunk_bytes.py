@@ -27,7 +27,7 @@ class ChunkBytes:
     window_bytes: int
     """What the windows of streamed groups may take."""
     gradient_bytes: int
-    """Of chunks that the device updates: all of them, or under `in_backward` those of one group."""
+    """Gradients of chunks that the device updates: all of them, or under `in_backward` those of one group."""
     state_bytes: int
     """Optimizer state of chunks that the device updates, and that stays there."""
     visitor_bytes: int = 0

@@ -299,7 +299,7 @@ def test_the_logits_are_the_subject_of_a_chunked_loss() -> None:
 
 @pytest.fixture(scope="module")
 def rows() -> WhatIf:
-    """Of a Llama with a large vocabulary and many tokens, on its own activation techniques."""
+    """What would lower the peak of a Llama with a large vocabulary and many tokens, on its own activation techniques."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=512,

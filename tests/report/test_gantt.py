@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide.planning.timeline import Lane, LaneSpan, Reason, ResidencySpan, Timeline
-from lowtide.report.gantt import gantt_data, kind_of, recent
+from lowtide.report.charts import gantt_data, kind_of, recent
 from tests.runtime.session_samples import Streaming
 
 TIMELINE = Streaming().timeline(is_emulated=True)

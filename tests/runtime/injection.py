@@ -55,7 +55,7 @@ PARTS = ("step", "close")
 """What is broken off: a forward, backward, `step()` and `zero_grad()`; or `close()`."""
 LIMIT_S = 20
 MAX_STEPS = 8
-"""Of one run."""
+"""The most steps of one run."""
 SCHEDULES = ("deferred", "in_backward")
 UNWATCHED = ("resident-device", "deferred")
 """The backward is torch's own here: nobody notices that it broke off, and a `step()` after it is the user's, as in plain torch."""
@@ -170,7 +170,7 @@ class Injection:
 
 @functools.cache
 def _with_blocks(file: str) -> dict[int, int]:
-    """Of each `with`, its line and the last line of its block."""
+    """The line of each `with`, and the last line of its block."""
     tree = ast.parse(Path(file).read_text())
     return {node.lineno: node.end_lineno or node.lineno for node in ast.walk(tree) if isinstance(node, ast.With)}
 
@@ -312,7 +312,7 @@ def _scaler(numbers: Numbers) -> LossScaler:
 
 
 def steps_taken(run: Run) -> dict[str, tuple[int | None, int | None]]:
-    """Of each parameter, after which step the plain loop has this weight, and this state."""
+    """After which step the plain loop has each parameter's weight, and its state."""
     numbers = run.setting.numbers
     plain = plain_trajectory(numbers)
     if numbers.precision is not None and not run.session.is_open:

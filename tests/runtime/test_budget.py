@@ -28,7 +28,7 @@ from tests.runtime.twins import (
 from tests.zoo import assert_same_tensors, train, zoo
 
 BLOCK_BYTES = 5120
-"""Of one block of the small model, with padding."""
+"""The bytes of one block of the small model, with padding."""
 every_place = pytest.mark.parametrize("place", PLACES)
 every_schedule = pytest.mark.parametrize("schedule", ["deferred", "in_backward"])
 

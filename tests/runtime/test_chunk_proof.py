@@ -327,7 +327,7 @@ def numbers() -> tuple[Any, ...]:
 
 
 def same_plain_values(found: dict[str, Any], expected: dict[str, Any]) -> bool:
-    """Of what the classes above keep on themselves."""
+    """Whether what the classes above keep on themselves is the same."""
     names = [
         name for name, value in expected.items() if isinstance(value, int | float | list) and name != "param_groups"
     ]

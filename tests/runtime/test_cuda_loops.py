@@ -291,7 +291,7 @@ def test_gradients_that_are_not_finite_where_the_loss_is(update: str, schedule: 
     if schedule == "deferred":
         assert all(is_kept.values())
     else:
-        # Layers behind the spoilt one took the step. Of the others all were left alone, but for torch's own step.
+        # Layers behind the spoilt one took the step. All others were left alone, but for torch's own step.
         is_left_out = update == "host" or precision is not None
         assert {name for name, is_same in is_kept.items() if is_same} == (spoilt if is_left_out else set())
         assert {name for name, was_hit in is_lost.items() if was_hit} == (set() if is_left_out else spoilt)

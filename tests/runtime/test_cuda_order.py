@@ -46,6 +46,6 @@ def test_updates_begin_with_the_first_gradient_that_arrives() -> None:
     updates = sorted((span for span in spans if span.lane is Lane.HOST_UPDATE), key=lambda span: span.start_s)
     assert len(updates) == NUM_BLOCKS
     backward = [span for span in spans if span.lane is Lane.COMPUTE and span.phase == "backward"]
-    # Of the last block, whose gradient comes first. Not sooner than that: other processes may be on the same machine.
+    # The last block's gradient comes first. Not sooner than that: other processes may be on the same machine.
     assert updates[0].name.startswith(f"blocks.{NUM_BLOCKS - 1}/")
     assert updates[0].start_s < max(span.end_s for span in backward)

@@ -121,7 +121,7 @@ def _gradient(parameter: Tensor) -> Tensor | None:
 
 
 def first_calls(case: Case) -> list[int]:
-    """Of each function that `manage` runs, the number of its first call: each is a stage of its own."""
+    """The number of the first call of each function that `manage` runs: each is a stage of its own."""
     model, optimizer, plan = make(case)
     # Once before: what is done once in a process does not happen again, nor fail.
     lowtide.manage(model, optimizer, plan, device="cpu", **case[2]).close()

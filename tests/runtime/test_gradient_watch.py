@@ -114,7 +114,7 @@ def test_a_backward_sends_what_it_judged_on_the_device_in_one_copy(monkeypatch: 
 
 
 def test_what_no_backward_has_sent_is_told_all_the_same() -> None:
-    """Of one that broke off."""
+    """A backward that broke off has sent nothing."""
     watch = GradientWatch(EmulatedMover())
     watch.judge(["a"], [torch.tensor(1.0)], is_left_out=False)
     watch.judge(["b"], [torch.tensor(float("inf"))], is_left_out=False)
@@ -123,7 +123,7 @@ def test_what_no_backward_has_sent_is_told_all_the_same() -> None:
 
 
 def test_the_gate_is_open_for_finite_norms_whose_sum_is_not() -> None:
-    """Of gradients with one element torch's norm is the element itself."""
+    """Torch's norm of a gradient with one element is the element itself."""
     watch = GradientWatch(EmulatedMover())
     norms = [norm_of(torch.tensor([3e38])) for _ in range(2)]
     verdict = watch.judge(["a", "b"], norms, is_left_out=True)

@@ -382,7 +382,7 @@ def test_a_warm_up_ends_when_nobody_holds_memory_of_its_weights() -> None:
 
 
 def test_a_plan_of_a_model_says_where_nothing_is_held() -> None:
-    """Of all kinds of plans no parameter seems to be held when nobody holds one: everything would be slow."""
+    """Under no kind of plan does a parameter seem to be held when nobody holds one: everything would be slow."""
     for place in ("streamed-host", "streamed-device", "resident-host", "mixed"):
         model = seeded(Tower)
         optimizer = adamw(model)

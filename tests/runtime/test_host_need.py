@@ -99,7 +99,7 @@ def test_the_budget_that_is_asked_for_is_enough_and_not_less(precision: str | No
 def test_staging_takes_no_room_from_activations(
     monkeypatch: pytest.MonkeyPatch, activations: str, is_more_useful: bool
 ) -> None:
-    """Of a model in which the device updates a half; two gigabytes are two kibibytes here."""
+    """The device updates a half of the model; two gigabytes are two kibibytes here."""
     monkeypatch.setattr(staging, "ENOUGH_BYTES", 2 * 1024)
     model = network(8)
     layout = lay_out(find_groups(model), chunk_bytes=4096)
@@ -112,7 +112,7 @@ def test_staging_takes_no_room_from_activations(
 
 @pytest.mark.parametrize("is_held", [True, False])
 def test_staging_has_room_for_what_is_sent_and_for_nothing_else(monkeypatch: pytest.MonkeyPatch, is_held: bool) -> None:
-    """Of a table that stays on the host, and of layers that the optimizer does not hold, no gradient is sent there."""
+    """No gradient is sent there from a table that stays on the host, nor from layers that the optimizer does not hold."""
     monkeypatch.setattr(staging, "ENOUGH_BYTES", 2 * 1024)
     model = nn.Sequential(nn.Embedding(64 * WIDTH, WIDTH), *(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(8)))
     layout = lay_out(find_groups(model))

@@ -62,7 +62,7 @@ class Copy:
 
 
 class BrokenCopy(Copy):
-    """Of a device that has failed."""
+    """A copy on a device that has failed."""
 
     def is_done(self) -> bool:
         raise RuntimeError("the device has failed")

@@ -19,7 +19,7 @@ from tests.runtime.stack import KB, NUM_BLOCKS, Stack, steps
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    """Of updates on an emulated device, which are taken to be on a GPU. The weights stay as they are."""
+    """Launches of updates on an emulated device, which are taken to be on a GPU. The weights stay as they are."""
     monkeypatch.setattr(kernel_optimizer, "_kernel", lambda device: device_kernel.update)
     monkeypatch.setattr(device_kernel, "can_launch", lambda device: True)
     return counted_launches(monkeypatch)

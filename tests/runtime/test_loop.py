@@ -115,7 +115,7 @@ def test_the_graph_of_an_unused_forward_harms_nothing(place: str, schedule: str)
 
 @in_all_places
 def test_gradients_by_autograd_grad(place: str) -> None:
-    """Of parameters, of inputs, of both; nothing is put at the parameters."""
+    """They are taken of parameters, of inputs, of both; nothing is put at the parameters."""
 
     def loop(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
         seen: list[Tensor] = []

@@ -44,7 +44,7 @@ class Passes(compat.TorchDispatchMode):
         self._thread = threading.get_ident()
         self._plain_norm = torch.linalg.vector_norm
         self.num_norms = 0
-        """Of tensors anywhere."""
+        """Norms of tensors anywhere."""
         self.num_by_norms = 0
         self.num_by_norms_elsewhere = 0
         """In other threads: the worker's."""

@@ -35,7 +35,7 @@ from tests.runtime.stack import num_resident as residents
 from tests.zoo import assert_same, train, zoo
 
 SIZE = 400 * KB
-"""Of the device: enough for the stack's activations and some of its chunks."""
+"""The device's size: enough for the stack's activations and some of its chunks."""
 
 
 def plain(num_steps: int) -> tuple[nn.Module, list[float]]:
@@ -361,7 +361,7 @@ class TestWhatIsNoStep:
         assert not warming.is_warming_up
 
     def test_an_evaluation_in_the_middle(self, roomy: lowtide.Session) -> None:
-        # Of 1000 rows, where the step has 64.
+        # It has 1000 rows, where the step has 64.
         reference, _ = managed(WarmUp(device_memory=SIZE), num_steps=1)
         expected = max(sample.other_bytes for sample in reference.observed)
         reference.close()

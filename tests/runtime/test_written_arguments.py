@@ -25,7 +25,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Of such blocks."""
+    """A stack of such blocks."""
 
     def __init__(self) -> None:
         super().__init__()

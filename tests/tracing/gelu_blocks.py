@@ -25,5 +25,5 @@ class Block(nn.Module):
 
 
 def batch() -> Tensor:
-    """Of fp32."""
+    """A batch in fp32."""
     return torch.randn(ROWS, WIDTH)

@@ -13,8 +13,7 @@ import lowtide
 from benchmarks.session.row import SIZES
 from lowtide.errors import BadRecordError
 from lowtide.hardware.rates import DeviceRates
-from lowtide.tracing.step_time import seconds_of, step_time
-from lowtide.tracing.step_trace import Op, Phase, StepTrace
+from lowtide.tracing.step_trace import Op, Phase, StepTrace, seconds_of, step_time
 from lowtide.tracing.trace_json import trace_from_dict, trace_to_dict
 from tests.hardware.h200_record import measured_rates
 from tests.tracing.samples import tiny_trace

@@ -295,7 +295,7 @@ def kept_bytes(trace: StepTrace) -> int:
     return sum(item.requested_bytes for item in alive if item.module != "(batch)" and item.requested_bytes > 4)
 
 
-# Of each block autograd saves its input, the input of gelu and its output; the first input is the batch, and the last
+# Autograd saves each block's input, the input of gelu and its output; the first input is the batch, and the last
 # output is saved by no one.
 KEPT = {
     None: (NUM_BLOCKS - 1) * INNER + NUM_BLOCKS * 2 * WIDE,

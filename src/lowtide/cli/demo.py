@@ -18,7 +18,7 @@ from rich.rule import Rule
 from lowtide.cli.console import ERR, OUT, progress
 from lowtide.cli.plan import PlanRequest, plan_headline
 from lowtide.cli.trace import TraceRequest
-from lowtide.lab.meter import metered
+from lowtide.lab.experiment import metered
 from lowtide.models.gpt import GPT, GPTConfig
 from lowtide.planning.timeline import Timeline
 from lowtide.report.html import Section, SessionSection, render_page

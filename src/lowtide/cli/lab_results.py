@@ -16,15 +16,13 @@ from rich.text import Text
 
 from lowtide.cli.console import ERR, OUT, Json, friendly_errors, progress, require_writable
 from lowtide.errors import ConfigError
-from lowtide.lab.budget import BudgetSweep, not_monotone, run_sweep, sweep_data, write_sweep
-from lowtide.lab.progress import shown_bytes
+from lowtide.lab.budget import reversals, run_sweep, sweep_data, write_sweep
 from lowtide.lab.recipe_file import find_recipe, read_recipe
 from lowtide.lab.records import SWEEPS
-from lowtide.lab.report.comparison import Comparison
-from lowtide.lab.report.lab_report import fastest_words, run_remarks
+from lowtide.lab.report.comparison import Comparison, fastest_words, run_remarks
 from lowtide.lab.report.rows import Row, error_line
-from lowtide.lab.report.tables import outcome_words, perplexity_text, result_table, shortened
-from lowtide.report.table import Cell, Column, Table, Tone, Value, make_table, number
+from lowtide.lab.report.tables import outcome_words, perplexity_text, result_table, shortened, sweep_table
+from lowtide.report.table import Cell, Column, Table, Tone, Value
 
 SHOWN = ("peak", "reduction", "at", "reserved", "steps", "perplexity")
 """Beside the speed that rows are compared by; the files have all columns."""
@@ -155,8 +153,8 @@ def sweep_command(
             print(json.dumps(sweep_data(sweep), indent=2))
         else:
             OUT.print(sweep_table(sweep))
-            for rise in not_monotone(sweep.points):
-                OUT.print(f"not monotone: {rise.words}", markup=False, highlight=False)
+            for reversal in reversals(sweep.points):
+                OUT.print(reversal.words, markup=False, highlight=False)
         ERR.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -174,17 +172,3 @@ def parse_budgets(text: str) -> list[float]:
         return [float(word) for word in text.split(",")]
     except ValueError:
         raise ConfigError(f"--budgets {text!r} is no list of numbers such as 0,0.5,1", key="budgets") from None
-
-
-def sweep_table(sweep: BudgetSweep) -> Table:
-    """The points of a sweep, one a row."""
-    return make_table(
-        sweep.title,
-        sweep.points,
-        number("budget", lambda point: f"{point.budget:g}"),
-        number("saved", lambda point: shown_bytes(point.saved_bytes)),
-        number("peak", lambda point: shown_bytes(point.peak_bytes)),
-        number("peak unfused", lambda point: shown_bytes(point.unfused_peak_bytes)),
-        number("recomputed", lambda point: f"{point.recomputed_flops_share:.1%}"),
-        number("seconds", lambda point: f"{point.seconds:.1f}"),
-    )

@@ -33,8 +33,7 @@ from lowtide.tracing.attention.use import attention_use, fallbacks, is_on_attent
 from lowtide.tracing.explanation.explain import explain
 from lowtide.tracing.prediction.sandbox import shared_sandbox
 from lowtide.tracing.settings import StepSettings
-from lowtide.tracing.step_time import step_time
-from lowtide.tracing.step_trace import StepTrace
+from lowtide.tracing.step_trace import StepTrace, step_time
 from lowtide.units import format_bytes, parse_dtype
 
 _NUM_SENTENCES, _NUM_ROWS = 3, 16

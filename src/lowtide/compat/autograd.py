@@ -257,7 +257,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """`version_of` each."""
+    """How often each tensor was written to in place."""
     return [tensor._version for tensor in tensors]
 
 
@@ -370,7 +370,7 @@ def uncounted_operators() -> set[object]:
 
 
 def detached_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
-    """Of an output that autograd has not seen yet: the same, with its version, for later calls to give instead."""
+    """A detached alias, with the same version, of an output that autograd has not seen yet; later calls give it instead."""
     # Else views would not share their version with what they are views of.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()

@@ -6,7 +6,6 @@ name and does not fit is refused with what differs; one that nobody asked for is
 
 from __future__ import annotations
 
-import os
 import re
 import statistics
 from dataclasses import dataclass, fields
@@ -128,13 +127,8 @@ def save_calibration(calibration: Calibration, path: Path) -> None:
     Raises:
         OSError: The file cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.json")
-    try:
-        config.write_config(calibration, unfinished)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with plain_text.written_whole(path) as file:
+        file.write(plain_text.render(config.to_plain(calibration), "json").encode())
 
 
 def load_calibration(path: Path, setting: Setting) -> Calibration:

@@ -81,7 +81,7 @@ def find_commit(package: Path = PACKAGE) -> str:
     if _answer(*git, "ls-files", "--error-unmatch", "__init__.py") is None:
         return UNKNOWN
     commit = _answer(*git, "rev-parse", "HEAD")
-    # Of the package only: records written beside it are no change of the sources.
+    # Changes of the package only: records written beside it are no change of the sources.
     changes = _answer(*git, "status", "--porcelain", "--", ".")
     if not commit or changes is None:
         return UNKNOWN

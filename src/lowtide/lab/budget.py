@@ -6,7 +6,6 @@ where the peak is not monotone, and which budgets are worth having.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,12 +26,11 @@ from lowtide.lab.training import Batch, make_batches
 from lowtide.models import resolve_model
 from lowtide.plain_text import Plain
 from lowtide.report.table import byte_unit
-from lowtide.tracing.attention.kernels import Attention, TargetAttention
-from lowtide.tracing.attention.use import AttentionChoices
+from lowtide.tracing.attention.use import Attention, AttentionChoices, TargetAttention
 from lowtide.tracing.compiled.partition import Partition, read_partition
 from lowtide.tracing.compiled.program import find_peak
 from lowtide.tracing.compiled.schedule import fuse, schedule
-from lowtide.units import MiB, format_bytes
+from lowtide.units import format_bytes
 
 SCHEMA = "lowtide.budget_sweep/1"
 COUNTED = (
@@ -65,37 +63,6 @@ class BudgetPoint:
     """How long the point took to find."""
     kind: Literal["static"] = "static"
     """The point is read off the graph, not measured."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rise:
-    """A stretch on which a smaller budget gives a larger peak."""
-
-    low: BudgetPoint
-    """The smaller budget, with the larger peak."""
-    high: BudgetPoint
-
-    @property
-    def words(self) -> str:
-        """The stretch as a sentence, with the numbers."""
-        return (
-            f"from budget {self.high.budget:g} down to {self.low.budget:g} the peak rises from "
-            f"{self.high.peak_bytes / MiB:,.1f} to {self.low.peak_bytes / MiB:,.1f} MiB"
-        )
-
-
-def not_monotone(points: Iterable[BudgetPoint]) -> list[Rise]:
-    """Where less budget means more memory: each stretch from its largest to its smallest budget, the largest first."""
-    ordered = sorted(points, key=lambda point: point.budget, reverse=True)
-    rises: list[Rise] = []
-    for high, low in itertools.pairwise(ordered):
-        if low.peak_bytes <= high.peak_bytes:
-            continue
-        if rises and rises[-1].low is high:
-            rises[-1] = Rise(low, rises[-1].high)
-        else:
-            rises.append(Rise(low, high))
-    return rises
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +208,7 @@ def run_sweep(recipe: Recipe, budgets: Sequence[float], *, on_progress: OnProgre
     """What the recipe's model, compiled as a whole, would save and need at its peak under each budget.
 
     The graph is traced once, on tensors without values. Torch's own partitioner then cuts it for each budget; nothing is
-    compiled, and no GPU is needed. Of the recipe only the model, the batch, the dtype and the device count.
+    compiled, and no GPU is needed. Only the recipe's model, batch, dtype and device count.
 
     Args:
         recipe: What is trained.
@@ -277,7 +244,7 @@ def run_sweep(recipe: Recipe, budgets: Sequence[float], *, on_progress: OnProgre
         torch=torch.__version__,
         trace_seconds=trace_seconds,
         points=tuple(points),
-        remarks=(*remarks, COUNTED, ASSUMED, *(f"not monotone: {rise.words}" for rise in not_monotone(points))),
+        remarks=(*remarks, COUNTED, ASSUMED, *(f"not monotone: {reversal.words}" for reversal in reversals(points))),
     )
 
 

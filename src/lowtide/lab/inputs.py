@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from lowtide.errors import ConfigError
-from lowtide.lab.corpus.load import load_corpus
-from lowtide.lab.corpus.tokens import TextBatches
+from lowtide.lab.corpus.tokens import TextBatches, load_corpus
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.recipe_parts import LEAST_VOCABULARY, RandomInputs, Stories, TextFiles
 from lowtide.lab.training import Batch, make_batches

@@ -19,8 +19,8 @@ from torch import nn
 
 from lowtide.errors import ConfigError, HardwareError, LowtideError, PlanError
 from lowtide.hardware import find_hardware, parse_cublas_workspace_config
-from lowtide.lab.corpus.load import load_corpus
 from lowtide.lab.corpus.texts import find_files, read_stories
+from lowtide.lab.corpus.tokens import load_corpus
 from lowtide.lab.inputs import check_inputs, check_vocabulary
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.recipe_parts import HubDataset, PlanRecipe, RandomInputs, Stories, TextFiles, plan_of, session_plan

@@ -12,15 +12,13 @@ from typing import Any
 
 from lowtide import config
 from lowtide.errors import BadRecordError, ConfigError
-from lowtide.plain_text import Plain
+from lowtide.plain_text import Plain, written_whole
 
 
 def write_json(path: Path, plain: Mapping[str, object]) -> None:
     """Write a file in one piece, so that a run killed here leaves no half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.part")
-    unfinished.write_text(json_text(plain), encoding="utf-8")
-    unfinished.replace(path)
+    with written_whole(path) as file:
+        file.write(json_text(plain).encode())
 
 
 def json_text(plain: Mapping[str, object]) -> str:
@@ -170,7 +168,7 @@ class SpeedFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """One run."""
+    """How one run was made, how it ended, and all that was measured."""
 
     name: str
     """The recipe's, such as `peak_memory/control`."""

@@ -60,7 +60,7 @@ def collect(places: Sequence[Path], on_progress: Callable[[str], None] | None = 
 
 
 def _read(file: Path) -> RunRecord | BudgetSweep | str:
-    """Whichever it is, wherever it lies: a recipe may be called sweeps too. Of what is neither, why."""
+    """Whichever it is, wherever it lies: a recipe may be called sweeps too. Where it is neither, the reason."""
     try:
         return read_record(file)
     except BadRecordError as no_record:
@@ -102,7 +102,7 @@ def by_configuration(records: Sequence[RunRecord]) -> dict[Configuration, list[R
 def generations(runs: Sequence[RunRecord]) -> list[list[RunRecord]]:
     """Runs of one configuration: the newest of each seed, then those before them, and so on; each by rising seed."""
     by_seed: dict[int, list[RunRecord]] = {}
-    # Of equally old ones the later in the list counts as newer.
+    # Among equally old ones the later in the list counts as newer.
     for _, run in sorted(enumerate(runs), key=lambda pair: (_when(pair[1]), pair[0]), reverse=True):
         by_seed.setdefault(seed_of(run), []).append(run)
     most = max(map(len, by_seed.values()), default=0)
@@ -177,7 +177,7 @@ def settings_apart(mine: Mapping[str, Plain], all_of_name: Sequence[Mapping[str,
     """The settings in which namesakes are not all alike, as a recipe has them; "" where it has no namesake.
 
     A part that some lack altogether, such as `compile`, is `none` where it is lacking; where it is there, its first
-    setting stands for it, and those follow in which the ones that have it differ. Of a part that comes in kinds the
+    setting stands for it, and those follow in which the ones that have it differ. Where a part comes in kinds, the
     settings of another kind are not named, and those that one kind alone has only where they differ within it.
 
     Example:

@@ -89,7 +89,7 @@ def run_all(
     """
     if limit_s is not None and not limit_s > 0:
         raise ConfigError(f"the limit of a run is {limit_s} s; give more than 0, or leave it out", key="limit")
-    # Of all before the first begins: a wrong device of the last one should not show after hours.
+    # All are checked before the first begins: a wrong device of the last one should not show after hours.
     lacking = [unmet_requirements(run.recipe) for run in runs]
     _refuse_mistakes([run for run, unmet in zip(runs, lacking, strict=True) if not unmet])
     try:

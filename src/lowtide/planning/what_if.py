@@ -20,8 +20,7 @@ from lowtide.errors import LowtideError
 from lowtide.planning.plan import Schedule, Weights
 from lowtide.planning.techniques import TECHNIQUES, Problem, Subject, Technique
 from lowtide.tracing.explanation.instant import place_of, where
-from lowtide.tracing.step_time import step_time
-from lowtide.tracing.step_trace import Category, StepTrace
+from lowtide.tracing.step_trace import Category, StepTrace, step_time
 from lowtide.units import format_bytes
 
 

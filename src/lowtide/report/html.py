@@ -16,8 +16,7 @@ from lowtide.planning.simulator import SimulatedStep
 from lowtide.planning.timeline import Lane, Timeline
 from lowtide.planning.what_if import WhatIfRow
 from lowtide.report import page, plan_tables, session_tables, trace_tables
-from lowtide.report.charts import curve_data
-from lowtide.report.gantt import gantt_data
+from lowtide.report.charts import curve_data, gantt_data
 from lowtide.report.page import fill_page, read_part
 from lowtide.report.session_tables import cache_line, overlap_line, per_step
 from lowtide.report.table import Table, Tone, Value, size, to_html

@@ -169,7 +169,7 @@ def chunk_table(stats: SessionStats, *, limit: int = _NUM_CHUNKS) -> Table:
 
 
 def every_chunk_table(stats: SessionStats) -> Table:
-    """Chunks one by one."""
+    """A row for each chunk, none of them put together."""
     return make_table(
         "Every chunk",
         stats.chunks,

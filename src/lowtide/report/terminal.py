@@ -24,8 +24,7 @@ from lowtide.report.trace_tables import ASSUMED_CONTEXT, circumstances, fit_of
 from lowtide.runtime.statistics.session_stats import SessionStats
 from lowtide.tracing.attention.use import attention_use, fallbacks, is_on_attention
 from lowtide.tracing.explanation.instant import instant_of
-from lowtide.tracing.step_time import step_time
-from lowtide.tracing.step_trace import Category, StepTrace
+from lowtide.tracing.step_trace import Category, StepTrace, step_time
 from lowtide.units import format_bytes, format_count, format_seconds
 
 _GOOD, _BAD, _QUIET = STYLES[Tone.GOOD], STYLES[Tone.BAD], STYLES[Tone.QUIET]

@@ -27,8 +27,7 @@ from lowtide.planning.techniques import batch_size
 from lowtide.runtime.planner import PlannedStep, PlanProblem, Size, pose, smallest, usable_bytes
 from lowtide.runtime.prediction.trace import Optimizer
 from lowtide.tracing.settings import StepSettings
-from lowtide.tracing.step_time import seconds_of
-from lowtide.tracing.step_trace import StepTrace
+from lowtide.tracing.step_trace import StepTrace, seconds_of
 from lowtide.tracing.training_step import Loss
 from lowtide.units import format_bytes
 

@@ -174,7 +174,7 @@ def charged_tiers(budgets: Budgets, need: HostNeed) -> Tiers:
         budgets.pinned_bytes, pinned_capacity_bytes(), what="pinned budget", limit="what can be pinned"
     )
     pinned = Tier("pinned", pinned_bytes)
-    # Of what nobody has yet: other processes, and what the loop keeps beside the model, go before what is of use alone.
+    # Memory that is free now: other processes, and what the loop keeps beside the model, go before what is merely of use.
     need = need.with_room(min(host.budget_bytes, HostMemory().available_bytes()), pinned.budget_bytes)
     for tier in (host, pinned):
         tier.charge(need.weight_bytes, "weights")

@@ -62,8 +62,8 @@ def manage(
 
     Args:
         model: On the CPU, on the device, or on meta with `weights`.
-        optimizer: Made from the model's parameters; None to run the model without training it. Of a wrapper (accelerate's,
-            Lookahead, SAM) the one inside is managed, which the wrapper goes on calling.
+        optimizer: Made from the model's parameters; None to run the model without training it. Where a wrapper is given
+            (accelerate's, Lookahead, SAM), the one inside is managed, which the wrapper goes on calling.
         plan: Made for this model, for example by `make_plan`; or how one is to be made: a `StaticPartition` at once, a
             `WarmUp` after one observed training step.
         device: A CUDA device; "cpu" emulates one in host memory. By default the current CUDA device, if there is one.
@@ -77,8 +77,8 @@ def manage(
         poison: Fill memory that holds nothing with NaN, so that a fault shows. By default on an emulated device only.
 
     Raises:
-        PlanError: The plan is for another model, or its budgets cannot hold the largest group. Of a `WarmUp` also
-            raised by the second training step.
+        PlanError: The plan is for another model, or its budgets cannot hold the largest group. A `WarmUp` also
+            raises it in the second training step.
         ConfigError: A `StaticPartition` or a `WarmUp` lacks what it needs: the size of an emulated device, or an
             optimizer.
         BudgetError: A tier has not the bytes that the plan asks of it.

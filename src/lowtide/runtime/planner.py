@@ -36,8 +36,7 @@ from lowtide.planning.simulator import LaneRates, SimulatedStep, lane_rates
 from lowtide.planning.step_costs import POLICIES, StepCosts, probe_policies, read_costs
 from lowtide.runtime.host_memory import state_bytes_by_parameter
 from lowtide.runtime.manage import manage
-from lowtide.runtime.prediction.simulation import update_kind
-from lowtide.runtime.prediction.trace import Optimizer, trace
+from lowtide.runtime.prediction.trace import Optimizer, trace, update_kind
 from lowtide.runtime.session import Session
 from lowtide.tracing.settings import StepSettings
 from lowtide.tracing.step_trace import StepTrace

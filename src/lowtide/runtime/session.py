@@ -355,7 +355,7 @@ class Session:
 
     @property
     def observed(self) -> tuple[StepSample, ...]:
-        """What a `WarmUp` saw in its step: the fullest moment of each group and phase. Empty for other plans."""
+        """What a `WarmUp` saw in its step: the fullest instant of each group and phase. Empty for other plans."""
         return self._management.samples
 
     @property

@@ -21,6 +21,7 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
+from lowtide import plain_text
 from lowtide.errors import BadRecordError
 from lowtide.tracing.step_trace import SCHEMA_VERSION, Allocation, Category, Event, Op, Phase, StepTrace, Target
 
@@ -59,8 +60,7 @@ _AGAIN = "save the trace again, or take it from an undamaged copy"
 def save_trace(trace: StepTrace, path: str | os.PathLike[str]) -> Path:
     """Write a trace to `path`, compressed when the name ends in `.gz`, and return the path.
 
-    The file is written aside and renamed, so that a save that is killed leaves the old file, never half of a new one.
-    Folders that do not exist are made.
+    A save that is killed leaves the old file, never half of a new one. Folders that do not exist are made.
 
     Raises:
         BadRecordError: The trace's settings hold something JSON cannot.
@@ -78,16 +78,8 @@ def save_trace(trace: StepTrace, path: str | os.PathLike[str]) -> Path:
     if target.suffix == ".gz":
         # mtime=0: the same trace gives the same bytes, so that saved traces can be compared and cached.
         payload = gzip.compress(payload, compresslevel=6, mtime=0)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        with unfinished.open("wb") as file:
-            file.write(payload)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(target)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with plain_text.written_whole(target) as file:
+        file.write(payload)
     return target
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowtide.lab.calibration.timing import Sizes
+from lowtide.lab.calibration.kernels import Sizes
 from lowtide.models.llama import LlamaConfig
 
 _MODEL = LlamaConfig(

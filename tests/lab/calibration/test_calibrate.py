@@ -18,8 +18,8 @@ from lowtide.errors import ConfigError, HardwareError
 from lowtide.hardware import UpdateKind, find_hardware, known
 from lowtide.hardware.calibration import Calibration, Measurement, find_calibration
 from lowtide.hardware.rates import HostRates, KernelRate
-from lowtide.lab.calibration import calibrate, kernels, steps, updates
-from lowtide.lab.calibration.timing import Sizes, Timer
+from lowtide.lab.calibration import calibrate, kernels, steps
+from lowtide.lab.calibration.kernels import Sizes, Timer
 from lowtide.optim.host import kernel as host_kernel
 from lowtide.tracing.step_trace import Op, Phase, Work
 from tests.hardware.samples import RATES
@@ -129,7 +129,7 @@ def test_a_step_is_counted_as_it_runs() -> None:
     ],
 )
 def test_an_update_reads_and_writes_what_it_says(kind: UpdateKind, bytes_each: float) -> None:
-    call, num_bytes = updates.make_update(kind, 1280, CPU)
+    call, num_bytes = steps.make_update(kind, 1280, CPU)
     assert num_bytes == 1280 * bytes_each
     call()
     call()
@@ -140,7 +140,7 @@ def test_updates_take_the_work_that_they_claim() -> None:
     timer = Timer(CPU, TINY)
     times = []
     for count in (1 << 16, 1 << 22):
-        call, num_bytes = updates.make_update(UpdateKind.EXACT, count, CPU)
+        call, num_bytes = steps.make_update(UpdateKind.EXACT, count, CPU)
         times.append(timer.on_host("update", num_bytes, "byte", call).median_s)
     assert times[1] > 8 * times[0]
 

@@ -16,10 +16,9 @@ from benchmarks.stories.__main__ import write_stories
 from benchmarks.stories.generator import Part, make_stories
 from lowtide.errors import ConfigError, MissingExtraError
 from lowtide.hardware.machine import cache_folder
-from lowtide.lab.corpus import load
-from lowtide.lab.corpus.load import Corpus, load_corpus, read_corpus, write_corpus
+from lowtide.lab.corpus import tokens
 from lowtide.lab.corpus.texts import read_stories, stories_folder
-from lowtide.lab.corpus.tokens import Samples, pack, train_tokenizer
+from lowtide.lab.corpus.tokens import Corpus, Samples, load_corpus, pack, read_corpus, train_tokenizer, write_corpus
 from lowtide.lab.recipe_file import find_recipe, known_recipes, read_recipe
 from lowtide.lab.recipe_parts import HubDataset, Stories, TextFiles
 
@@ -45,7 +44,7 @@ def making_is_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("a tokenizer is trained although the corpus is cached")
 
-    monkeypatch.setattr(load, "train_tokenizer", refuse)
+    monkeypatch.setattr(tokens, "train_tokenizer", refuse)
 
 
 def same(first: Corpus, second: Corpus) -> bool:
@@ -138,7 +137,7 @@ def test_another_recipe_is_another_corpus(change: dict[str, int], tmp_path: Path
 @pytest.mark.parametrize("name", ["fingerprint", "library_version"])
 def test_another_text_or_library_is_another_corpus(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load_corpus(STORIES, cache=tmp_path)
-    monkeypatch.setattr(f"lowtide.lab.corpus.load.{name}", lambda *_: "another")
+    monkeypatch.setattr(f"lowtide.lab.corpus.tokens.{name}", lambda *_: "another")
     load_corpus(STORIES, cache=tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
 

@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 import pytest
 
 from lowtide.lab.record import MemoryFigures, Outcome, PredictedFigures, SpeedFigures
+from lowtide.lab.report.comparison import make_report
 from lowtide.lab.report.html import render_html
-from lowtide.lab.report.lab_report import make_report
 from lowtide.units import GiB
 from tests.lab.report.samples import budget_sweep, experiment, record
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lowtide.lab.record import Outcome, SpeedFigures
-from lowtide.lab.report.comparison import make_comparisons
+from lowtide.lab.report.comparison import fastest_words, make_comparisons, make_report
 from lowtide.lab.report.html import render_html
-from lowtide.lab.report.lab_report import fastest_words, make_report
 from lowtide.lab.report.write import render_markdown
 from lowtide.units import GiB
 from tests.lab.report.samples import record

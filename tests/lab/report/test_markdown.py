@@ -3,8 +3,8 @@ from __future__ import annotations
 import re
 
 from lowtide.lab.record import Outcome
+from lowtide.lab.report.comparison import make_report
 from lowtide.lab.report.html import render_html
-from lowtide.lab.report.lab_report import make_report
 from lowtide.lab.report.write import render_markdown
 from lowtide.report.table import escape_markdown as escape
 from lowtide.units import GiB

@@ -125,7 +125,8 @@ def _update_in_child(piece: Piece, queue: multiprocessing.SimpleQueue[int]) -> N
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_a_forked_process_makes_threads_of_its_own() -> None:
     piece = make_piece(1 << 18, RULES["adamw"])
-    piece_of_child = clone(piece)  # made here: torch's own threads do not outlive a fork, so the child must not need them
+    # Made here: torch's own threads do not outlive a fork, so the child must not need them.
+    piece_of_child = clone(piece)
     host_kernel.update([piece], rounding=Rounding.NEAREST, moments=Moments.FP32, num_threads=2)
     assert host_library.load().num_threads() >= 2
     context = multiprocessing.get_context("fork")

@@ -37,7 +37,7 @@ NUM_TABLE_ROWS = 4096
 FEW_ROWS, MANY_ROWS = 48, 2048
 """Weights and their gradients make the peak, or activations do: of 1 MiB each, from which on they are offloaded."""
 NORM_BYTES = 2 * 17 * 4
-"""Of all gradients: one by one, and together on their way to the host after a backward. Where activations follow them, the
+"""Norms of all gradients: one by one, and together on their way to the host after a backward. Where activations follow them, the
 copy may be over before the next backward.
 """
 TABLE_BYTES = 512

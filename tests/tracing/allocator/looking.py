@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lowtide.tracing.allocator import AllocatorSettings, CachingAllocator
-from lowtide.tracing.allocator.blocks import Block
-from lowtide.tracing.allocator.driver import DriverMemory
+from lowtide.tracing.allocator.driver import Block, DriverMemory
 from lowtide.units import MiB
 
 

@@ -309,7 +309,7 @@ class TestOnTheCard:
 
     @pytest.mark.parametrize(("call", "floor"), [("fwd", 0.85), ("input", 0.88), ("weight", 0.74), ("both", 0.67)])
     def test_no_worse_than_it_was(self, call: str, floor: float) -> None:
-        """Of these rows: 85% of the forwards, 88% of the inputs' gradients, 75% of the weights', 68% of both."""
+        """They were 85% of these rows' forwards, 88% of the inputs' gradients, 75% of the weights', 68% of both."""
         assert self.share(lambda row: row["call"] == call) >= floor
 
     def test_almost_all_calls_in_half_precision_are_met(self) -> None:

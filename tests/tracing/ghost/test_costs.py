@@ -337,7 +337,7 @@ MEASURED = [
     ("float32", (2048, 32000), None, (0,), 147457024),  # deberta-v2-fp32
 ]
 # fmt: on
-"""Of the 305 different reductions in the suite's models: every seventh that stages, every twentieth that does not, the largest."""
+"""Some of the 305 reductions in the suite's models: every seventh that stages, every twentieth that does not, the largest."""
 
 
 def blocks_of(nbytes: int) -> int:

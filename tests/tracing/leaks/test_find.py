@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lowtide.errors import ConfigError, ObserveError
 from lowtide.tracing.leaks.find import find_leaks, in_every_third, keeps_growing
-from lowtide.tracing.leaks.report import CYCLE, GRAPH, Leak, LeakKind
+from lowtide.tracing.leaks.names import CYCLE, GRAPH, Leak, LeakKind
 
 pytestmark = pytest.mark.slow
 

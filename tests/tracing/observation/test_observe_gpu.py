@@ -23,7 +23,7 @@ from lowtide.tracing.training_step import OptimizerFactory, TrainingStep
 pytestmark = pytest.mark.gpu
 
 TOLERANCE = 0.02
-"""Of a prediction, relative to the card."""
+"""The largest error of a prediction, relative to the hardware."""
 Made = tuple[nn.Module, dict[str, Tensor]]
 
 

@@ -47,7 +47,7 @@ WEIGHTS = 4 * (IN * HIDDEN + HIDDEN + HIDDEN * OUT + OUT)
 LARGEST = 4 * IN * HIDDEN
 BATCH = 4 * ROWS * IN
 SAVED = 4 * ROWS * HIDDEN
-"""Of relu's output: for its own backward, and as the input of the second layer."""
+"""Bytes of relu's output: saved for its own backward, and as the input of the second layer."""
 LOSS = 4
 
 

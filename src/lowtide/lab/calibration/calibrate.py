@@ -23,8 +23,8 @@ from lowtide.hardware.calibration import (
 from lowtide.hardware.known import kind_of
 from lowtide.hardware.machine import cache_folder, find_commit, lowtide_version
 from lowtide.hardware.rates import DeviceRates, HostRates
-from lowtide.lab.calibration import kernels, steps, updates
-from lowtide.lab.calibration.timing import Sizes, Timer
+from lowtide.lab.calibration import kernels, steps
+from lowtide.lab.calibration.kernels import Sizes, Timer
 from lowtide.units import GiB, format_bytes
 
 _NEEDED_BYTES = 4 * GiB
@@ -147,7 +147,7 @@ def measure_device(timer: Timer, large: steps.Step) -> tuple[DeviceRates, kernel
     own = products[sizes.model_dtype]
     forward, backward = kernels.measure_attention(timer, sizes.model_dtype, own)
     _release(timer)
-    device_updates = updates.measure_device_updates(timer)
+    device_updates = steps.measure_device_updates(timer)
     _release(timer)
     copies = kernels.Copies(timer)
     links = copies.measure()
@@ -175,11 +175,11 @@ def measure_device(timer: Timer, large: steps.Step) -> tuple[DeviceRates, kernel
 
 def measure_host(timer: Timer, host: HostRates, copies: kernels.Copies | None) -> HostRates:
     """Memory and updates of the host, alone and beside copies."""
-    alone, beside = updates.measure_host_updates(timer, copies)
+    alone, beside = steps.measure_host_updates(timer, copies)
     if beside is None:
         beside = alone.times(host.updates_beside_copies.exact / host.updates.exact)
     return replace(
-        host, updates=alone, updates_beside_copies=beside, memory_bytes_per_s=updates.measure_host_memory(timer)
+        host, updates=alone, updates_beside_copies=beside, memory_bytes_per_s=steps.measure_host_memory(timer)
     )
 
 

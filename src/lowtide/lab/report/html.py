@@ -12,8 +12,15 @@ from operator import itemgetter
 
 from lowtide.lab.budget import BudgetSweep, reversals
 from lowtide.lab.report import charts, tables
-from lowtide.lab.report.comparison import Comparison, speed_text, unit_for
-from lowtide.lab.report.lab_report import LabReport, fastest_words, provenance, remarks
+from lowtide.lab.report.comparison import (
+    Comparison,
+    LabReport,
+    fastest_words,
+    provenance,
+    remarks,
+    speed_text,
+    unit_for,
+)
 from lowtide.lab.report.rows import Row, alike_endings
 from lowtide.lab.report.tables import outcome_words, perplexity_text
 from lowtide.plain_text import Plain

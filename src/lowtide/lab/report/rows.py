@@ -203,7 +203,7 @@ def alike_endings(row: Row) -> list[tuple[str, Ending]]:
 def make_rows(records: Sequence[RunRecord], *, with_older: bool = False) -> tuple[Row, ...]:
     """Rows in the order of their first record; runs that differ in the seed alone share one.
 
-    Of several runs with one seed the newest counts. Runs of one name whose recipes differ otherwise, by an override or
+    The newest of several runs with one seed counts. Runs of one name whose recipes differ otherwise, by an override or
     since an edit, are different configurations: each gets a row that says what differs.
 
     Args:

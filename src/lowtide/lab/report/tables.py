@@ -198,9 +198,15 @@ def sweep_table(sweep: BudgetSweep) -> Table:
             f"peak, {unit.name}",
             lambda point: Value(unit.text(point.peak_bytes), point.peak_bytes, tone=tones.get(id(point), Tone.PLAIN)),
         ),
+        number(
+            f"unfused, {unit.name}",
+            lambda point: unit.value(point.unfused_peak_bytes),
+            "the peak if every result were written",
+        ),
         number(f"saved, {unit.name}", lambda point: unit.value(point.saved_bytes)),
         number("recomputed", lambda point: f"{point.recomputed_flops_share:.1%}"),
-        words("kind", lambda point: point.kind),
+        number("seconds", lambda point: f"{point.seconds:.1f}", "how long the point took to find"),
+        words("kind", lambda point: point.kind, is_for_page=True),
         kind="sortable narrow",
     )
 

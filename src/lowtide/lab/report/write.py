@@ -9,9 +9,8 @@ from lowtide.errors import ConfigError
 from lowtide.lab.budget import BudgetSweep, reversals
 from lowtide.lab.record import RunRecord
 from lowtide.lab.report.charts import panel_of
-from lowtide.lab.report.comparison import Comparison
+from lowtide.lab.report.comparison import Comparison, LabReport, fastest_words, make_report, provenance, remarks
 from lowtide.lab.report.html import render_html
-from lowtide.lab.report.lab_report import LabReport, fastest_words, make_report, provenance, remarks
 from lowtide.lab.report.rows import alike_endings, error_line
 from lowtide.lab.report.tables import breakdown_table, perplexity_table, published_table, result_table, sweep_table
 from lowtide.report.table import escape_markdown as escape

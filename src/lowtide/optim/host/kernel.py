@@ -156,7 +156,7 @@ class Packed:
         if not len(begins) or turn.weights != self._weights:
             return False
         gradients = np.array(turn.gradients, dtype=np.int64)
-        # Of what is written, which does not overlap, the last that begins before the gradient ends.
+        # Written ranges do not overlap: the last one that begins before the gradient ends is the only one to look at.
         before = np.searchsorted(begins, gradients + self._gradient_bytes) - 1
         clashes = (before >= 0) & (ends[before] > gradients) & (self._gradient_bytes > 0)
         return not clashes.any()

@@ -3,7 +3,7 @@
 What counts: every storage that an operator of the starting thread makes, from birth to death, at its current size
 (activations, gradients, temporaries, state); what `include` adds (resident weights and buffers); what `charge` adds
 (memory that no operator brings); and what was made elsewhere, from the first operator that reads it together with the
-device's memory: a batch that meets the weights. Of such a storage the bytes that were read count, because a real run
+device's memory: a batch that meets the weights. Such a storage counts by the bytes that were read, because a real run
 would have brought only those. After `count_steps` an operator outside of a step that reads nothing of the device's makes
 nothing there: that is what the user computes on the host, another model included. What a forward reads counts as well.
 
@@ -85,7 +85,7 @@ class TrackedMemory:
         self._part_of_step: weakref.WeakMethod[Callable[[], str | None]] | None = None
         self._device: EmulatedDevice | None = None
         self._lives: dict[int, _Life] = {}
-        # Storages die in any thread and at any moment, in the middle of a sum too: the callback only appends, which is
+        # Storages die in any thread and at any time, in the middle of a sum too: the callback only appends, which is
         # atomic, and whoever counts next settles.
         self._dead: deque[_Life] = deque()
         self._charges: dict[str, int] = {}

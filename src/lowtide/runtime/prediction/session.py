@@ -41,7 +41,7 @@ from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer
 from lowtide.runtime.updates.norms import LossWatch
 from lowtide.runtime.updates.updater import Finisher
 from lowtide.runtime.updates.worker import HostWorker
-from lowtide.tracing.prediction.context import DeviceMemory
+from lowtide.tracing.settings import DeviceMemory
 
 
 class FootprintLookup:

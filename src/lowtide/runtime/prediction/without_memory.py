@@ -24,15 +24,15 @@ from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer, Settings, Up
 from lowtide.runtime.updates.kernel_optimizer import follow_writes
 from lowtide.runtime.updates.norms import GradientWatch, Verdict, norm_of
 from lowtide.runtime.updates.updater import judge_here, judge_sent
-from lowtide.tracing.prediction.context import DeviceMemory
 from lowtide.tracing.recorder import Life
+from lowtide.tracing.settings import DeviceMemory
 
 
 class Point:
-    """A trace has no clock: what is asked for has happened. Also an update on the host, which is done when asked about."""
+    """A point in a step that has always been passed: a trace has no clock. It also stands for an update on the host."""
 
     def is_done(self) -> bool:
-        """It is."""
+        """True: what is asked about has happened."""
         return True
 
     def wait(self) -> None:
@@ -238,7 +238,7 @@ class FootprintResidency:
 
 
 class KernelFootprint(ChunkOptimizer):
-    """Keeps the state that the kernels keep, and makes what they need for a moment: tables, and room for partial sums.
+    """Keeps the state that the kernels keep, and makes what they need for a short time: tables, and room for partial sums.
 
     Args:
         optimizer: The user's, whose rule the kernels would run.

@@ -1,6 +1,6 @@
-"""StepObserver: writes down what is in use on the device at each moment of a step, and how much of that is chunks.
+"""StepObserver: writes down what is in use on the device at each instant of a step, and how much of that is chunks.
 
-A moment is the opening or closing of a window, forward or backward. Peaks are read only over times in which the chunks'
+An instant is the opening or closing of a window, forward or backward. Peaks are read only over times in which the chunks'
 bytes stand still: between two such times chunks alone come and go, so that what is left after taking them off a peak is
 exactly what was no chunk.
 """
@@ -71,7 +71,7 @@ class CudaGauge:
 class StepObserver:
     """Takes samples until it is told to stop.
 
-    Of each group and phase only the fullest moment is kept: the plan asks for no more, and a loop that accumulates over
+    Only the fullest instant of each group and phase is kept: the plan asks for no more, and a loop that accumulates over
     many batches would otherwise pile them up.
 
     Args:
@@ -96,7 +96,7 @@ class StepObserver:
 
     @property
     def samples(self) -> tuple[StepSample, ...]:
-        """The fullest moment of each group and phase, in the order of the step."""
+        """The fullest instant of each group and phase, in the order of the step."""
         return tuple(sorted(self._fullest.values(), key=lambda sample: sample.number))
 
     def begin(self) -> None:

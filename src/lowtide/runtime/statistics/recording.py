@@ -306,7 +306,7 @@ class PhaseClock:
                 self._change([*self._inside, "backward"])
 
     def backward_ends(self, number: int) -> None:
-        """See `backward_begins`. Of a backward that was given up, nothing happens."""
+        """See `backward_begins`. The end of a backward that was given up changes nothing."""
         with self._lock:
             if number not in self._backwards:
                 return

@@ -81,7 +81,7 @@ class CacheRow:
     hits: int = 0
     misses: int = 0
     held_bytes: int = 0
-    """Kept at this moment for the next request."""
+    """Kept now for the next request."""
 
     @property
     def hit_rate(self) -> float | None:

@@ -88,7 +88,7 @@ _FUSED_DTYPES = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What an update needs to know of the optimizer, at one moment: the update itself may run later."""
+    """What an update needs to know of the optimizer, as it was at one instant: the update itself may run later."""
 
     groups: tuple[Mapping[str, Any], ...]
     """Learning rate, decay and the rest, for each param group."""

@@ -288,7 +288,7 @@ def refuse_non_finite_gradients(
     with torch.no_grad():
         if _are_finite(taken.values()) and _are_finite(_totals(others.values())):
             return
-        # A total of halves is infinite long before their own norms are, in fp32.
+        # A total of 16-bit numbers is infinite long before their own norms are, in fp32.
         norms = {**taken, **{number: norm_of(gradient) for number, gradient in others.items()}}
         if _are_finite(norms.values()):
             return

@@ -6,8 +6,8 @@ happened; if there are none, it waits for the oldest. It must not choose by plac
 updates of all layers early, and the first layer has the best place but its gradients arrive last, so that the worker would
 idle. The oldest job never waits for one that has not run, because it was submitted after those.
 
-Of those that can run, sums of gradients come before updates, and of the updates those whose weights the next forward needs
-first. In a backward these are the last to arrive: where the host is slower than the device, the updates of the first layers
+Among jobs that can run, sums of gradients come before updates, and updates come in the order in which the next forward needs
+their weights. In a backward these are the last to arrive: where the host is slower than the device, the updates of the first layers
 overtake those of the last ones, and what is left over at the end of the backward belongs to layers that the next forward
 reaches late. With the same place in that order, first come, first served.
 

@@ -16,8 +16,7 @@ from __future__ import annotations
 import sys
 
 from lowtide.errors import ConfigError, TraceError
-from lowtide.tracing.allocator.blocks import Block, Pool
-from lowtide.tracing.allocator.driver import DriverMemory, ExpandableSegments
+from lowtide.tracing.allocator.driver import Block, DriverMemory, ExpandableSegments, Pool
 from lowtide.tracing.allocator.settings import BLOCK_BYTES, SMALL_REQUEST_BYTES, AllocatorSettings
 from lowtide.units import format_bytes
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from lowtide import compat
 from lowtide.errors import TraceError
-from lowtide.tracing.attention.kernels import Attention, TargetAttention
 from lowtide.tracing.attention.rules import enabled_backends
+from lowtide.tracing.attention.use import Attention, TargetAttention
 from lowtide.tracing.compiled.partition import Partition, read_partition
 from lowtide.tracing.compiled.program import Program
 from lowtide.tracing.compiled.schedule import schedule

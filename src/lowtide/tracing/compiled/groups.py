@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lowtide import compat
 from lowtide.errors import TraceError
-from lowtide.tracing.attention.kernels import Attention
+from lowtide.tracing.attention.use import Attention
 from lowtide.tracing.compiled.capture import TENSOR, Captured, Captures, GroupCall
 from lowtide.tracing.compiled.partition import Returned
 from lowtide.tracing.compiled.program import Effect, Program, Step, effects, unread_inputs, with_reuse

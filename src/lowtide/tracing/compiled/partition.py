@@ -205,8 +205,8 @@ class _Reader:
     def _copied_bias(self, node: fx.Node) -> dict[fx.Node, Buffers]:
         """Where attention finds its bias, if inductor makes a copy for it.
 
-        The kernel wants rows that are aligned in memory. Of a bias that is no buffer yet, only a formula, inductor does not ask how
-        it would be written: each attention gets a copy, so that what the graph has as one tensor, from the forward's attention
+        The kernel wants rows that are aligned in memory. Inductor does not ask how a bias that is no buffer yet, only a formula,
+        would be written: each attention gets a copy, so that what the graph has as one tensor, from the forward's attention
         to the backward's, is computed twice and does not wait in between. What the bias is repeated along, such as the batch,
         takes no memory in the forward's copy, other than within a matrix, and is written out in the backward's. A bias that was
         padded and cut has aligned rows as it is: the backward's attention has it written that way, and reads the cut.

@@ -146,7 +146,7 @@ def behind(order: Iterable[int], before: Sequence[Iterable[int]]) -> list[int]:
 
 def _joined_once(program: Program, steps: Sequence[Step]) -> list[Step]:
     """Every step joined with at most one other."""
-    # Of each step the sizes of results that no other one reads; parts of a kernel's several results do not count.
+    # Results that one step alone reads; parts of a kernel's several results do not count.
     num_readers = Counter(buffer for step in steps for buffer in step.reads)
     single = {buffer for step in steps if step.call is None or len(step.writes) == 1 for buffer in step.writes}
     single = {buffer for buffer in single if num_readers[buffer] == 1}

@@ -17,8 +17,7 @@ from torch import Tensor
 from lowtide.hardware import Hardware
 from lowtide.tracing.ghost import convolutions, recurrent
 from lowtide.tracing.ghost.operators import FREE, Course, Operator, tensors_in
-from lowtide.tracing.step_time import seconds_of
-from lowtide.tracing.step_trace import Work
+from lowtide.tracing.step_trace import Work, seconds_of
 
 MATRIX_PRODUCTS = frozenset(
     f"aten.{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "_addmm_activation", "mv", "addmv", "dot")

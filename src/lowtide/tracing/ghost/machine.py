@@ -19,8 +19,7 @@ from torch import Tensor
 from lowtide import compat
 from lowtide.activations.saved import Geometry
 from lowtide.hardware import Hardware, release_of
-from lowtide.tracing.attention.kernels import Attention
-from lowtide.tracing.attention.use import AttentionChoices
+from lowtide.tracing.attention.use import Attention, AttentionChoices
 from lowtide.tracing.ghost import autocast, recurrent
 from lowtide.tracing.ghost.costs import Costs
 from lowtide.tracing.ghost.device import register_device

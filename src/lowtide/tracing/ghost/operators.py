@@ -1,7 +1,7 @@
 """Operators and their arguments, as the trace needs to know them before it runs one.
 
-Of an operator: its name, what it writes, whether chance is involved. Of its arguments: which are ghosts, the meta tensors for
-their shapes, and the values that are known.
+An operator has a name, arguments that it writes, and perhaps chance. Its arguments are ghosts, meta tensors that stand for their
+shapes, and values that are known.
 """
 
 from __future__ import annotations

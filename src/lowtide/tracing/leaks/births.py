@@ -160,7 +160,7 @@ class _BirthMode(WatchingMode):  # torch's __init_subclass__ has no types
         # A wrapper subclass first takes itself apart; its inner tensors come back here and are the ones with memory.
         if any(_is_wrapper(kind) for kind in types):
             return NotImplemented
-        # Of `aten.add.Tensor` the overload says little; a higher-order operator has none.
+        # The overload in `aten.add.Tensor` says little; a higher-order operator has none.
         op = str(getattr(func, "overloadpacket", func))
         result = func(*args, **(kwargs or {}))
         for tensor in compat.tensors_in(result):

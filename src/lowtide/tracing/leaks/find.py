@@ -25,8 +25,7 @@ from lowtide.compat import autograd_references
 from lowtide.errors import ConfigError, ObserveError
 from lowtide.tracing.leaks.births import BirthLog, BirthSite, Born, living_tensors, storage_of
 from lowtide.tracing.leaks.holders import Anchor, ObjectPath, find_anchor, shortest_paths, starting_points
-from lowtide.tracing.leaks.names import describe
-from lowtide.tracing.leaks.report import (
+from lowtide.tracing.leaks.names import (
     ANY_PLACE,
     CYCLE,
     GRAPH,
@@ -37,6 +36,7 @@ from lowtide.tracing.leaks.report import (
     Leak,
     LeakKind,
     LeakReport,
+    describe,
 )
 
 MIN_STEPS = 6

@@ -44,7 +44,7 @@ class Marks:
             self._is_on = False
 
     def begin_phase(self, phase: Phase) -> None:
-        """A phase begins."""
+        """Take what follows as part of the phase."""
         self.phase = phase
         self._leave(f"phase {phase.value}")
 

@@ -25,8 +25,7 @@ from lowtide import compat
 from lowtide.errors import TraceError
 from lowtide.hardware import Hardware
 from lowtide.tracing.allocator import AllocatorSettings
-from lowtide.tracing.prediction.context import StepContext
-from lowtide.tracing.settings import StepSettings
+from lowtide.tracing.settings import StepContext, StepSettings
 from lowtide.tracing.training_step import Loss, OptimizerFactory, tensors_in
 
 MAX_VALUE_ELEMENTS = 2**22
@@ -65,7 +64,7 @@ class Contents:
 
 @dataclass(frozen=True, slots=True)
 class TensorDescription:
-    """A tensor as a description."""
+    """A tensor as it crosses the process boundary: its form, and its values where they are few."""
 
     key: int
     storage_key: int

@@ -20,10 +20,9 @@ from lowtide.tracing.ghost.device import GhostMover, LiteralDevices, cuda_functi
 from lowtide.tracing.ghost.machine import GhostMachine
 from lowtide.tracing.ghost.mode import GhostMode
 from lowtide.tracing.ghost.tensor import Ghost, Known
-from lowtide.tracing.prediction.context import DeviceMemory, StepContext
 from lowtide.tracing.prediction.job import Contents, Job, TensorDescription, unpack
 from lowtide.tracing.recorder import BATCH, StorageRecorder, state_roles, weight_roles
-from lowtide.tracing.settings import UpdateSchedule
+from lowtide.tracing.settings import DeviceMemory, StepContext, UpdateSchedule
 from lowtide.tracing.step_trace import Category, StepTrace, Target
 from lowtide.units import format_bytes
 

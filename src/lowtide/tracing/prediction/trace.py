@@ -14,10 +14,9 @@ from lowtide import compat
 from lowtide.errors import ConfigError, TooLargeError
 from lowtide.hardware import Hardware, find_hardware, known_hardware
 from lowtide.tracing.allocator import AllocatorSettings
-from lowtide.tracing.prediction.context import StepContext
 from lowtide.tracing.prediction.job import Contents, Job, pack
 from lowtide.tracing.prediction.sandbox import shared_sandbox
-from lowtide.tracing.settings import StepSettings
+from lowtide.tracing.settings import StepContext, StepSettings
 from lowtide.tracing.step_trace import StepTrace
 from lowtide.tracing.training_step import Loss, OptimizerFactory
 from lowtide.units import format_bytes
