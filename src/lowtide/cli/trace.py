@@ -34,7 +34,7 @@ from lowtide.tracing.explanation.explain import explain
 from lowtide.tracing.prediction.sandbox import shared_sandbox
 from lowtide.tracing.settings import StepSettings
 from lowtide.tracing.step_trace import StepTrace, step_time
-from lowtide.units import format_bytes, parse_dtype
+from lowtide.units import format_bytes, format_seconds, parse_dtype
 
 _NUM_SENTENCES, _NUM_ROWS = 3, 16
 """Sentences and rows of an explanation that fit one screen."""
@@ -235,11 +235,12 @@ def _say_all(base: StepTrace, sentences: Sequence[str], answer: WhatIf) -> None:
 
 
 def _in_a_line(base: StepTrace) -> str:
-    """The model, its peak and whether that fits."""
-    fit = fit_of(base)
+    """The model, its peak, whether that fits, and how long a step takes."""
+    fit, time = fit_of(base), step_time(base)
     verdict = "" if fit is None else f"; {format_bytes(fit.capacity_bytes)}: {fit.verdict}"
     reserved = f"{format_bytes(base.peak_bytes)} allocated, {format_bytes(base.peak_reserved_bytes)} reserved"
-    return f"{base.model} on {base.target.card}: {reserved}{verdict}"
+    timed = "" if time is None else f"; {format_seconds(time.step_s)} a step"
+    return f"{base.model} on {base.target.card}: {reserved}{verdict}{timed}"
 
 
 def _most_saving(rows: Sequence[WhatIfRow]) -> list[WhatIfRow]:

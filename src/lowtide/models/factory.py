@@ -195,5 +195,5 @@ def _infer_form(spec: str, model: nn.Module) -> BatchForm:
     raise BatchMismatchError(
         f"the forward of {spec} takes ({', '.join(arguments)}), and batches are known for (input_ids, labels) of a "
         "model with an embedding and (pixel_values, labels) of one with convolutions; let the factory return "
-        "(model, batch)"
+        "(model, batch), or (model, batch, loss) where the loss is not the model's own"
     )

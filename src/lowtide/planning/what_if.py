@@ -148,7 +148,7 @@ def what_if(
         >>> import torch
         >>> from lowtide.models import resolve_model
         >>> from lowtide.planning.plan import Schedule, Weights
-    from lowtide.planning.techniques import UPDATE_IN_BACKWARD
+        >>> from lowtide.planning.techniques import UPDATE_IN_BACKWARD
         >>> source = resolve_model("gpt-tiny")
         >>> problem = Problem(model=source.build(None), batch=source.make_batch("8x128"), optimizer=torch.optim.AdamW)
         >>> answer = what_if(problem, problem.trace(), techniques=[UPDATE_IN_BACKWARD])

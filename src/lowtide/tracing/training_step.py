@@ -119,7 +119,8 @@ class TrainingStep:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             kind = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise TraceError(
-                f"the loss must be a scalar tensor, got {kind}; pass loss=lambda model, batch: ... that returns one"
+                f"the loss must be a scalar tensor, got {kind}; pass loss=lambda model, batch: ... that returns "
+                "one; on the command line a factory returns (model, batch, loss)"
             )
         return loss
 
