@@ -182,7 +182,8 @@ class SessionLock:
 
     def __init__(self) -> None:
         self.process = Process()
-        self._lock = threading.RLock()
+        self.momentary = threading.RLock()
+        """For a `with` block that is over soon. In a forked process it may be held for ever: ask `process` first."""
         self._call: tuple[int, str] | None = None
         """The thread that is in a forward or a step, and the words for it."""
         self.is_broken = False
@@ -200,19 +201,14 @@ class SessionLock:
         """Everything is where it belongs."""
         self.is_broken = self.is_backward_broken = False
 
-    def momentary(self) -> threading.RLock:
-        """The lock itself, for a `with` block that is over soon. Refused in a forked process, where it may be held for ever."""
-        if not self.process.is_this:
-            self.process.require()
-        return self._lock
-
     def begin_call(self, what: str) -> None:
         """This thread begins a forward or a step.
 
         Raises:
             SessionError: Another thread is in one, or in a backward.
         """
-        with self.momentary():
+        self.process.require()
+        with self.momentary:
             self.refuse_beside(what)
             self._call = (threading.get_ident(), what)
 
@@ -299,7 +295,8 @@ def locked(method: Callable[Concatenate[L, P], R]) -> Callable[Concatenate[L, P]
     @wraps(method)
     def run(self: L, /, *args: P.args, **kwargs: P.kwargs) -> R:
         lock = self._lock
-        with HELD, lock.momentary():
+        lock.process.require()
+        with HELD, lock.momentary:
             try:
                 return method(self, *args, **kwargs)
             except (ModelChangedError, TwoThreadsError):

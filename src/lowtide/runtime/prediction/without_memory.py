@@ -218,12 +218,6 @@ class FootprintResidency:
     def before_fetch(self, chunk: Chunk) -> None:
         """There are no bytes that could be the wrong ones."""
 
-    def chunks_change(self) -> None:
-        """A trace is not observed."""
-
-    def chunks_changed(self) -> None:
-        """A trace is not observed."""
-
     def on_copy(self, chunk: Chunk, copied: Copied, reason: str) -> None:
         """Copies are not counted."""
 
