@@ -100,8 +100,8 @@ def register_first_gradient_hook(parameter: torch.Tensor, hook: Callable[[torch.
 
 def make_last_gradient_hook(parameter: torch.Tensor, handle: Any) -> bool:
     """Let this one of the parameter's post-accumulate hooks run after all others; whether there are others."""
-    hooks = post_accumulate_hooks(parameter)
-    if len(hooks) < 2 or handle.id not in hooks:
+    hooks: dict[int, Any] | None = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    if hooks is None or len(hooks) < 2 or handle.id not in hooks:
         return False
     if next(reversed(hooks)) != handle.id:
         # See `register_first_gradient_hook` on why it is not moved in place.

@@ -214,7 +214,7 @@ class BackwardPass:
         task.open_visits.remove(visit)
         try:
             for group in visit.window.groups:
-                group.visits.discard(visit)
+                group.leave(visit)
                 self._finish(group, task, is_last=False)
         finally:
             started = self._visit_started.pop(id(visit))
@@ -276,7 +276,7 @@ class BackwardPass:
                 self._dropped[id(parameter)] = managed.spec.name
             else:
                 self._gradients.take(managed.host_gradient, managed.parameter)
-        managed.fire()
+        group.fire(managed)
         self._finish(group, task, is_last=False)
 
     def _note_hooks(self, group: ManagedGroup, managed: ManagedParameter, task: BackwardTask) -> None:

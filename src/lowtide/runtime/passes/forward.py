@@ -329,7 +329,7 @@ class Window:
             ]
         ):
             for group in self.groups:
-                group.visits.add(visit)
+                group.enter(visit)
         return output
 
 

@@ -289,7 +289,7 @@ class Finisher:
             fired = group.complete(chunk, is_last=is_last)
             if not fired:
                 continue
-            if not is_last and any(visit.backward != backward for visit in group.visits):
+            if not is_last and group.is_used_beside(backward):
                 return  # another use of the same weights is still to come
             if any(self.updater.optimizer.knows(managed.parameter) for managed in fired):
                 self._update_chunk(group, chunk, fired, self._settings_in(backward))
