@@ -219,6 +219,7 @@ class ManagedGroup:
         """In the order in which the last forward first used groups; before the first, that of the layout."""
         self._num_awaited = dict.fromkeys(self._members_in, 0)
         """By chunk, trained parameters whose gradients are still to come in this backward."""
+        self._is_updated_here = any(managed.site is not Site.HOST for managed in members if managed.spec.requires_grad)
         self._versions: list[int] = []
         """Of the parameters, when their window opened."""
         self._are_pending: bool | None = False
@@ -268,10 +269,20 @@ class ManagedGroup:
                 if managed.parameter.requires_grad:
                     self._num_awaited[managed.chunk.spec.name] += 1
 
-    def fire(self, managed: ManagedParameter) -> None:
-        """The parameter's gradient of this backward is complete."""
+    def fire(self, managed: ManagedParameter) -> bool:
+        """The parameter's gradient of this backward is complete; whether it was the last of its chunk."""
+        name = managed.chunk.spec.name
         if managed.fire():
-            self._num_awaited[managed.chunk.spec.name] -= 1
+            self._num_awaited[name] -= 1
+        return self._num_awaited[name] <= 0
+
+    def has_complete_chunk(self) -> bool:
+        """Whether all gradients of one of the chunks are there."""
+        return min(self._num_awaited.values()) <= 0
+
+    def awaits_update_here(self) -> bool:
+        """Whether gradients are still to come with which the device updates weights that are not there to stay."""
+        return self._is_updated_here and not self.is_resident and max(self._num_awaited.values()) > 0
 
     def leave_backward(self) -> bool:
         """One uses it no more; whether none does."""

@@ -349,6 +349,9 @@ class BackwardCondition(Protocol):
     def watch_output(self, output: object) -> None:
         """Know of a backward from where it reaches what the model has returned."""
 
+    def close_late(self) -> None:
+        """Close what stayed open for a last gradient in the backward of this thread."""
+
 
 class ForwardPass:
     """Told by windows when their modules are called.
@@ -410,6 +413,8 @@ class ForwardPass:
             if window.path == "" and not window.is_given:
                 self._begin_cycle(window)
             self._recorder.phases.enter("forward")
+        elif is_in_backward:
+            self._backward.close_late()
         # Before the groups are: `ends` finds it there whatever happens.
         self._running.append(call)
         self._recorder.phase = "backward" if is_in_backward else "forward"
