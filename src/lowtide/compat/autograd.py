@@ -447,9 +447,8 @@ def remove_mode(mode: TorchDispatchMode) -> None:
         torch._C._push_on_torch_dispatch_stack(other)
 
 
-def without_torch_function() -> contextlib.AbstractContextManager[None]:
-    """Call torch functions on tensor subclasses as if they were plain tensors."""
-    return torch._C.DisableTorchFunctionSubclass()
+without_torch_function: Callable[[], contextlib.AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
+"""Call torch functions on tensor subclasses as if they were plain tensors. torch's own class: windows ask for it many times."""
 
 
 def is_in_transform() -> bool:

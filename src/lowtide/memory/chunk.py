@@ -195,6 +195,14 @@ class StoredGroup:
                 return False
         return True
 
+    @property
+    def is_changing(self) -> bool:
+        """Whether the host changes some of its bytes, or has, and nobody has waited for it."""
+        for chunk in self.chunks:  # noqa: SIM110
+            if chunk.host_work is not None:
+                return True
+        return False
+
 
 def view_of(flat: torch.Tensor, offset_bytes: int, parameter: ParameterSpec) -> torch.Tensor:
     """The parameter's elements in a chunk's flat bytes, with the parameter's own strides.

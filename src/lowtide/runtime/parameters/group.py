@@ -547,10 +547,6 @@ class ManagedGroup:
 
     def check_unchanged(self, *, may_be_given: bool = False) -> None:
         """Refuse a model whose parameters are not the managed ones any more, unless it may have others for one call."""
-        with compat.without_torch_function():
-            self._check_unchanged(may_be_given)
-
-    def _check_unchanged(self, may_be_given: bool) -> None:
         for managed in self.members:
             for module, name in () if may_be_given else managed.owners:
                 if module._parameters.get(name) is not managed.parameter:
@@ -559,6 +555,7 @@ class ManagedGroup:
                         f"({type(module).__name__}.{name} is another object now); call session.close(), change the "
                         "model, and manage it again. Nothing was updated"
                     )
+            # To ask a parameter that is pending settles nothing.
             if not managed.spec.requires_grad and managed.parameter.requires_grad:
                 raise ModelChangedError(
                     f"parameter {managed.spec.name} of group {self.label} was frozen when the model was managed, and is "

@@ -137,7 +137,7 @@ class ManagedResidency:
         """Where the host is changing the weights, or somebody may, a copy on the device is the old one."""
         if group.is_resident or group.stored.num_open:
             return
-        if any(chunk.host_work is not None for chunk in group.stored.chunks) or group.is_held():
+        if group.stored.is_changing or group.is_held():
             self.store.drop(group.name)
 
     def keep_writes(self, group: ManagedGroup) -> None:

@@ -179,7 +179,7 @@ class BackwardPass:
             raise graph_through_streamed(window)
         if visit.backward == task.number and visit.is_open:
             return
-        for group, generation, shown in zip(window.groups, visit.generations, visit.shown, strict=True):
+        for group, generation, shown in visit.weights:
             if group.consumed or group.generation != generation:
                 refuse_old_weights(group, generation)
             if not group.looks_at_device or group.shown_memory != shown:

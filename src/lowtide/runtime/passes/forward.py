@@ -48,8 +48,8 @@ class Visit:
 
     def __init__(self, window: Window, listener: BackwardListener) -> None:
         self.window = window
-        self.generations = tuple(group.generation for group in window.groups)
-        self.shown = tuple(group.shown_memory for group in window.groups)
+        self.weights = [(group, group.generation, group.shown_memory) for group in window.groups]
+        """The groups as the call used them: how often they had been updated, and what their parameters showed."""
         self.backward: int | None = None
         """The backward that opened it last; it may be run again by another, where the graph was retained."""
         self.is_open = False

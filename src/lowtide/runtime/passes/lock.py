@@ -143,16 +143,16 @@ R = TypeVar("R")
 class Process:
     """The process in which it was made."""
 
-    _num_forks = 0
+    num_forks = 0
     """How often this process or one before it was forked; costs nothing to ask, unlike its number."""
 
     def __init__(self) -> None:
-        self._number = Process._num_forks
+        self.number = Process.num_forks
 
     @property
     def is_this(self) -> bool:
         """Whether it is the running one, and not one that it was forked from."""
-        return self._number == Process._num_forks
+        return self.number == Process.num_forks
 
     def require(self) -> None:
         """Refuse a forked one.
@@ -160,7 +160,7 @@ class Process:
         Raises:
             SessionError: It says what to do.
         """
-        if self._number != Process._num_forks:
+        if not self.is_this:
             raise SessionError(
                 f"process {os.getpid()} was forked from the one that manages this model, and has neither the thread that "
                 "updates its weights nor its device. Start it with 'spawn' (torch.multiprocessing.get_context('spawn')), or "
@@ -171,7 +171,7 @@ class Process:
     @classmethod
     def count_fork(cls) -> None:
         """This is a child."""
-        cls._num_forks += 1
+        cls.num_forks += 1
 
 
 os.register_at_fork(after_in_child=Process.count_fork)
@@ -295,7 +295,8 @@ def locked(method: Callable[Concatenate[L, P], R]) -> Callable[Concatenate[L, P]
     @wraps(method)
     def run(self: L, /, *args: P.args, **kwargs: P.kwargs) -> R:
         lock = self._lock
-        lock.process.require()
+        if lock.process.number != Process.num_forks:
+            lock.process.require()
         with HELD, lock.momentary:
             try:
                 return method(self, *args, **kwargs)

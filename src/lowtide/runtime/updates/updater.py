@@ -291,8 +291,9 @@ class Finisher:
                 continue
             if not is_last and group.is_used_beside(backward):
                 return  # another use of the same weights is still to come
-            if any(self.updater.optimizer.knows(managed.parameter) for managed in fired):
-                self._update_chunk(group, chunk, fired, self._settings_in(backward))
+            trained = [managed for managed in fired if self.updater.optimizer.knows(managed.parameter)]
+            if trained:
+                self._update_chunk(group, chunk, fired, trained, self._settings_in(backward))
 
     def prefetch(self, groups: Iterable[ManagedGroup]) -> None:
         """The backward has reached these: optimizer state that visits the device comes beside it."""
@@ -318,9 +319,13 @@ class Finisher:
         return self._settings_of_backward[1]
 
     def _update_chunk(
-        self, group: ManagedGroup, chunk: Chunk, fired: list[ManagedParameter], settings: Settings
+        self,
+        group: ManagedGroup,
+        chunk: Chunk,
+        fired: Sequence[ManagedParameter],
+        trained: Sequence[ManagedParameter],
+        settings: Settings,
     ) -> None:
-        trained = [managed for managed in fired if self.updater.optimizer.knows(managed.parameter)]
         for managed in fired:
             managed.forget_gradient()
         group.count_update()
