@@ -229,10 +229,9 @@ class ManagedGroup:
 
     def note_homes(self) -> None:
         """Parameters rest at other places than before: they are remembered for `is_held`, which each window asks."""
-        by_chunk: dict[str | None, list[ManagedParameter]] = {None: self.members, **self._members_in}
         self._homes = {
             chunk: ([managed.home_key for managed in members], [managed.num_own_views for managed in members])
-            for chunk, members in by_chunk.items()
+            for chunk, members in [(None, self.members), *self._members_in.items()]
         }
 
     @property

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from lowtide.memory.chunk import Chunk, ChunkState, StoredGroup
-from lowtide.memory.mover import Copied, Mover, Ticket
+from lowtide.memory.mover import Mover, Ticket
 from lowtide.memory.store import Books, ChunkStore
 from lowtide.runtime.parameters.group import ManagedGroup, Settler, chunks_in
 from lowtide.runtime.parameters.pending import beside

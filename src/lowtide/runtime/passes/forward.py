@@ -252,7 +252,8 @@ class Window:
                 self._forward.ends(call)
         finally:
             # Once more: an interrupt may have come before the first was under way, or have broken it off.
-            self._forward.ends(call)
+            if not call.is_over:
+                self._forward.ends(call)
         self._refuse_weights_in(output)
         return output
 
@@ -430,13 +431,9 @@ class ForwardPass:
         if self._observer is not None:
             self._observer.take_sample(window.name, self._recorder.phase)
 
+    @locked
     def ends(self, call: Call) -> None:
         """Close them, where they were opened."""
-        if not call.is_over:
-            self._end(call)
-
-    @locked
-    def _end(self, call: Call) -> None:
         if self._lock.is_broken or call.started is None:
             self._give_up(call)
         else:
@@ -494,7 +491,8 @@ class ForwardPass:
                     self._residency.keep_writes(group)
                 self._residency.close(group, ended)
         self._running.pop()
-        self._rest()
+        if not self._running:
+            self._rest()
 
     def _give_up(self, call: Call) -> None:
         """Something broke off in this call, or in one inside of it: when the outermost is left, all is put in order."""

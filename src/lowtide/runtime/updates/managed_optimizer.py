@@ -450,7 +450,7 @@ class ManagedOptimizer:
         """A group's chunks on the host, and its streamed ones on the device."""
         executor, known = self._executor, self._updater.optimizer
         with compat.without_torch_function():
-            if not any([managed.parameter.grad is not None for managed in group.members]):
+            if all(managed.parameter.grad is None for managed in group.members):
                 return
         group.adopt_foreign_data()
         is_updated = False

@@ -113,7 +113,7 @@ class Updater:
         self, members: Sequence[ManagedParameter], loose: Sequence[torch.Tensor], settings: Settings
     ) -> None:
         """One step on parameters that look at the device, gradients beside them, and on unmanaged ones."""
-        for managed in members:
+        for managed in members if self.optimizer.checks_gradients else ():
             self.optimizer.check_gradient(managed.parameter, managed.parameter.grad, managed.spec.name)
         parameters = [managed.parameter for managed in members] + list(loose)
         updates = [Update(parameter, parameter) for parameter in parameters if parameter.grad is not None]
