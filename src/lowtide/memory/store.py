@@ -374,7 +374,12 @@ class ChunkStore:
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
     def _wait_for_copies(self, group: StoredGroup) -> None:
-        fetched = [chunk.fetched for chunk in group.chunks if chunk.state is ChunkState.FETCHING and chunk.fetched]
+        fetched = [
+            chunk.fetched
+            for chunk in group.chunks
+            # One that is over by now, as in a model that waits for its own launches, is not waited for.
+            if chunk.state is ChunkState.FETCHING and chunk.fetched is not None and not chunk.fetched.ended.is_done()
+        ]
         if fetched:
             reached = self._mover.now()
             for copied in fetched:

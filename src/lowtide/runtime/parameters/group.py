@@ -317,10 +317,11 @@ class ManagedGroup:
         name = chunk.spec.name
         if self._num_awaited[name] > 0 and not is_last:
             return []
-        with compat.without_torch_function():  # parameters may be guarded; nobody reads a value here
-            return [
-                managed for managed in self._members_in[name] if managed.has_fired and managed.parameter.requires_grad
-            ]
+        fired = [managed for managed in self._members_in[name] if managed.has_fired]
+        if fired:
+            with compat.without_torch_function():  # parameters may be guarded; nobody reads a value here
+                fired = [managed for managed in fired if managed.parameter.requires_grad]
+        return fired
 
     def enter(self, visit: Visit) -> None:
         """A forward call used the group, and has made a graph."""

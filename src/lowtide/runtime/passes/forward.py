@@ -11,6 +11,8 @@ is put into the graph for this: a view around an input would group the sum of a 
 in another way, and round it otherwise than plain torch. A call whose oldest node is never reached, because its output
 is not used, ends with the backward. Where only some gradients are asked for (`torch.autograd.grad`, `backward(inputs=)`)
 the oldest node may have nothing to do and not run; then the call ends when the backward reaches an earlier one.
+What comes with those last gradients, hooks of the user's and an update of streamed weights on the device, finds the groups
+still open: they close when the backward reaches the next call, a checkpoint makes one, or it ends.
 
 Note [Recomputation]
 A checkpoint around the module calls it again in the middle of its backward, and may break the call off by an exception
