@@ -55,12 +55,6 @@ class Log:
     def on_absent(self, chunk: Chunk, at: Ticket) -> None:
         self.present.remove(chunk.spec.name)
 
-    def chunks_change(self) -> None:
-        pass
-
-    def chunks_changed(self) -> None:
-        pass
-
     def on_wait(self, group: StoredGroup, reached: Ticket, copied: Sequence[Copied]) -> None:
         self.events.append(("wait", group.name))
 

@@ -16,15 +16,32 @@ WATCHED = ("/lowtide/runtime/", "/lowtide/memory/")
 EMULATION = ("emulation", "emulated")
 
 
+class Block(nn.Module):
+    """Not a bare `Linear`: one of those is no group of its own where it is less than a fiftieth of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
 class Stack(nn.Module):
     def __init__(self, num_layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(num_layers))
+        self.layers = nn.ModuleList(Block() for _ in range(num_layers))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = torch.tanh(layer(x))
+            x = layer(x)
         return x.sum()
+
+
+def is_for_emulation(frame: FrameType) -> bool:
+    """Whether the emulated device runs, or asks: it wants to know of each operator in which part of a step it is."""
+    callers: list[FrameType | None] = [frame, frame.f_back, frame.f_back and frame.f_back.f_back]
+    return any(caller and part in caller.f_code.co_filename for caller in callers for part in EMULATION)
 
 
 def calls_per_layer(num_layers: int, *, weights: str, update: str, schedule: str, window: str | None) -> float:
@@ -34,13 +51,13 @@ def calls_per_layer(num_layers: int, *, weights: str, update: str, schedule: str
     plan = lowtide.make_plan(
         model, weights=weights, update=update, schedule=schedule, device_memory="64MiB", window_memory=window
     )
+    assert len(plan.groups) == num_layers
     count = 0
 
     def on_call(frame: FrameType, event: str, argument: Any) -> None:
         nonlocal count
-        name = frame.f_code.co_filename
-        if event in ("call", "c_call") and any(part in name for part in WATCHED):
-            count += not any(part in name for part in EMULATION)
+        if event in ("call", "c_call") and any(part in frame.f_code.co_filename for part in WATCHED):
+            count += not is_for_emulation(frame)
 
     with lowtide.manage(model, optimizer, plan, device="cpu"):
         for number in range(4):
@@ -68,15 +85,21 @@ def calls_per_layer(num_layers: int, *, weights: str, update: str, schedule: str
 def test_a_window_costs_the_same_in_a_deep_model(weights: str, update: str, schedule: str, window: str | None) -> None:
     words = {"weights": weights, "update": update, "schedule": schedule, "window": window}
     few, many = calls_per_layer(16, **words), calls_per_layer(96, **words)  # type: ignore[arg-type]
-    assert many < 1.15 * few
+    assert 0.9 * few < many < 1.1 * few
 
 
 @pytest.mark.parametrize(
-    ("update", "schedule", "limit"),
-    # Some 40 of them hold interrupts back while a window or a hook changes the session's condition.
-    [("device", "in_backward", 665), ("host", "deferred", 750), ("host", "in_backward", 710)],
+    ("weights", "update", "schedule", "limit"),
+    # Some 25 of them hold interrupts back while a window or a hook changes the session's condition.
+    [
+        ("streamed", "device", "in_backward", 475),
+        ("streamed", "device", "deferred", 520),
+        ("streamed", "host", "in_backward", 565),
+        ("streamed", "host", "deferred", 590),
+        ("resident", "host", "deferred", 545),
+    ],
 )
-def test_a_streamed_use_takes_no_more_calls_than_it_did(update: str, schedule: str, limit: int) -> None:
+def test_a_use_takes_no_more_calls_than_it_did(weights: str, update: str, schedule: str, limit: int) -> None:
     # Two uses a step, forward and backward, and an update of two parameters.
-    calls = calls_per_layer(32, weights="streamed", update=update, schedule=schedule, window="4KiB")
-    assert calls < limit
+    window = "4KiB" if weights == "streamed" else None
+    assert calls_per_layer(32, weights=weights, update=update, schedule=schedule, window=window) < limit

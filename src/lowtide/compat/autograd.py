@@ -100,8 +100,8 @@ def register_first_gradient_hook(parameter: torch.Tensor, hook: Callable[[torch.
 
 def make_last_gradient_hook(parameter: torch.Tensor, handle: Any) -> bool:
     """Let this one of the parameter's post-accumulate hooks run after all others; whether there are others."""
-    hooks = post_accumulate_hooks(parameter)
-    if len(hooks) < 2 or handle.id not in hooks:
+    hooks: dict[int, Any] | None = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    if hooks is None or len(hooks) < 2 or handle.id not in hooks:
         return False
     if next(reversed(hooks)) != handle.id:
         # See `register_first_gradient_hook` on why it is not moved in place.
@@ -447,9 +447,8 @@ def remove_mode(mode: TorchDispatchMode) -> None:
         torch._C._push_on_torch_dispatch_stack(other)
 
 
-def without_torch_function() -> contextlib.AbstractContextManager[None]:
-    """Call torch functions on tensor subclasses as if they were plain tensors."""
-    return torch._C.DisableTorchFunctionSubclass()
+without_torch_function: Callable[[], contextlib.AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
+"""Call torch functions on tensor subclasses as if they were plain tensors. torch's own class: windows ask for it many times."""
 
 
 def is_in_transform() -> bool:

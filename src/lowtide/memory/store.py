@@ -46,12 +46,6 @@ class StoreListener(Protocol):
     def before_fetch(self, chunk: Chunk) -> None:
         """The host's bytes are about to be copied to the device: they must be the true ones."""
 
-    def chunks_change(self) -> None:
-        """Chunks are about to come to the device or to leave it; `chunks_changed` follows."""
-
-    def chunks_changed(self) -> None:
-        """They have."""
-
     def on_copy(self, chunk: Chunk, copied: Copied, reason: str) -> None:
         """A copy was issued: `weights` or `upload` to the device, `write back` to the host."""
 
@@ -63,6 +57,16 @@ class StoreListener(Protocol):
 
     def on_wait(self, group: StoredGroup, reached: Ticket, copied: Sequence[Copied]) -> None:
         """The computation reached this point and continues when the copies are done."""
+
+
+class StoreObserver(Protocol):
+    """Measures what else is on the device while chunks come and go."""
+
+    def chunks_change(self) -> None:
+        """Chunks are about to come to the device or to leave it; `chunks_changed` follows."""
+
+    def chunks_changed(self) -> None:
+        """They have."""
 
 
 class ChunkStore:
@@ -99,6 +103,11 @@ class ChunkStore:
         self._listener = listener
         self._changing: dict[str, int] = {}
         """Resident groups that the host is changing, or has changed, and their places in a forward."""
+        self._observer: StoreObserver | None = None
+
+    def be_observed_by(self, observer: StoreObserver) -> None:
+        """The observer is told before and after chunks come and go."""
+        self._observer = observer
 
     def open(self, name: str) -> None:
         """Bring the group to the device and hold it there until `close`; the computation waits for the copies.
@@ -106,12 +115,17 @@ class ChunkStore:
         Where the host is updating a chunk, its update is waited for first: this is where a forward waits for its own update.
         """
         group = self.groups[name]
-        if group.num_open == 0 and not group.is_resident:
-            self.order.access(name)
-            self._require(group)
-            self._wait_for_copies(group)
-        elif group.num_open == 0:
+        if group.num_open:
+            group.num_open += 1  # another window has brought it, and fetched ahead
+            return
+        if group.is_resident:
             self.refresh(name)
+        else:
+            self.order.access(name)
+            missing = _missing(group)
+            if missing:
+                self._require(group, missing)
+            self._wait_for_copies(group)
         group.num_open += 1
         try:
             self.prefetch()
@@ -173,19 +187,17 @@ class ChunkStore:
 
     def prefetch(self) -> None:
         """Fetch the next groups, as far as the depth, the budget and pending updates on the host allow."""
-        self._upload_ahead()
+        if self._changing:
+            self._upload_ahead()
         for name in self.order.upcoming(self._depth):
             group = self.groups[name]
             missing = _missing(group)
-            if not missing or any(chunk.host_work is not None and not chunk.host_work.is_done() for chunk in missing):
-                continue
-            if not self._listener.may_fetch_ahead(group):
+            if not missing or _is_changing(missing) or not self._listener.may_fetch_ahead(group):
                 continue
             if not self._make_room(group, missing, is_needed_now=False):
                 return
+            # It does not enter the groups that may leave: it is used before all that a prefetch would let leave for another.
             self._fetch(missing)
-            if not group.num_open:
-                self._leaving.enter(name, self.order)
 
     def refresh(self, name: str) -> None:
         """Bring resident weights that the host has updated to the device; the computation waits for them."""
@@ -263,8 +275,6 @@ class ChunkStore:
 
     def _upload_ahead(self) -> None:
         """Bring resident weights whose updates on the host are done, those first that are needed first."""
-        if not self._changing:
-            return
         num_groups = 0
         for name in sorted(self._changing, key=self._changing.__getitem__):
             group = self.groups[name]
@@ -288,10 +298,7 @@ class ChunkStore:
         chunk.fetched = chunk.arriving = self._mover.to_device(chunk.device, chunk.host, after)
         self._listener.on_copy(chunk, chunk.arriving, "upload")
 
-    def _require(self, group: StoredGroup) -> None:
-        missing = _missing(group)
-        if not missing:
-            return
+    def _require(self, group: StoredGroup, missing: list[Chunk]) -> None:
         if not self._make_room(group, missing, is_needed_now=True):
             needed = sum(chunk.spec.nbytes for chunk in missing)
             held = ", ".join(other.name or "(rest)" for other in self.groups.values() if other.num_open) or "none"
@@ -326,14 +333,18 @@ class ChunkStore:
     def _idle_bytes(self, name: str) -> int:
         """What the group's leaving would free; 0 while a window holds it."""
         group = self.groups[name]
-        if group.num_open:
-            return 0
-        return sum(chunk.spec.nbytes for chunk in group.chunks if chunk.state in (ChunkState.IDLE, ChunkState.FETCHING))
+        num_bytes = 0
+        for chunk in group.chunks if not group.num_open else ():
+            if chunk.state is ChunkState.IDLE or chunk.state is ChunkState.FETCHING:
+                num_bytes += chunk.spec.nbytes
+        return num_bytes
 
     def _fetch(self, chunks: list[Chunk]) -> None:
-        self._listener.chunks_change()
+        if self._observer is not None:
+            self._observer.chunks_change()
         for chunk in chunks:
-            chunk.wait_for_host_update()
+            if chunk.host_work is not None:
+                chunk.wait_for_host_update()
             assert chunk.host is not None
             self._listener.before_fetch(chunk)
             self._take_memory(chunk)
@@ -343,7 +354,8 @@ class ChunkStore:
             chunk.num_fetches += 1
             self._listener.on_present(chunk, chunk.fetched.started)
             self._listener.on_copy(chunk, chunk.fetched, "weights")
-        self._listener.chunks_changed()
+        if self._observer is not None:
+            self._observer.chunks_changed()
 
     def _take_memory(self, chunk: Chunk) -> None:
         """All or nothing: where one of the books or the device itself refuses, nothing is counted."""
@@ -362,7 +374,12 @@ class ChunkStore:
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
     def _wait_for_copies(self, group: StoredGroup) -> None:
-        fetched = [chunk.fetched for chunk in group.chunks if chunk.state is ChunkState.FETCHING and chunk.fetched]
+        fetched = [
+            chunk.fetched
+            for chunk in group.chunks
+            # One that is over by now, as in a model that waits for its own launches, is not waited for.
+            if chunk.state is ChunkState.FETCHING and chunk.fetched is not None and not chunk.fetched.ended.is_done()
+        ]
         if fetched:
             reached = self._mover.now()
             for copied in fetched:
@@ -373,7 +390,8 @@ class ChunkStore:
                 chunk.become(ChunkState.IN_USE)
 
     def _release(self, chunk: Chunk) -> None:
-        self._listener.chunks_change()
+        if self._observer is not None:
+            self._observer.chunks_change()
         after = chunk.pending_device_reads
         self._listener.on_absent(chunk, after[0])
         # Before the memory goes: nobody may take it for the weights any more.
@@ -382,11 +400,20 @@ class ChunkStore:
         self.used_bytes -= chunk.spec.nbytes
         for books in self._books:
             books.credit(chunk.spec.nbytes, chunk.spec.name)
-        self._listener.chunks_changed()
+        if self._observer is not None:
+            self._observer.chunks_changed()
 
 
 def _missing(group: StoredGroup) -> list[Chunk]:
     return [chunk for chunk in group.chunks if chunk.state is ChunkState.HOST]
+
+
+def _is_changing(chunks: list[Chunk]) -> bool:
+    """Whether the host is changing one of them."""
+    for chunk in chunks:  # noqa: SIM110
+        if chunk.host_work is not None and not chunk.host_work.is_done():
+            return True
+    return False
 
 
 MAX_CYCLE = 100_000
@@ -410,6 +437,10 @@ class AccessOrder:
     def __init__(self) -> None:
         self._known: list[str] = []
         self._places: dict[str, list[int]] = {}
+        self._next_uses: dict[str, int] = {}
+        """Those that were asked for; each holds until the group's own use, or a surprise."""
+        self._upcoming: dict[tuple[int, int], list[str]] = {}
+        """Of the known cycle, by position and count; as they are asked for."""
         self._recorded: list[str] = []
         self._position = 0
         self.num_uses = 0
@@ -427,45 +458,63 @@ class AccessOrder:
         self._recorded.append(group)
         if len(self._recorded) >= MAX_CYCLE:
             self.end_cycle()
-        place = self._next_place(group)
+        known, position = self._known, self._position
+        if not known:
+            return
+        place = position if known[position] == group else self._next_place(group)
         if place is not None:
-            if place != self._position:
-                self.epoch += 1
+            if place != position:
+                self._be_surprised()
             self.num_uses += 1
-            self._position = (place + 1) % len(self._known)
+            self._position = (place + 1) % len(known)
+            self._next_uses.pop(group, None)
 
     def end_cycle(self) -> None:
         """The step is over: what was recorded is expected again."""
+        if self._recorded == self._known and not self._position:
+            self._recorded = []  # as expected, to the end
+            return
         if self._recorded:
             places: dict[str, list[int]] = {}
             for place, group in enumerate(self._recorded):
                 places.setdefault(group, []).append(place)
+            self._upcoming.clear()
             self._known, self._places, self._recorded = self._recorded, places, []
         self._position = 0
-        self.epoch += 1
+        self._be_surprised()
 
     def forget_cycle(self) -> None:
         """The cycle broke off: it says nothing about the next."""
         self._recorded = []
         self._position = 0
-        self.epoch += 1
+        self._be_surprised()
 
     def upcoming(self, count: int) -> list[str]:
         """The next `count` different groups, the nearest first; across the end of the cycle into the next."""
-        known, place = self._known, self._position
-        found: list[str] = []
-        for _ in range(min(count, len(self._places))):
-            while known[place] in found:
-                place = (place + 1) % len(known)
-            found.append(known[place])
+        key = (self._position, count)
+        found = self._upcoming.get(key)
+        if found is None:
+            known, place = self._known, self._position
+            found = []
+            for _ in range(min(count, len(self._places))):
+                while known[place] in found:
+                    place = (place + 1) % len(known)
+                found.append(known[place])
+            self._upcoming[key] = found
         return found
 
     def next_use(self, group: str) -> int:
         """The number of the use at which the group is next expected; `_NEVER` where none is."""
-        place = self._next_place(group)
-        if place is None:
-            return _NEVER
-        return self.num_uses + (place - self._position) % len(self._known)
+        found = self._next_uses.get(group)
+        if found is None:
+            place = self._next_place(group)
+            found = _NEVER if place is None else self.num_uses + (place - self._position) % len(self._known)
+            self._next_uses[group] = found
+        return found
+
+    def _be_surprised(self) -> None:
+        self._next_uses.clear()
+        self.epoch += 1
 
     def _next_place(self, group: str) -> int | None:
         places = self._places.get(group)

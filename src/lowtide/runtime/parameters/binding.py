@@ -179,6 +179,7 @@ def move_part(groups: dict[str, ManagedGroup], key: str, flat: torch.Tensor) -> 
                 managed.rest_at(view)
             if managed.host_target is not None and (group.is_resident or not group.looks_at_device):
                 managed.update_through(view if group.is_resident else managed.parameter.detach())
+            group.note_homes()
 
 
 def place_gradient(managed: ManagedParameter, *, is_copied: bool) -> None:

@@ -82,6 +82,8 @@ class HostGradient:
         """Whether somebody has looked at it since it began, and may write to it through a view."""
         self.home = home
         self._parameter = parameter
+        self._at_home = None if home is None else same_memory(home)
+        """Over the home, for copies and updates: the user's own object is pending before a copy has happened."""
         self._host = host
         self._aside: torch.Tensor | None = None
         """What was at the parameter before this backward."""
@@ -220,7 +222,8 @@ class HostGradient:
         """
         if is_staged:
             return None if self.tensor is None else same_memory(self.tensor)
-        gradient = self._parameter.grad
+        with compat.without_torch_function():  # nobody reads a value here, nor one that was used up
+            gradient = self._parameter.grad
         if gradient is None or gradient is self.tensor:
             return None if gradient is None else self._inner(gradient)
         # Set by the user, who may change it as soon as `step` returns, and who may have put it beside resident weights.
@@ -318,7 +321,7 @@ class HostGradient:
 
     def move_home(self, home: torch.Tensor) -> None:
         """The home lies elsewhere now; whoever moved it has copied it."""
-        old, self.home = self.home, home
+        old, self.home, self._at_home = self.home, home, same_memory(home)
         if self.tensor is not None and old is not None and self.tensor.data_ptr() == old.data_ptr():
             self.tensor.data = own_storage(home)
             self._lent = weakref.ref(self.tensor.untyped_storage())
@@ -328,9 +331,13 @@ class HostGradient:
         assert self.home is not None
         old, self.tensor = self.tensor, None
         # Two references: the local name and that of `getrefcount`.
-        if old is not None and (sys.getrefcount(old) > 2 or is_pending(old)):
+        is_held = old is not None and sys.getrefcount(old) > 2
+        if old is not None and (is_held or is_pending(old)):
             self.settle()
             make_plain(old)
+        if old is not None and not (is_held or self.was_seen) and self.is_home_of(old):
+            self.tensor = old  # nobody has ever looked at it
+            return
         del old
         if self._lent is not None and self._lent() is not None:
             # Somebody holds a gradient of before, or a view of it: it keeps its place and its value.
@@ -339,12 +346,16 @@ class HostGradient:
             self.tensor = own_storage(self.home)
             self._lent = weakref.ref(self.tensor.untyped_storage())
 
+    def is_home_of(self, gradient: torch.Tensor) -> bool:
+        """Whether the gradient lies in the home."""
+        with compat.without_torch_function():
+            return self.home is not None and gradient.data_ptr() == self.home.data_ptr()
+
     def _inner(self, gradient: torch.Tensor) -> torch.Tensor:
         """A tensor of our own over a gradient of the user's, which may be pending and is the user's alone to hold."""
-        home = self.home
-        with compat.without_torch_function():
-            is_at_home = home is not None and gradient.data_ptr() == home.data_ptr()
-        return same_memory(home if is_at_home and home is not None else gradient)
+        if self._at_home is not None and self.is_home_of(gradient):
+            return self._at_home
+        return same_memory(gradient)
 
 
 class PendingGradient:

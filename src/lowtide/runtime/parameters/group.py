@@ -71,8 +71,6 @@ class ManagedParameter:
         """Tensors of our own on the home's storage: the home, and the host target where it is another tensor there."""
         self.host_gradient: HostGradient | None = None
         """The gradient that goes to the host; None where the device updates the parameter."""
-        self.version = 0
-        """The parameter's version when its window opened."""
         self.has_fired = False
         """Whether this backward brought a gradient."""
         self.is_hook_awaited = False
@@ -114,12 +112,11 @@ class ManagedParameter:
         self.home_key = compat.storage_key(home)
 
     def is_home_held(self) -> bool:
-        """Whether somebody else shows the home's memory; not while an update runs on it."""
+        """Whether somebody else shows the home's memory; not while an update runs on it. Asked past what notices a look."""
         num_others = compat.num_owners(self.home_storage) - self.num_own_views
         if num_others != 1:
             return num_others > 1
-        with compat.without_torch_function():  # as a rule the parameter
-            return compat.storage_key(self.parameter) != compat.storage_key(self.home)
+        return compat.storage_key(self.parameter) != self.home_key  # as a rule it is the parameter
 
     # -- told by the backward pass -------------------------------------------------------------------------------------
 
@@ -128,14 +125,14 @@ class ManagedParameter:
         self._hook = self.parameter.register_post_accumulate_grad_hook(on_gradient)
         return self._hook
 
-    def enter_backward(self, *, is_resident: bool) -> bool:
-        """A backward uses the parameter; whether hooks of the user's on its gradient are still to run."""
+    def enter_backward(self, version: int, *, is_resident: bool) -> bool:
+        """A backward uses the parameter in this version; whether hooks of the user's on its gradient are still to run."""
         self.has_fired = False
         has_other_hooks = self._hook is not None and compat.make_last_gradient_hook(self.parameter, self._hook)
         self._is_hooked = has_other_hooks or (not is_resident and compat.has_gradient_hooks(self.parameter))
         self.is_hook_awaited = self._is_hooked
         self.is_written_in_backward = False
-        self._version_in_backward = compat.version_of(self.parameter)
+        self._version_in_backward = version
         if self.host_gradient is not None:
             self.host_gradient.set_aside(has_hooks=has_other_hooks)
             return self._is_hooked
@@ -166,17 +163,19 @@ class ManagedParameter:
         """What they wrote is where the truth is."""
         self.is_written_in_backward = False
 
-    def fire(self) -> None:
-        """The gradient of this backward is complete."""
-        self.has_fired = True
+    def fire(self) -> bool:
+        """The gradient of this backward is complete; whether it was not before."""
+        was_missing, self.has_fired = not self.has_fired, True
+        return was_missing
 
     def forget_gradient(self) -> None:
         """It was used up, or shown to the user."""
         self.has_fired = False
 
-    def version_before(self, *, is_in_backward: bool) -> int:
-        """The parameter's version when a window opened, or when the backward reached it."""
-        return self._version_in_backward if is_in_backward else self.version
+    @property
+    def version_in_backward(self) -> int:
+        """The parameter's version when the backward reached it."""
+        return self._version_in_backward
 
 
 class ManagedGroup:
@@ -201,7 +200,7 @@ class ManagedGroup:
         """Its weights never come to the device, nor does it have a window: its module computes on the host."""
         self.generation = 0
         """Counts updates: a visit remembers which weights it saw."""
-        self.visits: weakref.WeakSet[Visit] = weakref.WeakSet()
+        self.visits: set[weakref.ref[Visit]] = set()
         """Forward calls whose graph still lives and whose backward has not passed."""
         self.consumed: set[str] = set()
         """Chunks updated in backward; until `step()` no second backward and no look at a gradient."""
@@ -218,9 +217,22 @@ class ManagedGroup:
         """Whether somebody holds memory that an update or a copy under way changes: `step()` waits for it."""
         self.place = 0
         """In the order in which the last forward first used groups; before the first, that of the layout."""
-        self._awaited: dict[str, ManagedParameter] = {}
-        """By chunk, a trained parameter whose gradient was still to come in this backward when that was last asked."""
+        self._num_awaited = dict.fromkeys(self._members_in, 0)
+        """By chunk, trained parameters whose gradients are still to come in this backward."""
+        self._is_updated_here = any(managed.site is not Site.HOST for managed in members if managed.spec.requires_grad)
+        self._versions: list[int] = []
+        """Of the parameters, when their window opened."""
+        self._are_pending: bool | None = False
+        """Whether the parameters are; None where an exception has left some of them so."""
         self._settler: Settler | None = None
+        self.note_homes()
+
+    def note_homes(self) -> None:
+        """Parameters rest at other places than before: they are remembered for `is_held`, which each window asks."""
+        self._homes = {
+            chunk: ([managed.home_key for managed in members], [managed.num_own_views for managed in members])
+            for chunk, members in [(None, self.members), *self._members_in.items()]
+        }
 
     @property
     def is_consumed(self) -> bool:
@@ -248,10 +260,28 @@ class ManagedGroup:
         self.num_tasks += 1
         if self.num_tasks == 1:
             self.awaits_hooks = False
-            self._awaited.clear()
-            for managed in self.members:
-                is_hooked = managed.enter_backward(is_resident=self.is_resident)
-                self.awaits_hooks = self.awaits_hooks or is_hooked
+            self._num_awaited = dict.fromkeys(self._members_in, 0)
+            is_resident = self.is_resident
+            for managed, version in zip(self.members, compat.versions_of(self.parameters), strict=True):
+                if managed.enter_backward(version, is_resident=is_resident):
+                    self.awaits_hooks = True
+                if managed.parameter.requires_grad:
+                    self._num_awaited[managed.chunk.spec.name] += 1
+
+    def fire(self, managed: ManagedParameter) -> bool:
+        """The parameter's gradient of this backward is complete; whether it was the last of its chunk."""
+        name = managed.chunk.spec.name
+        if managed.fire():
+            self._num_awaited[name] -= 1
+        return self._num_awaited[name] <= 0
+
+    def has_complete_chunk(self) -> bool:
+        """Whether all gradients of one of the chunks are there."""
+        return min(self._num_awaited.values()) <= 0
+
+    def awaits_update_here(self) -> bool:
+        """Whether gradients are still to come with which the device updates weights that are not there to stay."""
+        return self._is_updated_here and not self.is_resident and max(self._num_awaited.values()) > 0
 
     def leave_backward(self) -> bool:
         """One uses it no more; whether none does."""
@@ -284,21 +314,30 @@ class ManagedGroup:
 
     def complete(self, chunk: Chunk, *, is_last: bool) -> list[ManagedParameter]:
         """The chunk's parameters with a gradient, once all of them that are trained have one, or will get none."""
-        if not is_last:
-            # This is asked at every gradient: as long as the same one is missing, the chunk is not complete.
-            awaited = self._awaited.get(chunk.spec.name)
-            if awaited is not None and not awaited.has_fired:
-                return []
-        fired: list[ManagedParameter] = []
-        with compat.without_torch_function():  # parameters may be guarded; nobody reads a value here
-            for managed in self._members_in[chunk.spec.name]:
-                if managed.has_fired:
-                    if managed.parameter.requires_grad:
-                        fired.append(managed)
-                elif not is_last and managed.parameter.requires_grad:
-                    self._awaited[chunk.spec.name] = managed
-                    return []
+        name = chunk.spec.name
+        if self._num_awaited[name] > 0 and not is_last:
+            return []
+        fired = [managed for managed in self._members_in[name] if managed.has_fired]
+        if fired:
+            with compat.without_torch_function():  # parameters may be guarded; nobody reads a value here
+                fired = [managed for managed in fired if managed.parameter.requires_grad]
         return fired
+
+    def enter(self, visit: Visit) -> None:
+        """A forward call used the group, and has made a graph."""
+        self.visits.add(weakref.ref(visit, self.visits.discard))
+
+    def leave(self, visit: Visit) -> None:
+        """Its backward has passed."""
+        self.visits.discard(weakref.ref(visit))
+
+    def is_used_beside(self, backward: int) -> bool:
+        """Whether a call that this backward has not reached, or another one has, still has its graph."""
+        for reference in tuple(self.visits):
+            visit = reference()
+            if visit is not None and visit.backward != backward:
+                return True
+        return False
 
     def count_update(self) -> None:
         """The weights are about to change: a backward through those of before will be refused."""
@@ -340,24 +379,25 @@ class ManagedGroup:
 
     def remember_versions(self) -> None:
         """As of the opening of a window: a forward may write to its own weights."""
-        for managed, version in zip(self.members, compat.versions_of(self.parameters), strict=True):
-            managed.version = version
+        self._versions = compat.versions_of(self.parameters)
 
     def written_chunks(self) -> list[Chunk]:
         """Chunks of which a parameter was written to since."""
-        written = [
-            managed.chunk
-            for managed, version in zip(self.members, compat.versions_of(self.parameters), strict=True)
-            if version != managed.version
-        ]
-        return list({id(chunk): chunk for chunk in written}.values()) if written else written
+        versions = compat.versions_of(self.parameters)
+        if versions == self._versions:
+            return []
+        changed = zip(self.members, versions, self._versions, strict=True)
+        return list({id(managed.chunk): managed.chunk for managed, now, before in changed if now != before}.values())
 
     def keep_late_writes(self) -> None:
         """Take what user code wrote to parameters after an exception, while their window still stood open, to the host: a
         checkpoint that is loaded at once, say. No copy may be under way, nor work on the host.
         """
         with compat.without_torch_function(), torch.no_grad():
-            for managed in self.members:
+            is_in_backward = bool(self.num_tasks)
+            # Where no window has opened yet, nothing was written in one.
+            versions = self._versions or compat.versions_of(self.parameters)
+            for managed, version in zip(self.members, versions, strict=True):
                 chunk = managed.chunk
                 # Where the host has updated a streamed chunk its bytes are the newer ones, and the update counts as a write.
                 is_old = not self.is_resident and (chunk.host_work is not None or chunk.spec.name in self.consumed)
@@ -365,16 +405,18 @@ class ManagedGroup:
                     continue
                 if managed.foreign is not None and self.is_resident:
                     continue  # the parameter shows memory of the user's
-                if compat.version_of(managed.parameter) != managed.version_before(is_in_backward=bool(self.num_tasks)):
+                if compat.version_of(managed.parameter) != (managed.version_in_backward if is_in_backward else version):
                     (managed.host_view if managed.foreign is None else managed.foreign).copy_(managed.parameter)
 
     def look_at_device(self) -> None:
         """Point the parameters to the open chunk and let the model see plain ones."""
+        was_pending = self._are_pending
         self.make_plain()
         if self.is_resident:
             self.adopt_foreign_data()
         elif not self.looks_at_device:
-            self.adopt_foreign_data()
+            if not was_pending:  # else nobody can have changed it since the chunks were fetched
+                self.adopt_foreign_data()
             # Before the first: where an exception comes in between, `look_at_host` takes back those that were pointed there.
             self.looks_at_device = True
             for managed in self.members:
@@ -395,6 +437,9 @@ class ManagedGroup:
             return
         with compat.without_torch_function():
             foreign = self._with_foreign_data()
+            if foreign:
+                # Said first: some of them may stay there.
+                self.shown_memory = tuple(managed.parameter.data_ptr() for managed in foreign)
             for managed in foreign:
                 self._adopt(managed)
         if foreign or self.shown_memory:
@@ -413,11 +458,14 @@ class ManagedGroup:
 
     def is_held(self, chunk: Chunk | None = None) -> bool:
         """Whether somebody else shows memory where the parameters rest, of this chunk or of all."""
-        members = self.members if chunk is None else self._members_in[chunk.spec.name]
-        counts = compat.nums_of_owners([managed.home_key for managed in members])
-        for managed, num_owners in zip(members, counts, strict=True):
-            if managed.foreign is not None or (num_owners > managed.num_own_views and managed.is_home_held()):
-                return True
+        name = None if chunk is None else chunk.spec.name
+        keys, nums_of_own = self._homes[name]
+        if not self.shown_memory and compat.nums_of_owners(keys) == nums_of_own:
+            return False  # not even the parameters look there
+        with compat.without_torch_function():
+            for managed in self.members if name is None else self._members_in[name]:
+                if managed.foreign is not None or managed.is_home_held():
+                    return True
         return False
 
     def rebuild(self) -> None:
@@ -447,11 +495,17 @@ class ManagedGroup:
 
     def make_pending(self) -> None:
         """From now on a look at a parameter settles the group first."""
-        make_all_pending(self.parameters, self)
+        if not self._are_pending:
+            self._are_pending = None
+            make_all_pending(self.parameters, self)
+            self._are_pending = True
 
     def make_plain(self) -> None:
         """Parameters are what they seem."""
-        make_all_plain(self.parameters)
+        if self._are_pending is not False:
+            self._are_pending = None
+            make_all_plain(self.parameters)
+            self._are_pending = False
 
     def settle(self) -> None:
         """Make the values of the group's parameters true: user code looks at one of them."""
@@ -493,10 +547,6 @@ class ManagedGroup:
 
     def check_unchanged(self, *, may_be_given: bool = False) -> None:
         """Refuse a model whose parameters are not the managed ones any more, unless it may have others for one call."""
-        with compat.without_torch_function():
-            self._check_unchanged(may_be_given)
-
-    def _check_unchanged(self, may_be_given: bool) -> None:
         for managed in self.members:
             for module, name in () if may_be_given else managed.owners:
                 if module._parameters.get(name) is not managed.parameter:
@@ -505,6 +555,7 @@ class ManagedGroup:
                         f"({type(module).__name__}.{name} is another object now); call session.close(), change the "
                         "model, and manage it again. Nothing was updated"
                     )
+            # To ask a parameter that is pending settles nothing.
             if not managed.spec.requires_grad and managed.parameter.requires_grad:
                 raise ModelChangedError(
                     f"parameter {managed.spec.name} of group {self.label} was frozen when the model was managed, and is "

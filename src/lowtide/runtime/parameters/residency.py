@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from lowtide.memory.chunk import Chunk, ChunkState, StoredGroup
-from lowtide.memory.mover import Copied, Mover, Ticket
+from lowtide.memory.mover import Mover, Ticket
 from lowtide.memory.store import Books, ChunkStore
 from lowtide.runtime.parameters.group import ManagedGroup, Settler, chunks_in
 from lowtide.runtime.parameters.pending import beside
@@ -85,8 +85,9 @@ class ManagedResidency:
         observer: StepObserver | None,
     ) -> None:
         self.groups = {group.name: group for group in groups}
-        self._recorder = recorder
-        self._observer = observer
+        # Copies, and chunks that leave, are for the statistics alone.
+        self.on_copy, self.on_absent, self.on_wait = recorder.on_copy, recorder.on_absent, recorder.on_wait
+        self._on_present = recorder.on_present
         self.store = ChunkStore(
             [group.stored for group in self.groups.values()],
             mover,
@@ -136,7 +137,7 @@ class ManagedResidency:
         """Where the host is changing the weights, or somebody may, a copy on the device is the old one."""
         if group.is_resident or group.stored.num_open:
             return
-        if any(chunk.host_work is not None for chunk in group.stored.chunks) or group.is_held():
+        if group.stored.is_changing or group.is_held():
             self.store.drop(group.name)
 
     def keep_writes(self, group: ManagedGroup) -> None:
@@ -234,34 +235,12 @@ class ManagedResidency:
         """The user may have given a parameter other memory."""
         self.groups[chunk.spec.group].adopt_foreign_data()
 
-    def chunks_change(self) -> None:
-        """Chunks are about to come or go."""
-        if self._observer is not None:
-            self._observer.chunks_change()
-
-    def chunks_changed(self) -> None:
-        """They have."""
-        if self._observer is not None:
-            self._observer.chunks_changed()
-
-    def on_copy(self, chunk: Chunk, copied: Copied, reason: str) -> None:
-        """For the statistics."""
-        self._recorder.on_copy(chunk, copied, reason)
-
     def on_present(self, chunk: Chunk, at: Ticket) -> None:
         """A copy on the device goes out of date when somebody writes to the parameter: watch it."""
-        self._recorder.on_present(chunk, at)
+        self._on_present(chunk, at)
         group = self.groups[chunk.spec.group]
         if not group.stored.num_open:
             group.make_pending()
-
-    def on_absent(self, chunk: Chunk, at: Ticket) -> None:
-        """For the statistics."""
-        self._recorder.on_absent(chunk, at)
-
-    def on_wait(self, group: StoredGroup, reached: Ticket, copied: Sequence[Copied]) -> None:
-        """For the statistics."""
-        self._recorder.on_wait(group, reached, copied)
 
 
 def _has_pending_work(group: ManagedGroup) -> bool:

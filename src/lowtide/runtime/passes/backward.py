@@ -59,7 +59,8 @@ class BackwardTask:
         self.groups: dict[str, ManagedGroup] = {}
         self.open_visits: list[Visit] = []
         self.late: list[ManagedGroup] = []
-        """Groups whose visits have ended, and which stay open for hooks of the user's that are still to come."""
+        """Groups whose visits have ended, and which stay open for what comes with their last gradients: hooks of the user's, or
+        an update on the device."""
 
     def enter(self, group: ManagedGroup) -> None:
         """The backward uses the group."""
@@ -113,6 +114,7 @@ class BackwardPass:
         self._gradients = gradients
         self._recorder = recorder
         self._schedule = schedule
+        self._updates_in_backward = schedule is Schedule.IN_BACKWARD and finisher is not None
         self._loss = loss
         self._gradient_watch = gradient_watch
         self._observer = observer
@@ -138,9 +140,9 @@ class BackwardPass:
                 continue
             for managed in group.members:
                 if managed.parameter.requires_grad:
-                    self._hooks.append(managed.watch(_weakly(self._on_gradient, group, managed)))
+                    self._hooks.append(managed.watch(_hook_on_gradient(self, group, managed)))
                     if group.is_resident and managed.host_gradient is not None:
-                        before = _weakly(self._before_gradient, group)
+                        before = _hook_before_gradient(self, group)
                         self._hooks.append(managed.parameter.register_hook(before))
 
     def watch_output(self, output: object) -> None:
@@ -177,14 +179,15 @@ class BackwardPass:
             raise graph_through_streamed(window)
         if visit.backward == task.number and visit.is_open:
             return
-        for group, generation, shown in zip(window.groups, visit.generations, visit.shown, strict=True):
-            refuse_old_weights(group, generation)
+        for group, generation, shown in visit.weights:
+            if group.consumed or group.generation != generation:
+                refuse_old_weights(group, generation)
             if not group.looks_at_device or group.shown_memory != shown:
                 refuse_backward_through_other_memory(group, shown)
         self._recorder.phase = "backward"
         if task.late:
             self._close_late(task)
-        for other in list(task.open_visits):
+        for other in tuple(task.open_visits):
             # Whatever was made later has run by now, or never will: see Note [When a group's backward starts and ends].
             if other.first_node >= visit.next_node:
                 self._end_visit(task, other)
@@ -194,7 +197,7 @@ class BackwardPass:
             task.enter(group)
         visit.is_open = True
         task.open_visits.append(visit)
-        if self._schedule is Schedule.IN_BACKWARD and self._finisher is not None:
+        if self._finisher is not None and self._updates_in_backward:
             self._finisher.prefetch(window.groups)
         self._visit_started[id(visit)] = self._mover.now()
         if self._observer is not None:
@@ -214,26 +217,34 @@ class BackwardPass:
         task.open_visits.remove(visit)
         try:
             for group in visit.window.groups:
-                group.visits.discard(visit)
-                self._finish(group, task, is_last=False)
+                group.leave(visit)
+                if group.has_complete_chunk():
+                    self._finish(group, task, is_last=False)
         finally:
             started = self._visit_started.pop(id(visit))
             if visit.window.groups:
                 ended = self._mover.now()
                 self._recorder.on_compute(visit.window.groups[0].name, "backward", started, ended)
                 for group in visit.window.groups:
-                    if group.awaits_hooks:
+                    if group.awaits_hooks or (self._updates_in_backward and group.awaits_update_here()):
                         task.late.append(group)
                     else:
                         self._residency.close(group, ended)
+
+    def close_late(self) -> None:
+        """A checkpoint calls modules again in this backward: what stayed open for a last gradient has had it."""
+        for task in self._tasks.values():
+            if task.number == compat.backward_number():
+                self._close_late(task)
 
     def _close_late(self, task: BackwardTask) -> None:
         """Gradients of a module's last node are accumulated right after it, and before anything else: hooks have run."""
         while task.late:
             group = task.late.pop()
             try:
-                group.stop_awaiting_hooks()
-                self._keep_writes(group)
+                if group.awaits_hooks:
+                    group.stop_awaiting_hooks()
+                    self._keep_writes(group)
             finally:
                 self._residency.close(group)
 
@@ -256,8 +267,9 @@ class BackwardPass:
             task = self._current_task(None if group.is_consumed else parameter.grad)
             refuse_old_weights(group, group.generation)
             task.enter(group)
-        task = self._current_task(None)
-        if torch.is_grad_enabled() and self._schedule is Schedule.IN_BACKWARD and self._finisher is not None:
+        else:
+            task = self._current_task(None)
+        if self._updates_in_backward and torch.is_grad_enabled():
             raise graph_through_used_up(group)
         if managed.chunk.spec.name in group.consumed:
             refuse_old_weights(group, group.generation)
@@ -276,8 +288,8 @@ class BackwardPass:
                 self._dropped[id(parameter)] = managed.spec.name
             else:
                 self._gradients.take(managed.host_gradient, managed.parameter)
-        managed.fire()
-        self._finish(group, task, is_last=False)
+        if group.fire(managed):
+            self._finish(group, task, is_last=False)
 
     def _note_hooks(self, group: ManagedGroup, managed: ManagedParameter, task: BackwardTask) -> None:
         """Hooks of the user's on the gradient have run, and may have written to the weights on the device."""
@@ -448,12 +460,12 @@ class BackwardPass:
         self._lock.refuse_beside("a backward")
 
     def _finish(self, group: ManagedGroup, task: BackwardTask, *, is_last: bool) -> None:
-        if self._schedule is Schedule.IN_BACKWARD and self._finisher is not None:
+        if self._finisher is not None and self._updates_in_backward:
             self._finisher.finish(group, task.number, is_last=is_last)
 
     def _is_dropped(self, parameter: torch.Tensor) -> bool:
         """In backward, of a parameter that the optimizer does not hold: no update would ever give its staging back."""
-        if self._schedule is not Schedule.IN_BACKWARD or self._finisher is None:
+        if self._finisher is None or not self._updates_in_backward:
             return False
         return not self._finisher.updater.optimizer.knows(parameter)
 
@@ -472,17 +484,30 @@ class BackwardPass:
         return any(managed.parameter.grad is not None for group in self._groups.values() for managed in group.members)
 
 
-def _weakly(method: Callable[..., None], *arguments: object) -> Callable[[torch.Tensor], None]:
-    """The method as a hook on a parameter. It holds nothing: Python's collector does not see what such hooks hold, and a
+def _hook_on_gradient(
+    backward: BackwardPass, group: ManagedGroup, managed: ManagedParameter
+) -> Callable[[torch.Tensor], None]:
+    """`_on_gradient` as a hook on a parameter. It holds nothing: Python's collector does not see what such hooks hold, and a
     session that is forgotten with its model would live for ever.
     """
-    weak_method = weakref.WeakMethod(method)
-    weak_arguments = [weakref.ref(argument) for argument in arguments]
+    weak_backward, weak_group, weak_managed = weakref.ref(backward), weakref.ref(group), weakref.ref(managed)
 
-    def hook(tensor: torch.Tensor) -> None:
-        call = weak_method()
-        if call is not None:
-            call(*[reference() for reference in weak_arguments], tensor)
+    def hook(parameter: torch.Tensor) -> None:
+        told, used, changed = weak_backward(), weak_group(), weak_managed()
+        if told is not None and used is not None and changed is not None:
+            told._on_gradient(used, changed, parameter)
+
+    return hook
+
+
+def _hook_before_gradient(backward: BackwardPass, group: ManagedGroup) -> Callable[[torch.Tensor], None]:
+    """`_before_gradient` as a hook on a parameter, which holds nothing either."""
+    weak_backward, weak_group = weakref.ref(backward), weakref.ref(group)
+
+    def hook(gradient: torch.Tensor) -> None:
+        told, used = weak_backward(), weak_group()
+        if told is not None and used is not None:
+            told._before_gradient(used, gradient)
 
     return hook
 

@@ -11,6 +11,8 @@ is put into the graph for this: a view around an input would group the sum of a 
 in another way, and round it otherwise than plain torch. A call whose oldest node is never reached, because its output
 is not used, ends with the backward. Where only some gradients are asked for (`torch.autograd.grad`, `backward(inputs=)`)
 the oldest node may have nothing to do and not run; then the call ends when the backward reaches an earlier one.
+What comes with those last gradients, hooks of the user's and an update of streamed weights on the device, finds the groups
+still open: they close when the backward reaches the next call, a checkpoint makes one, or it ends.
 
 Note [Recomputation]
 A checkpoint around the module calls it again in the middle of its backward, and may break the call off by an exception
@@ -48,8 +50,8 @@ class Visit:
 
     def __init__(self, window: Window, listener: BackwardListener) -> None:
         self.window = window
-        self.generations = tuple(group.generation for group in window.groups)
-        self.shown = tuple(group.shown_memory for group in window.groups)
+        self.weights = [(group, group.generation, group.shown_memory) for group in window.groups]
+        """The groups as the call used them: how often they had been updated, and what their parameters showed."""
         self.backward: int | None = None
         """The backward that opened it last; it may be run again by another, where the graph was retained."""
         self.is_open = False
@@ -252,7 +254,8 @@ class Window:
                 self._forward.ends(call)
         finally:
             # Once more: an interrupt may have come before the first was under way, or have broken it off.
-            self._forward.ends(call)
+            if not call.is_over:
+                self._forward.ends(call)
         self._refuse_weights_in(output)
         return output
 
@@ -329,7 +332,7 @@ class Window:
             ]
         ):
             for group in self.groups:
-                group.visits.add(visit)
+                group.enter(visit)
         return output
 
 
@@ -348,6 +351,9 @@ class BackwardCondition(Protocol):
 
     def watch_output(self, output: object) -> None:
         """Know of a backward from where it reaches what the model has returned."""
+
+    def close_late(self) -> None:
+        """Close what stayed open for a last gradient in the backward of this thread."""
 
 
 class ForwardPass:
@@ -410,6 +416,8 @@ class ForwardPass:
             if window.path == "" and not window.is_given:
                 self._begin_cycle(window)
             self._recorder.phases.enter("forward")
+        elif is_in_backward:
+            self._backward.close_late()
         # Before the groups are: `ends` finds it there whatever happens.
         self._running.append(call)
         self._recorder.phase = "backward" if is_in_backward else "forward"
@@ -425,13 +433,9 @@ class ForwardPass:
         if self._observer is not None:
             self._observer.take_sample(window.name, self._recorder.phase)
 
+    @locked
     def ends(self, call: Call) -> None:
         """Close them, where they were opened."""
-        if not call.is_over:
-            self._end(call)
-
-    @locked
-    def _end(self, call: Call) -> None:
         if self._lock.is_broken or call.started is None:
             self._give_up(call)
         else:
@@ -489,7 +493,8 @@ class ForwardPass:
                     self._residency.keep_writes(group)
                 self._residency.close(group, ended)
         self._running.pop()
-        self._rest()
+        if not self._running:
+            self._rest()
 
     def _give_up(self, call: Call) -> None:
         """Something broke off in this call, or in one inside of it: when the outermost is left, all is put in order."""

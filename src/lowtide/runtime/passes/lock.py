@@ -143,16 +143,16 @@ R = TypeVar("R")
 class Process:
     """The process in which it was made."""
 
-    _num_forks = 0
+    num_forks = 0
     """How often this process or one before it was forked; costs nothing to ask, unlike its number."""
 
     def __init__(self) -> None:
-        self._number = Process._num_forks
+        self.number = Process.num_forks
 
     @property
     def is_this(self) -> bool:
         """Whether it is the running one, and not one that it was forked from."""
-        return self._number == Process._num_forks
+        return self.number == Process.num_forks
 
     def require(self) -> None:
         """Refuse a forked one.
@@ -160,7 +160,7 @@ class Process:
         Raises:
             SessionError: It says what to do.
         """
-        if self._number != Process._num_forks:
+        if not self.is_this:
             raise SessionError(
                 f"process {os.getpid()} was forked from the one that manages this model, and has neither the thread that "
                 "updates its weights nor its device. Start it with 'spawn' (torch.multiprocessing.get_context('spawn')), or "
@@ -171,7 +171,7 @@ class Process:
     @classmethod
     def count_fork(cls) -> None:
         """This is a child."""
-        cls._num_forks += 1
+        cls.num_forks += 1
 
 
 os.register_at_fork(after_in_child=Process.count_fork)
@@ -182,7 +182,8 @@ class SessionLock:
 
     def __init__(self) -> None:
         self.process = Process()
-        self._lock = threading.RLock()
+        self.momentary = threading.RLock()
+        """For a `with` block that is over soon. In a forked process it may be held for ever: ask `process` first."""
         self._call: tuple[int, str] | None = None
         """The thread that is in a forward or a step, and the words for it."""
         self.is_broken = False
@@ -200,19 +201,14 @@ class SessionLock:
         """Everything is where it belongs."""
         self.is_broken = self.is_backward_broken = False
 
-    def momentary(self) -> threading.RLock:
-        """The lock itself, for a `with` block that is over soon. Refused in a forked process, where it may be held for ever."""
-        if not self.process.is_this:
-            self.process.require()
-        return self._lock
-
     def begin_call(self, what: str) -> None:
         """This thread begins a forward or a step.
 
         Raises:
             SessionError: Another thread is in one, or in a backward.
         """
-        with self.momentary():
+        self.process.require()
+        with self.momentary:
             self.refuse_beside(what)
             self._call = (threading.get_ident(), what)
 
@@ -299,7 +295,9 @@ def locked(method: Callable[Concatenate[L, P], R]) -> Callable[Concatenate[L, P]
     @wraps(method)
     def run(self: L, /, *args: P.args, **kwargs: P.kwargs) -> R:
         lock = self._lock
-        with HELD, lock.momentary():
+        if lock.process.number != Process.num_forks:
+            lock.process.require()
+        with HELD, lock.momentary:
             try:
                 return method(self, *args, **kwargs)
             except (ModelChangedError, TwoThreadsError):

@@ -173,8 +173,7 @@ class FootprintResidency:
 
     def forget_old_copy(self, group: ManagedGroup) -> None:
         """Where the host is changing the weights, a copy on the device is the old one."""
-        is_changing = any(chunk.host_work is not None for chunk in group.stored.chunks)
-        if is_changing and not group.is_resident and not group.stored.num_open:
+        if group.stored.is_changing and not group.is_resident and not group.stored.num_open:
             self.store.drop(group.name)
 
     def keep_writes(self, group: ManagedGroup) -> None:
@@ -217,12 +216,6 @@ class FootprintResidency:
 
     def before_fetch(self, chunk: Chunk) -> None:
         """There are no bytes that could be the wrong ones."""
-
-    def chunks_change(self) -> None:
-        """A trace is not observed."""
-
-    def chunks_changed(self) -> None:
-        """A trace is not observed."""
 
     def on_copy(self, chunk: Chunk, copied: Copied, reason: str) -> None:
         """Copies are not counted."""

@@ -93,6 +93,7 @@ class StepObserver:
     def watch(self, store: ChunkStore, resident_bytes: int) -> None:
         """Chunks on the device are those of the store, and resident ones of so many bytes."""
         self._store, self._resident_bytes = store, resident_bytes
+        store.be_observed_by(self)
 
     @property
     def samples(self) -> tuple[StepSample, ...]:

@@ -15,7 +15,7 @@ import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -41,24 +41,11 @@ _LANES = {
 }
 
 
-class _Span(NamedTuple):
-    """A tuple, because a step makes a hundred of them: the constructor of a frozen dataclass takes four times as long."""
-
-    step: int
-    lane: Lane
-    name: str
-    phase: str
-    started: Ticket
-    ended: tuple[Ticket, ...]
-    num_bytes: int = 0
-    reason: Reason | None = None
-
-
-class _Presence(NamedTuple):
-    step: int
-    chunk: Chunk
-    started: Ticket
-    ended: Ticket
+_Span = tuple[int, Lane, str, str, Ticket, tuple[Ticket, ...], int, Reason | None]
+"""Step, lane, name, phase, where it started, what it ended with, bytes and reason. Bare tuples, because a window makes several:
+the constructor of a named one is a call, and that of a dataclass takes ten times as long."""
+_Presence = tuple[int, Chunk, Ticket, Ticket]
+"""Step, chunk, and where its stay on the device began and ended."""
 
 
 class Recorder:
@@ -77,7 +64,7 @@ class Recorder:
         self._host_spans: deque[LaneSpan] = deque()
         self._presences: deque[_Presence] = deque()
         self._present: dict[str, tuple[Chunk, Ticket]] = {}
-        self._moved: dict[Reason, list[int]] = {}
+        self._moved: defaultdict[Reason, list[int]] = defaultdict(lambda: [0, 0])
         self._waited_s = 0.0
         self._host_update_s = 0.0
         self._step_at_update = -1
@@ -109,18 +96,18 @@ class Recorder:
         """The chunk has none from here."""
         known = self._present.pop(chunk.spec.name, None)
         if known is not None:
-            self._presences.append(_Presence(self.step, chunk, known[1], at))
+            self._presences.append((self.step, chunk, known[1], at))
 
     def on_wait(self, group: StoredGroup, reached: Ticket, copied: Sequence[Copied]) -> None:
         """The computation reached this point and goes on when the copies are done."""
-        ended = tuple(copy.ended for copy in copied)
-        self._spans.append(_Span(self.step, Lane.COMPUTE, f"{WAIT_PREFIX}{group.name}", self.phase, reached, ended))
+        ended = tuple([copy.ended for copy in copied])
+        self._spans.append((self.step, Lane.COMPUTE, WAIT_PREFIX + group.name, self.phase, reached, ended, 0, None))
 
     # -- told by the session -------------------------------------------------------------------------------------------
 
     def on_compute(self, group: str, phase: str, started: Ticket, ended: Ticket) -> None:
         """The computation worked on a group."""
-        self._spans.append(_Span(self.step, Lane.COMPUTE, group, phase, started, (ended,)))
+        self._spans.append((self.step, Lane.COMPUTE, group, phase, started, (ended,), 0, None))
         if phase == "update":
             self.phases.insert(phase, started, ended)
 
@@ -152,12 +139,12 @@ class Recorder:
         """A new step; what is older than the kept ones is forgotten."""
         self.step += 1
         oldest = self.step - KEPT_STEPS
-        while self._spans and self._spans[0].step < oldest:
-            span = self._spans.popleft()
-            if span.lane is Lane.COMPUTE and span.name.startswith(WAIT_PREFIX):
+        while self._spans and self._spans[0][0] < oldest:
+            _, lane, name, _, started, ended, _, _ = self._spans.popleft()
+            if lane is Lane.COMPUTE and name.startswith(WAIT_PREFIX):
                 # Steps ago: its events have long passed, and reading them waits for nothing.
-                self._waited_s += max(ticket.time_s() for ticket in span.ended) - span.started.time_s()
-        while self._presences and self._presences[0].step < oldest:
+                self._waited_s += max([ticket.time_s() for ticket in ended]) - started.time_s()
+        while self._presences and self._presences[0][0] < oldest:
             self._presences.popleft()
         with self._lock:
             while self._host_spans and self._host_spans[0].step < oldest:
@@ -178,7 +165,7 @@ class Recorder:
         spans = [_lane_span(span) for span in self._spans]
         with self._lock:
             spans += self._host_spans
-        stays = [(item.chunk, item.started.time_s(), item.ended.time_s()) for item in self._presences]
+        stays = [(chunk, started.time_s(), ended.time_s()) for _, chunk, started, ended in self._presences]
         stays += [(chunk, at.time_s(), now_s) for chunk, at in self._present.values()]
         uses: dict[str, list[tuple[float, float]]] = {}
         for span in sorted(spans, key=lambda span: span.start_s):
@@ -203,24 +190,25 @@ class Recorder:
             return self._host_update_s
 
     def _copy(self, name: str, copied: Copied, reason: Reason, num_bytes: int, num_copies: int = 1) -> None:
-        total = self._moved.setdefault(reason, [0, 0])
+        total = self._moved[reason]
         total[0] += num_bytes
         total[1] += num_copies
-        lane = _LANES[reason]
-        self._spans.append(_Span(self.step, lane, name, self.phase, copied.started, (copied.ended,), num_bytes, reason))
+        started, ended = copied
+        self._spans.append((self.step, _LANES[reason], name, self.phase, started, (ended,), num_bytes, reason))
 
 
 def _lane_span(span: _Span) -> LaneSpan:
-    start_s = span.started.time_s()
+    step, lane, name, phase, started, ended, num_bytes, reason = span
+    start_s = started.time_s()
     return LaneSpan(
-        step=span.step,
-        lane=span.lane,
-        name=span.name,
-        phase=span.phase,
+        step=step,
+        lane=lane,
+        name=name,
+        phase=phase,
         start_s=start_s,
-        end_s=max(start_s, *(ticket.time_s() for ticket in span.ended)),
-        num_bytes=span.num_bytes,
-        reason=span.reason,
+        end_s=max(start_s, *(ticket.time_s() for ticket in ended)),
+        num_bytes=num_bytes,
+        reason=reason,
     )
 
 

@@ -244,6 +244,9 @@ class ChunkOptimizer:
         del parameters
         return None
 
+    checks_gradients = False
+    """Whether `check_gradient` may refuse one."""
+
     def check_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor | None, name: str | None = None) -> None:
         """Refuse a gradient that the update cannot take, before anything is updated; torch's own says so itself."""
 

@@ -411,6 +411,8 @@ class KernelOptimizer(ChunkOptimizer):
 
         return undo
 
+    checks_gradients = True
+
     def check_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor | None, name: str | None = None) -> None:
         """Refuse a gradient that no kernel is for."""
         if gradient is not None and gradient.layout is not torch.strided:

@@ -285,13 +285,15 @@ class ManagedOptimizer:
                 self._executor.residency.guard(group)
         parameters = [parameter for params in self._optimizer.param_groups for parameter in params["params"]]
         if set_to_none:
+            ours: list[torch.Tensor] = []
             for parameter in parameters:
-                if id(parameter) not in self._members:
+                if id(parameter) in self._members:
+                    ours.append(parameter)
+                else:
                     parameter.grad = None
             with compat.without_torch_function():  # past what notices a look: nobody reads a value here
-                for parameter in parameters:
-                    if id(parameter) in self._members:
-                        parameter.grad = None
+                for parameter in ours:
+                    parameter.grad = None
             return
         for parameter in parameters:
             if parameter.grad is None:
@@ -353,7 +355,9 @@ class ManagedOptimizer:
             for group in groups:
                 # Streamed weights that the model used outside of their module's call: their gradients are on the host.
                 if not group.is_resident:
-                    group.forget_backward()
+                    if group.guards_gradients:
+                        group.forget_backward()
+                        self._executor.residency.guard(group)
                     self._update_group(group, settings)
             return
         self._update_resident(groups, loose, settings)
@@ -445,6 +449,9 @@ class ManagedOptimizer:
     def _update_group(self, group: ManagedGroup, settings: Settings) -> None:
         """A group's chunks on the host, and its streamed ones on the device."""
         executor, known = self._executor, self._updater.optimizer
+        with compat.without_torch_function():
+            if all(managed.parameter.grad is None for managed in group.members):
+                return
         group.adopt_foreign_data()
         is_updated = False
         for chunk in group.stored.chunks:

@@ -30,7 +30,7 @@ from lowtide import compat
 from lowtide.errors import NonFiniteGradientError, NonFiniteLossError
 from lowtide.memory.mover import Mover, Ticket
 
-_NARROWED = (torch.float32, torch.bfloat16, torch.float16)
+_NARROWED = frozenset((torch.float32, torch.bfloat16, torch.float16))
 """Types whose norms are in fp32."""
 
 
@@ -49,10 +49,13 @@ def norm_of(gradient: torch.Tensor) -> torch.Tensor:
 
 def norms_to_judge(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Finite where `norm_of` each is, in a few launches: the last bits may be others, so that nobody may clip by them."""
-    with torch.no_grad():
-        if all(gradient.layout is torch.strided and gradient.dtype in _NARROWED for gradient in gradients):
-            return compat.norms_in_fp32(gradients)
-        return [norm_of(gradient) for gradient in gradients]
+    if torch.is_grad_enabled():  # as above
+        with torch.no_grad():
+            return norms_to_judge(gradients)
+    are_strided = {gradient.layout for gradient in gradients} == {torch.strided}
+    if are_strided and _NARROWED.issuperset([gradient.dtype for gradient in gradients]):
+        return compat.norms_in_fp32(gradients)
+    return [norm_of(gradient) for gradient in gradients]
 
 
 class LossJudge(Protocol):

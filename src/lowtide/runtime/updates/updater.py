@@ -113,7 +113,7 @@ class Updater:
         self, members: Sequence[ManagedParameter], loose: Sequence[torch.Tensor], settings: Settings
     ) -> None:
         """One step on parameters that look at the device, gradients beside them, and on unmanaged ones."""
-        for managed in members:
+        for managed in members if self.optimizer.checks_gradients else ():
             self.optimizer.check_gradient(managed.parameter, managed.parameter.grad, managed.spec.name)
         parameters = [managed.parameter for managed in members] + list(loose)
         updates = [Update(parameter, parameter) for parameter in parameters if parameter.grad is not None]
@@ -289,10 +289,11 @@ class Finisher:
             fired = group.complete(chunk, is_last=is_last)
             if not fired:
                 continue
-            if not is_last and any(visit.backward != backward for visit in group.visits):
+            if not is_last and group.is_used_beside(backward):
                 return  # another use of the same weights is still to come
-            if any(self.updater.optimizer.knows(managed.parameter) for managed in fired):
-                self._update_chunk(group, chunk, fired, self._settings_in(backward))
+            trained = [managed for managed in fired if self.updater.optimizer.knows(managed.parameter)]
+            if trained:
+                self._update_chunk(group, chunk, fired, trained, self._settings_in(backward))
 
     def prefetch(self, groups: Iterable[ManagedGroup]) -> None:
         """The backward has reached these: optimizer state that visits the device comes beside it."""
@@ -318,9 +319,13 @@ class Finisher:
         return self._settings_of_backward[1]
 
     def _update_chunk(
-        self, group: ManagedGroup, chunk: Chunk, fired: list[ManagedParameter], settings: Settings
+        self,
+        group: ManagedGroup,
+        chunk: Chunk,
+        fired: Sequence[ManagedParameter],
+        trained: Sequence[ManagedParameter],
+        settings: Settings,
     ) -> None:
-        trained = [managed for managed in fired if self.updater.optimizer.knows(managed.parameter)]
         for managed in fired:
             managed.forget_gradient()
         group.count_update()
