@@ -7,6 +7,7 @@ and `1e-4`, a learning rate, as text.
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
 import re
@@ -89,6 +90,12 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         unfinished.replace(path)
     finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def clear_unfinished(path: Path) -> None:
+    """Take away what writers of the file that were killed have left. None may be writing it now."""
+    for unfinished in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
         unfinished.unlink(missing_ok=True)
 
 

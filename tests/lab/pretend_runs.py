@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from lowtide import config
+from lowtide import config, plain_text
 from lowtide.errors import BudgetError, EmulatedOutOfMemoryError, SessionError
 from lowtide.lab.progress import OnProgress, Progress, named_surroundings
 from lowtide.lab.recipe import Recipe
@@ -155,9 +155,10 @@ def is_killed_while_writing(record: RunRecord) -> RunRecord:
     """Half of the record is there."""
     (request,) = (word for word in sys.argv if word.endswith("request.json"))
     path = Path(json.loads(Path(request).read_text(encoding="utf-8"))["record"])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_name(f"{path.name}.part").write_text('{"schema": "lowtide.lab', encoding="utf-8")
-    os.kill(os.getpid(), signal.SIGKILL)
+    with plain_text.written_whole(path) as file:
+        file.write(b'{"schema": "lowtide.lab')
+        file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
 
 

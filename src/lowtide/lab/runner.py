@@ -21,7 +21,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from lowtide import config
+from lowtide import config, plain_text
 from lowtide.errors import BadRecordError, ConfigError
 from lowtide.lab.preflight import refuse_mistakes, unmet_requirements
 from lowtide.lab.progress import Done, Message, Progress, Request, SoFar, named_surroundings
@@ -188,6 +188,7 @@ class _Turn:
             evaluations=self._so_far.evaluations,
         )
         write_record(record, self._path)
+        plain_text.clear_unfinished(self._path)  # of a worker that was killed while it wrote
         return EndedRun(run=self._run, record=record, path=self._path)
 
 

@@ -226,10 +226,14 @@ class BackwardPass:
                 ended = self._mover.now()
                 self._recorder.on_compute(visit.window.groups[0].name, "backward", started, ended)
                 for group in visit.window.groups:
-                    if group.awaits_hooks or (self._updates_in_backward and group.awaits_update_here()):
+                    if self._stays_open(group):
                         task.late.append(group)
                     else:
                         self._residency.close(group, ended)
+
+    def _stays_open(self, group: ManagedGroup) -> bool:
+        """Whether something comes with the group's last gradients that needs its weights on the device."""
+        return group.awaits_hooks or (self._updates_in_backward and group.awaits_update_here())
 
     def close_late(self) -> None:
         """A checkpoint calls modules again in this backward: what stayed open for a last gradient has had it."""
@@ -297,7 +301,7 @@ class BackwardPass:
         is_theirs = self._finisher is None or not self._finisher.updater.optimizer.knows(managed.parameter)
         group.note_hooks(managed, has_written=managed.is_written() or is_theirs)
         self._keep_writes(group)
-        if group in task.late and not group.awaits_hooks:
+        if group in task.late and not self._stays_open(group):
             task.late.remove(group)
             self._residency.close(group)
 
