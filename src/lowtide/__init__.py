@@ -9,6 +9,7 @@ from lowtide import errors
 from lowtide.planning.budget_plans import StaticPartition, WarmUp
 from lowtide.planning.hand_plan import make_plan
 from lowtide.planning.plan import Plan
+from lowtide.runtime.checkpoints.export import export
 from lowtide.runtime.checkpoints.loading import LoadedCheckpoint, load, load_weights
 from lowtide.runtime.manage import manage
 from lowtide.runtime.parameters.weight_file import empty_weights
@@ -57,6 +58,7 @@ __all__ = [
     "empty_weights",
     "errors",
     "explain",
+    "export",
     "find_leaks",
     "largest_batch",
     "load",

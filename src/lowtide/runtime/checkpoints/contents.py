@@ -88,7 +88,9 @@ def session_contents(
         "plan": plan_to_json(plan_run.plan),
     }
     tensors = {id(tensor): {(MODEL, name): homes.get(id(tensor), tensor)} for name, tensor in model.tensors.items()}
-    parameters = {id(tensor): tensor for tensor in model.tensors.values() if isinstance(tensor, nn.Parameter)}
+    parameters: dict[int, torch.Tensor] = {
+        id(tensor): tensor for tensor in model.tensors.values() if isinstance(tensor, nn.Parameter)
+    }
     plain = dict(model.extra_tensors)
     if setup.optimizer is not None:
         saved = describe_optimizer(setup.optimizer, plan_run.kept_states, model)
@@ -316,7 +318,8 @@ def describe_optimizer(
             mine |= own
     described["state"] = states
     if kept is None:
-        others = [(key, value) for key, value in dict.items(optimizer.state) if not isinstance(key, torch.Tensor)]
+        keys: list[Any] = list(dict.keys(optimizer.state))  # of torch's promise only tensors, and classes break it
+        others = [(key, dict.get(optimizer.state, key)) for key in keys if not isinstance(key, torch.Tensor)]
         described["others"] = settings.encode(others, "optimizer.state") if others else None
         described["attributes"] = _own_entries(optimizer, settings)
     return SavedOptimizer(

@@ -1,4 +1,4 @@
-"""export: a checkpoint as files that others read: a folder of weights as Hugging Face has them, and torch's form of the optimizer."""
+"""export: a checkpoint as files that others read: weights as Hugging Face has them, the optimizer in torch's form."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,8 @@ def load(
     reader = open_checkpoint(Path(folder), step)
     saved = SavedTraining.read(reader)
     if session is None:
-        assert isinstance(target, nn.Module) and optimizer is not None
+        assert isinstance(target, nn.Module)
+        assert optimizer is not None
         return _load(saved, _of_plain(target, optimizer), state or {})
     plan_run = session.plan_run
     with plan_run.between_steps("lowtide.load"), plan_run.setup.on_host():
@@ -149,9 +150,12 @@ class _Receiver:
     device: torch.device
     numerics: Numerics | None
     """The formats of our own kernels, where they update."""
+    may_convert: bool
+    """Whether state of our own kernels may be turned into that of torch's own optimizer."""
     begin: Callable[[int | None], None]
     """Before the first value is written; with the seed of stochastic rounding, where there is one."""
     put: Callable[[torch.Tensor, ParameterState | dict[str, Any]], None]
+    """State of a parameter, in the form that its optimizer keeps here."""
     end: Callable[[], None]
 
 
@@ -162,6 +166,7 @@ def _of_session(plan_run: PlanRun) -> _Receiver:
         optimizer=plan_run.setup.optimizer,
         device=plan_run.setup.mover.device,
         numerics=None if kept is None else kept.numerics,
+        may_convert=True,
         begin=plan_run.begin_loading,
         put=plan_run.put_state,
         end=plan_run.end_loading,
@@ -187,6 +192,8 @@ def _of_plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> _Receiver:
         optimizer=optimizer,
         device=next((device for device in devices if device.type == "cuda"), torch.device("cpu")),
         numerics=None,
+        # Nobody would see that masters are gone: the next `manage` would begin from the rounded weights.
+        may_convert=False,
         begin=begin,
         put=put,
         end=lambda: None,
@@ -282,7 +289,7 @@ def _check(saved: SavedTraining, receiver: _Receiver, own: ModelEntries, state: 
         )
     if optimizer is not None:
         check_optimizer(saved, optimizer, own, receiver.numerics)
-        if saved.numerics is not None and receiver.put.__qualname__.startswith("_of_plain"):
+        if saved.numerics is not None and not receiver.may_convert:
             raise CheckpointMismatchError(
                 f"{name} was saved by a session with {saved.words}, which a plain torch optimizer cannot keep; call "
                 "lowtide.manage with that precision first and give lowtide.load the session, or export it to torch's form with "
@@ -426,13 +433,14 @@ def _fill(model: nn.Module, value_of: Callable[[str], torch.Tensor | None]) -> N
 
 
 @contextlib.contextmanager
-def _told_where_it_broke(checkpoint: str, num_tensors: int):  # type: ignore[no-untyped-def]
+def _told_where_it_broke(checkpoint: str, num_tensors: int) -> Iterator[list[str]]:
+    """Gathers the names of what is written; an error inside says how much that was."""
     written: list[str] = []
     try:
         yield written
     except BaseException as error:
         error.add_note(
-            f"Loading {checkpoint} broke off after {len(written)} of {num_tensors} tensors of the model: it is a mixture of what it "
-            "was and of the checkpoint. Load a checkpoint again before it is trained or saved."
+            f"Loading {checkpoint} broke off after {len(written)} of {num_tensors} tensors of the model: it is a mixture of what "
+            "it was and of the checkpoint. Load a checkpoint again before it is trained or saved."
         )
         raise

@@ -62,6 +62,7 @@ class Encoder:
         """The value as JSON.
 
         Args:
+            value: Anything.
             place: How a message names the value, as Python code: `state['scheduler']['milestones']`.
 
         Raises:
