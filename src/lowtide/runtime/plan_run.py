@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -223,15 +223,15 @@ class PlanRun:
         executor = self._executor
         executor.process.require()
         with executor.calling(what):
+            executor.mend()
             if executor.is_in_step():
                 raise SessionError(
                     f"{what} was called inside of a forward or a backward, where weights are on their way; call it between "
                     "two steps"
                 )
-            executor.check_broken()
             self.settle()
-            if self._managed is not None and isinstance(self._managed.runner, KernelOptimizer):
-                self._managed.runner.kept.settle()
+            if (kept := self.kept_states) is not None:
+                kept.settle()
             for group in self._groups.values():
                 group.adopt_foreign_data()
             yield
@@ -288,17 +288,16 @@ class PlanRun:
         else:
             optimizer.state.clear()
 
-    def put_state(self, parameter: torch.Tensor, state: ParameterState | dict[str, Any]) -> None:
-        """State of one of the optimizer's parameters, which goes to where its update runs."""
+    def put_state(
+        self, parameter: torch.Tensor, state: ParameterState | dict[str, Any], settings: Mapping[str, Any]
+    ) -> None:
+        """State of one of the optimizer's parameters, which goes to where its update runs; `settings` are its group's."""
         assert self.setup.optimizer is not None
         if self._managed is not None:
             self._managed.put_state(parameter, state)
             return
         assert not isinstance(state, ParameterState)
-        group = next(
-            group for group in self.setup.optimizer.param_groups if any(parameter is each for each in group["params"])
-        )
-        bring_state(state, parameter, group)
+        bring_state(state, parameter, settings)
         self.setup.optimizer.state[parameter] = state
 
     def end_loading(self) -> None:

@@ -154,8 +154,8 @@ class _Receiver:
     """Whether state of our own kernels may be turned into that of torch's own optimizer."""
     begin: Callable[[int | None], None]
     """Before the first value is written; with the seed of stochastic rounding, where there is one."""
-    put: Callable[[torch.Tensor, ParameterState | dict[str, Any]], None]
-    """State of a parameter, in the form that its optimizer keeps here."""
+    put: Callable[[torch.Tensor, ParameterState | dict[str, Any], Mapping[str, Any]], None]
+    """State of a parameter, in the form that its optimizer keeps here; with the settings of its group."""
     end: Callable[[], None]
 
 
@@ -174,16 +174,14 @@ def _of_session(plan_run: PlanRun) -> _Receiver:
 
 
 def _of_plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> _Receiver:
-    group_of = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-
     def begin(seed: int | None) -> None:
         assert seed is None, "only our own kernels round by chance"
         optimizer.zero_grad()
         optimizer.state.clear()
 
-    def put(parameter: torch.Tensor, state: ParameterState | dict[str, Any]) -> None:
+    def put(parameter: torch.Tensor, state: ParameterState | dict[str, Any], group: Mapping[str, Any]) -> None:
         assert isinstance(state, dict)
-        bring_state(state, parameter, group_of[id(parameter)])
+        bring_state(state, parameter, group)
         optimizer.state[parameter] = state
 
     devices = [parameter.device for parameter in model.parameters()]
@@ -354,7 +352,7 @@ def _write(saved: SavedTraining, receiver: _Receiver, own: ModelEntries, states:
             _take_settings(saved, optimizer, decoder)
         for name, tensor in own.tensors.items():
             if id(tensor) not in trained:
-                is_exact &= reader.names(MODEL)[name].dtype is tensor.dtype
+                is_exact &= saved.weights[name].dtype is tensor.dtype
                 tensor.copy_(reader.read(MODEL, name))
                 written.append(name)
         for name, parameter, group in trained.values():
@@ -367,7 +365,7 @@ def _write(saved: SavedTraining, receiver: _Receiver, own: ModelEntries, states:
             found = states.read(name, parameter, rule)
             parameter.copy_(found.weight)
             if found.state is not None:
-                receiver.put(parameter, found.state)
+                receiver.put(parameter, found.state, group)
             written.append(name)
         extra = {name: decoder.decode(value) for name, value in saved.model["extra"].items()}
         if extra:
@@ -420,7 +418,7 @@ def _take_weights(path: Path, model: nn.Module, step: int | None) -> None:
     reader = open_checkpoint(path, step)
     saved = SavedTraining.read(reader)
     check_model(saved, model_entries(model))
-    _fill(model, lambda name: reader.read(MODEL, name) if name in reader.names(MODEL) else None)
+    _fill(model, lambda name: reader.read(MODEL, name) if name in saved.weights else None)
 
 
 def _fill(model: nn.Module, value_of: Callable[[str], torch.Tensor | None]) -> None:
