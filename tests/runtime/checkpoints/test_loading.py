@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,9 @@ from lowtide.errors import (
     DamagedCheckpointError,
     OptimizerStateError,
     SessionError,
+    StepLostError,
 )
+from lowtide.runtime.checkpoints.format import CheckpointReader
 from tests.runtime.checkpoints.training_runs import (
     RESIDENT,
     STREAMED_HOST,
@@ -398,10 +401,8 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path) -> Non
 
 def test_a_checkpoint_that_breaks_while_it_is_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a disk may: it was whole a moment ago."""
-    from lowtide.runtime.checkpoints.format import CheckpointReader
-
     run = Run(has_scheduler=False)
-    trained(run, tmp_path)
+    losses, _ = trained(run, tmp_path)
     whole = CheckpointReader.read
 
     def read(reader: CheckpointReader, file: str, name: str, into: Tensor | None = None) -> Tensor:
@@ -418,7 +419,16 @@ def test_a_checkpoint_that_breaks_while_it_is_read_is_told(tmp_path: Path, monke
             "of 16 tensors of the model: it is a mixture of what it was and of the checkpoint"
             in caught.value.__notes__[0]
         )
+        # Nor can it be trained or saved by mistake.
+        nn.functional.cross_entropy(
+            made.model(torch.zeros(1, 2).long()).flatten(0, 1), torch.zeros(2).long()
+        ).backward()
+        with pytest.raises(StepLostError, match=r"broke off after \d+ of 16 tensors of the model: it is a mixture"):
+            made.optimizer.step()
+        with pytest.raises(SessionError, match="session.save was called after what broke off: loading step-00000002"):
+            made.session.save(tmp_path)
         made.load(tmp_path)
+        assert made.steps(2) == losses
 
 
 def test_a_step_is_asked_for(tmp_path: Path) -> None:
@@ -532,3 +542,57 @@ def test_settings_come_with_the_checkpoint(tmp_path: Path) -> None:
         after = [dict(group, params=None) for group in made.optimizer.param_groups]
         assert before != after
         assert all(group["betas"] == (0.9, 0.999) and group["lr"] == made.scheduler.get_last_lr()[0] for group in after)
+
+
+@pytest.mark.parametrize("schedule", ["deferred", "in_backward"])
+def test_a_run_goes_on_after_a_step_that_broke_off(schedule: str, tmp_path: Path) -> None:
+    """Whatever the last step has left, loading needs nothing before it, and warns of nothing that it has made good."""
+    run = Run(place=STREAMED_HOST, schedule=schedule, has_scheduler=False)
+    losses, values = trained(run, tmp_path)
+
+    def fail(_: object) -> None:
+        raise RuntimeError("tripped")
+
+    with training(run) as made:
+        handle = made.model.blocks[0].up.weight.register_hook(fail)  # type: ignore[union-attr, operator]
+        with pytest.raises(RuntimeError, match="tripped"):
+            made.step()
+        handle.remove()
+        made.load(tmp_path)
+        assert made.steps(2) == losses
+        assert_same(made.values(), values)
+
+
+@pytest.mark.parametrize("precision", [None, "fp32"])
+@pytest.mark.parametrize("place", [RESIDENT, STREAMED_HOST])
+def test_a_run_goes_on_after_a_gradient_that_was_not_finite(
+    precision: str | None, place: dict[str, Any], tmp_path: Path
+) -> None:
+    run = Run(place=place, schedule="in_backward", precision=precision, has_scheduler=False)
+    losses, values = trained(run, tmp_path)
+    with training(run) as made:
+        handle = made.model.blocks[0].up.weight.register_hook(lambda gradient: gradient * torch.nan)  # type: ignore[union-attr, operator]
+        made.model(torch.zeros(2, 3).long()).square().mean().backward()
+        handle.remove()
+        made.load(tmp_path)
+        assert made.steps(2) == losses
+        assert_same(made.values(), values)
+
+
+def test_the_host_holds_one_parameter_more_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(precision="bf16 exact", moments="8bit", has_scheduler=False)
+    trained(run, tmp_path)
+    whole = CheckpointReader.read
+    weights: list[weakref.ref[Tensor]] = []
+
+    def read(reader: CheckpointReader, file: str, name: str, into: Tensor | None = None) -> Tensor:
+        found = whole(reader, file, name, into)
+        if file == "model":
+            assert all(weight() is None for weight in weights), name
+            weights.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(CheckpointReader, "read", read)
+    with training(run) as made:
+        made.load(tmp_path)
+    assert len(weights) == 16
