@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -285,6 +286,46 @@ def test_a_forked_child_does_not_hold_the_lock_of_its_killed_parent(tmp_path: Pa
             saved(tmp_path, [2])
         finally:
             os.kill(script_output[0], signal.SIGKILL)
+
+
+def test_a_folder_that_is_dropped_lets_go(tmp_path: Path) -> None:
+    RunFolder(tmp_path).begin(1)
+    with RunFolder(tmp_path):
+        assert hidden(tmp_path) == []
+
+
+def test_closing_abandons_a_save_under_way(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    partial = run.begin(1)
+    write(partial, 1)
+    run.close()
+    assert hidden(tmp_path) == []
+    with pytest.raises(CheckpointError, match="is not a finished checkpoint of a save that was begun here; save again"):
+        run.publish(partial, 1)
+
+
+def test_one_that_another_process_removes_meanwhile_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, [10, 20])
+    run = RunFolder(tmp_path)
+    before = run.checkpoints()
+    shutil.rmtree(tmp_path / "step-00000020")
+    shutil.rmtree(tmp_path / "step-00000010")
+    saved(tmp_path, [30])
+    listings = iter([before])
+    listed = RunFolder.checkpoints
+    monkeypatch.setattr(RunFolder, "checkpoints", lambda self: next(listings, None) or listed(self))
+    reader = run.newest_good()
+    assert reader is not None
+    assert what_is_in(reader) == (30, 0)
+
+
+def test_a_name_that_is_not_quite_a_steps_is_no_checkpoint(tmp_path: Path) -> None:
+    saved(tmp_path, [10])
+    for name in ("step-000000010", "step-10", "step-00000010.bak", "old-step-00000010"):
+        shutil.copytree(tmp_path / "step-00000010", tmp_path / name)
+    assert list(RunFolder(tmp_path).checkpoints().values()) == [tmp_path / "step-00000010"]
 
 
 def test_values_of_two_steps_differ() -> None:
