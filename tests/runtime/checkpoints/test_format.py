@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from lowtide.errors import CheckpointError, CheckpointWriteError, ConfigError, DamagedCheckpointError
 from lowtide.plain_text import Plain
-from lowtide.runtime.checkpoints import blocks
+from lowtide.runtime.checkpoints import blocks, layout
 from lowtide.runtime.checkpoints.blocks import BLOCK_BYTES, combined
 from lowtide.runtime.checkpoints.format import CheckpointReader, CheckpointWriter, TensorSpec
 from lowtide.runtime.checkpoints.layout import DTYPES
@@ -236,6 +236,15 @@ def test_parts_and_tensors_that_files_cannot_have_are_refused(tmp_path: Path) ->
         TensorSpec(dtype=torch.complex128, shape=())
     with pytest.raises(ConfigError, match=r"no tensor can have the shape \[0, 1180591620717411303424\]"):
         TensorSpec(dtype=torch.uint8, shape=(0, 2**70))
+
+
+def test_a_header_that_the_library_would_not_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "_MOST_HEADER_BYTES", 100)
+    expected = (
+        r"model.safetensors would have 2 tensors and a header of \d+ bytes; .* reads 100 at most: give it a smaller"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        CheckpointWriter(tmp_path, specs_of({"model": {"one": torch.zeros(1), "two": torch.zeros(1)}}))
 
 
 def test_what_is_not_there_is_named_with_what_is_near(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ class RunFolder:
             )
         self._sweep()
         partial = self._hidden(final.name, "partial")
-        with told_with_file(self._disk, "make", partial):
+        with told_with_file(self._disk, self.path, "make", partial):
             self._disk.make_folder(partial)
         self._partial = partial
         return partial
@@ -155,13 +155,13 @@ class RunFolder:
         final = self.path / _name(step)
         replaced = self._moved_aside(final) if final.exists() else None
         try:
-            with told_with_file(self._disk, "rename", partial):
+            with told_with_file(self._disk, self.path, "rename", partial):
                 self._disk.rename(partial, final)
         except BaseException:
             if replaced is not None:
                 self._rename_back(replaced, final)
             raise
-        with told_with_file(self._disk, "sync the name of", final):
+        with told_with_file(self._disk, self.path, "sync the name of", final):
             self._disk.sync_folder(self.path)
         self._partial = None
         if replaced is not None:
@@ -253,14 +253,14 @@ class RunFolder:
             missing.append(folder)
             folder = folder.parent
         for path in reversed(missing):
-            with told_with_file(self._disk, "make", path):
+            with told_with_file(self._disk, path.parent, "make", path):
                 self._disk.make_folder(path)
                 self._disk.sync_folder(path.parent)
 
     def _moved_aside(self, final: Path) -> Path:
         """The former checkpoint of a step, under a name by which it still counts while the step's own is free."""
         replaced = self._hidden(final.name, "replaced")
-        with told_with_file(self._disk, "rename", final):
+        with told_with_file(self._disk, self.path, "rename", final):
             self._disk.rename(final, replaced)
             self._disk.sync_folder(self.path)
         return replaced

@@ -177,7 +177,7 @@ class CheckpointWriter:
                     self._disk.sync(descriptor)
             index = Index(step=step, state=state, files=self._shards, checksums=checksums, texts=self._write_texts())
             self._write_file(INDEX_NAME, to_text(index))
-            with told_with_file(self._disk, "sync", self._folder):
+            with told_with_file(self._disk, self._folder.parent, "sync", self._folder):
                 self._disk.sync_folder(self._folder)
         self.close()
         return index
@@ -249,7 +249,7 @@ class CheckpointWriter:
     @contextmanager
     def _told(self, doing: str, name: str) -> Iterator[None]:
         room = f", and the checkpoint takes {format_bytes(self.num_bytes)}"
-        with told_with_file(self._disk, doing, self._folder / name, room=room):
+        with told_with_file(self._disk, self._folder.parent, doing, self._folder / name, room=room):
             yield
 
     @contextmanager

@@ -67,11 +67,11 @@ def _locked(path: Path) -> int:
     # Not on Windows, where nothing is saved, but the package is imported.
     import fcntl
 
-    with told_with_file(Disk(), "open", path / LOCK_NAME):
+    with told_with_file(Disk(), path, "open", path / LOCK_NAME):
         descriptor = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with told_with_file(Disk(), "write", path / LOCK_NAME):
+        with told_with_file(Disk(), path, "write", path / LOCK_NAME):
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
     except BlockingIOError:
