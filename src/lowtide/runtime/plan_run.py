@@ -398,7 +398,7 @@ class PlanRun:
 
     def _may_move(self) -> bool:
         """Whether nothing points into the host's memory but what `move_part` knows. Waits for updates, if that helps."""
-        if not self._groups or not self.is_quiet():
+        if not self._groups or self._executor.saves.reading is not None or not self.is_quiet():
             return False
         for group in self._groups.values():
             group.adopt_foreign_data()

@@ -40,6 +40,48 @@ class PendingValue(Protocol):
         """Wait for what the loop has told the device so far."""
 
 
+class Reads(Protocol):
+    """What a change comes after: a save reads what it changes."""
+
+    def is_done(self) -> bool:
+        """Whether all was read."""
+
+    def wait(self) -> None:
+        """Wait until it was."""
+
+
+class ReadingSave(Protocol):
+    """A save under way that has not read everything yet; see `checkpoints.snapshot`."""
+
+    def has_unread(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether something that changes with one of these is still to be read."""
+
+    def reads_of(self, parameters: Iterable[torch.Tensor]) -> Reads:
+        """What a change of these must come after."""
+
+    def wait_for(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Wait until all that changes with these was read."""
+
+    def wait_for_all(self) -> None:
+        """Wait until all was read."""
+
+
+class SaveGuard:
+    """Whoever is about to change weights or optimizer state looks here first."""
+
+    def __init__(self) -> None:
+        self.reading: ReadingSave | None = None
+        """None as a rule: then there is nothing to ask."""
+
+    def begin(self, reading: ReadingSave) -> None:
+        """The save reads from now on."""
+        self.reading = reading
+
+    def end(self) -> None:
+        """It has read everything, or will read no more."""
+        self.reading = None
+
+
 _VALUES: dict[int, weakref.ref[PendingValue]] = {}
 """By the `id` of the pending tensor. Not an attribute of the tensor: it would travel with pickles and copies. Weak, so that
 a session that is forgotten with its model is freed. Asked about pending tensors alone, each of which wrote its own entry."""
