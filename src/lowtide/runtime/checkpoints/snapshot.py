@@ -9,10 +9,9 @@ snapshot's maker waits for it (`wait_for_unannounced`).
 
 Note [Slabs]
 Staging is made of slabs. A reader fills one with the next bytes in order, wherever tensors begin and end, so that none of the
-allowance is lost, and a tensor larger than all of it goes through in pieces. Slabs are written in the order in which they were
-taken, and the pieces of one tensor in their order: a running checksum suffices. A slab that is taken will be read without
-waiting for another, and one that is read will be written: so the threads cannot wait for each other in a circle. Slabs are
-mapped afresh, in huge pages where the system has them, and first touched by the readers: the loop never pays for a page.
+allowance is lost, and a tensor larger than all of it goes through in pieces. A slab that is taken will be read without waiting
+for another, and one that is read will be written: so the threads cannot wait for each other in a circle. Slabs are mapped
+afresh, in huge pages where the system has them, and first touched by the readers: the loop never pays for a page.
 """
 
 from __future__ import annotations
@@ -68,10 +67,10 @@ class Source:
 
 
 class PieceWriter(Protocol):
-    """Takes what was read, from several threads; the pieces of one tensor in their order."""
+    """Takes what was read, from several threads and in any order: a `CheckpointWriter`."""
 
-    def write_piece(self, file: str, name: str, data: memoryview, offset: int) -> None:
-        """These are the tensor's bytes from this offset on, in row-major order."""
+    def write(self, file: str, name: str, value: torch.Tensor, *, start: int) -> None:
+        """These are the tensor's elements from this one on, in row-major order."""
 
 
 class _Tensor:
@@ -89,13 +88,12 @@ class _Tensor:
             self._element_bytes = tensor.element_size()
         self.num_taken = 0
         """Bytes that are read, or will be without waiting."""
-        self.num_written = 0
 
     def next_bytes(self, room: int) -> int:
         """How many bytes the next piece has in a slab with this much room; 0 where the slab is too small."""
         rest = self.num_bytes - self.num_taken
         if self._is_contiguous or room >= rest:
-            return min(room, rest)
+            return min(room, rest) // self._element_bytes * self._element_bytes
         inside = self.num_taken % self._row_bytes
         if not inside and room >= self._row_bytes:
             return room // self._row_bytes * self._row_bytes
@@ -161,12 +159,14 @@ class _Piece:
 
 @dataclass(slots=True)
 class _Slab:
-    number: int
     memory: Bytes
     pieces: list[_Piece] = field(default_factory=list)
 
-    def data(self, piece: _Piece) -> Bytes:
+    def bytes_of(self, piece: _Piece) -> Bytes:
         return self.memory[piece.place : piece.place + piece.num_bytes]
+
+    def values_of(self, piece: _Piece) -> torch.Tensor:
+        return torch.from_numpy(self.bytes_of(piece)).view(piece.tensor.source.tensor.dtype)
 
 
 def _mapped(num_bytes: int) -> Bytes:
@@ -252,7 +252,6 @@ class Snapshot:
 
     Args:
         sources: In the order in which they are expected to change.
-        writer: Takes the bytes.
         allowance_bytes: The most that staging may take; at least `LEAST_BYTES`.
         on_read: Called once, from any thread, when nothing is left to read, or the snapshot has failed.
         pinned: Charged for locked memory of copies from a CUDA device.
@@ -261,14 +260,12 @@ class Snapshot:
     def __init__(
         self,
         sources: Iterable[Source],
-        writer: PieceWriter,
         *,
         allowance_bytes: int,
         on_read: Callable[[], None] = lambda: None,
         pinned: Sequence[Tier] = (),
     ) -> None:
         assert allowance_bytes >= LEAST_BYTES, "checked by the caller"
-        self._writer = writer
         self._allowance_bytes = allowance_bytes
         self._slab_bytes = max(LEAST_BYTES // _LEAST_SLABS, min(SLAB_BYTES, allowance_bytes // _LEAST_SLABS))
         self._on_read = on_read
@@ -276,7 +273,6 @@ class Snapshot:
         self._condition = threading.Condition()
         self._parts: dict[int, _Part] = {}
         """By the `id` of the parameter."""
-        self._empty: list[Source] = []
         self._unannounced = _Part()
         """Tensors of which no change is announced."""
         for source in sources:
@@ -288,10 +284,9 @@ class Snapshot:
         self._num_unread = self._num_untaken = self.num_bytes
         self._free: list[Bytes] = []
         self._mapped_bytes = 0
-        self._num_slabs = 0
-        self._num_begun = 0
-        """Slabs that a writer has begun."""
-        self._filled: dict[int, _Slab] = {}
+        self._num_reading = 0
+        """Slabs that are taken and not read yet."""
+        self._filled: deque[_Slab] = deque()
         self.is_over = False
         """Whether all was read, or nothing more will be."""
         self.error: BaseException | None = None
@@ -306,7 +301,6 @@ class Snapshot:
     def _add(self, source: Source) -> None:
         with compat.without_torch_function():
             if not source.tensor.numel():
-                self._empty.append(source)
                 return
         part = self._unannounced
         if source.is_announced and source.parameter is not None:
@@ -378,7 +372,7 @@ class Snapshot:
                     device = piece.tensor.device
                     if device in self._begun and device not in queues:
                         queues[device] = _DeviceQueue(device, self._begun[device], self._pinned)
-                    piece.tensor.read(piece.offset, slab.data(piece), queues.get(device))
+                    piece.tensor.read(piece.offset, slab.bytes_of(piece), queues.get(device))
                 self._note_read(slab)
             self._end_if_read()
         except BaseException as error:
@@ -387,24 +381,15 @@ class Snapshot:
             for queue in queues.values():
                 queue.close()
 
-    def write(self) -> None:
+    def write(self, writer: PieceWriter) -> None:
         """Write until all is written."""
         try:
             for slab in self._slabs_to_write():
                 for piece in slab.pieces:
-                    self._await_turn(piece)
                     source = piece.tensor.source
-                    self._writer.write_piece(source.file, source.name, memoryview(slab.data(piece)), piece.offset)
-                    self._note_written(piece)
+                    start = piece.offset // source.tensor.dtype.itemsize
+                    writer.write(source.file, source.name, slab.values_of(piece), start=start)
                 self._give_back(slab)
-        except BaseException as error:
-            self.fail(error)
-
-    def write_empty(self) -> None:
-        """Tensors without elements are written as well."""
-        try:
-            for source in self._empty:
-                self._writer.write_piece(source.file, source.name, memoryview(b""), 0)
         except BaseException as error:
             self.fail(error)
 
@@ -421,7 +406,7 @@ class Snapshot:
             self._filled.clear()
             self._free.clear()
             self._mapped_bytes = 0
-            for held in (self._all, self._order, self._urgent, self._parts, self._empty):
+            for held in (self._all, self._order, self._urgent, self._parts):
                 held.clear()
             self._unannounced = _Part()
 
@@ -463,8 +448,8 @@ class Snapshot:
         return _mapped(num_bytes)
 
     def _plan(self, memory: Bytes) -> _Slab:
-        slab = _Slab(self._num_slabs, memory)
-        self._num_slabs += 1
+        slab = _Slab(memory)
+        self._num_reading += 1
         place = 0
         while place < memory.size and (tensor := self._next_tensor()) is not None:
             num_bytes = tensor.next_bytes(memory.size - place)
@@ -491,37 +476,21 @@ class Snapshot:
             for piece in slab.pieces:
                 piece.tensor.part.num_unread -= piece.num_bytes
                 self._num_unread -= piece.num_bytes
-            self._filled[slab.number] = slab
+            self._num_reading -= 1
+            self._filled.append(slab)
             self._condition.notify_all()
 
     def _slabs_to_write(self) -> Iterator[_Slab]:
         while True:
             with self._condition:
-                while self.error is None and self._num_begun not in self._filled:
-                    if not self._num_untaken and self._num_begun == self._num_slabs:
+                while self.error is None and not self._filled:
+                    if not self._num_untaken and not self._num_reading:
                         return
                     self._condition.wait()
                 if self.error is not None:
                     return
-                slab = self._filled.pop(self._num_begun)
-                self._num_begun += 1
+                slab = self._filled.popleft()
             yield slab
-
-    def _await_turn(self, piece: _Piece) -> None:
-        """The pieces of the tensor before this one are in slabs that other writers have begun."""
-        if piece.tensor.num_written == piece.offset:
-            return
-        with self._condition:
-            while self.error is None and piece.tensor.num_written != piece.offset:
-                self._condition.wait()
-            if self.error is not None:
-                raise self.error
-
-    def _note_written(self, piece: _Piece) -> None:
-        piece.tensor.num_written += piece.num_bytes
-        if piece.tensor.num_written < piece.tensor.num_bytes:
-            with self._condition:
-                self._condition.notify_all()
 
     def _give_back(self, slab: _Slab) -> None:
         with self._condition:
