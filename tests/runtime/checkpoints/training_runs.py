@@ -107,7 +107,9 @@ def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     if kind == "amsgrad":
         return torch.optim.Adam(model.parameters(), lr=1e-2, amsgrad=True)
     assert kind == "adamw"
-    return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=1e-2)
+    return torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=1e-2
+    )
 
 
 class Training:

@@ -125,7 +125,7 @@ def _elements_of(tensor: torch.Tensor) -> NDArray[np.generic]:
     length = 1 + sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
     raw = (ctypes.c_char * (length * size)).from_address(tensor.data_ptr())
     strides = [stride * size for stride in tensor.stride()]
-    flat: NDArray[np.generic] = np.frombuffer(raw, dtype=_ELEMENTS[size])
+    flat: NDArray[np.generic] = np.frombuffer(memoryview(raw).cast("B"), dtype=_ELEMENTS[size])
     return np.lib.stride_tricks.as_strided(flat, tuple(tensor.shape), strides, writeable=False)
 
 
@@ -240,7 +240,7 @@ class Reads:
 
     def is_done(self) -> bool:
         """Whether all were read."""
-        return self._snapshot.is_over or not any(part.num_unread for part in self._parts)
+        return not self._snapshot.is_to_read(self._parts)
 
     def wait(self) -> None:
         """Wait until they are. Raises nothing where the snapshot failed: it is of no use then, and the change may come."""
@@ -321,7 +321,7 @@ class Snapshot:
 
     def has_unread(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Whether something that changes with one of these is still to be read."""
-        return not self.is_over and any(part.num_unread for part in self._parts_of(parameters))
+        return self.is_to_read(self._parts_of(parameters))
 
     def reads_of(self, parameters: Iterable[torch.Tensor]) -> Reads:
         """What a change of these must come after; it is read next from now on."""
@@ -347,15 +347,19 @@ class Snapshot:
 
     def wait_until_read(self, parts: Sequence[_Part]) -> None:
         """Wait for these, which are read next."""
-        if self.is_over or not any(part.num_unread for part in parts):
+        if not self.is_to_read(parts):
             return
         started_s = time.perf_counter()
         with self._condition, compat.waiting():
             self._urgent.extendleft(reversed([part for part in parts if part.num_unread]))
             self._condition.notify_all()
-            while not self.is_over and any(part.num_unread for part in parts):
+            while self.is_to_read(parts):
                 self._condition.wait()
             self.stalled_s += time.perf_counter() - started_s
+
+    def is_to_read(self, parts: Iterable[_Part]) -> bool:
+        """Whether some of these will be read, and were not."""
+        return not self.is_over and any(part.num_unread for part in parts)
 
     def _parts_of(self, parameters: Iterable[torch.Tensor]) -> list[_Part]:
         keys = map(id, parameters)

@@ -13,6 +13,7 @@ import contextlib
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -64,6 +65,22 @@ class ReadingSave(Protocol):
 
     def wait_for_all(self) -> None:
         """Wait until all was read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Changes:
+    """What is known beforehand of the changes of one managed parameter and its optimizer state."""
+
+    home: torch.Tensor
+    """Where its value is."""
+    place: int
+    """In the order in which updates change parameters."""
+    announces_weight: bool
+    """Whether whoever writes to the weight asks a `SaveGuard` first, or settles the parameter."""
+    announces_state: bool
+    """Whether whoever writes to its state does, unless somebody holds a tensor of it."""
+    hides_state: bool
+    """Whether nobody can hold one."""
 
 
 class SaveGuard:
