@@ -32,7 +32,7 @@ from lowtide.runtime.checkpoints.contents import Contents, Part
 from lowtide.runtime.checkpoints.disk import Disk
 from lowtide.runtime.checkpoints.folder import Retention, RunFolder
 from lowtide.runtime.checkpoints.format import CheckpointWriter
-from lowtide.runtime.checkpoints.snapshot import LEAST_BYTES, OWNER, Snapshot, Source, num_threads
+from lowtide.runtime.checkpoints.snapshot import LEAST_BYTES, OWNER, Snapshot, Source, aligned, num_threads
 from lowtide.runtime.parameters.pending import Changes
 from lowtide.runtime.plan_run import PlanRun
 from lowtide.runtime.statistics.session_stats import SaveRow
@@ -361,7 +361,7 @@ class Saver:
     def _made(self, plan_run: PlanRun, order: _Order, allowance: str | int | None) -> _Save:
         tiers = plan_run.host_tiers
         sources = sources_of(order.contents, plan_run.changes())
-        needed_bytes = sum(-(-source.tensor.nbytes // 16) * 16 for source in sources)
+        needed_bytes = sum(aligned(source.tensor.nbytes) for source in sources)
         allowance_bytes = staging_bytes(allowance, needed_bytes, tiers.host)
         tiers.host.charge(allowance_bytes, OWNER)
         give_back = partial(_credit, (tiers.host, tiers.pinned))

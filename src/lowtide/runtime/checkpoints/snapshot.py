@@ -40,6 +40,8 @@ from lowtide.units import MiB
 
 SLAB_BYTES = 32 * MiB
 """Enough that a copy runs at full speed, and little beside any allowance."""
+_ALIGNMENT = 16
+"""Where a tensor may start in a slab: numbers of any size may."""
 _LEAST_SLABS = 4
 """In which a small allowance is divided, so that some are read while others are written."""
 LEAST_BYTES = 4096
@@ -88,6 +90,11 @@ class _Tensor:
             self._element_bytes = tensor.element_size()
         self.num_taken = 0
         """Bytes that are read, or will be without waiting."""
+
+    @property
+    def left_bytes(self) -> int:
+        """Room that the rest takes in slabs."""
+        return aligned(self.num_bytes - self.num_taken)
 
     def next_bytes(self, room: int) -> int:
         """How many bytes the next piece has in a slab with this much room; 0 where the slab is too small."""
@@ -169,8 +176,15 @@ class _Slab:
         return torch.from_numpy(self.bytes_of(piece)).view(piece.tensor.source.tensor.dtype)
 
 
+def aligned(num_bytes: int) -> int:
+    """The room that a piece takes in a slab."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
 def _mapped(num_bytes: int) -> Bytes:
     """Memory of its own that goes back to the system with the array."""
+    if num_bytes < MiB:
+        return np.empty(num_bytes, dtype=np.uint8)
     memory = mmap.mmap(-1, num_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE") and num_bytes >= 2 * MiB:
         with contextlib.suppress(OSError):  # not every kernel has them
@@ -267,7 +281,8 @@ class Snapshot:
     ) -> None:
         assert allowance_bytes >= LEAST_BYTES, "checked by the caller"
         self._allowance_bytes = allowance_bytes
-        self._slab_bytes = max(LEAST_BYTES // _LEAST_SLABS, min(SLAB_BYTES, allowance_bytes // _LEAST_SLABS))
+        slab_bytes = min(SLAB_BYTES, allowance_bytes // _LEAST_SLABS) // _ALIGNMENT * _ALIGNMENT
+        self._slab_bytes = max(LEAST_BYTES // _LEAST_SLABS, slab_bytes)
         self._on_read = on_read
         self._pinned = pinned
         self._condition = threading.Condition()
@@ -281,7 +296,9 @@ class Snapshot:
         self._order = deque(self._all)
         self._urgent: deque[_Part] = deque()
         self.num_bytes = sum(part.num_unread for part in self._all)
-        self._num_unread = self._num_untaken = self.num_bytes
+        self._num_unread = self.num_bytes
+        self._left_bytes = sum(tensor.left_bytes for part in self._all for tensor in part.tensors)
+        """Room for all that is not taken yet."""
         self._free: list[Bytes] = []
         self._mapped_bytes = 0
         self._num_reading = 0
@@ -431,7 +448,7 @@ class Snapshot:
         while True:
             with self._condition:
                 memory = None
-                while self.error is None and self._num_untaken:
+                while self.error is None and self._left_bytes:
                     memory = self._take_memory()
                     if memory is not None:
                         break
@@ -444,8 +461,9 @@ class Snapshot:
     def _take_memory(self) -> Bytes | None:
         if self._free:
             return self._free.pop()
-        num_bytes = min(self._slab_bytes, self._allowance_bytes - self._mapped_bytes, max(self._num_untaken, 16))
-        if num_bytes < min(self._slab_bytes, self._num_untaken) // 2 and self._mapped_bytes:
+        wanted_bytes = min(self._slab_bytes, self._left_bytes)
+        num_bytes = min(wanted_bytes, (self._allowance_bytes - self._mapped_bytes) // _ALIGNMENT * _ALIGNMENT)
+        if num_bytes < wanted_bytes // 2 and self._mapped_bytes:
             return None  # a crumb of the allowance
         self._mapped_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self._mapped_bytes)
@@ -460,10 +478,10 @@ class Snapshot:
             if not num_bytes:
                 break
             slab.pieces.append(_Piece(tensor, tensor.num_taken, place, num_bytes))
+            self._left_bytes -= tensor.left_bytes
             tensor.num_taken += num_bytes
-            self._num_untaken -= num_bytes
-            # Numbers of any size may begin where the next tensor does.
-            place += -(-num_bytes // 16) * 16
+            self._left_bytes += tensor.left_bytes
+            place += aligned(num_bytes)
         return slab
 
     def _next_tensor(self) -> _Tensor | None:
@@ -488,7 +506,7 @@ class Snapshot:
         while True:
             with self._condition:
                 while self.error is None and not self._filled:
-                    if not self._num_untaken and not self._num_reading:
+                    if not self._left_bytes and not self._num_reading:
                         return
                     self._condition.wait()
                 if self.error is not None:
