@@ -35,6 +35,8 @@
     ├── BadPieceError (ValueError)          an update was given tensors that do not fit together
     ├── GraphAliveError (RuntimeError)      memory would have to move while a graph points into it
     ├── OwnershipError (ValueError)         bytes are given back twice, or by one who does not hold them
+    ├── DataError (RuntimeError)            what a training run reads is missing, or is not for its model
+    ├── RunStoppedError (RuntimeError)      a training run cannot go on
     └── TraceError (RuntimeError)           a step could not be predicted
         ├── ValueReadError                  the model reads the values of tensors
         ├── MissingKernelError              an operator has no fake kernel
@@ -322,6 +324,14 @@ class GraphAliveError(LowtideError, RuntimeError):
 
 class OwnershipError(LowtideError, ValueError):
     """Bytes are given back twice, taken twice under one name, or given back by one who does not hold them."""
+
+
+class DataError(LowtideError, RuntimeError):
+    """A batch of a training run could not be made. The message says which one, and what is wrong with the data."""
+
+
+class RunStoppedError(LowtideError, RuntimeError):
+    """A training run cannot go on. The message says at which step, why, and what is saved of it."""
 
 
 class TraceError(LowtideError, RuntimeError):
