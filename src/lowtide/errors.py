@@ -265,6 +265,11 @@ class NonFiniteGradientError(SessionError):
 class StepLostError(SessionError):
     """A backward or a `step()` broke off. The message says which weights moved; `zero_grad()` and repeat the step."""
 
+    def __init__(self, message: str, *, has_moved: bool = True) -> None:
+        super().__init__(message)
+        self.has_moved = has_moved
+        """False where all weights are surely as before the step, so that it can be repeated."""
+
 
 class ActivationError(LowtideError, RuntimeError):
     """An activation policy cannot do its work on a module. Give that module another one: the message says which."""
