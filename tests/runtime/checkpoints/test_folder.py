@@ -1,0 +1,293 @@
+"""A run's folder: who may write, what stays, what is swept away, and what is loaded."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowtide.errors import CheckpointError, ConfigError, DamagedCheckpointError, FolderInUseError
+from lowtide.runtime.checkpoints.folder import Retention, RunFolder
+from lowtide.runtime.checkpoints.format import CheckpointWriter
+from tests.runtime.checkpoints.saves import save, saved, tensors_of, what_is_in, write
+
+
+def hidden(path: Path) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir() if entry.name.startswith(".") and entry.name != ".lock")
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_an_empty_run_has_no_checkpoint(tmp_path: Path) -> None:
+    assert RunFolder(tmp_path / "none").newest_good() is None
+    assert RunFolder(tmp_path).checkpoints() == {}
+
+
+def test_the_newest_comes_first(tmp_path: Path) -> None:
+    saved(tmp_path / "deep" / "run", [3, 20, 100_000_000])
+    run = RunFolder(tmp_path / "deep" / "run")
+    assert [path.name for path in run.checkpoints().values()] == ["step-100000000", "step-00000020", "step-00000003"]
+    reader = run.newest_good()
+    assert reader is not None
+    assert what_is_in(reader) == (100_000_000, 0)
+
+
+@pytest.mark.parametrize(
+    ("retention", "stay"),
+    [
+        (Retention(newest=1), [50]),
+        (Retention(newest=2), [50, 40]),
+        (Retention(newest=1, every=20), [50, 40, 20, 0]),
+        (Retention(newest=10), [50, 40, 30, 20, 10, 0]),
+    ],
+)
+def test_retention(tmp_path: Path, retention: Retention, stay: list[int]) -> None:
+    saved(tmp_path, range(0, 60, 10), retention)
+    assert list(RunFolder(tmp_path).checkpoints()) == stay
+    assert hidden(tmp_path) == []
+
+
+@pytest.mark.parametrize(("key", "value"), [("newest", 0), ("every", 0), ("every", -1)])
+def test_retention_of_nothing_is_refused(key: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=f"{key} is {value}; keep 1 or more"):
+        Retention(**{key: value})
+
+
+def test_a_step_that_exists_is_replaced(tmp_path: Path) -> None:
+    saved(tmp_path, [10, 20])
+    with RunFolder(tmp_path) as run:
+        save(run, 20, variant=1)
+        reader = run.newest_good()
+    assert reader is not None
+    assert what_is_in(reader) == (20, 1)
+    assert hidden(tmp_path) == []
+
+
+def test_retention_never_removes_the_only_good_one(tmp_path: Path) -> None:
+    """Two later checkpoints are torn: they are no reason to remove the one that was saved just now, nor do they count."""
+    saved(tmp_path, [10, 30, 40])
+    for name in ("step-00000030", "step-00000040"):
+        (tmp_path / name / "checkpoint.json").write_text("{")
+    with (
+        RunFolder(tmp_path, retention=Retention(newest=1)) as run,
+        pytest.warns(UserWarning, match="step-000000.0") as warned,
+    ):
+        save(run, 20)
+    assert any("It stays, and does not count as one of the 1 that are kept" in str(one.message) for one in warned)
+    assert any("is of a later step than step-00000020" in str(one.message) for one in warned)
+    assert list(RunFolder(tmp_path).checkpoints()) == [40, 30, 20]
+
+
+def test_what_is_not_ours_stays(tmp_path: Path) -> None:
+    saved(tmp_path, [10])
+    notes = tmp_path / "step-00000010" / "notes.txt"
+    notes.write_text("mine")
+    (tmp_path / "step-5").mkdir()
+    (tmp_path / ".step-00000010.partial").mkdir()
+    (tmp_path / "best").symlink_to("step-00000010")
+    elsewhere = tmp_path / "elsewhere"
+    (tmp_path / ".step-00000007.partial-a-1").symlink_to(elsewhere)
+    saved(elsewhere, [7])
+    (tmp_path / "step-00000007").symlink_to(elsewhere / "step-00000007")
+    with (
+        RunFolder(tmp_path, retention=Retention(newest=1)) as run,
+        pytest.warns(UserWarning, match="stays") as warned,
+    ):
+        save(run, 20)
+    texts = sorted(str(one.message).replace(str(tmp_path), "RUN") for one in warned)
+    assert texts == [
+        "step-00000007 in RUN stays: it is a link, and not Lowtide's",
+        "step-00000010 in RUN stays: notes.txt in it is no file of a checkpoint; move that away",
+    ]
+    assert notes.read_text() == "mine"
+    assert list(run.checkpoints()) == [20, 10, 7]
+    assert {"step-5", ".step-00000010.partial", "best", ".step-00000007.partial-a-1"} <= {
+        p.name for p in tmp_path.iterdir()
+    }
+    assert list(RunFolder(elsewhere).checkpoints()) == [7]
+
+
+def test_what_stands_in_a_replaced_checkpoint_is_kept(tmp_path: Path) -> None:
+    saved(tmp_path, [10])
+    (tmp_path / "step-00000010" / "notes.txt").write_text("mine")
+    with RunFolder(tmp_path) as run:
+        with pytest.warns(UserWarning, match=r"notes.txt in .* is no file of a checkpoint, and stays"):
+            save(run, 10, variant=1)
+        save(run, 11)
+    (left,) = tmp_path.glob(".step-00000010.removed-*")
+    assert [path.name for path in left.iterdir()] == ["notes.txt"]
+    assert list(run.checkpoints()) == [11, 10]
+
+
+def test_leftovers_of_killed_writers_are_swept(tmp_path: Path) -> None:
+    saved(tmp_path, [10])
+    torn = tmp_path / ".step-00000020.partial-node_3-77"
+    torn.mkdir()
+    write(torn, 20)
+    removed = tmp_path / ".step-00000005.removed-node_3-77"
+    removed.mkdir()
+    write(removed, 5)
+    (removed / "model.safetensors").unlink(missing_ok=True)
+    assert list(RunFolder(tmp_path).checkpoints()) == [10]
+    RunFolder(tmp_path).lock()
+    assert hidden(tmp_path) == []
+    assert list(RunFolder(tmp_path).checkpoints()) == [10]
+
+
+def test_killed_between_the_two_renames_of_a_replacement(tmp_path: Path) -> None:
+    saved(tmp_path, [10, 20])
+    (tmp_path / "step-00000020").rename(tmp_path / ".step-00000020.replaced-node_3-77")
+    reader = RunFolder(tmp_path).newest_good()
+    assert reader is not None
+    assert what_is_in(reader) == (20, 0)
+    with RunFolder(tmp_path) as run:
+        assert (tmp_path / "step-00000020").is_dir()
+        save(run, 20, variant=1)
+    assert hidden(tmp_path) == []
+
+
+def test_the_last_good_one_is_used_and_the_damaged_file_named(tmp_path: Path) -> None:
+    saved(tmp_path, [10, 20, 30])
+    damage(tmp_path / "step-00000030" / "model-00002-of-00002.safetensors")
+    (tmp_path / "step-00000020" / "config.json").unlink()
+    with pytest.warns(UserWarning, match="step-00000010 is used instead") as warned:
+        reader = RunFolder(tmp_path).newest_good()
+    assert reader is not None
+    assert what_is_in(reader) == (10, 0)
+    text = str(warned[0].message)
+    assert "step-00000030/model-00002-of-00002.safetensors in" in text
+    assert "the bytes of 'head.bias' are not those that were saved" in text
+    assert "step-00000020/config.json in" in text
+
+
+def test_no_good_one_is_an_error_not_a_new_run(tmp_path: Path) -> None:
+    saved(tmp_path, [10])
+    damage(tmp_path / "step-00000010" / "optimizer.safetensors")
+    with pytest.raises(
+        DamagedCheckpointError, match="none of the 1 checkpoints in .* can be used. step-00000010/optim"
+    ):
+        RunFolder(tmp_path).newest_good()
+
+
+def test_a_checkpoint_under_another_steps_name_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path, [10])
+    (tmp_path / "step-00000010").rename(tmp_path / "step-00000030")
+    with pytest.raises(DamagedCheckpointError, match="it is of step 10. Give the folder the name step-00000010 again"):
+        RunFolder(tmp_path).newest_good()
+
+
+def test_one_save_at_a_time(tmp_path: Path) -> None:
+    with RunFolder(tmp_path) as run:
+        partial = run.begin(1)
+        with pytest.raises(
+            CheckpointError, match="is being written; publish or abandon it before the next save begins"
+        ):
+            run.begin(2)
+        with pytest.raises(CheckpointError, match="is not a finished checkpoint of a save that was begun here"):
+            run.publish(partial, 1)
+        run.abandon(partial)
+        assert hidden(tmp_path) == []
+        save(run, 2)
+
+
+def save_too_much(run: RunFolder) -> None:
+    with run.saving(1) as partial:
+        CheckpointWriter(partial, {}).write("model_2", "weight", torch.zeros(1))
+
+
+def test_a_save_that_raises_leaves_nothing(tmp_path: Path) -> None:
+    with RunFolder(tmp_path) as run:
+        with pytest.raises(CheckpointError, match="no tensor 'weight' of model_2 was announced"):
+            save_too_much(run)
+        assert hidden(tmp_path) == []
+        assert run.newest_good() is None
+
+
+def test_what_stands_in_the_way_is_named(tmp_path: Path) -> None:
+    (tmp_path / "step-00000001").write_text("")
+    (tmp_path / "step-00000002").symlink_to("nowhere")
+    with RunFolder(tmp_path) as run:
+        for step in (1, 2):
+            with pytest.raises(
+                CheckpointError, match=rf"step-0000000{step} in .* is no folder, and stands where step {step} is"
+            ):
+                run.begin(step)
+        with pytest.raises(ConfigError, match="step is -1; steps count from 0"):
+            run.begin(-1)
+
+
+def test_two_writers_in_one_process(tmp_path: Path) -> None:
+    with RunFolder(tmp_path) as run:
+        save(run, 1)
+        expected = rf"this process, {os.getpid()} on .*, by another session or RunFolder, saves into .*; stop it, or give this run"
+        with pytest.raises(FolderInUseError, match=expected):
+            RunFolder(tmp_path).begin(2)
+        assert RunFolder(tmp_path).newest_good() is not None, "reading needs no lock"
+    with RunFolder(tmp_path):
+        pass
+
+
+@contextmanager
+def another_process(path: Path, then: str) -> Iterator[subprocess.Popen[str]]:
+    script = (
+        "import sys, os, time, pathlib\n"
+        "from lowtide.runtime.checkpoints.folder import RunFolder\n"
+        "run = RunFolder(pathlib.Path(sys.argv[1])); run.lock()\n" + then
+    )
+    with subprocess.Popen([sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    saved(tmp_path, [1])
+    with another_process(tmp_path, "print('held', flush=True); time.sleep(100)") as process:
+        with pytest.raises(FolderInUseError, match=rf"process {process.pid} on .* saves into .*; stop it") as caught:
+            RunFolder(tmp_path).lock()
+        assert (caught.value.pid, caught.value.host) == (process.pid, socket.gethostname())
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        saved(tmp_path, [2])
+
+
+def test_a_forked_child_does_not_hold_the_lock_of_its_killed_parent(tmp_path: Path) -> None:
+    then = "child = os.fork()\nif child == 0:\n    print(os.getpid(), flush=True); time.sleep(100)\ntime.sleep(100)"
+    script_output: list[int] = []
+    saved(tmp_path, [1])
+    script = (
+        "import sys, os, time, pathlib\n"
+        "from lowtide.runtime.checkpoints.folder import RunFolder\n"
+        "run = RunFolder(pathlib.Path(sys.argv[1])); run.lock()\n" + then
+    )
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        script_output.append(int(process.stdout.readline()))
+        try:
+            process.kill()
+            process.wait()
+            os.kill(script_output[0], 0)
+            saved(tmp_path, [2])
+        finally:
+            os.kill(script_output[0], signal.SIGKILL)
+
+
+def test_values_of_two_steps_differ() -> None:
+    """Otherwise a mixture would not show."""
+    one, other = tensors_of(1), tensors_of(2)
+    assert all((one[file][name] != other[file][name]).any() for file in one for name in one[file])
