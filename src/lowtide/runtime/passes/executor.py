@@ -156,6 +156,7 @@ class Executor:
         self.lost_step.tell()
         self.lost_step.forget()
         self.loss.forget()
+        self.recorder.forget_backward()
 
     def has_raised(self) -> bool:
         """Whether an exception came out of the last call of the model, backward or step, and none went well since."""
@@ -181,9 +182,13 @@ class Executor:
 
     def is_idle(self) -> bool:
         """Whether no graph is alive and no window open."""
+        return not self.is_in_step() and not any(group.visits for group in self.groups.values())
+
+    def is_in_step(self) -> bool:
+        """Whether a forward or a backward is under way, or a window stands open."""
         if self.forward.is_under_way or self.backward.is_under_way or compat.backward_number() is not None:
-            return False
-        return not any(group.visits or group.stored.num_open for group in self.groups.values())
+            return True
+        return any(group.stored.num_open for group in self.groups.values())
 
     def is_quiet(self) -> bool:
         """Whether it is idle and no work on the host's memory is under way."""
