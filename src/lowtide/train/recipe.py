@@ -123,12 +123,9 @@ class CheckpointRecipe:
     """The newest so many stay."""
     keep_every: int | None = None
     """Checkpoints of steps that this divides stay for ever."""
-    allowance: str | int | None = None
-    """Host memory for saving while the training goes on, such as `4GiB`; None: none, and the training waits."""
 
     def __post_init__(self) -> None:
         require_least(self, 1, "every", "keep", "keep_every")
-        require_sizes(self, "allowance")
         if self.minutes is not None and not self.minutes > 0:
             raise ConfigError(f"minutes is {self.minutes}; give a number above 0, or null for none", key="minutes")
 

@@ -122,9 +122,9 @@ def run_training(
         out.begin(subject.recipe, inputs.record, resume=resume)
         if differing:
             watcher.note(f"the recipe differs from before: {differences_in_words(differing)}")
-        with training.arithmetic(subject.recipe, subject.device), Keeper(out.checkpoints, recipe.checkpoints) as keeper:
-            run = Run(subject, inputs, out, keeper, watcher, stop)
-            result = run.to_the_end()
+        keeper = Keeper(out.checkpoints, recipe.checkpoints, None if tokenizer is None else tokenizer.folder)
+        with training.arithmetic(subject.recipe, subject.device):
+            result = Run(subject, inputs, out, keeper, watcher, stop).to_the_end()
         if result.is_finished:
             watcher.say("writing the model")
             result = replace(result, model=_published(subject, out, keeper))
@@ -132,7 +132,7 @@ def run_training(
 
 
 def _published(subject: Subject, out: OutputFolder, keeper: Keeper) -> Path:
-    checkpoint = keeper.newest_folder()
+    checkpoint = keeper.newest
     assert checkpoint is not None, "a run that is finished is saved"
     pretrained = subject.source.pretrained
     try:
@@ -435,7 +435,6 @@ class Run:
     def _save_last(self) -> None:
         """Save where the run ends, if there is something new and the time to do it."""
         if self._keeper.saved_step == self._step:
-            self._keeper.wait()
             return
         left_s, needed_s = self._stop.left_s, self._keeper.save_s
         if left_s is not None and needed_s is not None and needed_s > left_s:
@@ -447,7 +446,6 @@ class Run:
         self._log.sync()
         try:
             self._keeper.save(self._trained, self._step)
-            self._keeper.wait()
         except CheckpointError as error:
             raise RunStoppedError(self._told(f"step {self._step:,} could not be saved: {error}")) from error
         self._log.add("checkpoint", self._step, seconds=self._keeper.save_s)
@@ -475,7 +473,7 @@ class Run:
                 evaluation=self._evaluation,
                 saved_step=self._keeper.saved_step,
                 saved_at_s=self._keeper.saved_at_s,
-                is_saving=self._keeper.is_saving,
+                is_saving=words == "saving",
             )
         )
 
