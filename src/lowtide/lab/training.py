@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,22 @@ from lowtide.memory.groups import find_groups
 from lowtide.models import ModelSource
 
 Batch = dict[str, Tensor]
+
+
+class Numbers(Protocol):
+    """What of a recipe the first weights and the arithmetic depend on."""
+
+    @property
+    def seed(self) -> int:
+        """Of the first weights."""
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Of the weights."""
+
+    @property
+    def matmul_precision(self) -> str:
+        """Of fp32 matrix products."""
 
 
 def find_device(name: str | None) -> torch.device:
@@ -47,7 +63,7 @@ def find_device(name: str | None) -> torch.device:
     return device
 
 
-def make_model(recipe: Recipe, source: ModelSource) -> nn.Module:
+def make_model(recipe: Numbers, source: ModelSource) -> nn.Module:
     """The model on the host: drawn in fp32 from the seed, then converted, so that all types begin at the same weights.
 
     Raises:
@@ -318,7 +334,7 @@ def compiled_modules(model: nn.Module, scope: Literal["model", "blocks"]) -> lis
 
 
 @contextlib.contextmanager
-def arithmetic(recipe: Recipe, device: torch.device) -> Iterator[None]:
+def arithmetic(recipe: Numbers, device: torch.device) -> Iterator[None]:
     """The recipe's precision of fp32 products, and kernels that any processor has; taken back afterwards."""
     precision = torch.get_float32_matmul_precision()
     # None leaves the other flags as they are; setting them too, as `mkldnn.flags` does, warns where there is no Intel card.
