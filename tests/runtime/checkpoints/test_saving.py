@@ -60,7 +60,7 @@ def use_disk(patch: pytest.MonkeyPatch, disk: Disk) -> None:
 def contents_now(run: Training) -> Values:
     """Copies of all tensors of a checkpoint of this moment, made without any of what is tested."""
     plan_run = run.session.plan_run
-    with plan_run.between_steps("the test"):
+    with plan_run.between_steps("the test"), plan_run.setup.on_host():
         contents = session_contents(plan_run, run.state)
         return {key: value.detach().cpu().clone() for part in contents.parts for key, value in part.tensors.items()}
 
@@ -394,10 +394,10 @@ def test_a_warm_up_may_end_meanwhile(tmp_path: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         use_disk(patch, SlowDisk(bytes_per_s=1e6))
-        with lowtide.manage(model, optimizer, lowtide.WarmUp(device_memory="1MiB"), device="cpu") as session:
+        with lowtide.manage(model, optimizer, lowtide.WarmUp(device_memory="128KiB"), device="cpu") as session:
             step()
             assert session.is_warming_up
-            with session.plan_run.between_steps("the test"):
+            with session.plan_run.between_steps("the test"), session.plan_run.setup.on_host():
                 contents = session_contents(session.plan_run)
                 expected = {
                     key: value.detach().clone() for part in contents.parts for key, value in part.tensors.items()
