@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import sys
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -43,8 +46,7 @@ def run_train(
     """Train a recipe, or go on with a run that is in a folder; ends with where the result is."""
     folder, recipe = read_request(name, overrides, out)
     require_writable("--out", [folder.path], are_folders=True)
-    with display_of(f"{recipe.model} → {folder.path}", recipe) as display, warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_, **__: display.note(f"warning: {message}")
+    with display_of(f"{recipe.model} → {folder.path}", recipe) as display, told_by(display):
         stop = StopRequests(recipe.faults.grace_s, leave=leave_with(display, folder), on_request=lambda: _ask(display))
         with stop.watching():
             result = run_training(recipe, folder, resume=resume, watcher=display, stop=stop)
@@ -67,6 +69,21 @@ def read_request(name: str, overrides: Sequence[str], out: Path | None) -> tuple
     return OutputFolder(FOLDER / Path(name).stem if out is None else out), recipe
 
 
+@contextlib.contextmanager
+def told_by(display: Display) -> Iterator[None]:
+    """Inside, warnings and Lowtide's own log are notes, which do not tear the view."""
+    handler = logging.Handler()
+    handler.emit = lambda record: display.note(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lowtide")
+    logger.addHandler(handler)
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: display.note(f"warning: {message}")
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+
+
 def _ask(display: Display) -> None:
     display.note("stopping: this step ends, and the run is saved; once more leaves at once")
 
@@ -75,7 +92,10 @@ def leave_with(display: Display, folder: OutputFolder) -> Leave:
     """Ends the process where it stands, whatever its threads are doing."""
 
     def leave(code: int, why: str) -> None:
-        display.__exit__()
+        # In a thread of its own: the main one may hold what the view waits for.
+        closing = threading.Thread(target=display.__exit__, daemon=True)
+        closing.start()
+        closing.join(timeout=1.0)
         words = f"left at once ({why}); checkpoints are as they were: {folder.resume_command}"
         if not folder.has_run:
             words = f"left at once ({why})"
@@ -161,11 +181,14 @@ class LineDisplay:
 
     def __init__(self, every: int) -> None:
         self._every = every
+        self._said = ""
         self._shown: int | None = None
 
     def say(self, words: str) -> None:
-        """What is being done."""
-        self._print(words)
+        """What is being done, once."""
+        if words != self._said:
+            self._said = words
+            self._print(words)
 
     def show(self, status: RunStatus) -> None:
         """A line at the first step, at the last, and at each so many."""

@@ -51,6 +51,11 @@ class OutputFolder:
         return (self.path / RECIPE).is_file()
 
     @property
+    def is_saved(self) -> bool:
+        """Whether there is a checkpoint of it; one without may as well begin anew."""
+        return bool(RunFolder(self.checkpoints).checkpoints())
+
+    @property
     def resume_command(self) -> str:
         """What to type to go on."""
         return f"lowtide train {shlex.quote(str(self.path))} --resume"
@@ -73,10 +78,12 @@ class OutputFolder:
         if not self.has_run:
             if resume:
                 raise ConfigError(f"there is no run in {self.path} to resume: leave --resume out to begin one", key="out")
-            if self.path.is_dir() and any(self.path.iterdir()):
+            if self.path.is_dir() and any(not path.name.startswith(".") for path in self.path.iterdir()):
                 raise ConfigError(
                     f"{self.path} is not empty, and has no run: give another folder with --out", key="out"
                 )
+            return {}
+        if not self.is_saved:
             return {}
         differing = differing_keys(self.recipe(), recipe)
         harmful = harmful_keys(list(differing))
@@ -103,14 +110,14 @@ class OutputFolder:
         with RunFolder(self.path):
             yield
 
-    def begin(self, recipe: TrainRecipe, data: Mapping[str, Plain], *, resume: bool) -> None:
+    def begin(self, recipe: TrainRecipe, data: Mapping[str, Plain]) -> None:
         """Write down what is run and what it reads, once the folder is held.
 
         Raises:
             ConfigError: The data is not what the run began with.
         """
         path = self.path / DATA
-        if resume and path.is_file():
+        if self.is_saved and path.is_file():
             old = plain_text.read(path, "record of the data")
             if isinstance(old, dict) and old.get("fingerprint") != data["fingerprint"]:
                 raise ConfigError(

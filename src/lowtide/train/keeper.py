@@ -42,19 +42,34 @@ class Keeper:
         self.save_s: float | None = None
         """How long the last save took; None before the first."""
 
-    def load(self, trained: Trained, say: Callable[[str], None]) -> int:
-        """Bring a session to the last good checkpoint, and give its step: 0 where there is none.
+    @property
+    def expected_s(self) -> float | None:
+        """How long the next save will take, with some room; None before the first."""
+        return None if self.save_s is None else 1.2 * self.save_s
+
+    def find(self) -> int | None:
+        """The step of the last good checkpoint; None where nothing is saved yet.
 
         Raises:
             CheckpointError: There are checkpoints, and none is good.
         """
+        reader = RunFolder(self._folder).newest_good()
+        if reader is None:
+            return None
+        self.newest, self.saved_step = reader.folder, reader.index.step
+        return self.saved_step
+
+    def load(self, trained: Trained, say: Callable[[str], None]) -> int:
+        """Bring a session to the last checkpoint of this run, and give its step: 0 where there is none.
+
+        Raises:
+            CheckpointError: It cannot be loaded.
+        """
         self._begun_at_s = self._clock()
-        if not RunFolder(self._folder).checkpoints():
+        if self.newest is None:
             return 0
         say("loading the last checkpoint")
-        loaded = load(self._folder, trained.session, state=_objects(trained))
-        self.newest, self.saved_step, self.saved_at_s = loaded.folder, loaded.step, None
-        return loaded.step
+        return load(self.newest, trained.session, state=_objects(trained)).step
 
     def is_due(self, step: int) -> bool:
         """Whether a checkpoint is to be made after this step."""

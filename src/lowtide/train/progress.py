@@ -16,6 +16,8 @@ _LOOK_S = 2.0
 """Between two looks at a session's statistics, which wait for copies that are under way."""
 _RECENT = 50
 """Steps whose speed is the present one."""
+_FEW = 3
+"""Steps that do not tell how long a run takes."""
 _SHARE = 0.25
 """Of the time, from which on something other than computation bounds a step."""
 
@@ -75,7 +77,7 @@ class Meter:
         """Of this start."""
         self._losses: deque[float] = deque(maxlen=_RECENT)
         self._step_s: deque[float] = deque(maxlen=_RECENT)
-        self._ends: deque[float] = deque([clock()], maxlen=_RECENT + 1)
+        self._ends: deque[float] = deque(maxlen=_RECENT + 1)
         self._looked_at = -math.inf
         self._stats: SessionStats | None = None
         self._bound_by: str | None = None
@@ -121,8 +123,8 @@ class Meter:
     ) -> RunStatus:
         """What a person sees."""
         recent_s = sum(self._step_s) / len(self._step_s) if self._step_s else None
-        # Evaluations and saves between the steps take their time too.
-        pace_s = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1) if len(self._ends) > 1 else None
+        # Evaluations and saves between the steps take their time too. The first step, which warms up, says nothing yet.
+        pace_s = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1) if len(self._ends) > _FEW else None
         return RunStatus(
             words=words,
             step=step,

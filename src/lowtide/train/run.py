@@ -112,23 +112,46 @@ def run_training(
         PlanError: No plan fits the memory.
         RunStoppedError: The run cannot go on; the message says why, and what is saved.
     """
-    differing = out.check(recipe, resume=resume)
     if recipe.log.tensorboard:
         require_tensorboard()
     subject = find_subject(recipe)
+    differing = out.check(subject.recipe, resume=resume)
     tokenizer = find_tokenizer(recipe.data.tokenizer, recipe.model) if recipe.data.tokens is None else None
+    inputs = read_inputs(subject, tokenizer, watcher.say)
     with out.held():
-        inputs = read_inputs(subject, tokenizer, watcher.say)
-        out.begin(subject.recipe, inputs.record, resume=resume)
+        out.begin(subject.recipe, inputs.record)
+        if resume and not out.is_saved:
+            watcher.note("nothing of the run is saved: it begins anew")
         if differing:
             watcher.note(f"the recipe differs from before: {differences_in_words(differing)}")
         keeper = Keeper(out.checkpoints, recipe.checkpoints, None if tokenizer is None else tokenizer.folder)
-        with training.arithmetic(subject.recipe, subject.device):
-            result = Run(subject, inputs, out, keeper, watcher, stop).to_the_end()
+        if _is_over(out, keeper, inputs.steps):
+            result = RunResult(
+                folder=out.path, step=inputs.steps, steps=inputs.steps, is_finished=True, saved_step=inputs.steps
+            )
+        else:
+            with training.arithmetic(subject.recipe, subject.device):
+                result = Run(subject, inputs, out, keeper, watcher, stop).to_the_end()
         if result.is_finished:
             watcher.say("writing the model")
             result = replace(result, model=_published(subject, out, keeper))
     return result
+
+
+def _is_over(out: OutputFolder, keeper: Keeper, steps: int) -> bool:
+    """Whether the last step is saved already, so that nothing is left to train.
+
+    Raises:
+        ConfigError: More steps than these are saved.
+    """
+    saved = keeper.find()
+    if saved is not None and saved > steps:
+        raise ConfigError(
+            f"the run in {out.path} is saved at step {saved:,}, beyond the {steps:,} that are asked for: set steps to {saved} or "
+            "more, or begin in another folder",
+            key="steps",
+        )
+    return saved == steps
 
 
 def _published(subject: Subject, out: OutputFolder, keeper: Keeper) -> Path:
@@ -436,11 +459,11 @@ class Run:
         """Save where the run ends, if there is something new and the time to do it."""
         if self._keeper.saved_step == self._step:
             return
-        left_s, needed_s = self._stop.left_s, self._keeper.save_s
+        left_s, needed_s = self._stop.left_s, self._keeper.expected_s
         if left_s is not None and needed_s is not None and needed_s > left_s:
-            self._watcher.note(
-                f"a save took {needed_s:.0f} s, and {max(0.0, left_s):.0f} s are left: the last checkpoint stays the last"
-            )
+            words = f"a save takes about {needed_s:.0f} s, and {max(0.0, left_s):.0f} s are left: step {self._step:,} is not saved"
+            self._log.add("not saved", self._step, reason=words)
+            self._watcher.note(words)
             return
         self._show("saving")
         self._log.sync()
@@ -487,7 +510,6 @@ class Run:
         self._log.add("step", self._step, **values)
         for sentence in self._meter.new_plans():
             self._log.add("plan", self._step, reason=sentence, plan=self._trained.session.plan.summary)
-            self._watcher.note(f"another plan after step {self._step:,}: {sentence}")
         if self._curves is not None and math.isfinite(loss):
             self._curves.add(self._step, values)
 

@@ -113,6 +113,6 @@ class StopRequests:
         elif not is_first:
             self._leave(self.exit_code, "asked a second time")
         if not self._is_guarded:
-            self._leave(self.exit_code, "nothing of this start is to be saved")
+            self._leave(self.exit_code, "this start has nothing to save yet")
         elif is_first:
             self._on_request()
