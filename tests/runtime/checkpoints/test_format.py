@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import json
 import subprocess
@@ -211,6 +212,11 @@ def test_a_tensor_is_written_once(tmp_path: Path) -> None:
         ({"betas": (0.9, 0.95)}, r"state\['betas'\] is a tuple; a checkpoint's state is made of dicts"),
         ({"rates": [1.0, torch.tensor(1.0)]}, r"state\['rates'\]\[1\] is a Tensor"),
         ({"groups": {0: 1.0}}, r"state\['groups'\] has the key 0; keys of a checkpoint's state are text"),
+        ({"history": collections.OrderedDict(a=1)}, r"state\['history'\] is a OrderedDict"),
+        (
+            {"deep": json.loads("[" * 200 + "]" * 200)},
+            r"state\['deep'\].* is nested more than 100 deep; save it flatter",
+        ),
     ],
 )
 def test_state_that_json_would_change_is_refused(tmp_path: Path, state: dict[str, Plain], text: str) -> None:
@@ -225,6 +231,25 @@ def test_names_that_are_no_plain_names_are_refused(tmp_path: Path, name: str) ->
         pytest.raises(ConfigError, match="cannot name a file of a checkpoint"),
     ):
         writer.add_file(name, "")
+
+
+def test_names_that_are_taken_are_refused(tmp_path: Path) -> None:
+    with CheckpointWriter(tmp_path, {}) as writer:
+        writer.add_file("config.json", "{}")
+        for name in ("config.json", "model.safetensors.index.json"):
+            with pytest.raises(
+                ConfigError, match=f"the name '{name}' is taken; give each file of a checkpoint a name of its"
+            ):
+                writer.add_file(name, "{}")
+
+
+@pytest.mark.parametrize("step", [-1, True, 1.0, torch.tensor(3)])
+def test_a_step_that_is_no_whole_number_is_refused(tmp_path: Path, step: int) -> None:
+    with (
+        CheckpointWriter(tmp_path, {}) as writer,
+        pytest.raises(ConfigError, match="step is .*; give a whole number from 0"),
+    ):
+        writer.finish(step=step, state={})
 
 
 def test_parts_and_tensors_that_files_cannot_have_are_refused(tmp_path: Path) -> None:

@@ -21,7 +21,14 @@ from types import TracebackType
 
 import torch
 
-from lowtide.errors import BadRecordError, CheckpointError, CheckpointWriteError, DamagedCheckpointError, did_you_mean
+from lowtide.errors import (
+    BadRecordError,
+    CheckpointError,
+    CheckpointWriteError,
+    ConfigError,
+    DamagedCheckpointError,
+    did_you_mean,
+)
 from lowtide.plain_text import Plain
 from lowtide.runtime.checkpoints.blocks import (
     BLOCK_BYTES,
@@ -47,6 +54,7 @@ from lowtide.units import MiB, format_bytes
 
 __all__ = ["CheckpointReader", "CheckpointWriter", "Index", "TensorSpec"]
 
+_HUGGING_FACE_INDEX = ".safetensors.index.json"
 _MOST_INDEX_BYTES = 1024 * MiB
 _DAMAGE = {
     errno.ENOENT: "it is missing",
@@ -157,6 +165,8 @@ class CheckpointWriter:
             ConfigError: The name is a path, hidden, or taken.
         """
         check_text_name(name)
+        if name in self._texts or name.endswith(_HUGGING_FACE_INDEX):
+            raise ConfigError(f"the name {name!r} is taken; give each file of a checkpoint a name of its own")
         self._texts[name] = text.encode()
 
     def finish(self, *, step: int, state: Mapping[str, Plain]) -> Index:
@@ -165,9 +175,12 @@ class CheckpointWriter:
         Raises:
             CheckpointError: A tensor was not written, or only in part.
             CheckpointWriteError: The files could not be written or synced.
-            ConfigError: The state is not plain data.
+            ConfigError: The state is not plain data, or the step no whole number.
         """
-        check_plain(dict(state))
+        if type(step) is not int or step < 0:
+            raise ConfigError(f"step is {step!r}; give a whole number from 0 on", key="step")
+        state = dict(state)
+        check_plain(state)
         with self._writing():
             checksums: dict[str, dict[str, int]] = {file: {} for file in self._shards}
             for (file, name), (_, place) in self._places.items():
@@ -234,7 +247,7 @@ class CheckpointWriter:
         for file, parts in self._shards.items():
             if len(parts) > 1:
                 plain = hugging_face_index(parts)
-                texts[f"{file}.safetensors.index.json"] = (json.dumps(plain, indent=2) + "\n").encode()
+                texts[f"{file}{_HUGGING_FACE_INDEX}"] = (json.dumps(plain, indent=2) + "\n").encode()
         for name, text in texts.items():
             self._write_file(name, text)
         return {name: TextFile(num_bytes=len(text), crc32=zlib.crc32(text)) for name, text in texts.items()}

@@ -20,6 +20,8 @@ SCHEMA = "lowtide.checkpoint/1"
 INDEX_NAME = "checkpoint.json"
 _ENDING = re.compile(rb',\n "crc32": "([0-9a-f]{8})"\n\}\n')
 _ENDING_BYTES = 25
+_MOST_DEPTH = 100
+"""What is nested deeper might be written, and be too deep for the parser."""
 _TEXT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}")
 
 
@@ -65,20 +67,22 @@ def check_text_name(name: str) -> None:
         raise ConfigError(f"{name!r} cannot name a file of a checkpoint; give a plain name such as 'config.json'")
 
 
-def check_plain(value: object, where: str = "state") -> None:
+def check_plain(value: object, where: str = "state", depth: int = 0) -> None:
     """Refuse what JSON would turn into something else: a tuple into a list, a number as a key into text.
 
     Raises:
         ConfigError: Something in it is not plain data.
     """
-    if isinstance(value, dict):
+    if depth > _MOST_DEPTH:
+        raise ConfigError(f"{where[:60]}... is nested more than {_MOST_DEPTH} deep; save it flatter", key="state")
+    if type(value) is dict:
         for key, item in value.items():
             if type(key) is not str:
                 raise ConfigError(f"{where} has the key {key!r}; keys of a checkpoint's state are text", key=where)
-            check_plain(item, f"{where}[{key!r}]")
-    elif isinstance(value, list):
+            check_plain(item, f"{where}[{key!r}]", depth + 1)
+    elif type(value) is list:
         for number, item in enumerate(value):
-            check_plain(item, f"{where}[{number}]")
+            check_plain(item, f"{where}[{number}]", depth + 1)
     elif type(value) not in {bool, int, float, str, type(None)}:
         raise ConfigError(
             f"{where} is a {type(value).__name__}; a checkpoint's state is made of dicts, lists, text, numbers, True, False "
