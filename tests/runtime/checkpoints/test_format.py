@@ -139,7 +139,7 @@ def test_checksums_of_pieces_give_that_of_the_whole() -> None:
         assert combined((len(part), zlib.crc32(part)) for part in parts) == zlib.crc32(data)
 
 
-def test_a_large_part_is_split_as_hugging_face_does(tmp_path: Path) -> None:
+def test_a_large_section_is_split_as_hugging_face_does(tmp_path: Path) -> None:
     tensors = {f"layers.{number}.weight": torch.randn(10, 10) for number in range(7)}
     tensors["layers.3.weight"] = torch.randn(50, 10)
     write(tmp_path, {"model": tensors}, max_file_bytes=900)
@@ -252,7 +252,7 @@ def test_a_step_that_is_no_whole_number_is_refused(tmp_path: Path, step: int) ->
         writer.finish(step=step, state={})
 
 
-def test_parts_and_tensors_that_files_cannot_have_are_refused(tmp_path: Path) -> None:
+def test_sections_and_tensors_that_files_cannot_have_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'../model' cannot name a file of tensors"):
         CheckpointWriter(tmp_path, {"../model": {}})
     with pytest.raises(ConfigError, match="a tensor cannot be named '__metadata__'"):
@@ -277,7 +277,7 @@ def test_what_is_not_there_is_named_with_what_is_near(tmp_path: Path) -> None:
     reader = CheckpointReader(tmp_path)
     with pytest.raises(CheckpointError, match="has no tensor 'heads.weight'; did you mean 'head.weight'"):
         reader.read("model", "heads.weight")
-    with pytest.raises(CheckpointError, match="has no part 'modle'; did you mean 'model'"):
+    with pytest.raises(CheckpointError, match="has no section 'modle'; did you mean 'model'"):
         reader.names("modle")
     with pytest.raises(CheckpointError, match="has no file 'config.json'"):
         reader.text("config.json")
