@@ -79,7 +79,7 @@ class Watch:
 
     def _write(self, run: Callable[..., Any], disk: Disk, descriptor: int, data: memoryview, offset: int) -> Any:
         # The index is the last file.
-        is_index = os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")) == INDEX_NAME
+        is_index = Path(f"/proc/self/fd/{descriptor}").readlink().name == INDEX_NAME
         half = functools.partial(run, disk, descriptor, data[: len(data) // 2], offset)
         with self._entered("finishing" if is_index else "writing", within=half):
             return run(disk, descriptor, data, offset)
