@@ -39,7 +39,7 @@ PLANNER = (
 )  # fmt: skip
 """Where the search for plans and the calibration of a machine are."""
 CHECKPOINTS = ("runtime/checkpoints/",)
-MOST_LINES = {PLANNER: 8_000, CHECKPOINTS: 1_300}
+MOST_LINES = {PLANNER: 8_000, CHECKPOINTS: 1_350}
 """Lines without docstrings of the files whose paths begin so. A later feature adds a row of its own."""
 MOST_OTHER_LINES = 42_000
 """The same of all other files."""

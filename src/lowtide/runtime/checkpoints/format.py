@@ -21,9 +21,24 @@ from types import TracebackType
 
 import torch
 
-from lowtide.errors import BadRecordError, CheckpointError, CheckpointWriteError, DamagedCheckpointError, did_you_mean
+from lowtide.errors import (
+    BadRecordError,
+    CheckpointError,
+    CheckpointWriteError,
+    ConfigError,
+    DamagedCheckpointError,
+    did_you_mean,
+)
 from lowtide.plain_text import Plain
-from lowtide.runtime.checkpoints.checksum import combined
+from lowtide.runtime.checkpoints.blocks import (
+    BLOCK_BYTES,
+    bytes_of,
+    checksum_of,
+    combined,
+    read_all,
+    read_in_blocks,
+    write_all,
+)
 from lowtide.runtime.checkpoints.disk import Disk, told_with_file
 from lowtide.runtime.checkpoints.index import (
     INDEX_NAME,
@@ -39,10 +54,7 @@ from lowtide.units import MiB, format_bytes
 
 __all__ = ["CheckpointReader", "CheckpointWriter", "Index", "TensorSpec"]
 
-_BLOCK_BYTES = MiB
-"""What is checksummed and written, or read, at a time: it is in the processor's cache for the second of the two."""
-_STAGED_BYTES = 16 * MiB
-"""What is read at a time for a tensor that the disk cannot be read into: one on a device."""
+_HUGGING_FACE_INDEX = ".safetensors.index.json"
 _MOST_INDEX_BYTES = 1024 * MiB
 _DAMAGE = {
     errno.ENOENT: "it is missing",
@@ -65,9 +77,9 @@ class CheckpointWriter:
 
     Args:
         folder: An empty folder, from `RunFolder.begin`.
-        files: The tensors of each part, as in `{"model": {"head.weight": spec}}`. Tensors are laid out in this order, which
+        files: The tensors of each section, as in `{"model": {"head.weight": spec}}`. Tensors are laid out in this order, which
             should be the order in which they are read.
-        max_file_bytes: A part beyond this is split into several files.
+        max_file_bytes: A section beyond this is split into several files.
         disk: The operations on files; tests put their own here.
 
     Raises:
@@ -87,10 +99,10 @@ class CheckpointWriter:
         self._disk = Disk() if disk is None else disk
         self._shards = {file: shards_of(file, specs, max_file_bytes) for file, specs in files.items()}
         self._places = {
-            (file, name): (part, place)
-            for file, parts in self._shards.items()
-            for part in parts
-            for name, place in part.places.items()
+            (file, name): (shard, place)
+            for file, shards in self._shards.items()
+            for shard in shards
+            for name, place in shard.places.items()
         }
         self._texts: dict[str, bytes] = {}
         self._lock = threading.Condition()
@@ -117,13 +129,13 @@ class CheckpointWriter:
     @property
     def num_bytes(self) -> int:
         """Bytes of all files of tensors."""
-        return sum(part.num_bytes for parts in self._shards.values() for part in parts)
+        return sum(shard.num_bytes for shards in self._shards.values() for shard in shards)
 
     def write(self, file: str, name: str, value: torch.Tensor, *, start: int | None = None) -> None:
         """Write one tensor, or a piece of it, at its place. The value must not change before the call returns.
 
         Args:
-            file: The part.
+            file: The section.
             name: The tensor's name in it.
             value: On the host and contiguous, of the dtype and shape that was announced.
             start: Where the value is a piece: the element of the flattened tensor with which it begins. Pieces come in any
@@ -133,8 +145,8 @@ class CheckpointWriter:
             CheckpointWriteError: The bytes could not be written, now or in a call before.
             CheckpointError: The value is not the one that was announced, or is written a second time.
         """
-        part, place = self._expected(file, name, value, start)
-        data = _bytes_of(value)
+        shard, place = self._expected(file, name, value, start)
+        data = bytes_of(value)
         if not data:
             return
         begin = (start or 0) * place.spec.dtype.itemsize
@@ -144,7 +156,7 @@ class CheckpointWriter:
                 if begin in pieces:
                     raise CheckpointError(f"element {start or 0} of {name!r} of {file} is written twice; write it once")
                 pieces[begin] = (len(data), None)
-            pieces[begin] = (len(data), self._write_bytes(part.name, data, place.offset + begin))
+            pieces[begin] = (len(data), self._write_bytes(shard.name, data, place.offset + begin))
 
     def add_file(self, name: str, text: str) -> None:
         """Add a file of text, such as `config.json`.
@@ -153,6 +165,8 @@ class CheckpointWriter:
             ConfigError: The name is a path, hidden, or taken.
         """
         check_text_name(name)
+        if name in self._texts or name.endswith(_HUGGING_FACE_INDEX):
+            raise ConfigError(f"the name {name!r} is taken; give each file of a checkpoint a name of its own")
         self._texts[name] = text.encode()
 
     def finish(self, *, step: int, state: Mapping[str, Plain]) -> Index:
@@ -161,9 +175,12 @@ class CheckpointWriter:
         Raises:
             CheckpointError: A tensor was not written, or only in part.
             CheckpointWriteError: The files could not be written or synced.
-            ConfigError: The state is not plain data.
+            ConfigError: The state is not plain data, or the step no whole number.
         """
-        check_plain(dict(state))
+        if type(step) is not int or step < 0:
+            raise ConfigError(f"step is {step!r}; give a whole number from 0 on", key="step")
+        state = dict(state)
+        check_plain(state)
         with self._writing():
             checksums: dict[str, dict[str, int]] = {file: {} for file in self._shards}
             for (file, name), (_, place) in self._places.items():
@@ -173,7 +190,7 @@ class CheckpointWriter:
                     self._disk.sync(descriptor)
             index = Index(step=step, state=state, files=self._shards, checksums=checksums, texts=self._write_texts())
             self._write_file(INDEX_NAME, to_text(index))
-            with told_with_file(self._disk, "sync", self._folder):
+            with told_with_file(self._disk, self._folder.parent, "sync", self._folder):
                 self._disk.sync_folder(self._folder)
         self.close()
         return index
@@ -191,16 +208,16 @@ class CheckpointWriter:
                 self._disk.close(descriptor)
 
     def _make_files(self) -> None:
-        for parts in self._shards.values():
-            for part in parts:
-                with self._told("make room for", part.name):
-                    self._descriptors[part.name] = self._disk.create(self._folder / part.name, part.num_bytes)
-                self._write_bytes(part.name, memoryview(part.header), 0)
+        for shards in self._shards.values():
+            for shard in shards:
+                with self._told("make room for", shard.name):
+                    self._descriptors[shard.name] = self._disk.create(self._folder / shard.name, shard.num_bytes)
+                self._write_bytes(shard.name, memoryview(shard.header), 0)
 
     def _expected(self, file: str, name: str, value: torch.Tensor, start: int | None) -> tuple[Shard, Place]:
         if (file, name) not in self._places:
             raise CheckpointError(f"no tensor {name!r} of {file} was announced to this checkpoint; give its spec first")
-        part, place = self._places[file, name]
+        shard, place = self._places[file, name]
         spec = place.spec
         if start is None:
             fits = tuple(value.shape) == spec.shape
@@ -212,25 +229,25 @@ class CheckpointWriter:
                 f"{name!r} of {file} was announced as {list(spec.shape)} in {spec.dtype} and given as {list(value.shape)} in "
                 f"{value.dtype}{piece}; save what was announced"
             )
-        return part, place
+        return shard, place
 
     def _write_bytes(self, name: str, data: memoryview, offset: int) -> int:
         """The CRC-32 of the bytes."""
         checksum, descriptor = 0, self._descriptors[name]
-        for begin in range(0, len(data), _BLOCK_BYTES):
+        for begin in range(0, len(data), BLOCK_BYTES):
             self._refuse_after_failure()
-            block = data[begin : begin + _BLOCK_BYTES]
+            block = data[begin : begin + BLOCK_BYTES]
             checksum = zlib.crc32(block, checksum)
             with self._told("write", name):
-                _write_all(self._disk, descriptor, block, offset + begin)
+                write_all(self._disk, descriptor, block, offset + begin)
         return checksum
 
     def _write_texts(self) -> dict[str, TextFile]:
         texts = dict(self._texts)
-        for file, parts in self._shards.items():
-            if len(parts) > 1:
-                plain = hugging_face_index(parts)
-                texts[f"{file}.safetensors.index.json"] = (json.dumps(plain, indent=2) + "\n").encode()
+        for file, shards in self._shards.items():
+            if len(shards) > 1:
+                plain = hugging_face_index(shards)
+                texts[f"{file}{_HUGGING_FACE_INDEX}"] = (json.dumps(plain, indent=2) + "\n").encode()
         for name, text in texts.items():
             self._write_file(name, text)
         return {name: TextFile(num_bytes=len(text), crc32=zlib.crc32(text)) for name, text in texts.items()}
@@ -245,7 +262,7 @@ class CheckpointWriter:
     @contextmanager
     def _told(self, doing: str, name: str) -> Iterator[None]:
         room = f", and the checkpoint takes {format_bytes(self.num_bytes)}"
-        with told_with_file(self._disk, doing, self._folder / name, room=room):
+        with told_with_file(self._disk, self._folder.parent, doing, self._folder / name, room=room):
             yield
 
     @contextmanager
@@ -285,25 +302,25 @@ class CheckpointReader:
         self.folder = folder
         with self._told(INDEX_NAME):
             self.index = from_text(self._whole_file(INDEX_NAME, None))
-        for part in itertools.chain.from_iterable(self.index.files.values()):
-            with self._told(part.name), self._opened(part.name, part.num_bytes) as descriptor:
-                header = bytearray(len(part.header))
-                _read_all(descriptor, memoryview(header), 0)
-                if header != part.header:
+        for shard in itertools.chain.from_iterable(self.index.files.values()):
+            with self._told(shard.name), self._opened(shard.name, shard.num_bytes) as descriptor:
+                header = bytearray(len(shard.header))
+                read_all(descriptor, memoryview(header), 0)
+                if header != shard.header:
                     raise BadRecordError("its header is not the one that was saved")
         for name, text in self.index.texts.items():
             with self._told(name), self._opened(name, text.num_bytes):
                 pass
 
     def names(self, file: str) -> Mapping[str, TensorSpec]:
-        """The tensors of a part, in the order of their bytes; reading in this order is fastest."""
-        return {name: place.spec for part in self._parts(file) for name, place in part.places.items()}
+        """The tensors of a section, in the order of their bytes; reading in this order is fastest."""
+        return {name: place.spec for shard in self._shards_of(file) for name, place in shard.places.items()}
 
     def read(self, file: str, name: str, into: torch.Tensor | None = None) -> torch.Tensor:
         """One tensor with the values that were saved, to the bit.
 
         Args:
-            file: The part.
+            file: The section.
             name: The tensor's name in it.
             into: Where the values go, of the same dtype and shape. On the host and contiguous, it is read into directly; a
                 contiguous one on a device is filled in blocks. If the values turn out to be damaged, what is in it is worthless.
@@ -315,7 +332,7 @@ class CheckpointReader:
             DamagedCheckpointError: The bytes are not those that were saved, or the file is gone.
             CheckpointError: There is no such tensor, or `into` is of another dtype or shape.
         """
-        part, place = self._found(file, name)
+        shard, place = self._found(file, name)
         spec = place.spec
         if into is None:
             into = torch.empty(spec.shape, dtype=spec.dtype)
@@ -325,14 +342,14 @@ class CheckpointReader:
                 f"{into.dtype}; give a tensor like the saved one"
             )
         values = into.detach()
-        with self._told(part.name), self._opened(part.name, part.num_bytes) as descriptor:
+        with self._told(shard.name), self._opened(shard.name, shard.num_bytes) as descriptor:
             if values.device.type == "cpu" and values.is_contiguous():
-                checksum = _read_all(descriptor, _bytes_of(values), place.offset)
+                checksum = read_all(descriptor, bytes_of(values), place.offset)
             elif values.is_contiguous():
-                checksum = _read_in_blocks(descriptor, values.reshape(-1), place.offset)
+                checksum = read_in_blocks(descriptor, values.reshape(-1), place.offset)
             else:
                 whole = torch.empty(spec.shape, dtype=spec.dtype)
-                checksum = _read_all(descriptor, _bytes_of(whole), place.offset)
+                checksum = read_all(descriptor, bytes_of(whole), place.offset)
                 values.copy_(whole)
             self._check(file, name, checksum)
         return into
@@ -364,10 +381,10 @@ class CheckpointReader:
             self.text(name)
         with ThreadPoolExecutor(num_threads) as pool:
             tasks = [
-                pool.submit(self._verify_tensor, file, name, part, place)
-                for file, parts in self.index.files.items()
-                for part in parts
-                for name, place in part.places.items()
+                pool.submit(self._verify_tensor, file, name, shard, place)
+                for file, shards in self.index.files.items()
+                for shard in shards
+                for name, place in shard.places.items()
             ]
             try:
                 for task in tasks:
@@ -376,24 +393,24 @@ class CheckpointReader:
                 for task in tasks:
                     task.cancel()
 
-    def _verify_tensor(self, file: str, name: str, part: Shard, place: Place) -> None:
-        with self._told(part.name), self._opened(part.name, part.num_bytes) as descriptor:
-            self._check(file, name, _checksum_of(descriptor, place.offset, place.spec.nbytes))
+    def _verify_tensor(self, file: str, name: str, shard: Shard, place: Place) -> None:
+        with self._told(shard.name), self._opened(shard.name, shard.num_bytes) as descriptor:
+            self._check(file, name, checksum_of(descriptor, place.offset, place.spec.nbytes))
 
     def _check(self, file: str, name: str, checksum: int) -> None:
         if checksum != self.index.checksums[file][name]:
             raise BadRecordError(f"the bytes of {name!r} are not those that were saved")
 
-    def _parts(self, file: str) -> tuple[Shard, ...]:
+    def _shards_of(self, file: str) -> tuple[Shard, ...]:
         if file not in self.index.files:
             advice = did_you_mean(file, self.index.files)
-            raise CheckpointError(f"{self.folder.name} in {self.folder.parent} has no part {file!r}; {advice}")
+            raise CheckpointError(f"{self.folder.name} in {self.folder.parent} has no section {file!r}; {advice}")
         return self.index.files[file]
 
     def _found(self, file: str, name: str) -> tuple[Shard, Place]:
-        for part in self._parts(file):
-            if name in part.places:
-                return part, part.places[name]
+        for shard in self._shards_of(file):
+            if name in shard.places:
+                return shard, shard.places[name]
         raise CheckpointError(
             f"{self.folder.name}/{file} in {self.folder.parent} has no tensor {name!r}; "
             f"{did_you_mean(name, self.names(file), num_listed=3)}"
@@ -405,7 +422,7 @@ class CheckpointReader:
             if num_bytes > _MOST_INDEX_BYTES:
                 raise BadRecordError(f"it has {num_bytes:,} bytes, which none that Lowtide writes has")
             text = bytearray(num_bytes)
-            _read_all(descriptor, memoryview(text), 0)
+            read_all(descriptor, memoryview(text), 0)
         return bytes(text)
 
     @contextmanager
@@ -442,62 +459,6 @@ class CheckpointReader:
                 "again from where it is whole",
                 file=inside,
             ) from error
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host.
-
-    Raises:
-        CheckpointError: It is on a device, or its values are not one after another.
-    """
-    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        raise CheckpointError(
-            f"a tensor on {tensor.device} of stride {tensor.stride()} cannot be saved as it is; give a contiguous copy on "
-            "the host"
-        )
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy 1 has no Buffer
-
-
-def _write_all(disk: Disk, descriptor: int, data: memoryview, offset: int) -> None:
-    while data:
-        written = disk.write(descriptor, data, offset)
-        if written <= 0:
-            raise OSError(f"the disk took none of {len(data):,} bytes")
-        data, offset = data[written:], offset + written
-
-
-def _read_all(descriptor: int, data: memoryview, offset: int) -> int:
-    """Fill the memory from the file, and give the CRC-32 of what came."""
-    checksum = 0
-    while data:
-        count = os.preadv(descriptor, [data[:_BLOCK_BYTES]], offset)
-        if count == 0:
-            raise BadRecordError("it ends early")
-        checksum = zlib.crc32(data[:count], checksum)
-        data, offset = data[count:], offset + count
-    return checksum
-
-
-def _read_in_blocks(descriptor: int, values: torch.Tensor, offset: int) -> int:
-    """Fill a flat tensor on a device, and give the CRC-32 of what came."""
-    staged = torch.empty(min(values.numel(), _STAGED_BYTES // values.itemsize), dtype=values.dtype)
-    pieces = []
-    for begin in range(0, values.numel(), max(1, staged.numel())):
-        block = staged[: values.numel() - begin]
-        data = _bytes_of(block)
-        pieces.append((len(data), _read_all(descriptor, data, offset + begin * values.itemsize)))
-        values[begin : begin + block.numel()].copy_(block)
-    return combined(pieces)
-
-
-def _checksum_of(descriptor: int, offset: int, num_bytes: int) -> int:
-    buffer = memoryview(bytearray(min(num_bytes, _BLOCK_BYTES)))
-    checksum = 0
-    for begin in range(0, num_bytes, _BLOCK_BYTES):
-        block = buffer[: num_bytes - begin]
-        _read_all(descriptor, block, offset + begin)
-        checksum = zlib.crc32(block, checksum)
-    return checksum
 
 
 def _whole_checksum(file: str, name: str, place: Place, pieces: Mapping[int, tuple[int, int | None]]) -> int:
