@@ -231,6 +231,11 @@ class Management:
             self._saver.wait()
 
     @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way."""
+        return self._saver is not None and self._saver.is_saving
+
+    @property
     def saves(self) -> tuple[SaveRow, ...]:
         """Those that are over."""
         return () if self._saver is None else self._saver.rows
@@ -494,6 +499,11 @@ class Session:
         """
         retention = Retention(newest=keep, every=keep_every)
         return self._management.save(Path(folder), step, state, retention, tokenizer, allowance)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._management.is_saving
 
     def wait_for_save(self) -> None:
         """Wait until the save that is under way is over.

@@ -204,10 +204,11 @@ class _Save:
 
     def _run(self) -> None:
         order, snapshot = self.order, self.snapshot
-        for _ in range(num_threads()):
+        num_readers, num_writers = num_threads()
+        for _ in range(num_readers):
             self._start(snapshot.read)
         with CheckpointWriter(order.partial, order.contents.specs(), disk=order.disk) as writer:
-            for _ in range(num_threads() - 1):
+            for _ in range(num_writers - 1):
                 self._start(partial(snapshot.write, writer))
             try:
                 snapshot.write(writer)
@@ -260,6 +261,12 @@ class Saver:
         self._failed: CheckpointError | None = None
         self._rows: list[SaveRow] = []
         _OPEN.add(self)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way."""
+        self._note()
+        return self._under_way is not None
 
     @property
     def rows(self) -> tuple[SaveRow, ...]:

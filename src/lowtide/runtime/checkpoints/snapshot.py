@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import math
 import mmap
 import os
 import threading
@@ -46,7 +45,8 @@ _LEAST_SLABS = 4
 """In which a small allowance is divided, so that some are read while others are written."""
 LEAST_BYTES = 4096
 """Of an allowance."""
-_MOST_THREADS = 4
+_MOST_READERS = 8
+_MOST_WRITERS = 4
 OWNER = "staging of a checkpoint"
 """Under which the memory stands in the books."""
 
@@ -525,10 +525,13 @@ class Snapshot:
         self.is_over = True
 
 
-def num_threads() -> int:
-    """For each of readers and writers: a quarter of the processors that this process may use, and four at most."""
+def num_threads() -> tuple[int, int]:
+    """How many readers and writers are worth having. They share the processors with the loop and with updates on the host.
+
+    Readers are soon done, and what changes waits for them: half of the processors. Writers wait for the disk: a quarter.
+    """
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(_MOST_THREADS, math.ceil(count / 4)))
+    return max(1, min(_MOST_READERS, count // 2)), max(1, min(_MOST_WRITERS, count // 4))
 
 
 _LIVING: weakref.WeakSet[Snapshot] = weakref.WeakSet()
