@@ -1,12 +1,12 @@
 """The folder of a run: its recipe, its rows, its checkpoints, and at the end the model.
 
-    OUT/
-      recipe.yaml       the recipe, every key spelt out
-      data.json         what it read, so that another text is noticed when it goes on
-      metrics.jsonl     a row for each step and event
-      tensorboard/      curves, where the recipe asks for them
-      checkpoints/      see `lowtide.runtime.checkpoints.folder`
-      model/            the result: loads with `from_pretrained` where the model is a Hugging Face one
+OUT/
+  recipe.yaml       the recipe, every key spelt out
+  data.json         what it read, so that another text is noticed when it goes on
+  metrics.jsonl     a row for each step and event
+  tensorboard/      curves, where the recipe asks for them
+  checkpoints/      see `lowtide.runtime.checkpoints.folder`
+  model/            the result: loads with `from_pretrained` where the model is a Hugging Face one
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ class OutputFolder:
         """
         if not self.has_run:
             if resume:
-                raise ConfigError(f"there is no run in {self.path} to resume: leave --resume out to begin one", key="out")
+                raise ConfigError(
+                    f"there is no run in {self.path} to resume: leave --resume out to begin one", key="out"
+                )
             if self.path.is_dir() and any(not path.name.startswith(".") for path in self.path.iterdir()):
                 raise ConfigError(
                     f"{self.path} is not empty, and has no run: give another folder with --out", key="out"

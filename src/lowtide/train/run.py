@@ -39,7 +39,16 @@ from lowtide.lab.training import Batch
 from lowtide.plain_text import Plain
 from lowtide.planning.plan import Schedule
 from lowtide.runtime.replanning import OUT_OF_MEMORY
-from lowtide.train.data import Prefetch, SequenceBatches, Sequences, divided, fingerprint, mapped_tokens, mixed_seed, source_files
+from lowtide.train.data import (
+    Prefetch,
+    SequenceBatches,
+    Sequences,
+    divided,
+    fingerprint,
+    mapped_tokens,
+    mixed_seed,
+    source_files,
+)
 from lowtide.train.folder import OutputFolder, differences_in_words
 from lowtide.train.keeper import Keeper
 from lowtide.train.metrics import Curves, MetricsLog, require_tensorboard
