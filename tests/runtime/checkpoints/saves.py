@@ -10,6 +10,7 @@ import torch
 from lowtide.runtime.checkpoints.disk import Disk
 from lowtide.runtime.checkpoints.folder import Retention, RunFolder
 from lowtide.runtime.checkpoints.format import CheckpointReader, CheckpointWriter, TensorSpec
+from tests.runtime.checkpoints.power_cut import QuickDisk
 
 
 def tensors_of(step: int, variant: int = 0) -> dict[str, dict[str, torch.Tensor]]:
@@ -40,9 +41,10 @@ def save(run: RunFolder, step: int, *, variant: int = 0, disk: Disk | None = Non
 
 
 def saved(path: Path, steps: Sequence[int], retention: Retention | None = None) -> None:
-    with RunFolder(path, retention=retention or Retention(newest=100)) as run:
+    disk = QuickDisk()
+    with RunFolder(path, retention=retention or Retention(newest=100), disk=disk) as run:
         for step in steps:
-            save(run, step)
+            save(run, step, disk=disk)
 
 
 def what_is_in(reader: CheckpointReader) -> tuple[int, int]:

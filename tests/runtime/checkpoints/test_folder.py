@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,9 +18,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowtide.errors import CheckpointError, ConfigError, DamagedCheckpointError, FolderInUseError
+from lowtide.errors import CheckpointError, CheckpointWriteError, ConfigError, DamagedCheckpointError, FolderInUseError
+from lowtide.runtime.checkpoints.disk import Disk
 from lowtide.runtime.checkpoints.folder import Retention, RunFolder
 from lowtide.runtime.checkpoints.format import CheckpointWriter
+from tests.runtime.checkpoints.power_cut import QuickDisk
 from tests.runtime.checkpoints.saves import save, saved, tensors_of, what_is_in, write
 
 
@@ -240,7 +246,8 @@ def test_two_writers_in_one_process(tmp_path: Path) -> None:
 
 
 @contextmanager
-def another_process(path: Path, then: str) -> Iterator[subprocess.Popen[str]]:
+def another_process(path: Path, then: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process that holds the lock, and the line that it prints after."""
     script = (
         "import sys, os, time, pathlib\n"
         "from lowtide.runtime.checkpoints.folder import RunFolder\n"
@@ -248,43 +255,231 @@ def another_process(path: Path, then: str) -> Iterator[subprocess.Popen[str]]:
     )
     with subprocess.Popen([sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        process.stdout.readline()
         try:
-            yield process
+            yield process, process.stdout.readline()
         finally:
             process.kill()
 
 
 def test_two_processes(tmp_path: Path) -> None:
     saved(tmp_path, [1])
-    with another_process(tmp_path, "print('held', flush=True); time.sleep(100)") as process:
+    with another_process(tmp_path, "print('held', flush=True); time.sleep(100)") as (process, _):
         with pytest.raises(FolderInUseError, match=rf"process {process.pid} on .* saves into .*; stop it") as caught:
             RunFolder(tmp_path).lock()
         assert (caught.value.pid, caught.value.host) == (process.pid, socket.gethostname())
-        process.send_signal(signal.SIGKILL)
+        process.kill()
         process.wait()
         saved(tmp_path, [2])
 
 
 def test_a_forked_child_does_not_hold_the_lock_of_its_killed_parent(tmp_path: Path) -> None:
-    then = "child = os.fork()\nif child == 0:\n    print(os.getpid(), flush=True); time.sleep(100)\ntime.sleep(100)"
-    script_output: list[int] = []
-    saved(tmp_path, [1])
-    script = (
-        "import sys, os, time, pathlib\n"
-        "from lowtide.runtime.checkpoints.folder import RunFolder\n"
-        "run = RunFolder(pathlib.Path(sys.argv[1])); run.lock()\n" + then
-    )
-    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        script_output.append(int(process.stdout.readline()))
+    then = "if os.fork() == 0: print(os.getpid(), flush=True)\ntime.sleep(100)"
+    with another_process(tmp_path, then) as (process, line):
+        process.kill()
+        process.wait()
+        child = int(line)
         try:
-            process.kill()
-            process.wait()
-            os.kill(script_output[0], 0)
+            os.kill(child, 0)
             saved(tmp_path, [2])
         finally:
-            os.kill(script_output[0], signal.SIGKILL)
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_folder_that_is_dropped_lets_go(tmp_path: Path) -> None:
+    RunFolder(tmp_path).begin(1)
+    with RunFolder(tmp_path):
+        assert hidden(tmp_path) == []
+
+
+def test_closing_abandons_a_save_under_way(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    partial = run.begin(1)
+    write(partial, 1)
+    run.close()
+    assert hidden(tmp_path) == []
+    with pytest.raises(CheckpointError, match="is not a finished checkpoint of a save that was begun here; save again"):
+        run.publish(partial, 1)
+
+
+def test_one_that_another_process_removes_meanwhile_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, [10, 20])
+    run = RunFolder(tmp_path)
+    before = run.checkpoints()
+    shutil.rmtree(tmp_path / "step-00000020")
+    shutil.rmtree(tmp_path / "step-00000010")
+    saved(tmp_path, [30])
+    listings = iter([before])
+    listed = RunFolder.checkpoints
+    monkeypatch.setattr(RunFolder, "checkpoints", lambda self: next(listings, None) or listed(self))
+    reader = run.newest_good()
+    assert reader is not None
+    assert what_is_in(reader) == (30, 0)
+
+
+def test_a_name_that_is_not_quite_a_steps_is_no_checkpoint(tmp_path: Path) -> None:
+    saved(tmp_path, [10])
+    for name in ("step-000000010", "step-10", "step-00000010.bak", "old-step-00000010"):
+        shutil.copytree(tmp_path / "step-00000010", tmp_path / name)
+    assert list(RunFolder(tmp_path).checkpoints().values()) == [tmp_path / "step-00000010"]
+
+
+class SmallDisk(QuickDisk):
+    """Has room for so many bytes of files."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._free_bytes = num_bytes
+
+    def create(self, path: Path, num_bytes: int) -> int:
+        if num_bytes > self._free_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._free_bytes -= num_bytes
+        return super().create(path, num_bytes)
+
+    def unlink(self, path: Path) -> None:
+        self._free_bytes += path.stat().st_size
+        super().unlink(path)
+
+    def free_bytes(self, path: Path) -> int:
+        return self._free_bytes
+
+
+def test_a_disk_that_holds_just_two_checkpoints(tmp_path: Path) -> None:
+    """The newest one stays, and a save needs room for one more. With two that stay, the third save finds no room."""
+    saved(tmp_path / "sized", [1_000_000])
+    size = sum(file.stat().st_size for file in (tmp_path / "sized" / "step-01000000").iterdir())
+    disk, path = SmallDisk(2 * size), tmp_path / "run"
+    with RunFolder(path, retention=Retention(newest=1), disk=disk) as run:
+        for step in (1_000_001, 1_000_002, 1_000_003, 1_000_003):
+            save(run, step, disk=disk)
+        assert list(run.checkpoints()) == [1_000_003]
+    with RunFolder(path, retention=Retention(newest=2), disk=disk) as run:
+        save(run, 1_000_004, disk=disk)
+        with pytest.raises(
+            CheckpointWriteError, match=r"cannot make room for .* \d+ B of the disk are free.* keep fewer chec"
+        ):
+            save(run, 1_000_005, disk=disk)
+        assert list(run.checkpoints()) == [1_000_004, 1_000_003]
+    with RunFolder(path, retention=Retention(newest=1), disk=disk) as run:
+        shutil.rmtree(path / "step-01000003")
+        disk = SmallDisk(size)
+        save(run, 1_000_005, disk=disk)
+        assert list(run.checkpoints()) == [1_000_005]
+
+
+def test_what_cannot_be_taken_away_is_told_and_goes_with_the_next_save(tmp_path: Path) -> None:
+    saved(tmp_path, [10])
+    disk = RefusingDisk("unlink")
+    with RunFolder(tmp_path, retention=Retention(newest=1), disk=disk) as run:
+        text = r"\.step-00000010\.removed-.* in .* could not be taken away: .*Input/output error; the next save tries again"
+        with pytest.warns(UserWarning, match=text):
+            save(run, 20)
+        assert list(run.checkpoints()) == [20]
+        assert len(hidden(tmp_path)) == 1
+        disk.refused = ""
+        save(run, 30)
+    assert hidden(tmp_path) == []
+
+
+class RefusingDisk(QuickDisk):
+    """Refuses to take files away, or to give a checkpoint its name."""
+
+    def __init__(self, refused: str) -> None:
+        self.refused = refused
+
+    def unlink(self, path: Path) -> None:
+        if self.refused == "unlink":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        super().unlink(path)
+
+    def rename(self, old: Path, new: Path) -> None:
+        if self.refused == "rename" and new.name.startswith("step-"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        super().rename(old, new)
+
+
+def test_a_replacement_that_breaks_off_leaves_the_former_one(tmp_path: Path) -> None:
+    saved(tmp_path, [10])
+    disk = RefusingDisk("rename")
+    with RunFolder(tmp_path, disk=disk) as run:
+        with (
+            pytest.raises(
+                CheckpointWriteError, match=r"cannot rename \.step-00000010\.partial-.* Input/output error; .*"
+            ),
+            pytest.warns(UserWarning, match="could not be renamed back to step-00000010: .*; it is read as it is"),
+        ):
+            save(run, 10, variant=1)
+        reader = run.newest_good()
+        assert reader is not None
+        assert what_is_in(reader) == (10, 0)
+        disk.refused = ""
+        save(run, 20)
+    assert list(run.checkpoints()) == [20, 10]
+
+
+def test_a_torn_one_stays_until_a_person_sees_to_it(tmp_path: Path) -> None:
+    saved(tmp_path, [10])
+    (tmp_path / "step-00000010" / "checkpoint.json").unlink()
+    with (
+        RunFolder(tmp_path, retention=Retention(newest=1)) as run,
+        pytest.warns(
+            UserWarning, match="step-00000010 in .* stays: it has no index by which its files could be told from"
+        ),
+    ):
+        save(run, 20)
+    assert (tmp_path / "step-00000010").is_dir()
+
+
+def test_a_torn_one_is_replaced(tmp_path: Path) -> None:
+    saved(tmp_path, [10])
+    (tmp_path / "step-00000010" / "checkpoint.json").write_bytes(b"{")
+    with RunFolder(tmp_path) as run:
+        save(run, 10, variant=1)
+    assert hidden(tmp_path) == []
+    assert list(run.checkpoints()) == [10]
+
+
+def test_a_run_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises(CheckpointWriteError, match="cannot open .lock in .*: Not a directory; .* save to another one"):
+        RunFolder(tmp_path / "run").lock()
+    assert RunFolder(tmp_path / "run").newest_good() is None
+
+
+def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(
+        CheckpointError, match=r"\.lock in .* cannot be locked: .*; save to a file system that has flock"
+    ):
+        RunFolder(tmp_path).lock()
+
+
+def test_a_holder_that_has_not_said_who_it_is(tmp_path: Path) -> None:
+    with (tmp_path / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(
+            FolderInUseError, match="another process, which has not said its number yet, saves into"
+        ) as caught:
+            RunFolder(tmp_path).lock()
+    assert (caught.value.pid, caught.value.host) == (None, None)
+
+
+@pytest.mark.parametrize(("number", "is_told"), [(errno.EINVAL, False), (errno.EIO, True)])
+def test_a_file_system_that_cannot_sync_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_told: bool
+) -> None:
+    """Some network file systems have no such call. Any other failure counts."""
+
+    def fsync(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match="Input/output") if is_told else contextlib.nullcontext():
+        Disk().sync_folder(tmp_path)
 
 
 def test_values_of_two_steps_differ() -> None:

@@ -9,6 +9,7 @@ import sys
 import threading
 import zlib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,11 @@ from safetensors.torch import load_file
 
 from lowtide.errors import CheckpointError, CheckpointWriteError, ConfigError, DamagedCheckpointError
 from lowtide.plain_text import Plain
-from lowtide.runtime.checkpoints.checksum import combined
+from lowtide.runtime.checkpoints import blocks, layout
+from lowtide.runtime.checkpoints.blocks import BLOCK_BYTES, combined
 from lowtide.runtime.checkpoints.format import CheckpointReader, CheckpointWriter, TensorSpec
 from lowtide.runtime.checkpoints.layout import DTYPES
+from tests.runtime.checkpoints.power_cut import QuickDisk
 
 Files = Mapping[str, Mapping[str, torch.Tensor]]
 STATE: dict[str, Plain] = {"epoch": 3, "best": float("inf"), "rates": [1e-3, 0.1], "note": "ä\ud800", "none": None}
@@ -235,6 +238,15 @@ def test_parts_and_tensors_that_files_cannot_have_are_refused(tmp_path: Path) ->
         TensorSpec(dtype=torch.uint8, shape=(0, 2**70))
 
 
+def test_a_header_that_the_library_would_not_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "_MOST_HEADER_BYTES", 100)
+    expected = (
+        r"model.safetensors would have 2 tensors and a header of \d+ bytes; .* reads 100 at most: give it a smaller"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        CheckpointWriter(tmp_path, specs_of({"model": {"one": torch.zeros(1), "two": torch.zeros(1)}}))
+
+
 def test_what_is_not_there_is_named_with_what_is_near(tmp_path: Path) -> None:
     write(tmp_path, {"model": {"head.weight": torch.zeros(1)}})
     reader = CheckpointReader(tmp_path)
@@ -244,6 +256,76 @@ def test_what_is_not_there_is_named_with_what_is_near(tmp_path: Path) -> None:
         reader.names("modle")
     with pytest.raises(CheckpointError, match="has no file 'config.json'"):
         reader.text("config.json")
+
+
+def test_reading_from_many_threads(tmp_path: Path) -> None:
+    tensors = {f"layers.{number}": torch.randn(300, 70) for number in range(40)}
+    write(tmp_path, {"model": tensors}, max_file_bytes=300_000)
+    reader = CheckpointReader(tmp_path)
+    with ThreadPoolExecutor(6) as pool:
+        values = list(pool.map(lambda name: reader.read("model", name), tensors))
+    assert all(torch.equal(value, tensors[name]) for name, value in zip(tensors, values, strict=True))
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 5, 10])
+def test_what_goes_to_a_device_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(blocks, "_STAGED_BYTES", 16)
+    saved, read = torch.randn(count), torch.zeros(count)
+    (tmp_path / "file").write_bytes(b"header" + saved.numpy().tobytes())
+    with (tmp_path / "file").open("rb") as file:
+        assert blocks.read_in_blocks(file.fileno(), read, 6) == zlib.crc32(saved.numpy())
+    assert torch.equal(read, saved)
+
+
+@pytest.mark.gpu
+def test_reading_into_a_tensor_on_the_device(tmp_path: Path) -> None:
+    value = torch.randn(5_000_001)
+    write(tmp_path, {"model": {"weight": value, "turned": value[:20].reshape(4, 5)}})
+    reader = CheckpointReader(tmp_path)
+    into = torch.zeros(5_000_001, device="cuda")
+    assert reader.read("model", "weight", into) is into
+    assert torch.equal(into.cpu(), value)
+    turned = torch.zeros(5, 4, device="cuda").t()
+    assert torch.equal(reader.read("model", "turned", turned).cpu(), value[:20].reshape(4, 5))
+
+
+class SlowDisk(QuickDisk):
+    """Waits in the second write of a tensor until it is let go, and notes what is written to closed files."""
+
+    def __init__(self) -> None:
+        self.is_writing, self.may_go_on = threading.Event(), threading.Event()
+        self.closed: set[int] = set()
+        self.num_late = 0
+
+    def write(self, descriptor: int, data: memoryview, offset: int) -> int:
+        if len(data) == BLOCK_BYTES:
+            self.is_writing.set()
+            assert self.may_go_on.wait(30)
+            self.num_late += descriptor in self.closed
+        return super().write(descriptor, data, offset)
+
+    def close(self, descriptor: int) -> None:
+        self.closed.add(descriptor)
+        super().close(descriptor)
+
+
+def test_closing_waits_for_writes_under_way(tmp_path: Path) -> None:
+    """A descriptor that is closed meanwhile could be another file's by the thread's next write."""
+    disk, value = SlowDisk(), torch.zeros(4 * BLOCK_BYTES, dtype=torch.uint8)
+    writer = CheckpointWriter(tmp_path, specs_of({"model": {"weight": value}}), disk=disk)
+    with ThreadPoolExecutor(2) as pool:
+        writing = pool.submit(writer.write, "model", "weight", value)
+        assert disk.is_writing.wait(30)
+        closing = pool.submit(writer.close)
+        assert not closing.done()
+        disk.may_go_on.set()
+        closing.result(30)
+        with pytest.raises(
+            CheckpointWriteError, match="cannot be written any more: its writer is closed; begin a new save"
+        ):
+            writing.result(30)
+    assert len(disk.closed) == 1
+    assert disk.num_late == 0
 
 
 def test_reading_holds_no_second_copy(tmp_path: Path) -> None:

@@ -77,23 +77,24 @@ class Disk:
 
 
 @contextmanager
-def told_with_file(disk: Disk, doing: str, path: Path, *, room: str = "") -> Iterator[None]:
+def told_with_file(disk: Disk, run: Path, doing: str, path: Path, *, room: str = "") -> Iterator[None]:
     """An `OSError` inside becomes a `CheckpointWriteError` that names the file and the free bytes.
 
     Args:
         disk: Where the file is.
+        run: The run folder.
         doing: What fails, as in "cannot ...".
-        path: The file or folder, inside a checkpoint or a run folder.
+        path: The file or folder in it.
         room: What to say about the bytes that are needed.
     """
     try:
         yield
     except OSError as error:
         free_bytes = _free_bytes(disk, path)
-        inside = f"{path.parent.name}/{path.name}"
+        inside = path.relative_to(run).as_posix()
         free = "an unknown number of bytes" if free_bytes is None else format_bytes(free_bytes)
         raise CheckpointWriteError(
-            f"cannot {doing} {inside} in {path.parent.parent}: {error.strerror or error}; {free} of the disk are free"
+            f"cannot {doing} {inside} in {run}: {error.strerror or error}; {free} of the disk are free"
             f"{room}. The checkpoints that were there before are as they were; {_advice(error)}",
             file=inside,
             free_bytes=free_bytes,

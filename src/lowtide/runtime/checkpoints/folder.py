@@ -12,24 +12,22 @@ checkpoint yet, or any more:
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import re
 import socket
 import warnings
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from lowtide.errors import BadRecordError, CheckpointError, ConfigError, DamagedCheckpointError, FolderInUseError
+from lowtide.errors import BadRecordError, CheckpointError, ConfigError, DamagedCheckpointError
 from lowtide.runtime.checkpoints.disk import Disk, told_with_file
 from lowtide.runtime.checkpoints.format import CheckpointReader
 from lowtide.runtime.checkpoints.index import INDEX_NAME, from_text
+from lowtide.runtime.checkpoints.lock import FolderLock
 
-LOCK_NAME = ".lock"
 _STEP = re.compile(r"step-(\d{8,18})")
 _HIDDEN = re.compile(r"\.(step-\d{8,18})\.(partial|replaced|removed)-.+")
 _OWN_ENDINGS = (".safetensors", ".json")
@@ -82,8 +80,7 @@ class RunFolder:
         self.path = path
         self._retention = Retention() if retention is None else retention
         self._disk = Disk() if disk is None else disk
-        self._release: weakref.finalize[[int], RunFolder] | None = None
-        """Gives the lock back; None while it is not held."""
+        self._lock = FolderLock(path)
         self._partial: Path | None = None
         """What is being written."""
         self._warned: set[str] = set()
@@ -105,17 +102,16 @@ class RunFolder:
             CheckpointWriteError: The folder cannot be made.
             CheckpointError: The file system has no locks.
         """
-        if self._release is not None and self._release.alive:
-            return
-        self._make_folder()
-        self._release = weakref.finalize(self, os.close, _locked(self.path))
-        _LOCKED.add(self)
-        self._sweep()
+        if not self._lock.is_held:
+            self._make_folder()
+            self._lock.take()
+            self._sweep()
 
     def close(self) -> None:
-        """Let others write here."""
-        if self._release is not None:
-            self._release()
+        """Let others write here. A save that is under way is abandoned."""
+        if self._partial is not None:
+            self.abandon(self._partial)
+        self._lock.release()
 
     def begin(self, step: int) -> Path:
         """An empty folder for the checkpoint of a step, to be written by a `CheckpointWriter` and given to `publish`.
@@ -140,7 +136,7 @@ class RunFolder:
             )
         self._sweep()
         partial = self._hidden(final.name, "partial")
-        with told_with_file(self._disk, "make", partial):
+        with told_with_file(self._disk, self.path, "make", partial):
             self._disk.make_folder(partial)
         self._partial = partial
         return partial
@@ -159,13 +155,13 @@ class RunFolder:
         final = self.path / _name(step)
         replaced = self._moved_aside(final) if final.exists() else None
         try:
-            with told_with_file(self._disk, "rename", partial):
+            with told_with_file(self._disk, self.path, "rename", partial):
                 self._disk.rename(partial, final)
         except BaseException:
             if replaced is not None:
                 self._rename_back(replaced, final)
             raise
-        with told_with_file(self._disk, "sync the name of", final):
+        with told_with_file(self._disk, self.path, "sync the name of", final):
             self._disk.sync_folder(self.path)
         self._partial = None
         if replaced is not None:
@@ -196,11 +192,11 @@ class RunFolder:
         found: dict[int, Path] = {}
         for path in self._entries():
             hidden = _HIDDEN.fullmatch(path.name)
-            if hidden is None and (named := _STEP.fullmatch(path.name)) and path.is_dir():
+            # One that was moved aside counts where a process was killed before the new one had the name.
+            name = hidden[1] if hidden and hidden[2] == "replaced" else path.name
+            named = _STEP.fullmatch(name)
+            if named and name == _name(int(named[1])) and path.is_dir():
                 found[int(named[1])] = path
-            elif hidden and hidden[2] == "replaced" and path.is_dir():
-                # Killed between two renames: nothing has the step's name at this moment.
-                found.setdefault(int(hidden[1].removeprefix("step-")), path)
         return {step: found[step] for step in sorted(found, reverse=True)}
 
     def newest_good(self) -> CheckpointReader | None:
@@ -213,16 +209,21 @@ class RunFolder:
             CheckpointError: One cannot be read for a reason that is not its own, such as its permissions.
         """
         damaged: list[DamagedCheckpointError] = []
+        is_gone = False
         for step, folder in self.checkpoints().items():
             try:
                 reader = opened(folder, step)
                 reader.verify()
             except DamagedCheckpointError as error:
-                damaged.append(error)
+                # Another process saves here, and has taken this one away meanwhile.
+                is_gone = is_gone or not folder.exists()
+                damaged += [error] if folder.exists() else []
                 continue
             if damaged:
                 warnings.warn(f"{_listed(damaged)} {folder.name} is used instead", UserWarning, stacklevel=2)
             return reader
+        if is_gone:
+            return self.newest_good()
         if damaged:
             raise DamagedCheckpointError(
                 f"none of the {len(damaged)} checkpoints in {self.path} can be used. {_listed(damaged)} To begin anew, save "
@@ -252,14 +253,14 @@ class RunFolder:
             missing.append(folder)
             folder = folder.parent
         for path in reversed(missing):
-            with told_with_file(self._disk, "make", path):
+            with told_with_file(self._disk, path.parent, "make", path):
                 self._disk.make_folder(path)
                 self._disk.sync_folder(path.parent)
 
     def _moved_aside(self, final: Path) -> Path:
         """The former checkpoint of a step, under a name by which it still counts while the step's own is free."""
         replaced = self._hidden(final.name, "replaced")
-        with told_with_file(self._disk, "rename", final):
+        with told_with_file(self._disk, self.path, "rename", final):
             self._disk.rename(final, replaced)
             self._disk.sync_folder(self.path)
         return replaced
@@ -390,61 +391,3 @@ def _own_files(folder: Path) -> frozenset[str] | None:
         return from_text((folder / INDEX_NAME).read_bytes()).file_names
     except (OSError, BadRecordError):
         return None
-
-
-_LOCKED: weakref.WeakSet[RunFolder] = weakref.WeakSet()
-
-
-def _let_go_in_child() -> None:
-    """A forked child, such as a data worker, must not hold the lock beyond the life of its parent."""
-    for folder in list(_LOCKED):
-        folder.close()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go_in_child)
-
-
-def _locked(path: Path) -> int:
-    """A descriptor that holds the folder's lock until it is closed; the system closes it when the process dies."""
-    # Not on Windows, where nothing is saved, but the package is imported.
-    import fcntl
-
-    with told_with_file(Disk(), "open", path / LOCK_NAME):
-        descriptor = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with told_with_file(Disk(), "write", path / LOCK_NAME):
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
-    except BlockingIOError:
-        holder = os.pread(descriptor, 4096, 0)
-        os.close(descriptor)
-        raise _in_use(path, holder) from None
-    except OSError as error:
-        os.close(descriptor)
-        raise CheckpointError(
-            f"{LOCK_NAME} in {path} cannot be locked: {error}; save to a file system that has flock, so that no second "
-            "process can write here",
-            file=LOCK_NAME,
-        ) from error
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def _in_use(path: Path, holder: bytes) -> FolderInUseError:
-    pid, host = None, None
-    try:
-        said = json.loads(holder)
-        pid, host = int(said["pid"]), str(said["host"])
-    except (ValueError, KeyError, TypeError):
-        who = "another process, which has not said its number yet,"
-    else:
-        who = f"process {pid} on {host}"
-        if (pid, host) == (os.getpid(), socket.gethostname()):
-            who = f"this process, {pid} on {host}, by another session or RunFolder,"
-    return FolderInUseError(
-        f"{who} saves into {path}; stop it, or give this run a folder of its own", pid=pid, host=host
-    )

@@ -23,7 +23,15 @@ import torch
 
 from lowtide.errors import BadRecordError, CheckpointError, CheckpointWriteError, DamagedCheckpointError, did_you_mean
 from lowtide.plain_text import Plain
-from lowtide.runtime.checkpoints.checksum import combined
+from lowtide.runtime.checkpoints.blocks import (
+    BLOCK_BYTES,
+    bytes_of,
+    checksum_of,
+    combined,
+    read_all,
+    read_in_blocks,
+    write_all,
+)
 from lowtide.runtime.checkpoints.disk import Disk, told_with_file
 from lowtide.runtime.checkpoints.index import (
     INDEX_NAME,
@@ -39,10 +47,6 @@ from lowtide.units import MiB, format_bytes
 
 __all__ = ["CheckpointReader", "CheckpointWriter", "Index", "TensorSpec"]
 
-_BLOCK_BYTES = MiB
-"""What is checksummed and written, or read, at a time: it is in the processor's cache for the second of the two."""
-_STAGED_BYTES = 16 * MiB
-"""What is read at a time for a tensor that the disk cannot be read into: one on a device."""
 _MOST_INDEX_BYTES = 1024 * MiB
 _DAMAGE = {
     errno.ENOENT: "it is missing",
@@ -134,7 +138,7 @@ class CheckpointWriter:
             CheckpointError: The value is not the one that was announced, or is written a second time.
         """
         part, place = self._expected(file, name, value, start)
-        data = _bytes_of(value)
+        data = bytes_of(value)
         if not data:
             return
         begin = (start or 0) * place.spec.dtype.itemsize
@@ -173,7 +177,7 @@ class CheckpointWriter:
                     self._disk.sync(descriptor)
             index = Index(step=step, state=state, files=self._shards, checksums=checksums, texts=self._write_texts())
             self._write_file(INDEX_NAME, to_text(index))
-            with told_with_file(self._disk, "sync", self._folder):
+            with told_with_file(self._disk, self._folder.parent, "sync", self._folder):
                 self._disk.sync_folder(self._folder)
         self.close()
         return index
@@ -217,12 +221,12 @@ class CheckpointWriter:
     def _write_bytes(self, name: str, data: memoryview, offset: int) -> int:
         """The CRC-32 of the bytes."""
         checksum, descriptor = 0, self._descriptors[name]
-        for begin in range(0, len(data), _BLOCK_BYTES):
+        for begin in range(0, len(data), BLOCK_BYTES):
             self._refuse_after_failure()
-            block = data[begin : begin + _BLOCK_BYTES]
+            block = data[begin : begin + BLOCK_BYTES]
             checksum = zlib.crc32(block, checksum)
             with self._told("write", name):
-                _write_all(self._disk, descriptor, block, offset + begin)
+                write_all(self._disk, descriptor, block, offset + begin)
         return checksum
 
     def _write_texts(self) -> dict[str, TextFile]:
@@ -245,7 +249,7 @@ class CheckpointWriter:
     @contextmanager
     def _told(self, doing: str, name: str) -> Iterator[None]:
         room = f", and the checkpoint takes {format_bytes(self.num_bytes)}"
-        with told_with_file(self._disk, doing, self._folder / name, room=room):
+        with told_with_file(self._disk, self._folder.parent, doing, self._folder / name, room=room):
             yield
 
     @contextmanager
@@ -288,7 +292,7 @@ class CheckpointReader:
         for part in itertools.chain.from_iterable(self.index.files.values()):
             with self._told(part.name), self._opened(part.name, part.num_bytes) as descriptor:
                 header = bytearray(len(part.header))
-                _read_all(descriptor, memoryview(header), 0)
+                read_all(descriptor, memoryview(header), 0)
                 if header != part.header:
                     raise BadRecordError("its header is not the one that was saved")
         for name, text in self.index.texts.items():
@@ -327,12 +331,12 @@ class CheckpointReader:
         values = into.detach()
         with self._told(part.name), self._opened(part.name, part.num_bytes) as descriptor:
             if values.device.type == "cpu" and values.is_contiguous():
-                checksum = _read_all(descriptor, _bytes_of(values), place.offset)
+                checksum = read_all(descriptor, bytes_of(values), place.offset)
             elif values.is_contiguous():
-                checksum = _read_in_blocks(descriptor, values.reshape(-1), place.offset)
+                checksum = read_in_blocks(descriptor, values.reshape(-1), place.offset)
             else:
                 whole = torch.empty(spec.shape, dtype=spec.dtype)
-                checksum = _read_all(descriptor, _bytes_of(whole), place.offset)
+                checksum = read_all(descriptor, bytes_of(whole), place.offset)
                 values.copy_(whole)
             self._check(file, name, checksum)
         return into
@@ -378,7 +382,7 @@ class CheckpointReader:
 
     def _verify_tensor(self, file: str, name: str, part: Shard, place: Place) -> None:
         with self._told(part.name), self._opened(part.name, part.num_bytes) as descriptor:
-            self._check(file, name, _checksum_of(descriptor, place.offset, place.spec.nbytes))
+            self._check(file, name, checksum_of(descriptor, place.offset, place.spec.nbytes))
 
     def _check(self, file: str, name: str, checksum: int) -> None:
         if checksum != self.index.checksums[file][name]:
@@ -405,7 +409,7 @@ class CheckpointReader:
             if num_bytes > _MOST_INDEX_BYTES:
                 raise BadRecordError(f"it has {num_bytes:,} bytes, which none that Lowtide writes has")
             text = bytearray(num_bytes)
-            _read_all(descriptor, memoryview(text), 0)
+            read_all(descriptor, memoryview(text), 0)
         return bytes(text)
 
     @contextmanager
@@ -442,62 +446,6 @@ class CheckpointReader:
                 "again from where it is whole",
                 file=inside,
             ) from error
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host.
-
-    Raises:
-        CheckpointError: It is on a device, or its values are not one after another.
-    """
-    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        raise CheckpointError(
-            f"a tensor on {tensor.device} of stride {tensor.stride()} cannot be saved as it is; give a contiguous copy on "
-            "the host"
-        )
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy 1 has no Buffer
-
-
-def _write_all(disk: Disk, descriptor: int, data: memoryview, offset: int) -> None:
-    while data:
-        written = disk.write(descriptor, data, offset)
-        if written <= 0:
-            raise OSError(f"the disk took none of {len(data):,} bytes")
-        data, offset = data[written:], offset + written
-
-
-def _read_all(descriptor: int, data: memoryview, offset: int) -> int:
-    """Fill the memory from the file, and give the CRC-32 of what came."""
-    checksum = 0
-    while data:
-        count = os.preadv(descriptor, [data[:_BLOCK_BYTES]], offset)
-        if count == 0:
-            raise BadRecordError("it ends early")
-        checksum = zlib.crc32(data[:count], checksum)
-        data, offset = data[count:], offset + count
-    return checksum
-
-
-def _read_in_blocks(descriptor: int, values: torch.Tensor, offset: int) -> int:
-    """Fill a flat tensor on a device, and give the CRC-32 of what came."""
-    staged = torch.empty(min(values.numel(), _STAGED_BYTES // values.itemsize), dtype=values.dtype)
-    pieces = []
-    for begin in range(0, values.numel(), max(1, staged.numel())):
-        block = staged[: values.numel() - begin]
-        data = _bytes_of(block)
-        pieces.append((len(data), _read_all(descriptor, data, offset + begin * values.itemsize)))
-        values[begin : begin + block.numel()].copy_(block)
-    return combined(pieces)
-
-
-def _checksum_of(descriptor: int, offset: int, num_bytes: int) -> int:
-    buffer = memoryview(bytearray(min(num_bytes, _BLOCK_BYTES)))
-    checksum = 0
-    for begin in range(0, num_bytes, _BLOCK_BYTES):
-        block = buffer[: num_bytes - begin]
-        _read_all(descriptor, block, offset + begin)
-        checksum = zlib.crc32(block, checksum)
-    return checksum
 
 
 def _whole_checksum(file: str, name: str, place: Place, pieces: Mapping[int, tuple[int, int | None]]) -> int:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from lowtide import compat
-from lowtide.errors import CheckpointError, CheckpointMismatchError, ConfigError, SessionError
+from lowtide.errors import BadRecordError, CheckpointError, CheckpointMismatchError, ConfigError, SessionError
 from lowtide.optim.state import ParameterState
 from lowtide.optim.update_types import Numerics
 from lowtide.planning.plan import Plan, plan_from_json
@@ -41,6 +41,7 @@ from lowtide.runtime.hand_over import bring_state
 from lowtide.runtime.parameters.weight_file import WeightFile
 from lowtide.runtime.plan_run import PlanRun
 from lowtide.runtime.session import Session, refuse_managed
+from lowtide.runtime.updates.chunk_optimizer import unwrapped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +56,8 @@ class LoadedCheckpoint:
     """The plain values that were given to `save` as `state`, by their names: an epoch, say."""
     is_exact: bool
     """Whether training goes on with the bits of the undisturbed run; False where a format had to be converted."""
-    plan: Plan
-    """Under which it was saved. The checkpoint does not depend on it."""
+    plan: Plan | None
+    """Under which it was saved, on which nothing in it depends; None where it is of another version of Lowtide."""
 
 
 def load(
@@ -102,12 +103,20 @@ def load(
     if session is None:
         assert isinstance(target, nn.Module)
         assert optimizer is not None
-        return _load(saved, _of_plain(target, optimizer), state or {})
-    plan_run = session.plan_run
-    with plan_run.between_steps("lowtide.load"), plan_run.setup.on_host():
+        return _load(saved, _of_plain(target, unwrapped(optimizer, None)), state or {})
+    plan_run = session._open()
+    with plan_run.between_steps("lowtide.load", discards_step=True), plan_run.setup.on_host():
         loaded = _load(saved, _of_session(plan_run), state or {})
-    session.count_from(loaded.step)
+    session._count_from(loaded.step)
     return loaded
+
+
+def newest_checkpoint(folder: str | Path) -> Path | None:
+    """The newest checkpoint in the folder of a run; None where nothing was saved yet.
+
+    Its bytes are verified when it is loaded: `load` with the run's folder goes back to the one before where they are damaged.
+    """
+    return next(iter(RunFolder(Path(folder)).checkpoints().values()), None)
 
 
 def load_weights(folder: str | Path, target: Session | nn.Module, *, step: int | None = None) -> None:
@@ -132,7 +141,7 @@ def load_weights(folder: str | Path, target: Session | nn.Module, *, step: int |
         refuse_managed(model, None)
         _take_weights(path, model, step)
         return
-    plan_run = session.plan_run
+    plan_run = session._open()
     with plan_run.between_steps("lowtide.load_weights"), plan_run.setup.on_host():
         _take_weights(path, model, step)
         plan_run.settle()
@@ -154,9 +163,11 @@ class _Receiver:
     """Whether state of our own kernels may be turned into that of torch's own optimizer."""
     begin: Callable[[int | None], None]
     """Before the first value is written; with the seed of stochastic rounding, where there is one."""
-    put: Callable[[torch.Tensor, ParameterState | dict[str, Any]], None]
-    """State of a parameter, in the form that its optimizer keeps here."""
+    put: Callable[[torch.Tensor, ParameterState | dict[str, Any], Mapping[str, Any]], None]
+    """State of a parameter, in the form that its optimizer keeps here; with the settings of its group."""
     end: Callable[[], None]
+    broke: Callable[[str], None]
+    """Told why only a part was written."""
 
 
 def _of_session(plan_run: PlanRun) -> _Receiver:
@@ -170,20 +181,19 @@ def _of_session(plan_run: PlanRun) -> _Receiver:
         begin=plan_run.begin_loading,
         put=plan_run.put_state,
         end=plan_run.end_loading,
+        broke=plan_run.lose_load,
     )
 
 
 def _of_plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> _Receiver:
-    group_of = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-
     def begin(seed: int | None) -> None:
         assert seed is None, "only our own kernels round by chance"
         optimizer.zero_grad()
         optimizer.state.clear()
 
-    def put(parameter: torch.Tensor, state: ParameterState | dict[str, Any]) -> None:
+    def put(parameter: torch.Tensor, state: ParameterState | dict[str, Any], group: Mapping[str, Any]) -> None:
         assert isinstance(state, dict)
-        bring_state(state, parameter, group_of[id(parameter)])
+        bring_state(state, parameter, group)
         optimizer.state[parameter] = state
 
     devices = [parameter.device for parameter in model.parameters()]
@@ -197,6 +207,7 @@ def _of_plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> _Receiver:
         begin=begin,
         put=put,
         end=lambda: None,
+        broke=lambda reason: None,
     )
 
 
@@ -269,11 +280,16 @@ def _load(saved: SavedTraining, receiver: _Receiver, state: Mapping[str, object]
         )
     # Last: what was loaded before may have drawn some.
     restore_random_state(decoder.decode(reader.index.state["random"]), receiver.device)
-    plan = reader.index.state["plan"]
-    assert isinstance(plan, str)
     return LoadedCheckpoint(
-        folder=reader.folder, step=reader.index.step, state=plain, is_exact=is_exact, plan=plan_from_json(plan)
+        folder=reader.folder, step=reader.index.step, state=plain, is_exact=is_exact, plan=_plan_of(reader)
     )
+
+
+def _plan_of(reader: CheckpointReader) -> Plan | None:
+    try:
+        return plan_from_json(str(reader.index.state["plan"]))
+    except (BadRecordError, ConfigError):
+        return None
 
 
 def _check(saved: SavedTraining, receiver: _Receiver, own: ModelEntries, state: Mapping[str, object]) -> None:
@@ -348,32 +364,41 @@ def _write(saved: SavedTraining, receiver: _Receiver, own: ModelEntries, states:
     reader, optimizer = saved.reader, receiver.optimizer
     trained = _trained(saved, receiver, own)
     is_exact = all(states.is_exact(name, parameter) for name, parameter, _ in trained.values())
-    with _told_where_it_broke(reader.folder.name, len(own.tensors)) as written, torch.no_grad():
+    with _told_where_it_broke(reader.folder.name, len(own.tensors), receiver.broke) as written, torch.no_grad():
         receiver.begin(None if saved.numerics is None or receiver.numerics is None else saved.numerics.seed)
         if optimizer is not None:
             _take_settings(saved, optimizer, decoder)
         for name, tensor in own.tensors.items():
             if id(tensor) not in trained:
-                is_exact &= reader.names(MODEL)[name].dtype is tensor.dtype
+                is_exact &= saved.weights[name].dtype is tensor.dtype
                 tensor.copy_(reader.read(MODEL, name))
                 written.append(name)
         for name, parameter, group in trained.values():
-            assert optimizer is not None
-            rule = (
-                rule_with(optimizer, group, {}, parameter, receiver.numerics, saved.numerics)
-                if saved.state_of(name) is not None
-                else None
-            )
-            found = states.read(name, parameter, rule)
-            parameter.copy_(found.weight)
-            if found.state is not None:
-                receiver.put(parameter, found.state)
+            _write_parameter(saved, receiver, states, name, parameter, group)
             written.append(name)
         extra = {name: decoder.decode(value) for name, value in saved.model["extra"].items()}
         if extra:
             receiver.model.load_state_dict(extra, strict=False)
         receiver.end()
     return is_exact
+
+
+def _write_parameter(
+    saved: SavedTraining,
+    receiver: _Receiver,
+    states: StateReader,
+    name: str,
+    parameter: torch.Tensor,
+    group: Mapping[str, Any],
+) -> None:
+    """Write one parameter and its state; what was read for it is gone when this returns."""
+    assert receiver.optimizer is not None
+    has_state = saved.state_of(name) is not None
+    rule = rule_with(receiver.optimizer, group, {}, parameter, receiver.numerics, saved.numerics) if has_state else None
+    found = states.read(name, parameter, rule)
+    parameter.copy_(found.weight)
+    if found.state is not None:
+        receiver.put(parameter, found.state, group)
 
 
 def _trained(
@@ -420,7 +445,7 @@ def _take_weights(path: Path, model: nn.Module, step: int | None) -> None:
     reader = open_checkpoint(path, step)
     saved = SavedTraining.read(reader)
     check_model(saved, model_entries(model))
-    _fill(model, lambda name: reader.read(MODEL, name) if name in reader.names(MODEL) else None)
+    _fill(model, lambda name: reader.read(MODEL, name) if name in saved.weights else None)
 
 
 def _fill(model: nn.Module, value_of: Callable[[str], torch.Tensor | None]) -> None:
@@ -433,14 +458,16 @@ def _fill(model: nn.Module, value_of: Callable[[str], torch.Tensor | None]) -> N
 
 
 @contextlib.contextmanager
-def _told_where_it_broke(checkpoint: str, num_tensors: int) -> Iterator[list[str]]:
-    """Gathers the names of what is written; an error inside says how much that was."""
+def _told_where_it_broke(checkpoint: str, num_tensors: int, broke: Callable[[str], None]) -> Iterator[list[str]]:
+    """Gathers the names of what is written; an error inside says how much that was, and so does the next step."""
     written: list[str] = []
     try:
         yield written
     except BaseException as error:
-        error.add_note(
-            f"Loading {checkpoint} broke off after {len(written)} of {num_tensors} tensors of the model: it is a mixture of what "
-            "it was and of the checkpoint. Load a checkpoint again before it is trained or saved."
+        reason = (
+            f"loading {checkpoint} broke off after {len(written)} of {num_tensors} tensors of the model: it is a mixture of what "
+            "it was and of the checkpoint. Load a checkpoint again before it is trained or saved"
         )
+        broke(reason)
+        error.add_note(reason)
         raise
