@@ -16,10 +16,9 @@ from lowtide.models import resolve_model
 from lowtide.runtime.checkpoints.format import CheckpointReader
 from lowtide.train.data import Prefetch, mixed_seed
 from lowtide.train.folder import OutputFolder
+from lowtide.train.inputs import find_tokenizer, read_inputs
 from lowtide.train.model import find_subject
-from lowtide.train.run import read_inputs
 from lowtide.train.stopping import StopRequests
-from lowtide.train.tokenizer import find_tokenizer
 from tests.train.runs import Heard, losses, refuse_to_leave, rows, small_recipe, train
 
 

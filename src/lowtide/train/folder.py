@@ -22,9 +22,9 @@ from pathlib import Path
 from lowtide import config, plain_text
 from lowtide.errors import ConfigError
 from lowtide.plain_text import Plain
+from lowtide.runtime.checkpoints.contents import tokenizer_files
 from lowtide.runtime.checkpoints.folder import RunFolder
 from lowtide.train.recipe import TrainRecipe, differing_keys, harmful_keys
-from lowtide.train.tokenizer import TOKENIZER_FILES
 
 RECIPE, DATA = "recipe.yaml", "data.json"
 _MODEL_SUFFIXES = (".safetensors", ".safetensors.index.json")
@@ -149,7 +149,10 @@ class OutputFolder:
                 # No link: who writes into the result must not change the checkpoint.
                 shutil.copyfile(file, fresh / file.name)
         if source is not None:
-            for name in (*TOKENIZER_FILES, *_CONFIG_FILES):
+            with contextlib.suppress(ConfigError):  # which has no tokenizer
+                for file in tokenizer_files(source):
+                    shutil.copyfile(file, fresh / file.name)
+            for name in _CONFIG_FILES:
                 if (source / name).is_file():
                     shutil.copyfile(source / name, fresh / name)
             _name_dtype(fresh / "config.json", dtype)
