@@ -33,6 +33,7 @@ PUBLIC = (
     "load_weights",
     "make_plan",
     "manage",
+    "newest_checkpoint",
     "observe",
     "plan",
     "prepare",

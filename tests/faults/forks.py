@@ -81,7 +81,7 @@ class ForkServer:
 
     def __enter__(self) -> ForkServer:
         # One thread each: a fork copies none of a pool's.
-        threads = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         paths = os.pathsep.join([str(REPO / "src"), str(REPO)])
         around = os.environ | threads | {"PYTHONPATH": paths, "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
         self._server = subprocess.Popen(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # noqa: F401  # which the first optimizer imports: seconds, paid once in the server
+import torch._dynamo  # which the first optimizer imports: seconds, paid once in the server
 
 from tests.faults import small_runs, train_runs
 from tests.faults.forks import Page

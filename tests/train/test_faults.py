@@ -123,7 +123,9 @@ class TestLostSteps:
         recipe = small_recipe(undisturbed.parent, "checkpoints.every=2", "faults.retries=1")
         with (
             trained_with(in_backward(Fault({4, 5, 6}, fail(out_of_memory())))),
-            pytest.raises(RunStoppedError, match="2 times in a row step 4 was lost.*Step 2 is saved; go on by `lowtide train"),
+            pytest.raises(
+                RunStoppedError, match="2 times in a row step 4 was lost.*Step 2 is saved; go on by `lowtide train"
+            ),
         ):
             train(recipe, tmp_path / "out")
         assert train(recipe, tmp_path / "out", resume=True).is_finished
@@ -133,7 +135,9 @@ class TestLostSteps:
         recipe = small_recipe(tmp_path, "schedule=in_backward", "faults.retries=1")
         with (
             trained_with(in_backward(Fault(set(range(2, 100)), fail(out_of_memory())))),
-            pytest.raises(RunStoppedError, match="it went back to a checkpoint 2 times: step .*Nothing of it is saved yet"),
+            pytest.raises(
+                RunStoppedError, match="it went back to a checkpoint 2 times: step .*Nothing of it is saved yet"
+            ),
         ):
             train(recipe, tmp_path / "out")
 
@@ -155,9 +159,7 @@ class TestNotFinite:
         assert losses(tmp_path / "out") == losses(undisturbed)
 
     @pytest.mark.parametrize("place", [of_loss, of_gradient], ids=["loss", "gradient"])
-    def test_steps_are_left_out_as_often_as_is_allowed(
-        self, tmp_path: Path, place: Callable[[Fault], Any]
-    ) -> None:
+    def test_steps_are_left_out_as_often_as_is_allowed(self, tmp_path: Path, place: Callable[[Fault], Any]) -> None:
         recipe = small_recipe(tmp_path, "faults.skip_non_finite=2")
         with trained_with(place(Fault({3, 4}, lambda: float("nan")))):
             result = train(recipe, tmp_path / "out")
@@ -195,9 +197,13 @@ class TestExceptions:
         tokens = np.zeros(32 * 40, dtype=np.uint16)
         tokens[32 * 9 + 5] = 999
         np.save(tmp_path / "tokens.npy", tokens)
-        recipe = small_recipe(tmp_path, "data.text=null", f"data.tokens={tmp_path / 'tokens.npy'}", "data.shuffle=false")
+        recipe = small_recipe(
+            tmp_path, "data.text=null", f"data.tokens={tmp_path / 'tokens.npy'}", "data.shuffle=false"
+        )
         recipe = override(recipe, ["checkpoints.every=1"])
-        message = r"batch 4 could not be made: token 999 of the sequence in .*tokens.npy, at token 288, is not one of the"
+        message = (
+            r"batch 4 could not be made: token 999 of the sequence in .*tokens.npy, at token 288, is not one of the"
+        )
         with pytest.raises(RunStoppedError, match=rf"{message} model's 256.*Step 4 is saved"):
             train(recipe, tmp_path / "out")
         assert [step for step, _ in losses(tmp_path / "out")] == [1, 2, 3, 4]
@@ -226,7 +232,9 @@ class TestExceptions:
             raise CheckpointWriteError("no space left")
 
         monkeypatch.setattr(Keeper, "save", save)
-        with pytest.raises(RunStoppedError, match="step 2 could not be saved: no space left. Nothing of it is saved yet"):
+        with pytest.raises(
+            RunStoppedError, match="step 2 could not be saved: no space left. Nothing of it is saved yet"
+        ):
             train(small_recipe(tmp_path, "steps=2"), tmp_path / "out")
 
 

@@ -16,20 +16,15 @@ from lowtide.models import resolve_model
 from lowtide.runtime.checkpoints.format import CheckpointReader
 from lowtide.train.data import Prefetch, mixed_seed
 from lowtide.train.folder import OutputFolder
+from lowtide.train.inputs import find_tokenizer, read_inputs
 from lowtide.train.model import find_subject
-from lowtide.train.run import read_inputs
 from lowtide.train.stopping import StopRequests
-from lowtide.train.tokenizer import find_tokenizer
 from tests.train.runs import Heard, losses, refuse_to_leave, rows, small_recipe, train
 
 
 def weights(out: Path, step: int) -> dict[str, torch.Tensor]:
     reader = CheckpointReader(out / "checkpoints" / f"step-{step:08d}")
-    return {
-        f"{file}.{name}": reader.read(file, name)
-        for file in ("model", "optimizer")
-        for name in reader.names(file)
-    }
+    return {f"{file}.{name}": reader.read(file, name) for file in ("model", "optimizer") for name in reader.names(file)}
 
 
 def assert_same_weights(one: Path, other: Path, step: int) -> None:
@@ -93,9 +88,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_bits(undisturbed: Path, tm
     assert (first.is_finished, first.model, stop.exit_code) == (False, None, 130)
     assert chosen <= first.step == first.saved_step <= chosen + 1
     heard = Heard()
-    again = train(
-        override(recipe, [f"device_memory={budget}"]), tmp_path / "out", resume=True, heard=heard
-    )
+    again = train(override(recipe, [f"device_memory={budget}"]), tmp_path / "out", resume=True, heard=heard)
     assert again.is_finished
     assert f"going on after step {first.step}" in heard.notes
     assert losses(tmp_path / "out") == losses(undisturbed)

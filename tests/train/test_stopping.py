@@ -161,7 +161,9 @@ def test_a_run_that_is_killed_again_and_again_loses_nothing(tmp_path: Path) -> N
     while True:
         starts += 1
         command = [sys.executable, "-m", "lowtide", "train", tmp_path / "recipe.yaml", "--out", out, "--resume"]
-        process = subprocess.Popen(command[: None if (out / "recipe.yaml").exists() else -1], stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command[: None if (out / "recipe.yaml").exists() else -1], stderr=subprocess.PIPE, text=True
+        )
         num_before = len(losses_so_far(out))
         while process.poll() is None and len(losses_so_far(out)) < num_before + 5 * starts:
             time.sleep(0.02)

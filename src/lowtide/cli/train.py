@@ -40,9 +40,7 @@ class Display(Protocol):
     def __exit__(self, *_: object) -> None: ...
 
 
-def run_train(
-    name: str, overrides: Sequence[str], out: Path | None, *, resume: bool, as_json: bool
-) -> None:
+def run_train(name: str, overrides: Sequence[str], out: Path | None, *, resume: bool, as_json: bool) -> None:
     """Train a recipe, or go on with a run that is in a folder; ends with where the result is."""
     folder, recipe = read_request(name, overrides, out)
     require_writable("--out", [folder.path], are_folders=True)

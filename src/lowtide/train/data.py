@@ -155,7 +155,7 @@ class SequenceBatches:
                 wrong = largest if largest >= self.vocab_size else int(row.min())
                 raise DataError(
                     f"token {wrong} of the sequence in {self.sequences.where(number)}, is not one of the model's "
-                    f"{self.vocab_size:,}: the tokens were made by another tokenizer, or data.token_type is wrong"
+                    f"{self.vocab_size:,}: the tokens were made by another tokenizer, or data.bin_type is wrong"
                 )
         ids = torch.from_numpy(rows)
         return {"input_ids": ids, "labels": ids.clone()}
@@ -186,7 +186,7 @@ def token_files(path: Path) -> list[Path]:
     return found
 
 
-def mapped_tokens(file: Path, token_type: str) -> Ids:
+def mapped_tokens(file: Path, bin_type: str) -> Ids:
     """The tokens of a file, mapped.
 
     Raises:
@@ -201,12 +201,12 @@ def mapped_tokens(file: Path, token_type: str) -> Ids:
                     key="data.tokens",
                 )
             return array
-        num_bytes, width = file.stat().st_size, np.dtype(token_type).itemsize
+        num_bytes, width = file.stat().st_size, np.dtype(bin_type).itemsize
         if num_bytes % width:
             raise ConfigError(
-                f"{file} has {num_bytes:,} bytes, which is no whole number of {token_type}: set data.token_type, or make the "
+                f"{file} has {num_bytes:,} bytes, which is no whole number of {bin_type}: set data.bin_type, or make the "
                 "file again",
-                key="data.token_type",
+                key="data.bin_type",
             )
         return _mapped(file, f"<u{width}")
     except (OSError, ValueError) as error:

@@ -1,12 +1,12 @@
 """The folder of a run: its recipe, its rows, its checkpoints, and at the end the model.
 
-    OUT/
-      recipe.yaml       the recipe, every key spelt out
-      data.json         what it read, so that another text is noticed when it goes on
-      metrics.jsonl     a row for each step and event
-      tensorboard/      curves, where the recipe asks for them
-      checkpoints/      see `lowtide.runtime.checkpoints.folder`
-      model/            the result: loads with `from_pretrained` where the model is a Hugging Face one
+OUT/
+  recipe.yaml       the recipe, every key spelt out
+  data.json         what it read, so that another text is noticed when it goes on
+  metrics.jsonl     a row for each step and event
+  tensorboard/      curves, where the recipe asks for them
+  checkpoints/      see `lowtide.runtime.checkpoints.folder`
+  model/            the result: loads with `from_pretrained` where the model is a Hugging Face one
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pathlib import Path
 from lowtide import config, plain_text
 from lowtide.errors import ConfigError
 from lowtide.plain_text import Plain
+from lowtide.runtime.checkpoints.contents import tokenizer_files
 from lowtide.runtime.checkpoints.folder import RunFolder
 from lowtide.train.recipe import TrainRecipe, differing_keys, harmful_keys
-from lowtide.train.tokenizer import TOKENIZER_FILES
 
 RECIPE, DATA = "recipe.yaml", "data.json"
 _MODEL_SUFFIXES = (".safetensors", ".safetensors.index.json")
@@ -77,7 +77,9 @@ class OutputFolder:
         """
         if not self.has_run:
             if resume:
-                raise ConfigError(f"there is no run in {self.path} to resume: leave --resume out to begin one", key="out")
+                raise ConfigError(
+                    f"there is no run in {self.path} to resume: leave --resume out to begin one", key="out"
+                )
             if self.path.is_dir() and any(not path.name.startswith(".") for path in self.path.iterdir()):
                 raise ConfigError(
                     f"{self.path} is not empty, and has no run: give another folder with --out", key="out"
@@ -147,7 +149,10 @@ class OutputFolder:
                 # No link: who writes into the result must not change the checkpoint.
                 shutil.copyfile(file, fresh / file.name)
         if source is not None:
-            for name in (*TOKENIZER_FILES, *_CONFIG_FILES):
+            with contextlib.suppress(ConfigError):  # which has no tokenizer
+                for file in tokenizer_files(source):
+                    shutil.copyfile(file, fresh / file.name)
+            for name in _CONFIG_FILES:
                 if (source / name).is_file():
                     shutil.copyfile(source / name, fresh / name)
             _name_dtype(fresh / "config.json", dtype)

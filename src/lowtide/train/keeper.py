@@ -20,18 +20,11 @@ class Keeper:
     Args:
         folder: Where they are.
         recipe: When they are due, and which stay.
-        tokenizer: The folder whose tokenizer is saved along; None: none is.
         clock: In seconds.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        recipe: CheckpointRecipe,
-        tokenizer: Path | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._folder, self._recipe, self._tokenizer, self._clock = folder, recipe, tokenizer, clock
+    def __init__(self, folder: Path, recipe: CheckpointRecipe, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder, self._recipe, self._clock = folder, recipe, clock
         self._begun_at_s = clock()
         self.newest: Path | None = None
         """The last checkpoint that this start saved or loaded."""
@@ -90,7 +83,6 @@ class Keeper:
             state=_objects(trained),
             keep=self._recipe.keep,
             keep_every=self._recipe.keep_every,
-            tokenizer=self._tokenizer,
         )
         self.saved_step, self.saved_at_s = step, self._clock()
         self.save_s = self.saved_at_s - began_s

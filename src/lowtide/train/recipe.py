@@ -38,8 +38,8 @@ class DataRecipe:
     text: Path | None = None
     """A text file, or a folder of .txt files; each file is one document."""
     tokens: Path | None = None
-    """A .npy file of whole numbers, a .bin file of `token_type`, or a folder of such files."""
-    token_type: Literal["uint16", "uint32"] = "uint16"
+    """A .npy file of whole numbers, a .bin file of `bin_type`, or a folder of such files."""
+    bin_type: Literal["uint16", "uint32"] = "uint16"
     """What a .bin file holds."""
     tokenizer: str | None = None
     """`bytes`, or `hf:FOLDER` with a tokenizer; None: the one in the model's own folder, else bytes."""

@@ -15,7 +15,7 @@ import contextlib
 import math
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -26,8 +26,8 @@ from lowtide.errors import (
     CheckpointError,
     ConfigError,
     DataError,
-    LowtideError,
     LossScaleError,
+    LowtideError,
     NonFiniteGradientError,
     NonFiniteLossError,
     RunStoppedError,
@@ -39,15 +39,15 @@ from lowtide.lab.training import Batch
 from lowtide.plain_text import Plain
 from lowtide.planning.plan import Schedule
 from lowtide.runtime.replanning import OUT_OF_MEMORY
-from lowtide.train.data import Prefetch, SequenceBatches, Sequences, divided, fingerprint, mapped_tokens, mixed_seed, source_files
+from lowtide.train.data import Prefetch, mixed_seed
 from lowtide.train.folder import OutputFolder, differences_in_words
+from lowtide.train.inputs import Inputs, find_tokenizer, read_inputs
 from lowtide.train.keeper import Keeper
 from lowtide.train.metrics import Curves, MetricsLog, require_tensorboard
 from lowtide.train.model import Subject, Trained, find_subject, on_device, prepared
 from lowtide.train.progress import Meter, RunStatus
 from lowtide.train.recipe import TrainRecipe
 from lowtide.train.stopping import StopRequests
-from lowtide.train.tokenizer import RunTokenizer, find_tokenizer
 
 
 class Watcher(Protocol):
@@ -78,17 +78,6 @@ class RunResult:
     loss: float | None = None
     """Of the last step that this start took."""
     evaluation_loss: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Inputs:
-    """What a run reads."""
-
-    batches: SequenceBatches
-    held_out: Sequence[Batch]
-    steps: int
-    record: dict[str, Plain]
-    """Of what it is made, for the run's folder."""
 
 
 class _FromCheckpointError(Exception):
@@ -124,7 +113,7 @@ def run_training(
             watcher.note("nothing of the run is saved: it begins anew")
         if differing:
             watcher.note(f"the recipe differs from before: {differences_in_words(differing)}")
-        keeper = Keeper(out.checkpoints, recipe.checkpoints, None if tokenizer is None else tokenizer.folder)
+        keeper = Keeper(out.checkpoints, recipe.checkpoints)
         if _is_over(out, keeper, inputs.steps):
             result = RunResult(
                 folder=out.path, step=inputs.steps, steps=inputs.steps, is_finished=True, saved_step=inputs.steps
@@ -165,67 +154,6 @@ def _published(subject: Subject, out: OutputFolder, keeper: Keeper) -> Path:
             f"the run is finished and saved, and its model cannot be copied to {out.model}: {error}; it is in {checkpoint}. "
             f"Make room, and write it by `{out.resume_command}`"
         ) from error
-
-
-def read_inputs(subject: Subject, tokenizer: RunTokenizer | None, say: Callable[[str], None]) -> Inputs:
-    """The data of a recipe as numbered batches.
-
-    Raises:
-        ConfigError: It is missing, too short, or not for the model.
-    """
-    recipe, (rows, length) = subject.recipe, subject.shape
-    data = recipe.data
-    source = data.text if data.tokens is None else data.tokens
-    assert source is not None, "a recipe names text or tokens"
-    if tokenizer is not None and tokenizer.vocab_size > subject.vocab_size:
-        raise ConfigError(
-            f"{tokenizer.words} has {tokenizer.vocab_size:,} tokens, and the largest embedding of {recipe.model} "
-            f"{subject.vocab_size:,} rows: give the model's own tokenizer, or set model_settings.vocab_size of a built-in model",
-            key="data.tokenizer",
-        )
-    files = source_files(data, source)
-    sequences = _sequences(subject, tokenizer, files, length, say)
-    train, held_out = divided(sequences, data.held_out_share)
-    if data.held_out is not None:
-        held_out_files = source_files(data, data.held_out)
-        held_out = _sequences(subject, tokenizer, held_out_files, length, say)
-        files = [*files, *held_out_files]
-    batches = SequenceBatches(
-        sequences=train, batch=rows, vocab_size=subject.vocab_size, seed=recipe.seed if data.shuffle else None
-    )
-    evaluated: Sequence[Batch] = ()
-    if held_out is not None:
-        evaluated = replace(batches, sequences=held_out).in_order(recipe.evaluation.batches)
-    per_epoch = len(train) / (rows * recipe.accumulation)
-    steps = recipe.steps if recipe.steps is not None else max(1, round(recipe.epochs * per_epoch))
-    say(f"{len(train):,} sequences of {length} tokens, {steps / per_epoch:.2g} epochs")
-    made_of = [] if tokenizer is None else tokenizer.files
-    record: dict[str, Plain] = {
-        "files": ", ".join(str(file) for file in files[:8]),
-        "fingerprint": fingerprint([*files, *made_of]),
-        "tokenizer": None if tokenizer is None else tokenizer.words,
-        "sequences": len(train),
-        "held_out": 0 if held_out is None else len(held_out),
-    }
-    return Inputs(batches=batches, held_out=evaluated, steps=steps, record=record)
-
-
-def _sequences(
-    subject: Subject, tokenizer: RunTokenizer | None, files: Sequence[Path], length: int, say: Callable[[str], None]
-) -> Sequences:
-    if tokenizer is None:
-        arrays = [mapped_tokens(file, subject.recipe.data.token_type) for file in files]
-    else:
-        arrays = tokenizer.tokens_of(files, say)
-    found = Sequences(arrays=arrays, names=[str(file) for file in files], length=length)
-    if not len(found):
-        raise ConfigError(
-            f"{files[0]}{' and others' if len(files) > 1 else ''} gives {sum(map(len, arrays)):,} tokens, fewer than one "
-            f"sequence of {length}: give more text, or shorter sequences, such as --set batch={subject.shape[0]}x"
-            f"{max(2, max(map(len, arrays)) // 2)}",
-            key="data",
-        )
-    return found
 
 
 class Run:
@@ -407,8 +335,8 @@ class Run:
             times = f", {num_left_out} steps in a row" if num_left_out > 1 else ""
             raise RunStoppedError(
                 self._told(
-                    f"step {self._step + 1:,} is not finite{times}: {error}. Lower optimizer.settings.lr, set max_grad_norm, look at "
-                    f"the batch, or let faults.skip_non_finite leave out more than {most}"
+                    f"step {self._step + 1:,} is not finite{times}: {error}. Lower optimizer.settings.lr, set max_grad_norm, look "
+                    f"at the batch, or let faults.skip_non_finite leave out more than {most}"
                 )
             ) from error
         self._trained.optimizer.zero_grad()

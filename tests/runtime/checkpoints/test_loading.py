@@ -435,9 +435,11 @@ def test_a_step_is_asked_for(tmp_path: Path) -> None:
     with training(Run()) as made:
         with pytest.raises(CheckpointError, match="there is no checkpoint in"):
             made.load(tmp_path / "nothing")
+        assert lowtide.newest_checkpoint(tmp_path / "nothing") is None
         for _ in range(3):
             made.step()
             made.session.save(tmp_path, state=made.state, keep=5)
+        assert lowtide.newest_checkpoint(tmp_path) == tmp_path / "step-00000003"
         assert lowtide.load(tmp_path, made.session, state=made.state, step=2).step == 2
         with pytest.raises(CheckpointError, match=r"no checkpoint of step 7 in .*; there are those of steps 1, 2, 3"):
             lowtide.load(tmp_path, made.session, state=made.state, step=7)

@@ -113,6 +113,14 @@ def load(
     return loaded
 
 
+def newest_checkpoint(folder: str | Path) -> Path | None:
+    """The newest checkpoint in the folder of a run; None where nothing was saved yet.
+
+    Its bytes are verified when it is loaded: `load` with the run's folder goes back to the one before where they are damaged.
+    """
+    return next(iter(RunFolder(Path(folder)).checkpoints().values()), None)
+
+
 def load_weights(folder: str | Path, target: Session | nn.Module, *, step: int | None = None) -> None:
     """Take over weights and persistent buffers alone: to evaluate, or to begin a new training from them.
 

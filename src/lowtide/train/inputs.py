@@ -1,11 +1,13 @@
-"""The tokenizer of a run: a text's own bytes, or that of a Hugging Face folder, whose tokens are made once and kept."""
+"""The inputs of a run: its files as tokens, by a tokenizer or as they are, cut into batches and parted into what is trained on
+and what is held out. The tokens that a tokenizer makes are kept in the cache.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +16,26 @@ import numpy as np
 from lowtide import plain_text
 from lowtide.errors import ConfigError, MissingExtraError
 from lowtide.hardware.machine import cache_folder
+from lowtide.lab.training import Batch
 from lowtide.models.huggingface import PREFIX
-from lowtide.train.data import Ids, fingerprint, mapped_bytes, mapped_tokens
+from lowtide.plain_text import Plain
+from lowtide.runtime.checkpoints.contents import tokenizer_files
+from lowtide.train.data import (
+    Ids,
+    SequenceBatches,
+    Sequences,
+    divided,
+    fingerprint,
+    mapped_bytes,
+    mapped_tokens,
+    source_files,
+)
+from lowtide.train.model import Subject
 
 BYTES = "bytes"
 _SCHEMA = "lowtide.tokens/1"
 _PIECE = 1 << 20
 """Characters that are tokenized at a time, up to the end of a line."""
-_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-"""One of them is in a folder that has a tokenizer."""
-TOKENIZER_FILES = (
-    *_FILES, "merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-)  # fmt: skip
-"""What belongs to a tokenizer in a Hugging Face folder: a result has copies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +55,7 @@ class RunTokenizer:
         """What it is made of; nothing for bytes."""
         if self.folder is None:
             return []
-        return [file for name in TOKENIZER_FILES if (file := self.folder / name).is_file()]
+        return tokenizer_files(self.folder)
 
     @property
     def vocab_size(self) -> int:
@@ -95,13 +104,15 @@ def find_tokenizer(asked: str | None, model: str) -> RunTokenizer:
     if spec.startswith(PREFIX):
         folder = Path(spec.removeprefix(PREFIX)).expanduser()
         folder = folder.parent if folder.is_file() else folder
-        if any((folder / name).is_file() for name in _FILES):
-            return RunTokenizer(folder=folder)
-        raise ConfigError(
-            f"{folder} has no tokenizer ({', '.join(_FILES)}): give data.tokenizer=hf:FOLDER, data.tokenizer=bytes, or tokens "
-            "that were made before as data.tokens",
-            key="data.tokenizer",
-        )
+        try:
+            tokenizer_files(folder)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{folder} has no tokenizer: give data.tokenizer=hf:FOLDER, data.tokenizer=bytes, or tokens that were made before "
+                "as data.tokens",
+                key="data.tokenizer",
+            ) from error
+        return RunTokenizer(folder=folder)
     return RunTokenizer(folder=None)
 
 
@@ -145,3 +156,78 @@ def _pieces(file: Path) -> Iterator[str]:
         raise ConfigError(f"{file} is not text in UTF-8: {error}", key="data.text") from error
     if lines:
         yield "".join(lines)
+
+
+# -- batches -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Inputs:
+    """What a run reads."""
+
+    batches: SequenceBatches
+    held_out: Sequence[Batch]
+    steps: int
+    record: dict[str, Plain]
+    """Of what it is made, for the run's folder."""
+
+
+def read_inputs(subject: Subject, tokenizer: RunTokenizer | None, say: Callable[[str], None]) -> Inputs:
+    """The data of a recipe as numbered batches.
+
+    Raises:
+        ConfigError: It is missing, too short, or not for the model.
+    """
+    recipe, (rows, length) = subject.recipe, subject.shape
+    data = recipe.data
+    source = data.text if data.tokens is None else data.tokens
+    assert source is not None, "a recipe names text or tokens"
+    if tokenizer is not None and tokenizer.vocab_size > subject.vocab_size:
+        raise ConfigError(
+            f"{tokenizer.words} has {tokenizer.vocab_size:,} tokens, and the largest embedding of {recipe.model} "
+            f"{subject.vocab_size:,} rows: give the model's own tokenizer, or set model_settings.vocab_size of a built-in model",
+            key="data.tokenizer",
+        )
+    files = source_files(data, source)
+    sequences = _sequences(subject, tokenizer, files, length, say)
+    train, held_out = divided(sequences, data.held_out_share)
+    if data.held_out is not None:
+        held_out_files = source_files(data, data.held_out)
+        held_out = _sequences(subject, tokenizer, held_out_files, length, say)
+        files = [*files, *held_out_files]
+    batches = SequenceBatches(
+        sequences=train, batch=rows, vocab_size=subject.vocab_size, seed=recipe.seed if data.shuffle else None
+    )
+    evaluated: Sequence[Batch] = ()
+    if held_out is not None:
+        evaluated = replace(batches, sequences=held_out).in_order(recipe.evaluation.batches)
+    per_epoch = len(train) / (rows * recipe.accumulation)
+    steps = recipe.steps if recipe.steps is not None else max(1, round(recipe.epochs * per_epoch))
+    say(f"{len(train):,} sequences of {length} tokens, {steps / per_epoch:.2g} epochs")
+    made_of = [] if tokenizer is None else tokenizer.files
+    record: dict[str, Plain] = {
+        "files": ", ".join(str(file) for file in files[:8]),
+        "fingerprint": fingerprint([*files, *made_of]),
+        "tokenizer": None if tokenizer is None else tokenizer.words,
+        "sequences": len(train),
+        "held_out": 0 if held_out is None else len(held_out),
+    }
+    return Inputs(batches=batches, held_out=evaluated, steps=steps, record=record)
+
+
+def _sequences(
+    subject: Subject, tokenizer: RunTokenizer | None, files: Sequence[Path], length: int, say: Callable[[str], None]
+) -> Sequences:
+    if tokenizer is None:
+        arrays = [mapped_tokens(file, subject.recipe.data.bin_type) for file in files]
+    else:
+        arrays = tokenizer.tokens_of(files, say)
+    found = Sequences(arrays=arrays, names=[str(file) for file in files], length=length)
+    if not len(found):
+        raise ConfigError(
+            f"{files[0]}{' and others' if len(files) > 1 else ''} gives {sum(map(len, arrays)):,} tokens, fewer than one "
+            f"sequence of {length}: give more text, or shorter sequences, such as --set batch={subject.shape[0]}x"
+            f"{max(2, max(map(len, arrays)) // 2)}",
+            key="data",
+        )
+    return found
