@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -57,11 +56,15 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self._file = path.open("ab", buffering=0)
 
     def add(self, kind: str, step: int, value: Any = None) -> None:
         """Write a line."""
-        os.write(self._file, (json.dumps([kind, step, value]) + "\n").encode())
+        self._file.write((json.dumps([kind, step, value]) + "\n").encode())
+
+    def close(self) -> None:
+        """End."""
+        self._file.close()
 
     @staticmethod
     def lines(path: Path) -> list[tuple[str, int, Any]]:
@@ -139,6 +142,12 @@ class Training:
         self.pending = step
         if self.run.allowance is None:
             self.report()
+
+    def close(self) -> None:
+        """Close the session, which waits for its save."""
+        self.session.close()
+        self.report()
+        self.journal.close()
 
     def report(self) -> None:
         """The save under way is over, and it went well."""
