@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -335,16 +335,6 @@ def harmful_keys(keys: Sequence[str]) -> list[str]:
 def _flat(plain: dict[str, Plain], prefix: str = "") -> dict[str, Plain]:
     found: dict[str, Plain] = {}
     for key, value in plain.items():
+        # An empty mapping has no keys of its own to differ by.
         found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found
-
-
-def all_keys(kind: type = TrainRecipe, prefix: str = "") -> list[str]:
-    """Every dotted key of a recipe, in the order of the fields."""
-    parts = {"data": DataRecipe, "scheduler": SchedulerRecipe, "evaluation": EvaluationRecipe}
-    parts |= {"checkpoints": CheckpointRecipe, "log": LogRecipe, "faults": FaultRecipe, "optimizer": OptimizerRecipe}
-    found: list[str] = []
-    for each in fields(kind):
-        inner = parts.get(each.name) if kind is TrainRecipe else None
-        found += [f"{prefix}{each.name}"] if inner is None else all_keys(inner, f"{each.name}.")
     return found
