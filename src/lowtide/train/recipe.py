@@ -203,6 +203,8 @@ class TrainRecipe:
     """The learning rate of each step."""
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """The precision of fp32 matrix products, as `torch.set_float32_matmul_precision` takes it."""
+    deterministic: bool = False
+    """Whether CUDA uses only kernels that give the same bits again, so that a resumed run does; they may be slower."""
     evaluation: EvaluationRecipe = field(default_factory=EvaluationRecipe)
     """The loss on what is held out; without such data there is none."""
     checkpoints: CheckpointRecipe = field(default_factory=CheckpointRecipe)

@@ -119,12 +119,16 @@ def run_training(
                 folder=out.path, step=inputs.steps, steps=inputs.steps, is_finished=True, saved_step=inputs.steps
             )
         else:
-            with training.arithmetic(subject.recipe, subject.device):
+            with training.arithmetic(subject.recipe, subject.device), _reproducible(subject):
                 result = Run(subject, inputs, out, keeper, watcher, stop).to_the_end()
         if result.is_finished:
             watcher.say("writing the model")
             result = replace(result, model=_published(subject, out, keeper))
     return result
+
+
+def _reproducible(subject: Subject) -> contextlib.AbstractContextManager[None]:
+    return training.deterministic(subject.device) if subject.recipe.deterministic else contextlib.nullcontext()
 
 
 def _is_over(out: OutputFolder, keeper: Keeper, steps: int) -> bool:
