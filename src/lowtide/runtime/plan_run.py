@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -215,8 +215,12 @@ class PlanRun:
     # -- saved and loaded ----------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def between_steps(self, what: str) -> Iterator[None]:
+    def between_steps(self, what: str, *, discards_step: bool = False) -> Iterator[None]:
         """A call of this thread that looks at all weights or changes them; everything is settled when it begins.
+
+        Args:
+            what: The call, for messages.
+            discards_step: What went wrong with the last step is of no interest: everything is about to be replaced.
 
         Raises:
             SessionError: A forward or a backward is under way.
@@ -224,19 +228,38 @@ class PlanRun:
         executor = self._executor
         executor.process.require()
         with executor.calling(what):
+            executor.mend()
             if executor.is_in_step():
                 raise SessionError(
                     f"{what} was called inside of a forward or a backward, where weights are on their way; call it between "
                     "two steps"
                 )
+<<<<<<< HEAD
             executor.before_any_change()
             executor.check_broken()
+=======
+            if discards_step:
+                self._discard_step()
+>>>>>>> state
             self.settle()
-            if self._managed is not None and isinstance(self._managed.runner, KernelOptimizer):
-                self._managed.runner.kept.settle()
+            if (kept := self.kept_states) is not None:
+                kept.settle()
             for group in self._groups.values():
                 group.adopt_foreign_data()
             yield
+
+    def _discard_step(self) -> None:
+        # A failed update, and a gradient that was not finite, are forgotten once they are told of.
+        for _ in range(len(chunks_in(self._groups.values())) + 1):
+            with contextlib.suppress(Exception):  # whatever an update of the user's optimizer raises
+                self.settle()
+                break
+        self._executor.lost_step.be_told()
+        self._executor.forget_step()
+
+    def lose_load(self, reason: str) -> None:
+        """A checkpoint was loaded in part: neither a step nor a save, until the gradients are cleared or it is loaded again."""
+        self._executor.lost_step.lose_to_load(reason)
 
     def refuse_gradients(self, what: str) -> None:
         """Refuse a call between a backward and the `step()` that uses its gradients, or after a step that broke off.
@@ -246,7 +269,7 @@ class PlanRun:
         """
         executor = self._executor
         if executor.lost_step.reason is not None:
-            raise SessionError(f"{what} was called after a step that broke off: {executor.lost_step.reason}")
+            raise SessionError(f"{what} was called after what broke off: {executor.lost_step.reason}")
         optimizer = self.setup.optimizer
         if optimizer is None or not executor.recorder.has_backward:
             return
@@ -321,17 +344,16 @@ class PlanRun:
         else:
             optimizer.state.clear()
 
-    def put_state(self, parameter: torch.Tensor, state: ParameterState | dict[str, Any]) -> None:
-        """State of one of the optimizer's parameters, which goes to where its update runs."""
+    def put_state(
+        self, parameter: torch.Tensor, state: ParameterState | dict[str, Any], settings: Mapping[str, Any]
+    ) -> None:
+        """State of one of the optimizer's parameters, which goes to where its update runs; `settings` are its group's."""
         assert self.setup.optimizer is not None
         if self._managed is not None:
             self._managed.put_state(parameter, state)
             return
         assert not isinstance(state, ParameterState)
-        group = next(
-            group for group in self.setup.optimizer.param_groups if any(parameter is each for each in group["params"])
-        )
-        bring_state(state, parameter, group)
+        bring_state(state, parameter, settings)
         self.setup.optimizer.state[parameter] = state
 
     def end_loading(self) -> None:

@@ -513,15 +513,6 @@ class Session:
         """
         self._management.wait_for_save()
 
-    def count_from(self, step: int) -> None:
-        """The run has come to this step: a checkpoint of it was loaded."""
-        self._management.count_from(step)
-
-    @property
-    def plan_run(self) -> PlanRun:
-        """What carries out the plan, for other parts of Lowtide."""
-        return self._open()
-
     def close(self) -> None:
         """Give the plain model and optimizer back, each parameter where it was before. May be repeated."""
         self._management.close()
@@ -545,6 +536,10 @@ class Session:
     @property
     def _plan_run(self) -> PlanRun | None:
         return self._management.plan_run
+
+    def _count_from(self, step: int) -> None:
+        """A checkpoint of this step was loaded."""
+        self._management.count_from(step)
 
     def _switch(self, plan: Plan) -> None:
         self._management.switch(plan)

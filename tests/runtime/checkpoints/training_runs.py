@@ -147,7 +147,7 @@ class Training:
             ids = torch.randint(20, (2, 6), generator=self.generator).to(self.run.device)
             logits = self.model(ids)
             # Loops draw numbers of their own, too.
-            noise = 1 + 0.01 * random.random() + 0.01 * float(np.random.rand())  # noqa: NPY002
+            noise = 1 + 0.01 * random.random() + 0.01 * float(np.random.rand())
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten()) * noise
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()
             total += float(loss.detach())
@@ -186,7 +186,7 @@ def draw_from(seed: int) -> None:
     """Set all generators that nobody names."""
     torch.manual_seed(seed)
     random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002
+    np.random.seed(seed)
 
 
 def assert_resumes(run: Run, other: Run, folder: Path, *, num_before: int = 3, num_after: int = 3) -> None:

@@ -23,14 +23,14 @@ from lowtide.optim.state import ParameterState
 from lowtide.plain_text import Plain
 from lowtide.planning.plan import plan_to_json
 from lowtide.runtime.checkpoints.format import TensorSpec
-from lowtide.runtime.checkpoints.plain_values import TAG, Encoder
+from lowtide.runtime.checkpoints.plain_values import TAG, Encoder, require_plain_tensor
 from lowtide.runtime.checkpoints.random_numbers import random_state
 from lowtide.runtime.plan_run import PlanRun
 from lowtide.runtime.updates.kernel_optimizer import KernelStates
 
 MODEL, OPTIMIZER, STATE = "model", "optimizer", "state"
 """Files of tensors."""
-VALUE = "value"
+VALUE = "parameter_value"
 """After the name of a parameter that is the optimizer's and not the model's: what it is."""
 KERNELS, TORCH = "kernels", "torch"
 """Who keeps the optimizer's state, and so in which form it is saved."""
@@ -81,6 +81,8 @@ def session_contents(
     """
     setup = plan_run.setup
     model = model_entries(setup.model)
+    for name, tensor in model.tensors.items():
+        require_plain_tensor(tensor, f"the model's {name}")
     homes = plan_run.homes()
     described: dict[str, Plain] = {
         "model": model.described(),
@@ -88,7 +90,9 @@ def session_contents(
         "plan": plan_to_json(plan_run.plan),
     }
     tensors = {id(tensor): {(MODEL, name): homes.get(id(tensor), tensor)} for name, tensor in model.tensors.items()}
-    parameters = {id(tensor): tensor for tensor in model.tensors.values() if isinstance(tensor, nn.Parameter)}
+    parameters: dict[int, torch.Tensor] = {
+        id(tensor): tensor for tensor in model.tensors.values() if isinstance(tensor, nn.Parameter)
+    }
     plain = dict(model.extra_tensors)
     if setup.optimizer is not None:
         saved = describe_optimizer(setup.optimizer, plan_run.kept_states, model)
@@ -133,7 +137,7 @@ def model_entries(model: nn.Module) -> ModelEntries:
     """What a checkpoint has of a model.
 
     Raises:
-        ConfigError: A tensor is no plain one, or a module's extra state has no plain form.
+        ConfigError: A module's extra state has no plain form.
     """
     tensors: dict[str, torch.Tensor] = {}
     first: dict[int, str] = {}
@@ -149,17 +153,10 @@ def model_entries(model: nn.Module) -> ModelEntries:
         elif id(value) in first:
             tied[name] = first[id(value)]
         else:
-            require_savable(value, name)
             first[id(value)] = name
             tensors[name] = value
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
     return ModelEntries(kind=kind, tensors=tensors, tied=tied, extra=extra, extra_tensors=extra_tensors)
-
-
-def require_savable(tensor: torch.Tensor, name: str) -> None:
-    """Refuse a tensor that is more than its values: quantised, sparse, sharded, or without any."""
-    # It takes the same tensors as a user's own state; the name is for the message.
-    Encoder(name).encode(tensor, f"the model's {name!r}")
 
 
 _TOKENIZER_FILES = (
@@ -316,7 +313,8 @@ def describe_optimizer(
             mine |= own
     described["state"] = states
     if kept is None:
-        others = [(key, value) for key, value in dict.items(optimizer.state) if not isinstance(key, torch.Tensor)]
+        keys: list[Any] = list(dict.keys(optimizer.state))  # of torch's promise only tensors, and classes break it
+        others = [(key, dict.get(optimizer.state, key)) for key in keys if not isinstance(key, torch.Tensor)]
         described["others"] = settings.encode(others, "optimizer.state") if others else None
         described["attributes"] = _own_entries(optimizer, settings)
     return SavedOptimizer(

@@ -1,4 +1,4 @@
-"""export: a checkpoint as files that others read: a folder of weights as Hugging Face has them, and torch's form of the optimizer."""
+"""export: a checkpoint as files that others read: weights as Hugging Face has them, the optimizer in torch's form."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from lowtide.errors import CheckpointError
-from lowtide.runtime.checkpoints.contents import MODEL, VALUE, tokenizer_files
-from lowtide.runtime.checkpoints.format import CheckpointReader
+from lowtide.runtime.checkpoints.contents import MODEL, tokenizer_files
 from lowtide.runtime.checkpoints.loading import open_checkpoint
 from lowtide.runtime.checkpoints.matching import SavedTraining
 from lowtide.runtime.checkpoints.state_forms import StateReader
@@ -72,7 +71,7 @@ def export(
 
 
 def _optimizer_in_torchs_form(saved: SavedTraining) -> dict[str, Any]:
-    _warn_of_left_out(saved.reader)
+    _warn_of_left_out(saved)
     states = StateReader(saved, None)
     numbers = {name: number for number, name in enumerate(_names(saved))}
     state = {number: entries for name, number in numbers.items() if (entries := states.in_torchs_form(name))}
@@ -85,14 +84,11 @@ def _names(saved: SavedTraining) -> Iterator[str]:
         yield from group["params"]
 
 
-def _warn_of_left_out(reader: CheckpointReader) -> None:
+def _warn_of_left_out(saved: SavedTraining) -> None:
     """Parameters that are the optimizer's alone have no place in either file."""
-    own = [
-        name for name in reader.names("optimizer") if name.startswith("param_groups.") and name.endswith(f".{VALUE}")
-    ]
-    if own:
+    if saved.loose:
         warnings.warn(
-            f"{reader.folder.name} has {len(own)} parameters that the optimizer holds and the model has not, the first is "
-            f"{own[0].removesuffix(f'.{VALUE}')}; their values are not exported",
+            f"{saved.reader.folder.name} has {len(saved.loose)} parameters that the optimizer holds and the model has not, the "
+            f"first is {saved.loose[0]}; their values are not exported",
             stacklevel=4,
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from lowtide import compat
-from lowtide.errors import CheckpointError, CheckpointMismatchError, ConfigError, SessionError
+from lowtide.errors import BadRecordError, CheckpointError, CheckpointMismatchError, ConfigError, SessionError
 from lowtide.optim.state import ParameterState
 from lowtide.optim.update_types import Numerics
 from lowtide.planning.plan import Plan, plan_from_json
@@ -41,6 +41,7 @@ from lowtide.runtime.hand_over import bring_state
 from lowtide.runtime.parameters.weight_file import WeightFile
 from lowtide.runtime.plan_run import PlanRun
 from lowtide.runtime.session import Session, refuse_managed
+from lowtide.runtime.updates.chunk_optimizer import unwrapped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +56,8 @@ class LoadedCheckpoint:
     """The plain values that were given to `save` as `state`, by their names: an epoch, say."""
     is_exact: bool
     """Whether training goes on with the bits of the undisturbed run; False where a format had to be converted."""
-    plan: Plan
-    """Under which it was saved. The checkpoint does not depend on it."""
+    plan: Plan | None
+    """Under which it was saved, on which nothing in it depends; None where it is of another version of Lowtide."""
 
 
 def load(
@@ -102,13 +103,22 @@ def load(
     reader = open_checkpoint(Path(folder), step)
     saved = SavedTraining.read(reader)
     if session is None:
-        assert isinstance(target, nn.Module) and optimizer is not None
-        return _load(saved, _of_plain(target, optimizer), state or {})
-    plan_run = session.plan_run
-    with plan_run.between_steps("lowtide.load"), plan_run.setup.on_host():
+        assert isinstance(target, nn.Module)
+        assert optimizer is not None
+        return _load(saved, _of_plain(target, unwrapped(optimizer, None)), state or {})
+    plan_run = session._open()
+    with plan_run.between_steps("lowtide.load", discards_step=True), plan_run.setup.on_host():
         loaded = _load(saved, _of_session(plan_run), state or {})
-    session.count_from(loaded.step)
+    session._count_from(loaded.step)
     return loaded
+
+
+def newest_checkpoint(folder: str | Path) -> Path | None:
+    """The newest checkpoint in the folder of a run; None where nothing was saved yet.
+
+    Its bytes are verified when it is loaded: `load` with the run's folder goes back to the one before where they are damaged.
+    """
+    return next(iter(RunFolder(Path(folder)).checkpoints().values()), None)
 
 
 def load_weights(folder: str | Path, target: Session | nn.Module, *, step: int | None = None) -> None:
@@ -133,7 +143,7 @@ def load_weights(folder: str | Path, target: Session | nn.Module, *, step: int |
         refuse_managed(model, None)
         _take_weights(path, model, step)
         return
-    plan_run = session.plan_run
+    plan_run = session._open()
     with plan_run.between_steps("lowtide.load_weights"), plan_run.setup.on_host():
         _take_weights(path, model, step)
         plan_run.settle()
@@ -151,10 +161,15 @@ class _Receiver:
     device: torch.device
     numerics: Numerics | None
     """The formats of our own kernels, where they update."""
+    may_convert: bool
+    """Whether state of our own kernels may be turned into that of torch's own optimizer."""
     begin: Callable[[int | None], None]
     """Before the first value is written; with the seed of stochastic rounding, where there is one."""
-    put: Callable[[torch.Tensor, ParameterState | dict[str, Any]], None]
+    put: Callable[[torch.Tensor, ParameterState | dict[str, Any], Mapping[str, Any]], None]
+    """State of a parameter, in the form that its optimizer keeps here; with the settings of its group."""
     end: Callable[[], None]
+    broke: Callable[[str], None]
+    """Told why only a part was written."""
 
 
 def _of_session(plan_run: PlanRun) -> _Receiver:
@@ -164,23 +179,23 @@ def _of_session(plan_run: PlanRun) -> _Receiver:
         optimizer=plan_run.setup.optimizer,
         device=plan_run.setup.mover.device,
         numerics=None if kept is None else kept.numerics,
+        may_convert=True,
         begin=plan_run.begin_loading,
         put=plan_run.put_state,
         end=plan_run.end_loading,
+        broke=plan_run.lose_load,
     )
 
 
 def _of_plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> _Receiver:
-    group_of = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-
     def begin(seed: int | None) -> None:
         assert seed is None, "only our own kernels round by chance"
         optimizer.zero_grad()
         optimizer.state.clear()
 
-    def put(parameter: torch.Tensor, state: ParameterState | dict[str, Any]) -> None:
+    def put(parameter: torch.Tensor, state: ParameterState | dict[str, Any], group: Mapping[str, Any]) -> None:
         assert isinstance(state, dict)
-        bring_state(state, parameter, group_of[id(parameter)])
+        bring_state(state, parameter, group)
         optimizer.state[parameter] = state
 
     devices = [parameter.device for parameter in model.parameters()]
@@ -189,9 +204,12 @@ def _of_plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> _Receiver:
         optimizer=optimizer,
         device=next((device for device in devices if device.type == "cuda"), torch.device("cpu")),
         numerics=None,
+        # Nobody would see that masters are gone: the next `manage` would begin from the rounded weights.
+        may_convert=False,
         begin=begin,
         put=put,
         end=lambda: None,
+        broke=lambda reason: None,
     )
 
 
@@ -264,11 +282,16 @@ def _load(saved: SavedTraining, receiver: _Receiver, state: Mapping[str, object]
         )
     # Last: what was loaded before may have drawn some.
     restore_random_state(decoder.decode(reader.index.state["random"]), receiver.device)
-    plan = reader.index.state["plan"]
-    assert isinstance(plan, str)
     return LoadedCheckpoint(
-        folder=reader.folder, step=reader.index.step, state=plain, is_exact=is_exact, plan=plan_from_json(plan)
+        folder=reader.folder, step=reader.index.step, state=plain, is_exact=is_exact, plan=_plan_of(reader)
     )
+
+
+def _plan_of(reader: CheckpointReader) -> Plan | None:
+    try:
+        return plan_from_json(str(reader.index.state["plan"]))
+    except (BadRecordError, ConfigError):
+        return None
 
 
 def _check(saved: SavedTraining, receiver: _Receiver, own: ModelEntries, state: Mapping[str, object]) -> None:
@@ -284,7 +307,7 @@ def _check(saved: SavedTraining, receiver: _Receiver, own: ModelEntries, state: 
         )
     if optimizer is not None:
         check_optimizer(saved, optimizer, own, receiver.numerics)
-        if saved.numerics is not None and receiver.put.__qualname__.startswith("_of_plain"):
+        if saved.numerics is not None and not receiver.may_convert:
             raise CheckpointMismatchError(
                 f"{name} was saved by a session with {saved.words}, which a plain torch optimizer cannot keep; call "
                 "lowtide.manage with that precision first and give lowtide.load the session, or export it to torch's form with "
@@ -343,32 +366,41 @@ def _write(saved: SavedTraining, receiver: _Receiver, own: ModelEntries, states:
     reader, optimizer = saved.reader, receiver.optimizer
     trained = _trained(saved, receiver, own)
     is_exact = all(states.is_exact(name, parameter) for name, parameter, _ in trained.values())
-    with _told_where_it_broke(reader.folder.name, len(own.tensors)) as written, torch.no_grad():
+    with _told_where_it_broke(reader.folder.name, len(own.tensors), receiver.broke) as written, torch.no_grad():
         receiver.begin(None if saved.numerics is None or receiver.numerics is None else saved.numerics.seed)
         if optimizer is not None:
             _take_settings(saved, optimizer, decoder)
         for name, tensor in own.tensors.items():
             if id(tensor) not in trained:
-                is_exact &= reader.names(MODEL)[name].dtype is tensor.dtype
+                is_exact &= saved.weights[name].dtype is tensor.dtype
                 tensor.copy_(reader.read(MODEL, name))
                 written.append(name)
         for name, parameter, group in trained.values():
-            assert optimizer is not None
-            rule = (
-                rule_with(optimizer, group, {}, parameter, receiver.numerics, saved.numerics)
-                if saved.state_of(name) is not None
-                else None
-            )
-            found = states.read(name, parameter, rule)
-            parameter.copy_(found.weight)
-            if found.state is not None:
-                receiver.put(parameter, found.state)
+            _write_parameter(saved, receiver, states, name, parameter, group)
             written.append(name)
         extra = {name: decoder.decode(value) for name, value in saved.model["extra"].items()}
         if extra:
             receiver.model.load_state_dict(extra, strict=False)
         receiver.end()
     return is_exact
+
+
+def _write_parameter(
+    saved: SavedTraining,
+    receiver: _Receiver,
+    states: StateReader,
+    name: str,
+    parameter: torch.Tensor,
+    group: Mapping[str, Any],
+) -> None:
+    """Write one parameter and its state; what was read for it is gone when this returns."""
+    assert receiver.optimizer is not None
+    has_state = saved.state_of(name) is not None
+    rule = rule_with(receiver.optimizer, group, {}, parameter, receiver.numerics, saved.numerics) if has_state else None
+    found = states.read(name, parameter, rule)
+    parameter.copy_(found.weight)
+    if found.state is not None:
+        receiver.put(parameter, found.state, group)
 
 
 def _trained(
@@ -415,7 +447,7 @@ def _take_weights(path: Path, model: nn.Module, step: int | None) -> None:
     reader = open_checkpoint(path, step)
     saved = SavedTraining.read(reader)
     check_model(saved, model_entries(model))
-    _fill(model, lambda name: reader.read(MODEL, name) if name in reader.names(MODEL) else None)
+    _fill(model, lambda name: reader.read(MODEL, name) if name in saved.weights else None)
 
 
 def _fill(model: nn.Module, value_of: Callable[[str], torch.Tensor | None]) -> None:
@@ -428,13 +460,16 @@ def _fill(model: nn.Module, value_of: Callable[[str], torch.Tensor | None]) -> N
 
 
 @contextlib.contextmanager
-def _told_where_it_broke(checkpoint: str, num_tensors: int):  # type: ignore[no-untyped-def]
+def _told_where_it_broke(checkpoint: str, num_tensors: int, broke: Callable[[str], None]) -> Iterator[list[str]]:
+    """Gathers the names of what is written; an error inside says how much that was, and so does the next step."""
     written: list[str] = []
     try:
         yield written
     except BaseException as error:
-        error.add_note(
-            f"Loading {checkpoint} broke off after {len(written)} of {num_tensors} tensors of the model: it is a mixture of what it "
-            "was and of the checkpoint. Load a checkpoint again before it is trained or saved."
+        reason = (
+            f"loading {checkpoint} broke off after {len(written)} of {num_tensors} tensors of the model: it is a mixture of what "
+            "it was and of the checkpoint. Load a checkpoint again before it is trained or saved"
         )
+        broke(reason)
+        error.add_note(reason)
         raise

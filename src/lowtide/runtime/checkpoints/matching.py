@@ -42,6 +42,10 @@ class SavedTraining:
     """The param groups, with the names of their parameters."""
     numerics: Numerics | None
     """Where our own kernels kept the optimizer's state: in which formats."""
+    weights: Mapping[str, TensorSpec]
+    """Parameters and buffers, by name: the model's, and those that the optimizer holds beside them."""
+    kept: Mapping[str, Mapping[str, TensorSpec]]
+    """By parameter and name, the tensors of the optimizer."""
 
     @classmethod
     def read(cls, reader: CheckpointReader) -> SavedTraining:
@@ -60,30 +64,35 @@ class SavedTraining:
             decoder = Decoder(lambda name: reader.read(STATE, name))
             settings = [decoder.decode(group) for group in optimizer["param_groups"]]
             if optimizer["kept_by"] == KERNELS:
-                kept = optimizer["numerics"]
+                words = optimizer["numerics"]
                 numerics = Numerics(
-                    rounding=Rounding(kept["rounding"]), moments=Moments(kept["moments"]), seed=kept["seed"]
+                    rounding=Rounding(words["rounding"]), moments=Moments(words["moments"]), seed=words["seed"]
                 )
-        return cls(reader=reader, model=model, optimizer=optimizer, settings=settings, numerics=numerics)
+        kept: dict[str, dict[str, TensorSpec]] = {}
+        for name, spec in _specs(reader, OPTIMIZER).items():
+            parameter, _, key = name.rpartition(".")
+            kept.setdefault(parameter, {})[key] = spec
+        loose = {name: own.pop(VALUE) for name, own in kept.items() if VALUE in own}
+        return cls(
+            reader=reader,
+            model=model,
+            optimizer=optimizer,
+            settings=settings,
+            numerics=numerics,
+            weights=loose | _specs(reader, MODEL),
+            kept=kept,
+        )
 
-    def weight_spec(self, name: str) -> TensorSpec:
-        """What the parameter was when it was saved."""
-        weights = self.reader.names(MODEL)
-        return weights[name] if name in weights else self.reader.names(OPTIMIZER)[f"{name}.{VALUE}"]
+    @property
+    def loose(self) -> list[str]:
+        """Parameters that the optimizer held and the model did not."""
+        own = _specs(self.reader, MODEL)
+        return [name for name in self.weights if name not in own]
 
     def state_of(self, name: str) -> Any:
         """The optimizer's state of a parameter without its tensors; None where there was none."""
         assert self.optimizer is not None
         return self.optimizer["state"].get(name)
-
-    def kept_specs(self, name: str) -> dict[str, TensorSpec]:
-        """The tensors that our kernels kept for the parameter."""
-        own = f"{name}."
-        return {
-            key.removeprefix(own): spec
-            for key, spec in self.reader.names(OPTIMIZER).items()
-            if key.startswith(own) and "." not in key.removeprefix(own) and key != f"{name}.{VALUE}"
-        }
 
     @property
     def words(self) -> str:
@@ -93,6 +102,11 @@ class SavedTraining:
         return f"{self.numerics.rounding.value} rounding and {self.numerics.moments.value} moments"
 
 
+def _specs(reader: CheckpointReader, file: str) -> dict[str, TensorSpec]:
+    """The tensors of a file; a checkpoint from before the first step has none of the optimizer's."""
+    return dict(reader.names(file)) if file in reader.index.files else {}
+
+
 def check_model(saved: SavedTraining, own: ModelEntries, *, has_values: bool = True) -> None:
     """Refuse a checkpoint of another model.
 
@@ -100,7 +114,7 @@ def check_model(saved: SavedTraining, own: ModelEntries, *, has_values: bool = T
         CheckpointMismatchError: It says which names are missing or unexpected, or which tensor differs first.
     """
     where = f"{saved.reader.folder.name} is of another model"
-    specs = saved.reader.names(MODEL)
+    specs = _specs(saved.reader, MODEL)
     missing = [name for name in own.tensors if name not in specs]
     unexpected = [name for name in specs if name not in own.tensors]
     if missing or unexpected:
@@ -179,7 +193,7 @@ def check_optimizer(
                     f"{where}: parameter {number} of its param group {index} is {saved_name}, and {name} here; give the "
                     "optimizer its parameters in the same order. Nothing was loaded"
                 )
-            _check_tensor(where, name, parameter, saved.weight_spec(name))
+            _check_tensor(where, name, parameter, saved.weights[name])
             if name in saved.optimizer["state"]:
                 rule = rule_with(optimizer, optimizer.param_groups[index], group, parameter, numerics, saved.numerics)
                 if rule is not None:
@@ -206,7 +220,7 @@ def _check_kernel_state(saved: SavedTraining, name: str, parameter: torch.Tensor
     if saved.numerics is None:
         _check_torchs_state(saved, name, parameter, rule)
         return
-    found = saved.kept_specs(name)
+    found = saved.kept.get(name, {})
     expected = state_tensors(rule, parameter.shape, saved.numerics.moments)
     # What an option that is off now has left behind is passed over; SGD's momentum comes with the first step that has one.
     absent = [key for key in expected if key not in found and not key.startswith("momentum_buffer")]
@@ -246,7 +260,7 @@ def _as_state_dict(saved: SavedTraining) -> dict[str, Any]:
 
 def _ghosts(saved: SavedTraining, name: str) -> dict[str, Any]:
     """The entries of a parameter, with tensors of the right shape on the meta device."""
-    specs = saved.reader.names(OPTIMIZER)
+    specs = _specs(saved.reader, OPTIMIZER)
 
     def ghost(key: str) -> torch.Tensor:
         return torch.empty(specs[key].shape, dtype=specs[key].dtype, device="meta")

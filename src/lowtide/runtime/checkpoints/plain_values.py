@@ -62,6 +62,7 @@ class Encoder:
         """The value as JSON.
 
         Args:
+            value: Anything.
             place: How a message names the value, as Python code: `state['scheduler']['milestones']`.
 
         Raises:
@@ -132,7 +133,7 @@ class Encoder:
 
     def _encode_array(self, value: torch.Tensor | np.ndarray[Any, Any] | np.generic, place: str) -> Plain:
         if isinstance(value, torch.Tensor):
-            _require_plain_tensor(value, place)
+            require_plain_tensor(value, place)
             return {TAG: "tensor", "name": self._keep(value.detach())}
         array = np.asarray(value)
         if array.dtype.kind not in "biufc":
@@ -171,8 +172,12 @@ def _encode_rest(value: object, place: str) -> Plain:
     )
 
 
-def _require_plain_tensor(value: torch.Tensor, place: str) -> None:
-    """Refuse a tensor whose values are not simply its bytes."""
+def require_plain_tensor(value: torch.Tensor, place: str) -> None:
+    """Refuse a tensor whose values are not simply its bytes: quantised, sparse, of a class of its own, or without any.
+
+    Raises:
+        ConfigError: It is. `place` is how the message names it.
+    """
     kind = type(value)
     is_plain = kind in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or getattr(
         kind, "is_plain_when_settled", False

@@ -50,6 +50,7 @@ class StateReader:
     def __init__(self, saved: SavedTraining, numerics: Numerics | None) -> None:
         self._saved = saved
         self._numerics = numerics
+        self._loose = frozenset(saved.loose)
 
     def read(self, name: str, parameter: torch.Tensor, rule: Rule | None) -> LoadedParameter:
         """One parameter.
@@ -95,7 +96,7 @@ class StateReader:
 
     def is_exact(self, name: str, parameter: torch.Tensor) -> bool:
         """Whether value and state are read as they are, so that training goes on with the same bits."""
-        if self._saved.weight_spec(name).dtype is not parameter.dtype:
+        if self._saved.weights[name].dtype is not parameter.dtype:
             return False
         if self._saved.numerics is None or self._numerics is None:
             return self._saved.numerics is self._numerics
@@ -103,7 +104,7 @@ class StateReader:
 
     def _is_kept_alike(self, name: str, parameter: torch.Tensor) -> bool:
         saved, here = self._saved.numerics, self._numerics
-        if saved is None or here is None or self._saved.weight_spec(name).dtype is not parameter.dtype:
+        if saved is None or here is None or self._saved.weights[name].dtype is not parameter.dtype:
             return False
         plain = self._saved.state_of(name)
         is_same_order = plain is None or tuple(plain["stride"]) == parameter.stride()
@@ -111,13 +112,12 @@ class StateReader:
         return is_same_order and is_same_form and saved.moments is here.moments
 
     def _weight(self, name: str) -> torch.Tensor:
-        reader = self._saved.reader
-        if name in reader.names(MODEL):
-            return reader.read(MODEL, name)
-        return reader.read(OPTIMIZER, f"{name}.{VALUE}")
+        if name in self._loose:
+            return self._saved.reader.read(OPTIMIZER, f"{name}.{VALUE}")
+        return self._saved.reader.read(MODEL, name)
 
     def _kept(self, name: str) -> dict[str, torch.Tensor]:
-        return {key: self._saved.reader.read(OPTIMIZER, f"{name}.{key}") for key in self._saved.kept_specs(name)}
+        return {key: self._saved.reader.read(OPTIMIZER, f"{name}.{key}") for key in self._saved.kept.get(name, {})}
 
     def _expanded(self, name: str, weight: torch.Tensor, plain: Any) -> dict[Any, Any]:
         """What our kernels kept, in torch's form."""

@@ -146,6 +146,11 @@ class Executor:
         """After a backward that raised: put everything back where it belongs, and remember that the step is lost."""
         self.backward.check_broken()
 
+    def mend(self) -> None:
+        """`check_broken`, unless a forward or a backward of this thread is under way."""
+        if compat.backward_number() is None and not self.forward.is_under_way:
+            self.backward.check_broken()
+
     def put_in_order(self) -> None:
         """After an exception in `step()`, or at the end: start afresh from the truth."""
         if compat.backward_number() is None:
@@ -244,8 +249,7 @@ class Executor:
 
     @locked
     def _settle_group(self, group: ManagedGroup) -> None:
-        if compat.backward_number() is None and not self.forward.is_under_way:
-            self.backward.check_broken()
+        self.mend()
         if not group.stored.num_open:
             self.residency.settle(group)
 

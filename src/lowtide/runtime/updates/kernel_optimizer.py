@@ -95,7 +95,7 @@ class KernelStates:
             self.pages.settle()
 
     def begin_loading(self, seed: int | None) -> None:
-        """All states go, others are put in their place; rounding goes on with this seed, unless it is None."""
+        """See `KernelOptimizer.begin_loading`."""
         self.by_parameter = {}
         if self.pages is not None:
             self.pages.clear()
@@ -248,6 +248,11 @@ class KernelOptimizer(ChunkOptimizer):
     def numerics(self) -> Numerics:
         """Which numbers the updates work on; the seed may be a checkpoint's."""
         return self.kept.numerics
+
+    def begin_loading(self, seed: int | None) -> None:
+        """All states go, others are put in their place; rounding goes on with this seed, unless it is None."""
+        self._last.clear()  # or it would keep their memory
+        self.kept.begin_loading(seed)
 
     def refresh_groups(self) -> None:
         """Read again which parameter is in which group."""

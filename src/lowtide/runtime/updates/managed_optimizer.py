@@ -178,7 +178,7 @@ class ManagedOptimizer:
     def begin_loading(self, seed: int | None) -> None:
         """All state goes, other state is put in its place; stochastic rounding goes on with this seed, unless it is None."""
         if isinstance(self.runner, KernelOptimizer):
-            self.runner.kept.begin_loading(seed)
+            self.runner.begin_loading(seed)
             return
         dict.clear(self._optimizer.state)
         self._plain_state.clear()
