@@ -17,7 +17,7 @@ from lowtide.memory.store import Books
 from lowtide.memory.tier import DeviceLimit
 from lowtide.optim.state import ParameterState
 from lowtide.planning.placement import by_first_use, check_plan
-from lowtide.planning.plan import Plan
+from lowtide.planning.plan import Plan, Schedule
 from lowtide.runtime.assembly import (
     ModelCalls,
     SessionSetup,
@@ -39,6 +39,7 @@ from lowtide.runtime.hand_over import (
 from lowtide.runtime.host_memory import HostNeed, HostPool, Tiers, charged_tiers, host_need
 from lowtide.runtime.parameters.binding import Binder, Fill, copy_values, move_part, place_gradient, release
 from lowtide.runtime.parameters.group import ManagedGroup, chunks_in
+from lowtide.runtime.parameters.pending import Changes, ReadingSave
 from lowtide.runtime.passes.executor import Executor, host_gradients
 from lowtide.runtime.passes.lock import Process
 from lowtide.runtime.statistics.observer import StepObserver
@@ -233,8 +234,13 @@ class PlanRun:
                     f"{what} was called inside of a forward or a backward, where weights are on their way; call it between "
                     "two steps"
                 )
+<<<<<<< HEAD
+            executor.before_any_change()
+            executor.check_broken()
+=======
             if discards_step:
                 self._discard_step()
+>>>>>>> state
             self.settle()
             if (kept := self.kept_states) is not None:
                 kept.settle()
@@ -295,6 +301,37 @@ class PlanRun:
             for group in self._groups.values()
             for managed in group.members
         }
+
+    @property
+    def host_tiers(self) -> Tiers:
+        """The budgets of the host's memory."""
+        return self._tiers
+
+    def changes(self) -> dict[int, Changes]:
+        """By the `id` of each managed parameter, how far its changes are known beforehand. All must be settled."""
+        hides_state = self.kept_states is not None
+        found: dict[int, Changes] = {}
+        for group in self._groups.values():
+            place = group.place if self.plan.schedule is Schedule.DEFERRED else -group.place
+            for managed in group.members:
+                is_free = managed.foreign is None and not managed.is_home_held()
+                found[id(managed.parameter)] = Changes(
+                    home=managed.home,
+                    place=place,
+                    # Models use resident weights as they are, without anybody noticing.
+                    announces_weight=is_free and not group.is_resident,
+                    announces_state=self._managed is not None,
+                    hides_state=hides_state,
+                )
+        return found
+
+    def begin_save(self, reading: ReadingSave) -> None:
+        """The save reads from now on: whoever changes something that it has not read waits for that."""
+        self._executor.begin_save(reading)
+
+    def end_save(self) -> None:
+        """It has read everything."""
+        self._executor.saves.end()
 
     def begin_loading(self, seed: int | None) -> None:
         """Gradients and the optimizer's state go; other state is put in its place, and weights are written."""
@@ -520,7 +557,7 @@ class PlanRun:
 
     def _may_move(self) -> bool:
         """Whether nothing points into the host's memory but what `move_part` knows. Waits for updates, if that helps."""
-        if not self._groups or not self.is_quiet():
+        if not self._groups or self._executor.saves.reading is not None or not self.is_quiet():
             return False
         for group in self._groups.values():
             group.adopt_foreign_data()

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from lowtide.errors import CheckpointError, DamagedCheckpointError
 from lowtide.runtime.checkpoints.format import CheckpointReader, TensorSpec
-from lowtide.runtime.checkpoints.layout import shard
+from lowtide.runtime.checkpoints.layout import laid_out
 from tests.runtime.checkpoints.power_cut import QuickDisk
 from tests.runtime.checkpoints.saves import what_is_in, write
 
@@ -250,7 +250,7 @@ def test_a_tensor_larger_than_its_file_is_refused_before_it_has_memory(checkpoin
         (file,) = plain["files"]["optimizer"]
         (entry,) = file["tensors"].values()
         entry.update(shape=[10**15], bytes=10**15)
-        file["bytes"] = shard("optimizer.safetensors", {"exp_avg.0": huge}).num_bytes
+        file["bytes"] = laid_out("optimizer.safetensors", {"exp_avg.0": huge}).num_bytes
 
     with_index(checkpoint, change)
     with pytest.raises(

@@ -22,6 +22,7 @@ from lowtide.errors import CheckpointError, CheckpointWriteError, ConfigError, D
 from lowtide.runtime.checkpoints.disk import Disk
 from lowtide.runtime.checkpoints.folder import Retention, RunFolder
 from lowtide.runtime.checkpoints.format import CheckpointWriter
+from lowtide.runtime.checkpoints.lock import FolderLock
 from tests.runtime.checkpoints.power_cut import QuickDisk
 from tests.runtime.checkpoints.saves import save, saved, tensors_of, what_is_in, write
 
@@ -178,6 +179,19 @@ def test_the_last_good_one_is_used_and_the_damaged_file_named(tmp_path: Path) ->
     assert "step-00000020/config.json in" in text
 
 
+def test_a_forked_child_leaves_its_parents_save_alone(tmp_path: Path) -> None:
+    with RunFolder(tmp_path) as run:
+        partial = run.begin(1)
+        write(partial, 1)
+        # What a fork does to the child's copy.
+        held, run._lock = run._lock, FolderLock(tmp_path)
+        with pytest.raises(CheckpointError, match="that was begun here"):
+            run.publish(partial, 1)
+        run.abandon(partial)
+        assert partial.is_dir()
+        run._lock = held
+
+
 def test_no_good_one_is_an_error_not_a_new_run(tmp_path: Path) -> None:
     saved(tmp_path, [10])
     damage(tmp_path / "step-00000010" / "optimizer.safetensors")
@@ -201,7 +215,12 @@ def test_one_save_at_a_time(tmp_path: Path) -> None:
             CheckpointError, match="is being written; publish or abandon it before the next save begins"
         ):
             run.begin(2)
-        with pytest.raises(CheckpointError, match="is not a finished checkpoint of a save that was begun here"):
+        with pytest.raises(CheckpointError, match="is not a finished checkpoint of step 1 that was begun"):
+            run.publish(partial, 1)
+        write(partial, 7)
+        with pytest.raises(
+            CheckpointError, match="is not a finished checkpoint of step 1 that was begun here; begin, write and"
+        ):
             run.publish(partial, 1)
         run.abandon(partial)
         assert hidden(tmp_path) == []
@@ -291,13 +310,31 @@ def test_a_folder_that_is_dropped_lets_go(tmp_path: Path) -> None:
         assert hidden(tmp_path) == []
 
 
+def test_a_save_may_end_while_the_interpreter_does(tmp_path: Path) -> None:
+    script = (
+        "import atexit, sys\n"
+        "from pathlib import Path\n"
+        "atexit.register(lambda: run.publish(partial, 1))\n"  # registered first, it runs last
+        "from lowtide.runtime.checkpoints.folder import RunFolder\n"
+        "from tests.runtime.checkpoints.saves import write\n"
+        "run = RunFolder(Path(sys.argv[1]))\n"
+        "partial = run.begin(1)\n"
+        "write(partial, 1)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert run.stderr == ""
+    reader = RunFolder(tmp_path).newest_good()
+    assert reader is not None
+    assert what_is_in(reader) == (1, 0)
+
+
 def test_closing_abandons_a_save_under_way(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     partial = run.begin(1)
     write(partial, 1)
     run.close()
     assert hidden(tmp_path) == []
-    with pytest.raises(CheckpointError, match="is not a finished checkpoint of a save that was begun here; save again"):
+    with pytest.raises(CheckpointError, match="is not a finished checkpoint of step 1 that was begun here"):
         run.publish(partial, 1)
 
 

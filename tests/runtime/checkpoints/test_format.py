@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import json
 import subprocess
@@ -138,7 +139,7 @@ def test_checksums_of_pieces_give_that_of_the_whole() -> None:
         assert combined((len(part), zlib.crc32(part)) for part in parts) == zlib.crc32(data)
 
 
-def test_a_large_part_is_split_as_hugging_face_does(tmp_path: Path) -> None:
+def test_a_large_section_is_split_as_hugging_face_does(tmp_path: Path) -> None:
     tensors = {f"layers.{number}.weight": torch.randn(10, 10) for number in range(7)}
     tensors["layers.3.weight"] = torch.randn(50, 10)
     write(tmp_path, {"model": tensors}, max_file_bytes=900)
@@ -211,6 +212,11 @@ def test_a_tensor_is_written_once(tmp_path: Path) -> None:
         ({"betas": (0.9, 0.95)}, r"state\['betas'\] is a tuple; a checkpoint's state is made of dicts"),
         ({"rates": [1.0, torch.tensor(1.0)]}, r"state\['rates'\]\[1\] is a Tensor"),
         ({"groups": {0: 1.0}}, r"state\['groups'\] has the key 0; keys of a checkpoint's state are text"),
+        ({"history": collections.OrderedDict(a=1)}, r"state\['history'\] is a OrderedDict"),
+        (
+            {"deep": json.loads("[" * 200 + "]" * 200)},
+            r"state\['deep'\].* is nested more than 100 deep; save it flatter",
+        ),
     ],
 )
 def test_state_that_json_would_change_is_refused(tmp_path: Path, state: dict[str, Plain], text: str) -> None:
@@ -227,7 +233,26 @@ def test_names_that_are_no_plain_names_are_refused(tmp_path: Path, name: str) ->
         writer.add_file(name, "")
 
 
-def test_parts_and_tensors_that_files_cannot_have_are_refused(tmp_path: Path) -> None:
+def test_names_that_are_taken_are_refused(tmp_path: Path) -> None:
+    with CheckpointWriter(tmp_path, {}) as writer:
+        writer.add_file("config.json", "{}")
+        for name in ("config.json", "model.safetensors.index.json"):
+            with pytest.raises(
+                ConfigError, match=f"the name '{name}' is taken; give each file of a checkpoint a name of its"
+            ):
+                writer.add_file(name, "{}")
+
+
+@pytest.mark.parametrize("step", [-1, True, 1.0, torch.tensor(3)])
+def test_a_step_that_is_no_whole_number_is_refused(tmp_path: Path, step: int) -> None:
+    with (
+        CheckpointWriter(tmp_path, {}) as writer,
+        pytest.raises(ConfigError, match="step is .*; give a whole number from 0"),
+    ):
+        writer.finish(step=step, state={})
+
+
+def test_sections_and_tensors_that_files_cannot_have_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'../model' cannot name a file of tensors"):
         CheckpointWriter(tmp_path, {"../model": {}})
     with pytest.raises(ConfigError, match="a tensor cannot be named '__metadata__'"):
@@ -252,7 +277,7 @@ def test_what_is_not_there_is_named_with_what_is_near(tmp_path: Path) -> None:
     reader = CheckpointReader(tmp_path)
     with pytest.raises(CheckpointError, match="has no tensor 'heads.weight'; did you mean 'head.weight'"):
         reader.read("model", "heads.weight")
-    with pytest.raises(CheckpointError, match="has no part 'modle'; did you mean 'model'"):
+    with pytest.raises(CheckpointError, match="has no section 'modle'; did you mean 'model'"):
         reader.names("modle")
     with pytest.raises(CheckpointError, match="has no file 'config.json'"):
         reader.text("config.json")

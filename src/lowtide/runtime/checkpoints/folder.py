@@ -25,7 +25,7 @@ from types import TracebackType
 from lowtide.errors import BadRecordError, CheckpointError, ConfigError, DamagedCheckpointError
 from lowtide.runtime.checkpoints.disk import Disk, told_with_file
 from lowtide.runtime.checkpoints.format import CheckpointReader
-from lowtide.runtime.checkpoints.index import INDEX_NAME, from_text
+from lowtide.runtime.checkpoints.index import INDEX_NAME, Index, from_text
 from lowtide.runtime.checkpoints.lock import FolderLock
 
 _STEP = re.compile(r"step-(\d{8,18})")
@@ -80,7 +80,7 @@ class RunFolder:
         self.path = path
         self._retention = Retention() if retention is None else retention
         self._disk = Disk() if disk is None else disk
-        self._lock = FolderLock(path)
+        self._lock = FolderLock(self.path)
         self._partial: Path | None = None
         """What is being written."""
         self._warned: set[str] = set()
@@ -150,8 +150,11 @@ class RunFolder:
             CheckpointError: The folder is not from `begin`, or not finished.
             CheckpointWriteError: The disk refuses. The checkpoints from before are still there.
         """
-        if partial != self._partial or not (partial / INDEX_NAME).is_file():
-            raise CheckpointError(f"{partial} is not a finished checkpoint of a save that was begun here; save again")
+        index = _index_of(partial)
+        if partial != self._partial or not self._lock.is_held or index is None or index.step != step:
+            raise CheckpointError(
+                f"{partial} is not a finished checkpoint of step {step} that was begun here; begin, write and finish it first"
+            )
         final = self.path / _name(step)
         replaced = self._moved_aside(final) if final.exists() else None
         try:
@@ -173,8 +176,9 @@ class RunFolder:
         """Take away what a failed save has written. What cannot be taken away now is so when the next one begins."""
         if partial == self._partial:
             self._partial = None
-        if partial.is_dir() and _HIDDEN.fullmatch(partial.name):
-            self._remove(partial)
+            # Without the lock this is a forked child, and the save its parent's.
+            if self._lock.is_held and partial.is_dir():
+                self._remove(partial)
 
     @contextmanager
     def saving(self, step: int) -> Iterator[Path]:
@@ -215,9 +219,10 @@ class RunFolder:
                 reader = opened(folder, step)
                 reader.verify()
             except DamagedCheckpointError as error:
-                # Another process saves here, and has taken this one away meanwhile.
+                if folder.exists():
+                    damaged.append(error)
+                # Otherwise another process saves here, and has taken this one away meanwhile.
                 is_gone = is_gone or not folder.exists()
-                damaged += [error] if folder.exists() else []
                 continue
             if damaged:
                 warnings.warn(f"{_listed(damaged)} {folder.name} is used instead", UserWarning, stacklevel=2)
@@ -238,6 +243,8 @@ class RunFolder:
             return sorted(self.path.iterdir(), key=lambda path: (not path.name.startswith("."), path.name))
         except (FileNotFoundError, NotADirectoryError):
             return []
+        except OSError as error:
+            raise CheckpointError(f"cannot list {self.path}: {error.strerror}; see to its permissions") from error
 
     def _hidden(self, name: str, kind: str) -> Path:
         """A name that is still free: what could not be taken away may have the first."""
@@ -313,13 +320,13 @@ class RunFolder:
         if folder.is_symlink():
             self._warn(f"{folder.name} in {self.path} stays: it is a link, and not Lowtide's")
             return False
-        own = _own_files(folder)
-        if own is None:
+        index = _index_of(folder)
+        if index is None:
             self._warn(
                 f"{folder.name} in {self.path} stays: it has no index by which its files could be told from others"
             )
             return False
-        foreign = sorted(path.name for path in folder.iterdir() if path.name not in own)
+        foreign = sorted(path.name for path in folder.iterdir() if path.name not in index.file_names)
         if foreign:
             self._warn(
                 f"{folder.name} in {self.path} stays: {foreign[0]} in it is no file of a checkpoint; move that away"
@@ -341,11 +348,12 @@ class RunFolder:
             self._warn(f"{folder.name} in {self.path} could not be taken away: {error}; the next save tries again")
 
     def _remove_files(self, folder: Path, *, all_are_own: bool) -> None:
-        own = _own_files(folder)
+        index = _index_of(folder)
         left = []
         # The index goes last: it says which files are the checkpoint's, should the process be killed before.
         for path in sorted(folder.iterdir(), key=lambda path: (path.name == INDEX_NAME, path.name)):
-            is_own = all_are_own or (path.name in own if own is not None else path.name.endswith(_OWN_ENDINGS))
+            known = path.name.endswith(_OWN_ENDINGS) if index is None else path.name in index.file_names
+            is_own = all_are_own or known
             if is_own and (path.is_symlink() or not path.is_dir()):
                 self._disk.unlink(path)
             else:
@@ -385,9 +393,9 @@ def _listed(damaged: Sequence[DamagedCheckpointError]) -> str:
     return " ".join(f"{error}." for error in damaged)
 
 
-def _own_files(folder: Path) -> frozenset[str] | None:
-    """The names that the index gives; None without a readable one."""
+def _index_of(folder: Path) -> Index | None:
+    """None without a readable one."""
     try:
-        return from_text((folder / INDEX_NAME).read_bytes()).file_names
+        return from_text((folder / INDEX_NAME).read_bytes())
     except (OSError, BadRecordError):
         return None

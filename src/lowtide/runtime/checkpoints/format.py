@@ -21,7 +21,14 @@ from types import TracebackType
 
 import torch
 
-from lowtide.errors import BadRecordError, CheckpointError, CheckpointWriteError, DamagedCheckpointError, did_you_mean
+from lowtide.errors import (
+    BadRecordError,
+    CheckpointError,
+    CheckpointWriteError,
+    ConfigError,
+    DamagedCheckpointError,
+    did_you_mean,
+)
 from lowtide.plain_text import Plain
 from lowtide.runtime.checkpoints.blocks import (
     BLOCK_BYTES,
@@ -47,6 +54,7 @@ from lowtide.units import MiB, format_bytes
 
 __all__ = ["CheckpointReader", "CheckpointWriter", "Index", "TensorSpec"]
 
+_HUGGING_FACE_INDEX = ".safetensors.index.json"
 _MOST_INDEX_BYTES = 1024 * MiB
 _DAMAGE = {
     errno.ENOENT: "it is missing",
@@ -69,9 +77,9 @@ class CheckpointWriter:
 
     Args:
         folder: An empty folder, from `RunFolder.begin`.
-        files: The tensors of each part, as in `{"model": {"head.weight": spec}}`. Tensors are laid out in this order, which
+        files: The tensors of each section, as in `{"model": {"head.weight": spec}}`. Tensors are laid out in this order, which
             should be the order in which they are read.
-        max_file_bytes: A part beyond this is split into several files.
+        max_file_bytes: A section beyond this is split into several files.
         disk: The operations on files; tests put their own here.
 
     Raises:
@@ -91,10 +99,10 @@ class CheckpointWriter:
         self._disk = Disk() if disk is None else disk
         self._shards = {file: shards_of(file, specs, max_file_bytes) for file, specs in files.items()}
         self._places = {
-            (file, name): (part, place)
-            for file, parts in self._shards.items()
-            for part in parts
-            for name, place in part.places.items()
+            (file, name): (shard, place)
+            for file, shards in self._shards.items()
+            for shard in shards
+            for name, place in shard.places.items()
         }
         self._texts: dict[str, bytes] = {}
         self._lock = threading.Condition()
@@ -121,13 +129,13 @@ class CheckpointWriter:
     @property
     def num_bytes(self) -> int:
         """Bytes of all files of tensors."""
-        return sum(part.num_bytes for parts in self._shards.values() for part in parts)
+        return sum(shard.num_bytes for shards in self._shards.values() for shard in shards)
 
     def write(self, file: str, name: str, value: torch.Tensor, *, start: int | None = None) -> None:
         """Write one tensor, or a piece of it, at its place. The value must not change before the call returns.
 
         Args:
-            file: The part.
+            file: The section.
             name: The tensor's name in it.
             value: On the host and contiguous, of the dtype and shape that was announced.
             start: Where the value is a piece: the element of the flattened tensor with which it begins. Pieces come in any
@@ -137,7 +145,7 @@ class CheckpointWriter:
             CheckpointWriteError: The bytes could not be written, now or in a call before.
             CheckpointError: The value is not the one that was announced, or is written a second time.
         """
-        part, place = self._expected(file, name, value, start)
+        shard, place = self._expected(file, name, value, start)
         data = bytes_of(value)
         if not data:
             return
@@ -148,7 +156,7 @@ class CheckpointWriter:
                 if begin in pieces:
                     raise CheckpointError(f"element {start or 0} of {name!r} of {file} is written twice; write it once")
                 pieces[begin] = (len(data), None)
-            pieces[begin] = (len(data), self._write_bytes(part.name, data, place.offset + begin))
+            pieces[begin] = (len(data), self._write_bytes(shard.name, data, place.offset + begin))
 
     def add_file(self, name: str, text: str) -> None:
         """Add a file of text, such as `config.json`.
@@ -157,6 +165,8 @@ class CheckpointWriter:
             ConfigError: The name is a path, hidden, or taken.
         """
         check_text_name(name)
+        if name in self._texts or name.endswith(_HUGGING_FACE_INDEX):
+            raise ConfigError(f"the name {name!r} is taken; give each file of a checkpoint a name of its own")
         self._texts[name] = text.encode()
 
     def finish(self, *, step: int, state: Mapping[str, Plain]) -> Index:
@@ -165,9 +175,12 @@ class CheckpointWriter:
         Raises:
             CheckpointError: A tensor was not written, or only in part.
             CheckpointWriteError: The files could not be written or synced.
-            ConfigError: The state is not plain data.
+            ConfigError: The state is not plain data, or the step no whole number.
         """
-        check_plain(dict(state))
+        if type(step) is not int or step < 0:
+            raise ConfigError(f"step is {step!r}; give a whole number from 0 on", key="step")
+        state = dict(state)
+        check_plain(state)
         with self._writing():
             checksums: dict[str, dict[str, int]] = {file: {} for file in self._shards}
             for (file, name), (_, place) in self._places.items():
@@ -195,16 +208,16 @@ class CheckpointWriter:
                 self._disk.close(descriptor)
 
     def _make_files(self) -> None:
-        for parts in self._shards.values():
-            for part in parts:
-                with self._told("make room for", part.name):
-                    self._descriptors[part.name] = self._disk.create(self._folder / part.name, part.num_bytes)
-                self._write_bytes(part.name, memoryview(part.header), 0)
+        for shards in self._shards.values():
+            for shard in shards:
+                with self._told("make room for", shard.name):
+                    self._descriptors[shard.name] = self._disk.create(self._folder / shard.name, shard.num_bytes)
+                self._write_bytes(shard.name, memoryview(shard.header), 0)
 
     def _expected(self, file: str, name: str, value: torch.Tensor, start: int | None) -> tuple[Shard, Place]:
         if (file, name) not in self._places:
             raise CheckpointError(f"no tensor {name!r} of {file} was announced to this checkpoint; give its spec first")
-        part, place = self._places[file, name]
+        shard, place = self._places[file, name]
         spec = place.spec
         if start is None:
             fits = tuple(value.shape) == spec.shape
@@ -216,7 +229,7 @@ class CheckpointWriter:
                 f"{name!r} of {file} was announced as {list(spec.shape)} in {spec.dtype} and given as {list(value.shape)} in "
                 f"{value.dtype}{piece}; save what was announced"
             )
-        return part, place
+        return shard, place
 
     def _write_bytes(self, name: str, data: memoryview, offset: int) -> int:
         """The CRC-32 of the bytes."""
@@ -231,10 +244,10 @@ class CheckpointWriter:
 
     def _write_texts(self) -> dict[str, TextFile]:
         texts = dict(self._texts)
-        for file, parts in self._shards.items():
-            if len(parts) > 1:
-                plain = hugging_face_index(parts)
-                texts[f"{file}.safetensors.index.json"] = (json.dumps(plain, indent=2) + "\n").encode()
+        for file, shards in self._shards.items():
+            if len(shards) > 1:
+                plain = hugging_face_index(shards)
+                texts[f"{file}{_HUGGING_FACE_INDEX}"] = (json.dumps(plain, indent=2) + "\n").encode()
         for name, text in texts.items():
             self._write_file(name, text)
         return {name: TextFile(num_bytes=len(text), crc32=zlib.crc32(text)) for name, text in texts.items()}
@@ -289,25 +302,25 @@ class CheckpointReader:
         self.folder = folder
         with self._told(INDEX_NAME):
             self.index = from_text(self._whole_file(INDEX_NAME, None))
-        for part in itertools.chain.from_iterable(self.index.files.values()):
-            with self._told(part.name), self._opened(part.name, part.num_bytes) as descriptor:
-                header = bytearray(len(part.header))
+        for shard in itertools.chain.from_iterable(self.index.files.values()):
+            with self._told(shard.name), self._opened(shard.name, shard.num_bytes) as descriptor:
+                header = bytearray(len(shard.header))
                 read_all(descriptor, memoryview(header), 0)
-                if header != part.header:
+                if header != shard.header:
                     raise BadRecordError("its header is not the one that was saved")
         for name, text in self.index.texts.items():
             with self._told(name), self._opened(name, text.num_bytes):
                 pass
 
     def names(self, file: str) -> Mapping[str, TensorSpec]:
-        """The tensors of a part, in the order of their bytes; reading in this order is fastest."""
-        return {name: place.spec for part in self._parts(file) for name, place in part.places.items()}
+        """The tensors of a section, in the order of their bytes; reading in this order is fastest."""
+        return {name: place.spec for shard in self._shards_of(file) for name, place in shard.places.items()}
 
     def read(self, file: str, name: str, into: torch.Tensor | None = None) -> torch.Tensor:
         """One tensor with the values that were saved, to the bit.
 
         Args:
-            file: The part.
+            file: The section.
             name: The tensor's name in it.
             into: Where the values go, of the same dtype and shape. On the host and contiguous, it is read into directly; a
                 contiguous one on a device is filled in blocks. If the values turn out to be damaged, what is in it is worthless.
@@ -319,7 +332,7 @@ class CheckpointReader:
             DamagedCheckpointError: The bytes are not those that were saved, or the file is gone.
             CheckpointError: There is no such tensor, or `into` is of another dtype or shape.
         """
-        part, place = self._found(file, name)
+        shard, place = self._found(file, name)
         spec = place.spec
         if into is None:
             into = torch.empty(spec.shape, dtype=spec.dtype)
@@ -329,7 +342,7 @@ class CheckpointReader:
                 f"{into.dtype}; give a tensor like the saved one"
             )
         values = into.detach()
-        with self._told(part.name), self._opened(part.name, part.num_bytes) as descriptor:
+        with self._told(shard.name), self._opened(shard.name, shard.num_bytes) as descriptor:
             if values.device.type == "cpu" and values.is_contiguous():
                 checksum = read_all(descriptor, bytes_of(values), place.offset)
             elif values.is_contiguous():
@@ -368,10 +381,10 @@ class CheckpointReader:
             self.text(name)
         with ThreadPoolExecutor(num_threads) as pool:
             tasks = [
-                pool.submit(self._verify_tensor, file, name, part, place)
-                for file, parts in self.index.files.items()
-                for part in parts
-                for name, place in part.places.items()
+                pool.submit(self._verify_tensor, file, name, shard, place)
+                for file, shards in self.index.files.items()
+                for shard in shards
+                for name, place in shard.places.items()
             ]
             try:
                 for task in tasks:
@@ -380,24 +393,24 @@ class CheckpointReader:
                 for task in tasks:
                     task.cancel()
 
-    def _verify_tensor(self, file: str, name: str, part: Shard, place: Place) -> None:
-        with self._told(part.name), self._opened(part.name, part.num_bytes) as descriptor:
+    def _verify_tensor(self, file: str, name: str, shard: Shard, place: Place) -> None:
+        with self._told(shard.name), self._opened(shard.name, shard.num_bytes) as descriptor:
             self._check(file, name, checksum_of(descriptor, place.offset, place.spec.nbytes))
 
     def _check(self, file: str, name: str, checksum: int) -> None:
         if checksum != self.index.checksums[file][name]:
             raise BadRecordError(f"the bytes of {name!r} are not those that were saved")
 
-    def _parts(self, file: str) -> tuple[Shard, ...]:
+    def _shards_of(self, file: str) -> tuple[Shard, ...]:
         if file not in self.index.files:
             advice = did_you_mean(file, self.index.files)
-            raise CheckpointError(f"{self.folder.name} in {self.folder.parent} has no part {file!r}; {advice}")
+            raise CheckpointError(f"{self.folder.name} in {self.folder.parent} has no section {file!r}; {advice}")
         return self.index.files[file]
 
     def _found(self, file: str, name: str) -> tuple[Shard, Place]:
-        for part in self._parts(file):
-            if name in part.places:
-                return part, part.places[name]
+        for shard in self._shards_of(file):
+            if name in shard.places:
+                return shard, shard.places[name]
         raise CheckpointError(
             f"{self.folder.name}/{file} in {self.folder.parent} has no tensor {name!r}; "
             f"{did_you_mean(name, self.names(file), num_listed=3)}"

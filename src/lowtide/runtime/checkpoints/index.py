@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from lowtide import plain_text
 from lowtide.errors import BadRecordError, ConfigError
 from lowtide.plain_text import Plain
-from lowtide.runtime.checkpoints.layout import DTYPES, Shard, TensorSpec, check_part_name, shard, shard_name
+from lowtide.runtime.checkpoints.layout import DTYPES, Shard, TensorSpec, check_section_name, laid_out, shard_name
 
 SCHEMA = "lowtide.checkpoint/1"
 INDEX_NAME = "checkpoint.json"
 _ENDING = re.compile(rb',\n "crc32": "([0-9a-f]{8})"\n\}\n')
 _ENDING_BYTES = 25
+_MOST_DEPTH = 100
+"""What is nested deeper might be written, and be too deep for the parser."""
 _TEXT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}")
 
 
@@ -38,21 +40,21 @@ class Index:
     step: int
     state: Mapping[str, Plain]
     files: Mapping[str, tuple[Shard, ...]]
-    """The safetensors files of each part: of `model`, of `optimizer`."""
+    """The safetensors files of each section: of `model`, of `optimizer`."""
     checksums: Mapping[str, Mapping[str, int]]
-    """The CRC-32 of each tensor's bytes, by part and name."""
+    """The CRC-32 of each tensor's bytes, by section and name."""
     texts: Mapping[str, TextFile]
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all files but the index."""
-        shards = (part.num_bytes for parts in self.files.values() for part in parts)
+        shards = (shard.num_bytes for shards in self.files.values() for shard in shards)
         return sum(shards) + sum(text.num_bytes for text in self.texts.values())
 
     @property
     def file_names(self) -> frozenset[str]:
         """Every file of the folder that belongs to the checkpoint."""
-        return frozenset((INDEX_NAME, *self.texts, *(part.name for parts in self.files.values() for part in parts)))
+        return frozenset((INDEX_NAME, *self.texts, *(shard.name for shards in self.files.values() for shard in shards)))
 
 
 def check_text_name(name: str) -> None:
@@ -65,20 +67,22 @@ def check_text_name(name: str) -> None:
         raise ConfigError(f"{name!r} cannot name a file of a checkpoint; give a plain name such as 'config.json'")
 
 
-def check_plain(value: object, where: str = "state") -> None:
+def check_plain(value: object, where: str = "state", depth: int = 0) -> None:
     """Refuse what JSON would turn into something else: a tuple into a list, a number as a key into text.
 
     Raises:
         ConfigError: Something in it is not plain data.
     """
-    if isinstance(value, dict):
+    if depth > _MOST_DEPTH:
+        raise ConfigError(f"{where[:60]}... is nested more than {_MOST_DEPTH} deep; save it flatter", key="state")
+    if type(value) is dict:
         for key, item in value.items():
             if type(key) is not str:
                 raise ConfigError(f"{where} has the key {key!r}; keys of a checkpoint's state are text", key=where)
-            check_plain(item, f"{where}[{key!r}]")
-    elif isinstance(value, list):
+            check_plain(item, f"{where}[{key!r}]", depth + 1)
+    elif type(value) is list:
         for number, item in enumerate(value):
-            check_plain(item, f"{where}[{number}]")
+            check_plain(item, f"{where}[{number}]", depth + 1)
     elif type(value) not in {bool, int, float, str, type(None)}:
         raise ConfigError(
             f"{where} is a {type(value).__name__}; a checkpoint's state is made of dicts, lists, text, numbers, True, False "
@@ -93,8 +97,8 @@ def to_text(index: Index) -> bytes:
         "schema": SCHEMA,
         "step": index.step,
         "files": {
-            file: [_shard_to_plain(part, index.checksums[file]) for part in parts]
-            for file, parts in index.files.items()
+            file: [_shard_to_plain(shard, index.checksums[file]) for shard in shards]
+            for file, shards in index.files.items()
         },
         "texts": {
             name: {"bytes": text.num_bytes, "crc32": f"{text.crc32:08x}"} for name, text in sorted(index.texts.items())
@@ -137,8 +141,8 @@ def _plain(text: bytes) -> dict[str, Plain]:
 
 def _index(plain: Mapping[str, Plain]) -> Index:
     files, checksums = {}, {}
-    for file, parts in _mapping(plain["files"]).items():
-        files[file], checksums[file] = _shards(file, _sequence(parts))
+    for file, rows in _mapping(plain["files"]).items():
+        files[file], checksums[file] = _shards(file, _sequence(rows))
     texts = {}
     for name, entry in _mapping(plain["texts"]).items():
         check_text_name(name)
@@ -152,7 +156,7 @@ def _index(plain: Mapping[str, Plain]) -> Index:
     )
 
 
-def _shard_to_plain(part: Shard, checksums: Mapping[str, int]) -> dict[str, object]:
+def _shard_to_plain(shard: Shard, checksums: Mapping[str, int]) -> dict[str, object]:
     tensors = {
         name: {
             "dtype": place.spec.code,
@@ -160,28 +164,27 @@ def _shard_to_plain(part: Shard, checksums: Mapping[str, int]) -> dict[str, obje
             "bytes": place.spec.nbytes,
             "crc32": f"{checksums[name]:08x}",
         }
-        for name, place in part.places.items()
+        for name, place in shard.places.items()
     }
-    return {"name": part.name, "bytes": part.num_bytes, "tensors": tensors}
+    return {"name": shard.name, "bytes": shard.num_bytes, "tensors": tensors}
 
 
-def _shards(file: str, parts: Sequence[Plain]) -> tuple[tuple[Shard, ...], dict[str, int]]:
+def _shards(file: str, rows: Sequence[Plain]) -> tuple[tuple[Shard, ...], dict[str, int]]:
     """The layout follows from the specs. So the index holds no path and no offset that could point elsewhere."""
-    check_part_name(file)
+    check_section_name(file)
     shards: list[Shard] = []
     checksums: dict[str, int] = {}
-    for number, plain in enumerate(map(_mapping, parts)):
+    for number, plain in enumerate(map(_mapping, rows)):
         specs = {}
         for name, entry in _mapping(plain["tensors"]).items():
             if name in checksums:
                 raise ValueError(f"the tensor {name!r} is in two files of {file}")
             specs[name] = _spec(_mapping(entry))
             checksums[name] = _crc32(_mapping(entry)["crc32"])
-        expected = shard(shard_name(file, number, len(parts)), specs)
-        if (plain["name"], plain["bytes"]) != (expected.name, expected.num_bytes) or list(specs) != list(
-            expected.places
-        ):
-            raise ValueError(f"{plain['name']!r} cannot be file {number + 1} of {len(parts)} of {file}")
+        expected = laid_out(shard_name(file, number, len(rows)), specs)
+        is_own = (plain["name"], plain["bytes"]) == (expected.name, expected.num_bytes)
+        if not is_own or list(specs) != list(expected.places):
+            raise ValueError(f"{plain['name']!r} cannot be file {number + 1} of {len(rows)} of {file}")
         shards.append(expected)
     return tuple(shards), checksums
 

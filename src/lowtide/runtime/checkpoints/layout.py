@@ -46,7 +46,7 @@ _CODES = {
 }
 """The word that safetensors has for each dtype."""
 DTYPES = {code: dtype for dtype, code in _CODES.items()}
-_PART = re.compile(r"[a-z][a-z0-9_]{0,63}")
+_SECTION = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,36 +101,36 @@ class Shard:
 
 
 def shards_of(file: str, specs: Mapping[str, TensorSpec], max_file_bytes: int = MAX_FILE_BYTES) -> tuple[Shard, ...]:
-    """The files for the tensors of one part (`model`), in their order as far as alignment allows.
+    """The files for the tensors of one section (`model`), in their order as far as alignment allows.
 
     They have Hugging Face's names: `model.safetensors`, or `model-00001-of-00003.safetensors` and so on.
 
     Raises:
-        ConfigError: The part or a tensor has a name that cannot be used.
+        ConfigError: The section or a tensor has a name that cannot be used.
     """
-    check_part_name(file)
+    check_section_name(file)
     if _METADATA in specs:
         raise ConfigError(f"a tensor cannot be named {_METADATA!r} in a safetensors file; save it under another name")
     split = [*_split(specs, max_file_bytes)]
-    return tuple(shard(shard_name(file, number, len(split)), part) for number, part in enumerate(split))
+    return tuple(laid_out(shard_name(file, number, len(split)), some) for number, some in enumerate(split))
 
 
-def check_part_name(file: str) -> None:
+def check_section_name(file: str) -> None:
     """Refuse what is no plain word: it becomes the beginning of a file's name.
 
     Raises:
         ConfigError: The word has other signs in it.
     """
-    if not _PART.fullmatch(file):
+    if not _SECTION.fullmatch(file):
         raise ConfigError(f"{file!r} cannot name a file of tensors; use small letters, digits and underscores")
 
 
 def shard_name(file: str, number: int, count: int) -> str:
-    """The name of a part's file, counted from 0."""
+    """The name of a section's file, counted from 0."""
     return f"{file}.safetensors" if count == 1 else f"{file}-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
-def shard(name: str, specs: Mapping[str, TensorSpec]) -> Shard:
+def laid_out(name: str, specs: Mapping[str, TensorSpec]) -> Shard:
     """The layout of one file. Wide dtypes come first, so that each tensor begins at a multiple of its element's size."""
     ordered = dict(sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize))
     entries: dict[str, object] = {_METADATA: {"format": "pt"}}
@@ -159,18 +159,18 @@ def shard(name: str, specs: Mapping[str, TensorSpec]) -> Shard:
 
 def hugging_face_index(shards: Sequence[Shard]) -> dict[str, object]:
     """What `model.safetensors.index.json` says: the file of each tensor."""
-    total = sum(place.spec.nbytes for part in shards for place in part.places.values())
-    weight_map = {tensor: part.name for part in shards for tensor in part.places}
+    total = sum(place.spec.nbytes for shard in shards for place in shard.places.values())
+    weight_map = {tensor: shard.name for shard in shards for tensor in shard.places}
     return {"metadata": {"total_size": total}, "weight_map": weight_map}
 
 
 def _split(specs: Mapping[str, TensorSpec], max_file_bytes: int) -> Iterator[dict[str, TensorSpec]]:
-    part: dict[str, TensorSpec] = {}
+    some: dict[str, TensorSpec] = {}
     num_bytes = 0
     for name, spec in specs.items():
-        if part and num_bytes + spec.nbytes > max_file_bytes:
-            yield part
-            part, num_bytes = {}, 0
-        part[name] = spec
+        if some and num_bytes + spec.nbytes > max_file_bytes:
+            yield some
+            some, num_bytes = {}, 0
+        some[name] = spec
         num_bytes += spec.nbytes
-    yield part
+    yield some

@@ -98,6 +98,8 @@ def load(
     """
     session = target if isinstance(target, Session) else None
     _check_target(target, optimizer)
+    if session is not None:
+        session.wait_for_save()  # it may be the one that is meant, and its values are about to go
     reader = open_checkpoint(Path(folder), step)
     saved = SavedTraining.read(reader)
     if session is None:

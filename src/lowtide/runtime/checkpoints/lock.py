@@ -38,6 +38,8 @@ class FolderLock:
             CheckpointWriteError: The lock's file cannot be made.
         """
         self._release = weakref.finalize(self, os.close, _locked(self._folder))
+        # A save may still be finished while the interpreter ends; after that, the system lets go.
+        self._release.atexit = False
         _HELD.add(self)
 
     def release(self) -> None:

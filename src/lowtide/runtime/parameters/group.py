@@ -393,6 +393,8 @@ class ManagedGroup:
         """Take what user code wrote to parameters after an exception, while their window still stood open, to the host: a
         checkpoint that is loaded at once, say. No copy may be under way, nor work on the host.
         """
+        if self._settler is not None:
+            self._settler.before_change(self)
         with compat.without_torch_function(), torch.no_grad():
             is_in_backward = bool(self.num_tasks)
             # Where no window has opened yet, nothing was written in one.
@@ -510,6 +512,7 @@ class ManagedGroup:
     def settle(self) -> None:
         """Make the values of the group's parameters true: user code looks at one of them."""
         assert self._settler is not None
+        self._settler.before_change(self)
         self._settler.settle_group(self)
 
     def check_gradient(self) -> None:
@@ -612,6 +615,9 @@ def members_of(groups: Mapping[str, ManagedGroup]) -> list[ManagedParameter]:
 
 class Settler(Protocol):
     """What a group calls when somebody looks at one of its parameters."""
+
+    def before_change(self, group: ManagedGroup) -> None:
+        """Somebody may be about to write to the group's weights."""
 
     def settle_group(self, group: ManagedGroup) -> None:
         """Make the group's parameters true and plain."""

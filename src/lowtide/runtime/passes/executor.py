@@ -19,6 +19,7 @@ from lowtide.memory.store import Books
 from lowtide.planning.plan import Schedule
 from lowtide.runtime.parameters.gradients import GradientMover, HostGradient
 from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter
+from lowtide.runtime.parameters.pending import ReadingSave, SaveGuard
 from lowtide.runtime.parameters.residency import ManagedResidency
 from lowtide.runtime.passes.backward import BackwardPass
 from lowtide.runtime.passes.forward import ForwardPass, Window, make_windows
@@ -69,6 +70,8 @@ class Executor:
         self.lost_step = LostStep()
         self.loss = LossWatch(is_immediate=schedule is Schedule.IN_BACKWARD)
         self.gradient_watch = GradientWatch(mover)
+        self.saves = SaveGuard()
+        """Asked before weights or optimizer state change."""
         self._lock = SessionLock()
         self._gradients = GradientMover(mover, worker, staging, schedule, recorder, takes_totals=takes_totals)
         self.residency = ManagedResidency(
@@ -76,6 +79,7 @@ class Executor:
             mover,
             books,
             recorder,
+            self.saves,
             settler=self,
             window_bytes=window_bytes,
             prefetch_depth=prefetch_depth,
@@ -93,6 +97,7 @@ class Executor:
                 recorder,
                 self.gradient_watch,
                 self._gradients,
+                self.saves,
                 clock_origin_s=clock_origin_s,
             )
             self.finisher = Finisher(self.updater, self.residency, mover, recorder)
@@ -218,6 +223,23 @@ class Executor:
         self.worker.check()
         self.gradient_watch.check(waits=True)
         self.mover.drain()
+
+    @locked
+    def begin_save(self, reading: ReadingSave) -> None:
+        """The save reads from now on: whoever changes something waits for that, and writes to parameters are noticed."""
+        self.saves.begin(reading)
+        for group in self.groups.values():
+            self.residency.guard(group)
+
+    def before_change(self, group: ManagedGroup) -> None:
+        """Somebody may be about to write to the group's weights: a save under way reads them first."""
+        if self.saves.reading is not None:
+            self.saves.reading.wait_for(group.parameters)
+
+    def before_any_change(self) -> None:
+        """Somebody may be about to write to anything."""
+        if self.saves.reading is not None:
+            self.saves.reading.wait_for_all()
 
     def settle_group(self, group: ManagedGroup) -> None:
         """Make the values of the group's parameters true: user code looks at one of them."""

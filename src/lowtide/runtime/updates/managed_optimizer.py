@@ -167,7 +167,8 @@ class ManagedOptimizer:
         self._plain_state = None
 
     def settle(self) -> None:
-        """Wait until every update has been made."""
+        """Wait until every update has been made, and until a save under way has read what may be written to now."""
+        self._executor.before_any_change()
         for group in self._executor.groups.values():
             self._executor.settle_group(group)
         self._executor.worker.check()
