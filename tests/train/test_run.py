@@ -138,10 +138,10 @@ def test_checkpoints_come_when_they_are_due_and_old_ones_go(tmp_path: Path) -> N
     train(recipe, tmp_path / "out")
     kept = sorted(path.name for path in (tmp_path / "out" / "checkpoints").glob("step-*"))
     assert kept == ["step-00000004", "step-00000008"]
-    assert [row["step"] for row in rows(tmp_path / "out", "checkpoint")] == [2, 4, 6, 8]
+    assert [row["saved_step"] for row in rows(tmp_path / "out", "checkpoint")] == [2, 4, 6, 8]
     by_time = small_recipe(tmp_path, "checkpoints.minutes=0.000001", "steps=3")
     train(by_time, tmp_path / "by_time")
-    assert [row["step"] for row in rows(tmp_path / "by_time", "checkpoint")] == [1, 2, 3]
+    assert [row["saved_step"] for row in rows(tmp_path / "by_time", "checkpoint")] == [1, 2, 3]
 
 
 class TestRefused:

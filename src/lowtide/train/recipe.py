@@ -123,9 +123,14 @@ class CheckpointRecipe:
     """The newest so many stay."""
     keep_every: int | None = None
     """Checkpoints of steps that this divides stay for ever."""
+    allowance: str | int | None = "auto"
+    """Host memory for saving while the training goes on, such as `4GiB`; `auto`: a quarter of what is free; None: none, and
+    the training waits for each save."""
 
     def __post_init__(self) -> None:
         require_least(self, 1, "every", "keep", "keep_every")
+        if self.allowance != "auto":
+            require_sizes(self, "allowance")
         if self.minutes is not None and not self.minutes > 0:
             raise ConfigError(f"minutes is {self.minutes}; give a number above 0, or null for none", key="minutes")
 
