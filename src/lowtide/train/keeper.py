@@ -86,12 +86,12 @@ class Keeper:
         return is_old or (every is not None and step % every == 0)
 
     def save(self, trained: Trained, step: int) -> None:
-        """Begin to save the run as it is after this step; one that is under way is waited for.
+        """Begin to save the run as it is after this step. None may be under way.
 
         Raises:
-            CheckpointError: It could not be written, or one before could not; the checkpoints from before are as they were.
+            CheckpointError: It could not be written; the checkpoints from before are as they were.
         """
-        self.wait(trained)
+        assert self._under_way is None, "the one before is waited for"
         self._begun_at_s = self._clock()
         try:
             self._save(trained, step, self._allowance)
@@ -100,7 +100,8 @@ class Keeper:
             self._allowance = None
             self._save(trained, step, None)
         self._under_way = step
-        self.look(trained)
+        if self._allowance is None:
+            self.wait(trained)
 
     def look(self, trained: Trained) -> bool:
         """Whether a save has come to its end since this was last asked.

@@ -144,7 +144,10 @@ def _is_over(out: OutputFolder, keeper: Keeper, steps: int) -> bool:
             "more, or begin in another folder",
             key="steps",
         )
-    return saved == steps
+    if saved != steps:
+        return False
+    keeper.folder_of_last()  # every byte of it: a damaged one sends the run back
+    return keeper.saved_step == steps
 
 
 def _published(subject: Subject, out: OutputFolder, keeper: Keeper) -> Path:
@@ -377,11 +380,20 @@ class Run:
 
     def _save(self) -> None:
         """Begin to save, and go on training where that fails: the checkpoints from before are still there."""
+        self._finish_save()
         self._show("saving")
         self._log.sync()
         with self._noted():
             self._keeper.save(self._trained, self._step)
             self._tell_saved()
+
+    def _finish_save(self) -> None:
+        """Wait for one that is under way."""
+        if self._keeper.is_saving:
+            self._show("saving")
+            with self._noted():
+                self._keeper.wait(self._trained)
+                self._tell_saved()
 
     def _look_for_save(self) -> None:
         """Note a save beside the training that has come to its end."""
@@ -403,11 +415,7 @@ class Run:
 
     def _save_last(self) -> None:
         """Save where the run ends, if there is something new and the time to do it."""
-        if self._keeper.is_saving:
-            self._show("saving")
-            with self._noted():
-                self._keeper.wait(self._trained)
-                self._tell_saved()
+        self._finish_save()
         if self._keeper.saved_step == self._step:
             return
         left_s, needed_s = self._stop.left_s, self._keeper.expected_s
