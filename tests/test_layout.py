@@ -40,7 +40,7 @@ PLANNER = (
 """Where the search for plans and the calibration of a machine are."""
 CHECKPOINTS = ("runtime/checkpoints/",)
 TRAIN = ("train/", "cli/train")
-MOST_LINES = {PLANNER: 8_000, CHECKPOINTS: 2_900, TRAIN: 2_400}
+MOST_LINES = {PLANNER: 8_000, CHECKPOINTS: 3_700, TRAIN: 2_400}
 """Lines without docstrings of the files whose paths begin so. A later feature adds a row of its own."""
 MOST_OTHER_LINES = 42_000
 """The same of all other files."""

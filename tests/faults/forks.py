@@ -8,6 +8,7 @@ is left of it after SIGKILL.
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import gc
 import json
@@ -164,6 +165,8 @@ def _be_child(run: Any, order: dict[str, Any], page: Page, writer: int) -> None:
             except BaseException:
                 traceback.print_exc(file=out)
                 out.flush()
+                # As where an interpreter ends: a save under way comes to its end.
+                atexit._run_exitfuncs()
     finally:
         os._exit(code)
 

@@ -7,6 +7,7 @@ folder was left. At the end the run is what the undisturbed one is, to the bit.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -83,11 +84,11 @@ class Kind:
         self._root.mkdir()
         self._run = replace(run, text=str(root)) if isinstance(run, TrainRun) else run
         self.tally = Tally(name=run.name)
-        whole = self._live(self._root / "undisturbed", Kill())
+        whole = self.live(self._root / "undisturbed")
         assert (whole.killed, whole.code, whole.is_hung) == (False, 0, False), whole.error
         self._seconds = whole.seconds
-        self._expected = self._told(self._root / "undisturbed")
-        assert len(self._expected.losses) == self._run.steps
+        self.expected = self._told(self._root / "undisturbed")
+        assert len(self.expected.losses) == self._run.steps
 
     def killed_runs(self, seed: int, num_kills: int) -> Iterator[Life]:
         """The lives of one run after another, each but the last of a run killed; after so many kills the run comes to its end."""
@@ -96,15 +97,11 @@ class Kind:
             folder = self._root / str(self.tally.runs)
             while True:
                 kill = self._drawn(draws) if self.tally.kills < num_kills else Kill()
-                life = self._live(folder, kill)
-                context = f"{self._run.name}, run {self.tally.runs} of seed {seed}, {kill}: {life}\n{life.error}"
-                assert not life.is_hung, context
-                assert life.killed or life.code == 0, context
-                try:
+                life = self.live(folder, kill)
+                with noted(f"{self._run.name}, run {self.tally.runs} of seed {seed}, {kill}: {life}\n{life.error}"):
+                    assert not life.is_hung
+                    assert life.killed or life.code == 0
                     self.look_at(folder)
-                except Exception as error:
-                    error.add_note(context)
-                    raise
                 if life.killed:
                     self.tally.kills += 1
                     if kill.at is None:
@@ -114,7 +111,8 @@ class Kind:
                 yield life
                 if not life.killed:
                     break
-            self._look_at_the_end(folder)
+            with noted(f"{self._run.name}, the end of run {self.tally.runs} of seed {seed}"):
+                self.look_at_the_end(folder)
             shutil.rmtree(folder)
             journal_of(folder).unlink(missing_ok=True)
             self.tally.runs += 1
@@ -126,16 +124,21 @@ class Kind:
         number = draws.randrange(8 if phase == PUBLISHING else 3 * PER_SAVE[phase])
         return Kill(at=KillAt(phase=phase, number=number, where=draws.choice(["before", "within", "after"])))
 
-    def live_at(self, folder: Path, kill: KillAt) -> Life:
-        """One life of a run, which ends at an operation."""
-        return self._live(folder, Kill(at=kill))
+    def live(self, folder: Path, kill: Kill | None = None, fault: str | None = None, **changes: Any) -> Life:
+        """One life of a run, from its newest checkpoint on.
 
-    def _live(self, folder: Path, kill: Kill) -> Life:
+        Args:
+            folder: Of the run.
+            kill: What ends it.
+            fault: A function of `faults`, by its name.
+            changes: Of the run.
+        """
         what = "train" if isinstance(self._run, TrainRun) else "session"
-        job: dict[str, Any] = {"folder": str(folder), what: asdict(self._run)}
-        if kill.delay_s is None:
-            return self._server.run(job | {"kill": None if kill.at is None else asdict(kill.at)})
-        return self._server.run(job, signals=[(kill.delay_s, signal.SIGKILL)])
+        job: dict[str, Any] = {"folder": str(folder), what: asdict(replace(self._run, **changes))}
+        job["fault"] = None if fault is None else f"tests.faults.faults:{fault}"
+        at = None if kill is None else kill.at
+        signals = [] if kill is None or kill.delay_s is None else [(kill.delay_s, signal.SIGKILL)]
+        return self._server.run(job | {"kill": None if at is None else asdict(at)}, signals=signals)
 
     # -- what stands on the disk -----------------------------------------------------------------------------------------
 
@@ -150,7 +153,7 @@ class Kind:
         checkpoints = self._checkpoints(folder)
         told = self._told(folder)
         for step, loss in told.losses:
-            assert loss == self._expected.by_step[step], f"the loss of step {step} is {loss}"
+            assert loss == self.expected.by_step[step], f"the loss of step {step} is {loss}"
         self.tally.losses += len(told.losses)
         assert_lock_is_free(checkpoints)
         assert_lock_is_free(folder)
@@ -163,10 +166,11 @@ class Kind:
         self.tally.repeated += max(0, told.reached - newest)
         self.tally.reported += told.saved > 0
 
-    def _look_at_the_end(self, folder: Path) -> None:
+    def look_at_the_end(self, folder: Path) -> None:
+        """Whether the run is what the undisturbed one is."""
         told = self._told(folder)
-        assert told.by_step == self._expected.by_step
-        assert told.end == self._expected.end, (
+        assert told.by_step == self.expected.by_step
+        assert told.end == self.expected.end, (
             "the weights, or the optimizer's state, are not those of the undisturbed run"
         )
         # Who holds the lock takes away what is left of the last kill, where the last start had nothing to save.
@@ -178,6 +182,16 @@ class Kind:
         assert expected.items() <= found.items(), f"missing, or of another size: {expected.items() - found.items()}"
         assert len(more) <= 1, f"left over: {more}"
         assert all(name.startswith("step-") for name in more), f"left over: {more}"
+
+
+@contextlib.contextmanager
+def noted(words: str) -> Iterator[None]:
+    """What fails inside says where."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(words)
+        raise
 
 
 # -- what a run has told -----------------------------------------------------------------------------------------------
@@ -204,8 +218,13 @@ class Told:
         return set(range(1, newest + 1)) <= self.by_step.keys()
 
 
-def told_by_journal(folder: Path) -> Told:
-    """What the user's own loop has written down; starts must be at a step that was reached."""
+def told_by_journal(folder: Path, *, lost: int | None = None) -> Told:
+    """What the user's own loop has written down; starts must be at a step that was reached, and at the last that was saved.
+
+    Args:
+        folder: Of the run.
+        lost: A checkpoint of this step was damaged.
+    """
     lines = Journal.lines(journal_of(folder))
     reached = saved = 0
     for kind, step, _ in lines:
@@ -219,7 +238,8 @@ def told_by_journal(folder: Path) -> Told:
         losses=[(step, value) for kind, step, value in lines if kind == "loss"],
         saved=saved,
         reached=reached,
-        end=[value for kind, _, value in lines if kind == "end"],
+        # Killed after it, a run comes to its end again.
+        end={value for kind, _, value in lines if kind == "end"},
     )
 
 

@@ -36,6 +36,8 @@ class SmallRun:
     precision: str | None = None
     moments: str = "fp32"
     allowance: str | None = "64KiB"
+    device_memory: str = "1MiB"
+    host_memory: str = "64MiB"
     seed: int = 5
 
 
@@ -105,7 +107,8 @@ class Training:
             "device": {"weights": "resident", "update": "device"},
             "resident": {"weights": "resident", "update": "host"},
         }
-        return lowtide.make_plan(self.model, schedule=self.run.schedule, **places[self.run.place])
+        budgets = {"device_memory": self.run.device_memory, "host_memory": self.run.host_memory}
+        return lowtide.make_plan(self.model, schedule=self.run.schedule, **budgets, **places[self.run.place])
 
     @property
     def state(self) -> dict[str, object]:
@@ -172,6 +175,7 @@ class Training:
         self.session.close()
         self.report()
         self.journal.add("end", self.run.steps, self.digest())
+        self.journal.close()
 
     def digest(self) -> str:
         """A hash of all that the model and the optimizer keep."""

@@ -7,7 +7,6 @@ had at its end.
 from __future__ import annotations
 
 import gc
-import os
 import shutil
 import statistics
 import threading
@@ -125,7 +124,7 @@ def _measured(
         rss_bytes=psutil.Process().memory_info().rss,
         num_objects=len(gc.get_objects()),
         num_threads=max(len(list(Path("/proc/self/task").iterdir())), threading.active_count()),
-        num_descriptors=len(os.listdir("/proc/self/fd")),
+        num_descriptors=len(list(Path("/proc/self/fd").iterdir())),
         median_s=median_s,
     )
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.faults import small_runs
 from tests.faults.forks import ForkServer
-from tests.faults.kills import KINDS, Kind
+from tests.faults.kills import KINDS, Kill, Kind
 from tests.faults.phases import KillAt
 from tests.faults.small_runs import Journal, journal_of
 
@@ -33,7 +33,7 @@ def killed(server: ForkServer, tmp_path: Path) -> tuple[Kind, Path]:
     """A run that was killed in its third save, looked at."""
     kind = Kind(server, small_runs.RUNS["updates on the host"], tmp_path)
     folder = tmp_path / "run"
-    life = kind.live_at(folder, KillAt(phase="renaming", number=2, where="before"))
+    life = kind.live(folder, Kill(at=KillAt(phase="renaming", number=2, where="before")))
     assert life.killed
     kind.look_at(folder)
     return kind, folder

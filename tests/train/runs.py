@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -60,6 +62,18 @@ class Heard:
 
     def note(self, sentence: str) -> None:
         self.notes.append(sentence)
+
+
+def ask_to_stop(stop: StopRequests, at: int, number: signal.Signals = signal.SIGINT) -> Heard:
+    """A watcher that has the signal sent after a step, and waits until it is heard of."""
+
+    def act(step: int) -> None:
+        if step == at and not stop.is_requested:
+            signal.raise_signal(number)
+            while not stop.is_requested:
+                time.sleep(0.001)
+
+    return Heard(act)
 
 
 def refuse_to_leave(code: int, why: str) -> None:

@@ -222,7 +222,7 @@ class TestExceptions:
         heard = Heard()
         recipe = small_recipe(undisturbed.parent, "checkpoints.every=2")
         assert train(recipe, tmp_path / "out", heard=heard).is_finished
-        assert "step 4 could not be saved: no space left; the training goes on" in heard.notes
+        assert "a checkpoint could not be saved: no space left; the training goes on" in heard.notes
         assert losses(tmp_path / "out") == losses(undisturbed)
 
     def test_a_last_save_that_fails_ends_the_run_with_an_error(

@@ -19,7 +19,7 @@ from lowtide.train.folder import OutputFolder
 from lowtide.train.inputs import find_tokenizer, read_inputs
 from lowtide.train.model import find_subject
 from lowtide.train.stopping import StopRequests
-from tests.train.runs import Heard, losses, refuse_to_leave, rows, small_recipe, train
+from tests.train.runs import Heard, ask_to_stop, losses, refuse_to_leave, rows, small_recipe, train
 
 
 def weights(out: Path, step: int) -> dict[str, torch.Tensor]:
@@ -78,15 +78,10 @@ def test_the_folder_has_all_that_a_run_leaves(undisturbed: Path) -> None:
 def test_a_run_that_was_stopped_goes_on_with_the_same_bits(undisturbed: Path, tmp_path: Path, budget: str) -> None:
     chosen = random.Random(budget).randrange(1, 7)
     recipe = small_recipe(undisturbed.parent)
-
-    def interrupt(step: int) -> None:
-        if step == chosen:
-            signal.raise_signal(signal.SIGINT)
-
     stop = StopRequests(30, refuse_to_leave)
-    first = train(recipe, tmp_path / "out", heard=Heard(interrupt), stop=stop)
+    first = train(recipe, tmp_path / "out", heard=ask_to_stop(stop, chosen), stop=stop)
     assert (first.is_finished, first.model, stop.exit_code) == (False, None, 130)
-    assert chosen <= first.step == first.saved_step <= chosen + 1
+    assert first.step == first.saved_step == chosen
     heard = Heard()
     again = train(override(recipe, [f"device_memory={budget}"]), tmp_path / "out", resume=True, heard=heard)
     assert again.is_finished
@@ -115,14 +110,9 @@ def test_every_kind_of_run_goes_on_with_the_same_bits(tmp_path: Path, settings: 
     recipe = small_recipe(tmp_path, "steps=6", "evaluation.every=2", *settings)
     train(recipe, tmp_path / "whole")
     for step in (2, 3, 5):
-
-        def interrupt(at: int, step: int = step) -> None:
-            if at == step:
-                signal.raise_signal(signal.SIGTERM)
-
-        is_begun = step > 2
         stop = StopRequests(30, refuse_to_leave)
-        train(recipe, tmp_path / "parts", heard=Heard(interrupt), stop=stop, resume=is_begun)
+        heard = ask_to_stop(stop, step, signal.SIGTERM)
+        train(recipe, tmp_path / "parts", heard=heard, stop=stop, resume=step > 2)
         assert stop.exit_code == 143
     assert train(recipe, tmp_path / "parts", resume=True).is_finished
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
@@ -148,10 +138,10 @@ def test_checkpoints_come_when_they_are_due_and_old_ones_go(tmp_path: Path) -> N
     train(recipe, tmp_path / "out")
     kept = sorted(path.name for path in (tmp_path / "out" / "checkpoints").glob("step-*"))
     assert kept == ["step-00000004", "step-00000008"]
-    assert [row["step"] for row in rows(tmp_path / "out", "checkpoint")] == [2, 4, 6, 8]
+    assert [row["saved_step"] for row in rows(tmp_path / "out", "checkpoint")] == [2, 4, 6, 8]
     by_time = small_recipe(tmp_path, "checkpoints.minutes=0.000001", "steps=3")
     train(by_time, tmp_path / "by_time")
-    assert [row["step"] for row in rows(tmp_path / "by_time", "checkpoint")] == [1, 2, 3]
+    assert [row["saved_step"] for row in rows(tmp_path / "by_time", "checkpoint")] == [1, 2, 3]
 
 
 class TestRefused:

@@ -14,7 +14,7 @@ import pytest
 
 from lowtide.config import write_config
 from lowtide.train.stopping import StopRequests
-from tests.train.runs import Heard, losses, rows, small_recipe, train
+from tests.train.runs import ask_to_stop, losses, rows, small_recipe, train
 
 
 def wait_until(is_so: Callable[[], object]) -> None:
@@ -92,8 +92,8 @@ def test_in_another_thread_nothing_is_watched() -> None:
 
 def test_a_save_that_takes_longer_than_is_left_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowtide.train.keeper.Keeper.expected_s", property(lambda self: 100.0))
-    heard = Heard(lambda step: signal.raise_signal(signal.SIGTERM) if step == 5 else None)
     stop = StopRequests(30, Left())
+    heard = ask_to_stop(stop, 5, signal.SIGTERM)
     recipe = small_recipe(tmp_path, "checkpoints.every=2")
     result = train(recipe, tmp_path / "out", heard=heard, stop=stop)
     assert (result.is_finished, result.saved_step) == (False, 4)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, Protocol
 
@@ -348,3 +349,20 @@ def arithmetic(recipe: Numbers, device: torch.device) -> Iterator[None]:
     finally:
         torch.backends.mkldnn.set_flags(was_enabled, None, None, None)
         torch.set_float32_matmul_precision(precision)
+
+
+@contextlib.contextmanager
+def deterministic(device: torch.device) -> Iterator[None]:
+    """Settings under which two plain runs give the same bits, taken back afterwards; on the host they do without."""
+    if device.type != "cuda":
+        yield
+        return
+    # cuBLAS reads this when its handle is made, and torch refuses deterministic matmuls without it.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)

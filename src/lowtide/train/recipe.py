@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -123,9 +123,14 @@ class CheckpointRecipe:
     """The newest so many stay."""
     keep_every: int | None = None
     """Checkpoints of steps that this divides stay for ever."""
+    allowance: str | int | None = "auto"
+    """Host memory for saving while the training goes on, such as `4GiB`; `auto`: a quarter of what is free; None: none, and
+    the training waits for each save."""
 
     def __post_init__(self) -> None:
         require_least(self, 1, "every", "keep", "keep_every")
+        if self.allowance != "auto":
+            require_sizes(self, "allowance")
         if self.minutes is not None and not self.minutes > 0:
             raise ConfigError(f"minutes is {self.minutes}; give a number above 0, or null for none", key="minutes")
 
@@ -203,6 +208,8 @@ class TrainRecipe:
     """The learning rate of each step."""
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """The precision of fp32 matrix products, as `torch.set_float32_matmul_precision` takes it."""
+    deterministic: bool = False
+    """Whether CUDA uses only kernels that give the same bits again, so that a resumed run does; they may be slower."""
     evaluation: EvaluationRecipe = field(default_factory=EvaluationRecipe)
     """The loss on what is held out; without such data there is none."""
     checkpoints: CheckpointRecipe = field(default_factory=CheckpointRecipe)
@@ -335,16 +342,6 @@ def harmful_keys(keys: Sequence[str]) -> list[str]:
 def _flat(plain: dict[str, Plain], prefix: str = "") -> dict[str, Plain]:
     found: dict[str, Plain] = {}
     for key, value in plain.items():
+        # An empty mapping has no keys of its own to differ by.
         found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found
-
-
-def all_keys(kind: type = TrainRecipe, prefix: str = "") -> list[str]:
-    """Every dotted key of a recipe, in the order of the fields."""
-    parts = {"data": DataRecipe, "scheduler": SchedulerRecipe, "evaluation": EvaluationRecipe}
-    parts |= {"checkpoints": CheckpointRecipe, "log": LogRecipe, "faults": FaultRecipe, "optimizer": OptimizerRecipe}
-    found: list[str] = []
-    for each in fields(kind):
-        inner = parts.get(each.name) if kind is TrainRecipe else None
-        found += [f"{prefix}{each.name}"] if inner is None else all_keys(inner, f"{each.name}.")
     return found

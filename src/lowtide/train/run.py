@@ -119,12 +119,16 @@ def run_training(
                 folder=out.path, step=inputs.steps, steps=inputs.steps, is_finished=True, saved_step=inputs.steps
             )
         else:
-            with training.arithmetic(subject.recipe, subject.device):
+            with training.arithmetic(subject.recipe, subject.device), _reproducible(subject):
                 result = Run(subject, inputs, out, keeper, watcher, stop).to_the_end()
         if result.is_finished:
             watcher.say("writing the model")
             result = replace(result, model=_published(subject, out, keeper))
     return result
+
+
+def _reproducible(subject: Subject) -> contextlib.AbstractContextManager[None]:
+    return training.deterministic(subject.device) if subject.recipe.deterministic else contextlib.nullcontext()
 
 
 def _is_over(out: OutputFolder, keeper: Keeper, steps: int) -> bool:
@@ -140,12 +144,14 @@ def _is_over(out: OutputFolder, keeper: Keeper, steps: int) -> bool:
             "more, or begin in another folder",
             key="steps",
         )
-    return saved == steps
+    if saved != steps:
+        return False
+    keeper.folder_of_last()  # every byte of it: a damaged one sends the run back
+    return keeper.saved_step == steps
 
 
 def _published(subject: Subject, out: OutputFolder, keeper: Keeper) -> Path:
-    checkpoint = keeper.newest
-    assert checkpoint is not None, "a run that is finished is saved"
+    checkpoint = keeper.folder_of_last()
     pretrained = subject.source.pretrained
     try:
         return out.publish(checkpoint, None if pretrained is None else pretrained.folder, subject.recipe.dtype or "")
@@ -264,6 +270,7 @@ class Run:
         is_last = self._step == self._inputs.steps
         if every is not None and self._step % every == 0 and not is_last and not self._stop.is_requested:
             self._evaluate()
+        self._look_for_save()
         if self._keeper.is_due(self._step) and not is_last and not self._stop.is_requested:
             self._save()
         self._show("training")
@@ -372,19 +379,43 @@ class Run:
             self._curves.add_evaluation(self._step, total / rows)
 
     def _save(self) -> None:
-        """Save, and go on training where that fails: the checkpoints from before are still there."""
+        """Begin to save, and go on training where that fails: the checkpoints from before are still there."""
+        self._finish_save()
         self._show("saving")
         self._log.sync()
-        try:
+        with self._noted():
             self._keeper.save(self._trained, self._step)
+            self._tell_saved()
+
+    def _finish_save(self) -> None:
+        """Wait for one that is under way."""
+        if self._keeper.is_saving:
+            self._show("saving")
+            with self._noted():
+                self._keeper.wait(self._trained)
+                self._tell_saved()
+
+    def _look_for_save(self) -> None:
+        """Note a save beside the training that has come to its end."""
+        with self._noted():
+            if self._keeper.look(self._trained):
+                self._tell_saved()
+
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
+        try:
+            yield
         except CheckpointError as error:
             self._log.add("not saved", self._step, reason=str(error))
-            self._watcher.note(f"step {self._step:,} could not be saved: {error}; the training goes on")
-            return
-        self._log.add("checkpoint", self._step, seconds=self._keeper.save_s)
+            self._watcher.note(f"a checkpoint could not be saved: {error}; the training goes on")
+
+    def _tell_saved(self) -> None:
+        if not self._keeper.is_saving:
+            self._log.add("checkpoint", self._step, saved_step=self._keeper.saved_step, seconds=self._keeper.save_s)
 
     def _save_last(self) -> None:
         """Save where the run ends, if there is something new and the time to do it."""
+        self._finish_save()
         if self._keeper.saved_step == self._step:
             return
         left_s, needed_s = self._stop.left_s, self._keeper.expected_s
@@ -397,9 +428,10 @@ class Run:
         self._log.sync()
         try:
             self._keeper.save(self._trained, self._step)
+            self._keeper.wait(self._trained)
         except CheckpointError as error:
             raise RunStoppedError(self._told(f"step {self._step:,} could not be saved: {error}")) from error
-        self._log.add("checkpoint", self._step, seconds=self._keeper.save_s)
+        self._tell_saved()
 
     def _ended(self) -> RunResult:
         is_finished = self._step == self._inputs.steps and self._keeper.saved_step == self._step
@@ -424,7 +456,7 @@ class Run:
                 evaluation=self._evaluation,
                 saved_step=self._keeper.saved_step,
                 saved_at_s=self._keeper.saved_at_s,
-                is_saving=words == "saving",
+                is_saving=self._keeper.is_saving or words == "saving",
             )
         )
 

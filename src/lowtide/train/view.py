@@ -63,12 +63,12 @@ def progress_line(status: RunStatus) -> Table:
     line.add_row(
         Text.assemble(f"{status.words}, step ", (f"{status.step:,}", "bold"), f" of {status.steps:,}"),
         ProgressBar(total=status.steps, completed=status.step, complete_style="cyan", finished_style="cyan"),
-        Text(f"{math_floor_percent(share)}%", style=_QUIET),
+        Text(f"{percent(share)}%", style=_QUIET),
     )
     return line
 
 
-def math_floor_percent(share: float) -> int:
+def percent(share: float) -> int:
     """Whole percents, of which 100 means the end."""
     return int(100 * share)
 
