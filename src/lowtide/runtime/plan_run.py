@@ -234,13 +234,9 @@ class PlanRun:
                     f"{what} was called inside of a forward or a backward, where weights are on their way; call it between "
                     "two steps"
                 )
-<<<<<<< HEAD
             executor.before_any_change()
-            executor.check_broken()
-=======
             if discards_step:
                 self._discard_step()
->>>>>>> state
             self.settle()
             if (kept := self.kept_states) is not None:
                 kept.settle()
