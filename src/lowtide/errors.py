@@ -25,6 +25,7 @@
     │   └── StepLostError                   a step broke off half-way: it must be repeated
     ├── CheckpointError (RuntimeError)      a checkpoint cannot be saved or loaded
     │   ├── DamagedCheckpointError          a file of it is torn, changed, foreign or of another schema
+    │   ├── CheckpointMismatchError         it is of another model or optimizer than it is loaded into
     │   ├── CheckpointWriteError            a file of it could not be written: the disk is full, say
     │   └── FolderInUseError                another process, or another object, saves into the same run folder
     ├── OptimizerStateError (ValueError)    a saved optimizer state is of another model or optimizer
@@ -294,6 +295,10 @@ class CheckpointError(LowtideError, RuntimeError):
 
 class DamagedCheckpointError(CheckpointError):
     """A checkpoint is torn, changed since it was saved, foreign, or of another schema. Load another one."""
+
+
+class CheckpointMismatchError(CheckpointError):
+    """A checkpoint is of another model, another optimizer or another kind than it is to be loaded into. Nothing was loaded."""
 
 
 class CheckpointWriteError(CheckpointError):

@@ -17,8 +17,9 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,6 +31,9 @@ from lowtide.planning.budget_plans import StepSample
 from lowtide.planning.placement import check_plan
 from lowtide.planning.plan import Plan
 from lowtide.planning.timeline import Timeline
+from lowtide.runtime.checkpoints.contents import session_contents
+from lowtide.runtime.checkpoints.folder import Retention
+from lowtide.runtime.checkpoints.saving import Saver
 from lowtide.runtime.passes.lock import HELD, refuse_wrapping, remove_all, watch_process
 from lowtide.runtime.plan_run import switch_plan
 from lowtide.runtime.statistics.observer import StepObserver
@@ -132,6 +136,8 @@ class Management:
         self._changer: PlanChanger | None = None
         self.plans: list[PlanRow] = []
         """Those that were made after the first."""
+        self._saver = Saver()
+        self._steps_before = 0
         # A model without a window has nothing that a plan could place.
         if observer is not None and plan_after is not None and plan_run.calls.root_window is not None:
             assert self.optimizer is not None
@@ -185,6 +191,32 @@ class Management:
             )
         return self.plan_run
 
+    @property
+    def num_steps(self) -> int:
+        """Steps of the run: those before the checkpoint that was loaded, and those since."""
+        return self._steps_before + self.opened().num_updates
+
+    def count_from(self, step: int) -> None:
+        """The run has come to this step."""
+        self._steps_before = step - self.opened().num_updates
+
+    def save(
+        self,
+        folder: Path,
+        step: int | None,
+        state: Mapping[str, object] | None,
+        retention: Retention,
+        tokenizer: str | Path | None,
+    ) -> Path:
+        """Write a checkpoint."""
+        plan_run = self.opened()
+        with plan_run.between_steps("session.save"):
+            plan_run.refuse_gradients("session.save")
+            contents = session_contents(plan_run, state, tokenizer=tokenizer)
+            return self._saver.save(
+                folder, contents, step=self.num_steps if step is None else step, retention=retention
+            )
+
     def adapt(self, changer: PlanChanger) -> None:
         """Let the model's calls go through it until the end."""
         self._changer = changer
@@ -229,6 +261,7 @@ class Management:
         finally:
             HELD.rest()
             if plan_run.is_closed:
+                self._saver.close()
                 if self._aside is not None:
                     self._aside.bring_back()
                 self.plan_run = None
@@ -389,6 +422,45 @@ class Session:
         """Wait until every update is made and every copy is done."""
         self._open().settle()
 
+    @property
+    def num_steps(self) -> int:
+        """Steps that the optimizer has taken in this training run, also before the checkpoint that was loaded."""
+        return self._management.num_steps
+
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        step: int | None = None,
+        state: Mapping[str, object] | None = None,
+        keep: int = 2,
+        keep_every: int | None = None,
+        tokenizer: str | Path | None = None,
+    ) -> Path:
+        """Write a checkpoint from which `lowtide.load` goes on with the same bits. Between two steps.
+
+        A process that is killed meanwhile leaves the former checkpoints as they were, and so does a full disk.
+
+        Args:
+            folder: Of the run; each checkpoint is a folder in it.
+            step: The number of the checkpoint; by default `num_steps`.
+            state: What else belongs to the run, by names of yours: objects with `state_dict` and `load_state_dict` (schedulers,
+                scalers, data loaders), generators of torch, and plain values.
+            keep: How many of the newest checkpoints stay.
+            keep_every: Those of steps that are a multiple of this stay for ever.
+            tokenizer: A folder whose tokenizer files are saved along: the checkpoint of a Hugging Face model is a folder that
+                `from_pretrained` loads.
+
+        Returns:
+            The checkpoint's own folder.
+
+        Raises:
+            SessionError: A backward has left gradients whose `step()` has not come, or one is under way.
+            ConfigError: Something in `state` has no plain form. The message names it.
+            CheckpointError: The checkpoint could not be written.
+        """
+        return self._management.save(Path(folder), step, state, Retention(newest=keep, every=keep_every), tokenizer)
+
     def close(self) -> None:
         """Give the plain model and optimizer back, each parameter where it was before. May be repeated."""
         self._management.close()
@@ -412,6 +484,10 @@ class Session:
     @property
     def _plan_run(self) -> PlanRun | None:
         return self._management.plan_run
+
+    def _count_from(self, step: int) -> None:
+        """A checkpoint of this step was loaded."""
+        self._management.count_from(step)
 
     def _switch(self, plan: Plan) -> None:
         self._management.switch(plan)

@@ -141,6 +141,11 @@ class Executor:
         """After a backward that raised: put everything back where it belongs, and remember that the step is lost."""
         self.backward.check_broken()
 
+    def mend(self) -> None:
+        """`check_broken`, unless a forward or a backward of this thread is under way."""
+        if compat.backward_number() is None and not self.forward.is_under_way:
+            self.backward.check_broken()
+
     def put_in_order(self) -> None:
         """After an exception in `step()`, or at the end: start afresh from the truth."""
         if compat.backward_number() is None:
@@ -156,6 +161,7 @@ class Executor:
         self.lost_step.tell()
         self.lost_step.forget()
         self.loss.forget()
+        self.recorder.forget_backward()
 
     def has_raised(self) -> bool:
         """Whether an exception came out of the last call of the model, backward or step, and none went well since."""
@@ -181,9 +187,13 @@ class Executor:
 
     def is_idle(self) -> bool:
         """Whether no graph is alive and no window open."""
+        return not self.is_in_step() and not any(group.visits for group in self.groups.values())
+
+    def is_in_step(self) -> bool:
+        """Whether a forward or a backward is under way, or a window stands open."""
         if self.forward.is_under_way or self.backward.is_under_way or compat.backward_number() is not None:
-            return False
-        return not any(group.visits or group.stored.num_open for group in self.groups.values())
+            return True
+        return any(group.stored.num_open for group in self.groups.values())
 
     def is_quiet(self) -> bool:
         """Whether it is idle and no work on the host's memory is under way."""
@@ -217,8 +227,7 @@ class Executor:
 
     @locked
     def _settle_group(self, group: ManagedGroup) -> None:
-        if compat.backward_number() is None and not self.forward.is_under_way:
-            self.backward.check_broken()
+        self.mend()
         if not group.stored.num_open:
             self.residency.settle(group)
 

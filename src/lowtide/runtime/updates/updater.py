@@ -218,9 +218,13 @@ class Updater:
         """Move optimizer state to where each chunk is updated."""
         for group in groups:
             for managed in group.members:
-                if self.optimizer.knows(managed.parameter):
-                    site = torch.device("cpu") if managed.site is Site.HOST else device
-                    self.optimizer.place_state(managed.parameter, site)
+                self.place_state_of(managed, device)
+
+    def place_state_of(self, managed: ManagedParameter, device: torch.device) -> None:
+        """Move one parameter's state to where it is updated."""
+        if self.optimizer.knows(managed.parameter):
+            site = torch.device("cpu") if managed.site is Site.HOST else device
+            self.optimizer.place_state(managed.parameter, site)
 
 
 def _names(members: Sequence[ManagedParameter]) -> set[str]:
