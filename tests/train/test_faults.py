@@ -13,10 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.config import override
-from lowtide.errors import CheckpointWriteError, EmulatedOutOfMemoryError, RunStoppedError
+from lowtide.errors import (
+    CheckpointWriteError,
+    EmulatedOutOfMemoryError,
+    FolderInUseError,
+    RunStoppedError,
+    StepLostError,
+)
 from lowtide.runtime.checkpoints.folder import RunFolder
+from lowtide.train.folder import OutputFolder
 from lowtide.train.keeper import Keeper
 from lowtide.train.model import Trained
+from lowtide.train.run import Run
 from tests.train.runs import Heard, losses, rows, small_recipe, train, trained_with
 
 
@@ -107,6 +115,31 @@ class TestLostSteps:
         (lost,) = rows(tmp_path / "out", "lost")
         assert "memory ran out in a backward" in lost["reason"]
         assert any(note.startswith("step 4 was lost") and note.endswith("it is repeated") for note in heard.notes)
+
+    def test_a_forward_without_memory_is_none_of_the_loops_business(self, undisturbed: Path, tmp_path: Path) -> None:
+        with trained_with(in_forward(Fault({4}, fail(out_of_memory())))):
+            train(small_recipe(undisturbed.parent, "device_memory=700KiB"), tmp_path / "out")
+        assert losses(tmp_path / "out") == losses(undisturbed)
+        assert rows(tmp_path / "out", "lost") == []
+        (plan,) = rows(tmp_path / "out", "plan")
+        assert "memory ran out" in plan["reason"]
+
+    def test_a_step_that_moved_some_weights_goes_back_to_the_last_checkpoint(
+        self, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        real, fault = Run._updated, Fault({4}, fail(StepLostError("the update thread broke off")))
+
+        def updated(self: Run) -> float | None:
+            norm = real(self)
+            fault()
+            return norm
+
+        monkeypatch.setattr(Run, "_updated", updated)
+        heard = Heard()
+        train(small_recipe(undisturbed.parent, "checkpoints.every=2"), tmp_path / "out", heard=heard)
+        assert "step 4 was lost (the update thread broke off): back to the last checkpoint" in heard.notes
+        assert "going on after step 2" in heard.notes
+        assert losses(tmp_path / "out") == losses(undisturbed)
 
     @pytest.mark.parametrize("settings", [("schedule=in_backward",), ("schedule=in_backward", "checkpoints.every=3")])
     def test_in_backward_it_goes_back_to_the_last_checkpoint(self, tmp_path: Path, settings: tuple[str, ...]) -> None:
@@ -252,3 +285,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(undisturbed: P
     assert "going on after step 4" in heard.notes
     assert [step for step, _ in losses(tmp_path / "out")] == [1, 2, 3, 4, 5, 6]
     assert torch.isfinite(torch.tensor([loss for _, loss in losses(tmp_path / "out")])).all()
+
+
+def test_a_second_process_on_a_folder_is_refused_with_the_number_of_the_first(tmp_path: Path) -> None:
+    with (
+        OutputFolder(tmp_path / "out").held(),
+        pytest.raises(FolderInUseError, match=r"process.* \d+ on .* saves into .*; stop it, or give this run a folder"),
+    ):
+        train(small_recipe(tmp_path), tmp_path / "out")

@@ -64,6 +64,11 @@ def test_the_view_of_a_run_that_begins_and_of_what_is_done_before() -> None:
     lines = drawn(view)
     assert lines[1].startswith("training, step 0 of 10")
     assert "none yet" in lines[-1]
+    view.show(STATUS)
+    view.end()
+    lines = drawn(view)
+    assert lines[1].startswith("ended, step 1,240 of 10,000")
+    assert lines[3].startswith("loss        2.3457"), "the last figures stay"
 
 
 def test_a_checkpoint_that_is_written_shows() -> None:

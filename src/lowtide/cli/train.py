@@ -167,6 +167,7 @@ class LiveDisplay:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._view.end()
         self._live.stop()
 
 

@@ -67,7 +67,7 @@ def resolve_huggingface(spec: str, *, recompute: bool) -> ModelSource:
 def _find_pretrained(spec: str, values_json: str, auto: str) -> Pretrained | None:
     """The weights beside the config; None where there are none, or where the config itself was named."""
     target = spec.removeprefix(PREFIX)
-    folder = _find_config(target).parent
+    folder = find_config(target).parent
     is_config = Path(target).expanduser().is_file()
     if is_config or not any(file for pattern in _WEIGHTS for file in folder.glob(pattern)):
         return None
@@ -117,7 +117,7 @@ def _transformers(spec: str) -> ModuleType:
 
 
 def _read_config(target: str) -> dict[str, Any]:
-    path = _find_config(target)
+    path = find_config(target)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -129,7 +129,12 @@ def _read_config(target: str) -> dict[str, Any]:
     return values
 
 
-def _find_config(target: str) -> Path:
+def find_config(target: str) -> Path:
+    """The config.json of a folder, a file or a model id in the local cache.
+
+    Raises:
+        UnknownNameError: There is none.
+    """
     path = Path(target).expanduser()
     if path.is_file():
         return path

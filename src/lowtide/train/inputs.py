@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from lowtide import plain_text
-from lowtide.errors import ConfigError, MissingExtraError
+from lowtide.errors import ConfigError, MissingExtraError, UnknownNameError
 from lowtide.hardware.machine import cache_folder
 from lowtide.lab.training import Batch
-from lowtide.models.huggingface import PREFIX
+from lowtide.models.huggingface import PREFIX, find_config
 from lowtide.plain_text import Plain
 from lowtide.runtime.checkpoints.contents import tokenizer_files
 from lowtide.train.data import (
@@ -101,19 +101,29 @@ def find_tokenizer(asked: str | None, model: str) -> RunTokenizer:
     if asked == BYTES:
         return RunTokenizer(folder=None)
     spec = model if asked is None else asked
-    if spec.startswith(PREFIX):
-        folder = Path(spec.removeprefix(PREFIX)).expanduser()
-        folder = folder.parent if folder.is_file() else folder
-        try:
-            tokenizer_files(folder)
-        except ConfigError as error:
-            raise ConfigError(
-                f"{folder} has no tokenizer: give data.tokenizer=hf:FOLDER, data.tokenizer=bytes, or tokens that were made before "
-                "as data.tokens",
-                key="data.tokenizer",
-            ) from error
-        return RunTokenizer(folder=folder)
-    return RunTokenizer(folder=None)
+    try:
+        folder = huggingface_folder(spec)
+        tokenizer_files(folder)
+    except (ConfigError, UnknownNameError) as error:
+        raise ConfigError(
+            f"{spec.removeprefix(PREFIX)} has no tokenizer: give data.tokenizer=hf:FOLDER, data.tokenizer=bytes, or tokens that "
+            "were made before as data.tokens",
+            key="data.tokenizer",
+        ) from error
+    return RunTokenizer(folder=folder)
+
+
+def huggingface_folder(spec: str) -> Path | None:
+    """The folder that `hf:FOLDER`, `hf:FOLDER/config.json` or `hf:OWNER/MODEL` in the local cache names; None for other models.
+
+    Raises:
+        UnknownNameError: There is none.
+    """
+    if not spec.startswith(PREFIX):
+        return None
+    path = Path(spec.removeprefix(PREFIX)).expanduser()
+    # A folder with a tokenizer alone has no config.
+    return path if path.is_dir() else find_config(str(path)).parent
 
 
 _LOADED: dict[Path, Any] = {}

@@ -190,8 +190,13 @@ def _built(subject: Subject, say: Callable[[str], None]) -> tuple[nn.Module, str
     return empty, str(source.pretrained.folder)
 
 
+def ready_for(device: torch.device, batch: Batch) -> Batch:
+    """A batch from which a copy to the device can run beside the computation; called ahead of the loop."""
+    return {key: value.pin_memory() for key, value in batch.items()} if device.type == "cuda" else batch
+
+
 def on_device(batch: Batch, device: torch.device) -> Batch:
     """A batch where the model computes; a copy also where the host plays the device: what it holds of it dies with the step."""
     if device.type == "cpu":
         return {key: value.clone() for key, value in batch.items()}
-    return {key: value.pin_memory().to(device, non_blocking=True) for key, value in batch.items()}
+    return {key: value.to(device, non_blocking=True) for key, value in batch.items()}

@@ -41,10 +41,10 @@ from lowtide.planning.plan import Schedule
 from lowtide.runtime.replanning import OUT_OF_MEMORY
 from lowtide.train.data import Prefetch, mixed_seed
 from lowtide.train.folder import OutputFolder, differences_in_words
-from lowtide.train.inputs import Inputs, find_tokenizer, read_inputs
+from lowtide.train.inputs import Inputs, find_tokenizer, huggingface_folder, read_inputs
 from lowtide.train.keeper import Keeper
 from lowtide.train.metrics import Curves, MetricsLog, require_tensorboard
-from lowtide.train.model import Subject, Trained, find_subject, on_device, prepared
+from lowtide.train.model import Subject, Trained, find_subject, on_device, prepared, ready_for
 from lowtide.train.progress import Meter, RunStatus
 from lowtide.train.recipe import TrainRecipe
 from lowtide.train.stopping import StopRequests
@@ -152,9 +152,8 @@ def _is_over(out: OutputFolder, keeper: Keeper, steps: int) -> bool:
 
 def _published(subject: Subject, out: OutputFolder, keeper: Keeper) -> Path:
     checkpoint = keeper.folder_of_last()
-    pretrained = subject.source.pretrained
     try:
-        return out.publish(checkpoint, None if pretrained is None else pretrained.folder, subject.recipe.dtype or "")
+        return out.publish(checkpoint, huggingface_folder(subject.recipe.model), subject.recipe.dtype or "")
     except OSError as error:
         raise RunStoppedError(
             f"the run is finished and saved, and its model cannot be copied to {out.model}: {error}; it is in {checkpoint}. "
@@ -218,7 +217,8 @@ class Run:
             self._meter = Meter(self._trained.session, self._subject.tokens_per_step, self._inputs.steps)
             self._tell_start()
             first = self._step * self._recipe.accumulation
-            batches = Prefetch(self._inputs.batches, first)
+            device = self._subject.device
+            batches = Prefetch(lambda number: ready_for(device, self._inputs.batches(number)), first)
             stack.callback(batches.close)
             with self._stop.guarded(), self._explained():
                 self._train(batches)

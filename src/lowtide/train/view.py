@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.progress_bar import ProgressBar
@@ -36,12 +37,18 @@ class RunView:
         self._words = "starting"
 
     def say(self, words: str) -> None:
-        """What is done before and after the training."""
-        self._words, self._status = words, None
+        """What is done before the training, and after it, when the last figures stay."""
+        self._words = words
+        if self._status is not None:
+            self._status = replace(self._status, words=words)
 
     def show(self, status: RunStatus) -> None:
         """How far the training is."""
         self._status = status
+
+    def end(self) -> None:
+        """Nothing more will come."""
+        self.say("ended")
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Text(self._title, style="bold", no_wrap=True, overflow="ellipsis")
@@ -133,7 +140,7 @@ def tier_line(tier: TierStatus) -> Text:
     share = min(1.0, tier.peak_bytes / tier.budget_bytes)
     filled = min(_BAR, int(share * _BAR + 0.5))
     style = PEAK_COLOUR if share >= _NEARLY_FULL else "cyan"
-    text = Text.assemble(("━" * filled, style), ("━" * (_BAR - filled), "bright_black"))
+    text = Text.assemble(("━" * filled, style), ("─" * (_BAR - filled), "bright_black"))
     return text.append(f"  {format_bytes(tier.peak_bytes)} of {format_bytes(tier.budget_bytes)}")
 
 
