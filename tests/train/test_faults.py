@@ -116,6 +116,7 @@ class TestLostSteps:
         assert "memory ran out in a backward" in lost["reason"]
         assert any(note.startswith("step 4 was lost") and note.endswith("it is repeated") for note in heard.notes)
 
+    @pytest.mark.slow
     def test_a_forward_without_memory_is_none_of_the_loops_business(self, undisturbed: Path, tmp_path: Path) -> None:
         with trained_with(in_forward(Fault({4}, fail(out_of_memory())))):
             train(small_recipe(undisturbed.parent, "device_memory=700KiB"), tmp_path / "out")
@@ -152,6 +153,7 @@ class TestLostSteps:
         assert any(note.endswith("back to the last checkpoint") for note in heard.notes)
         assert ("going on after step 3" in heard.notes) == (len(settings) == 2)
 
+    @pytest.mark.slow
     def test_a_step_that_is_lost_again_and_again_ends_the_run(self, undisturbed: Path, tmp_path: Path) -> None:
         recipe = small_recipe(undisturbed.parent, "checkpoints.every=2", "faults.retries=1")
         with (
@@ -164,6 +166,7 @@ class TestLostSteps:
         assert train(recipe, tmp_path / "out", resume=True).is_finished
         assert losses(tmp_path / "out") == losses(undisturbed)
 
+    @pytest.mark.slow
     def test_a_run_does_not_go_back_for_ever(self, tmp_path: Path) -> None:
         recipe = small_recipe(tmp_path, "schedule=in_backward", "faults.retries=1")
         with (
@@ -177,7 +180,9 @@ class TestLostSteps:
 
 class TestNotFinite:
     @pytest.mark.parametrize("place", [of_loss, of_gradient], ids=["loss", "gradient"])
-    @pytest.mark.parametrize("budget", ["450KiB", "4MiB"], ids=["streamed", "resident"])
+    @pytest.mark.parametrize(
+        "budget", ["450KiB", pytest.param("4MiB", marks=pytest.mark.slow)], ids=["streamed", "resident"]
+    )
     def test_the_run_stops_with_what_it_saved(
         self, undisturbed: Path, tmp_path: Path, place: Callable[[Fault], Any], budget: str
     ) -> None:
@@ -219,6 +224,7 @@ class TestExceptions:
         assert train(recipe, tmp_path / "out", resume=True).is_finished
         assert losses(tmp_path / "out") == losses(undisturbed)
 
+    @pytest.mark.slow
     def test_a_hook_that_raises_in_a_backward_is_named(self, tmp_path: Path) -> None:
         with (
             trained_with(in_backward(Fault({2}, fail(ValueError("odd"))))),

@@ -73,7 +73,7 @@ def finetuned(folder: Path, text: Path, *settings: str) -> TrainRecipe:
     return read_train_recipe("finetune", [*asked, "optimizer.settings.lr=0.003", "scheduler.warmup_steps=1", *settings])
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("kind", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_the_result_is_a_folder_of_the_same_kind(tmp_path: Path, kind: str) -> None:
     folder, text = write_model(tmp_path / "model", kind), write_text(tmp_path)
     result = train(finetuned(folder, text), tmp_path / "out")
@@ -124,6 +124,7 @@ def test_weights_come_group_by_group_without_a_second_copy(tmp_path: Path) -> No
     assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
+@pytest.mark.slow
 def test_files_of_another_form_go_through_transformers(tmp_path: Path) -> None:
     folder, text = write_model(tmp_path / "model", "gpt2"), write_text(tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -140,6 +141,7 @@ def test_files_of_another_form_go_through_transformers(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.slow
 def test_a_config_without_weights_is_drawn_and_says_so(tmp_path: Path) -> None:
     folder, text = write_model(tmp_path / "model", "gpt2"), write_text(tmp_path)
     (folder / "model.safetensors").unlink()
@@ -148,6 +150,7 @@ def test_a_config_without_weights_is_drawn_and_says_so(tmp_path: Path) -> None:
     assert result.is_finished
 
 
+@pytest.mark.slow
 def test_a_run_on_a_folder_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     folder, text = write_model(tmp_path / "model", "llama"), write_text(tmp_path)
     steady = ("scheduler.decay=none", "checkpoints.every=2")
@@ -227,6 +230,7 @@ class TestTokenizer:
             RunTokenizer(folder=tmp_path / "tokenizer").tokens_of([tmp_path / "text.txt"], lambda _: None)
 
 
+@pytest.mark.slow
 def test_a_result_that_cannot_be_written_is_still_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, text = write_model(tmp_path / "model", "gpt2"), write_text(tmp_path)
     with monkeypatch.context() as patch:

@@ -74,7 +74,7 @@ def test_the_folder_has_all_that_a_run_leaves(undisturbed: Path) -> None:
     assert [row["is_finished"] for row in rows(undisturbed, "end")] == [True]
 
 
-@pytest.mark.parametrize("budget", ["450KiB", "2MiB"])
+@pytest.mark.parametrize("budget", ["450KiB", pytest.param("2MiB", marks=pytest.mark.slow)])
 def test_a_run_that_was_stopped_goes_on_with_the_same_bits(undisturbed: Path, tmp_path: Path, budget: str) -> None:
     chosen = random.Random(budget).randrange(1, 7)
     recipe = small_recipe(undisturbed.parent)
@@ -119,6 +119,7 @@ def test_every_kind_of_run_goes_on_with_the_same_bits(tmp_path: Path, settings: 
     assert_same_weights(tmp_path / "parts", tmp_path / "whole", 6)
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_trained_again_but_longer(tmp_path: Path) -> None:
     recipe = small_recipe(tmp_path, "steps=3", "scheduler.decay=none")
     train(recipe, tmp_path / "out")

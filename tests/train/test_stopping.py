@@ -65,7 +65,7 @@ def test_before_there_is_anything_to_save_a_request_leaves_at_once() -> None:
     with StopRequests(30, left).watching():
         signal.raise_signal(signal.SIGINT)
         wait_until(lambda: left.calls)
-    assert left.calls == [(130, "this start has nothing to save yet")]
+    assert left.calls == [(130, "nothing is to be saved now")]
 
 
 def test_handlers_are_put_back() -> None:
@@ -90,6 +90,7 @@ def test_in_another_thread_nothing_is_watched() -> None:
     assert seen == [(before, False)]
 
 
+@pytest.mark.slow
 def test_a_save_that_takes_longer_than_is_left_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowtide.train.keeper.Keeper.expected_s", property(lambda self: 100.0))
     stop = StopRequests(30, Left())

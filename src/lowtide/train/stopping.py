@@ -113,6 +113,6 @@ class StopRequests:
         elif not is_first:
             self._leave(self.exit_code, "asked a second time")
         if not self._is_guarded:
-            self._leave(self.exit_code, "this start has nothing to save yet")
+            self._leave(self.exit_code, "nothing is to be saved now")
         elif is_first:
             self._on_request()
