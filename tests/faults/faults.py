@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 from lowtide.errors import CheckpointWriteError, EmulatedOutOfMemoryError, NonFiniteGradientError
 from lowtide.runtime.checkpoints import snapshot
 from lowtide.runtime.checkpoints.disk import Disk
+from lowtide.train.folder import OutputFolder
 from tests.faults.small_runs import Training
 
 AT = 8
@@ -285,3 +287,47 @@ def ctrl_c_twice_in_a_save() -> None:
 def sigterm_and_a_save_that_takes_long() -> None:
     """The grace is over before the save is."""
     in_a_write(100, lambda: _signalled(signal.SIGTERM, after_s=30.0))
+
+
+def killed_while_tokenizing() -> None:
+    """The system kills the process when the folder is made and nothing is in it."""
+    _replace(OutputFolder, "begin", lambda _: lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def killed_between_recipe_and_data() -> None:
+    """And when the first of the two files of a run's folder is written."""
+
+    def killing(replace: Callable[..., Any]) -> Callable[..., Any]:
+        def replaced(path: Path, target: Path) -> None:
+            replace(path, target)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        return replaced
+
+    _replace(Path, "replace", killing)
+
+
+def full_disk_for_three_files() -> None:
+    """The files of the second save and the third find no room."""
+    _full_disk(range(3, 6))
+
+
+def full_disk_for_good() -> None:
+    """No file finds room."""
+    _full_disk(range(10**9))
+
+
+def _full_disk(files: range) -> None:
+    count = -1
+
+    def creating(create: Callable[..., int]) -> Callable[..., int]:
+        def created(*args: Any) -> int:
+            nonlocal count
+            count += 1
+            if count in files:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return create(*args)
+
+        return created
+
+    _replace(Disk, "create", creating)

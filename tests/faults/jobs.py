@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import warnings
 from pathlib import Path
@@ -33,11 +34,12 @@ def run(job: dict[str, Any], page: Page) -> None:
     if "warnings_are_shown" in str(job.get("fault")):
         warnings.simplefilter("ignore")
     training = small_runs.Training(small_runs.SmallRun(**job["session"]), folder)
-    page.phase = "loading"
-    training.resume()
-    page.phase = "training"
-    fault = _fault(job)
-    training.to_the_end(*([] if fault is None else [fault(training)]))
+    with contextlib.closing(training.journal):
+        page.phase = "loading"
+        training.resume()
+        page.phase = "training"
+        fault = _fault(job)
+        training.to_the_end(*([] if fault is None else [fault(training)]))
 
 
 def _fault(job: dict[str, Any]) -> Any:

@@ -82,13 +82,13 @@ class Kind:
         self._server = server
         self._root = root / run.name.replace(" ", "-")
         self._root.mkdir()
-        self._run = replace(run, text=str(root)) if isinstance(run, TrainRun) else run
+        self.run: Any = replace(run, text=str(root)) if isinstance(run, TrainRun) else run
         self.tally = Tally(name=run.name)
         whole = self.live(self._root / "undisturbed")
         assert (whole.killed, whole.code, whole.is_hung) == (False, 0, False), whole.error
         self._seconds = whole.seconds
-        self.expected = self._told(self._root / "undisturbed")
-        assert len(self.expected.losses) == self._run.steps
+        self.expected = self.told(self._root / "undisturbed")
+        assert len(self.expected.losses) == self.run.steps
 
     def killed_runs(self, seed: int, num_kills: int) -> Iterator[Life]:
         """The lives of one run after another, each but the last of a run killed; after so many kills the run comes to its end."""
@@ -98,7 +98,7 @@ class Kind:
             while True:
                 kill = self._drawn(draws) if self.tally.kills < num_kills else Kill()
                 life = self.live(folder, kill)
-                with noted(f"{self._run.name}, run {self.tally.runs} of seed {seed}, {kill}: {life}\n{life.error}"):
+                with noted(f"{self.run.name}, run {self.tally.runs} of seed {seed}, {kill}: {life}\n{life.error}"):
                     assert not life.is_hung
                     assert life.killed or life.code == 0
                     self.look_at(folder)
@@ -111,7 +111,7 @@ class Kind:
                 yield life
                 if not life.killed:
                     break
-            with noted(f"{self._run.name}, the end of run {self.tally.runs} of seed {seed}"):
+            with noted(f"{self.run.name}, the end of run {self.tally.runs} of seed {seed}"):
                 self.look_at_the_end(folder)
             shutil.rmtree(folder)
             journal_of(folder).unlink(missing_ok=True)
@@ -120,7 +120,7 @@ class Kind:
     def _drawn(self, draws: random.Random) -> Kill:
         if draws.random() < 0.4:
             return Kill(delay_s=draws.uniform(0.0, 0.7 * self._seconds))
-        phase = draws.choice([*PER_SAVE, *([PUBLISHING] if isinstance(self._run, TrainRun) else [])])
+        phase = draws.choice([*PER_SAVE, *([PUBLISHING] if isinstance(self.run, TrainRun) else [])])
         number = draws.randrange(8 if phase == PUBLISHING else 3 * PER_SAVE[phase])
         return Kill(at=KillAt(phase=phase, number=number, where=draws.choice(["before", "within", "after"])))
 
@@ -133,8 +133,8 @@ class Kind:
             fault: A function of `faults`, by its name.
             changes: Of the run.
         """
-        what = "train" if isinstance(self._run, TrainRun) else "session"
-        job: dict[str, Any] = {"folder": str(folder), what: asdict(replace(self._run, **changes))}
+        what = "train" if isinstance(self.run, TrainRun) else "session"
+        job: dict[str, Any] = {"folder": str(folder), what: asdict(replace(self.run, **changes))}
         job["fault"] = None if fault is None else f"tests.faults.faults:{fault}"
         at = None if kill is None else kill.at
         signals = [] if kill is None or kill.delay_s is None else [(kill.delay_s, signal.SIGKILL)]
@@ -143,15 +143,16 @@ class Kind:
     # -- what stands on the disk -----------------------------------------------------------------------------------------
 
     def _checkpoints(self, folder: Path) -> Path:
-        return folder / "checkpoints" if isinstance(self._run, TrainRun) else folder
+        return folder / "checkpoints" if isinstance(self.run, TrainRun) else folder
 
-    def _told(self, folder: Path) -> Told:
-        return told_by_rows(folder) if isinstance(self._run, TrainRun) else told_by_journal(folder)
+    def told(self, folder: Path) -> Told:
+        """What a run has written down."""
+        return told_by_rows(folder) if isinstance(self.run, TrainRun) else told_by_journal(folder)
 
     def look_at(self, folder: Path) -> None:
         """Whether all is there that a run was told is saved, and nothing is there that should not be."""
         checkpoints = self._checkpoints(folder)
-        told = self._told(folder)
+        told = self.told(folder)
         for step, loss in told.losses:
             assert loss == self.expected.by_step[step], f"the loss of step {step} is {loss}"
         self.tally.losses += len(told.losses)
@@ -168,7 +169,7 @@ class Kind:
 
     def look_at_the_end(self, folder: Path) -> None:
         """Whether the run is what the undisturbed one is."""
-        told = self._told(folder)
+        told = self.told(folder)
         assert told.by_step == self.expected.by_step
         assert told.end == self.expected.end, (
             "the weights, or the optimizer's state, are not those of the undisturbed run"
@@ -178,10 +179,11 @@ class Kind:
             assert leftovers(self._checkpoints(folder)) == []
         found, expected = listed(folder), listed(self._root / "undisturbed")
         # A kill before the last of the old checkpoints went leaves that one, too, until the next save.
-        more = {Path(name).parent.name for name in found.keys() - expected.keys()}
         assert expected.items() <= found.items(), f"missing, or of another size: {expected.items() - found.items()}"
-        assert len(more) <= 1, f"left over: {more}"
-        assert all(name.startswith("step-") for name in more), f"left over: {more}"
+        more = found.keys() - expected.keys()
+        folders = {Path(name).parent.name for name in more}
+        assert len(folders) <= 1, f"left over: {more}"
+        assert all(name.startswith("step-") for name in folders), f"left over: {more}"
 
 
 @contextlib.contextmanager
@@ -255,7 +257,7 @@ def told_by_rows(folder: Path) -> Told:
     weights = None if newest is None else sorted((str(name), str(spec)) for name, spec in newest.index.files.items())
     return Told(
         losses=losses,
-        saved=max((row["step"] for row in rows if row["kind"] == "checkpoint"), default=0),
+        saved=max((row["saved_step"] for row in rows if row["kind"] == "checkpoint"), default=0),
         reached=len(losses),
         end=(evaluations, weights),
     )
@@ -285,9 +287,12 @@ def assert_lock_is_free(folder: Path) -> None:
 
 
 def listed(folder: Path) -> dict[str, int]:
-    """The files of a folder with their sizes, but for rows, which have times, and are longer the oftener a run was started."""
-    found = {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
-    return {name: size for name, size in found.items() if name not in ("metrics.jsonl", ".lock", "checkpoints/.lock")}
+    """The files of a folder, those of tensors with their sizes; an index has the plan, whose memory may have been changed."""
+    found = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    return {
+        path.relative_to(folder).as_posix(): path.stat().st_size if path.suffix == ".safetensors" else 0
+        for path in found
+    }
 
 
 KINDS: dict[str, SmallRun | TrainRun] = {**small_runs.RUNS, **train_runs.RUNS}

@@ -27,7 +27,7 @@ class SmallRun:
     """How a run is trained, through a session of the user's own loop."""
 
     name: str
-    steps: int = 30
+    steps: int = 20
     every: int = 3
     """Steps between two saves."""
     place: str = "host"

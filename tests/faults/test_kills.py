@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 
@@ -44,7 +45,8 @@ def test_what_the_matrix_looks_at_can_fail(server: ForkServer, tmp_path: Path) -
     kind, folder = killed(server, tmp_path)
     journal = journal_of(folder)
     written = journal.read_text()
-    Journal(journal).add("loss", 9, 1.0)
+    with contextlib.closing(Journal(journal)) as appended:
+        appended.add("loss", 9, 1.0)
     with pytest.raises(AssertionError, match="the loss of step 9 is 1.0"):
         kind.look_at(folder)
     journal.write_text(written)

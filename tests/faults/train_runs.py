@@ -44,7 +44,10 @@ class TrainRun:
 RUNS = {
     run.name: run
     for run in (
-        TrainRun(name="train", settings=("max_grad_norm=1.0", "accumulation=2", "evaluation.every=5")),
+        TrainRun(
+            name="train",
+            settings=("max_grad_norm=1.0", "accumulation=2", "evaluation.every=5", "checkpoints.allowance=64KiB"),
+        ),
         TrainRun(
             name="train in backward",
             settings=("schedule=in_backward", "dtype=bfloat16", "precision=bf16 stochastic", "moments=8bit"),
@@ -72,8 +75,6 @@ def train(run: TrainRun, out: Path, watch: Watch, fault: Callable[[], object] | 
     settings = (f"steps={run.steps}", f"checkpoints.every={run.every}", *run.settings)
     recipe = small_recipe(Path(run.text), *settings)
     folder = OutputFolder(out)
-    if folder.has_run:
-        recipe = folder.recipe()
     stop = StopRequests(recipe.faults.grace_s, leave=lambda code, _: os._exit(code))
     with _instrumented(watch):
         if fault is not None:
