@@ -135,7 +135,14 @@ def _steps(found: Found, names: Sequence[str]) -> str:
                 f"{beyond / row['parameters']:.2f}",
             ]
         )
-    header = ["", "ms a step", "time / forward and backward alone", "allocated GiB", "reserved GiB", "host bytes a parameter"]
+    header = [
+        "",
+        "ms a step",
+        "time / forward and backward alone",
+        "allocated GiB",
+        "reserved GiB",
+        "host bytes a parameter",
+    ]
     return table(header, lines, num_text=1) + f"\n\n{_origin(found, names)}"
 
 

@@ -149,7 +149,7 @@ class _Run(compat.WatchingMode):
 class _FirstRun(_Run):
     def _run(self, key: object, operator: _Operator, func: Any, args: Any, kwargs: Any) -> Any:
         output = func(*args, **kwargs)
-        self._kept.setdefault(key, []).append(None if operator.draws(args, kwargs) else _Output.of(output))
+        self._kept.setdefault(key, []).append(None if operator.draws(args, kwargs) else _KeptOutput.detached(output))
         return output
 
 
@@ -179,16 +179,16 @@ class _LaterRun(_Run):
 
 
 @dataclass(slots=True)
-class _Output:
-    """What an operator gave in the first run."""
+class _KeptOutput:
+    """What an operator gave in the first run, for the later ones."""
 
     value: Any
     """Tensors detached: their own history would hold them for ever."""
     versions: list[int]
 
     @classmethod
-    def of(cls, value: Any) -> _Output:
-        """Answers for what autograd has not seen yet."""
+    def detached(cls, value: Any) -> _KeptOutput:
+        """Keep what an operator gave. This runs below autograd, which has not recorded the output yet."""
         if isinstance(value, torch.Tensor):
             return cls(compat.detached_below_autograd(value), [version_of(value)])
         leaves, structure = compat.flatten(value)
@@ -196,7 +196,7 @@ class _Output:
         return cls(compat.unflatten(kept, structure), [version_of(tensor) for tensor in compat.tensors_in(kept)])
 
     def taken(self) -> Any:
-        """It, unless it was written to since."""
+        """The output, unless it was written to since the first run."""
         if [version_of(tensor) for tensor in compat.tensors_in(self.value)] != self.versions:
             raise _WrittenError("an output that a selective group keeps was written to in place")
         return self.value

@@ -7,9 +7,11 @@ parameters look.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from typing import Any
 
+import torch
 from torch import nn
 
 from lowtide import compat
@@ -21,10 +23,10 @@ from lowtide.runtime.parameters.gradients import GradientMover, HostGradient
 from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter
 from lowtide.runtime.parameters.residency import ManagedResidency
 from lowtide.runtime.passes.backward import BackwardPass
-from lowtide.runtime.passes.forward import ForwardPass, Window, make_windows
+from lowtide.runtime.passes.forward import ForwardPass, Gate, Window, make_windows
 from lowtide.runtime.passes.lock import LostStep, Process, SessionLock, locked
 from lowtide.runtime.statistics.observer import StepObserver
-from lowtide.runtime.statistics.recording import Recorder
+from lowtide.runtime.statistics.recording import PhaseClock, Recorder
 from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer
 from lowtide.runtime.updates.norms import GradientWatch, LossWatch
 from lowtide.runtime.updates.updater import Finisher, Updater
@@ -241,3 +243,48 @@ class Executor:
 def host_gradients(group: ManagedGroup) -> list[HostGradient]:
     """Those of the group's parameters that the host updates."""
     return [managed.host_gradient for managed in group.members if managed.host_gradient is not None]
+
+
+class CallWatch:
+    """Watches the calls of a model that needs no windows, from `install` to `remove`. Changes nothing about them.
+
+    If the user compiles the model while it is managed, calls no longer come through here: their time then counts as the
+    rest of the step, and nothing else changes.
+    """
+
+    def __init__(self, model: nn.Module, phases: PhaseClock, call_over: Callable[[bool], None]) -> None:
+        self._model = model
+        self._phases = phases
+        self._call_over = call_over
+        self._inner: Callable[..., Any] | None = None
+        self._gate: Gate | None = None
+
+    def go_through(self, gate: Gate | None) -> None:
+        """The gate decides how calls go on, until it is None."""
+        self._gate = gate
+
+    def install(self) -> None:
+        """Take the model's calls."""
+        self._inner = compat.call_of(self._model)
+        compat.replace_call(self._model, self._call)
+
+    def remove(self) -> None:
+        """Give them back, unless the user has put something else there. May be repeated."""
+        if compat.call_of(self._model) == self._call:
+            compat.replace_call(self._model, self._inner)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        inner = self._inner or compat.plain_call(self._model)
+        if compat.is_compiled_around() or compat.backward_number() is not None:
+            return inner(*args, **kwargs)
+        self._phases.enter("forward")
+        went_well = False
+        try:
+            output = inner(*args, **kwargs) if self._gate is None else self._gate(inner, args, kwargs)
+            went_well = True
+        finally:
+            self._phases.leave("forward")
+            self._call_over(went_well)
+        if torch.is_grad_enabled():
+            self._phases.watch_backward(output)
+        return output
