@@ -195,7 +195,7 @@ class CudaMover:
         return self._to_host(targets, sources, after, keep=True)
 
     def expect(self, num_bytes: int) -> None:
-        """Let the computation wait for the oldest copies, where too much would wait."""
+        """Make the computation wait for the oldest copies, if too many bytes would wait."""
         while self._kept and self._kept_bytes + num_bytes > self._max_kept_bytes:
             self._forget_oldest()
 
@@ -219,7 +219,7 @@ class CudaMover:
         for ticket in after:
             _event(ticket).wait(self._out)
         with compat.OnStream(self._out), torch.no_grad():
-            # What it comes after was reached just now, as a rule: with the copy before it, that says when it starts.
+            # The start needs no event of its own: it is the later of the previous copy's end and `after`.
             started = CopyStart((self._last_out, *after)) if after else CudaTicket(self._out, self._origin)
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
@@ -259,7 +259,7 @@ class CudaMover:
 
     def _keep(self, ended: CudaTicket, sources: tuple[torch.Tensor, ...]) -> None:
         # A source belongs to the computation's stream: freed before the copy has read it, the computation would
-        # write over it. Where too much waits, the computation waits for the oldest copy, not the host.
+        # write over it. If too many bytes wait, the computation waits for the oldest copy, and the host does not.
         self._kept.append((ended, sources))
         self._kept_bytes += sum(source.nbytes for source in sources)
         while self._kept and (self._kept[0][0].is_done() or self._kept_bytes > self._max_kept_bytes):

@@ -1,8 +1,8 @@
-"""Executor: carries out a plan. Puts a forward and a backward pass over the same groups, and answers between steps.
+"""Executor: carries out a plan. It makes a forward and a backward pass over the same groups, and answers between steps.
 
 Everything here runs in the thread of the training loop, or in autograd's while the loop waits for it; only host updates
 run beside it. See `passes.forward` and `passes.backward` for what opens and closes groups, `parameters.group` for where
-parameters look.
+parameters point. A model that needs no windows has a `CallWatch`.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Executor:
 
     Args:
         groups: Bound to the model's parameters.
-        runner: Steps the optimizer by chunks; None where nobody does, or torch's own step runs.
+        runner: Steps the optimizer by chunks; None if there is no optimizer, or torch's own step runs.
         books: Where device bytes of streamed chunks are counted.
-        staging: For gradients on their way.
+        staging: Buffers for gradients on their way to the host.
         worker: Runs host updates.
-        takes_totals: Take the norms of gradients that are added up on the host.
+        takes_totals: Whether the norms of gradients that are added up on the host are computed there.
         clock_origin_s: `perf_counter` at the mover's start, so that the host's spans share its clock.
         observer: Asked at each opening and closing of a window.
     """
@@ -126,7 +126,7 @@ class Executor:
     # -- a session begins and ends -------------------------------------------------------------------------------------
 
     def windows(self, model: nn.Module) -> list[Window]:
-        """The windows that tell the passes of the model's calls, not installed yet."""
+        """The windows around the model's calls, which call the passes; not installed yet."""
         return make_windows(model, self.groups.values(), self.schedule, self.forward, self.backward)
 
     def start(self) -> None:
@@ -140,41 +140,41 @@ class Executor:
     # -- a step that broke off -----------------------------------------------------------------------------------------
 
     def check_broken(self) -> None:
-        """After a backward that raised: put everything back where it belongs, and remember that the step is lost."""
+        """If a backward raised, put everything back where it belongs, and remember that the step is lost."""
         self.backward.check_broken()
 
     def put_in_order(self) -> None:
-        """After an exception in `step()`, or at the end: start afresh from the truth."""
+        """After an exception in `step()`, or at the end: start afresh from the true copies."""
         if compat.backward_number() is None:
             self.forward.forget_calls()
             self.backward.put_in_order()
 
     def lose_step(self, moved: Iterable[ManagedGroup]) -> None:
-        """A `step()` broke off when these had moved, and could not be completed."""
+        """A `step()` broke off after these groups moved, and could not be completed."""
         self.backward.lose_step(moved, "step()")
 
     def forget_step(self) -> None:
-        """The user gave the step up or begins the next: whatever was wrong with the last one is over."""
+        """The user gives the step up or begins the next: forget what was wrong with the last one."""
         self.lost_step.tell()
         self.lost_step.forget()
         self.loss.forget()
 
     def has_raised(self) -> bool:
-        """Whether an exception came out of the last call of the model, backward or step, and none went well since."""
+        """Whether the last call of the model, backward or step raised, and none has succeeded since."""
         return self.forward.has_raised or self.backward.has_broken_off()
 
     def tell_why_mixed(self) -> str | None:
-        """Which weights a backward has moved that broke off; None where all weights are those of one step. Told once."""
+        """Says which weights a backward that broke off has moved; None if all weights are those of one step. Says it once."""
         self.check_broken()
-        self.lost_step.be_told()
+        self.lost_step.mark_told()
         return self.backward.why_mixed()
 
     # -- between steps -------------------------------------------------------------------------------------------------
 
     def part_of_step(self) -> str | None:
-        """In which part of a step this thread is: forward, backward or update; None where its work is not the session's."""
+        """The part of a step in which this thread is: forward, backward or update; None if its work is not the session's."""
         phases = self.recorder.phases
-        # Not by the phase of backwards and updates: one that raised may be on record until the next call.
+        # The recorded phase is not asked for backward and update: one that raised may be recorded until the next call.
         if phases.is_in_backward():
             return "backward"
         if phases.phase == "forward":
@@ -194,7 +194,7 @@ class Executor:
         for group in self.groups.values():
             if any(chunk.host_work is not None for chunk in group.stored.chunks):
                 return False
-            if group.looks_at_device and not group.is_resident:
+            if group.points_to_device and not group.is_resident:
                 return False
             if not all(gradient.is_settled() for gradient in host_gradients(group)):
                 return False
@@ -212,8 +212,8 @@ class Executor:
         self.mover.drain()
 
     def settle_group(self, group: ManagedGroup) -> None:
-        """Make the values of the group's parameters true: user code looks at one of them."""
-        # Before the lock: who holds it may be waiting for this very thread.
+        """User code reads one of the group's parameters: wait until their values are final."""
+        # Before the lock is taken: the thread that holds it may be waiting for this one.
         self.worker.refuse_in_its_thread(f"a parameter of group {group.label}")
         self._settle_group(group)
 
@@ -225,23 +225,23 @@ class Executor:
             self.residency.settle(group)
 
     def calling(self, what: str) -> AbstractContextManager[None]:
-        """What runs inside is a call of this thread, which no other thread may come between."""
+        """A context whose body is one call of this thread: calls of other threads are refused meanwhile."""
         self.backward.refuse_beside(what)
         return self._lock.call(what)
 
     @property
     def process(self) -> Process:
-        """That of the session."""
+        """The process that the session is in."""
         return self._lock.process
 
     def make_gradient_pending(self, managed: ManagedParameter) -> None:
-        """An update on the host reads the user's gradient: a look at it waits."""
+        """An update on the host reads the user's gradient: reading it waits."""
         if managed.host_gradient is not None:
             self._gradients.make_pending(managed.host_gradient)
 
 
 def host_gradients(group: ManagedGroup) -> list[HostGradient]:
-    """Those of the group's parameters that the host updates."""
+    """The gradients of the group's parameters that the host updates."""
     return [managed.host_gradient for managed in group.members if managed.host_gradient is not None]
 
 

@@ -193,7 +193,7 @@ class FootprintResidency:
     def guard(self, group: ManagedGroup) -> None:
         """Does nothing: no user code looks at weights without memory."""
 
-    def rest(self) -> None:
+    def point_idle_to_host(self) -> None:
         """Does nothing: no user code looks at weights without memory."""
 
     def rebuild(self) -> None:
@@ -324,7 +324,7 @@ class FootprintGradients:
     def show(self, gradient: HostGradient, host_view: torch.Tensor | None, *, is_resident: bool) -> None:
         """What is on the host costs the device nothing."""
         del host_view, is_resident
-        gradient.rest()
+        gradient.end_backward()
 
     def abandon(self, gradients: Iterable[HostGradient], chunks: Iterable[Chunk]) -> None:
         """A trace that broke off is over."""
@@ -387,7 +387,7 @@ class FootprintUpdater:
     ) -> None:
         """One step on the host: afterwards what the device has of the weights is old."""
         del settings
-        self._store.take_over(chunk)
+        self._store.refresh_host(chunk)
         if self._schedule is Schedule.IN_BACKWARD:
             judge_sent(members, self._watch)
         for managed in members:
