@@ -49,7 +49,7 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 @dataclass(slots=True, eq=False)
 class GroupCall:
-    """See the module's docstring. It holds no tensor of its own after its first run; its graph holds it."""
+    """One call of a group, which can run again. After its first run it holds no tensors itself; its graph holds it."""
 
     run: Run
     """Runs the group."""
@@ -130,7 +130,7 @@ class _Moved:
     holder: dict[str, torch.Tensor | None]
     name: str
     before: torch.Tensor | None
-    """Its value before that run; None where nobody expected it to move."""
+    """Its value before that run; None if it was not expected to change."""
 
 
 @contextmanager

@@ -234,7 +234,7 @@ class _Lookup:
     """How a table is looked up: the arguments of `torch.nn.functional.embedding`, and what is ours."""
 
     device: torch.device
-    """Where the rows are wanted."""
+    """The device to which looked-up rows go."""
     row_sums: RowSums = RowSums.ON_HOST
     padding_idx: int | None = None
     """The row that gets no gradient; not negative."""

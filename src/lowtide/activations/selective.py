@@ -108,13 +108,13 @@ class _Operator:
 
 @dataclass(slots=True)
 class _Operators:
-    """See Note [What is asked once]."""
+    """What is known of each operator; see Note [What is asked once]."""
 
     rule: KeepRule
     known: dict[object, _Operator] = field(default_factory=dict)
 
-    def look_at(self, operator: Any) -> _Operator:
-        """For the first time."""
+    def describe(self, operator: Any) -> _Operator:
+        """Describe an operator that runs for the first time."""
         arguments = compat.operator_arguments(operator)
         dropouts = tuple((place, *item) for place, item in enumerate(arguments.items()) if "dropout" in item[0])
         draws = torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ()) and "dropout_p" not in arguments
@@ -134,7 +134,7 @@ class _Run(compat.WatchingMode):
         self._kept = kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        operator = self._known.get(func) or self._operators.look_at(func)
+        operator = self._known.get(func) or self._operators.describe(func)
         # See Note [Casts of weights are not counted].
         if not operator.may_be_kept or (operator.is_cast and args[0].is_leaf and args[0].requires_grad):
             return func(*args, **kwargs) if kwargs else func(*args)

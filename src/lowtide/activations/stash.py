@@ -47,7 +47,7 @@ MAX_LEAVING = 2
 
 
 class Stash:
-    """See the module's docstring. Used from the loop's thread and from autograd's.
+    """The saved tensors of a model that wait on the host. Used from the loop's thread and from autograd's.
 
     Args:
         mover: Makes the copies.
@@ -64,7 +64,7 @@ class Stash:
         self._last_fetch: Ticket | None = None
         self._num_parcels = self._num_forwards = 0
         self._groups: list[object] = []
-        """That the forward has called so far."""
+        """Groups that the forward has called so far."""
         self._is_closed = False
         self._closed_in: int | None = None
         self.num_put = 0
@@ -232,7 +232,7 @@ class Stashed:
         slot.readers.add(self)
 
     def peek(self) -> torch.Tensor:
-        """Bring it back."""
+        """Bring the tensor back to the device."""
         return self._stash.bring(self)
 
     take = peek

@@ -281,7 +281,7 @@ class Layout:
 
     groups: tuple[GroupSpec, ...]
     chunks: tuple[ChunkSpec, ...]
-    """Those of one group stand together."""
+    """Chunks of one group follow each other."""
     chunk_bytes: int
     """The chunk size that was searched for: no chunk is larger, unless one parameter alone is."""
     fingerprint: str

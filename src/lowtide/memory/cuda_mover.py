@@ -69,7 +69,7 @@ class CudaTicket:
 
 
 class CopyStart:
-    """Where a copy starts: when the last of these has happened. It needs no event of its own."""
+    """The point where a copy starts: when the last of the tickets before it has happened. It needs no event of its own."""
 
     def __init__(self, after: tuple[Ticket, ...]) -> None:
         self._after = after
@@ -89,7 +89,7 @@ class CopyStart:
 
 
 class CudaMover:
-    """See `memory.mover`. Made on the thread and device of the training loop.
+    """The mover of a CUDA device. It is made in the thread of the training loop, with that device current.
 
     Args:
         device: The CUDA device.
@@ -237,7 +237,7 @@ class CudaMover:
         return CudaTicket(self._current(), self._origin)
 
     def compute_after(self, ticket: Ticket) -> None:
-        """The current stream waits."""
+        """Make the current stream wait."""
         _event(ticket).wait(self._current())
 
     def drain(self) -> None:

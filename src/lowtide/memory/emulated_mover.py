@@ -61,7 +61,7 @@ class _Copy:
 
 
 class EmulatedMover:
-    """See the module's docstring. Thread-safe: host updates wait for tickets in their own thread.
+    """The mover of an emulated device. Thread-safe: host updates wait for tickets in their own thread.
 
     Args:
         max_kept_bytes: Sources of copies to the host that may wait on the device: beyond it the oldest copy runs.
@@ -143,11 +143,11 @@ class EmulatedMover:
                 self._run_first(queue)
 
     def queue(self) -> object:
-        """There is one."""
+        """None: the computation has a single queue."""
         return None
 
     def point_in(self, queue: object) -> EmulatedTicket:
-        """It has been reached."""
+        """The present point: computation on the host is done when it is queued."""
         del queue
         return self.now()
 

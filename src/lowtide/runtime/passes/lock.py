@@ -248,7 +248,7 @@ class SessionLock:
 
 
 def other_threads_in_backward() -> set[int]:
-    """Those, without this one, that have called `backward` and wait for it."""
+    """Threads other than this one that have called `backward` and wait for it."""
     return {number for number, frame in _other_frames().items() if _is_in_engine(frame)}
 
 
@@ -380,10 +380,10 @@ def refuse_running_wrapper(parameters: Iterable[torch.Tensor]) -> None:
 
 
 class ProcessListener(Protocol):
-    """Is told what the process does with modules and optimizers of others."""
+    """Called when the process does something with modules and optimizers that are not the session's."""
 
     optimizer: torch.optim.Optimizer | None
-    """The listener's own."""
+    """The session's optimizer."""
 
     def module_registered(self, module: nn.Module, submodule: nn.Module) -> None:
         """A module has got a submodule."""

@@ -161,18 +161,18 @@ class FootprintResidency:
             raise
 
     def open_all(self, groups: Sequence[ManagedGroup]) -> None:
-        """All of them."""
+        """Open all of the groups."""
         for group in groups:
             self.open(group)
 
     def close(self, group: ManagedGroup, at: Ticket | None = None) -> None:
-        """One use less."""
+        """One window less uses the group."""
         self.store.close(group.name, at)
         if not group.stored.num_open:
             self.forget_old_copy(group)
 
     def forget_old_copy(self, group: ManagedGroup) -> None:
-        """Where the host is changing the weights, a copy on the device is the old one."""
+        """Drop the group's copy on the device, if the host is changing the weights: it is old."""
         if group.stored.is_changing and not group.is_resident and not group.stored.num_open:
             self.store.drop(group.name)
 
@@ -180,7 +180,7 @@ class FootprintResidency:
         """A forward that writes to its own weights takes no memory for it."""
 
     def keep_write(self, group: ManagedGroup, chunk: Chunk) -> None:
-        """Nor does a hook."""
+        """A hook that writes to weights takes no memory for it either."""
 
     def write_back(self, group: ManagedGroup, chunk: Chunk, at: Ticket | None = None) -> None:
         """The computation changed an open chunk."""
@@ -319,7 +319,7 @@ class FootprintGradients:
         taken.become(GradientState.ARRIVING)
 
     def send(self) -> None:
-        """They are on their way."""
+        """Nothing to do: `take` has sent them."""
 
     def show(self, gradient: HostGradient, host_view: torch.Tensor | None, *, is_resident: bool) -> None:
         """What is on the host costs the device nothing."""
@@ -346,7 +346,7 @@ class _LatePoint(Point):
         self._source = source
 
     def is_done(self) -> bool:
-        """Not before."""
+        """Never done before somebody waits for it."""
         return False
 
 
