@@ -36,14 +36,14 @@ class Origin:
 
     @property
     def time_s(self) -> float:
-        """From the first origin. Waits for the event."""
+        """Seconds from the first origin. Waits for the event."""
         if self._before is not None:
             self._time_s = self._before.time_of(self.event)
             self._before = None
         return self._time_s
 
     def time_of(self, event: compat.CudaEvent) -> float:
-        """When another event happened, which is waited for."""
+        """When another event happened, in seconds. Waits for it."""
         event.synchronize()
         return self.time_s + float(self.event.elapsed_time(event)) / 1000
 
@@ -75,7 +75,7 @@ class CopyStart:
         self._after = after
 
     def is_done(self) -> bool:
-        """Whether all of them have happened."""
+        """Whether all of the tickets have happened."""
         return all(ticket.is_done() for ticket in self._after)
 
     def wait(self) -> None:
@@ -84,7 +84,7 @@ class CopyStart:
             ticket.wait()
 
     def time_s(self) -> float:
-        """When the last of them happened."""
+        """When the last of the tickets happened, in seconds."""
         return max(ticket.time_s() for ticket in self._after)
 
 
@@ -120,7 +120,7 @@ class CudaMover:
         return self._device
 
     def device_buffer(self, num_bytes: int) -> torch.Tensor:
-        """Memory from the copy stream's own pool, so that no activation ever takes its place."""
+        """Memory from the copy stream's own pool, which no activation ever uses."""
         with compat.OnStream(self._in):
             buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         # Under deterministic algorithms torch fills new memory, on the stream where it was taken.
@@ -161,7 +161,7 @@ class CudaMover:
                 buffer.fill_(POISON)
 
     def shrink(self, buffer: torch.Tensor, after: Sequence[Ticket]) -> None:
-        """Free it; whoever gets the memory next comes after `after`."""
+        """Free the memory. Its next use comes after `after`."""
         with self._lock:
             self._before_next_fetch.extend(after)
         with compat.OnStream(self._in):

@@ -166,7 +166,7 @@ class Executor:
     def tell_why_mixed(self) -> str | None:
         """Says which weights a backward that broke off has moved; None if all weights are those of one step. Says it once."""
         self.check_broken()
-        self.lost_step.mark_told()
+        self.lost_step.be_told()
         return self.backward.why_mixed()
 
     # -- between steps -------------------------------------------------------------------------------------------------

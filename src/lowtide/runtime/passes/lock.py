@@ -491,7 +491,7 @@ class LostStep:
             else:
                 warnings.warn(self.reason, RuntimeWarning, stacklevel=2)
 
-    def mark_told(self) -> None:
+    def be_told(self) -> None:
         """Note that the user is told in another way."""
         self._is_untold = False
 
