@@ -291,7 +291,7 @@ class CompileCheck:
             compat.guard_compile(self._model, self._refusal)
 
     def forget(self, modules: dict[str, nn.Module]) -> None:
-        """These have no policies any more. With the last of them the model gets its calls back, unless others have taken them since."""
+        """These have no policies any more. With the last of them the model gets its calls back, unless they were taken since."""
         for path in modules:
             self._watched.pop(path, None)
         if "" in modules:
