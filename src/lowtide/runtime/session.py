@@ -30,7 +30,7 @@ from lowtide.planning.budget_plans import StepSample
 from lowtide.planning.placement import check_plan
 from lowtide.planning.plan import Plan
 from lowtide.planning.timeline import Timeline
-from lowtide.runtime.passes.lock import HELD, refuse_wrapping, remove_all, watch_process
+from lowtide.runtime.passes.lock import HELD_INTERRUPTS, refuse_wrapping, remove_all, watch_process
 from lowtide.runtime.plan_run import switch_plan
 from lowtide.runtime.statistics.observer import StepObserver
 from lowtide.runtime.statistics.session_stats import PlanRow, SessionStats
@@ -199,13 +199,13 @@ class Management:
         plan_run = self.opened()
         num_steps = plan_run.reporter.num_steps
         try:
-            with HELD:
+            with HELD_INTERRUPTS:
                 self.plan_run = switch_plan(plan_run, plan)
                 if self._changer is not None:
                     self.plan_run.calls.go_through(self._changer.call)
                 self.plans.append(PlanRow(step=num_steps, reason=reason, predicted_peak_bytes=predicted_peak_bytes))
         finally:
-            HELD.rest()
+            HELD_INTERRUPTS.restore_handler()
             if self.plan_run is plan_run and plan_run.is_closed:
                 self.plan_run = None
 
@@ -220,14 +220,14 @@ class Management:
         if plan_run is None or not plan_run.process.is_this:
             return
         try:
-            with HELD:
+            with HELD_INTERRUPTS:
                 self._unhook()
                 for watcher in (self._warm_up, self._changer):
                     if watcher is not None:
                         watcher.remove()
                 plan_run.close(raised)
         finally:
-            HELD.rest()
+            HELD_INTERRUPTS.restore_handler()
             if plan_run.is_closed:
                 if self._aside is not None:
                     self._aside.bring_back()

@@ -140,7 +140,7 @@ class Updater:
         if group.is_held(chunk):
             group.await_change()
             chunk.mark_touched()
-        self._store.take_over(chunk)
+        self._store.refresh_host(chunk)
         is_staged = chunk.staging is not None
         awaited = [waiting for gradient in arrived for waiting in gradient.pending]
         for managed, gradient in zip(members, arrived, strict=True):
@@ -286,7 +286,7 @@ class Finisher:
         Where `is_last`, the backward is over: parameters without a gradient will get none.
         """
         for chunk in group.stored.chunks:
-            fired = group.complete(chunk, is_last=is_last)
+            fired = group.members_to_update(chunk, is_last=is_last)
             if not fired:
                 continue
             if not is_last and group.is_used_beside(backward):
@@ -309,7 +309,7 @@ class Finisher:
         try:
             self._update_open(group, chunk, members, settings)
         finally:
-            group.look_at_host()
+            group.point_to_host()
             self._residency.guard(group)
 
     def _settings_in(self, backward: int) -> Settings:
