@@ -18,6 +18,7 @@
 # speeds      the lab's runs of 100 steps, one at a time
 # curve       streamed in budgets of 1, 2 and 3 GiB; 0.6 is among the speeds
 # compiled    what is alive at the peak of compiled recipes
+# checkpoints saves while training goes on, and loading, of 3.14B and 1B; the disk needs 40 GiB
 # repeats     whether a layer's backward gives the same bits each time, alone and beside others
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -130,13 +131,17 @@ compiled() {
   within peak_bf16 "$PYTHON" -m benchmarks.compiled.peak $published/bf16_budget_60 --out "$out/peaks" --commit "$commit"
 }
 
+checkpoints() {
+  suite checkpoints session.checkpoints saves --timeout 240 --match 3.14B --match 1B
+}
+
 repeats() {
   within repeats "$PYTHON" -m benchmarks.lab.repeats --out "$out/repeats" --commit "$commit"
 }
 
 for part in "$@"; do
   case $part in
-    tests | seeds | moments | short | long | shares | scale | deepspeed | policies | speeds | curve | compiled | repeats) "$part" ;;
+    tests | seeds | moments | short | long | shares | scale | deepspeed | policies | speeds | curve | compiled | checkpoints | repeats) "$part" ;;
     *) echo "there is no part $part" >&2 && exit 2 ;;
   esac
 done

@@ -12,6 +12,7 @@ from lowtide import activations, optim
 
 # Changing this list is changing the API: say so in the commit.
 PUBLIC = (
+    "LoadedCheckpoint",
     "MemoryMonitor",
     "Plan",
     "PlannedStep",
@@ -25,10 +26,14 @@ PUBLIC = (
     "empty_weights",
     "errors",
     "explain",
+    "export",
     "find_leaks",
     "largest_batch",
+    "load",
+    "load_weights",
     "make_plan",
     "manage",
+    "newest_checkpoint",
     "observe",
     "plan",
     "prepare",

@@ -9,6 +9,8 @@ from lowtide import errors
 from lowtide.planning.budget_plans import StaticPartition, WarmUp
 from lowtide.planning.hand_plan import make_plan
 from lowtide.planning.plan import Plan
+from lowtide.runtime.checkpoints.export import export
+from lowtide.runtime.checkpoints.loading import LoadedCheckpoint, load, load_weights, newest_checkpoint
 from lowtide.runtime.manage import manage
 from lowtide.runtime.parameters.weight_file import empty_weights
 from lowtide.runtime.session import Session
@@ -42,6 +44,7 @@ _AT_FIRST_USE = {
 """Predicting, observing and explaining are a third of the package: training alone does not load them."""
 
 __all__ = [
+    "LoadedCheckpoint",
     "MemoryMonitor",
     "Plan",
     "PlannedStep",
@@ -55,10 +58,14 @@ __all__ = [
     "empty_weights",
     "errors",
     "explain",
+    "export",
     "find_leaks",
     "largest_batch",
+    "load",
+    "load_weights",
     "make_plan",
     "manage",
+    "newest_checkpoint",
     "observe",
     "plan",
     "prepare",

@@ -23,6 +23,11 @@
     │   ├── NonFiniteLossError              the loss is NaN or infinite
     │   ├── NonFiniteGradientError          gradients are NaN or infinite, or their norm is
     │   └── StepLostError                   a step broke off half-way: it must be repeated
+    ├── CheckpointError (RuntimeError)      a checkpoint cannot be saved or loaded
+    │   ├── DamagedCheckpointError          a file of it is torn, changed, foreign or of another schema
+    │   ├── CheckpointMismatchError         it is of another model or optimizer than it is loaded into
+    │   ├── CheckpointWriteError            a file of it could not be written: the disk is full, say
+    │   └── FolderInUseError                another process, or another object, saves into the same run folder
     ├── OptimizerStateError (ValueError)    a saved optimizer state is of another model or optimizer
     ├── LossScaleError (RuntimeError)       a loss cannot be scaled further, or the calls are out of order
     ├── TargetRangeError (IndexError)       a target of a loss is not in the vocabulary
@@ -277,6 +282,42 @@ class EmulatedOutOfMemoryError(BudgetError):
 
     Its result is freed already. Raise the device's budget, or let the plan stream or recompute more.
     """
+
+
+class CheckpointError(LowtideError, RuntimeError):
+    """A checkpoint cannot be saved or loaded. The message names the file with its path inside the run folder."""
+
+    def __init__(self, message: str, *, file: str | None = None) -> None:
+        super().__init__(message)
+        self.file = file
+        """The file or folder to blame, such as `step-00000120/model.safetensors`; None where no single one is."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint is torn, changed since it was saved, foreign, or of another schema. Load another one."""
+
+
+class CheckpointMismatchError(CheckpointError):
+    """A checkpoint is of another model, another optimizer or another kind than it is to be loaded into. Nothing was loaded."""
+
+
+class CheckpointWriteError(CheckpointError):
+    """A file of a checkpoint could not be written. Former checkpoints are as they were; free some room and save again."""
+
+    def __init__(self, message: str, *, file: str | None = None, free_bytes: int | None = None) -> None:
+        super().__init__(message, file=file)
+        self.free_bytes = free_bytes
+        """What the disk had left for this user; None where it did not say."""
+
+
+class FolderInUseError(CheckpointError):
+    """Somebody else saves into the same run folder. Stop that process, or give each run a folder of its own."""
+
+    def __init__(self, message: str, *, pid: int | None = None, host: str | None = None) -> None:
+        super().__init__(message)
+        self.pid = pid
+        """The process that holds the folder; None where it has not said yet."""
+        self.host = host
 
 
 class OptimizerStateError(LowtideError, ValueError):

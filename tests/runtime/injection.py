@@ -22,6 +22,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 import warnings
@@ -37,12 +38,14 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.activations import Offload, Policy, Recompute, Selective
-from lowtide.errors import LossScaleError, StepLostError, UnsupportedOptimizerError
+from lowtide.errors import CheckpointError, LossScaleError, StepLostError, UnsupportedOptimizerError
 from lowtide.optim import LossScaler
 from lowtide.optim.loss_scale import StaticScale
 from lowtide.optim.state import MASTER, to_torch_state
 from lowtide.optim.update_types import numerics_of
 from lowtide.planning.plan import Schedule
+from lowtide.runtime.checkpoints.folder import RunFolder
+from lowtide.runtime.checkpoints.format import CheckpointReader
 from lowtide.runtime.emulation.device import living_trackers
 from lowtide.runtime.plan_run import BROKEN_OFF
 from lowtide.runtime.updates.worker import FAILED
@@ -89,6 +92,8 @@ class Setting:
     num_steps_before: int = 2
     """Whole steps before the one that is broken off."""
     schedules: tuple[str, ...] = SCHEDULES
+    saves: bool = False
+    """Whether a checkpoint is written while the step is taken, and when the session is closed."""
 
 
 def _policies(place: str, policy: Policy) -> Setting:
@@ -129,6 +134,8 @@ SETTINGS: dict[str, Setting] = {
     "warm-up": Setting(warm_up_memory=40 * 1024, num_steps_before=0),
     "hand-over": Setting(warm_up_memory=40 * 1024, num_steps_before=1),
     "hand-over-exact": Setting(numbers=EXACT, warm_up_memory=32 * 1024, num_steps_before=1),
+    "saving": Setting(plan=MIXED, saves=True),
+    "saving-exact": Setting(numbers=EXACT, plan={"weights": PART_RESIDENT, "update": ALL_SITES}, saves=True),
 }
 CASES = tuple((name, schedule) for name, setting in SETTINGS.items() for schedule in setting.schedules)
 
@@ -364,6 +371,7 @@ class Run:
             moments=numbers.moments,
         )
         self.phase = ""
+        self._folder = tempfile.TemporaryDirectory(prefix="injection-")
         self._scaler = _scaler(numbers)
 
     def step(self) -> None:
@@ -383,16 +391,40 @@ class Run:
         """`step()`, through the scaler where the loss is scaled."""
         self._scaler.step(self.optimizer)
 
-    def warm_up(self) -> None:
+    def warm_up(self, part: str) -> None:
         for _ in range(self.setting.num_steps_before):
             self.step()
+        if self.setting.saves and part == "close":
+            self.save()
 
     def traced(self, part: str) -> None:
         """What is broken off."""
         if part == "close":
             self.session.close()
-        else:
-            self.step()
+            return
+        if self.setting.saves:
+            self.phase = "save"
+            self.save()
+        self.step()
+        if self.setting.saves:
+            self.phase = "wait"
+            self.session.wait_for_save()
+        self.phase = "over"
+
+    def save(self) -> None:
+        """Begin a checkpoint, which is read and written in many pieces."""
+        self.session.save(self._folder.name, allowance=4096)
+
+    def damage(self) -> str | None:
+        """What is wrong with a checkpoint that was written."""
+        for step, folder in RunFolder(Path(self._folder.name)).checkpoints().items():
+            reader = CheckpointReader(folder)
+            reader.verify()
+            for name, value in plain_trajectory(self.setting.numbers)[step].weights.items():
+                if not torch.equal(reader.read("model", name), value):
+                    return f"damaged: the checkpoint of step {step} has another {name}"
+        self._folder.cleanup()
+        return None
 
 
 @functools.cache
@@ -414,14 +446,14 @@ def lines_of(name: str, schedule: str, part: str) -> Counter[tuple[str, str, int
 
     run = Run(name, schedule)
     if part == "close":
-        run.warm_up()
+        run.warm_up(part)
         with LineTrace(count):
             run.traced(part)
     else:
         is_armed = [False]
         # A worker's thread starts with its first job, and is traced from there on.
         with LineTrace(lambda *line: count(*line) if is_armed[0] else None, ["worker"]):
-            run.warm_up()
+            run.warm_up(part)
             run.session.settle()
         is_armed[0] = True
         with LineTrace(lambda *line: count(*line) if is_armed[0] else None):
@@ -477,16 +509,17 @@ def perform(injection: Injection) -> str | None:
     unraisable: list[object] = []
     sys.unraisablehook = unraisable.append
     with LineTrace(maybe_raise, [] if injection.thread == "main" else ["worker"]):
-        run.warm_up()
+        run.warm_up(injection.part)
         if injection.part != "close":
             run.session.settle()
     is_armed[0] = True
     with LineTrace(maybe_raise, [injection.thread]):
         try:
             run.traced(injection.part)
-        except (InjectedError, KeyboardInterrupt, UnsupportedOptimizerError) as error:
-            # A change of plan tries the optimizer out again, and says what its step raised.
-            if isinstance(error, UnsupportedOptimizerError) and InjectedError.__name__ not in str(error):
+        except (InjectedError, KeyboardInterrupt, UnsupportedOptimizerError, CheckpointError) as error:
+            # A change of plan tries the optimizer out again, and says what its step raised; a save says what its threads did.
+            is_told = isinstance(error, UnsupportedOptimizerError | CheckpointError)
+            if is_told and InjectedError.__name__ not in str(error):
                 raise
             raised = type(error).__name__
             notes = getattr(error, "__notes__", ())
@@ -531,6 +564,9 @@ class _Aftermath:
                 call()
             except StepLostError as error:
                 self.said = str(error)
+            except CheckpointError:
+                if not self._run.setting.saves:
+                    raise  # else it tells of the save that broke off
             except LossScaleError:
                 if not self._run.setting.numbers.scales_loss:
                     raise  # else the backward that broke off has left nothing to unscale
@@ -610,6 +646,8 @@ def _aftermath(run: Run, injection: Injection, phase: str, notes: Sequence[str])
     if living_trackers():
         return "unclosed: the budget is still on"
     if not (is_trained and after.said is not None) and (problem := after.verdict()):
+        return problem
+    if run.setting.saves and (problem := run.damage()):
         return problem
     return after.attempt("the plain model", run.step)
 

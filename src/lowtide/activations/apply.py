@@ -195,6 +195,12 @@ class _CachesOff:
             self._configs = []
 
 
+def is_cache_off(config: object) -> bool:
+    """Whether policies have turned off a cache that the model's configuration asks for."""
+    with _LOCK:
+        return id(config) in _OFF
+
+
 def _outermost_with_config(module: nn.Module) -> Iterator[nn.Module]:
     """A model that a user calls; those inside of it have their configurations from it."""
     if getattr(module, "config", None) is not None:

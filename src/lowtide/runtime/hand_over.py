@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -53,14 +54,19 @@ def forget_device_memory(groups: Iterable[ManagedGroup], books: Books) -> None:
         group.forget_device()
 
 
-def count_state(groups: Iterable[ManagedGroup], runner: ChunkOptimizer, tracked: TrackedMemory) -> None:
-    """Tell an emulated device which optimizer state lies there under the new plan: moving it copied nothing."""
+def count_state(
+    groups: Iterable[ManagedGroup],
+    runner: ChunkOptimizer | None,
+    optimizer: torch.optim.Optimizer,
+    tracked: TrackedMemory,
+) -> None:
+    """Tell an emulated device which optimizer state lies there: under a new plan, or loaded. Moving it copied nothing."""
     for managed in (managed for group in groups for managed in group.members):
         if isinstance(runner, KernelOptimizer):
             kept = runner.kept.by_parameter.get(id(managed.parameter))
             tensors = [] if kept is None else kept.all_tensors()
         else:
-            state = dict.get(runner.optimizer.state, managed.parameter) or {}
+            state = dict.get(optimizer.state, managed.parameter) or {}
             # Counts of steps are the host's on every device.
             tensors = [each for key, each in state.items() if isinstance(each, torch.Tensor) and key != "step"]
         for tensor in tensors:
@@ -118,10 +124,14 @@ def bring_state_to_parameters(optimizer: torch.optim.Optimizer | None) -> None:
     if optimizer is None:
         return
     for group in optimizer.param_groups:
-        # Kernels that read the count read it on the device; else it is a number on the host.
-        stays = () if group.get("capturable") or group.get("fused") else ("step",)
         for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor) and key not in stays and value.device != parameter.device:
-                    state[key] = value.to(parameter.device)
+            bring_state(optimizer.state.get(parameter, {}), parameter, group)
+
+
+def bring_state(state: dict[str, Any], parameter: torch.Tensor, group: Mapping[str, Any]) -> None:
+    """The state of one parameter lies beside it; `group` are its settings."""
+    # Kernels that read the count read it on the device; else it is a number on the host.
+    stays = () if group.get("capturable") or group.get("fused") else ("step",)
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and key not in stays and value.device != parameter.device:
+            state[key] = value.to(parameter.device)

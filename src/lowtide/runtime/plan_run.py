@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator, Mapping
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
 
-from lowtide.errors import BudgetError
+from lowtide import compat
+from lowtide.errors import BudgetError, SessionError
 from lowtide.memory.store import Books
 from lowtide.memory.tier import DeviceLimit
+from lowtide.optim.state import ParameterState
 from lowtide.planning.placement import by_first_use, check_plan
-from lowtide.planning.plan import Plan
+from lowtide.planning.plan import Plan, Schedule
 from lowtide.runtime.assembly import (
     ModelCalls,
     SessionSetup,
@@ -25,6 +29,7 @@ from lowtide.runtime.assembly import (
 )
 from lowtide.runtime.hand_over import (
     HandOver,
+    bring_state,
     bring_state_to_parameters,
     count_state,
     forget_device_memory,
@@ -34,12 +39,13 @@ from lowtide.runtime.hand_over import (
 from lowtide.runtime.host_memory import HostNeed, HostPool, Tiers, charged_tiers, host_need
 from lowtide.runtime.parameters.binding import Binder, Fill, copy_values, move_part, place_gradient, unbind
 from lowtide.runtime.parameters.group import ManagedGroup, chunks_in
+from lowtide.runtime.parameters.pending import Changes, ReadingSave
 from lowtide.runtime.passes.executor import Executor, host_gradients
 from lowtide.runtime.passes.lock import Process
 from lowtide.runtime.statistics.observer import StepObserver
 from lowtide.runtime.statistics.recording import Recorder
 from lowtide.runtime.statistics.reporting import DevicePeak, Reporter
-from lowtide.runtime.updates.kernel_optimizer import KernelOptimizer
+from lowtide.runtime.updates.kernel_optimizer import KernelOptimizer, KernelStates
 from lowtide.runtime.updates.managed_optimizer import ManagedOptimizer
 from lowtide.runtime.updates.proof import Proof
 from lowtide.runtime.updates.worker import HostWorker
@@ -205,6 +211,155 @@ class PlanRun:
     def limit_device(self, limit: DeviceLimit) -> None:
         """What the allocator may reserve from now on, until `close`; the model has left the device, if it was there."""
         self.limit = limit
+
+    # -- saved and loaded ----------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def between_steps(self, what: str, *, discards_step: bool = False) -> Iterator[None]:
+        """A call of this thread that looks at all weights or changes them; everything is settled when it begins.
+
+        Args:
+            what: The call, for messages.
+            discards_step: What went wrong with the last step is of no interest: everything is about to be replaced.
+
+        Raises:
+            SessionError: A forward or a backward is under way.
+        """
+        executor = self._executor
+        executor.process.require()
+        with executor.calling(what):
+            executor.mend()
+            if executor.is_in_step():
+                raise SessionError(
+                    f"{what} was called inside of a forward or a backward, where weights are on their way; call it between "
+                    "two steps"
+                )
+            executor.before_any_change()
+            if discards_step:
+                self._discard_step()
+            self.settle()
+            if (kept := self.kept_states) is not None:
+                kept.settle()
+            for group in self._groups.values():
+                group.adopt_foreign_data()
+            yield
+
+    def _discard_step(self) -> None:
+        # A failed update, and a gradient that was not finite, are forgotten once they are told of.
+        for _ in range(len(chunks_in(self._groups.values())) + 1):
+            with contextlib.suppress(Exception):  # whatever an update of the user's optimizer raises
+                self.settle()
+                break
+        self._executor.lost_step.be_told()
+        self._executor.forget_step()
+
+    def lose_load(self, reason: str) -> None:
+        """A checkpoint was loaded in part: neither a step nor a save, until the gradients are cleared or it is loaded again."""
+        self._executor.lost_step.lose_to_load(reason)
+
+    def refuse_gradients(self, what: str) -> None:
+        """Refuse a call between a backward and the `step()` that uses its gradients, or after a step that broke off.
+
+        Raises:
+            SessionError: The message says what to do before.
+        """
+        executor = self._executor
+        if executor.lost_step.reason is not None:
+            raise SessionError(f"{what} was called after what broke off: {executor.lost_step.reason}")
+        optimizer = self.setup.optimizer
+        if optimizer is None or not executor.recorder.has_backward:
+            return
+        is_taken = any(group.guards_gradients for group in self._groups.values())
+        with compat.without_torch_function():
+            held = sum(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+        if held or is_taken:
+            found = "weights that moved in it" if is_taken else f"{held} gradients"
+            raise SessionError(
+                f"{what} was called between a backward and its step(), with {found}, which are no part of a checkpoint; call "
+                "it after optimizer.step(), or give the step up with optimizer.zero_grad()"
+            )
+
+    @property
+    def num_updates(self) -> int:
+        """Steps that the optimizer has taken in this session."""
+        return self._recorder.num_updates
+
+    @property
+    def kept_states(self) -> KernelStates | None:
+        """The optimizer's state as our own kernels keep it; None where it is with the optimizer."""
+        runner = None if self._managed is None else self._managed.runner
+        return runner.kept if isinstance(runner, KernelOptimizer) else None
+
+    def homes(self) -> dict[int, torch.Tensor]:
+        """By the `id` of each managed parameter, the memory in which its value is. All must be settled."""
+        return {
+            id(managed.parameter): managed.home if managed.foreign is None else managed.foreign
+            for group in self._groups.values()
+            for managed in group.members
+        }
+
+    @property
+    def host_tiers(self) -> Tiers:
+        """The budgets of the host's memory."""
+        return self._tiers
+
+    def changes(self) -> dict[int, Changes]:
+        """By the `id` of each managed parameter, how far its changes are known beforehand. All must be settled."""
+        hides_state = self.kept_states is not None
+        found: dict[int, Changes] = {}
+        for group in self._groups.values():
+            place = group.place if self.plan.schedule is Schedule.DEFERRED else -group.place
+            for managed in group.members:
+                is_free = managed.foreign is None and not managed.is_home_held()
+                found[id(managed.parameter)] = Changes(
+                    home=managed.home,
+                    place=place,
+                    # Models use resident weights as they are, without anybody noticing.
+                    announces_weight=is_free and not group.is_resident,
+                    announces_state=self._managed is not None,
+                    hides_state=hides_state,
+                )
+        return found
+
+    def begin_save(self, reading: ReadingSave) -> None:
+        """The save reads from now on: whoever changes something that it has not read waits for that."""
+        self._executor.begin_save(reading)
+
+    def end_save(self) -> None:
+        """It has read everything."""
+        self._executor.saves.end()
+
+    def begin_loading(self, seed: int | None) -> None:
+        """Gradients and the optimizer's state go; other state is put in its place, and weights are written."""
+        optimizer = self.setup.optimizer
+        if optimizer is None:
+            return
+        optimizer.zero_grad()
+        if self._managed is not None:
+            self._managed.begin_loading(seed)
+        else:
+            optimizer.state.clear()
+
+    def put_state(
+        self, parameter: torch.Tensor, state: ParameterState | dict[str, Any], settings: Mapping[str, Any]
+    ) -> None:
+        """State of one of the optimizer's parameters, which goes to where its update runs; `settings` are its group's."""
+        assert self.setup.optimizer is not None
+        if self._managed is not None:
+            self._managed.put_state(parameter, state)
+            return
+        assert not isinstance(state, ParameterState)
+        bring_state(state, parameter, settings)
+        self.setup.optimizer.state[parameter] = state
+
+    def end_loading(self) -> None:
+        """All of it is there."""
+        if self._managed is not None:
+            self._managed.end_loading()
+        if self.setup.tracked is not None and self.setup.optimizer is not None:
+            runner = None if self._managed is None else self._managed.runner
+            count_state(self._groups.values(), runner, self.setup.optimizer, self.setup.tracked)
+        self.settle()
 
     # -- taking apart --------------------------------------------------------------------------------------------------
 
@@ -389,7 +544,7 @@ class PlanRun:
             installed=None if self._handed_over is None else self._handed_over.managed,
         )
         if self._handed_over is not None and self.setup.tracked is not None:
-            count_state(self._groups.values(), managed.runner, self.setup.tracked)
+            count_state(self._groups.values(), managed.runner, optimizer, self.setup.tracked)
         return managed
 
     def _after_plain_step(self) -> None:
@@ -398,7 +553,7 @@ class PlanRun:
 
     def _may_move(self) -> bool:
         """Whether nothing points into the host's memory but what `move_part` knows. Waits for updates, if that helps."""
-        if not self._groups or not self.is_quiet():
+        if not self._groups or self._executor.saves.reading is not None or not self.is_quiet():
             return False
         for group in self._groups.values():
             group.adopt_foreign_data()

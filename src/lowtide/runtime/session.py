@@ -17,8 +17,9 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,10 +31,13 @@ from lowtide.planning.budget_plans import StepSample
 from lowtide.planning.placement import check_plan
 from lowtide.planning.plan import Plan
 from lowtide.planning.timeline import Timeline
+from lowtide.runtime.checkpoints.contents import session_contents
+from lowtide.runtime.checkpoints.folder import Retention
+from lowtide.runtime.checkpoints.saving import Saver
 from lowtide.runtime.passes.lock import HELD_INTERRUPTS, refuse_wrapping, remove_all, watch_process
 from lowtide.runtime.plan_run import switch_plan
 from lowtide.runtime.statistics.observer import StepObserver
-from lowtide.runtime.statistics.session_stats import PlanRow, SessionStats
+from lowtide.runtime.statistics.session_stats import PlanRow, SaveRow, SessionStats
 from lowtide.runtime.warm_up import WarmUpRun
 
 if TYPE_CHECKING:
@@ -132,6 +136,9 @@ class Management:
         self._changer: PlanChanger | None = None
         self.plans: list[PlanRow] = []
         """Those that were made after the first."""
+        self._saver: Saver | None = None
+        """None before the first save."""
+        self._steps_before = 0
         # A model without a window has nothing that a plan could place.
         if observer is not None and plan_after is not None and plan_run.calls.root_window is not None:
             assert self.optimizer is not None
@@ -185,6 +192,54 @@ class Management:
             )
         return self.plan_run
 
+    @property
+    def num_steps(self) -> int:
+        """Steps of the run: those before the checkpoint that was loaded, and those since."""
+        return self._steps_before + self.opened().num_updates
+
+    def count_from(self, step: int) -> None:
+        """The run has come to this step."""
+        self._steps_before = step - self.opened().num_updates
+
+    def save(
+        self,
+        folder: Path,
+        step: int | None,
+        state: Mapping[str, object] | None,
+        retention: Retention,
+        tokenizer: str | Path | None,
+        allowance: str | int | None,
+    ) -> Path:
+        """Begin a checkpoint, or write it."""
+        plan_run = self.opened()
+        with plan_run.between_steps("session.save"):
+            plan_run.refuse_gradients("session.save")
+            contents = session_contents(plan_run, state, tokenizer=tokenizer)
+            self._saver = self._saver or Saver()
+            return self._saver.save(
+                plan_run,
+                folder,
+                contents,
+                step=self.num_steps if step is None else step,
+                retention=retention,
+                allowance=allowance,
+            )
+
+    def wait_for_save(self) -> None:
+        """Wait until the save under way is over; raises what went wrong with it."""
+        if self._saver is not None:
+            self._saver.wait()
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way."""
+        return self._saver is not None and self._saver.is_saving
+
+    @property
+    def saves(self) -> tuple[SaveRow, ...]:
+        """Those that are over."""
+        return () if self._saver is None else self._saver.rows
+
     def adapt(self, changer: PlanChanger) -> None:
         """Let the model's calls go through it until the end."""
         self._changer = changer
@@ -200,6 +255,9 @@ class Management:
         num_steps = plan_run.reporter.num_steps
         try:
             with HELD_INTERRUPTS:
+                if self._saver is not None:
+                    # The weights change places, and the new plan's books know nothing of its staging.
+                    self._saver.finish()
                 self.plan_run = switch_plan(plan_run, plan)
                 if self._changer is not None:
                     self.plan_run.calls.go_through(self._changer.call)
@@ -225,6 +283,8 @@ class Management:
                 for watcher in (self._warm_up, self._changer):
                     if watcher is not None:
                         watcher.remove()
+                if self._saver is not None:
+                    self._saver.finish()
                 plan_run.close(raised)
         finally:
             HELD_INTERRUPTS.restore_handler()
@@ -232,6 +292,8 @@ class Management:
                 if self._aside is not None:
                     self._aside.bring_back()
                 self.plan_run = None
+                if self._saver is not None:
+                    self._saver.close(raised or sys.exception())
 
     # -- told by the process -------------------------------------------------------------------------------------------
 
@@ -364,8 +426,9 @@ class Session:
         return self._open().last_grad_norm
 
     def stats(self) -> SessionStats:
-        """Bytes moved, time, residency and peaks so far. Waits for the work that is under way."""
-        return replace(self._open().reporter.stats(), plans=tuple(self._management.plans))
+        """Bytes moved, time, residency and peaks so far. Waits for the work that is under way, but not for a save."""
+        stats = self._open().reporter.stats()
+        return replace(stats, plans=tuple(self._management.plans), saves=self._management.saves)
 
     def take_device_peak(self) -> int:
         """The most that the device held, in bytes of tensors, since this was last called; a new peak begins.
@@ -388,6 +451,67 @@ class Session:
     def settle(self) -> None:
         """Wait until every update is made and every copy is done."""
         self._open().settle()
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that the optimizer has taken in this training run, also before the checkpoint that was loaded."""
+        return self._management.num_steps
+
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        step: int | None = None,
+        state: Mapping[str, object] | None = None,
+        keep: int = 2,
+        keep_every: int | None = None,
+        tokenizer: str | Path | None = None,
+        allowance: str | int | None = None,
+    ) -> Path:
+        """Write a checkpoint from which `lowtide.load` goes on with the same bits. Between two steps.
+
+        With an `allowance` training goes on while it is written: it has the values of this moment, because whatever changes
+        them waits until they were read. An error reaches the next call of this, of `wait_for_save` or of `close`.
+
+        A process that is killed meanwhile leaves the former checkpoints as they were, and so does a full disk.
+
+        Args:
+            folder: Of the run; each checkpoint is a folder in it.
+            step: The number of the checkpoint; by default `num_steps`.
+            state: What else belongs to the run, by names of yours: objects with `state_dict` and `load_state_dict` (schedulers,
+                scalers, data loaders), generators of torch, and plain values.
+            keep: How many of the newest checkpoints stay.
+            keep_every: Those of steps that are a multiple of this stay for ever.
+            tokenizer: A folder whose tokenizer files are saved along: the checkpoint of a Hugging Face model is a folder that
+                `from_pretrained` loads.
+            allowance: Host memory that a save beside training may take, such as "4GiB", or "auto" for a quarter of what is
+                free; it counts towards the host's budget. With as much as the checkpoint has, training never waits for the
+                disk. None: this returns when the checkpoint is whole.
+
+        Returns:
+            The checkpoint's own folder; with an `allowance`, where it will be.
+
+        Raises:
+            SessionError: A backward has left gradients whose `step()` has not come, or one is under way.
+            ConfigError: Something in `state` has no plain form. The message names it.
+            CheckpointError: The checkpoint could not be written, or the one before could not: then this one was not begun.
+            BudgetError: The host's budget has not the allowance.
+        """
+        retention = Retention(newest=keep, every=keep_every)
+        return self._management.save(Path(folder), step, state, retention, tokenizer, allowance)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._management.is_saving
+
+    def wait_for_save(self) -> None:
+        """Wait until the save that is under way is over.
+
+        Raises:
+            CheckpointError: It failed. Training and the checkpoints from before are as they were.
+        """
+        self._management.wait_for_save()
 
     def close(self) -> None:
         """Give the plain model and optimizer back, each parameter where it was before. May be repeated."""
@@ -412,6 +536,10 @@ class Session:
     @property
     def _plan_run(self) -> PlanRun | None:
         return self._management.plan_run
+
+    def _count_from(self, step: int) -> None:
+        """A checkpoint of this step was loaded."""
+        self._management.count_from(step)
 
     def _switch(self, plan: Plan) -> None:
         self._management.switch(plan)

@@ -399,6 +399,8 @@ class ManagedGroup:
         """After an exception, copy to the host what user code wrote to parameters while their window was still open, such as a
         checkpoint that was loaded at once. No copy may be under way, nor work on the host.
         """
+        if self._settler is not None:
+            self._settler.before_change(self)
         with compat.without_torch_function(), torch.no_grad():
             is_in_backward = bool(self.num_tasks)
             # If no window has opened yet, nothing was written in one.
@@ -516,6 +518,7 @@ class ManagedGroup:
     def settle(self) -> None:
         """User code reads one of the parameters: wait until their values are final."""
         assert self._settler is not None
+        self._settler.before_change(self)
         self._settler.settle_group(self)
 
     def check_gradient(self) -> None:
@@ -620,6 +623,9 @@ def members_of(groups: Mapping[str, ManagedGroup]) -> list[ManagedParameter]:
 
 class Settler(Protocol):
     """What a group calls when somebody reads one of its parameters."""
+
+    def before_change(self, group: ManagedGroup) -> None:
+        """Somebody may be about to write to the group's weights."""
 
     def settle_group(self, group: ManagedGroup) -> None:
         """Wait for the group's final values, and make its parameters plain."""

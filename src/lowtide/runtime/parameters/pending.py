@@ -13,6 +13,7 @@ import contextlib
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +39,64 @@ class PendingValue(Protocol):
 
     def wait_for_device(self) -> None:
         """Wait for the computation that the loop has queued on the device so far."""
+
+
+class Reads(Protocol):
+    """What a change comes after: a save reads what it changes."""
+
+    def is_done(self) -> bool:
+        """Whether all was read."""
+
+    def wait(self) -> None:
+        """Wait until it was."""
+
+
+class ReadingSave(Protocol):
+    """A save under way that has not read everything yet; see `checkpoints.snapshot`."""
+
+    def has_unread(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether something that changes with one of these is still to be read."""
+
+    def reads_of(self, parameters: Iterable[torch.Tensor]) -> Reads:
+        """What a change of these must come after."""
+
+    def wait_for(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Wait until all that changes with these was read."""
+
+    def wait_for_all(self) -> None:
+        """Wait until all was read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Changes:
+    """What is known beforehand of the changes of one managed parameter and its optimizer state."""
+
+    home: torch.Tensor
+    """Where its value is."""
+    place: int
+    """In the order in which updates change parameters."""
+    announces_weight: bool
+    """Whether whoever writes to the weight asks a `SaveGuard` first, or settles the parameter."""
+    announces_state: bool
+    """Whether whoever writes to its state does, unless somebody holds a tensor of it."""
+    hides_state: bool
+    """Whether nobody can hold one."""
+
+
+class SaveGuard:
+    """Whoever is about to change weights or optimizer state looks here first."""
+
+    def __init__(self) -> None:
+        self.reading: ReadingSave | None = None
+        """None as a rule: then there is nothing to ask."""
+
+    def begin(self, reading: ReadingSave) -> None:
+        """The save reads from now on."""
+        self.reading = reading
+
+    def end(self) -> None:
+        """It has read everything, or will read no more."""
+        self.reading = None
 
 
 _VALUES: dict[int, weakref.ref[PendingValue]] = {}

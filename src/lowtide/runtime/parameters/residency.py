@@ -14,7 +14,7 @@ from lowtide.memory.chunk import Chunk, ChunkState, StoredGroup
 from lowtide.memory.mover import Mover, Ticket
 from lowtide.memory.store import Books, ChunkStore
 from lowtide.runtime.parameters.group import ManagedGroup, Settler, chunks_in
-from lowtide.runtime.parameters.pending import beside
+from lowtide.runtime.parameters.pending import SaveGuard, beside
 from lowtide.runtime.statistics.observer import StepObserver
 from lowtide.runtime.statistics.recording import Recorder, is_resident
 
@@ -69,6 +69,7 @@ class ManagedResidency:
         groups: Bound to the model's parameters.
         mover: Issues the copies.
         books: Where device bytes of streamed chunks are counted.
+        saves: Asked before the host's bytes of streamed weights change.
         settler: Called when somebody reads a pending parameter.
         window_bytes: How many device bytes streamed chunks may take together.
         prefetch_depth: How many groups ahead are fetched.
@@ -81,6 +82,7 @@ class ManagedResidency:
         mover: Mover,
         books: Books,
         recorder: Recorder,
+        saves: SaveGuard,
         *,
         settler: Settler,
         window_bytes: int,
@@ -88,6 +90,7 @@ class ManagedResidency:
         observer: StepObserver | None,
     ) -> None:
         self.groups = {group.name: group for group in groups}
+        self._saves = saves
         # The store reports copies, and chunks that leave, for the statistics alone.
         self.on_copy, self.on_absent, self.on_wait = recorder.on_copy, recorder.on_absent, recorder.on_wait
         self._on_present = recorder.on_present
@@ -157,6 +160,8 @@ class ManagedResidency:
 
     def write_back(self, group: ManagedGroup, chunk: Chunk, at: Ticket | None = None) -> None:
         """The computation changed an open chunk of streamed weights: copy it to where the true values are."""
+        if self._saves.reading is not None:
+            self._saves.reading.wait_for(group.parameters)
         if group.is_held(chunk):
             group.await_change()
         if group.shown_memory:
@@ -205,10 +210,16 @@ class ManagedResidency:
         if group.stored.num_open:
             return
         # The cheap questions first: whether a copy is done is asked on the device.
-        if (group.points_to_device and not group.is_resident) or group.guards_gradients or _has_pending_work(group):
+        is_pending = (group.points_to_device and not group.is_resident) or group.guards_gradients
+        if is_pending or _has_pending_work(group) or self._is_read(group):
             group.make_pending()
         else:
             group.make_plain()
+
+    def _is_read(self, group: ManagedGroup) -> bool:
+        """Whether a save under way has yet to read the weights. It read resident ones at once, whose use nobody notices."""
+        reading = self._saves.reading
+        return reading is not None and not group.is_resident and reading.has_unread(group.parameters)
 
     def rebuild(self) -> None:
         """Start afresh after an exception: no group is open, parameters point to their homes, and chunks are there. No work may be

@@ -64,7 +64,7 @@ _COMPARED_ELEMENTS = 1 << 24
 
 
 class WeightFile:
-    """One safetensors file, or all of a folder.
+    """One safetensors file, or all of a folder; of a checkpoint's folder, the weights.
 
     Raises:
         BadRecordError: There is no such file, one is broken, or two have a tensor of the same name.
@@ -72,7 +72,9 @@ class WeightFile:
 
     def __init__(self, path: str | Path) -> None:
         root = Path(path)
-        files = sorted(root.glob("*.safetensors")) if root.is_dir() else [root]
+        # A checkpoint has other tensors beside the weights.
+        pattern = "model*.safetensors" if (root / "checkpoint.json").exists() else "*.safetensors"
+        files = sorted(root.glob(pattern)) if root.is_dir() else [root]
         if not files or not all(file.is_file() for file in files):
             raise BadRecordError(f"there is no safetensors file at {root}; give the file or its folder")
         self._path = root

@@ -21,6 +21,7 @@ from lowtide.memory.store import Books
 from lowtide.planning.plan import Schedule
 from lowtide.runtime.parameters.gradients import GradientMover, HostGradient
 from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter
+from lowtide.runtime.parameters.pending import ReadingSave, SaveGuard
 from lowtide.runtime.parameters.residency import ManagedResidency
 from lowtide.runtime.passes.backward import BackwardPass
 from lowtide.runtime.passes.forward import ForwardPass, Gate, Window, make_windows
@@ -71,6 +72,8 @@ class Executor:
         self.lost_step = LostStep()
         self.loss = LossWatch(is_immediate=schedule is Schedule.IN_BACKWARD)
         self.gradient_watch = GradientWatch(mover)
+        self.saves = SaveGuard()
+        """Asked before weights or optimizer state change."""
         self._lock = SessionLock()
         self._gradients = GradientMover(mover, worker, staging, schedule, recorder, takes_totals=takes_totals)
         self.residency = ManagedResidency(
@@ -78,6 +81,7 @@ class Executor:
             mover,
             books,
             recorder,
+            self.saves,
             settler=self,
             window_bytes=window_bytes,
             prefetch_depth=prefetch_depth,
@@ -95,6 +99,7 @@ class Executor:
                 recorder,
                 self.gradient_watch,
                 self._gradients,
+                self.saves,
                 clock_origin_s=clock_origin_s,
             )
             self.finisher = Finisher(self.updater, self.residency, mover, recorder)
@@ -143,6 +148,11 @@ class Executor:
         """If a backward raised, put everything back where it belongs, and remember that the step is lost."""
         self.backward.check_broken()
 
+    def mend(self) -> None:
+        """`check_broken`, unless a forward or a backward of this thread is under way."""
+        if compat.backward_number() is None and not self.forward.is_under_way:
+            self.backward.check_broken()
+
     def put_in_order(self) -> None:
         """After an exception in `step()`, or at the end: start afresh from the true copies."""
         if compat.backward_number() is None:
@@ -158,6 +168,7 @@ class Executor:
         self.lost_step.tell()
         self.lost_step.forget()
         self.loss.forget()
+        self.recorder.forget_backward()
 
     def has_raised(self) -> bool:
         """Whether the last call of the model, backward or step raised, and none has succeeded since."""
@@ -183,9 +194,13 @@ class Executor:
 
     def is_idle(self) -> bool:
         """Whether no graph is alive and no window open."""
+        return not self.is_in_step() and not any(group.visits for group in self.groups.values())
+
+    def is_in_step(self) -> bool:
+        """Whether a forward or a backward is under way, or a window stands open."""
         if self.forward.is_under_way or self.backward.is_under_way or compat.backward_number() is not None:
-            return False
-        return not any(group.visits or group.stored.num_open for group in self.groups.values())
+            return True
+        return any(group.stored.num_open for group in self.groups.values())
 
     def is_quiet(self) -> bool:
         """Whether it is idle and no work on the host's memory is under way."""
@@ -211,6 +226,23 @@ class Executor:
         self.gradient_watch.check(waits=True)
         self.mover.drain()
 
+    @locked
+    def begin_save(self, reading: ReadingSave) -> None:
+        """The save reads from now on: whoever changes something waits for that, and writes to parameters are noticed."""
+        self.saves.begin(reading)
+        for group in self.groups.values():
+            self.residency.guard(group)
+
+    def before_change(self, group: ManagedGroup) -> None:
+        """Somebody may be about to write to the group's weights: a save under way reads them first."""
+        if self.saves.reading is not None:
+            self.saves.reading.wait_for(group.parameters)
+
+    def before_any_change(self) -> None:
+        """Somebody may be about to write to anything."""
+        if self.saves.reading is not None:
+            self.saves.reading.wait_for_all()
+
     def settle_group(self, group: ManagedGroup) -> None:
         """User code reads one of the group's parameters: wait until their values are final."""
         # Before the lock is taken: the thread that holds it may be waiting for this one.
@@ -219,8 +251,7 @@ class Executor:
 
     @locked
     def _settle_group(self, group: ManagedGroup) -> None:
-        if compat.backward_number() is None and not self.forward.is_under_way:
-            self.backward.check_broken()
+        self.mend()
         if not group.stored.num_open:
             self.residency.settle(group)
 

@@ -468,6 +468,10 @@ class LostStep:
             + condition
         )
 
+    def lose_to_load(self, reason: str) -> None:
+        """A checkpoint was loaded in part, for which the reason has the words."""
+        self.reason = reason
+
     def refuse(self) -> None:
         """Refuse an update after a step that broke off.
 

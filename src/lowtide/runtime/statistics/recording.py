@@ -68,6 +68,7 @@ class Recorder:
         self._waited_s = 0.0
         self._host_update_s = 0.0
         self._step_at_update = -1
+        self._backwards_at_update = 0
         self._lock = threading.Lock()
 
     # -- told by the store ---------------------------------------------------------------------------------------------
@@ -130,10 +131,20 @@ class Recorder:
     def count_update(self) -> None:
         """The optimizer has taken a step."""
         self.num_updates += 1
+        self.forget_backward()
         if self._step_at_update == self.step:
             # The model itself is never called, only parts of it: nobody else would begin a step.
             self.begin_step()
         self._step_at_update = self.step
+
+    def forget_backward(self) -> None:
+        """What backwards have left was used, or given up."""
+        self._backwards_at_update = self.phases.num_backwards
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether there was a backward since the last step of the optimizer."""
+        return self.phases.num_backwards != self._backwards_at_update
 
     def begin_step(self) -> None:
         """A new step; what is older than the kept ones is forgotten."""
@@ -254,6 +265,8 @@ class PhaseClock:
         self._is_on_cuda = mover.device.type == "cuda"
         self._inside: list[str] = []
         self._backwards: Counter[int] = Counter()
+        self.num_backwards = 0
+        """Those that were noticed, since the beginning."""
         self._marks: deque[tuple[str, Ticket]] = deque()
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._read_s: float | None = None
@@ -291,6 +304,7 @@ class PhaseClock:
         with self._lock:
             self._backwards[number] += 1
             if self._backwards[number] == 1:
+                self.num_backwards += 1
                 self._change([*self._inside, "backward"])
 
     def backward_ends(self, number: int) -> None:

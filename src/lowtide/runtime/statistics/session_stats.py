@@ -125,6 +125,23 @@ class PlanRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SaveRow:
+    """A checkpoint that was written, or was not."""
+
+    step: int
+    num_bytes: int
+    """Of its tensors."""
+    seconds: float
+    """From the call of `save` until it was whole."""
+    stalled_s: float
+    """For which the loop, or an update on the host, waited for it: at most so long was training held up."""
+    peak_staging_bytes: int
+    """The most host memory that it took."""
+    error: str | None = None
+    """Why it was not written; None where it was."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SessionStats:
     """What `session.stats()` gives."""
 
@@ -147,6 +164,8 @@ class SessionStats:
     """Time in which the worker updated chunks on the host: beside the loop, so no part of `seconds`."""
     plans: tuple[PlanRow, ...] = ()
     """Every plan that was made after the first, in order."""
+    saves: tuple[SaveRow, ...] = ()
+    """Every checkpoint that was written while training went on, or failed, in order."""
 
     def __str__(self) -> str:
         """A summary in some ten lines, for `print`."""
@@ -212,6 +231,9 @@ def _out_of_range(stats: SessionStats) -> Iterator[str]:
         numbers |= {f"{chunk.name}: num_bytes": chunk.num_bytes, f"{chunk.name}: num_fetches": chunk.num_fetches}
         if not 0.0 <= chunk.resident_share <= 1.0 + 1e-9:
             yield f"the resident share of chunk {chunk.name!r} is {chunk.resident_share}, not between 0 and 1"
+    for save in stats.saves:
+        for key in ("step", "num_bytes", "seconds", "stalled_s", "peak_staging_bytes"):
+            numbers[f"checkpoint of step {save.step}: {key}"] = getattr(save, key)
     for tier in stats.tiers:
         for key in ("peak_bytes", "budget_bytes", "predicted_bytes"):
             numbers[f"{tier.tier}: {key}"] = getattr(tier, key)
@@ -244,7 +266,17 @@ def stats_text(stats: SessionStats) -> str:
     resident = sum(chunk.weights == "resident" for chunk in stats.chunks)
     lines.append(f"{len(stats.chunks):,} chunks, {resident:,} of them resident")
     lines += [f"new plan after {row.step:,} steps: {row.reason}" for row in stats.plans]
+    lines += [_save(row) for row in stats.saves]
     return "\n".join(lines)
+
+
+def _save(row: SaveRow) -> str:
+    if row.error is not None:
+        return f"checkpoint of step {row.step:,} failed: {row.error}"
+    return (
+        f"checkpoint of step {row.step:,}: {format_bytes(row.num_bytes)} in {format_seconds(row.seconds)}, held training up "
+        f"for {format_seconds(row.stalled_s)}, took {format_bytes(row.peak_staging_bytes)} of the host"
+    )
 
 
 def _tier(row: TierRow) -> str:

@@ -87,6 +87,24 @@ class KernelStates:
     def go_on_from(self, other: KernelStates) -> None:
         """Another plan of the same session had these states."""
         self.by_parameter = other.by_parameter
+        self.numerics = other.numerics
+
+    def settle(self) -> None:
+        """Wait until states that visit the device are home."""
+        if self.pages is not None:
+            self.pages.settle()
+
+    def begin_loading(self, seed: int | None) -> None:
+        """See `KernelOptimizer.begin_loading`."""
+        self.by_parameter = {}
+        if self.pages is not None:
+            self.pages.clear()
+        if seed is not None:
+            self.numerics = replace(self.numerics, seed=seed)
+
+    def put(self, parameter: torch.Tensor, state: ParameterState) -> None:
+        """A state of a parameter, in the formats of `numerics`; `place_state` brings it to its place."""
+        self.by_parameter[id(parameter)] = state
 
     def in_torchs_form(self) -> dict[torch.Tensor, dict[str, Any]]:
         """What `fill` writes, by parameter."""
@@ -95,8 +113,7 @@ class KernelStates:
 
     def _in_torchs_form(self, parameter: torch.Tensor) -> dict[str, Any]:
         """On the host, one parameter at a time: expanded state may not fit the device."""
-        if self.pages is not None:
-            self.pages.settle()
+        self.settle()
         state = self.by_parameter[id(parameter)]
         weight = parameter.detach()
         with compat.without_modes():
@@ -214,7 +231,6 @@ class KernelOptimizer(ChunkOptimizer):
     ) -> None:
         self._number_of: dict[int, int] = {}
         super().__init__(optimizer)
-        self.numerics = numerics
         self.pages = pages
         self._paged = frozenset(paged)
         self._on_host_memory = on_host_memory
@@ -227,6 +243,16 @@ class KernelOptimizer(ChunkOptimizer):
         self._last: dict[int, LastUpdate] = {}
         """By the `id` of its first parameter: an update as it was made in the step before."""
         self._check_parameters()
+
+    @property
+    def numerics(self) -> Numerics:
+        """Which numbers the updates work on; the seed may be a checkpoint's."""
+        return self.kept.numerics
+
+    def begin_loading(self, seed: int | None) -> None:
+        """All states go, others are put in their place; rounding goes on with this seed, unless it is None."""
+        self._last.clear()  # or it would keep their memory
+        self.kept.begin_loading(seed)
 
     def refresh_groups(self) -> None:
         """Read again which parameter is in which group."""

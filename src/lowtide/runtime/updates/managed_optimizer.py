@@ -18,6 +18,7 @@ import torch
 
 from lowtide import compat
 from lowtide.errors import NonFiniteGradientError, UnsupportedOptimizerError
+from lowtide.optim.state import ParameterState
 from lowtide.planning.plan import Schedule, Site
 from lowtide.runtime.parameters.group import ManagedGroup, members_of
 from lowtide.runtime.parameters.pending import AbsentState, LiveState, make_plain
@@ -166,12 +167,38 @@ class ManagedOptimizer:
         self._plain_state = None
 
     def settle(self) -> None:
-        """Wait until every update has been made."""
+        """Wait until every update has been made, and until a save under way has read what may be written to now."""
+        self._executor.before_any_change()
         for group in self._executor.groups.values():
             self._executor.settle_group(group)
         self._executor.worker.check()
         self._executor.gradient_watch.check(waits=True)
         self._updater.optimizer.forget_empty_state()
+
+    def begin_loading(self, seed: int | None) -> None:
+        """All state goes, other state is put in its place; stochastic rounding goes on with this seed, unless it is None."""
+        if isinstance(self.runner, KernelOptimizer):
+            self.runner.begin_loading(seed)
+            return
+        dict.clear(self._optimizer.state)
+        self._plain_state.clear()
+
+    def end_loading(self) -> None:
+        """Settings and state are other ones now."""
+        self._updater.optimizer.refresh_groups()
+
+    def put_state(self, parameter: torch.Tensor, state: ParameterState | dict[str, Any]) -> None:
+        """State of a parameter as the runner keeps it, where its update runs from now on."""
+        if isinstance(state, ParameterState):
+            assert isinstance(self.runner, KernelOptimizer)
+            self.runner.kept.put(parameter, state)
+        else:
+            dict.__setitem__(self._optimizer.state, parameter, state)
+        managed = self._members.get(id(parameter))
+        if managed is not None:
+            self._updater.place_state_of(managed, self._executor.mover.device)
+        else:
+            self.runner.place_state(parameter, parameter.device)
 
     def _whole_state(self) -> Any:
         """For `pickle` and `deepcopy`, which look into torch's own dictionary: the session's states are not there."""

@@ -17,12 +17,12 @@ from lowtide.memory.store import ChunkStore
 from lowtide.planning.plan import Site
 from lowtide.runtime.parameters.gradients import GradientSink, HostGradient
 from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter
-from lowtide.runtime.parameters.pending import beside
+from lowtide.runtime.parameters.pending import SaveGuard, beside
 from lowtide.runtime.parameters.residency import Residency
 from lowtide.runtime.statistics.recording import Recorder
 from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer, Settings, Update
 from lowtide.runtime.updates.norms import GradientWatch, Verdict, norms_to_judge
-from lowtide.runtime.updates.worker import HostWorker, Job
+from lowtide.runtime.updates.worker import Awaited, HostWorker, Job
 
 LOOSE = "(unmanaged)"
 """Stands for parameters that no chunk has."""
@@ -75,10 +75,12 @@ class Updater:
         recorder: Recorder,
         gradient_watch: GradientWatch,
         gradients: GradientSink,
+        saves: SaveGuard,
         *,
         clock_origin_s: float,
     ) -> None:
         self.optimizer = optimizer
+        self._saves = saves
         self._gradients = gradients
         self._store = store
         self._worker = worker
@@ -119,6 +121,8 @@ class Updater:
         updates = [Update(parameter, parameter) for parameter in parameters if parameter.grad is not None]
         if not updates:
             return
+        if (reading := self._saves.reading) is not None:
+            reading.wait_for(parameters)
         take_step = self.optimizer.prepare(updates, settings)
         self._marks.update(dict.fromkeys(_names(members), self._num_made))
         try:
@@ -140,9 +144,14 @@ class Updater:
         if group.is_held(chunk):
             group.await_change()
             chunk.mark_touched()
+        awaited: list[Awaited] = [waiting for gradient in arrived for waiting in gradient.pending]
+        if (reading := self._saves.reading) is not None:
+            parameters = [managed.parameter for managed in members]
+            if group.is_resident:
+                reading.wait_for(parameters)  # what comes next may write to the host's copy of the weights
+            awaited.append(reading.reads_of(parameters))
         self._store.refresh_host(chunk)
         is_staged = chunk.staging is not None
-        awaited = [waiting for gradient in arrived for waiting in gradient.pending]
         for managed, gradient in zip(members, arrived, strict=True):
             if not is_staged and gradient.is_held_beside():
                 group.await_change()
@@ -218,9 +227,13 @@ class Updater:
         """Move optimizer state to where each chunk is updated."""
         for group in groups:
             for managed in group.members:
-                if self.optimizer.knows(managed.parameter):
-                    site = torch.device("cpu") if managed.site is Site.HOST else device
-                    self.optimizer.place_state(managed.parameter, site)
+                self.place_state_of(managed, device)
+
+    def place_state_of(self, managed: ManagedParameter, device: torch.device) -> None:
+        """Move one parameter's state to where it is updated."""
+        if self.optimizer.knows(managed.parameter):
+            site = torch.device("cpu") if managed.site is Site.HOST else device
+            self.optimizer.place_state(managed.parameter, site)
 
 
 def _names(members: Sequence[ManagedParameter]) -> set[str]:

@@ -1,0 +1,175 @@
+"""The saved state of one parameter, in the form that its optimizer keeps here.
+
+The same form is read as it is: no bit changes. Between two forms the way is torch's own, fp32 in the parameter's shape, of
+one parameter at a time. A bf16 weight and its remainder, or a weight and its master, are one fp32 number on that way; where
+the new form has no room for it the weight is its rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lowtide import compat
+from lowtide.errors import CheckpointError
+from lowtide.optim.rules import Rule, names_of_states
+from lowtide.optim.state import (
+    MASTER,
+    MOMENTS,
+    STEP,
+    LoadTarget,
+    ParameterState,
+    SavedState,
+    from_torch_state,
+    to_torch_state,
+)
+from lowtide.optim.update_types import Numerics, rounding_for
+from lowtide.runtime.checkpoints.contents import MODEL, OPTIMIZER, VALUE, kept_state
+from lowtide.runtime.checkpoints.matching import SavedTraining
+from lowtide.runtime.checkpoints.plain_values import Decoder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LoadedParameter:
+    """A parameter's value and state, on the host, to be put in place."""
+
+    weight: torch.Tensor
+    state: ParameterState | dict[str, Any] | None
+
+
+class StateReader:
+    """Reads parameters of a checkpoint.
+
+    Args:
+        saved: The checkpoint, which was checked.
+        numerics: In which formats our kernels keep state here; None for the optimizer's own.
+    """
+
+    def __init__(self, saved: SavedTraining, numerics: Numerics | None) -> None:
+        self._saved = saved
+        self._numerics = numerics
+        self._loose = frozenset(saved.loose)
+
+    def read(self, name: str, parameter: torch.Tensor, rule: Rule | None) -> LoadedParameter:
+        """One parameter.
+
+        Args:
+            name: In the checkpoint.
+            parameter: Tells type and order of memory; its values are not looked at.
+            rule: Of our kernels, with the saved settings; None where none is concerned.
+        """
+        weight = self._weight(name)
+        plain = self._saved.state_of(name)
+        if plain is None:
+            return LoadedParameter(weight=weight, state=None)
+        if self._saved.numerics is None:
+            entries = self._torchs_entries(plain)
+            if self._numerics is None:
+                return LoadedParameter(weight=weight, state=_cast(entries, weight.dtype, parameter.dtype))
+            assert rule is not None
+            return self._to_kernels(name, weight, entries, parameter, rule)
+        if self._is_kept_alike(name, parameter):
+            kept = kept_state(plain["step"], self._kept(name), lacks_momentum=plain["lacks_momentum"])
+            return LoadedParameter(weight=weight, state=kept)
+        entries = self._expanded(name, weight, plain)
+        if self._numerics is not None:
+            assert rule is not None
+            found = self._to_kernels(name, weight, entries, parameter, rule)
+            if isinstance(found.state, ParameterState):
+                found.state.lacks_momentum |= plain["lacks_momentum"]
+            return found
+        master = entries.pop(MASTER, None)
+        entries.pop(MOMENTS, None)
+        own = {key: value if key == STEP else value.to(parameter.dtype) for key, value in entries.items()}
+        return LoadedParameter(weight=weight if master is None else master, state=own)
+
+    def in_torchs_form(self, name: str) -> dict[Any, Any]:
+        """The entries of one parameter for a state dict; empty where there are none."""
+        plain = self._saved.state_of(name)
+        if plain is None:
+            return {}
+        if self._saved.numerics is None:
+            return self._torchs_entries(plain)
+        return self._expanded(name, self._weight(name), plain)
+
+    def is_exact(self, name: str, parameter: torch.Tensor) -> bool:
+        """Whether value and state are read as they are, so that training goes on with the same bits."""
+        if self._saved.weights[name].dtype is not parameter.dtype:
+            return False
+        if self._saved.numerics is None or self._numerics is None:
+            return self._saved.numerics is self._numerics
+        return self._is_kept_alike(name, parameter)
+
+    def _is_kept_alike(self, name: str, parameter: torch.Tensor) -> bool:
+        saved, here = self._saved.numerics, self._numerics
+        if saved is None or here is None or self._saved.weights[name].dtype is not parameter.dtype:
+            return False
+        plain = self._saved.state_of(name)
+        is_same_order = plain is None or tuple(plain["stride"]) == parameter.stride()
+        is_same_form = rounding_for(parameter, saved) is rounding_for(parameter, here)
+        return is_same_order and is_same_form and saved.moments is here.moments
+
+    def _weight(self, name: str) -> torch.Tensor:
+        if name in self._loose:
+            return self._saved.reader.read(OPTIMIZER, f"{name}.{VALUE}")
+        return self._saved.reader.read(MODEL, name)
+
+    def _kept(self, name: str) -> dict[str, torch.Tensor]:
+        return {key: self._saved.reader.read(OPTIMIZER, f"{name}.{key}") for key in self._saved.kept.get(name, {})}
+
+    def _expanded(self, name: str, weight: torch.Tensor, plain: Any) -> dict[Any, Any]:
+        """What our kernels kept, in torch's form."""
+        assert self._saved.numerics is not None
+        kept = kept_state(plain["step"], self._kept(name), lacks_momentum=plain["lacks_momentum"])
+        with compat.without_modes(), torch.no_grad():
+            return to_torch_state(_ordered(weight, plain["stride"]), kept, self._saved.numerics)
+
+    def _torchs_entries(self, plain: Any) -> dict[Any, Any]:
+        decoder = Decoder(lambda key: self._saved.reader.read(OPTIMIZER, key))
+        return {decoder.decode(key): decoder.decode(value) for key, value in plain}
+
+    def _to_kernels(
+        self, name: str, weight: torch.Tensor, entries: dict[Any, Any], parameter: torch.Tensor, rule: Rule
+    ) -> LoadedParameter:
+        """Through torch's form; the weight comes out in the parameter's type, as the rounding of its master."""
+        assert self._numerics is not None
+        with compat.without_modes(), torch.no_grad():
+            target = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
+            target.copy_(weight)
+            master = entries.get(MASTER)
+            if master is None and weight.dtype is torch.float32 and parameter.dtype is not torch.float32:
+                # All digits of an fp32 weight are kept where the new form has a place for them.
+                master = weight
+            # What an option that is off now has left behind is passed over.
+            names = names_of_states(rule, parameter.shape)
+            tensors = {key: entries[key] for key in names if isinstance(entries.get(key), torch.Tensor)}
+            found = SavedState(num_steps=_count(name, entries), tensors=tensors, master=master)
+            state = from_torch_state(LoadTarget(name=name, weight=target, rule=rule), found, self._numerics)
+        return LoadedParameter(weight=target, state=state)
+
+
+def _count(name: str, entries: dict[Any, Any]) -> int:
+    """SGD counts no steps; what has a momentum has taken one at least."""
+    step = entries.get(STEP, 1)
+    if not isinstance(step, torch.Tensor | int | float):
+        raise CheckpointError(f"the number of steps of {name} is {step!r} in the checkpoint, which is no number")
+    return int(step)
+
+
+def _ordered(weight: torch.Tensor, stride: list[int]) -> torch.Tensor:
+    """The weight in the order of memory that its state was kept in."""
+    if tuple(stride) == weight.stride():
+        return weight
+    return torch.empty_strided(weight.shape, stride, dtype=weight.dtype).copy_(weight)
+
+
+def _cast(entries: dict[Any, Any], saved: torch.dtype, wanted: torch.dtype) -> dict[Any, Any]:
+    """What was of the weight's type is so again, where that is another one now."""
+    if saved is wanted:
+        return entries
+    return {
+        key: value.to(wanted) if isinstance(value, torch.Tensor) and key != STEP and value.dtype is saved else value
+        for key, value in entries.items()
+    }
