@@ -77,7 +77,7 @@ def accuracy_summary(results: Path, folder: str = "accuracy") -> str:
         median, high = np.percentile([error for error, _ in errors], [50, 95])
         shares = [f"{100 * share:.2f}%" for share in (median, high, worst)]
         rows.append([f"peak {side}", name, str(len(errors)), *shares])
-    header = ["error of", "worst case", "cases", "median", "95th percentile", "worst"]
+    header = ["error of", "worst case", "cases", "median error", "95th percentile", "worst error"]
     failed = sum(any(_pair(case, side) is None for side in _SIDES) for case in cases)
     remark = f"{failed} of {len(cases)} cases did not run to their end and are not counted." if failed else ""
     return table(header, rows, num_text=2) + f"\n\n{sources([record], remark)}"

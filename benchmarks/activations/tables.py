@@ -98,7 +98,7 @@ def embedding(results: Path) -> str:
                 f"{figures['losses'][-1]:.3f}",
             ]
         )
-    header = ["", "table MiB", "all that the device held, MiB", "ms a step", "first loss", "last loss"]
+    header = ["", "table MiB", "peak on the device, MiB", "ms a step", "first loss", "last loss"]
     return table(header, lines, num_text=1) + f"\n\n{sources(used)}"
 
 

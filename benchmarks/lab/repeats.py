@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.records import machine
 from lowtide.lab.record import write_json
-from lowtide.models.deep_one import AttentionKind, Block, DeepOneConfig, initial_slopes
+from lowtide.models.deep_one import AttentionKind, Block, DeepOneConfig, alibi_slopes
 from lowtide.models.registry import BUILT_INS
 
 SCHEMA = "lowtide.repeats/1"
@@ -68,7 +68,7 @@ def layer_with(config: DeepOneConfig, device: torch.device) -> Backward:
     torch.manual_seed(0)
     block = Block(config)
     with torch.no_grad():
-        block.attention.slopes.copy_(initial_slopes(block.attention.slopes))
+        block.attention.slopes.copy_(alibi_slopes(block.attention.slopes))
     inputs = torch.randn(BATCH, config.context_length, config.hidden_size)
     return backward_of(block.to(device, torch.bfloat16), _leaf(inputs, device))
 

@@ -71,7 +71,7 @@ def readme(results: Path) -> str:
     header = [
         f"AdamW on one {' or '.join(dict.fromkeys(hardware))}",
         "ms a step",
-        "× forward and backward",
+        "time / forward and backward alone",
         "reserved GiB",
     ]
     said = "; ".join(f"{record}: {', '.join(dict.fromkeys(names))}" for record, names in used.items())
@@ -135,7 +135,14 @@ def _steps(found: Found, names: Sequence[str]) -> str:
                 f"{beyond / row['parameters']:.2f}",
             ]
         )
-    header = ["", "ms a step", "times forward and backward", "allocated GiB", "reserved GiB", "host bytes a parameter"]
+    header = [
+        "",
+        "ms a step",
+        "time / forward and backward alone",
+        "allocated GiB",
+        "reserved GiB",
+        "host bytes a parameter",
+    ]
     return table(header, lines, num_text=1) + f"\n\n{_origin(found, names)}"
 
 
@@ -189,7 +196,7 @@ def shares(results: Path) -> str:
                 f"{row['host_peak_rss_bytes'] / GiB:.1f}",
             ]
         )
-    header = ["", "batch", "ms a step", "times forward and backward", "reserved GiB", "host GiB"]
+    header = ["", "batch", "ms a step", "time / forward and backward alone", "reserved GiB", "host GiB"]
     return table(header, lines, num_text=2) + f"\n\n{_origin(found, names)}"
 
 

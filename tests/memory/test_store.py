@@ -339,14 +339,14 @@ def test_the_host_takes_over_what_the_user_wrote_to_a_resident_group() -> None:
     small = SmallStore(ABC, window_pages=1, resident=["a"])
     chunk = small.chunk("a")
     chunk.device.fill_(60)
-    small.store.take_over(chunk)
+    small.store.refresh_host(chunk)
     assert small.log.take() == [("write back", "a/0")]
     chunk.settle_host()
     assert host_value(chunk) == 60
-    small.store.take_over(chunk)
+    small.store.refresh_host(chunk)
     assert small.log.take() == [], "it is known"
     streamed = small.chunk("b")
-    small.store.take_over(streamed)
+    small.store.refresh_host(streamed)
     assert small.log.take() == [], "the host has the truth already"
 
 

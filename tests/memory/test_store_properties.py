@@ -83,7 +83,7 @@ class Driver:
             if chunk.host_work is not None and not chunk.host_work.is_done():
                 return  # one backward a step
             if chunk.state is ChunkState.RESIDENT:
-                self.store.take_over(chunk)
+                self.store.refresh_host(chunk)
             if chunk.host_work is not None:
                 chunk.host_work.wait()
             work = LateWork(chunk, change)

@@ -73,7 +73,7 @@ def test_a_second_backward_lands_on_the_first_ones_gradient(parameter: nn.Parame
     gradient.become(GradientState.ARRIVING)
     assert gradient.land()[1], "a second gradient of the same backward is added"
     parameter.grad = gradient.tensor
-    gradient.rest()
+    gradient.end_backward()
     gradient.set_aside(has_hooks=False)
     target, adds = gradient.land()
     assert adds, "accumulation"

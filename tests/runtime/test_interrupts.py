@@ -20,7 +20,7 @@ import torch
 import lowtide
 from lowtide.errors import SessionError, StepLostError
 from lowtide.memory.pools import Arena
-from lowtide.runtime.passes.lock import HELD, HeldInterrupts
+from lowtide.runtime.passes.lock import HELD_INTERRUPTS, HeldInterrupts
 from lowtide.runtime.updates.worker import HostWorker
 from tests.runtime.injection import CASES
 from tests.runtime.twins import TrippedError, Twins, make_batch, twins
@@ -67,7 +67,7 @@ def handler() -> Iterator[None]:
     outside = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert HELD._depth == 0
+    assert HELD_INTERRUPTS._depth == 0
     signal.signal(signal.SIGINT, outside)
 
 
@@ -78,13 +78,13 @@ def interrupt() -> None:
 def test_an_interrupt_comes_at_the_end_of_the_outermost_section() -> None:
     reached: list[str] = []
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012  # where it is raised is what is tested
-        with HELD:
-            with HELD:
+        with HELD_INTERRUPTS:
+            with HELD_INTERRUPTS:
                 interrupt()
                 reached.append("inside")
             reached.append("after the inner one")
         reached.append("after")
-    HELD.rest()
+    HELD_INTERRUPTS.restore_handler()
     assert reached == ["inside", "after the inner one"]
 
 
@@ -92,12 +92,12 @@ def test_it_goes_to_the_handler_that_was_there() -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
     try:
-        with HELD:
+        with HELD_INTERRUPTS:
             interrupt()
             assert heard == []
         assert heard == [signal.SIGINT]
         interrupt()
-        HELD.rest()
+        HELD_INTERRUPTS.restore_handler()
         interrupt()
     finally:
         signal.signal(signal.SIGINT, before)
@@ -106,12 +106,12 @@ def test_it_goes_to_the_handler_that_was_there() -> None:
 
 def test_a_second_one_is_not_held() -> None:
     reached: list[str] = []
-    with pytest.raises(KeyboardInterrupt), HELD:  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt), HELD_INTERRUPTS:  # noqa: PT012
         interrupt()
         reached.append("once")
         interrupt()
         reached.append("twice")
-    HELD.rest()
+    HELD_INTERRUPTS.restore_handler()
     assert reached == ["once"]
 
 
@@ -124,7 +124,7 @@ def test_a_section_that_was_left_without_its_end_holds_nothing() -> None:
     enter()
     with pytest.raises(KeyboardInterrupt):
         interrupt()
-    held.rest()
+    held.restore_handler()
 
 
 def test_a_section_that_was_left_without_its_end_is_forgotten() -> None:
@@ -136,12 +136,12 @@ def test_a_section_that_was_left_without_its_end_is_forgotten() -> None:
         held.__enter__()
 
     enter()
-    held.rest()
+    held.restore_handler()
     assert held._owner is None
     with pytest.raises(KeyboardInterrupt), held:  # noqa: PT012
         interrupt()
         reached.append("inside")
-    held.rest()
+    held.restore_handler()
     assert reached == ["inside"]
 
 
@@ -149,7 +149,7 @@ def test_sections_of_other_threads_hold_nothing() -> None:
     inside, go_on = threading.Event(), threading.Event()
 
     def work() -> None:
-        with HELD:
+        with HELD_INTERRUPTS:
             inside.set()
             go_on.wait(timeout=30)
 

@@ -284,7 +284,7 @@ def test_resident_weights_that_do_not_get_the_hosts_update(
 def test_a_write_to_resident_weights_that_the_host_does_not_take_over(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ChunkStore, "take_over", lambda store, chunk: None)
+    monkeypatch.setattr(ChunkStore, "refresh_host", lambda store, chunk: None)
     assert shows("resident-host", schedule)
 
 

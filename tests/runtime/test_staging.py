@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lowtide.errors import PlanError
 from lowtide.memory.tier import HostMemory
-from lowtide.planning.placement import ENOUGH_BYTES, SHARE_OF_REST, granted, staging_for
+from lowtide.planning.placement import ENOUGH_BYTES, SHARE_OF_REST, granted_staging_bytes, staging_for
 from lowtide.planning.plan import Budgets
 from lowtide.runtime.host_memory import HostNeed, charged_tiers
 from lowtide.units import GiB
@@ -153,9 +153,9 @@ def test_what_the_plan_says_is_taken_as_it_is() -> None:
 
 
 def test_more_room_comes_out_of_what_is_left() -> None:
-    assert granted(2 * GiB, useful=8 * GiB, rest_bytes=100 * GiB) == 8 * GiB
-    assert granted(2 * GiB, useful=8 * GiB, rest_bytes=8 * GiB) == 2 * GiB + SHARE_OF_REST * 8 * GiB
-    assert granted(2 * GiB, useful=8 * GiB, rest_bytes=-1) == 2 * GiB
+    assert granted_staging_bytes(2 * GiB, useful=8 * GiB, rest_bytes=100 * GiB) == 8 * GiB
+    assert granted_staging_bytes(2 * GiB, useful=8 * GiB, rest_bytes=8 * GiB) == 2 * GiB + SHARE_OF_REST * 8 * GiB
+    assert granted_staging_bytes(2 * GiB, useful=8 * GiB, rest_bytes=-1) == 2 * GiB
 
 
 def test_the_scarcer_of_host_and_locked_memory_decides() -> None:

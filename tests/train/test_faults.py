@@ -17,10 +17,12 @@ from lowtide.errors import (
     CheckpointWriteError,
     EmulatedOutOfMemoryError,
     FolderInUseError,
+    PlanError,
     RunStoppedError,
     StepLostError,
 )
 from lowtide.runtime.checkpoints.folder import RunFolder
+from lowtide.runtime.checkpoints.format import CheckpointReader
 from lowtide.train.folder import OutputFolder
 from lowtide.train.keeper import Keeper
 from lowtide.train.model import Trained
@@ -299,3 +301,24 @@ def test_a_second_process_on_a_folder_is_refused_with_the_number_of_the_first(tm
         pytest.raises(FolderInUseError, match=r"process.* \d+ on .* saves into .*; stop it, or give this run a folder"),
     ):
         train(small_recipe(tmp_path), tmp_path / "out")
+
+
+def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
+    recipe = small_recipe(tmp_path, "schedule=in_backward", "device_memory=4MiB", "checkpoints.every=1")
+    with (
+        trained_with(of_gradient(Fault({3}, lambda: float("nan")))),
+        pytest.raises(RunStoppedError, match=r"NaN or infinite.*Step \d is saved"),
+    ):
+        train(recipe, tmp_path / "out")
+    newest = next(iter(RunFolder(tmp_path / "out" / "checkpoints").checkpoints().values()))
+    reader = CheckpointReader(newest)
+    assert all(torch.isfinite(reader.read("model", name)).all() for name in reader.names("model"))
+    assert reader.index.step == 2
+
+
+def test_a_plan_that_does_not_fit_leaves_the_recipe_of_the_run(undisturbed: Path, tmp_path: Path) -> None:
+    recipe = small_recipe(undisturbed.parent, "steps=2")
+    train(recipe, tmp_path / "out")
+    with pytest.raises(PlanError):
+        train(override(recipe, ["steps=3", "device_memory=60KiB"]), tmp_path / "out", resume=True)
+    assert OutputFolder(tmp_path / "out").recipe().device_memory == "450KiB"

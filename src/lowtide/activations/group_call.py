@@ -42,21 +42,21 @@ from lowtide.activations.saved import version_of
 
 Run = Callable[..., Any]
 _Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
-"""Gives the contexts of the first run and of a later one."""
+"""A function that gives the contexts of the first run and of a later one."""
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """What norms move in training, torch's and those made after them."""
 
 
 @dataclass(slots=True, eq=False)
 class GroupCall:
-    """See the module's docstring. It holds no tensor of its own after its first run; its graph holds it."""
+    """One call of a group, which can run again. After its first run it holds no tensors itself; its graph holds it."""
 
     run: Run
     """Runs the group."""
     given: tuple[tuple[Any, ...], dict[str, Any]] | None
     """The call's positional and keyword arguments, until its first run."""
     structure: Any
-    """How both are nested, by `compat.flatten`."""
+    """How the arguments are nested, as `compat.flatten` gives it."""
     buffers: MovingBuffers
     modes: TrainingModes
     on_again: Callable[[], None]
@@ -73,14 +73,14 @@ class GroupCall:
         return self.again(self.run, leaves)
 
     def again(self, run: Run, leaves: Sequence[Any]) -> Any:
-        """Run it again through `run`; buffers and training modes stay as they are."""
+        """Run the call again through `run`; buffers and training modes stay as they are."""
         args, kwargs = compat.unflatten(leaves, self.structure)
         with self.modes.again(), _as_before(self.moved):
             return run(*args, **kwargs)
 
 
 def checkpointed(call: GroupCall, leaves: Sequence[Any], contexts: _Contexts | None = None) -> Any:
-    """The call's output; what its backward needs is computed again then, with the same random numbers and autocast."""
+    """The call's output. Its backward computes the tensors that it needs again, with the same random numbers and autocast."""
     if contexts is None:
         return checkpoint(call, *leaves, use_reentrant=False)
     return checkpoint(call, *leaves, use_reentrant=False, context_fn=contexts)
@@ -95,7 +95,7 @@ class MovingBuffers:
 
     @contextmanager
     def noted(self, moved: list[_Moved]) -> Iterator[None]:
-        """While the group runs for the first time: what has moved is put into `moved` at the end."""
+        """A context for the group's first run: buffers that the run changed are put into `moved` at the end."""
         modes = tuple(part.training for part in self._parts)
         is_new = modes not in self._expected
         expected = {
@@ -125,17 +125,17 @@ class MovingBuffers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Moved:
-    """A buffer that the first run of a call has moved."""
+    """A buffer that the first run of a call has changed."""
 
     holder: dict[str, torch.Tensor | None]
     name: str
     before: torch.Tensor | None
-    """Its value before that run; None where nobody expected it to move."""
+    """Its value before that run; None if it was not expected to change."""
 
 
 @contextmanager
 def _as_before(moved: list[_Moved]) -> Iterator[None]:
-    """While the group runs again: its buffers are copies of what they were, and themselves afterwards."""
+    """A context for a later run: the group's buffers are copies of their old values in it, and themselves again afterwards."""
     now = [(entry, entry.holder.get(entry.name)) for entry in moved]
     for entry, buffer in now:
         value = entry.before if entry.before is not None else buffer
@@ -163,7 +163,7 @@ def _differs(buffer: torch.Tensor, value: torch.Tensor | None) -> bool:
 
 
 class TrainingModes:
-    """Which of a group's modules are in training, when it is made; see Note [Training modes]."""
+    """Records which of a group's modules are in training when it is made; see Note [Training modes]."""
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         self._parts = parts
@@ -171,7 +171,7 @@ class TrainingModes:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Run in these modes; those of now come back afterwards."""
+        """A context with these modes; the present ones come back afterwards."""
         changed = [part for part, mode in zip(self._parts, self._modes, strict=True) if part.training is not mode]
         for part in changed:
             part.training = not part.training
@@ -212,7 +212,7 @@ class RunContext:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Run in this context; that of now comes back afterwards."""
+        """A context with these random numbers and this autocast; the present ones come back afterwards."""
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=self._devices))
             torch.set_rng_state(self._host_state)

@@ -36,7 +36,7 @@ from lowtide.errors import ActivationError, ConfigError, ModelChangedError, Unkn
 from lowtide.units import format_bytes
 
 LEAST_IDS = 64
-"""Fewer are not searched for repetitions."""
+"""Fewer ids than this are not searched for repetitions."""
 MOST_UNIQUE = 0.9
 """Rows are sent once and repeated on the device where the different ones are at most this share of the ids."""
 
@@ -222,7 +222,7 @@ class _LookupsOnHost(TorchFunctionMode):
 
 
 def _move(weight: Tensor, device: torch.device) -> None:
-    """The same Parameter, its values and gradient elsewhere."""
+    """Move the values and the gradient of a Parameter, which stays the same object."""
     if weight.device != device:
         gradient, weight.grad = weight.grad, None
         weight.data = weight.data.to(device)
@@ -234,7 +234,7 @@ class _Lookup:
     """How a table is looked up: the arguments of `torch.nn.functional.embedding`, and what is ours."""
 
     device: torch.device
-    """Where the rows are wanted."""
+    """The device to which looked-up rows go."""
     row_sums: RowSums = RowSums.ON_HOST
     padding_idx: int | None = None
     """The row that gets no gradient; not negative."""
@@ -246,7 +246,7 @@ class _Lookup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeats:
-    """Ids as positions among the different ones."""
+    """Ids as positions in the list of different ids."""
 
     rows: Tensor
     """The different ids, in order, on the host."""
@@ -338,7 +338,7 @@ def _table_gradient(weight: Tensor, gradient: Tensor, ids: Tensor, repeats: Repe
 
 
 def _can_add_rows(weight: Tensor) -> bool:
-    """Whether there is a dense gradient to add to, which this backward does, and nobody looks at the addend on its way."""
+    """Whether this backward adds to a dense gradient, and no hook reads the addend."""
     if not weight.is_leaf:
         return False
     there = weight.grad
@@ -379,5 +379,5 @@ def _embedding_backward(gradient: Tensor, ids: Tensor, num_rows: int, lookup: _L
 
 
 def _shaped(gradient: Tensor, ids: Tensor) -> Tensor:
-    """A row for each id. With the width said: it cannot be told from no elements."""
+    """A row for each id. The width is given, because it cannot be derived from no elements."""
     return gradient.view(*ids.shape, gradient.shape[-1])

@@ -1,4 +1,4 @@
-"""Activation policies: what becomes of the tensors that a group's forward saves for its backward. Plain data.
+"""Activation policies: what happens to the tensors that a group's forward saves for its backward. Plain data.
 
 A policy never changes the numbers: gradients are the same bits under each of them. `CompileBudget` alone compiles, and
 compiled code rounds in its own way.
@@ -18,7 +18,7 @@ from lowtide.memory.groups import repeated_blocks
 KeepRule = Callable[[object], bool]
 """Given an operator of the forward: whether its output is kept. Others run again in the backward."""
 OTHERS = "*"
-"""In a mapping: the repeated blocks that no other entry has to do with."""
+"""The key, in a mapping, for the repeated blocks that no other entry names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class Offload:
     min_bytes: int = 1 << 20
     """Smaller tensors stay: a copy has a price of its own."""
     depth: int = 1
-    """How many groups ahead of the running backward are brought back."""
+    """How many groups before their use in the backward saved tensors are brought back."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.recompute, bool):
@@ -91,7 +91,7 @@ class CompileBudget:
 
 Policy = Keep | Selective | Recompute | Offload | CompileBudget
 Policies = Policy | str | Mapping[str, Policy | str]
-"""One for all repeated blocks, or by the path of a module, "*" for the blocks that are not named."""
+"""One policy for all repeated blocks, or policies by the path of a module, with "*" for the blocks that are not named."""
 
 
 def check_policies(policies: Policies | None) -> None:

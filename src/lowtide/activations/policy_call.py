@@ -35,7 +35,7 @@ from lowtide.memory.emulated_mover import EmulatedMover
 from lowtide.memory.mover import Mover
 
 CompileGroup = Callable[[nn.Module, str, float], Callable[..., Any]]
-"""From a module, its path and the share of what it may save to what takes its calls."""
+"""Takes a module, its path, and the share of its saved bytes that is allowed; returns the function that runs its calls."""
 IsWeight = Callable[[torch.Tensor], bool]
 """Whether a tensor is a weight, or shares memory with one: weights never travel as activations."""
 ADVICE = "compile the blocks before you apply policies: for block in model.layers: block.compile()"
@@ -164,7 +164,7 @@ class PolicyCall:
         return shared.segments.run(call, self._pass, leaves, length=policy.segment, on_again=shared.count_remade)
 
     def _refuse_given_parameters(self) -> None:
-        """The module would run again in the backward, when `functional_call` has given it its own parameters back."""
+        """Refuse a call inside `functional_call`: in the backward the module would run again with its own parameters."""
         if not compat.is_functional_call():
             return
         if {id(parameter) for parameter in self._module.parameters()} != self._parameters:
@@ -271,7 +271,7 @@ class CompileCheck:
             "remove() the policy, call model.compile() first, and apply the policy after that",
         )
         self.inner: Callable[..., Any] | None = None
-        """What the model's call is without it."""
+        """The model's call as it was before."""
 
     @classmethod
     def of(cls, model: nn.Module) -> CompileCheck:
@@ -291,7 +291,7 @@ class CompileCheck:
             compat.guard_compile(self._model, self._refusal)
 
     def forget(self, modules: dict[str, nn.Module]) -> None:
-        """And no longer. With the last of them the model gets its calls back, unless others have taken them since."""
+        """These have no policies any more. With the last of them the model gets its calls back, unless they were taken since."""
         for path in modules:
             self._watched.pop(path, None)
         if "" in modules:
@@ -313,7 +313,7 @@ class CompileCheck:
 
 
 def refuse_compiled_holders(model: nn.Module, paths: Iterable[str]) -> None:
-    """Raise where a module is compiled that calls one of those at the paths."""
+    """Raise if a module is compiled that calls one of the modules at the paths."""
     for path in paths:
         parts = path.split(".") if path else []
         for num_parts in range(len(parts)):
@@ -327,7 +327,7 @@ def refuse_compiled_holders(model: nn.Module, paths: Iterable[str]) -> None:
 
 
 def _call_inside(module: nn.Module) -> Callable[..., Any] | None:
-    """What `module(...)` runs, a check around it left out."""
+    """The function that `module(...)` runs, without a check around it."""
     call = compat.call_of(module)
     owner = getattr(call, "__self__", None)
     return owner.inner if isinstance(owner, CompileCheck) else call

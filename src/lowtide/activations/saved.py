@@ -120,7 +120,7 @@ class Span:
 
 
 def geometry_of(tensor: torch.Tensor) -> Geometry:
-    """Where the tensor lies."""
+    """The place of the tensor in its storage."""
     return Geometry(
         dtype=tensor.dtype,
         size=tuple(tensor.size()),
@@ -163,7 +163,7 @@ def _near(part: Geometry) -> tuple[int, ...]:
 
 
 def _overlaps(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether two places of a tensor may share memory."""
+    """Whether two elements of a tensor may share memory."""
     reached = 0
     for step, count in sorted((step, count) for step, count in zip(stride, size, strict=True) if count > 1):
         if step <= reached:

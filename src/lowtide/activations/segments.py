@@ -1,7 +1,7 @@
-"""Segments: several recomputed groups in a row share one kept input, that of the first of them.
+"""Segments: several recomputed groups in a row keep one input, the first group's.
 
 Note [How inputs inside a segment are made again]
-Each group is checkpointed alone. Where an input of a call is an output of the call before it in the same segment, no
+Each group is checkpointed by itself. Where an input of a call is an output of the call before it in the same segment, no
 tensor is saved for it but a `Remade`: which output of which call. When the backward reaches the last group of the segment
 it asks for that output; the call before runs again, whose input is a `Remade` too, and so back to the segment's first call.
 The outputs of these runs are kept until the backward of the group that reads them has taken them. So a group's forward runs
@@ -59,14 +59,14 @@ class Remade:
         self.value: torch.Tensor | None = None
 
     def peek(self) -> torch.Tensor:
-        """Make it, and keep it for the group's own backward."""
+        """Make the input, and keep it for the group's own backward."""
         if self.value is None:
             self.link.make_outputs()
         assert self.value is not None, "the call gave fewer tensors than before"
         return self.value
 
     def take(self) -> torch.Tensor:
-        """Make it where it is not there, and let it go."""
+        """Make the input if it is not there, and give it up."""
         value = self.peek()
         self.value = None
         return value
@@ -102,7 +102,7 @@ class Link:
         return self._call(*leaves)
 
     def save(self, tensor: torch.Tensor, indexes: list[int]) -> Saved:
-        """What stands for an input, given at these places."""
+        """Save an input that was given at these places: as a `Remade`, if the call before made it, else as it is."""
         remade = None if self._previous is None else self._previous.reference_to(tensor)
         if remade is not None and self._previous is not None:
             self.position = self._previous.position + 1
@@ -112,7 +112,7 @@ class Link:
         return saved
 
     def reference_to(self, tensor: torch.Tensor) -> Remade | None:
-        """A reference to the output that this tensor is; None where it is none, or the call cannot be run again."""
+        """A `Remade` for this tensor, if it is an output of this call; None if it is not, or if the call cannot be run again."""
         for index, mark in enumerate(self._marks):
             if mark.fits(tensor):
                 remade = Remade(self, index)

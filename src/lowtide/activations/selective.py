@@ -108,13 +108,13 @@ class _Operator:
 
 @dataclass(slots=True)
 class _Operators:
-    """See Note [What is asked once]."""
+    """What is known of each operator; see Note [What is asked once]."""
 
     rule: KeepRule
     known: dict[object, _Operator] = field(default_factory=dict)
 
-    def look_at(self, operator: Any) -> _Operator:
-        """For the first time."""
+    def describe(self, operator: Any) -> _Operator:
+        """Describe an operator that runs for the first time."""
         arguments = compat.operator_arguments(operator)
         dropouts = tuple((place, *item) for place, item in enumerate(arguments.items()) if "dropout" in item[0])
         draws = torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ()) and "dropout_p" not in arguments
@@ -134,7 +134,7 @@ class _Run(compat.WatchingMode):
         self._kept = kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        operator = self._known.get(func) or self._operators.look_at(func)
+        operator = self._known.get(func) or self._operators.describe(func)
         # See Note [Casts of weights are not counted].
         if not operator.may_be_kept or (operator.is_cast and args[0].is_leaf and args[0].requires_grad):
             return func(*args, **kwargs) if kwargs else func(*args)
@@ -149,7 +149,7 @@ class _Run(compat.WatchingMode):
 class _FirstRun(_Run):
     def _run(self, key: object, operator: _Operator, func: Any, args: Any, kwargs: Any) -> Any:
         output = func(*args, **kwargs)
-        self._kept.setdefault(key, []).append(None if operator.draws(args, kwargs) else _Output.of(output))
+        self._kept.setdefault(key, []).append(None if operator.draws(args, kwargs) else _KeptOutput.detached(output))
         return output
 
 
@@ -179,16 +179,16 @@ class _LaterRun(_Run):
 
 
 @dataclass(slots=True)
-class _Output:
-    """What an operator gave in the first run."""
+class _KeptOutput:
+    """What an operator gave in the first run, for the later ones."""
 
     value: Any
     """Tensors detached: their own history would hold them for ever."""
     versions: list[int]
 
     @classmethod
-    def of(cls, value: Any) -> _Output:
-        """Answers for what autograd has not seen yet."""
+    def detached(cls, value: Any) -> _KeptOutput:
+        """Keep what an operator gave. This runs below autograd, which has not recorded the output yet."""
         if isinstance(value, torch.Tensor):
             return cls(compat.detached_below_autograd(value), [version_of(value)])
         leaves, structure = compat.flatten(value)
@@ -196,7 +196,7 @@ class _Output:
         return cls(compat.unflatten(kept, structure), [version_of(tensor) for tensor in compat.tensors_in(kept)])
 
     def taken(self) -> Any:
-        """It, unless it was written to since."""
+        """The output, unless it was written to since the first run."""
         if [version_of(tensor) for tensor in compat.tensors_in(self.value)] != self.versions:
             raise _WrittenError("an output that a selective group keeps was written to in place")
         return self.value

@@ -47,7 +47,7 @@ MAX_LEAVING = 2
 
 
 class Stash:
-    """See the module's docstring. Used from the loop's thread and from autograd's.
+    """The saved tensors of a model that wait on the host. Used from the loop's thread and from autograd's.
 
     Args:
         mover: Makes the copies.
@@ -64,7 +64,7 @@ class Stash:
         self._last_fetch: Ticket | None = None
         self._num_parcels = self._num_forwards = 0
         self._groups: list[object] = []
-        """That the forward has called so far."""
+        """Groups that the forward has called so far."""
         self._is_closed = False
         self._closed_in: int | None = None
         self.num_put = 0
@@ -80,7 +80,7 @@ class Stash:
             return self._buffers.lent_bytes
 
     def accepts(self, tensor: torch.Tensor, min_bytes: int) -> bool:
-        """Whether a tensor can and should go."""
+        """Whether a tensor can and should go to the host."""
         device = self._mover.device
         if tensor.device.type != device.type or device.index not in (None, tensor.device.index):
             return False
@@ -118,7 +118,7 @@ class Stash:
             return Stashed(self, parcel, slot, geometry_of(tensor))
 
     def bring(self, stashed: Stashed) -> torch.Tensor:
-        """The tensor, back on the device, with the parcels that will be asked for next on their way."""
+        """Bring a tensor back to the device, and begin to bring the parcels that will be needed next."""
         slot, body, backward = stashed.slot, stashed.slot.body, compat.backward_number()
         with self._lock:
             body.check()
@@ -225,14 +225,14 @@ class Stash:
 
 
 class Stashed:
-    """In place of a tensor that went to the host."""
+    """What autograd saves instead of a tensor that went to the host."""
 
     def __init__(self, stash: Stash, parcel: Parcel, slot: Slot, geometry: Geometry) -> None:
         self._stash, self.parcel, self.slot, self.geometry = stash, parcel, slot, geometry
         slot.readers.add(self)
 
     def peek(self) -> torch.Tensor:
-        """Bring it back."""
+        """Bring the tensor back to the device."""
         return self._stash.bring(self)
 
     take = peek
@@ -249,7 +249,7 @@ class Slot:
         self._done: weakref.WeakSet[Stashed] = weakref.WeakSet()
 
     def is_read_up(self, backward: int | None) -> bool:
-        """Whether all who can read it have, in this backward."""
+        """Whether all its readers have read it in this backward."""
         return self._backward == backward and len(self._done) >= len(self.readers)
 
     def note_read(self, reader: Stashed, backward: int | None) -> None:
@@ -260,12 +260,12 @@ class Slot:
 
 
 class Body:
-    """What a stashed storage consists of. Apart from `Slot`, so that it can be cleared away after it."""
+    """The memory of a stashed storage. Not in `Slot` itself, so that it can be freed after the slot."""
 
     def __init__(self, span: Span, tensor: torch.Tensor, buffer: torch.Tensor, copied: Copied, parcel: int) -> None:
         self.span, self.buffer, self.copied, self.parcel = span, buffer, copied, parcel
         self.watched: torch.Tensor | None = tensor.detach()
-        """Still on the device, and not to be written to."""
+        """The storage's tensor while it is still on the device; it must not be written to."""
         self.version = version_of(tensor)
         self.is_spoiled = False
         self.target: torch.Tensor | None = None
@@ -304,12 +304,12 @@ class HostBuffers:
     def __init__(self, mover: Mover) -> None:
         self._mover = mover
         self._kept: list[torch.Tensor] = []
-        """By size, those of one size first in, first out."""
+        """Kept buffers by size; buffers of one size are used first in, first out."""
         self._lent: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
         """By identity of the view that was handed out: the view, the whole buffer and the bytes asked for."""
         self._needed_bytes = self._most_needed_bytes = 0
         self.lent_bytes = 0
-        """In buffers that were taken and not given back."""
+        """Bytes in buffers that were taken and not given back."""
 
     @property
     def held_bytes(self) -> int:
@@ -317,7 +317,7 @@ class HostBuffers:
         return sum(map(_num_bytes, self._kept))
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """A buffer of so many bytes, with whatever is in it. Give this very tensor back."""
+        """A buffer of so many bytes, with arbitrary content. Give back this very tensor."""
         needed_bytes = aligned(max(1, num_bytes))
         self._most_needed_bytes = max(self._most_needed_bytes, self._needed_bytes + needed_bytes)
         index = bisect_left(self._kept, needed_bytes, key=_num_bytes)
@@ -332,18 +332,18 @@ class HostBuffers:
         return view
 
     def give_back(self, buffer: torch.Tensor) -> None:
-        """Keep what `take` gave for a later one; copies may still be under way in it."""
+        """Keep a buffer that `take` gave, for a later one; copies may still be under way in it."""
         _, whole, needed_bytes = self._lent.pop(id(buffer))
         self._needed_bytes -= needed_bytes
         self.lent_bytes -= whole.numel()
         self._kept.insert(bisect_right(self._kept, whole.numel(), key=_num_bytes), whole)
 
     def clear(self) -> None:
-        """Free what is kept, once the copies are done."""
+        """Free the kept buffers, once the copies are done."""
         self._free(len(self._kept))
 
     def close(self) -> None:
-        """Free what is lent as well: nobody is left who would give it back."""
+        """Free the lent buffers as well: nobody is left who would give them back."""
         for view, _, _ in list(self._lent.values()):
             self.give_back(view)
         self.clear()

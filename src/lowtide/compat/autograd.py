@@ -290,8 +290,8 @@ def operators_cast_on_host() -> list[str]:
     return [name.removeprefix("aten::") for name in names if has_kernel(name, "AutocastCPU")]
 
 
-def forget_kernels(library: torch.library.Library) -> None:
-    """Take back what a library has registered."""
+def unregister_kernels(library: torch.library.Library) -> None:
+    """Take back the kernels that a library has registered."""
     library._destroy()
 
 
@@ -586,10 +586,10 @@ def without_memory(parameter: torch.Tensor) -> torch.Tensor:
         )
 
 
-def meta_over(
+def meta_tensor_over(
     storage: torch.UntypedStorage, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int = 0
 ) -> torch.Tensor:
-    """A meta tensor of this form over a storage."""
+    """A meta tensor of this shape and type that is a view of a storage."""
     return torch.empty(0, dtype=dtype, device="meta").set_(storage, offset, size, stride)
 
 

@@ -79,14 +79,14 @@ class HostWork(Protocol):
     """Something on the host that will change a chunk's bytes there: an update in a worker thread."""
 
     def is_done(self) -> bool:
-        """Whether it has finished."""
+        """Whether the work has finished."""
 
     def wait(self) -> None:
-        """Wait for it; raises what it raised."""
+        """Wait for the work; raises the error of work that failed."""
 
 
 class Chunk:
-    """One chunk. The store moves it from state to state; others tell it what they did by its methods, and assign nothing.
+    """One chunk. The store moves it from state to state; nobody assigns its fields from outside.
 
     Attributes:
         host: Its bytes on the host; None for a resident chunk that the device updates.
@@ -98,7 +98,7 @@ class Chunk:
         host_work: Pending change of the host's bytes; a fetch waits for it.
         arriving: A resident chunk's new bytes on their way, for which the computation has not been told to wait.
         is_touched: Whether user code may have written the device's bytes since the host last knew them. For resident chunks
-            that the host updates: it takes them over first.
+            that the host updates: these bytes are copied to the host first.
         num_fetches: Copies of its weights to the device so far.
         staging: On the host, for gradients that are used up in backward: taken for one update, given back by it.
     """
@@ -124,38 +124,38 @@ class Chunk:
 
     @property
     def is_on_device(self) -> bool:
-        """Whether it has bytes on the device."""
+        """Whether the chunk has bytes on the device."""
         return self.state in ON_DEVICE
 
     @property
     def pending_device_reads(self) -> list[Ticket]:
-        """What must have happened before the device's memory may be used for something else."""
+        """Points that must have happened before the device's memory may be used for something else."""
         tickets = [self.last_use] if self.last_use is not None else []
         tickets += [copied.ended for copied in (self.fetched, self.written) if copied is not None]
         return tickets
 
     def mark_touched(self) -> None:
-        """User code may have written the device's bytes: an update on the host takes them over first."""
+        """User code may have written the device's bytes: they are copied before an update on the host."""
         self.is_touched = True
 
     def move_host(self, flat: torch.Tensor) -> None:
-        """The host's bytes lie elsewhere now; whoever moved them has copied them."""
+        """The arena has moved the host's bytes here."""
         self.host = flat
 
     def forget_device(self) -> None:
-        """Let go of the device's buffer. Where a graph still points to its memory, that goes with the graph."""
+        """Give up the device's buffer. If a graph still points to its memory, it is freed with the graph."""
         self.device = torch.empty(0, dtype=torch.uint8)
 
     def count_on_from(self, num_fetches: int) -> None:
-        """Go on counting where another plan of the same session ended."""
+        """Continue the count of fetches of another plan of the same session."""
         self.num_fetches = num_fetches
 
     def stage_in(self, buffer: torch.Tensor) -> None:
-        """Gradients for one update on the host lie in this buffer."""
+        """Use this buffer for the gradients of one update on the host."""
         self.staging = buffer
 
     def take_staging(self) -> torch.Tensor | None:
-        """The buffer of `stage_in`, which from now on is the caller's to give back; None without one."""
+        """The buffer of `stage_in`, which the caller gives back; None if there is none."""
         staging, self.staging = self.staging, None
         return staging
 
@@ -233,7 +233,7 @@ class ParameterSpec:
     dtype: torch.dtype
     requires_grad: bool
     nbytes: int
-    """Bytes of its elements, without padding."""
+    """Bytes of the parameter's elements, without padding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,7 +245,7 @@ class GroupSpec:
     modules: tuple[str, ...]
     """Paths of the modules whose call needs the group, "" for the whole model."""
     parameters: tuple[ParameterSpec, ...]
-    """In the order of `named_parameters`."""
+    """The parameters, in the order of `named_parameters`."""
     is_block: bool = False
     """Whether its module is a repeated block of the model."""
 
@@ -268,11 +268,11 @@ class ChunkSpec:
     """A slice of a group: whole parameters, one after the other, each aligned to 512 bytes."""
 
     name: str
-    """Group and number, such as `layers.3/0`."""
+    """The group's name and the chunk's number, such as `layers.3/0`."""
     group: str
     spans: tuple[Span, ...]
     nbytes: int
-    """With padding, a multiple of 512."""
+    """The chunk's size with padding, a multiple of 512."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,7 +281,7 @@ class Layout:
 
     groups: tuple[GroupSpec, ...]
     chunks: tuple[ChunkSpec, ...]
-    """Those of one group stand together."""
+    """Chunks of one group follow each other."""
     chunk_bytes: int
     """The chunk size that was searched for: no chunk is larger, unless one parameter alone is."""
     fingerprint: str

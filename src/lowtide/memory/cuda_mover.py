@@ -36,14 +36,14 @@ class Origin:
 
     @property
     def time_s(self) -> float:
-        """From the first origin. Waits for the event."""
+        """Seconds from the first origin. Waits for the event."""
         if self._before is not None:
             self._time_s = self._before.time_of(self.event)
             self._before = None
         return self._time_s
 
     def time_of(self, event: compat.CudaEvent) -> float:
-        """When another event happened, which is waited for."""
+        """When another event happened, in seconds. Waits for it."""
         event.synchronize()
         return self.time_s + float(self.event.elapsed_time(event)) / 1000
 
@@ -69,13 +69,13 @@ class CudaTicket:
 
 
 class CopyStart:
-    """Where a copy starts: when the last of these has happened. It needs no event of its own."""
+    """The point where a copy starts: when the last of the tickets before it has happened. It needs no event of its own."""
 
     def __init__(self, after: tuple[Ticket, ...]) -> None:
         self._after = after
 
     def is_done(self) -> bool:
-        """Whether all of them have happened."""
+        """Whether all of the tickets have happened."""
         return all(ticket.is_done() for ticket in self._after)
 
     def wait(self) -> None:
@@ -84,12 +84,12 @@ class CopyStart:
             ticket.wait()
 
     def time_s(self) -> float:
-        """When the last of them happened."""
+        """When the last of the tickets happened, in seconds."""
         return max(ticket.time_s() for ticket in self._after)
 
 
 class CudaMover:
-    """See `memory.mover`. Made on the thread and device of the training loop.
+    """The mover of a CUDA device. It is made in the thread of the training loop, with that device current.
 
     Args:
         device: The CUDA device.
@@ -120,7 +120,7 @@ class CudaMover:
         return self._device
 
     def device_buffer(self, num_bytes: int) -> torch.Tensor:
-        """Memory from the copy stream's own pool, so that no activation ever takes its place."""
+        """Memory from the copy stream's own pool, which no activation ever uses."""
         with compat.OnStream(self._in):
             buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         # Under deterministic algorithms torch fills new memory, on the stream where it was taken.
@@ -161,7 +161,7 @@ class CudaMover:
                 buffer.fill_(POISON)
 
     def shrink(self, buffer: torch.Tensor, after: Sequence[Ticket]) -> None:
-        """Free it; whoever gets the memory next comes after `after`."""
+        """Free the memory. Its next use comes after `after`."""
         with self._lock:
             self._before_next_fetch.extend(after)
         with compat.OnStream(self._in):
@@ -195,7 +195,7 @@ class CudaMover:
         return self._to_host(targets, sources, after, keep=True)
 
     def expect(self, num_bytes: int) -> None:
-        """Let the computation wait for the oldest copies, where too much would wait."""
+        """Make the computation wait for the oldest copies, if too many bytes would wait."""
         while self._kept and self._kept_bytes + num_bytes > self._max_kept_bytes:
             self._forget_oldest()
 
@@ -219,7 +219,7 @@ class CudaMover:
         for ticket in after:
             _event(ticket).wait(self._out)
         with compat.OnStream(self._out), torch.no_grad():
-            # What it comes after was reached just now, as a rule: with the copy before it, that says when it starts.
+            # The start needs no event of its own: it is the later of the previous copy's end and `after`.
             started = CopyStart((self._last_out, *after)) if after else CudaTicket(self._out, self._origin)
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
@@ -237,7 +237,7 @@ class CudaMover:
         return CudaTicket(self._current(), self._origin)
 
     def compute_after(self, ticket: Ticket) -> None:
-        """The current stream waits."""
+        """Make the current stream wait."""
         _event(ticket).wait(self._current())
 
     def drain(self) -> None:
@@ -259,7 +259,7 @@ class CudaMover:
 
     def _keep(self, ended: CudaTicket, sources: tuple[torch.Tensor, ...]) -> None:
         # A source belongs to the computation's stream: freed before the copy has read it, the computation would
-        # write over it. Where too much waits, the computation waits for the oldest copy, not the host.
+        # write over it. If too many bytes wait, the computation waits for the oldest copy, and the host does not.
         self._kept.append((ended, sources))
         self._kept_bytes += sum(source.nbytes for source in sources)
         while self._kept and (self._kept[0][0].is_done() or self._kept_bytes > self._max_kept_bytes):

@@ -61,7 +61,7 @@ class _Copy:
 
 
 class EmulatedMover:
-    """See the module's docstring. Thread-safe: host updates wait for tickets in their own thread.
+    """The mover of an emulated device. Thread-safe: host updates wait for tickets in their own thread.
 
     Args:
         max_kept_bytes: Sources of copies to the host that may wait on the device: beyond it the oldest copy runs.
@@ -95,17 +95,17 @@ class EmulatedMover:
         return torch.full((num_bytes,), POISON, dtype=torch.uint8)
 
     def free_host_buffer(self, buffer: torch.Tensor) -> None:
-        """Left as it is: a state dictionary that the user took may look at it, and keeps it alive."""
+        """Leave the buffer: a state dictionary that the user took may show it, and keeps it alive."""
 
     def grow(self, buffer: torch.Tensor) -> None:
-        """Give it memory full of poison."""
+        """Give the buffer memory full of poison."""
         storage = buffer.untyped_storage()
         assert storage.nbytes() == 0, "the buffer has memory already"
         storage.resize_(buffer.nbytes)
         buffer.fill_(POISON)
 
     def shrink(self, buffer: torch.Tensor, after: Sequence[Ticket]) -> None:
-        """Poison and free. Copies in `after` run first; any other that still reads the buffer fails later."""
+        """Poison the buffer and free it. Copies in `after` run first; any other copy that still reads the buffer fails later."""
         for ticket in after:
             ticket.wait()
         self._before_next_fetch.extend(after)
@@ -136,18 +136,18 @@ class EmulatedMover:
         return Copied(copies[0].started, copies[-1].ended)
 
     def expect(self, num_bytes: int) -> None:
-        """Run the oldest copies, where too much would wait."""
+        """Run the oldest copies, if too many bytes would wait."""
         with self._lock:
             queue = self._queues["to host"]
             while queue and sum(copy.source.nbytes for copy in queue) + num_bytes > self._max_kept_bytes:
                 self._run_first(queue)
 
     def queue(self) -> object:
-        """There is one."""
+        """None: the computation has a single queue."""
         return None
 
     def point_in(self, queue: object) -> EmulatedTicket:
-        """It has been reached."""
+        """The present point: computation on the host is done when it is queued."""
         del queue
         return self.now()
 
@@ -157,7 +157,7 @@ class EmulatedMover:
         return EmulatedTicket(self, is_done=True)
 
     def compute_after(self, ticket: Ticket) -> None:
-        """The next operator reads what the ticket stands for: it must have happened."""
+        """Run the copies up to the ticket, because the next operator may read their result."""
         ticket.wait()
 
     def drain(self) -> None:

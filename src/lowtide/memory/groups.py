@@ -31,7 +31,7 @@ LEAST_GROUP_SHARE = 0.02
 def find_groups(model: nn.Module, given: Mapping[str, Sequence[str]] | None = None) -> tuple[GroupSpec, ...]:
     """The groups of a model, in the order of its modules, the rest (named "") last.
 
-    Each repeated or shared block is a group (see `lowtide.memory.groups`); so is each other module that is called, holds all
+    Each repeated or shared block is a group (see `repeated_blocks`); so is each other module that is called, holds all
     its parameters itself and is large enough (an embedding, a head). What remains, norms for the most part, is the rest
     group. Parameters that modules of several groups use (the same `Parameter` under several names) form a group that each
     of them opens. Parameters that cannot be managed are in no group: see `unmanaged_parameters`. Nothing is read but names

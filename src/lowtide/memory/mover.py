@@ -9,7 +9,7 @@ A chunk's device buffer is one storage that lives as long as the session; its me
 `shrink`. Views that autograd saved point to that storage, and are valid again after the next `grow` and copy. Memory is
 taken and freed on the queue of copies to the device. What `shrink` frees may be handed to the next `grow` at once,
 while the computation that read it has not run yet; so the next copy to the device comes after every ticket that
-`shrink` was given. A ticket that is forgotten there lets a copy overwrite weights in use.
+`shrink` was given. If a ticket were forgotten there, a copy could overwrite weights in use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 MAX_KEPT_BYTES = 1 << 28
-"""Gradients that wait on the device for their copy to the host, unless told otherwise."""
+"""Most bytes of gradients that wait on the device for their copy to the host, unless another number is given."""
 
 
 class Ticket(Protocol):
@@ -73,18 +73,18 @@ class Mover(Protocol):
     ) -> Copied:
         """Copy from device to host; the mover keeps the source alive until it is done.
 
-        Without `keep` the caller does, and tells the computation to wait for the copy before it lets go: when that is,
-        and so what the device holds, then does not depend on the speed of the host.
+        Without `keep` the caller keeps the source, and makes the computation wait for the copy before it frees it. The bytes on
+        the device then do not depend on the speed of the host.
         """
 
     def now(self) -> Ticket:
-        """The point that the computation has been told to reach so far."""
+        """The point behind all computation that was queued so far."""
 
     def compute_after(self, ticket: Ticket) -> None:
-        """The computation that is told from now on comes after the ticket."""
+        """Computation that is queued from now on comes after the ticket."""
 
     def drain(self) -> None:
-        """Wait on the host until every copy is done."""
+        """Wait on the host until every copy is done, and the computation that was queued so far."""
 
 
 class GradientCarrier(Mover, Protocol):
@@ -93,13 +93,13 @@ class GradientCarrier(Mover, Protocol):
     def all_to_host(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], after: Sequence[Ticket] = ()
     ) -> Copied:
-        """As `to_host` of each, one after the other; `ended` is where the last one ends."""
+        """Copy each as `to_host` does, one after the other; `ended` is where the last one ends."""
 
     def expect(self, num_bytes: int) -> None:
-        """So many bytes are about to be sent: with those that wait for their copies they must not be more than may wait."""
+        """So many bytes are about to be sent: make the computation wait for older copies, if too many bytes would wait."""
 
     def queue(self) -> object:
-        """The queue that this thread tells its computation: the current stream."""
+        """The queue of this thread's computation: the current stream."""
 
     def point_in(self, queue: object) -> Ticket:
-        """The point that a queue of `queue` has been told to reach so far."""
+        """The point behind all computation that was queued so far on a queue that `queue` gave."""

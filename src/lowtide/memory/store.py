@@ -28,20 +28,20 @@ class Books(Protocol):
     """Counts device bytes: a tier, or the tracked memory of an emulated device."""
 
     def charge(self, num_bytes: int, owner: str) -> None:
-        """Bytes are taken; raises when they are not there."""
+        """Count bytes as taken; raises if the budget does not have them."""
 
     def credit(self, num_bytes: int, owner: str) -> None:
-        """Bytes of an owner are given back."""
+        """Count bytes of an owner as given back."""
 
     def clear(self, owners: Collection[str]) -> None:
-        """These have nothing any more; right also where an exception left a charge or a credit half made."""
+        """Count nothing for these owners any more; right also after an exception left a charge or a credit half made."""
 
 
 class StoreListener(Protocol):
     """Says what may be fetched ahead, puts the host's bytes in order before a copy, and is told of copies for the statistics."""
 
     def may_fetch_ahead(self, group: StoredGroup) -> bool:
-        """Whether the group's bytes on the host stay as they are until its next use, unless the store is told."""
+        """Whether the group's bytes on the host stay as they are until its next use, unless the store hears of a change."""
 
     def before_fetch(self, chunk: Chunk) -> None:
         """The host's bytes are about to be copied to the device: they must be the true ones."""
@@ -53,7 +53,7 @@ class StoreListener(Protocol):
         """The chunk has bytes on the device from here."""
 
     def on_absent(self, chunk: Chunk, at: Ticket) -> None:
-        """The chunk has none from here."""
+        """The chunk has no bytes on the device from here."""
 
     def on_wait(self, group: StoredGroup, reached: Ticket, copied: Sequence[Copied]) -> None:
         """The computation reached this point and continues when the copies are done."""
@@ -66,7 +66,7 @@ class StoreObserver(Protocol):
         """Chunks are about to come to the device or to leave it; `chunks_changed` follows."""
 
     def chunks_changed(self) -> None:
-        """They have."""
+        """Chunks have come or left."""
 
 
 class ChunkStore:
@@ -102,7 +102,7 @@ class ChunkStore:
         self._depth = prefetch_depth
         self._listener = listener
         self._changing: dict[str, int] = {}
-        """Resident groups that the host is changing, or has changed, and their places in a forward."""
+        """Resident groups that the host is changing, or has changed, with their places in a forward."""
         self._observer: StoreObserver | None = None
 
     def be_observed_by(self, observer: StoreObserver) -> None:
@@ -116,7 +116,7 @@ class ChunkStore:
         """
         group = self.groups[name]
         if group.num_open:
-            group.num_open += 1  # another window has brought it, and fetched ahead
+            group.num_open += 1  # another window has brought it, and prefetched
             return
         if group.is_resident:
             self.refresh(name)
@@ -130,12 +130,12 @@ class ChunkStore:
         try:
             self.prefetch()
         except BaseException:
-            # The caller has nothing open, and will not close it.
+            # The caller gets an exception and will not close the group.
             self.close(name)
             raise
 
     def close(self, name: str, at: Ticket | None = None) -> None:
-        """One window less holds the group; without any it may leave.
+        """One window less uses the group; after the last one it may leave.
 
         Args:
             name: The group's.
@@ -171,14 +171,14 @@ class ChunkStore:
             chunk.become(ChunkState.DIRTY)
         now = self._mover.now() if at is None else at
         chunk.written = self._mover.to_host(chunk.host, chunk.device, [now])
-        # Not before: a chunk whose copy nobody has issued stays dirty, and `rebuild` issues it.
+        # Only now: a chunk whose copy was not issued stays dirty, and `rebuild` issues it.
         chunk.become(ChunkState.WRITING_BACK)
         self._listener.on_copy(chunk, chunk.written, "write back")
 
     def host_changes(self, chunk: Chunk, work: HostWork, place: int) -> None:
-        """The host is changing the chunk's bytes. What the device has of it is old, and nothing told from now on reads it.
+        """The host is changing the chunk's bytes. Its bytes on the device are old; nothing queued from now on reads them.
 
-        Resident groups are brought up to date in the order of their places, that in which the next forward needs them.
+        Resident groups are brought up to date in the order of their places, in which the next forward needs them.
         """
         chunk.host_work = work
         if chunk.state is ChunkState.RESIDENT:
@@ -196,7 +196,7 @@ class ChunkStore:
                 continue
             if not self._make_room(group, missing, is_needed_now=False):
                 return
-            # It does not enter the groups that may leave: it is used before all that a prefetch would let leave for another.
+            # Not put in the leaving queue: a later prefetch only evicts groups that are used after this one.
             self._fetch(missing)
 
     def refresh(self, name: str) -> None:
@@ -214,11 +214,11 @@ class ChunkStore:
                 chunk.arriving = None
             self._listener.on_wait(group, reached, arriving)
 
-    def take_over(self, chunk: Chunk) -> None:
-        """Bring a resident chunk's weights to the host, where the user may have changed them, before an update there."""
+    def refresh_host(self, chunk: Chunk) -> None:
+        """Copy a resident chunk's weights to the host before an update there, if the user may have changed them."""
         if chunk.state is ChunkState.RESIDENT and chunk.is_touched and chunk.host is not None:
             chunk.written = self._mover.to_host(chunk.host, chunk.device, [self._mover.now()])
-            # Not before: from here on the host's bytes are the true ones.
+            # Only now: from here on the host's bytes are the true ones.
             chunk.is_touched = False
             self._listener.on_copy(chunk, chunk.written, "write back")
 
@@ -240,7 +240,7 @@ class ChunkStore:
         """Start afresh from the truth, whatever an exception left half made: no group is open, no streamed one on the device.
 
         The truth of a streamed chunk is on the host, unless it is dirty; that of a resident one that the host updates is
-        there too, unless user code may have touched it. No work on the host may be under way, nor may a parameter look at a
+        there too, unless user code may have touched it. No work on the host may be under way, nor may a parameter point to a
         streamed chunk's memory on the device without a guard. May be repeated.
         """
         for group in self.groups.values():
@@ -257,7 +257,7 @@ class ChunkStore:
         ]
         for chunk in streamed:
             self._listener.on_absent(chunk, self._mover.now())
-            # Past the table, which knows no exceptions.
+            # Not by `become`: the table of legal changes has no rows for exceptions.
             chunk.state = ChunkState.HOST
             if chunk.device.untyped_storage().nbytes():
                 self._mover.shrink(chunk.device, [])
@@ -274,7 +274,7 @@ class ChunkStore:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _upload_ahead(self) -> None:
-        """Bring resident weights whose updates on the host are done, those first that are needed first."""
+        """Copy resident weights whose updates on the host are done to the device, in the order in which they are needed."""
         num_groups = 0
         for name in sorted(self._changing, key=self._changing.__getitem__):
             group = self.groups[name]
@@ -294,7 +294,7 @@ class ChunkStore:
             return
         chunk.wait_for_host_update()
         after = [chunk.last_use] if chunk.last_use is not None else [self._mover.now()]
-        # Noted as a fetch: the host's next update must not change the bytes under it.
+        # Recorded as a fetch: the host's next update must not change the bytes during the copy.
         chunk.fetched = chunk.arriving = self._mover.to_device(chunk.device, chunk.host, after)
         self._listener.on_copy(chunk, chunk.arriving, "upload")
 
@@ -316,7 +316,7 @@ class ChunkStore:
         self._fetch(missing)
 
     def _make_room(self, group: StoredGroup, missing: list[Chunk], *, is_needed_now: bool) -> bool:
-        """Drop what is used last; for a prefetch only what is used later than the group itself."""
+        """Drop the groups whose next use is last; for a prefetch only those that are used later than the group itself."""
         short = self.used_bytes - self.window_bytes
         for chunk in missing:
             short += chunk.spec.nbytes
@@ -331,7 +331,7 @@ class ChunkStore:
         return True
 
     def _idle_bytes(self, name: str) -> int:
-        """What the group's leaving would free; 0 while a window holds it."""
+        """Bytes that would become free if the group left; 0 while a window uses it."""
         group = self.groups[name]
         num_bytes = 0
         for chunk in group.chunks if not group.num_open else ():
@@ -358,7 +358,7 @@ class ChunkStore:
             self._observer.chunks_changed()
 
     def _take_memory(self, chunk: Chunk) -> None:
-        """All or nothing: where one of the books or the device itself refuses, nothing is counted."""
+        """Take device memory for the chunk, all or nothing: if one of the books or the device refuses, nothing is counted."""
         num_bytes = chunk.spec.nbytes
         charged: list[Books] = []
         try:
@@ -377,7 +377,7 @@ class ChunkStore:
         fetched = [
             chunk.fetched
             for chunk in group.chunks
-            # One that is over by now, as in a model that waits for its own launches, is not waited for.
+            # A copy that is over by now, as in a model that waits for its own launches, is not waited for.
             if chunk.state is ChunkState.FETCHING and chunk.fetched is not None and not chunk.fetched.ended.is_done()
         ]
         if fetched:
@@ -394,7 +394,7 @@ class ChunkStore:
             self._observer.chunks_change()
         after = chunk.pending_device_reads
         self._listener.on_absent(chunk, after[0])
-        # Before the memory goes: nobody may take it for the weights any more.
+        # Before the memory goes: nobody may read it as the weights any more.
         chunk.become(ChunkState.HOST)
         self._mover.shrink(chunk.device, after)
         self.used_bytes -= chunk.spec.nbytes
@@ -438,19 +438,21 @@ class AccessOrder:
         self._known: list[str] = []
         self._places: dict[str, list[int]] = {}
         self._next_uses: dict[str, int] = {}
-        """Those that were asked for; each holds until the group's own use, or a surprise."""
+        """A cache of `next_use`, by group: an entry is right until the group's own use, and all are cleared when the order
+        surprises.
+        """
         self._upcoming: dict[tuple[int, int], list[str]] = {}
-        """Of the known cycle, by position and count; as they are asked for."""
+        """A cache of `upcoming`, by position and count, for the known cycle."""
         self._recorded: list[str] = []
         self._position = 0
         self.num_uses = 0
         """Counts expected uses."""
         self.epoch = 0
-        """Counts surprises. As long as it stays, `next_use` of a group changes by nothing but its own use."""
+        """Counts surprises. Between two of them only its own use changes a group's `next_use`."""
 
     @property
     def known(self) -> tuple[str, ...]:
-        """The last whole cycle."""
+        """The last complete cycle."""
         return tuple(self._known)
 
     def access(self, group: str) -> None:
@@ -470,7 +472,7 @@ class AccessOrder:
             self._next_uses.pop(group, None)
 
     def end_cycle(self) -> None:
-        """The step is over: what was recorded is expected again."""
+        """The step is over: the recorded order is expected again."""
         if self._recorded == self._known and not self._position:
             self._recorded = []  # as expected, to the end
             return
@@ -529,11 +531,11 @@ class LeavingQueue:
 
     A heap of groups by their next use, which does not change before the group is used again, unless the order of uses
     surprises: then the heap is made anew. Entries that are out of date are found when they come up. The heap only saves
-    time: where a group is needed now and the heap does not suffice, all groups are asked.
+    time: if a group is needed now and the heap does not suffice, all groups are asked.
 
     Args:
         groups: Names of all groups.
-        idle_bytes: What the leaving of a group would free; 0 where it is absent or in use.
+        idle_bytes: Bytes that would become free if a group left; 0 if it is absent or in use.
     """
 
     def __init__(self, groups: Iterable[str], idle_bytes: Callable[[str], int]) -> None:
@@ -543,7 +545,7 @@ class LeavingQueue:
         self._made_for: tuple[AccessOrder, int] | None = None
 
     def enter(self, group: str, order: AccessOrder) -> None:
-        """The group is on the device, and nobody uses it from now on."""
+        """The group is on the device, and no window uses it from now on."""
         heapq.heappush(self._heap, (-order.next_use(group), group))
 
     def choose(
@@ -552,7 +554,7 @@ class LeavingQueue:
         """The groups to drop so that `needed_bytes` become free; None where they do not suffice.
 
         Args:
-            needed_bytes: What is missing.
+            needed_bytes: How many bytes are missing.
             order: When groups are used next.
             staying: The group that needs the room.
             later_than: For a prefetch: only groups whose next use is later than this one may leave.

@@ -52,17 +52,17 @@ class Tier:
 
     @property
     def used_bytes(self) -> int:
-        """What all owners have taken."""
+        """Bytes that all owners have taken."""
         return self._used_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was ever taken at once."""
+        """Most bytes that were ever taken at once."""
         return self._peak_bytes
 
     @property
     def free_bytes(self) -> int:
-        """What can still be taken."""
+        """Bytes that can still be taken."""
         return self.budget_bytes - self._used_bytes
 
     def by_owner(self) -> dict[str, int]:
@@ -103,7 +103,7 @@ class Tier:
             self._used_bytes -= num_bytes
 
     def clear(self, owners: Collection[str]) -> None:
-        """Take back all that these owners have; right also where an exception left a charge or a credit half made."""
+        """Take back all bytes of these owners; right also after an exception left a charge or a credit half made."""
         with self._lock:
             for owner in owners:
                 self._by_owner.pop(owner, None)
@@ -148,7 +148,7 @@ _BEFORE: dict[int, float] = {}
 
 
 class DeviceLimit:
-    """One session's part in the limit; `lift` it, or forget it.
+    """One session's limit on the CUDA allocator; ended by `lift`, or when it is freed.
 
     The allocator frees what it has cached before it fails, so the budget holds whatever the model allocates. It cannot
     tell sessions apart: together they may reserve the sum of their budgets, and all there is where one has none.
@@ -166,7 +166,7 @@ class DeviceLimit:
         self._lift.atexit = False
 
     def lift(self) -> None:
-        """The session is over; the others' limits stay."""
+        """End this session's limit; those of other sessions stay."""
         self._lift()
 
 

@@ -219,7 +219,7 @@ class DeepOne(LayeredModel):
         scaled = ("value.weight", "attention.out.weight", "up.weight", "gate.weight", "down.weight")
         for name, parameter in self.named_parameters():
             if name.endswith("slopes"):
-                parameter.copy_(initial_slopes(parameter))
+                parameter.copy_(alibi_slopes(parameter))
             elif "norm" in name:
                 nn.init.ones_(parameter)
             elif name.startswith("token_embedding"):
@@ -243,8 +243,8 @@ class DeepOne(LayeredModel):
         return ModelOutput(loss=None if labels is None else copied_logits_loss(logits, labels), logits=logits)
 
 
-def initial_slopes(like: Tensor) -> Tensor:
-    """2^-1 to 2^-8 over all heads, even in the exponent; then 0 for the second half, which starts without position."""
+def alibi_slopes(like: Tensor) -> Tensor:
+    """ALiBi's slopes at the start: 2^-1 to 2^-8, even in the exponent, but 0 for the second half: they begin without position."""
     num_heads = like.shape[0]
     slopes = torch.logspace(-1, -8, num_heads, base=2.0, dtype=torch.float32, device=like.device)
     slopes[num_heads // 2 :] = 0.0

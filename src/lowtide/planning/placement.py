@@ -460,11 +460,16 @@ def staging_for(wanted: int | None, *, least: int, on_host: int, on_device: int,
     return _rounded(max(least, needed)), _rounded(max(least, useful))
 
 
-def granted(needed: int, *, useful: int, rest_bytes: int) -> int:
-    """What is taken where the plan, with what it needs, leaves so many bytes of the host.
+def granted_staging_bytes(needed: int, *, useful: int, rest_bytes: int) -> int:
+    """Staging bytes that a plan takes: what it needs, and as much of what it could use as a share of the host's rest allows.
+
+    Args:
+        needed: Staging bytes that the plan takes in any case.
+        useful: Staging bytes that it could make use of.
+        rest_bytes: What the plan, with what it needs, leaves of the host.
 
     Example:
-        >>> granted(1024, useful=9216, rest_bytes=8192)
+        >>> granted_staging_bytes(1024, useful=9216, rest_bytes=8192)
         3072
     """
     return min(useful, needed + max(0, int(SHARE_OF_REST * rest_bytes)) // 512 * 512)

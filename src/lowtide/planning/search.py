@@ -20,7 +20,7 @@ from lowtide.activations.policy import OTHERS, WORDS
 from lowtide.errors import PlanError
 from lowtide.memory.chunk import LARGEST_CHUNK_BYTES, Layout
 from lowtide.planning.improve import Arrangement, Choices, improved
-from lowtide.planning.placement import by_first_use, granted, is_always_open, staging_for, window_bytes
+from lowtide.planning.placement import by_first_use, granted_staging_bytes, is_always_open, staging_for, window_bytes
 from lowtide.planning.plan import Plan, Schedule, Site, Weights
 from lowtide.planning.simulator import GroupChoice, LaneRates, Placement, SimulatedStep, least_step_s, simulate
 from lowtide.planning.step_costs import POLICIES, StepCosts, Use
@@ -362,7 +362,7 @@ class Search:
         taken, pinned = self.host_bytes(replace(placement, staging_bytes=needed))
         rest = min(limits.host_bytes - taken, limits.pinned_bytes - pinned)
         has_offload = any(choice.policy == "offload" for choice in placement.groups.values())
-        return needed if has_offload else granted(needed, useful=useful, rest_bytes=rest)
+        return needed if has_offload else granted_staging_bytes(needed, useful=useful, rest_bytes=rest)
 
     def _highest_of_step(self, placement: Placement) -> int:
         """Activations, temporaries and gradients at their highest."""

@@ -17,7 +17,7 @@ from lowtide.planning.timeline import Lane, Timeline
 from lowtide.planning.what_if import WhatIfRow
 from lowtide.report import page, plan_tables, session_tables, trace_tables
 from lowtide.report.charts import curve_data, gantt_data
-from lowtide.report.page import fill_page, read_part
+from lowtide.report.page import fill_page, read_asset
 from lowtide.report.session_tables import cache_line, overlap_line, per_step
 from lowtide.report.table import Table, Tone, Value, size, to_html
 from lowtide.report.timeline import timeline_data
@@ -127,9 +127,9 @@ def render_page(sections: Sequence[AnySection], *, title: str) -> str:
         title=title,
         contents=_contents(sections),
         body=body,
-        styles=map(read_part, dict.fromkeys(["gantt.css"] * has_lanes + styles)),
+        styles=map(read_asset, dict.fromkeys(["gantt.css"] * has_lanes + styles)),
         data=charts.data,
-        scripts=map(read_part, scripts),
+        scripts=map(read_asset, scripts),
     )
 
 

@@ -28,19 +28,19 @@ def fill_page(
         data: Plain data for the scripts.
         scripts: As text, in the order in which they run.
     """
-    return Template(read_part("page.html")).substitute(
+    return Template(read_asset("page.html")).substitute(
         title=escape(title),
         contents=contents,
         body=body,
-        style="".join([_colours(), read_part("page.css"), *styles]),
+        style="".join([_colours(), read_asset("page.css"), *styles]),
         # "<" could end the script element, wherever a name holds it; inside JSON it can only be in a string.
         data=json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c"),
         script="\n".join(scripts),
     )
 
 
-def read_part(name: str, package: str = "lowtide.report") -> str:
-    """A style sheet or script that lies beside the modules of a package."""
+def read_asset(name: str, package: str = "lowtide.report") -> str:
+    """The text of a template, style sheet or script that lies beside the modules of a package."""
     return files(package).joinpath(name).read_text(encoding="utf-8")
 
 

@@ -1,15 +1,14 @@
-"""Assembly: the parts of a session are made from what it is about, in order.
+"""Assembly: makes the parts of a session, in order.
 
-`SessionSetup` is what the session is about. From it come the runner of the optimizer, the executor of the plan, what stands
-in the model's calls, and the user's optimizer stepping through all of that.
+`SessionSetup` says which model and optimizer the session is for, and how they are trained. From it are made the runner of the
+optimizer, the executor of the plan, `ModelCalls` around the model's calls, and the optimizer's new step.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,20 +18,19 @@ from lowtide.activations.apply import Applied, apply
 from lowtide.activations.host_embedding import HostEmbedding, put_on_host
 from lowtide.activations.policy import Keep
 from lowtide.memory.chunk import Layout
-from lowtide.memory.mover import Copied, GradientCarrier, Mover, Ticket
+from lowtide.memory.mover import GradientCarrier
 from lowtide.memory.store import Books
-from lowtide.memory.tier import Tier
 from lowtide.optim.update_types import Numerics
 from lowtide.planning.placement import window_bytes_needed
 from lowtide.planning.plan import Plan, Schedule, Site, Weights
-from lowtide.planning.timeline import Reason
 from lowtide.runtime.emulation.memory import TrackedMemory
 from lowtide.runtime.host_memory import HostPool, Tiers
 from lowtide.runtime.parameters.group import ManagedGroup, chunks_in
-from lowtide.runtime.passes.executor import Executor
+from lowtide.runtime.passes.activation_mover import ActivationMover
+from lowtide.runtime.passes.executor import CallWatch, Executor
 from lowtide.runtime.passes.forward import Gate, Window
 from lowtide.runtime.statistics.observer import StepObserver
-from lowtide.runtime.statistics.recording import PhaseClock, Recorder
+from lowtide.runtime.statistics.recording import Recorder
 from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer
 from lowtide.runtime.updates.kernel_optimizer import KernelOptimizer
 from lowtide.runtime.updates.managed_optimizer import ManagedOptimizer
@@ -206,144 +204,8 @@ def install_optimizer(
     return managed
 
 
-class CallWatch:
-    """Stands around the calls of one model, from `install` to `remove`. Changes nothing about them.
-
-    Where the user compiles the model while it is managed, calls no longer come through here; nothing else follows from
-    that than that their time counts as the rest of the step.
-    """
-
-    def __init__(self, model: nn.Module, phases: PhaseClock, call_over: Callable[[bool], None]) -> None:
-        self._model = model
-        self._phases = phases
-        self._call_over = call_over
-        self._inner: Callable[..., Any] | None = None
-        self._gate: Gate | None = None
-
-    def go_through(self, gate: Gate | None) -> None:
-        """The gate decides how calls go on, until it is None."""
-        self._gate = gate
-
-    def install(self) -> None:
-        """Take the model's calls."""
-        self._inner = compat.call_of(self._model)
-        compat.replace_call(self._model, self._call)
-
-    def remove(self) -> None:
-        """Give them back, unless the user has put something else there. May be repeated."""
-        if compat.call_of(self._model) == self._call:
-            compat.replace_call(self._model, self._inner)
-
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        inner = self._inner or compat.plain_call(self._model)
-        if compat.is_compiled_around() or compat.backward_number() is not None:
-            return inner(*args, **kwargs)
-        self._phases.enter("forward")
-        went_well = False
-        try:
-            output = inner(*args, **kwargs) if self._gate is None else self._gate(inner, args, kwargs)
-            went_well = True
-        finally:
-            self._phases.leave("forward")
-            self._call_over(went_well)
-        if torch.is_grad_enabled():
-            self._phases.watch_backward(output)
-        return output
-
-
-WHAT = "activations"
-
-
-class ActivationMover:
-    """Copies through the session's own queues, with host memory charged to its tiers.
-
-    Args:
-        mover: The session's.
-        tiers: The host, and what is locked of it.
-        tracked: The emulated device's books, which must not count the host's memory; None on a real one.
-        recorder: Is told of each copy.
-    """
-
-    def __init__(self, mover: Mover, tiers: Sequence[Tier], tracked: TrackedMemory | None, recorder: Recorder) -> None:
-        self._mover = mover
-        self._recorder = recorder
-        self._tiers = tuple(tiers)
-        self._tracked = tracked
-
-    @property
-    def device(self) -> torch.device:
-        """Where the computation runs."""
-        return self._mover.device
-
-    def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        """Host memory for one saved tensor, if the host's budget has it.
-
-        Raises:
-            BudgetError: It has not.
-        """
-        charged: list[Tier] = []
-        try:
-            for tier in self._tiers:
-                tier.charge(num_bytes, WHAT)
-                charged.append(tier)
-            # It is the host's also where the host plays the device.
-            with compat.without_modes():
-                buffer = self._mover.host_buffer(num_bytes)
-        except BaseException:
-            for tier in charged:
-                tier.credit(num_bytes, WHAT)
-            raise
-        if self._tracked is not None:
-            self._tracked.exclude(buffer)
-        return buffer
-
-    def free_host_buffer(self, buffer: torch.Tensor) -> None:
-        """Give it back."""
-        self._mover.free_host_buffer(buffer)
-        for tier in self._tiers:
-            tier.credit(buffer.nbytes, WHAT)
-
-    def device_buffer(self, num_bytes: int) -> torch.Tensor:
-        """See `Mover`."""
-        return self._mover.device_buffer(num_bytes)
-
-    def grow(self, buffer: torch.Tensor) -> None:
-        """See `Mover`."""
-        self._mover.grow(buffer)
-
-    def shrink(self, buffer: torch.Tensor, after: Sequence[Ticket]) -> None:
-        """See `Mover`."""
-        self._mover.shrink(buffer, after)
-
-    def to_device(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Ticket] = ()) -> Copied:
-        """See `Mover`."""
-        copied = self._mover.to_device(target, source, after)
-        self._recorder.on_activation(copied, Reason.BRING_BACK, source.nbytes)
-        return copied
-
-    def to_host(
-        self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Ticket] = (), *, keep: bool = True
-    ) -> Copied:
-        """See `Mover`."""
-        copied = self._mover.to_host(target, source, after, keep=keep)
-        self._recorder.on_activation(copied, Reason.OFFLOAD, source.nbytes)
-        return copied
-
-    def now(self) -> Ticket:
-        """See `Mover`."""
-        return self._mover.now()
-
-    def compute_after(self, ticket: Ticket) -> None:
-        """See `Mover`."""
-        self._mover.compute_after(ticket)
-
-    def drain(self) -> None:
-        """See `Mover`."""
-        self._mover.drain()
-
-
 class ModelCalls:
-    """Stands in the calls of one model under one plan, from `enter` to `remove`. Its windows tell the executor."""
+    """Goes around the calls of one model under one plan, from `enter` to `remove`: its windows call the executor's passes."""
 
     def __init__(self, setup: SessionSetup, plan: Plan, executor: Executor) -> None:
         self._setup = setup

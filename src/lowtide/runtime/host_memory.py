@@ -23,7 +23,7 @@ from lowtide.memory.tier import HostMemory, Tier, host_capacity_bytes, pinned_ca
 from lowtide.optim.rules import require_rule
 from lowtide.optim.state import state_bytes
 from lowtide.optim.update_types import Numerics
-from lowtide.planning.placement import granted, staging_for
+from lowtide.planning.placement import granted_staging_bytes, staging_for
 from lowtide.planning.plan import Budgets, Plan, Schedule, Site, Weights
 from lowtide.runtime.emulation.device import mark_of, set_mark
 from lowtide.runtime.updates.proof import apart, prove, set_to_train
@@ -331,7 +331,8 @@ class HostNeed:
         """The same with more staging, where that is of use and the host's memory, and what can be locked of it, allow it."""
         rest = min(host_bytes - self.everything_bytes, pinned_bytes - self.total_bytes - self.paged_bytes)
         return replace(
-            self, staging_bytes=granted(self.staging_bytes, useful=self.useful_staging_bytes, rest_bytes=rest)
+            self,
+            staging_bytes=granted_staging_bytes(self.staging_bytes, useful=self.useful_staging_bytes, rest_bytes=rest),
         )
 
     def without_room(self) -> HostNeed:

@@ -57,7 +57,7 @@ def manage(
 ) -> Session:
     """Carry out a plan: spread the model's weights, gradients and optimizer state over device and host.
 
-    The training loop stays as it is. Parameters are the same objects as before; between their uses they hold the true
+    The training loop stays as it is. Parameters are the same objects as before; between their uses they have the true
     value, on the device for a resident group and on the host for a streamed one. `Session.close` undoes everything.
 
     Args:
@@ -69,19 +69,19 @@ def manage(
         device: A CUDA device; "cpu" emulates one in host memory. By default the current CUDA device, if there is one.
         weights: A safetensors file, or a folder of them, to fill a model on meta from, group by group.
         max_grad_norm: Clip the gradients by their global norm in each `optimizer.step()`.
-        precision: "fp32", "bf16 exact", "bf16 stochastic", "bf16 nearest" or "fp16 exact": how updates land in the weights,
-            through Lowtide's own kernels. None leaves all arithmetic to the optimizer's own.
+        precision: "fp32", "bf16 exact", "bf16 stochastic", "bf16 nearest" or "fp16 exact": how updates are rounded to the weights,
+            in Lowtide's own kernels. None leaves all arithmetic to the optimizer's own.
         moments: With a precision, how optimizer state is stored: "fp32", "bf16" or "8bit". The vectors of
             `lowtide.optim.Adafactor` are fp32 whatever this is.
-        seed: Of stochastic rounding.
-        poison: Fill memory that holds nothing with NaN, so that a fault shows. By default on an emulated device only.
+        seed: The seed of stochastic rounding.
+        poison: Fill unused memory with NaN, so that a fault shows. By default on an emulated device only.
 
     Raises:
         PlanError: The plan is for another model, or its budgets cannot hold the largest group. A `WarmUp` also
             raises it in the second training step.
         ConfigError: A `StaticPartition` or a `WarmUp` lacks what it needs: the size of an emulated device, or an
             optimizer.
-        BudgetError: A tier has not the bytes that the plan asks of it.
+        BudgetError: A tier does not have the bytes that the plan needs.
         SessionError: The model is managed already by a session that is alive, it is spread over several processes or cards
             (DistributedDataParallel, FSDP), or its parameters have no values.
         UnsupportedOptimizerError: The optimizer cannot be run chunk by chunk.
@@ -97,7 +97,7 @@ def manage(
             f"max_grad_norm={max_grad_norm} needs all gradients before the first update, and the schedule 'in_backward' "
             "updates each chunk as soon as its own is there; use the schedule 'deferred'"
         )
-    # A plan may have groups that are there because somebody named them.
+    # A plan may name modules as groups that would not be found automatically.
     groups = find_named_groups(model, [group.name for group in plan.groups] if isinstance(plan, Plan) else ())
     layout = lay_out(groups, chunk_bytes=plan.chunk_bytes if isinstance(plan, Plan) else None)
     target = _device(device)
@@ -123,7 +123,7 @@ def manage(
             "Lowtide's own kernels; give precision=, such as 'bf16 exact', or update on the device or the host",
             key="precision",
         )
-    # State visits the device with our own kernels alone, whose formats say how large it is.
+    # Only our own kernels have paged state, whose size follows from its formats.
     ratio = 0.0 if numerics is None else state_bytes_per_parameter_byte(optimizer, numerics)
     check_plan(plan, layout, state_bytes_per_parameter_byte=ratio)
     if numerics is None and optimizer is not None:
@@ -136,7 +136,7 @@ def manage(
         if target.type == "cuda"
         else TrackedMemory(plan.budgets.device_bytes, owner=f"the session of a {type(model).__name__}")
     )
-    # The gradients of one group may wait for their copies while the next group computes.
+    # Gradients of one group may wait on the device for their copies while the next group computes.
     kept_bytes = max((group.nbytes for group in layout.groups), default=0)
     mover: GradientCarrier = (
         EmulatedMover(max_kept_bytes=kept_bytes)
@@ -161,7 +161,7 @@ def manage(
         numerics=numerics,
         poison=poison if poison is not None else tracked is not None,
     )
-    # What is on meta now is so again where anything below is refused.
+    # If anything below fails, these go back to meta.
     empty = [*_empty_tensors(model)]
     management: Management | None = None
     with contextlib.ExitStack() as undo:
@@ -170,7 +170,7 @@ def manage(
         undo.callback(_empty_again, empty)
         plan_run = PlanRun(setup, plan, fill=copy_values if file is None else file.fill, observer=observer)
         undo.callback(lambda: (plan_run if management is None else management).close())
-        _warn_of_caches(plan_run)  # which may be an error, where the user wants it so
+        _warn_of_caches(plan_run)  # raises, if the user has made warnings errors
         _place_the_rest(model, target, file, plan_run.moved_along)
         if tracked is not None:
             for tensor in (*model.buffers(), *_parameters_in(plan_run.moved_along)):
@@ -178,7 +178,7 @@ def manage(
             tracked.start()
         if target.type == "cuda":
             torch.cuda.synchronize(target)
-            # Not before: a model that came from the device has left it only now.
+            # Only now: a model that was on the device has left it by this line.
             torch.cuda.empty_cache()
             plan_run.limit_device(DeviceLimit(target, plan.budgets.device_bytes))
         management = Management(plan_run, observer, None if plans is None else plans.after, aside)
@@ -197,7 +197,7 @@ def _empty_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Ten
 
 
 def _empty_again(tensors: Iterable[tuple[nn.Module, str, torch.Tensor]]) -> None:
-    """A parameter stays the same object, as it did when it was filled."""
+    """Put tensors back on meta; each parameter stays the same object."""
     for module, name, tensor in tensors:
         if isinstance(tensor, nn.Parameter):
             if not tensor.is_meta:
@@ -210,7 +210,7 @@ def _empty_again(tensors: Iterable[tuple[nn.Module, str, torch.Tensor]]) -> None
 def _numerics(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, precision: str | None, moments: str, seed: int
 ) -> Numerics | None:
-    """What the words mean; the model's weights must be of that type already."""
+    """The formats that the words `precision` and `moments` ask for; the model's weights must be of that type already."""
     if precision is None:
         if moments != "fp32" and numerics_of("fp32", moments)[1].moments is not Moments.FP32:
             raise ConfigError(
@@ -241,7 +241,7 @@ def _numerics(
 
 
 def _check_arguments(model: object, optimizer: object) -> None:
-    """Before anything is asked of them: two swapped arguments would fail somewhere inside."""
+    """Refuse a model and an optimizer of the wrong types, such as swapped ones, which would fail somewhere inside."""
     if not isinstance(model, nn.Module):
         swapped = " (model and optimizer are swapped)" if isinstance(optimizer, nn.Module) else ""
         raise ConfigError(f"model is a {type(model).__name__}, not a torch.nn.Module{swapped}", key="model")
@@ -254,7 +254,7 @@ def _check_arguments(model: object, optimizer: object) -> None:
 
 
 def _check_norm(max_grad_norm: object, optimizer: torch.optim.Optimizer | None) -> None:
-    """A norm below nothing would turn every gradient round, and one that is no number spoil the weights."""
+    """Refuse a norm that is not a number above 0: a negative one would flip every gradient, and NaN would spoil the weights."""
     if max_grad_norm is None:
         return
     if isinstance(max_grad_norm, bool) or not isinstance(max_grad_norm, numbers.Real) or not float(max_grad_norm) > 0:
@@ -269,7 +269,7 @@ def _check_norm(max_grad_norm: object, optimizer: torch.optim.Optimizer | None) 
 
 
 def _require_own_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """An optimizer made before the model was replaced or copied would train nothing, without a word."""
+    """Refuse an optimizer that holds none of the model's parameters: made before the model was copied, it would train nothing."""
     if optimizer is None:
         return
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
@@ -282,7 +282,7 @@ def _require_own_parameters(model: nn.Module, optimizer: torch.optim.Optimizer |
 
 
 def _warn_of_unmanaged(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """An optimizer made before a part of the model was replaced trains what is no longer in the model."""
+    """Warn of an optimizer that was made before a part of the model was replaced: it trains the old part."""
     if optimizer is None:
         return
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -299,7 +299,7 @@ def _warn_of_unmanaged(model: nn.Module, optimizer: torch.optim.Optimizer | None
 
 
 def _warn_of_slow_updates(layout: Layout, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
-    """On the host torch's own step takes long for 16-bit weights; Lowtide's kernel is faster, and keeps fp32 masters."""
+    """Warn of torch's own step on the host for 16-bit weights: Lowtide's kernel is faster, and keeps fp32 masters."""
     if any(reason_without_rule(optimizer, group) is not None for group in optimizer.param_groups):
         return
     updated = _bytes_updated_on_host(layout, plan)
@@ -314,7 +314,7 @@ def _warn_of_slow_updates(layout: Layout, plan: Plan, optimizer: torch.optim.Opt
 
 
 def _refuse_fused_sgd(layout: Layout, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
-    """On the CPU torch's fused SGD leaves 16-bit weights as they are, without a word."""
+    """Refuse torch's fused SGD for 16-bit weights on the CPU, if it leaves them unchanged."""
     is_fused = isinstance(optimizer, torch.optim.SGD) and any(group.get("fused") for group in optimizer.param_groups)
     for dtype in _FAST_WORDS if is_fused else ():
         if not _bytes_updated_on_host(layout, plan)[dtype]:
@@ -342,7 +342,7 @@ def _bytes_updated_on_host(layout: Layout, plan: Plan) -> Counter[torch.dtype]:
 
 
 def _warn_of_caches(plan_run: PlanRun) -> None:
-    """Recomputation without a cache computes the last bits of some models otherwise."""
+    """Warn that a key-value cache is off while blocks are recomputed: for some models the last bits differ."""
     names = () if plan_run.calls.applied is None else plan_run.calls.applied.caches_off
     if names:
         warnings.warn(
@@ -385,7 +385,7 @@ def _require_values(model: nn.Module, weights: str | Path | None) -> None:
 
 
 def _parameters_in(moved: list[tuple[nn.Module, str, torch.device]]) -> list[nn.Parameter]:
-    """Those that went to the device whole and have memory there."""
+    """The parameters among them, which went to the device as a whole, if they have memory."""
     found = [module._parameters.get(name) for module, name, _ in moved]
     return [each for each in found if each is not None and not isinstance(each, nn.UninitializedParameter)]
 
@@ -396,7 +396,7 @@ def _place_the_rest(
     file: WeightFile | None,
     moved: list[tuple[nn.Module, str, torch.device]],
 ) -> None:
-    """Buffers and parameters that are not managed go to the device whole; `moved` is told where they came from."""
+    """Move buffers and unmanaged parameters to the device as a whole; `moved` collects where they were before."""
     named = dict(model.named_parameters())
     for name, _ in unmanaged_parameters(model):
         if name in named:

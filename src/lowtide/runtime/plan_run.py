@@ -37,7 +37,7 @@ from lowtide.runtime.hand_over import (
     settle_for_good,
 )
 from lowtide.runtime.host_memory import HostNeed, HostPool, Tiers, charged_tiers, host_need
-from lowtide.runtime.parameters.binding import Binder, Fill, copy_values, move_part, place_gradient, release
+from lowtide.runtime.parameters.binding import Binder, Fill, copy_values, move_part, place_gradient, unbind
 from lowtide.runtime.parameters.group import ManagedGroup, chunks_in
 from lowtide.runtime.parameters.pending import Changes, ReadingSave
 from lowtide.runtime.passes.executor import Executor, host_gradients
@@ -390,8 +390,8 @@ class PlanRun:
             self.setup.tracked.stop()
         for group in self._groups.values():
             group.forget_backward()
-            group.look_at_host()
-            release(group.members, self._original)
+            group.point_to_host()
+            unbind(group.members, self._original)
         return_rest(self.moved_along)
         bring_state_to_parameters(self.setup.optimizer)
         self._pool.close()
@@ -417,7 +417,7 @@ class PlanRun:
         host = torch.device("cpu")
         with self.setup.on_host():
             for group in self._groups.values():
-                release(group.members, dict.fromkeys(map(id, (managed.parameter for managed in group.members)), host))
+                unbind(group.members, dict.fromkeys(map(id, (managed.parameter for managed in group.members)), host))
         if self.setup.tracked is not None:
             # What the next plan run makes is counted by itself.
             self.setup.tracked.stop()
@@ -486,12 +486,12 @@ class PlanRun:
             on_device_buffer=self.setup.mark_device_buffer,
             on_host_memory=self.setup.mark_host_memory,
         )
-        undo.callback(release, binder.members, self._original)
+        undo.callback(unbind, binder.members, self._original)
         groups = {group.name: group for group in layout.groups}
         for group in self.plan.groups:
             self._groups[group.name] = binder.bind(groups[group.name], group, fill)
         for place, name in enumerate(by_first_use(layout)):
-            self._groups[name].take_place(place)
+            self._groups[name].note_place(place)
         for managed in binder.members:
             place_gradient(managed, is_copied=self._handed_over is not None)
 

@@ -34,7 +34,7 @@ from lowtide.planning.timeline import Timeline
 from lowtide.runtime.checkpoints.contents import session_contents
 from lowtide.runtime.checkpoints.folder import Retention
 from lowtide.runtime.checkpoints.saving import Saver
-from lowtide.runtime.passes.lock import HELD, refuse_wrapping, remove_all, watch_process
+from lowtide.runtime.passes.lock import HELD_INTERRUPTS, refuse_wrapping, remove_all, watch_process
 from lowtide.runtime.plan_run import switch_plan
 from lowtide.runtime.statistics.observer import StepObserver
 from lowtide.runtime.statistics.session_stats import PlanRow, SaveRow, SessionStats
@@ -254,7 +254,7 @@ class Management:
         plan_run = self.opened()
         num_steps = plan_run.reporter.num_steps
         try:
-            with HELD:
+            with HELD_INTERRUPTS:
                 if self._saver is not None:
                     # The weights change places, and the new plan's books know nothing of its staging.
                     self._saver.finish()
@@ -263,7 +263,7 @@ class Management:
                     self.plan_run.calls.go_through(self._changer.call)
                 self.plans.append(PlanRow(step=num_steps, reason=reason, predicted_peak_bytes=predicted_peak_bytes))
         finally:
-            HELD.rest()
+            HELD_INTERRUPTS.restore_handler()
             if self.plan_run is plan_run and plan_run.is_closed:
                 self.plan_run = None
 
@@ -278,7 +278,7 @@ class Management:
         if plan_run is None or not plan_run.process.is_this:
             return
         try:
-            with HELD:
+            with HELD_INTERRUPTS:
                 self._unhook()
                 for watcher in (self._warm_up, self._changer):
                     if watcher is not None:
@@ -287,7 +287,7 @@ class Management:
                     self._saver.finish()
                 plan_run.close(raised)
         finally:
-            HELD.rest()
+            HELD_INTERRUPTS.restore_handler()
             if plan_run.is_closed:
                 if self._aside is not None:
                     self._aside.bring_back()

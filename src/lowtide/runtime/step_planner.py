@@ -255,7 +255,7 @@ class _Empty:
             key, size = description.storage_key, description.storage_bytes
             if key not in self._storages:
                 self._storages[key] = torch.UntypedStorage(size, device="meta")
-            values = compat.meta_over(
+            values = compat.meta_tensor_over(
                 self._storages[key], description.dtype, description.shape, description.stride, description.offset
             )
         if description.is_parameter:

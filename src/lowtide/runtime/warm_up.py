@@ -59,11 +59,11 @@ class WarmUpPlans:
         )
 
     def first(self) -> Plan:
-        """For the observed step."""
+        """The plan for the observed step."""
         return warm_up_plan(self.layout, self.config, self.device_bytes, host_bytes=self.host_bytes)
 
     def after(self, samples: Iterable[StepSample]) -> Plan:
-        """For all further steps."""
+        """The plan for all further steps, from the samples of the observed one."""
         return plan_after(
             self.layout,
             samples,

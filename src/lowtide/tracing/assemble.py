@@ -24,7 +24,7 @@ class MemoryLog:
     allocated: list[int] = field(default_factory=list)
     reserved: list[int] = field(default_factory=list)
     block_bytes: dict[int, int] = field(default_factory=dict)
-    """By life number."""
+    """Bytes of each storage's block, by the number of its life."""
 
 
 def replay(recorder: StorageRecorder, settings: AllocatorSettings, first_event: int | None = None) -> MemoryLog:

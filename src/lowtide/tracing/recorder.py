@@ -106,7 +106,7 @@ class Life:
     reference: weakref.ref[torch.UntypedStorage] | None = None
 
     def take_role(self, role: Role) -> None:
-        """It is a weight, optimizer state, a gradient or the batch, and goes by that name."""
+        """The storage is a weight, optimizer state, a gradient or the batch: take that category and name."""
         self.category = role.category
         self.rename(role.module, role.op)
 
@@ -138,12 +138,12 @@ class Life:
         return self.content if self.content_version == self.version else None
 
     def write(self, content: Any) -> None:
-        """It is written to; the content is what it holds now, None where that is not known."""
+        """The storage is written to; `content` is its new content, None if that is not known."""
         self.version += 1
         self.fill(content)
 
     def fill(self, content: Any) -> None:
-        """Its content becomes known."""
+        """The content of the storage becomes known."""
         self.content, self.content_version = content, self.version
 
 
@@ -157,7 +157,7 @@ class StorageRecorder:
 
     def __init__(self, root: str = "", updater: str = "") -> None:
         self.phase: Phase | None = None
-        """None while the model and the batch are being placed."""
+        """The running phase; None while the model and the batch are being placed."""
         self.lives: list[Life] = []
         self.log: list[int] = []
         """Life number for an allocation, its complement for a free."""
@@ -341,7 +341,7 @@ class StorageRecorder:
         life.reference = weakref.ref(storage, lambda _: self.free(life))
 
     def free(self, life: Life) -> None:
-        """A storage dies."""
+        """A storage was freed: end its life."""
         if life.died_event is None and not self._is_closed:
             life.died_event = len(self.log)
             if life.is_counted:

@@ -125,7 +125,7 @@ class StepContext(Protocol):
 
     @property
     def num_warm_up_steps(self) -> int:
-        """After how many steps all further ones are alike."""
+        """How many steps the trace runs before the one that it describes: all steps after these are alike."""
 
     def placed(self, model: nn.Module) -> Collection[nn.Parameter]:
         """The parameters whose memory is theirs: the trace takes none for them."""

@@ -159,7 +159,7 @@ class StepTrace:
     start_reserved_bytes: int
     ops: tuple[Op, ...]
     allocations: tuple[Allocation, ...]
-    """Those alive before the step first, then in order of birth."""
+    """Allocations that are alive before the step come first, the others in order of birth."""
     events: tuple[Event, ...]
     notes: tuple[str, ...] = ()
     """What the reader must know: assumptions made, values invented, warnings."""

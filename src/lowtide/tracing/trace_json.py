@@ -217,7 +217,7 @@ def _shape(item: object) -> tuple[int, ...]:
 
 
 class _TraceReader:
-    """Takes one record apart.
+    """Reads a trace from its JSON record.
 
     Args:
         record: As JSON gives it.
@@ -259,7 +259,7 @@ class _TraceReader:
         }
 
     def trace(self) -> StepTrace:
-        """Put together again.
+        """The trace that the record describes.
 
         Raises:
             BadRecordError: Something is missing, of the wrong type or out of range.

@@ -39,10 +39,10 @@ class ModuleListener(Protocol):
     """Is told which module's forward runs, in the thread that runs it."""
 
     def enter_module(self, path: str) -> None:
-        """A forward begins."""
+        """The forward of a module begins."""
 
     def leave_module(self, *, has_weights: bool) -> None:
-        """The innermost one ends."""
+        """The forward of the innermost running module ends."""
 
 
 @contextlib.contextmanager
@@ -257,7 +257,7 @@ def choose_implementation(optimizer: torch.optim.Optimizer, implementation: Impl
 
 
 def choose_as_on_host(optimizer: torch.optim.Optimizer) -> None:
-    """Where nothing is said, torch takes its foreach implementation on accelerators only."""
+    """Switch `foreach` off where the user has not set it, as torch does on the host."""
     for group in optimizer.param_groups:
         if group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = False

@@ -112,22 +112,24 @@ class OutputFolder:
         with RunFolder(self.path):
             yield
 
-    def begin(self, recipe: TrainRecipe, data: Mapping[str, Plain]) -> None:
-        """Write down what is run and what it reads, once the folder is held.
+    def check_data(self, data: Mapping[str, Plain]) -> None:
+        """Refuse other data than what is saved was trained on.
 
         Raises:
-            ConfigError: The data is not what the run began with.
+            ConfigError: It has changed.
         """
         path = self.path / DATA
-        if self.is_saved and path.is_file():
-            old = plain_text.read(path, "record of the data")
-            if isinstance(old, dict) and old.get("fingerprint") != data["fingerprint"]:
-                raise ConfigError(
-                    f"the data of the run in {self.path} is not what it began with ({data['files']} has other contents): give "
-                    "the old data, or begin in another folder",
-                    key="data",
-                )
-        with plain_text.written_whole(path) as file:
+        old = plain_text.read(path, "record of the data") if self.is_saved and path.is_file() else None
+        if isinstance(old, dict) and old.get("fingerprint") != data["fingerprint"]:
+            raise ConfigError(
+                f"the data of the run in {self.path} is not what it began with ({data['files']} has other contents): give the old "
+                "data, or begin in another folder",
+                key="data",
+            )
+
+    def begin(self, recipe: TrainRecipe, data: Mapping[str, Plain]) -> None:
+        """Write down what is run and what it reads, once the folder is held."""
+        with plain_text.written_whole(self.path / DATA) as file:
             file.write(json.dumps(data, indent=2).encode())
         with plain_text.written_whole(self.path / RECIPE) as file:
             file.write(plain_text.render(config.to_plain(recipe), "yaml").encode())

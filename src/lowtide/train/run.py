@@ -80,6 +80,9 @@ class RunResult:
     evaluation_loss: float | None = None
 
 
+_ADVICE = "Lower optimizer.settings.lr, set max_grad_norm, or look at the batch"
+
+
 class _FromCheckpointError(Exception):
     """Weights are no longer those of a step: the run must go back."""
 
@@ -108,13 +111,14 @@ def run_training(
     tokenizer = find_tokenizer(recipe.data.tokenizer, recipe.model) if recipe.data.tokens is None else None
     inputs = read_inputs(subject, tokenizer, watcher.say)
     with out.held():
-        out.begin(subject.recipe, inputs.record)
+        out.check_data(inputs.record)
         if resume and not out.is_saved:
             watcher.note("nothing of the run is saved: it begins anew")
         if differing:
             watcher.note(f"the recipe differs from before: {differences_in_words(differing)}")
         keeper = Keeper(out.checkpoints, recipe.checkpoints)
         if _is_over(out, keeper, inputs.steps):
+            out.begin(subject.recipe, inputs.record)
             result = RunResult(
                 folder=out.path, step=inputs.steps, steps=inputs.steps, is_finished=True, saved_step=inputs.steps
             )
@@ -188,6 +192,8 @@ class Run:
         self._step = 0
         """Updates that were made."""
         self._num_returns = 0
+        self._is_updating = False
+        """Whether the step under way has begun to change weights."""
         self._evaluation: tuple[int, float] | None = None
         self._loss: float | None = None
         self._trained: Trained
@@ -225,6 +231,8 @@ class Run:
             return self._ended()
 
     def _open_logs(self, stack: contextlib.ExitStack) -> None:
+        # Not before: a plan that does not fit, and an interrupt meanwhile, leave the folder as it was.
+        self._out.begin(self._recipe, self._inputs.record)
         self._log = MetricsLog(self._out.metrics, step=self._step)
         stack.callback(self._log.close)
         if self._recipe.log.tensorboard:
@@ -283,7 +291,7 @@ class Run:
             except StepLostError as error:
                 reason, has_moved = str(error), error.has_moved
             except OUT_OF_MEMORY as error:
-                reason, has_moved = f"memory ran out: {error}", False
+                reason, has_moved = f"memory ran out: {error}", self._is_updating
             # Out of the except block: what the exception held of the step is gone.
             reason = f"step {self._step + 1:,} was lost ({reason})"
             self._log.add("lost", self._step, reason=reason)
@@ -301,15 +309,19 @@ class Run:
         for group, rate in zip(trained.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * share
         parts = []
+        self._is_updating = False
         for batch in batches:
             loss = trained.model(**on_device(batch, self._subject.device)).loss
+            if recipe.schedule is Schedule.IN_BACKWARD:
+                require_finite(loss)  # the backward updates
             part = loss / recipe.accumulation if recipe.accumulation > 1 else loss
             (part if trained.scaler is None else trained.scaler.scale(part)).backward()
             parts.append(loss.detach())
             del loss, part
         value = math.fsum(float(part.double().item()) for part in parts) / len(parts)
-        if not math.isfinite(value) and trained.scaler is None:
-            raise NonFiniteLossError(f"the loss is {value}")
+        if trained.scaler is None:
+            require_finite(value)
+        self._is_updating = True
         norm = self._updated()
         trained.optimizer.zero_grad()
         return value, norm
@@ -321,8 +333,7 @@ class Run:
             trained.scaler.step(trained.optimizer)
             trained.scaler.update()
             return None
-        if trained.is_plain and self._recipe.max_grad_norm is None and self._recipe.precision is None:
-            # A session looks at gradients wherever it updates; here torch's own step would.
+        if self._is_unwatched:
             gradients = [each.grad for each in trained.model.parameters() if each.grad is not None]
             norm = float(torch.nn.utils.get_total_norm(gradients))
             if not math.isfinite(norm):
@@ -333,6 +344,13 @@ class Run:
         found = trained.session.last_grad_norm
         return None if found is None else float(found)
 
+    @property
+    def _is_unwatched(self) -> bool:
+        """Whether torch's own step takes gradients as they are; a session looks at those of all other updates."""
+        recipe = self._recipe
+        is_deferred = recipe.schedule is Schedule.DEFERRED
+        return self._trained.is_plain and is_deferred and recipe.max_grad_norm is None and recipe.precision is None
+
     def _leave_out(self, error: LowtideError, num_left_out: int) -> None:
         most = self._recipe.faults.skip_non_finite
         self._log.add("left out", self._step + 1, reason=str(error))
@@ -342,8 +360,8 @@ class Run:
             times = f", {num_left_out} steps in a row" if num_left_out > 1 else ""
             raise RunStoppedError(
                 self._told(
-                    f"step {self._step + 1:,} is not finite{times}: {error}. Lower optimizer.settings.lr, set max_grad_norm, look "
-                    f"at the batch, or let faults.skip_non_finite leave out more than {most}"
+                    f"step {self._step + 1:,} is not finite{times}: {error}. {_ADVICE}, or let faults.skip_non_finite "
+                    f"leave out more than {most}"
                 )
             ) from error
         self._trained.optimizer.zero_grad()
@@ -382,10 +400,20 @@ class Run:
         """Begin to save, and go on training where that fails: the checkpoints from before are still there."""
         self._finish_save()
         self._show("saving")
+        self._require_good_weights()
         self._log.sync()
         with self._noted():
             self._keeper.save(self._trained, self._step)
             self._tell_saved()
+
+    def _require_good_weights(self) -> None:
+        """Save no weights that updates in backward have made of a NaN: their verdict comes when all of them are over."""
+        try:
+            self._trained.session.settle()
+        except NonFiniteGradientError as error:
+            raise RunStoppedError(
+                self._told(f"step {self._step:,} is not finite, and is not saved: {error}. {_ADVICE}")
+            ) from error
 
     def _finish_save(self) -> None:
         """Wait for one that is under way."""
@@ -425,6 +453,7 @@ class Run:
             self._watcher.note(words)
             return
         self._show("saving")
+        self._require_good_weights()
         self._log.sync()
         try:
             self._keeper.save(self._trained, self._step)
@@ -442,7 +471,7 @@ class Run:
             steps=self._inputs.steps,
             is_finished=is_finished,
             saved_step=self._keeper.saved_step,
-            loss=self._loss,
+            loss=self._loss if self._loss is not None and math.isfinite(self._loss) else None,
             evaluation_loss=None if self._evaluation is None else self._evaluation[1],
         )
 
@@ -491,7 +520,19 @@ class Run:
             raise RunStoppedError(self._told(f"{words} (the traceback is in {place})")) from error
 
     def _told(self, words: str) -> str:
+        with contextlib.suppress(Exception):  # the words are of what ends the run, not of this
+            self._finish_save()
         saved = self._keeper.saved_step
         if saved is None:
             return f"the run stopped: {words}. Nothing of it is saved yet"
         return f"the run stopped: {words}. Step {saved:,} is saved; go on by `{self._out.resume_command}`"
+
+
+def require_finite(loss: float | torch.Tensor) -> None:
+    """Refuse a loss that is NaN or infinite.
+
+    Raises:
+        NonFiniteLossError: It is.
+    """
+    if not math.isfinite(float(loss.detach() if isinstance(loss, torch.Tensor) else loss)):
+        raise NonFiniteLossError("the loss is NaN or infinite")

@@ -24,7 +24,7 @@ SEEN_AFTERWARDS = [
 
 def test_addresses_are_those_of_the_cuda_driver() -> None:
     driver = DriverMemory(None)
-    # The process had three segments in its first chunk before those listed.
+    # The process had three segments in its first address range before those listed.
     for size in (2, 2, 20, 2):
         driver.reserve_addresses(size * MiB)
     origin = driver.reserve_addresses(64 * MiB)

@@ -26,7 +26,7 @@ from lowtide.lab.report.tables import outcome_words, perplexity_text
 from lowtide.plain_text import Plain
 from lowtide.report import page
 from lowtide.report.charts import Mark, Scatter
-from lowtide.report.page import fill_page, read_part
+from lowtide.report.page import fill_page, read_asset
 from lowtide.report.table import Tone, Value, make_table, to_html, words
 from lowtide.units import format_count
 
@@ -52,12 +52,12 @@ def render_html(report: LabReport) -> str:
         title=report.title,
         contents=page.contents(links),
         body="".join(body),
-        styles=[read_part("lab.css", _PACKAGE)],
+        styles=[read_asset("lab.css", _PACKAGE)],
         data={
             "comparisons": [_chart_data(comparison) for comparison in report.comparisons],
             "sweeps": [charts.sweep_lines(sweep) for sweep in report.sweeps],
         },
-        scripts=[read_part("units.js"), read_part("charts.js"), read_part("lab.js", _PACKAGE)],
+        scripts=[read_asset("units.js"), read_asset("charts.js"), read_asset("lab.js", _PACKAGE)],
     )
 
 

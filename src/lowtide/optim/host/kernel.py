@@ -3,14 +3,15 @@
 Agrees with `reference.update` within fp32 rounding; its own results do not depend on the number of threads, on how
 parameters are cut into pieces, nor on the processor's instruction set.
 
-The threads run on one processor of each physical core that this process may use: two threads on one core share its load
-and store units, and an update does little else. They are one fewer than the cores, for the thread that launches the
-device's work: where it waits for a turn, the device waits. None of them has a core of its own: the thread that launches
-and the one that asks for updates come and go, and whoever has lost its core to them moves on.
+The threads are pinned to one logical processor of each physical core that this process may use: two threads on one core
+share its load and store units, and an update does little else. There is one thread fewer than cores, which leaves room for
+the thread that launches the device's work: while that waits for a core, the device waits. No thread is pinned to a single
+core: when the launching thread, or the one that asks for updates, takes its core, it moves to another.
 
 Note [Tiny numbers]
 On x86 numbers below 1.2e-38, fp32's smallest normal one, count as zero. torch keeps them: a moment without gradients stays
-at 1e-45 for ever, and each operation on it takes a hundred times as long. An `eps` of 0 divides zero by zero sooner so.
+at 1e-45 for ever, and each operation on it takes a hundred times as long. So with `eps=0` a division of zero by zero comes
+earlier.
 """
 
 from __future__ import annotations
@@ -76,12 +77,12 @@ _AMSGRAD, _NESTEROV, _FIRST_STEP = 1, 2, 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerCpus:
-    """How many threads there are, and where they run."""
+    """How many threads an update has, and the processors on which they may run."""
 
     num_threads: int
-    """How many threads are worth having."""
+    """Threads of an update; more would not make it faster."""
     pinned: tuple[int, ...]
-    """The processors that they keep to; empty where threads are better left to the system."""
+    """The processors that the threads are pinned to, all to the whole set; empty to let the system choose."""
 
 
 def update(

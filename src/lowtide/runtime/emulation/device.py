@@ -30,9 +30,9 @@ class Mark(enum.Enum):
     """Why a storage is not counted as the device's memory when an operator brings it."""
 
     HOST = "host"
-    """It stands for memory of the host. What is computed from such memory alone is of the host too."""
+    """The storage stands for memory of the host. Results that are computed from such storages alone are on the host too."""
     CHARGED = "charged"
-    """It is the device's, and counted by whoever grows and shrinks it."""
+    """The storage is the device's, and is counted by the code that grows and shrinks it."""
 
 
 class _Marked(weakref.ref[torch.UntypedStorage]):

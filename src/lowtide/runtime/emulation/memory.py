@@ -319,7 +319,7 @@ class TrackedMemory:
         return life
 
     def _enter_foreign(self, tensor: Tensor, storage: torch.UntypedStorage, func: Any) -> tuple[_Life, int]:
-        """Its life, and the bytes that were counted before."""
+        """Put a storage that came from elsewhere on the books. Returns its life, and the bytes that were counted for it before."""
         life = self._find(storage)
         if life is None:
             life = self._add(storage, 0, f"read by {_name_of(func)}", tuple(tensor.shape), is_foreign=True)

@@ -1,4 +1,4 @@
-"""Bind a model's parameters to chunks: make the chunks' memory, take the values over, and give them back at the end."""
+"""Bind a model's parameters to chunks: make the chunks' memory, copy the values into it, and unbind them at the end."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Fill = Callable[[ParameterSpec, nn.Parameter, torch.Tensor], None]
 """Writes a parameter's values into a view: from the parameter itself, or from a file."""
 
 
-def copy_values(spec: ParameterSpec, parameter: nn.Parameter, home: torch.Tensor) -> None:
+def copy_values(spec: ParameterSpec, parameter: nn.Parameter, target: torch.Tensor) -> None:
     """Fill from the parameter itself."""
     del spec
-    home.copy_(parameter.data)
+    target.copy_(parameter.data)
 
 
 class Binder:
@@ -50,7 +50,7 @@ class Binder:
         self._on_device_buffer = on_device_buffer
         self._on_host_memory = on_host_memory
         self.members: list[ManagedParameter] = []
-        """What has its memory so far, in the middle of a group as well."""
+        """The parameters that have their memory so far, also in the middle of a group."""
         self._parameters = dict(model.named_parameters())
         self._owners: dict[int, list[tuple[nn.Module, str]]] = {}
         for module in model.modules():
@@ -100,14 +100,16 @@ class Binder:
     def _bind_chunk(
         self, spec: ChunkSpec, site: Site, fill: Fill, *, is_resident: bool
     ) -> tuple[Chunk, list[ManagedParameter]]:
-        is_updated = self._has_optimizer and site is Site.HOST and spec.spans[0].parameter.requires_grad
-        host = self._pool.allocate(f"weights {spec.name}", spec.nbytes) if is_updated or not is_resident else None
+        is_updated_on_host = self._has_optimizer and site is Site.HOST and spec.spans[0].parameter.requires_grad
+        host = (
+            self._pool.allocate(f"weights {spec.name}", spec.nbytes) if is_updated_on_host or not is_resident else None
+        )
         self._books.charge(spec.nbytes, spec.name)
         device = self._mover.device_buffer(spec.nbytes)
         self._on_device_buffer(device)
-        homes = (
+        gradient_homes = (
             self._pool.allocate(f"gradients {spec.name}", spec.nbytes)
-            if is_updated and self._plan.schedule is Schedule.DEFERRED
+            if is_updated_on_host and self._plan.schedule is Schedule.DEFERRED
             else None
         )
         chunk = Chunk(spec, host, device)
@@ -135,9 +137,11 @@ class Binder:
                 device_view=device_view,
                 owners=self._owners[id(parameter)],
             )
-            if is_updated:
+            if is_updated_on_host:
                 assert host_view is not None
-                gradient_home = None if homes is None else view_of(homes, span.offset_bytes, span.parameter)
+                gradient_home = (
+                    None if gradient_homes is None else view_of(gradient_homes, span.offset_bytes, span.parameter)
+                )
                 managed.update_through(host_view if is_resident else parameter.detach(), gradient_home)
             members.append(managed)
             self.members.append(managed)
@@ -158,7 +162,7 @@ def _give_data(parameter: nn.Parameter, home: torch.Tensor) -> None:
 
 
 def move_part(groups: dict[str, ManagedGroup], key: str, flat: torch.Tensor) -> None:
-    """The arena moved a chunk's weights or gradients on the host: point everything to the new place."""
+    """The arena moved a chunk's weights or gradients on the host: point everything to the new memory."""
     kind, _, name = key.partition(" ")
     for group in groups.values():
         for managed in group.members:
@@ -174,20 +178,20 @@ def move_part(groups: dict[str, ManagedGroup], key: str, flat: torch.Tensor) -> 
             chunk.move_host(flat)
             view = own_storage(view)
             managed.move_host_view(view)
-            if not group.is_resident and not group.looks_at_device:
+            if not group.is_resident and not group.points_to_device:
                 managed.parameter.data = view
-                managed.rest_at(view)
-            if managed.host_target is not None and (group.is_resident or not group.looks_at_device):
+                managed.set_home(view)
+            if managed.host_target is not None and (group.is_resident or not group.points_to_device):
                 managed.update_through(view if group.is_resident else managed.parameter.detach())
             group.note_homes()
 
 
 def place_gradient(managed: ManagedParameter, *, is_copied: bool) -> None:
-    """Bring a gradient that was there before the plan to where the plan wants it.
+    """Move a gradient that was there before the session to where the plan has it.
 
     Args:
-        managed: The plan has placed it.
-        is_copied: To the device in any case: what stood for the host's memory on an emulated device does no longer.
+        managed: Bound already.
+        is_copied: Copy a gradient of the device in any case: on an emulated device its memory may have been the host's.
     """
     parameter = managed.parameter
     gradient = parameter.grad
@@ -206,8 +210,8 @@ def place_gradient(managed: ManagedParameter, *, is_copied: bool) -> None:
     parameter.data = data
 
 
-def release(members: Iterable[ManagedParameter], original: dict[int, torch.device]) -> None:
-    """Give parameters memory of their own again, on the device where they came from."""
+def unbind(members: Iterable[ManagedParameter], original: dict[int, torch.device]) -> None:
+    """Give parameters memory of their own again, on the device that they were on before."""
     for managed in members:
         parameter = managed.parameter
         make_plain(parameter)

@@ -43,9 +43,9 @@ class GradientState(enum.StrEnum):
     """Which backward, if any, a gradient on the host belongs to."""
 
     RESTING = "resting"
-    """No backward makes one. What there is lies at the parameter, for the user, or an update reads it."""
+    """No backward makes one. A gradient of before is at the parameter, for the user, or an update reads it."""
     SET_ASIDE = "set aside"
-    """A backward uses the parameter: what was at it waits here, so that autograd starts afresh."""
+    """A backward uses the parameter: the gradient that was at it waits here, so that autograd starts afresh."""
     ARRIVING = "arriving"
     """This backward has brought one: copies to the host and sums there may be under way."""
 
@@ -60,7 +60,7 @@ LEGAL: Mapping[GradientState, frozenset[GradientState]] = {
 
 
 class HostGradient:
-    """The gradient of one parameter that the host updates. Others tell it what they did, and assign nothing.
+    """The gradient of one parameter that the host updates. Its own methods alone change its fields.
 
     Args:
         parameter: The user's.
@@ -77,26 +77,26 @@ class HostGradient:
         self.tensor: torch.Tensor | None = None
         """The gradient that the last backward made, or is making."""
         self.pending: list[Ticket | Job] = []
-        """What must happen before it is complete, and updates that read it."""
+        """Copies and sums that must end before it is complete, and updates that read it."""
         self.was_seen = False
-        """Whether somebody has looked at it since it began, and may write to it through a view."""
+        """Whether somebody has read the gradient since its first copy, and may write to it through a view."""
         self.home = home
         self._parameter = parameter
         self._at_home = None if home is None else same_memory(home)
-        """Over the home, for copies and updates: the user's own object is pending before a copy has happened."""
+        """A tensor of our own over the home, for copies and updates: the user's object is pending until they are done."""
         self._host = host
         self._aside: torch.Tensor | None = None
-        """What was at the parameter before this backward."""
+        """The gradient that was at the parameter before this backward."""
         self._is_whole = False
-        """Whether this backward adds to what is set aside on the device, for hooks of the user's to see."""
+        """Whether autograd adds to the gradient that was set aside, on the device, so that hooks of the user's see the sum."""
         self._lent: weakref.ref[torch.UntypedStorage] | None = None
-        """The storage of the user's last gradient in the home; while it lives, somebody may hold it."""
+        """The storage of the last gradient in the home that the user was given; while it lives, somebody may hold it."""
         self._is_held = False
         """Whether somebody else holds the memory to which this backward adds."""
         self._num_takes = 0
-        """Counts what came to it: a norm is of one time."""
+        """Counts the gradients that came: a norm is that of the sum after one of them."""
         self._norm: tuple[int, torch.Tensor] | None = None
-        """The norm, and after which take."""
+        """The number of gradients that had come, and the norm of their sum."""
         self._pending_value: PendingGradient | None = None
 
     def become(self, state: GradientState) -> None:
@@ -111,7 +111,9 @@ class HostGradient:
     # -- a backward ----------------------------------------------------------------------------------------------------
 
     def set_aside(self, *, has_hooks: bool) -> None:
-        """A backward uses the parameter. Hooks of the user's on the gradient find the sum at the parameter, as in plain torch."""
+        """A backward uses the parameter: keep its gradient here. With hooks of the user's on the gradient, autograd adds to a copy
+        of it, so that they find the sum at the parameter, as in plain torch.
+        """
         found = self._parameter.grad
         if found is not None and found.device != self._host:
             found = found.detach().to(self._host)  # the user set it beside resident weights on the device
@@ -122,7 +124,7 @@ class HostGradient:
         self.become(GradientState.SET_ASIDE)
 
     def drop(self) -> None:
-        """Nothing of this backward is kept, nor of what was there before it: it was used up, or nobody wants it."""
+        """Keep neither the gradient of this backward nor the one before it: a hook used them up, or nobody wants them."""
         self._aside = None
 
     def is_first(self) -> bool:
@@ -130,7 +132,7 @@ class HostGradient:
         return self.state is not GradientState.ARRIVING
 
     def stage_in(self, staging: torch.Tensor) -> torch.Tensor:
-        """Where a gradient lands that is used up in backward: in the chunk's staging buffer."""
+        """The target for a gradient that an update in backward uses up: a part of the chunk's staging buffer."""
         if self.tensor is None or self.is_first():
             spans = self.chunk.spec.spans
             offset = next(span.offset_bytes for span in spans if span.parameter.name == self.spec.name)
@@ -138,44 +140,46 @@ class HostGradient:
         return self.tensor
 
     def land(self) -> tuple[torch.Tensor, bool]:
-        """Where a deferred gradient lands, and whether it is added to what lies there."""
+        """The target for a deferred gradient, and whether the gradient is added to the values there."""
         adds = not self.is_first()
         if not adds and self._aside is not None:
-            # Accumulation: what is there already belongs to the user, wherever it lies. One that the user made is the user's
-            # to write to.
+            # Accumulation: the gradient that is there already is the user's, in whatever memory. One that the user made may
+            # be written to by the user.
             self.was_seen = self.was_seen or self._aside is not self.tensor
             self.tensor, adds = self._aside, not self._is_whole
             make_plain(self.tensor)
             self._is_held = compat.num_storage_owners(self.tensor) > 1
         elif not adds:
-            # What a loop that never looks at a gradient leaves behind: the copy and the update of the last step.
+            # A loop that never reads a gradient leaves the copy and the update of the last step here.
             self.pending = [waiting for waiting in self.pending if not waiting.is_done()]
-            self._leave_old()
+            self._replace_tensor()
             self.was_seen = False
         assert self.tensor is not None
-        # Not the user's own object: that one is pending before the copy has happened.
+        # Not the user's own object: that one is pending until the copy is done.
         return self._inner(self.tensor), adds
 
     def count_take(self) -> int:
-        """One more gradient comes; its number."""
+        """One more gradient comes. Returns its number."""
         self._num_takes += 1
         return self._num_takes
 
     def note_norm(self, number: int, norm: torch.Tensor | None) -> None:
-        """The norm after the take of that number; None where it is not known."""
+        """Note the norm of the sum with the gradient of that number; None if it is not known."""
         self._norm = None if norm is None else (number, norm)
 
     def add_norm(self, norm: torch.Tensor) -> None:
-        """What is not clipped is only judged: a sum of norms is finite if all that was added is."""
+        """Add the norm of a gradient to the known one. Without clipping norms are only judged, and a sum of norms is finite if all
+        of them are.
+        """
         known = norm if self._norm is None else self._norm[1] + norm.to(self._norm[1].device)
         self._norm = (self._num_takes, known)
 
     def await_(self, waiting: Ticket | Job) -> None:
-        """It is complete when this has happened too."""
+        """The gradient is complete only when this is done too."""
         self.pending.append(waiting)
 
     def take_aside(self) -> torch.Tensor | None:
-        """What was at the parameter before, for the caller to add; None where there was nothing, or it is in the sum already."""
+        """The gradient that was at the parameter before, for the caller to add; None if there was none, or if it is in the sum."""
         found = None if self._is_whole else self._aside
         if found is not None:
             self._aside = None
@@ -191,7 +195,7 @@ class HostGradient:
                 parameter.grad = gradient
             else:
                 # A parameter on the device may have a gradient on the host, but not be given one.
-                # Past what notices a look: nobody looks at the weights here.
+                # Past what notices reads: nobody reads the weights here.
                 with compat.without_torch_function():
                     data = parameter.data
                     parameter.data = host_view if host_view is not None else gradient.detach()
@@ -201,24 +205,24 @@ class HostGradient:
                 self.settle()  # what is held is not pending
                 self._is_held = False
             self.make_pending(mover)
-        self.rest()
+        self.end_backward()
 
     def show_aside(self) -> None:
-        """A backward is over that used up what it brought. What was there before, and was not used, is left for `step()`."""
+        """A backward is over that used up its gradients. A gradient of before that was not used is left for `step()`."""
         if self._aside is not None and not self._is_whole:
             self._parameter.grad, self._aside = self._aside, None
-        self.rest()
+        self.end_backward()
 
-    def rest(self) -> None:
-        """No backward makes it any more; also after an exception."""
+    def end_backward(self) -> None:
+        """The backward that made the gradient is over, or broke off."""
         if self.state is not GradientState.RESTING:
             self.become(GradientState.RESTING)
 
     # -- an update -----------------------------------------------------------------------------------------------------
 
     def for_update(self, *, is_staged: bool) -> torch.Tensor | None:
-        """What an update on the host reads: an object of our own over the memory, because the user's may be pending, and would
-        wait for this very update.
+        """The gradient that an update on the host reads: a tensor of our own over its memory, because the user's may be pending,
+        and would wait for this very update.
         """
         if is_staged:
             return None if self.tensor is None else same_memory(self.tensor)
@@ -226,7 +230,7 @@ class HostGradient:
             gradient = self._parameter.grad
         if gradient is None or gradient is self.tensor:
             return None if gradient is None else self._inner(gradient)
-        # Set by the user, who may change it as soon as `step` returns, and who may have put it beside resident weights.
+        # The user has set it, may change it as soon as `step` returns, and may have put it beside resident weights.
         if gradient.device != self._host:
             return gradient.detach().to(self._host)
         return beside(gradient).copy_(gradient)
@@ -236,17 +240,17 @@ class HostGradient:
         self.tensor = self._parameter.grad
 
     def is_held_beside(self) -> bool:
-        """Whether somebody else holds the memory that an update of `p.grad` reads, and may write to it unnoticed."""
+        """Whether another tensor shows the memory of `p.grad` that an update reads, so that a write to it would not be noticed."""
         if self.tensor is None:
             return False
         with compat.without_torch_function():
             return self._parameter.grad is self.tensor and compat.num_storage_owners(self.tensor) > 1
 
     def use_up(self) -> None:
-        """An update has it, in a staging buffer that it gives back."""
+        """An update has the gradient, in a staging buffer that the update gives back."""
         self.pending.clear()
         self.tensor = None
-        self.rest()
+        self.end_backward()
 
     def forget_norm(self) -> None:
         """The norm was judged, or the gradient changed."""
@@ -254,7 +258,7 @@ class HostGradient:
 
     @property
     def sent_norm(self) -> torch.Tensor | None:
-        """The norm as it left the device."""
+        """The norm that was computed when the gradient left the device."""
         return None if self._norm is None else self._norm[1]
 
     @property
@@ -264,7 +268,7 @@ class HostGradient:
         return self._norm[1] if self._norm is not None and is_known else None
 
     def clear_unseen(self, clear: Callable[[], None]) -> None:
-        """Run what clears the gradient; nobody but it has looked, and nothing of its value is kept."""
+        """Run a function that clears the gradient. It does not count as a read, and the norm is forgotten."""
         was_seen = self.was_seen
         clear()
         self.was_seen = was_seen
@@ -273,7 +277,7 @@ class HostGradient:
     # -- the user ------------------------------------------------------------------------------------------------------
 
     def make_pending(self, mover: Mover) -> None:
-        """A look at the user's gradient waits for what is pending for it."""
+        """Reading the user's gradient waits for the copies and updates of it that are under way."""
         tensor, value = self.tensor, self._pending_value
         if tensor is None or (value is not None and is_pending_for(tensor, value)):
             return
@@ -284,12 +288,12 @@ class HostGradient:
             make_pending(tensor, self._pending_value)
 
     def make_plain(self) -> None:
-        """The session ends: the gradient is what it seems."""
+        """The session ends: reading the gradient needs nothing any more."""
         if self.tensor is not None:
             make_plain(self.tensor)
 
     def mark_seen(self) -> None:
-        """Somebody looks, who may write, and may keep a view of it and write later."""
+        """Somebody reads the gradient, and may write to it, now or later through a view."""
         self.was_seen = True
 
     def settle(self) -> None:
@@ -301,7 +305,7 @@ class HostGradient:
             except Exception:
                 self.pending.remove(first)
                 raise
-            # Not before: an interrupted wait must not forget it.
+            # Removed only now: an interrupted wait must not forget it.
             if self.pending and self.pending[0] is first:
                 self.pending.pop(0)
 
@@ -310,7 +314,7 @@ class HostGradient:
         return all(waiting.is_done() for waiting in self.pending)
 
     def is_home_held(self) -> bool:
-        """Whether somebody else looks at the home's memory: an older gradient, a view."""
+        """Whether another tensor shows the home's memory: an older gradient, or a view."""
         lent = None if self._lent is None else self._lent()
         if lent is None:
             return False
@@ -320,14 +324,14 @@ class HostGradient:
             return self.tensor.untyped_storage() is not lent or compat.num_storage_owners(self.tensor) > 1
 
     def move_home(self, home: torch.Tensor) -> None:
-        """The home lies elsewhere now; whoever moved it has copied it."""
+        """The arena has moved the home here, with its values."""
         old, self.home, self._at_home = self.home, home, same_memory(home)
         if self.tensor is not None and old is not None and self.tensor.data_ptr() == old.data_ptr():
             self.tensor.data = own_storage(home)
             self._lent = weakref.ref(self.tensor.untyped_storage())
 
-    def _leave_old(self) -> None:
-        """A new gradient is written where the last one lay, unless somebody still holds that one."""
+    def _replace_tensor(self) -> None:
+        """Choose the tensor for a new gradient: in the home, unless somebody still holds the last gradient there."""
         assert self.home is not None
         old, self.tensor = self.tensor, None
         # Two references: the local name and that of `getrefcount`.
@@ -336,11 +340,11 @@ class HostGradient:
             self.settle()
             make_plain(old)
         if old is not None and not (is_held or self.was_seen) and self.is_home_of(old):
-            self.tensor = old  # nobody has ever looked at it
+            self.tensor = old  # nobody has ever read it
             return
         del old
         if self._lent is not None and self._lent() is not None:
-            # Somebody holds a gradient of before, or a view of it: it keeps its place and its value.
+            # Somebody holds an older gradient, or a view of it: that one keeps the home, with its value.
             self.tensor = beside(self.home)
         else:
             self.tensor = own_storage(self.home)
@@ -359,7 +363,7 @@ class HostGradient:
 
 
 class PendingGradient:
-    """What a look at a gradient on the host waits for: its completion, and updates that read it."""
+    """What reading a gradient on the host waits for: its completion, and updates that read it."""
 
     def __init__(self, gradient: HostGradient, mover: Mover) -> None:
         self._gradient = gradient
@@ -367,7 +371,7 @@ class PendingGradient:
 
     @property
     def label(self) -> str:
-        """For messages."""
+        """The gradient's name in messages."""
         return f"the gradient of {self._gradient.spec.name}"
 
     def settle(self) -> None:
@@ -376,10 +380,10 @@ class PendingGradient:
         self._gradient.mark_seen()
 
     def check_gradient(self) -> None:
-        """A gradient has none itself."""
+        """Nothing to refuse: a gradient has no gradient."""
 
     def wait_for_device(self) -> None:
-        """Copies to the host that the loop's own stream makes, as a GradScaler's of its flag, are done then."""
+        """Wait for the loop's own stream, which may be making a copy to the host, as a GradScaler does of its flag."""
         self._mover.now().wait()
 
 
@@ -390,17 +394,17 @@ class GradientSink(Protocol):
         """The parameter's gradient is complete on the device."""
 
     def send(self) -> None:
-        """Gradients that were taken are on their way from now on."""
+        """Send the gradients that were taken and still wait."""
 
     def abandon(self, gradients: Iterable[HostGradient], chunks: Iterable[Chunk]) -> None:
         """After an exception: nothing of this backward is kept."""
 
     def show(self, gradient: HostGradient, host_view: torch.Tensor | None, *, is_resident: bool) -> None:
-        """A backward is over: the user finds the gradient where it rests."""
+        """A backward is over: show the user the gradient on the host."""
 
 
 SENT_TOGETHER_BYTES = 4 * MiB
-"""Below it a copy does not reach the speed of its link, and costs the host more than the device."""
+"""A smaller copy does not reach the speed of its link, and costs the host more time than the device."""
 
 
 class _Taken(NamedTuple):
@@ -414,15 +418,15 @@ class GradientMover:
     """Sends gradients to the host and adds them up there.
 
     Note [Gradients that are sent together]
-    Small gradients of a chunk wait for each other, and are sent with one event in front of their copies and one behind, when the
-    chunk's update asks for them, another chunk's gradient comes, the backward ends, or enough bytes wait. What the computation
-    is told before the event in front is all that made them, because they were taken on the same queue: a gradient that comes on
-    another one sends those before it, and the sending queue waits for theirs. The memory of a gradient is its own until the
-    event behind its copy: the mover keeps it, and counts what waits here among what it keeps.
+    Small gradients of a chunk wait for each other, and are sent as a batch, with one event before their copies and one behind
+    them: when the chunk's update asks for them, another chunk's gradient comes, the backward ends, or enough bytes wait. All
+    gradients of a batch come from one queue of the computation (one stream), so one event before the copies covers them. A
+    gradient from another stream first sends the waiting batch, behind an event of that batch's stream. The mover keeps the
+    memory of each gradient until the event behind its copy, and counts the gradients that wait here too.
 
     Args:
-        takes_totals: Whether the norm of what was added up on the host is taken there, for a clipping that does not read
-            the sum again.
+        takes_totals: Whether the norm of a sum that is made on the host is computed there, for a clipping that does not
+            read the sum again.
     """
 
     def __init__(
@@ -445,10 +449,10 @@ class GradientMover:
         """See Note [Gradients that are sent together]."""
         self._waiting_bytes = 0
         self._queue: object = None
-        """On which they were taken."""
+        """The queue of the computation on which the waiting gradients were taken."""
 
     def take(self, taken: HostGradient, parameter: nn.Parameter) -> None:
-        """The parameter's gradient is complete on the device: send it to the host and let it go there."""
+        """The parameter's gradient is complete on the device: send it to the host, and free it on the device."""
         gradient = parameter.grad
         assert gradient is not None
         refuse_sparse_gradient(gradient, taken.spec.name)
@@ -464,7 +468,7 @@ class GradientMover:
         else:
             self._wait_with(_Taken(taken, number, target, gradient))
         if self._schedule is Schedule.IN_BACKWARD and (aside := taken.take_aside()) is not None:
-            # From a use outside of the module's call, on the host: its gradient came first.
+            # The gradient of a use outside of the module's call, on the host, which came first.
             self.send()
             self._add(taken, target, aside)
         taken.become(GradientState.ARRIVING)
@@ -481,7 +485,7 @@ class GradientMover:
             self.send()
 
     def send(self) -> None:
-        """Send those that wait; see Note [Gradients that are sent together]."""
+        """Send the gradients that wait; see Note [Gradients that are sent together]."""
         self._send_all(takes_norms=True)
 
     def _send_all(self, *, takes_norms: bool) -> None:
@@ -493,7 +497,7 @@ class GradientMover:
         gradients = [item.gradient for item in items]
         norms: Sequence[torch.Tensor | None] = [None] * len(items)
         if takes_norms:
-            # A clipping is by the norm of each alone.
+            # Clipping needs the norm of each gradient.
             norms = [norm_of(gradient) for gradient in gradients] if self._takes_totals else norms_to_judge(gradients)
         copied = self._mover.all_to_host([item.target for item in items], gradients, [self._mover.now()])
         self._recorder.on_gradient(
@@ -506,7 +510,7 @@ class GradientMover:
     def abandon(self, gradients: Iterable[HostGradient], chunks: Iterable[Chunk]) -> None:
         """After an exception: wait for the work on the host, and take back staging that no update will give back."""
         if self._schedule is Schedule.DEFERRED:
-            # The user finds what came before the exception. A norm would take memory, of which there may be none.
+            # The user finds the gradients that came before the exception. A norm would need memory, and there may be none.
             self._send_all(takes_norms=False)
         self._waiting, self._waiting_bytes = [], 0
         self._worker.drain()
@@ -517,16 +521,16 @@ class GradientMover:
         self._cache.take_back_all()
 
     def show(self, gradient: HostGradient, host_view: torch.Tensor | None, *, is_resident: bool) -> None:
-        """A backward is over: the user finds the gradient where it rests."""
+        """A backward is over: show the user the gradient on the host."""
         if self._schedule is Schedule.DEFERRED:
             gradient.show(host_view, self._mover)
         elif is_resident:
-            gradient.rest()
+            gradient.end_backward()
         else:
             gradient.show_aside()
 
     def make_pending(self, gradient: HostGradient) -> None:
-        """An update on the host reads the user's gradient: a look at it waits."""
+        """An update on the host reads the user's gradient: reading it waits."""
         gradient.make_pending(self._mover)
 
     def _staging(self, chunk: Chunk) -> torch.Tensor:
@@ -570,7 +574,7 @@ class GradientMover:
 
 
 def _earlier(gradient: HostGradient) -> tuple[Ticket | Job, ...]:
-    """What an addition comes after: the copies and additions before it, and an update that reads what they made."""
+    """What an addition waits for: earlier copies and additions, and an update that reads their result."""
     return tuple(waiting for waiting in gradient.pending if not waiting.is_done())
 
 
@@ -578,7 +582,7 @@ def refuse_sparse_gradient(gradient: torch.Tensor, name: str) -> None:
     """Refuse a gradient that is not dense.
 
     Raises:
-        SessionError: It is not.
+        SessionError: The gradient is not dense.
     """
     if gradient.layout is not torch.strided:
         layout = str(gradient.layout).removeprefix("torch.")
@@ -593,12 +597,12 @@ def refuse_sparse_tables(model: nn.Module, optimizer: torch.optim.Optimizer, ask
     """Refuse embeddings that will have sparse gradients, before anything runs.
 
     Args:
-        model: With them, or not.
-        optimizer: Those that it does not hold do not matter.
+        model: May have such embeddings.
+        optimizer: Parameters that it does not hold do not matter.
         asked: The settings that need dense gradients, as the user wrote them.
 
     Raises:
-        ConfigError: There is one. The message names the parameter.
+        ConfigError: There is such an embedding. The message names its parameter.
     """
     settings = list(asked)
     if not settings:

@@ -1,22 +1,22 @@
-"""ManagedGroup: one group at run time. Its parameters look at the device inside a window and at the host otherwise.
+"""ManagedGroup: one group at run time. Its parameters point to the device inside a window and to the host otherwise.
 
 The Parameter objects are the user's own and stay the same for the whole session; what changes is where their data is.
 
-Note [Where a streamed parameter looks]
-From the first window of a step to the end of its backward a streamed parameter keeps looking at its device view, also
-while the chunk is away: to look back and forth would give it a new gradient accumulator at each turn on CUDA, and the
+Note [Where a streamed parameter points]
+From the first window of a step to the end of its backward a streamed parameter keeps pointing to its device view, also
+while the chunk is away: to point it back and forth would give it a new gradient accumulator each time on CUDA, and the
 gradients of a parameter that is used twice would be added in another order than plain torch's. While the chunk is away
-the parameter is pending, so that whoever looks gets the host's value; see `parameters.pending`.
+the parameter is pending, so that a read gives the host's value; see `parameters.pending`.
 
 Note [Memory that the user holds]
 `p.detach()`, `p.data`, a state dictionary or `p.numpy()` show the memory where the parameter rests, its home: the host's
 bytes of a streamed parameter, the device's of a resident one. Such a tensor is not pending. While one is held, it shows what
 it would in plain torch: `step()` waits for the updates and copies that change it, what is written to it reaches the next
-use, and so no copies of a streamed group are kept on the device between its uses. Who holds what is told by the number of
-tensors on the home's storage; nothing is waited for where there are only our own.
+use, and so no copies of a streamed group are kept on the device between its uses. The number of tensors on the home's storage
+tells whether somebody holds one; if there are only our own, nothing is waited for.
 
-`p.data = x` gives the parameter other memory. Where nobody else shows x nor the home, the values go to the home at the next
-use, and nobody can tell. Else the parameter keeps x (`ManagedParameter.foreign`): windows get its values by a copy of
+`p.data = x` gives the parameter other memory. If no other tensor shows x or the home, the values go to the home at the next
+use, and nobody can tell. Otherwise the parameter keeps x (`ManagedParameter.foreign`): windows get its values by a copy of
 their own, and updates change x. So code that sets `p.data` to an average and back finds in each what it had.
 """
 
@@ -64,15 +64,15 @@ class ManagedParameter:
         self.site = site
         self.host_view = host_view
         self.device_view = device_view
-        self.rest_at(device_view if host_view is None else host_view)
+        self.set_home(device_view if host_view is None else host_view)
         self.host_target: torch.Tensor | None = None
-        """What the host updates: shares the host's memory, and the parameter's version where that is its data."""
+        """What the host updates: it shares the host's memory, and the parameter's version if that is the parameter's data."""
         self.num_own_views = 1
         """Tensors of our own on the home's storage: the home, and the host target where it is another tensor there."""
         self.host_gradient: HostGradient | None = None
         """The gradient that goes to the host; None where the device updates the parameter."""
-        self.has_fired = False
-        """Whether this backward brought a gradient."""
+        self.has_gradient = False
+        """Whether this backward brought a gradient, which neither an update nor the user has yet."""
         self.is_hook_awaited = False
         """Whether hooks of the user's on the gradient are still to run in this backward; they may write to the weights."""
         self.is_written_in_backward = False
@@ -96,23 +96,23 @@ class ManagedParameter:
         self.num_own_views = 1 if host_target is self.host_view else 2
 
     def move_host_view(self, host_view: torch.Tensor) -> None:
-        """The host's bytes lie elsewhere now."""
+        """The arena has moved the host's bytes here."""
         self.host_view = host_view
 
     def forget_device(self) -> None:
-        """The chunk has let go of its memory on the device."""
+        """The chunk has given up its memory on the device."""
         self.device_view = self.chunk.device
 
-    def rest_at(self, home: torch.Tensor) -> None:
-        """The parameter rests in this memory: the device's for a resident one, else the host's."""
+    def set_home(self, home: torch.Tensor) -> None:
+        """The parameter's home is this memory: the device's for a resident one, else the host's."""
         self.home = home
         self.home_address = home.data_ptr()
-        # Kept, because it is asked about at every window: the object is made anew for each question otherwise.
+        # Kept, because every window asks about it, and torch makes a new object for each question.
         self.home_storage = home.untyped_storage()
         self.home_key = compat.storage_key(home)
 
     def is_home_held(self) -> bool:
-        """Whether somebody else shows the home's memory; not while an update runs on it. Asked past what notices a look."""
+        """Whether another tensor shows the home's memory. The caller switches off what notices reads; no update may be running."""
         num_others = compat.num_owners(self.home_storage) - self.num_own_views
         if num_others != 1:
             return num_others > 1
@@ -121,13 +121,13 @@ class ManagedParameter:
     # -- told by the backward pass -------------------------------------------------------------------------------------
 
     def watch(self, on_gradient: Callable[[torch.Tensor], None]) -> torch.utils.hooks.RemovableHandle:
-        """Tell when the gradient is complete, after hooks of the user's."""
+        """Call `on_gradient` when the gradient is complete, after hooks of the user's."""
         self._hook = self.parameter.register_post_accumulate_grad_hook(on_gradient)
         return self._hook
 
     def enter_backward(self, version: int, *, is_resident: bool) -> bool:
-        """A backward uses the parameter in this version; whether hooks of the user's on its gradient are still to run."""
-        self.has_fired = False
+        """A backward uses the parameter in this version. Returns whether hooks of the user's on its gradient are still to run."""
+        self.has_gradient = False
         has_other_hooks = self._hook is not None and compat.make_last_gradient_hook(self.parameter, self._hook)
         self._is_hooked = has_other_hooks or (not is_resident and compat.has_gradient_hooks(self.parameter))
         self.is_hook_awaited = self._is_hooked
@@ -156,21 +156,21 @@ class ManagedParameter:
         self.is_hook_awaited = False
 
     def stop_awaiting_hooks(self) -> None:
-        """None of them will run in this backward any more."""
+        """No hook of the user's will run in this backward any more."""
         self.is_hook_awaited = False
 
     def forget_writes(self) -> None:
-        """What they wrote is where the truth is."""
+        """What the hooks wrote was copied to where the true values are."""
         self.is_written_in_backward = False
 
-    def fire(self) -> bool:
-        """The gradient of this backward is complete; whether it was not before."""
-        was_missing, self.has_fired = not self.has_fired, True
+    def mark_gradient(self) -> bool:
+        """The gradient of this backward is complete. Returns whether this is the first time."""
+        was_missing, self.has_gradient = not self.has_gradient, True
         return was_missing
 
     def forget_gradient(self) -> None:
-        """It was used up, or shown to the user."""
-        self.has_fired = False
+        """The gradient was used up, or shown to the user."""
+        self.has_gradient = False
 
     @property
     def version_in_backward(self) -> int:
@@ -179,7 +179,7 @@ class ManagedParameter:
 
 
 class ManagedGroup:
-    """One group with its parameters; also what they settle by while they are pending."""
+    """One group with its parameters. A read of a pending parameter settles the group."""
 
     def __init__(
         self, group: StoredGroup, members: list[ManagedParameter], *, is_resident: bool, is_on_host: bool = False
@@ -194,41 +194,45 @@ class ManagedGroup:
         for managed in members:
             make_plain(managed.parameter)  # a session that was forgotten may have left it so
             if is_resident:
-                managed.rest_at(managed.device_view)
+                managed.set_home(managed.device_view)
         self.is_resident = is_resident
         self.is_on_host = is_on_host
-        """Its weights never come to the device, nor does it have a window: its module computes on the host."""
+        """Whether its weights never come to the device, and it has no window: its module computes on the host."""
         self.generation = 0
-        """Counts updates: a visit remembers which weights it saw."""
+        """Counts updates: a visit remembers the generation of the weights that it saw."""
         self.visits: set[weakref.ref[Visit]] = set()
         """Forward calls whose graph still lives and whose backward has not passed."""
         self.consumed: set[str] = set()
-        """Chunks updated in backward; until `step()` no second backward and no look at a gradient."""
+        """Chunks that a backward has updated, whose gradients are used up. Until `step()`, a second backward and reading a gradient
+        are refused.
+        """
         self.dropped: set[str] = set()
-        """Parameters that the optimizer does not hold, whose gradients a backward dropped; until `step()` no look at one."""
+        """Parameters that the optimizer does not hold, whose gradients a backward dropped. Until `step()`, reading is refused."""
         self.num_tasks = 0
-        """Backwards that have opened it and not ended."""
-        self.looks_at_device = is_resident
+        """Backwards that have opened the group and not ended."""
+        self.points_to_device = is_resident
         self.shown_memory: tuple[int, ...] = ()
-        """Addresses of memory that parameters show instead of their homes; none as a rule."""
+        """Addresses of foreign memory that parameters show instead of their homes; none as a rule."""
         self.awaits_hooks = False
         """Whether hooks of the user's on gradients are still to run in this backward."""
-        self.is_awaited = False
+        self.is_change_awaited = False
         """Whether somebody holds memory that an update or a copy under way changes: `step()` waits for it."""
         self.place = 0
-        """In the order in which the last forward first used groups; before the first, that of the layout."""
-        self._num_awaited = dict.fromkeys(self._members_in, 0)
-        """By chunk, trained parameters whose gradients are still to come in this backward."""
-        self._is_updated_here = any(managed.site is not Site.HOST for managed in members if managed.spec.requires_grad)
+        """Its place in the order in which the last forward first used groups; before the first forward, in the layout's order."""
+        self._num_missing = dict.fromkeys(self._members_in, 0)
+        """By chunk, how many gradients of trained parameters are still to come in this backward."""
+        self._is_updated_on_device = any(
+            managed.site is not Site.HOST for managed in members if managed.spec.requires_grad
+        )
         self._versions: list[int] = []
-        """Of the parameters, when their window opened."""
+        """The parameters' versions when their window opened."""
         self._are_pending: bool | None = False
-        """Whether the parameters are; None where an exception has left some of them so."""
+        """Whether the parameters are pending; None if an exception has left some of them so."""
         self._settler: Settler | None = None
         self.note_homes()
 
     def note_homes(self) -> None:
-        """Parameters rest at other places than before: they are remembered for `is_held`, which each window asks."""
+        """Remember the parameters' homes, which have changed, for `is_held`, which each window asks."""
         self._homes = {
             chunk: ([managed.home_key for managed in members], [managed.num_own_views for managed in members])
             for chunk, members in [(None, self.members), *self._members_in.items()]
@@ -236,23 +240,23 @@ class ManagedGroup:
 
     @property
     def is_consumed(self) -> bool:
-        """Whether a backward has updated some of its weights, and `step()` has not been called since."""
+        """Whether a backward has updated some of the group's weights, and `step()` has not been called since."""
         return bool(self.consumed)
 
     @property
     def is_updated_on_host(self) -> bool:
-        """Whether gradients of it go to the host."""
+        """Whether gradients of the group go to the host."""
         return any(managed.host_gradient is not None for managed in self.members)
 
     @property
     def guards_gradients(self) -> bool:
-        """Whether a look at a gradient must be refused until `step()`."""
+        """Whether reading a gradient must be refused until `step()`."""
         return bool(self.consumed or self.dropped)
 
     # -- told by the passes and the updates ----------------------------------------------------------------------------
 
-    def take_place(self, place: int) -> None:
-        """The group is used at this place of a forward."""
+    def note_place(self, place: int) -> None:
+        """The forward used the group first at this place in its order."""
         self.place = place
 
     def enter_backward(self) -> None:
@@ -260,31 +264,31 @@ class ManagedGroup:
         self.num_tasks += 1
         if self.num_tasks == 1:
             self.awaits_hooks = False
-            self._num_awaited = dict.fromkeys(self._members_in, 0)
+            self._num_missing = dict.fromkeys(self._members_in, 0)
             is_resident = self.is_resident
             for managed, version in zip(self.members, compat.versions_of(self.parameters), strict=True):
                 if managed.enter_backward(version, is_resident=is_resident):
                     self.awaits_hooks = True
                 if managed.parameter.requires_grad:
-                    self._num_awaited[managed.chunk.spec.name] += 1
+                    self._num_missing[managed.chunk.spec.name] += 1
 
-    def fire(self, managed: ManagedParameter) -> bool:
-        """The parameter's gradient of this backward is complete; whether it was the last of its chunk."""
+    def count_gradient(self, managed: ManagedParameter) -> bool:
+        """The parameter's gradient of this backward is complete. Returns whether all gradients of its chunk are."""
         name = managed.chunk.spec.name
-        if managed.fire():
-            self._num_awaited[name] -= 1
-        return self._num_awaited[name] <= 0
+        if managed.mark_gradient():
+            self._num_missing[name] -= 1
+        return self._num_missing[name] <= 0
 
     def has_complete_chunk(self) -> bool:
-        """Whether all gradients of one of the chunks are there."""
-        return min(self._num_awaited.values()) <= 0
+        """Whether a chunk of the group has all its gradients."""
+        return min(self._num_missing.values()) <= 0
 
-    def awaits_update_here(self) -> bool:
-        """Whether gradients are still to come with which the device updates weights that are not there to stay."""
-        return self._is_updated_here and not self.is_resident and max(self._num_awaited.values()) > 0
+    def awaits_update_on_device(self) -> bool:
+        """Whether gradients are still to come with which the device updates streamed weights."""
+        return self._is_updated_on_device and not self.is_resident and max(self._num_missing.values()) > 0
 
     def leave_backward(self) -> bool:
-        """One uses it no more; whether none does."""
+        """One backward less uses the group. Returns whether none does any more."""
         self.num_tasks -= 1
         return self.num_tasks == 0
 
@@ -300,7 +304,7 @@ class ManagedGroup:
             managed.stop_awaiting_hooks()
 
     def written_by_hooks(self) -> list[Chunk]:
-        """Chunks that hooks of the user's have written to, and will not write to again. Each is named once."""
+        """Chunks that hooks of the user's have written to and will not write to again. Each chunk is returned once."""
         found: list[Chunk] = []
         for chunk in self.stored.chunks:
             members = self._members_in[chunk.spec.name]
@@ -312,27 +316,29 @@ class ManagedGroup:
                 found.append(chunk)
         return found
 
-    def complete(self, chunk: Chunk, *, is_last: bool) -> list[ManagedParameter]:
-        """The chunk's parameters with a gradient, once all of them that are trained have one, or will get none."""
+    def members_to_update(self, chunk: Chunk, *, is_last: bool) -> list[ManagedParameter]:
+        """The chunk's parameters with a gradient, if the chunk can be updated: no gradient of it is missing, or none will come
+        any more (`is_last`). Otherwise none.
+        """
         name = chunk.spec.name
-        if self._num_awaited[name] > 0 and not is_last:
+        if self._num_missing[name] > 0 and not is_last:
             return []
-        fired = [managed for managed in self._members_in[name] if managed.has_fired]
+        fired = [managed for managed in self._members_in[name] if managed.has_gradient]
         if fired:
             with compat.without_torch_function():  # parameters may be guarded; nobody reads a value here
                 fired = [managed for managed in fired if managed.parameter.requires_grad]
         return fired
 
     def enter(self, visit: Visit) -> None:
-        """A forward call used the group, and has made a graph."""
+        """A forward call used the group, and made a graph."""
         self.visits.add(weakref.ref(visit, self.visits.discard))
 
     def leave(self, visit: Visit) -> None:
-        """Its backward has passed."""
+        """The backward has passed the visit."""
         self.visits.discard(weakref.ref(visit))
 
     def is_used_beside(self, backward: int) -> bool:
-        """Whether a call that this backward has not reached, or another one has, still has its graph."""
+        """Whether a graph is alive of a call that this backward has not reached, or that another backward has."""
         for reference in tuple(self.visits):
             visit = reference()
             if visit is not None and visit.backward != backward:
@@ -340,7 +346,7 @@ class ManagedGroup:
         return False
 
     def count_update(self) -> None:
-        """The weights are about to change: a backward through those of before will be refused."""
+        """The weights are about to change: a backward through the old ones will be refused."""
         self.generation += 1
 
     def mark_consumed(self, chunk: str) -> None:
@@ -348,7 +354,7 @@ class ManagedGroup:
         self.consumed.add(chunk)
 
     def unmark_consumed(self, chunk: str) -> None:
-        """It did not: the chunk is as before."""
+        """The backward did not update the chunk after all: it is as before."""
         self.consumed.discard(chunk)
 
     def drop_gradient(self, name: str) -> None:
@@ -356,20 +362,20 @@ class ManagedGroup:
         self.dropped.add(name)
 
     def forget_backward(self) -> None:
-        """The step is over, or given up: gradients may come and be looked at again."""
+        """The step is over, or given up: gradients may come and be read again."""
         self.consumed.clear()
         self.dropped.clear()
 
     def await_change(self) -> None:
-        """Somebody holds memory that an update or a copy under way changes."""
-        self.is_awaited = True
+        """Note that somebody holds memory that an update or a copy under way changes."""
+        self.is_change_awaited = True
 
     def forget_change(self) -> None:
-        """It has changed."""
-        self.is_awaited = False
+        """That update or copy is done."""
+        self.is_change_awaited = False
 
     def be_settled_by(self, settler: Settler) -> None:
-        """The settler is called when somebody looks at one of the parameters."""
+        """The settler is called when somebody reads a pending parameter."""
         self._settler = settler
 
     @property
@@ -378,11 +384,11 @@ class ManagedGroup:
         return self.stored.name or "(rest of the model)"
 
     def remember_versions(self) -> None:
-        """As of the opening of a window: a forward may write to its own weights."""
+        """A window opens: remember the parameters' versions, because a forward may write to its own weights."""
         self._versions = compat.versions_of(self.parameters)
 
     def written_chunks(self) -> list[Chunk]:
-        """Chunks of which a parameter was written to since."""
+        """Chunks with a parameter that was written to since `remember_versions`."""
         versions = compat.versions_of(self.parameters)
         if versions == self._versions:
             return []
@@ -390,18 +396,18 @@ class ManagedGroup:
         return list({id(managed.chunk): managed.chunk for managed, now, before in changed if now != before}.values())
 
     def keep_late_writes(self) -> None:
-        """Take what user code wrote to parameters after an exception, while their window still stood open, to the host: a
-        checkpoint that is loaded at once, say. No copy may be under way, nor work on the host.
+        """After an exception, copy to the host what user code wrote to parameters while their window was still open, such as a
+        checkpoint that was loaded at once. No copy may be under way, nor work on the host.
         """
         if self._settler is not None:
             self._settler.before_change(self)
         with compat.without_torch_function(), torch.no_grad():
             is_in_backward = bool(self.num_tasks)
-            # Where no window has opened yet, nothing was written in one.
+            # If no window has opened yet, nothing was written in one.
             versions = self._versions or compat.versions_of(self.parameters)
             for managed, version in zip(self.members, versions, strict=True):
                 chunk = managed.chunk
-                # Where the host has updated a streamed chunk its bytes are the newer ones, and the update counts as a write.
+                # If the host has updated a streamed chunk, the host's bytes are newer, and the update counts as a write.
                 is_old = not self.is_resident and (chunk.host_work is not None or chunk.spec.name in self.consumed)
                 if managed.host_view is None or is_old or not chunk.is_on_device:
                     continue
@@ -410,37 +416,37 @@ class ManagedGroup:
                 if compat.version_of(managed.parameter) != (managed.version_in_backward if is_in_backward else version):
                     (managed.host_view if managed.foreign is None else managed.foreign).copy_(managed.parameter)
 
-    def look_at_device(self) -> None:
-        """Point the parameters to the open chunk and let the model see plain ones."""
+    def point_to_device(self) -> None:
+        """Point the parameters to the open chunks, and make them plain."""
         was_pending = self._are_pending
         self.make_plain()
         if self.is_resident:
             self.adopt_foreign_data()
-        elif not self.looks_at_device:
+        elif not self.points_to_device:
             if not was_pending:  # else nobody can have changed it since the chunks were fetched
                 self.adopt_foreign_data()
-            # Before the first: where an exception comes in between, `look_at_host` takes back those that were pointed there.
-            self.looks_at_device = True
+            # Set before the change, so that `point_to_host` undoes it after an exception.
+            self.points_to_device = True
             for managed in self.members:
                 managed.parameter.data = managed.device_view
 
     def fill_in_foreign_data(self) -> None:
-        """The chunks have just come, with what lies in the homes: put in what the user has given parameters instead."""
+        """The chunks have just come, with the values of the homes: put in the values that the user has given instead."""
         for managed in self.members:
             if managed.foreign is not None:
                 with torch.no_grad():
                     managed.device_view.copy_(managed.foreign)
 
     def adopt_foreign_data(self) -> None:
-        """User code may have given parameters other memory (`p.data = x`, `model.cuda()`). Take the values over and look at
-        home again, or keep that memory: see Note [Memory that the user holds].
+        """User code may have given parameters other memory (`p.data = x`, `model.cuda()`). Copy the values home and
+        point there again, or keep that memory: see Note [Memory that the user holds].
         """
-        if self.looks_at_device and not self.is_resident:
+        if self.points_to_device and not self.is_resident:
             return
         with compat.without_torch_function():
             foreign = self._with_foreign_data()
             if foreign:
-                # Said first: some of them may stay there.
+                # Set before the change: some of them may keep the foreign memory.
                 self.shown_memory = tuple(managed.parameter.data_ptr() for managed in foreign)
             for managed in foreign:
                 self._adopt(managed)
@@ -449,21 +455,21 @@ class ManagedGroup:
                 managed.foreign.data_ptr() for managed in self.members if managed.foreign is not None
             )
 
-    def look_at_host(self) -> None:
+    def point_to_host(self) -> None:
         """Point the parameters to the host's bytes."""
-        if self.looks_at_device and not self.is_resident:
+        if self.points_to_device and not self.is_resident:
             self.make_plain()
             for managed in self.members:
                 assert managed.host_view is not None
                 managed.parameter.data = managed.host_view if managed.foreign is None else managed.foreign
-            self.looks_at_device = False
+            self.points_to_device = False
 
     def is_held(self, chunk: Chunk | None = None) -> bool:
-        """Whether somebody else shows memory where the parameters rest, of this chunk or of all."""
+        """Whether another tensor shows the home of a parameter, of this chunk or of all."""
         name = None if chunk is None else chunk.spec.name
         keys, nums_of_own = self._homes[name]
         if not self.shown_memory and compat.nums_of_owners(keys) == nums_of_own:
-            return False  # not even the parameters look there
+            return False  # not even the parameters point there
         with compat.without_torch_function():
             for managed in self.members if name is None else self._members_in[name]:
                 if managed.foreign is not None or managed.is_home_held():
@@ -471,9 +477,9 @@ class ManagedGroup:
         return False
 
     def rebuild(self) -> None:
-        """After an exception: streamed parameters look at the host, or all of them at the device for a graph that lives.
+        """After an exception, point streamed parameters to the host; or all of them to the device, if a graph is alive.
 
-        One that user code gave other memory keeps it. Afterwards `Residency.guard` must be asked.
+        A parameter to which user code gave other memory keeps it. `Residency.guard` must be called afterwards.
         """
         self.num_tasks = 0
         self.awaits_hooks = False
@@ -485,38 +491,38 @@ class ManagedGroup:
                 for managed in self.members
                 if compat.storage_key(managed.parameter) == compat.storage_key(managed.chunk.device)
             ]
-            self.looks_at_device = bool(self.visits) and len(on_device) == len(self.members)
-            for managed in on_device if not self.looks_at_device else ():
+            self.points_to_device = bool(self.visits) and len(on_device) == len(self.members)
+            for managed in on_device if not self.points_to_device else ():
                 assert managed.host_view is not None
                 managed.parameter.data = managed.host_view if managed.foreign is None else managed.foreign
 
     def forget_device(self) -> None:
-        """The chunks have let go of their memory on the device, for good."""
+        """The chunks have given up their memory on the device, for good."""
         for managed in self.members:
             managed.forget_device()
 
     def make_pending(self) -> None:
-        """From now on a look at a parameter settles the group first."""
+        """From now on reading a parameter settles the group first."""
         if not self._are_pending:
             self._are_pending = None
             make_all_pending(self.parameters, self)
             self._are_pending = True
 
     def make_plain(self) -> None:
-        """Parameters are what they seem."""
+        """Reading a parameter needs nothing any more."""
         if self._are_pending is not False:
             self._are_pending = None
             make_all_plain(self.parameters)
             self._are_pending = False
 
     def settle(self) -> None:
-        """Make the values of the group's parameters true: user code looks at one of them."""
+        """User code reads one of the parameters: wait until their values are final."""
         assert self._settler is not None
         self._settler.before_change(self)
         self._settler.settle_group(self)
 
     def check_gradient(self) -> None:
-        """Refuse a look at a gradient that was used up."""
+        """Refuse to read a gradient that was used up or dropped."""
         if self.is_consumed and not self.num_tasks:
             raise GradientGoneError(
                 f"the gradients of group {self.label} were used up in backward, where its weights were updated; they "
@@ -531,10 +537,10 @@ class ManagedGroup:
             )
 
     def wait_for_device(self) -> None:
-        """Parameters are settled by other means."""
+        """Nothing to do: `settle` waits for all that parameters need."""
 
     def given_instead(self) -> list[torch.Tensor]:
-        """Tensors that modules have in the place of the group's parameters: `functional_call` gives them for one call."""
+        """Tensors that modules have instead of the group's parameters: `functional_call` gives them for one call."""
         found = [
             module._parameters.get(name)
             for managed in self.members
@@ -549,7 +555,9 @@ class ManagedGroup:
         return all(_is_given(managed, module, name) for managed in self.members for module, name in managed.owners)
 
     def check_unchanged(self, *, may_be_given: bool = False) -> None:
-        """Refuse a model whose parameters are not the managed ones any more, unless it may have others for one call."""
+        """Refuse a model whose parameters are not the managed ones any more, unless `may_be_given`: it may have others for one
+        call.
+        """
         for managed in self.members:
             for module, name in () if may_be_given else managed.owners:
                 if module._parameters.get(name) is not managed.parameter:
@@ -558,7 +566,7 @@ class ManagedGroup:
                         f"({type(module).__name__}.{name} is another object now); call session.close(), change the "
                         "model, and manage it again. Nothing was updated"
                     )
-            # To ask a parameter that is pending settles nothing.
+            # Reading `requires_grad` of a pending parameter settles nothing.
             if not managed.spec.requires_grad and managed.parameter.requires_grad:
                 raise ModelChangedError(
                     f"parameter {managed.spec.name} of group {self.label} was frozen when the model was managed, and is "
@@ -567,7 +575,7 @@ class ManagedGroup:
                 )
 
     def _with_foreign_data(self) -> list[ManagedParameter]:
-        """Those whose parameters do not look at home."""
+        """Members whose parameters do not point to their homes."""
         found: list[ManagedParameter] = []
         for managed in self.members:
             parameter, home = managed.parameter, managed.home
@@ -586,7 +594,7 @@ class ManagedGroup:
     def _adopt(self, managed: ManagedParameter) -> None:
         parameter, home = managed.parameter, managed.home
         managed.foreign = None
-        # A graph that is alive is through the memory as it was: in plain torch it keeps that.
+        # A graph that is alive refers to the memory as it is: in plain torch that memory would stay.
         is_kept = compat.num_storage_owners(parameter) > 1 or managed.is_home_held() or bool(self.visits)
         with torch.no_grad():
             if not is_kept:
@@ -594,7 +602,7 @@ class ManagedGroup:
                 parameter.data = home
                 return
             if self.is_resident and (parameter.device != home.device or parameter.stride() != home.stride()):
-                # The model computes with it where it is.
+                # The model computes where the home is, in its strides.
                 parameter.data = beside(home).copy_(parameter.data)
             managed.foreign = parameter.data
 
@@ -614,10 +622,10 @@ def members_of(groups: Mapping[str, ManagedGroup]) -> list[ManagedParameter]:
 
 
 class Settler(Protocol):
-    """What a group calls when somebody looks at one of its parameters."""
+    """What a group calls when somebody reads one of its parameters."""
 
     def before_change(self, group: ManagedGroup) -> None:
         """Somebody may be about to write to the group's weights."""
 
     def settle_group(self, group: ManagedGroup) -> None:
-        """Make the group's parameters true and plain."""
+        """Wait for the group's final values, and make its parameters plain."""

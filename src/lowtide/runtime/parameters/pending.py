@@ -1,9 +1,9 @@
-"""Pending tensors: a parameter or gradient that is not what it seems yet, and becomes so when somebody looks.
+"""Pending tensors: a parameter or gradient whose value is not final yet; reading it waits until it is.
 
 Between its uses a streamed parameter may have an update under way on the host, a newer value that is still being copied
-back, or a prefetched copy that a write would leave behind. To wait for all of that after each step would undo the
+back, or a prefetched copy that would not see a write. To wait for all of that after each step would undo the
 overlap; so the tensor is pending instead: its class is exchanged for one whose `__torch_function__` first settles what
-is pending. A loop that never looks never waits, and one that looks always sees the true value. Inside a group's window
+is pending. A loop that never reads never waits, and one that reads always sees the true value. Inside a group's window
 its parameters are ordinary ones: no operator of the model pays for this. `LiveState` does the same for optimizer state.
 """
 
@@ -29,16 +29,16 @@ class PendingValue(Protocol):
 
     @property
     def label(self) -> str:
-        """What the tensor belongs to, for messages."""
+        """The name of what the tensor belongs to, for messages."""
 
     def settle(self) -> None:
-        """Make the tensor's value the true one, and the tensor plain unless its gradient is still to be guarded."""
+        """Wait until the tensor's value is final, and make the tensor plain unless its gradient is still to be guarded."""
 
     def check_gradient(self) -> None:
-        """Raise if the gradient may not be looked at."""
+        """Raise if the gradient may not be read."""
 
     def wait_for_device(self) -> None:
-        """Wait for what the loop has told the device so far."""
+        """Wait for the computation that the loop has queued on the device so far."""
 
 
 class Reads(Protocol):
@@ -146,7 +146,7 @@ _HARMLESS: frozenset[object] = frozenset(
         torch.autograd.backward,
     }
 )
-"""What reads no value: sizes, types, hooks."""
+"""Functions that read no value: sizes, types, hooks."""
 
 
 def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
@@ -241,14 +241,14 @@ def _plain(tensor: torch.Tensor) -> Iterator[None]:
 
 
 def make_pending(tensor: torch.Tensor, value: PendingValue) -> None:
-    """From now on a look at the tensor settles the value first."""
+    """From now on reading the tensor settles the value first."""
     _VALUES[id(tensor)] = weakref.ref(value)
     # Lazy parameters of torch change their class in the same way.
     tensor.__class__ = PendingParameter if isinstance(tensor, nn.Parameter) else PendingTensor
 
 
 def make_plain(tensor: torch.Tensor) -> None:
-    """An ordinary tensor again. The caller knows that its value is the true one."""
+    """Make it an ordinary tensor again. The caller knows that its value is the true one."""
     kind = type(tensor)
     # The class before the entry: what is pending has one, wherever an exception comes.
     if kind is PendingParameter:
@@ -269,7 +269,7 @@ def make_all_pending(parameters: Iterable[nn.Parameter], value: PendingValue) ->
 
 
 def make_all_plain(parameters: Iterable[nn.Parameter]) -> None:
-    """`make_plain`, for those that are pending."""
+    """`make_plain`, for the parameters that are pending."""
     for parameter in parameters:
         kind: type[torch.Tensor] = type(parameter)
         if kind is PendingParameter:
@@ -278,12 +278,12 @@ def make_all_plain(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def is_pending_for(tensor: torch.Tensor, value: PendingValue) -> bool:
-    """Whether a look at the tensor would settle this value first."""
+    """Whether reading the tensor would settle this value first."""
     return is_pending(tensor) and _value_of(tensor) is value
 
 
 def is_pending(tensor: torch.Tensor) -> bool:
-    """Whether a look at the tensor would settle something first."""
+    """Whether reading the tensor would settle something first."""
     return type(tensor) in (PendingParameter, PendingTensor)
 
 

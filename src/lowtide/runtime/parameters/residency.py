@@ -1,4 +1,7 @@
-"""Residency: opens and closes groups, and keeps what their parameters show in step with where their bytes are."""
+"""Residency: opens and closes groups, and points their parameters to where their bytes are.
+
+The passes decide when; the store moves bytes; the residency calls the store and points the parameters.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from lowtide.runtime.statistics.recording import Recorder, is_resident
 
 
 class Residency(Protocol):
-    """What the passes and the updates ask: a session's answers with memory, a prediction's without."""
+    """What the passes and the updates need. A session's moves memory, a prediction's has none."""
 
     groups: dict[str, ManagedGroup]
 
@@ -29,31 +32,31 @@ class Residency(Protocol):
         """Bring the group to the device."""
 
     def open_all(self, groups: Sequence[ManagedGroup]) -> None:
-        """All of them or, where one fails, none."""
+        """Open all of them or, if one fails, none."""
 
     def close(self, group: ManagedGroup, at: Ticket | None = None) -> None:
-        """One use less; `at` is where the computation last used the group."""
+        """One window less uses the group; `at` is the point where the computation last used it."""
 
     def forget_old_copy(self, group: ManagedGroup) -> None:
-        """Where the host is changing the weights, a copy on the device is the old one."""
+        """Drop the group's copy on the device, if the host is changing the weights: it is old."""
 
     def keep_writes(self, group: ManagedGroup) -> None:
-        """The forward may have written to its own weights, on the device."""
+        """Copy to the host what the forward wrote to its own weights on the device."""
 
     def keep_write(self, group: ManagedGroup, chunk: Chunk) -> None:
         """The user's code wrote to weights of the chunk on the device."""
 
     def write_back(self, group: ManagedGroup, chunk: Chunk, at: Ticket | None = None) -> None:
-        """The computation changed an open chunk of streamed weights; `at` is where it last did."""
+        """The computation changed an open chunk of streamed weights; `at` is the point where it last did."""
 
     def settle_held(self) -> None:
-        """Wait for what is changing memory that somebody holds."""
+        """Wait for updates and copies that change memory which somebody holds."""
 
     def guard(self, group: ManagedGroup) -> None:
-        """Make parameters pending where something is under way for them."""
+        """Make parameters pending if something is under way for them."""
 
-    def rest(self) -> None:
-        """No graph was made: parameters look at the host again."""
+    def point_idle_to_host(self) -> None:
+        """A forward made no graph: point the parameters of groups that nobody uses to the host again."""
 
     def rebuild(self) -> None:
         """Start afresh after an exception."""
@@ -67,7 +70,7 @@ class ManagedResidency:
         mover: Issues the copies.
         books: Where device bytes of streamed chunks are counted.
         saves: Asked before the host's bytes of streamed weights change.
-        settler: Called when somebody looks at a parameter that is pending.
+        settler: Called when somebody reads a pending parameter.
         window_bytes: How many device bytes streamed chunks may take together.
         prefetch_depth: How many groups ahead are fetched.
         observer: Told when chunks come and go.
@@ -88,7 +91,7 @@ class ManagedResidency:
     ) -> None:
         self.groups = {group.name: group for group in groups}
         self._saves = saves
-        # Copies, and chunks that leave, are for the statistics alone.
+        # The store reports copies, and chunks that leave, for the statistics alone.
         self.on_copy, self.on_absent, self.on_wait = recorder.on_copy, recorder.on_absent, recorder.on_wait
         self._on_present = recorder.on_present
         self.store = ChunkStore(
@@ -106,10 +109,10 @@ class ManagedResidency:
             observer.watch(self.store, sum(chunk.spec.nbytes for chunk in chunks if is_resident(chunk)))
 
     def open(self, group: ManagedGroup) -> None:
-        """Bring the group to the device, and let its parameters look there."""
+        """Bring the group to the device, and point its parameters there."""
         self.store.open(group.name)
         try:
-            group.look_at_device()
+            group.point_to_device()
             if group.shown_memory and not group.is_resident and group.stored.num_open == 1:
                 group.fill_in_foreign_data()
         except BaseException:
@@ -117,7 +120,7 @@ class ManagedResidency:
             raise
 
     def open_all(self, groups: Sequence[ManagedGroup]) -> None:
-        """All of them or, where one fails, none."""
+        """Open all of them or, if one fails, none."""
         opened: list[ManagedGroup] = []
         try:
             for group in groups:
@@ -129,7 +132,7 @@ class ManagedResidency:
             raise
 
     def close(self, group: ManagedGroup, at: Ticket | None = None) -> None:
-        """One use less; after the last one a look at a parameter is noticed. See `ChunkStore.close` for `at`."""
+        """One window less uses the group; after the last one, reads of parameters are noticed. See `ChunkStore.close` for `at`."""
         self.store.close(group.name, at)
         if group.stored.num_open:
             return
@@ -137,14 +140,14 @@ class ManagedResidency:
         self.guard(group)
 
     def forget_old_copy(self, group: ManagedGroup) -> None:
-        """Where the host is changing the weights, or somebody may, a copy on the device is the old one."""
+        """Drop the group's copy on the device, if the host is changing the weights, or somebody may: it is, or may be, old."""
         if group.is_resident or group.stored.num_open:
             return
         if group.stored.is_changing or group.is_held():
             self.store.drop(group.name)
 
     def keep_writes(self, group: ManagedGroup) -> None:
-        """The forward wrote to its own weights, on the device: bring that to where the truth is."""
+        """Copy what the forward wrote to its own weights on the device to where the true values are."""
         for chunk in group.written_chunks():
             self.keep_write(group, chunk)
 
@@ -156,7 +159,7 @@ class ManagedResidency:
             self.write_back(group, chunk)
 
     def write_back(self, group: ManagedGroup, chunk: Chunk, at: Ticket | None = None) -> None:
-        """The computation changed an open chunk of streamed weights: copy it to where the truth is."""
+        """The computation changed an open chunk of streamed weights: copy it to where the true values are."""
         if self._saves.reading is not None:
             self._saves.reading.wait_for(group.parameters)
         if group.is_held(chunk):
@@ -167,7 +170,9 @@ class ManagedResidency:
             self.store.write_back(chunk, at)
 
     def _write_back_beside(self, group: ManagedGroup, chunk: Chunk) -> None:
-        """To where parameters show memory of the user's; their homes keep what they have, though chunks are copied whole."""
+        """Write back to foreign memory of the user's. The homes of such parameters keep their values, though chunks are copied as
+        a whole.
+        """
         foreign = [managed for managed in group.members if managed.chunk is chunk and managed.foreign is not None]
         kept = [beside(managed.home).copy_(managed.home) for managed in foreign]
         self.store.write_back(chunk)
@@ -180,14 +185,14 @@ class ManagedResidency:
                 managed.home.copy_(values)
 
     def settle_held(self) -> None:
-        """Wait for what is changing memory that somebody holds; see Note [Memory that the user holds] in `parameters.group`."""
+        """Wait for updates and copies that change held memory; see Note [Memory that the user holds] in `parameters.group`."""
         for group in self.groups.values():
-            if group.is_awaited and not group.stored.num_open:
+            if group.is_change_awaited and not group.stored.num_open:
                 self.settle(group)
                 group.forget_change()
 
     def settle(self, group: ManagedGroup) -> None:
-        """Wait for the group's true values, and forget copies that a write would leave behind."""
+        """Wait for the group's true values, and drop copies that would not see a write."""
         for chunk in group.stored.chunks:
             if chunk.state is not ChunkState.RESIDENT:
                 chunk.settle_host()
@@ -197,15 +202,15 @@ class ManagedResidency:
                 chunk.mark_touched()
         else:
             self.store.drop(group.name)
-            group.look_at_host()
+            group.point_to_host()
         self.guard(group)
 
     def guard(self, group: ManagedGroup) -> None:
-        """Make the parameters pending if something is under way for them, or a write must be noticed; else plain."""
+        """Make the parameters pending if something is under way for them, or if a write must be noticed; else make them plain."""
         if group.stored.num_open:
             return
-        # First what costs nothing to ask: a copy is asked about on the device.
-        is_pending = (group.looks_at_device and not group.is_resident) or group.guards_gradients
+        # The cheap questions first: whether a copy is done is asked on the device.
+        is_pending = (group.points_to_device and not group.is_resident) or group.guards_gradients
         if is_pending or _has_pending_work(group) or self._is_read(group):
             group.make_pending()
         else:
@@ -217,11 +222,11 @@ class ManagedResidency:
         return reading is not None and not group.is_resident and reading.has_unread(group.parameters)
 
     def rebuild(self) -> None:
-        """Start afresh after an exception: no group is open, parameters and chunks are where they rest. No work may be under
-        way on the host.
+        """Start afresh after an exception: no group is open, parameters point to their homes, and chunks are there. No work may be
+        under way on the host.
         """
         for group in self.groups.values():
-            # A look at a parameter from now on, until all is in order, must not reach memory that goes.
+            # Until all is in order, reading a parameter must not reach memory that is about to go.
             group.make_pending()
         for group in self.groups.values():
             group.rebuild()
@@ -229,21 +234,21 @@ class ManagedResidency:
         for group in self.groups.values():
             self.guard(group)
 
-    def rest(self) -> None:
-        """No graph was made: parameters look at the host again."""
+    def point_idle_to_host(self) -> None:
+        """A forward made no graph: point the parameters of groups that nobody uses to the host again."""
         for group in self.groups.values():
             if not group.stored.num_open and not group.visits:
-                group.look_at_host()
+                group.point_to_host()
                 self.guard(group)
 
     # -- told by the store ---------------------------------------------------------------------------------------------
 
     def may_fetch_ahead(self, group: StoredGroup) -> bool:
-        """Not while somebody may write to the host's bytes unnoticed."""
+        """A group is not fetched ahead while somebody may write to the host's bytes unnoticed."""
         return not self.groups[group.name].is_held()
 
     def before_fetch(self, chunk: Chunk) -> None:
-        """The user may have given a parameter other memory."""
+        """Before the host's bytes are copied: the user may have given a parameter other memory."""
         self.groups[chunk.spec.group].adopt_foreign_data()
 
     def on_present(self, chunk: Chunk, at: Ticket) -> None:

@@ -129,11 +129,11 @@ class WeightFile:
         tensor: torch.Tensor = self._handle(name).get_tensor(self._names.get(name, name))
         return tensor
 
-    def fill(self, spec: ParameterSpec, parameter: nn.Parameter, home: torch.Tensor) -> None:
+    def fill(self, spec: ParameterSpec, parameter: nn.Parameter, target: torch.Tensor) -> None:
         """Write one parameter's values, converted to its dtype."""
         del parameter
         self._check_shape(spec.name, spec.shape)
-        home.copy_(self.tensor(spec.name))
+        target.copy_(self.tensor(spec.name))
 
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
         found = tuple(self._handle(name).get_slice(self._names.get(name, name)).get_shape())

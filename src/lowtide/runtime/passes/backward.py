@@ -4,11 +4,11 @@ See `passes.forward` for when a group's backward starts and ends.
 
 Note [After an exception]
 Any line may raise: an operator that runs out of memory, a hook of the user's, an interrupt. What changes the condition of a
-session holds its lock (`passes.lock`), and an exception out of that is noted. The next that takes it and finds neither a
-call nor a backward under way puts everything in order from the truth, without asking how far the broken one had come
-(`check_broken`): it waits for the host's work, takes every streamed copy off the device, and lets parameters look at the
-host. The truth is never in doubt: a chunk says that the device has it before the device changes it, and that the host has
-it after the copy; weights say that they moved before they do. So a group is never taken for older than it is.
+session holds its lock (`passes.lock`), and an exception out of that is noted. The next one that takes it, with neither a
+call nor a backward under way, puts everything in order from the true copies, whatever point the broken one had reached
+(`check_broken`): it waits for the host's work, takes every streamed copy off the device, and points parameters to the
+host. It is always known which copy is the true one: a chunk becomes DIRTY before the device changes it, and is the host's again
+only after the copy; a group counts an update before it is made. So a group is never taken for older than it is.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter, chu
 from lowtide.runtime.parameters.residency import Residency
 from lowtide.runtime.passes.forward import Visit, Window
 from lowtide.runtime.passes.lock import (
-    HELD,
+    HELD_INTERRUPTS,
     LostStep,
     SessionLock,
     locked,
@@ -59,8 +59,8 @@ class BackwardTask:
         self.groups: dict[str, ManagedGroup] = {}
         self.open_visits: list[Visit] = []
         self.late: list[ManagedGroup] = []
-        """Groups whose visits have ended, and which stay open for what comes with their last gradients: hooks of the user's, or
-        an update on the device."""
+        """Groups whose visits have ended, and which stay open because something comes with their last gradients: hooks of the
+        user's, or an update on the device."""
 
     def enter(self, group: ManagedGroup) -> None:
         """The backward uses the group."""
@@ -69,19 +69,20 @@ class BackwardTask:
             group.enter_backward()
 
     def leave(self) -> list[ManagedGroup]:
-        """The backward is over; the groups that no other backward uses."""
+        """The backward is over. Returns the groups that no other backward uses."""
         left = [group for group in self.groups.values() if group.leave_backward()]
         self.groups.clear()
         return left
 
 
 class BackwardPass:
-    """Told by visits and by hooks on parameters how far a backward is.
+    """Follows a backward by visits and by hooks on parameters: opens and closes groups, and takes their gradients.
 
     Args:
         residency: Opens and closes the groups.
         gradients: Takes finished gradients to the host.
-        finisher: Makes updates in backward; None where no optimizer steps through the session.
+        finisher: Updates chunks whose gradients are complete; used in backward only. None if no optimizer steps through the
+            session.
         loss: Asked at the start of each backward.
         gradient_watch: Asked there about the backward before.
         lost_step: Told of a backward that broke off.
@@ -130,7 +131,7 @@ class BackwardPass:
         return bool(self._tasks)
 
     def watch_gradients(self) -> None:
-        """Be told when a parameter's gradient is complete, where that is not simply left to autograd."""
+        """Hook the parameters whose gradients are not simply left to autograd: `_on_gradient` is called when one is complete."""
         for group in self._groups.values():
             if (
                 group.is_resident
@@ -146,8 +147,8 @@ class BackwardPass:
                         self._hooks.append(managed.parameter.register_hook(before))
 
     def watch_output(self, output: object) -> None:
-        """Know of a backward from where it reaches what the model has returned: weights that are left to autograd may have
-        gradients before it comes to a window.
+        """Notice a backward as soon as it reaches an output of the model: weights that are left to autograd may have gradients
+        before it comes to a window.
         """
         watch_nodes(output, self._on_output_gradient)
 
@@ -155,7 +156,7 @@ class BackwardPass:
         """The session ends: remove the hooks, and refuse what graphs that outlive it ask for."""
         self._is_stopped = True
         while self._hooks:
-            # Not before it is removed: an exception in between must not forget it.
+            # Forgotten only after it is removed: an exception in between must not lose it.
             self._hooks[-1].remove()
             self._hooks.pop()
 
@@ -179,10 +180,10 @@ class BackwardPass:
             raise graph_through_streamed(window)
         if visit.backward == task.number and visit.is_open:
             return
-        for group, generation, shown in visit.weights:
+        for group, generation, shown in visit.groups_as_used:
             if group.consumed or group.generation != generation:
                 refuse_old_weights(group, generation)
-            if not group.looks_at_device or group.shown_memory != shown:
+            if not group.points_to_device or group.shown_memory != shown:
                 refuse_backward_through_other_memory(group, shown)
         self._recorder.phase = "backward"
         if task.late:
@@ -204,8 +205,8 @@ class BackwardPass:
             self._observer.take_sample(window.name, "backward")
 
     @locked
-    def left(self, visit: Visit) -> None:
-        """The oldest node of a module's call has run: its backward is over."""
+    def passed(self, visit: Visit) -> None:
+        """The oldest node of a module's call has run: the backward has passed the call."""
         task = self._tasks.get(visit.backward) if visit.backward is not None else None
         if task is not None and visit.is_open:
             self._end_visit(task, visit)
@@ -233,16 +234,18 @@ class BackwardPass:
 
     def _stays_open(self, group: ManagedGroup) -> bool:
         """Whether something comes with the group's last gradients that needs its weights on the device."""
-        return group.awaits_hooks or (self._updates_in_backward and group.awaits_update_here())
+        return group.awaits_hooks or (self._updates_in_backward and group.awaits_update_on_device())
 
     def close_late(self) -> None:
-        """A checkpoint calls modules again in this backward: what stayed open for a last gradient has had it."""
+        """A checkpoint calls modules again in this backward: groups that stayed open for a last gradient have had it."""
         for task in self._tasks.values():
             if task.number == compat.backward_number():
                 self._close_late(task)
 
     def _close_late(self, task: BackwardTask) -> None:
-        """Gradients of a module's last node are accumulated right after it, and before anything else: hooks have run."""
+        """Close the groups that stayed open. Autograd accumulates gradients of a module's oldest node right after that node, before
+        anything else, so their hooks have run by now.
+        """
         while task.late:
             group = task.late.pop()
             try:
@@ -256,7 +259,9 @@ class BackwardPass:
 
     @locked
     def _before_gradient(self, group: ManagedGroup, gradient: torch.Tensor) -> None:
-        """Set aside what the host has of the gradient: resident weights that it updates may be used outside of their module."""
+        """Enter the group before its first gradient, so that what the host has of it is set aside: resident weights may be used
+        outside of their module's call.
+        """
         del gradient
         if group.num_tasks == 0 and compat.backward_number() is not None:
             refuse_old_weights(group, group.generation)
@@ -264,7 +269,9 @@ class BackwardPass:
 
     @locked
     def _on_gradient(self, group: ManagedGroup, managed: ManagedParameter, parameter: torch.Tensor) -> None:
-        """Autograd has finished a gradient: send it to the host, or drop it, and update its chunk if it was the last one."""
+        """Autograd has finished a gradient: send it to the host, or drop it, and update the chunk if that was the chunk's last
+        gradient.
+        """
         if group.num_tasks == 0:
             if not group.is_resident:
                 return  # used outside its module's call, on the host: autograd has put the gradient where it belongs
@@ -292,12 +299,12 @@ class BackwardPass:
                 self._dropped[id(parameter)] = managed.spec.name
             else:
                 self._gradients.take(managed.host_gradient, managed.parameter)
-        if group.fire(managed):
+        if group.count_gradient(managed):
             self._finish(group, task, is_last=False)
 
     def _note_hooks(self, group: ManagedGroup, managed: ManagedParameter, task: BackwardTask) -> None:
         """Hooks of the user's on the gradient have run, and may have written to the weights on the device."""
-        # Past autograd (`p.data.add_(...)`) it cannot be seen. Where nobody else updates the parameter, that is what they are for.
+        # A write past autograd (`p.data.add_(...)`) cannot be seen. If nobody else updates the parameter, its hooks do.
         is_theirs = self._finisher is None or not self._finisher.updater.optimizer.knows(managed.parameter)
         group.note_hooks(managed, has_written=managed.is_written() or is_theirs)
         self._keep_writes(group)
@@ -306,7 +313,7 @@ class BackwardPass:
             self._residency.close(group)
 
     def _keep_writes(self, group: ManagedGroup) -> None:
-        """Bring what hooks have written to where the truth is, chunk by chunk, when all hooks of the chunk have run."""
+        """Copy what hooks wrote to where the true values are, for each chunk all of whose hooks have run."""
         for chunk in group.written_by_hooks():
             self._residency.keep_write(group, chunk)
 
@@ -329,8 +336,8 @@ class BackwardPass:
             if self._loss.has_verdict and not self._has_gradients():
                 # The user gave the step before up by clearing its gradients, not through the optimizer.
                 self._loss.forget()
-            # Last: where one of them refuses, the step is known to be lost. First what would explain a loss that is a NaN;
-            # the loss is waited for in any case, and comes later.
+            # These may raise, so they come last: the task is known by then, and the step counts as lost. The gradients are
+            # checked before the loss, because they would explain a loss that is NaN.
             self._gradient_watch.check(waits=True)
             self._loss.judge(gradient)
         return task
@@ -344,7 +351,7 @@ class BackwardPass:
         self._gradients.send()
         for group in task.groups.values():
             self._finish(group, task, is_last=True)
-        # Not before: what an update raises is the end of a backward that broke off.
+        # Only now: if an update above raises, the backward must still count as broken off.
         del self._tasks[number]
         if self._finisher is not None:
             self._finisher.updater.optimizer.dismiss()
@@ -355,13 +362,13 @@ class BackwardPass:
         self._gradient_watch.send()
         self._residency.store.prefetch()
         self._recorder.phases.backward_ends(number)
-        HELD.rest()
+        HELD_INTERRUPTS.restore_handler()
 
     @locked
     def check_broken(self) -> None:
-        """Where something broke off: put everything back where it belongs. In a backward, the step is lost.
+        """Put everything back where it belongs, if something broke off. If that was a backward, the step is lost.
 
-        Only where no call is under way. See Note [After an exception]. May be repeated.
+        Does nothing while a call is under way. See Note [After an exception]. May be repeated.
         """
         if compat.backward_number() is not None or not (self._tasks or self._lock.is_broken):
             return
@@ -373,8 +380,8 @@ class BackwardPass:
         self.put_in_order()
 
     def put_in_order(self) -> None:
-        """Start afresh from the truth."""
-        self._lock.broke_off()  # until it is done
+        """Start afresh from the true copies."""
+        self._lock.broke_off()  # in case this is itself interrupted
         self._gradients.abandon(
             [managed.host_gradient for managed in members_of(self._groups) if managed.host_gradient is not None],
             chunks_in(self._groups.values()),
@@ -397,19 +404,19 @@ class BackwardPass:
         self._lock.put_in_order()
 
     def lose_step(self, moved: Iterable[ManagedGroup], where: str = "the backward of this step") -> None:
-        """The step broke off there when these had moved: `step` refuses until the user gives it up."""
+        """The step broke off there after these groups moved: `step()` refuses until the user gives it up."""
         labels = sorted({group.label for group in moved})
         is_whole = all(len(group.consumed) == len(group.stored.chunks) for group in self._groups.values())
         self._lost_step.lose(labels, len(self._groups), where, is_torn=self._is_torn, is_whole=is_whole)
 
     def has_broken_off(self) -> bool:
-        """Whether the last backward raised, and the step was not given up since."""
+        """Whether the last backward raised, and the user has not given the step up since."""
         if not self._tasks:
             return self._lost_step.reason is not None
         return compat.backward_number() is None and self._thread_beside() is None
 
     def why_mixed(self) -> str | None:
-        """What a backward that broke off has moved; None where it moved nothing, or none did."""
+        """Says which groups a backward that broke off has moved; None if it moved none, or no backward broke off."""
         moved = sorted(group.label for group in self._groups.values() if group.is_consumed)
         if not moved or not self.has_broken_off():
             return None
@@ -421,7 +428,7 @@ class BackwardPass:
             [parameter for group in other.param_groups for parameter in group["params"]] if self._dropped else []
         )
         with compat.without_torch_function():
-            # One that has a gradient got it in another way.
+            # A parameter that has a gradient got it in another way.
             lost = [self._dropped[id(each)] for each in parameters if id(each) in self._dropped and each.grad is None]
         if lost:
             raise GradientGoneError(
@@ -443,21 +450,21 @@ class BackwardPass:
             raise two_threads(what, running, "a backward")
 
     def _thread_beside(self) -> int | None:
-        """Another thread that is in a backward of ours; None where ours are this thread's, or have broken off."""
+        """Another thread that is in a backward of this session; None if its backwards are this thread's, or have broken off."""
         callers = {number for task in self._tasks.values() for number in task.callers}
         return min(callers & other_threads_in_backward(), default=None) if callers else None
 
     def _callers(self) -> set[int]:
-        """Who may have called the backward that begins: on CUDA autograd's own threads tell of it, not the caller."""
+        """Threads that may have called the backward that begins: on CUDA hooks run in autograd's own threads, not in the caller."""
         return other_threads_in_backward() if self._mover.device.type == "cuda" else {threading.get_ident()}
 
     def _refuse_second_thread(self) -> None:
-        """A backward begins. Two at once on CUDA cannot be told from one inside of the other."""
+        """Refuse a backward beside another thread's. On CUDA, two at once cannot be told from one inside of the other."""
         running = self._thread_beside() if self._mover.device.type == "cpu" else None
         is_beside_call = self._lock.is_taken_elsewhere() and not other_threads_in_backward()
         if running is None and not is_beside_call:
             return
-        # Weights that are left to autograd have their gradients by now, added to those of the other thread's step.
+        # Autograd may have added gradients of this backward to those of the other thread's step by now.
         self._lost_step.lose_to_thread(has_moved=self._schedule is Schedule.IN_BACKWARD)
         if running is not None:
             raise two_threads("a backward", running, "another")
@@ -468,14 +475,16 @@ class BackwardPass:
             self._finisher.finish(group, task.number, is_last=is_last)
 
     def _is_dropped(self, parameter: torch.Tensor) -> bool:
-        """In backward, of a parameter that the optimizer does not hold: no update would ever give its staging back."""
+        """Whether a gradient is dropped: in backward, if the optimizer does not hold the parameter. No update would ever free its
+        staging.
+        """
         if self._finisher is None or not self._updates_in_backward:
             return False
         return not self._finisher.updater.optimizer.knows(parameter)
 
     def _show_host(self, group: ManagedGroup) -> None:
-        """No backward uses the group any more: the user finds weights and gradients where they rest."""
-        group.look_at_host()
+        """No backward uses the group any more: show the user its weights and gradients on the host."""
+        group.point_to_host()
         self._show_gradients(group)
 
     def _show_gradients(self, group: ManagedGroup) -> None:
@@ -491,8 +500,8 @@ class BackwardPass:
 def _hook_on_gradient(
     backward: BackwardPass, group: ManagedGroup, managed: ManagedParameter
 ) -> Callable[[torch.Tensor], None]:
-    """`_on_gradient` as a hook on a parameter. It holds nothing: Python's collector does not see what such hooks hold, and a
-    session that is forgotten with its model would live for ever.
+    """`_on_gradient` as a hook on a parameter. It refers to nothing strongly: Python's collector does not see the references of
+    such hooks, and a session that is forgotten with its model would live for ever.
     """
     weak_backward, weak_group, weak_managed = weakref.ref(backward), weakref.ref(group), weakref.ref(managed)
 
@@ -505,7 +514,7 @@ def _hook_on_gradient(
 
 
 def _hook_before_gradient(backward: BackwardPass, group: ManagedGroup) -> Callable[[torch.Tensor], None]:
-    """`_before_gradient` as a hook on a parameter, which holds nothing either."""
+    """`_before_gradient` as a hook on a parameter, with weak references too."""
     weak_backward, weak_group = weakref.ref(backward), weakref.ref(group)
 
     def hook(gradient: torch.Tensor) -> None:
@@ -517,7 +526,7 @@ def _hook_before_gradient(backward: BackwardPass, group: ManagedGroup) -> Callab
 
 
 def refuse_old_weights(group: ManagedGroup, generation: int) -> None:
-    """Refuse a backward through weights as they were in that generation, if they are not that any more."""
+    """Refuse a backward through the weights of a generation, if they were updated since."""
     if group.is_consumed:
         raise SecondBackwardError(
             f"a second backward reached group {group.label} before step(), and the first one has updated its "
@@ -542,7 +551,7 @@ def refuse_backward_through_other_memory(group: ManagedGroup, shown: tuple[int, 
 
 
 def session_was_closed(window: Window) -> SessionError:
-    """The graph has outlived the session that its streamed weights were in."""
+    """The error for a graph that has outlived the session of its streamed weights."""
     return SessionError(
         f"this backward goes through the streamed weights of {window.path or 'the model'} in a session that was "
         "closed since; they are gone. Run the forward again: the model is plain now, and nothing was updated"
@@ -550,7 +559,7 @@ def session_was_closed(window: Window) -> SessionError:
 
 
 def graph_through_streamed(window: Window) -> HigherOrderError:
-    """Gradients of gradients would need weights that have left the device."""
+    """The error for gradients of gradients: they would need weights that have left the device."""
     return HigherOrderError(
         f"create_graph=True asks for gradients of gradients through {window.path or 'the model'}, whose "
         "weights are streamed and gone by then; make its group resident. Nothing was updated"
@@ -558,7 +567,7 @@ def graph_through_streamed(window: Window) -> HigherOrderError:
 
 
 def graph_through_used_up(group: ManagedGroup) -> HigherOrderError:
-    """Gradients of gradients would need gradients that the update has used up."""
+    """The error for gradients of gradients: they would need gradients that the update has used up."""
     return HigherOrderError(
         f"backward(create_graph=True) keeps gradients for more gradients, and the schedule 'in_backward' uses up "
         f"those of group {group.label} at once; use the schedule 'deferred' with resident groups, or "

@@ -1,15 +1,17 @@
-"""Executor: carries out a plan. Puts a forward and a backward pass over the same groups, and answers between steps.
+"""Executor: carries out a plan. It makes a forward and a backward pass over the same groups, and answers between steps.
 
 Everything here runs in the thread of the training loop, or in autograd's while the loop waits for it; only host updates
 run beside it. See `passes.forward` and `passes.backward` for what opens and closes groups, `parameters.group` for where
-parameters look.
+parameters point. A model that needs no windows has a `CallWatch`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from typing import Any
 
+import torch
 from torch import nn
 
 from lowtide import compat
@@ -22,10 +24,10 @@ from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter
 from lowtide.runtime.parameters.pending import ReadingSave, SaveGuard
 from lowtide.runtime.parameters.residency import ManagedResidency
 from lowtide.runtime.passes.backward import BackwardPass
-from lowtide.runtime.passes.forward import ForwardPass, Window, make_windows
+from lowtide.runtime.passes.forward import ForwardPass, Gate, Window, make_windows
 from lowtide.runtime.passes.lock import LostStep, Process, SessionLock, locked
 from lowtide.runtime.statistics.observer import StepObserver
-from lowtide.runtime.statistics.recording import Recorder
+from lowtide.runtime.statistics.recording import PhaseClock, Recorder
 from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer
 from lowtide.runtime.updates.norms import GradientWatch, LossWatch
 from lowtide.runtime.updates.updater import Finisher, Updater
@@ -37,11 +39,11 @@ class Executor:
 
     Args:
         groups: Bound to the model's parameters.
-        runner: Steps the optimizer by chunks; None where nobody does, or torch's own step runs.
+        runner: Steps the optimizer by chunks; None if there is no optimizer, or torch's own step runs.
         books: Where device bytes of streamed chunks are counted.
-        staging: For gradients on their way.
+        staging: Buffers for gradients on their way to the host.
         worker: Runs host updates.
-        takes_totals: Take the norms of gradients that are added up on the host.
+        takes_totals: Whether the norms of gradients that are added up on the host are computed there.
         clock_origin_s: `perf_counter` at the mover's start, so that the host's spans share its clock.
         observer: Asked at each opening and closing of a window.
     """
@@ -129,7 +131,7 @@ class Executor:
     # -- a session begins and ends -------------------------------------------------------------------------------------
 
     def windows(self, model: nn.Module) -> list[Window]:
-        """The windows that tell the passes of the model's calls, not installed yet."""
+        """The windows around the model's calls, which call the passes; not installed yet."""
         return make_windows(model, self.groups.values(), self.schedule, self.forward, self.backward)
 
     def start(self) -> None:
@@ -143,7 +145,7 @@ class Executor:
     # -- a step that broke off -----------------------------------------------------------------------------------------
 
     def check_broken(self) -> None:
-        """After a backward that raised: put everything back where it belongs, and remember that the step is lost."""
+        """If a backward raised, put everything back where it belongs, and remember that the step is lost."""
         self.backward.check_broken()
 
     def mend(self) -> None:
@@ -152,28 +154,28 @@ class Executor:
             self.backward.check_broken()
 
     def put_in_order(self) -> None:
-        """After an exception in `step()`, or at the end: start afresh from the truth."""
+        """After an exception in `step()`, or at the end: start afresh from the true copies."""
         if compat.backward_number() is None:
             self.forward.forget_calls()
             self.backward.put_in_order()
 
     def lose_step(self, moved: Iterable[ManagedGroup]) -> None:
-        """A `step()` broke off when these had moved, and could not be completed."""
+        """A `step()` broke off after these groups moved, and could not be completed."""
         self.backward.lose_step(moved, "step()")
 
     def forget_step(self) -> None:
-        """The user gave the step up or begins the next: whatever was wrong with the last one is over."""
+        """The user gives the step up or begins the next: forget what was wrong with the last one."""
         self.lost_step.tell()
         self.lost_step.forget()
         self.loss.forget()
         self.recorder.forget_backward()
 
     def has_raised(self) -> bool:
-        """Whether an exception came out of the last call of the model, backward or step, and none went well since."""
+        """Whether the last call of the model, backward or step raised, and none has succeeded since."""
         return self.forward.has_raised or self.backward.has_broken_off()
 
     def tell_why_mixed(self) -> str | None:
-        """Which weights a backward has moved that broke off; None where all weights are those of one step. Told once."""
+        """Says which weights a backward that broke off has moved; None if all weights are those of one step. Says it once."""
         self.check_broken()
         self.lost_step.be_told()
         return self.backward.why_mixed()
@@ -181,9 +183,9 @@ class Executor:
     # -- between steps -------------------------------------------------------------------------------------------------
 
     def part_of_step(self) -> str | None:
-        """In which part of a step this thread is: forward, backward or update; None where its work is not the session's."""
+        """The part of a step in which this thread is: forward, backward or update; None if its work is not the session's."""
         phases = self.recorder.phases
-        # Not by the phase of backwards and updates: one that raised may be on record until the next call.
+        # The recorded phase is not asked for backward and update: one that raised may be recorded until the next call.
         if phases.is_in_backward():
             return "backward"
         if phases.phase == "forward":
@@ -207,7 +209,7 @@ class Executor:
         for group in self.groups.values():
             if any(chunk.host_work is not None for chunk in group.stored.chunks):
                 return False
-            if group.looks_at_device and not group.is_resident:
+            if group.points_to_device and not group.is_resident:
                 return False
             if not all(gradient.is_settled() for gradient in host_gradients(group)):
                 return False
@@ -242,8 +244,8 @@ class Executor:
             self.saves.reading.wait_for_all()
 
     def settle_group(self, group: ManagedGroup) -> None:
-        """Make the values of the group's parameters true: user code looks at one of them."""
-        # Before the lock: who holds it may be waiting for this very thread.
+        """User code reads one of the group's parameters: wait until their values are final."""
+        # Before the lock is taken: the thread that holds it may be waiting for this one.
         self.worker.refuse_in_its_thread(f"a parameter of group {group.label}")
         self._settle_group(group)
 
@@ -254,21 +256,66 @@ class Executor:
             self.residency.settle(group)
 
     def calling(self, what: str) -> AbstractContextManager[None]:
-        """What runs inside is a call of this thread, which no other thread may come between."""
+        """A context whose body is one call of this thread: calls of other threads are refused meanwhile."""
         self.backward.refuse_beside(what)
         return self._lock.call(what)
 
     @property
     def process(self) -> Process:
-        """That of the session."""
+        """The process that the session is in."""
         return self._lock.process
 
     def make_gradient_pending(self, managed: ManagedParameter) -> None:
-        """An update on the host reads the user's gradient: a look at it waits."""
+        """An update on the host reads the user's gradient: reading it waits."""
         if managed.host_gradient is not None:
             self._gradients.make_pending(managed.host_gradient)
 
 
 def host_gradients(group: ManagedGroup) -> list[HostGradient]:
-    """Those of the group's parameters that the host updates."""
+    """The gradients of the group's parameters that the host updates."""
     return [managed.host_gradient for managed in group.members if managed.host_gradient is not None]
+
+
+class CallWatch:
+    """Watches the calls of a model that needs no windows, from `install` to `remove`. Changes nothing about them.
+
+    If the user compiles the model while it is managed, calls no longer come through here: their time then counts as the
+    rest of the step, and nothing else changes.
+    """
+
+    def __init__(self, model: nn.Module, phases: PhaseClock, call_over: Callable[[bool], None]) -> None:
+        self._model = model
+        self._phases = phases
+        self._call_over = call_over
+        self._inner: Callable[..., Any] | None = None
+        self._gate: Gate | None = None
+
+    def go_through(self, gate: Gate | None) -> None:
+        """The gate decides how calls go on, until it is None."""
+        self._gate = gate
+
+    def install(self) -> None:
+        """Take the model's calls."""
+        self._inner = compat.call_of(self._model)
+        compat.replace_call(self._model, self._call)
+
+    def remove(self) -> None:
+        """Give them back, unless the user has put something else there. May be repeated."""
+        if compat.call_of(self._model) == self._call:
+            compat.replace_call(self._model, self._inner)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        inner = self._inner or compat.plain_call(self._model)
+        if compat.is_compiled_around() or compat.backward_number() is not None:
+            return inner(*args, **kwargs)
+        self._phases.enter("forward")
+        went_well = False
+        try:
+            output = inner(*args, **kwargs) if self._gate is None else self._gate(inner, args, kwargs)
+            went_well = True
+        finally:
+            self._phases.leave("forward")
+            self._call_over(went_well)
+        if torch.is_grad_enabled():
+            self._phases.watch_backward(output)
+        return output

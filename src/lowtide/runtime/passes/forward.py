@@ -1,7 +1,7 @@
 """The forward pass: windows around modules' calls, which open their groups before and close them after.
 
-A `Window` stands around the call of a module and tells the `ForwardPass`; a `Visit` stays in the call's graph and tells
-the backward pass. Also when a checkpoint calls a module again in the middle of a backward, in the thread of autograd then.
+A `Window` stands around the call of a module and calls the `ForwardPass`; a `Visit` stays in the call's graph and calls
+the backward pass. This also holds when a checkpoint calls a module again during a backward, then in autograd's thread.
 
 Note [When a group's backward starts and ends]
 It starts when the gradient of one of the module's outputs is complete: a hook on each of them opens the groups. It ends
@@ -38,7 +38,7 @@ from lowtide.planning.plan import Schedule
 from lowtide.runtime.parameters.group import ManagedGroup
 from lowtide.runtime.parameters.pending import is_pending, settle
 from lowtide.runtime.parameters.residency import Residency
-from lowtide.runtime.passes.lock import HELD, SessionLock, locked, refuse_running_wrapper
+from lowtide.runtime.passes.lock import HELD_INTERRUPTS, SessionLock, locked, refuse_running_wrapper
 from lowtide.runtime.statistics.observer import StepObserver
 from lowtide.runtime.statistics.recording import Recorder
 from lowtide.runtime.updates.norms import GradientWatch, LossJudge
@@ -46,38 +46,39 @@ from lowtide.runtime.updates.worker import HostWorker
 
 
 class Visit:
-    """One forward call with a graph. Only hooks in that graph hold it, so it dies with the graph."""
+    """One forward call with a graph. Only hooks in that graph refer to it, so it is freed with the graph."""
 
     def __init__(self, window: Window, listener: BackwardListener) -> None:
         self.window = window
-        self.weights = [(group, group.generation, group.shown_memory) for group in window.groups]
-        """The groups as the call used them: how often they had been updated, and what their parameters showed."""
+        self.groups_as_used = [(group, group.generation, group.shown_memory) for group in window.groups]
+        """Each group of the window, with its generation and the foreign memory that its parameters showed during the call."""
         self.backward: int | None = None
         """The backward that opened it last; it may be run again by another, where the graph was retained."""
         self.is_open = False
         self.first_node = compat.next_node_number()
-        """Number of the call's first node, and after it of the first one that came after the call."""
+        """Number of the call's first node."""
         self.next_node = self.first_node
+        """Number of the first node after the call."""
         self._listener = listener
 
     def watch(self, outputs: Iterable[torch.Tensor]) -> bool:
-        """Hook the call's graph; False where the call has made none that could need its weights."""
+        """Hook the call's graph; False if the call has made no graph that could need its weights."""
         self.next_node = compat.next_node_number()
         reached = [tensor for tensor in outputs if tensor.requires_grad and tensor.grad_fn is not None]
-        last = self.window.oldest_node.find([tensor.grad_fn for tensor in reached], self.first_node)
-        if last is None:
+        oldest = self.window.oldest_node.find([tensor.grad_fn for tensor in reached], self.first_node)
+        if oldest is None:
             return False
         for tensor in reached:
             tensor.register_hook(self._on_output_gradient)
-        last.register_hook(self._on_last_node)
+        oldest.register_hook(self._on_oldest_node)
         return True
 
     def _on_output_gradient(self, gradient: torch.Tensor) -> None:
         self._listener.reached(self, gradient)
 
-    def _on_last_node(self, inputs: object, outputs: object) -> None:
+    def _on_oldest_node(self, inputs: object, outputs: object) -> None:
         del inputs, outputs
-        self._listener.left(self)
+        self._listener.passed(self)
 
 
 class Call:
@@ -96,12 +97,12 @@ class BackwardListener(Protocol):
     def reached(self, visit: Visit, gradient: torch.Tensor) -> None:
         """A gradient arrived at an output of the visit."""
 
-    def left(self, visit: Visit) -> None:
-        """The oldest node of the visit has run."""
+    def passed(self, visit: Visit) -> None:
+        """The backward has passed the visit: the oldest node of its call has run."""
 
 
 Gate = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Given what runs the module, and its arguments; gives its output."""
+"""Takes the function that runs the module, with its arguments; returns the module's output."""
 
 
 _REFUSAL = partial(
@@ -145,24 +146,24 @@ class Window:
         self._streamed: dict[int, ManagedGroup] | None = None
         """By the storage of a chunk on the device, which is the same for the whole session; made at the first call."""
         self.is_given = False
-        """Whether it stands for one call, in which `functional_call` gives the module tensors of the user's."""
+        """Whether it is for one call only, in which `functional_call` gives the module tensors of the user's."""
         self._gate: Gate | None = None
 
     @property
     def name(self) -> str:
-        """That of its first group, where it has one: under which moments are written down."""
+        """The name of its first group, if it has one, else its path; samples of memory are recorded under it."""
         return self.groups[0].name if self.groups else self.path
 
     def install(self) -> None:
         """Take the module's calls."""
         self._known = {id(parameter): name for name, parameter in self.module.named_parameters()}
         self._known_ids = compat.parameter_ids(self.module)
-        # Said first: `remove` undoes as much as was done.
+        # Set before the change, so that `remove` undoes it after an interrupt.
         self._inner = compat.call_of(self.module)
         self._is_installed = True
         compat.replace_call(self.module, self._call)
         if self.path == "":
-            # Of the others it is found at the next call of the model, which goes through here.
+            # A compilation of another module is found at the next call of the model, which goes through here.
             compat.guard_compile(self.module, _REFUSAL)
 
     def remove(self) -> None:
@@ -186,7 +187,7 @@ class Window:
     def _check_parameters(self) -> None:
         if compat.parameter_ids(self.module) == self._known_ids:
             return
-        # Asked in full: a module may say that it has others than it holds.
+        # The full list: a module's own `parameters()` may name others than it holds.
         now = {id(parameter) for parameter in self.module.parameters()}
         if now == self._known.keys():
             return
@@ -253,7 +254,7 @@ class Window:
             finally:
                 self._forward.ends(call)
         finally:
-            # Once more: an interrupt may have come before the first was under way, or have broken it off.
+            # Once more: an interrupt may have come before the first `ends` began, or have stopped it.
             if not call.is_over:
                 self._forward.ends(call)
         self._refuse_weights_in(output)
@@ -272,7 +273,7 @@ class Window:
         return part
 
     def _check_given(self, group: ManagedGroup, tensor: torch.Tensor) -> None:
-        """Tensors of the user's are used as they are; where one is a parameter of the session's, its value must be true."""
+        """Check a tensor that the user gives for a parameter. If it is itself a parameter of the session's, wait for its value."""
         device = group.members[0].device_view.device
         if is_pending(tensor):
             with compat.outside_transforms():
@@ -300,7 +301,7 @@ class Window:
         return output
 
     def _refuse_weights_in(self, output: object) -> None:
-        """What shares memory with streamed weights would be read after they have left the device."""
+        """Refuse an output that shares memory with streamed weights: it would be read after they have left the device."""
         if self._streamed is None:
             self._streamed = {
                 compat.storage_key(chunk.device): group
@@ -320,10 +321,10 @@ class Window:
 
     def _visit(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         visit = Visit(self, self._backward)
-        # Nodes too: a module may write to its argument and return it.
+        # The nodes are kept too: a module may write to its argument and return it.
         entered = {id(tensor): tensor.grad_fn for tensor in compat.tensors_in((args, kwargs))}
         output = inner(*args, **kwargs)
-        # What passes through unchanged has no node of the module; its gradient comes after the module's.
+        # An argument that is returned unchanged has no node of the module; its gradient comes after the module's.
         if visit.watch(
             [
                 tensor
@@ -344,20 +345,20 @@ class BackwardCondition(Protocol):
         """Whether a backward has begun and not ended, well or not."""
 
     def check_broken(self) -> None:
-        """Where the last one broke off: put everything back where it belongs."""
+        """Put everything back where it belongs, if the last backward broke off."""
 
     def refuse_beside(self, what: str) -> None:
         """Refuse what this thread begins while another runs a backward."""
 
     def watch_output(self, output: object) -> None:
-        """Know of a backward from where it reaches what the model has returned."""
+        """Notice a backward as soon as it reaches an output of the model."""
 
     def close_late(self) -> None:
-        """Close what stayed open for a last gradient in the backward of this thread."""
+        """Close the groups that stayed open for a last gradient in the backward of this thread."""
 
 
 class ForwardPass:
-    """Told by windows when their modules are called.
+    """Opens and closes groups when windows say that their modules are called.
 
     Args:
         residency: Opens and closes the groups.
@@ -406,7 +407,7 @@ class ForwardPass:
 
     @locked
     def begins(self, call: Call) -> None:
-        """Open the module's groups."""
+        """A module's call begins: open its groups."""
         window = call.window
         is_in_backward = compat.backward_number() is not None
         if not is_in_backward and not self._running:
@@ -418,7 +419,7 @@ class ForwardPass:
             self._recorder.phases.enter("forward")
         elif is_in_backward:
             self._backward.close_late()
-        # Before the groups are: `ends` finds it there whatever happens.
+        # Before the groups open, so that `ends` finds the call there whatever happens.
         self._running.append(call)
         self._recorder.phase = "backward" if is_in_backward else "forward"
         for group in window.groups:
@@ -435,7 +436,7 @@ class ForwardPass:
 
     @locked
     def ends(self, call: Call) -> None:
-        """Close them, where they were opened."""
+        """A module's call ends: close its groups, if they were opened."""
         if self._lock.is_broken or call.started is None:
             self._give_up(call)
         else:
@@ -447,18 +448,18 @@ class ForwardPass:
         call.is_over = True
 
     def forget_calls(self) -> None:
-        """The session ends, or starts afresh: whatever is under way will find nothing to close."""
+        """The session ends, or starts afresh: calls that are under way will find nothing to close."""
         self._running.clear()
 
     def call_begins(self) -> None:
-        """Refuse a call beside one of another thread. One in a backward is of a checkpoint, and belongs to it."""
-        # Most calls are of modules inside of one that has asked.
+        """Refuse a call beside one of another thread. A call in a backward is a checkpoint's, and belongs to that backward."""
+        # Most calls are of modules inside of a module that has asked already.
         if not self._lock.is_in_call() and compat.backward_number() is None:
             self._backward.refuse_beside("a forward")
             self._lock.begin_call("a forward")
 
     def call_over(self, went_well: bool) -> None:
-        """Remember whether the last call raised. One inside of another, or in a backward, says nothing by going well."""
+        """Remember whether the last call raised. A nested call, or one in a backward, that succeeds does not clear the flag."""
         self.was_called = True
         if compat.backward_number() is not None:
             return
@@ -477,7 +478,7 @@ class ForwardPass:
             return
         self._loss.forget_loss()
         if not self._running and not self._backward.is_under_way:
-            self._residency.rest()
+            self._residency.point_idle_to_host()
 
     def _leave(self, call: Call) -> None:
         window = call.window
@@ -494,10 +495,10 @@ class ForwardPass:
                 self._residency.close(group, ended)
         self._running.pop()
         if not self._running:
-            self._rest()
+            self._end_forward()
 
     def _give_up(self, call: Call) -> None:
-        """Something broke off in this call, or in one inside of it: when the outermost is left, all is put in order."""
+        """This call, or one inside of it, raised: when the outermost call is left, everything is put in order."""
         while call in self._running:
             self._running.pop()
         if compat.backward_number() is None and call.started is not None:
@@ -507,18 +508,18 @@ class ForwardPass:
                     self._residency.keep_writes(group)
         if not self._running and compat.backward_number() is None:
             self._backward.check_broken()
-        self._rest()
+        self._end_forward()
 
-    def _rest(self) -> None:
-        """The forward is over, unless this was a module inside of another."""
+    def _end_forward(self) -> None:
+        """End the forward, unless this was a call inside of another."""
         if not self._running and compat.backward_number() is None:
             self._recorder.phases.leave("forward")
-            HELD.rest()
+            HELD_INTERRUPTS.restore_handler()
 
     def _note_first_use(self, group: ManagedGroup) -> None:
-        """The host updates groups in the order in which a forward first uses them, which modules need not be listed in."""
+        """The host updates groups in the order in which a forward first uses them, not in that of the model's list of modules."""
         if self._used is not None and group.name not in self._used:
-            group.take_place(len(self._used))
+            group.note_place(len(self._used))
             self._used.add(group.name)
 
     def _begin_cycle(self, window: Window) -> None:
@@ -526,7 +527,7 @@ class ForwardPass:
         window.check_model()
         refuse_running_wrapper(window.module.parameters())
         for group in self._residency.groups.values():
-            if group.is_resident:  # others are asked when their own windows open
+            if group.is_resident:  # others are checked when their own windows open
                 group.check_unchanged()
         self._used = set() if torch.is_grad_enabled() else None
         key = (window.module.training, torch.is_grad_enabled())
@@ -543,7 +544,7 @@ def make_windows(
     forward: ForwardPass,
     backward: BackwardListener,
 ) -> list[Window]:
-    """One for each module whose call must be known, not installed yet; that of the whole model is the last.
+    """A window for each module whose calls must be known, not installed yet; the one of the whole model is the last.
 
     Resident groups that the device updates need none.
     """

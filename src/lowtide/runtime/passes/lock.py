@@ -1,18 +1,19 @@
 """Who may call a session: one thread of one process at a time, and no rank; an interrupt waits until nothing is half done.
 
 Note [When an interrupt arrives]
-Python calls the handler of a signal between two bytecodes of the main thread, and the handler raises there. So what must
-not be left half-way is a section, `with HELD:`, in which a handler of our own remembers the signal; the outermost section
-sends it again at its end, to the handler that was there before. To exchange handlers is a call of the operating system,
-and a step has hundreds of sections: the first one of a forward, a backward or a `step()` puts our handler in, and `rest`
-takes it out at the end. Between sections, and where an exception kept `rest` from being called, it passes all on at once.
+Python calls the handler of a signal between two bytecodes of the main thread, and the handler raises there. So code
+that must not stop half-way is a section, `with HELD_INTERRUPTS:`, in which a handler of our own remembers the signal; the
+outermost section sends it again at its end, to the handler that was there before. To exchange handlers is a call of the
+operating system, and a step has hundreds of sections: the first one of a forward, a backward or a `step()` puts our handler in, and
+`restore_handler` takes it out at the end. Between sections, and where an exception kept `restore_handler` from being called,
+our handler passes every signal on at once.
 
 In other threads, such as autograd's for a CUDA device, handlers never run, and sections do nothing. A second interrupt
-while one is held is delivered at once: who waits for a section that does not end gets out. It is an exception like any
-other then; see Note [After an exception] in `passes.backward`.
+while one is held is delivered at once, so that a user can leave a section that does not end. It is then an exception like any
+other; see Note [After an exception] in `passes.backward`.
 
 Note [Threads]
-Any thread may use a session, one after the other: an evaluation in another thread while the loop rests is fine. A call
+Threads may use a session one after the other: an evaluation in another thread is fine while the loop does nothing. A call
 that comes while another thread is in a forward, a backward or a step is refused: windows open and close in order, and a
 device budget is for one call. Autograd's own threads belong to the backward that they run.
 
@@ -58,7 +59,7 @@ _SIGINT = int(signal.SIGINT)
 
 
 class HeldInterrupts:
-    """The context of sections; there is one, `HELD`, as there is one main thread. Sections may be nested."""
+    """The context of sections; there is one, `HELD_INTERRUPTS`, as there is one main thread. Sections may be nested."""
 
     def __init__(self) -> None:
         self._handler = self._on_signal  # one object: it is asked for by identity
@@ -89,8 +90,8 @@ class HeldInterrupts:
             if self._has_come:
                 self._deliver()
 
-    def rest(self) -> None:
-        """Put the handler back that was there; in the last section of a forward, a backward or a step, or after it."""
+    def restore_handler(self) -> None:
+        """Put back the handler of before; called in the last section of a forward, a backward or a step, or after it."""
         if threading.get_ident() != self._main:
             return
         if self._owner is not None and not self._is_inside(sys._getframe(1)):
@@ -138,7 +139,7 @@ class HeldInterrupts:
         self._main, self._depth, self._has_come, self._owner = threading.get_ident(), 0, False, None
 
 
-HELD = HeldInterrupts()
+HELD_INTERRUPTS = HeldInterrupts()
 
 
 P = ParamSpec("P")
@@ -175,7 +176,7 @@ class Process:
 
     @classmethod
     def count_fork(cls) -> None:
-        """This is a child."""
+        """Called in the child of a fork."""
         cls.num_forks += 1
 
 
@@ -203,7 +204,7 @@ class SessionLock:
             self.is_backward_broken = True
 
     def put_in_order(self) -> None:
-        """Everything is where it belongs."""
+        """The session was put in order: everything is where it belongs."""
         self.is_broken = self.is_backward_broken = False
 
     def begin_call(self, what: str) -> None:
@@ -218,7 +219,7 @@ class SessionLock:
             self._call = (threading.get_ident(), what)
 
     def end_call(self) -> None:
-        """It is over."""
+        """This thread's forward or step is over."""
         self._call = None
 
     @contextmanager
@@ -252,7 +253,7 @@ class SessionLock:
 
 
 def other_threads_in_backward() -> set[int]:
-    """Those, without this one, that have called `backward` and wait for it."""
+    """Threads other than this one that have called `backward` and wait for it."""
     return {number for number, frame in _other_frames().items() if _is_in_engine(frame)}
 
 
@@ -272,7 +273,7 @@ def _other_frames() -> dict[int, FrameType]:
 
 
 def two_threads(what: str, other: int, doing: str) -> TwoThreadsError:
-    """For what this thread began while another does something."""
+    """The error for a thread that begins something of a session while another thread is in it."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return TwoThreadsError(
         f"thread {threading.current_thread().name!r} began {what} of a managed model while thread "
@@ -302,7 +303,7 @@ def locked(method: Callable[Concatenate[L, P], R]) -> Callable[Concatenate[L, P]
         lock = self._lock
         if lock.process.number != Process.num_forks:
             lock.process.require()
-        with HELD, lock.momentary:
+        with HELD_INTERRUPTS, lock.momentary:
             try:
                 return method(self, *args, **kwargs)
             except (ModelChangedError, TwoThreadsError):
@@ -384,10 +385,10 @@ def refuse_running_wrapper(parameters: Iterable[torch.Tensor]) -> None:
 
 
 class ProcessListener(Protocol):
-    """Is told what the process does with modules and optimizers of others."""
+    """Called when the process does something with modules and optimizers that are not the session's."""
 
     optimizer: torch.optim.Optimizer | None
-    """The listener's own."""
+    """The session's optimizer."""
 
     def module_registered(self, module: nn.Module, submodule: nn.Module) -> None:
         """A module has got a submodule."""
@@ -424,9 +425,9 @@ def remove_all(hooks: Iterable[Any]) -> None:
 
 
 def _wrappers_in_process(wrappers: tuple[type[nn.Module], ...]) -> Iterator[nn.Module]:
-    """All that exist. A module does not know what it is in, and torch keeps no list: Python's collector has one.
+    """All wrappers that exist. A module does not know what it is in, and torch keeps no list: Python's collector has one.
 
-    A tenth of a second for a million objects, and only where there can be a wrapper that matters.
+    Takes a tenth of a second for a million objects, and is done only if there can be a wrapper that matters.
     """
     has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
     if not has_ranks and torch.cuda.device_count() <= 1:
@@ -438,7 +439,7 @@ def _wrappers_in_process(wrappers: tuple[type[nn.Module], ...]) -> Iterator[nn.M
 
 
 def _spreads(wrapper: nn.Module) -> bool:
-    """Whether it does more than to call the module: `DataParallel` on one card, or none, does not."""
+    """Whether the wrapper does more than to call the module: `DataParallel` on one card, or none, does not."""
     return not isinstance(wrapper, nn.DataParallel) or len(wrapper.device_ids) > 1
 
 
@@ -448,7 +449,7 @@ def _name(wrapper: nn.Module) -> str:
 
 
 class LostStep:
-    """What became of a step that broke off, until the user gives it up."""
+    """Why the last step is lost, and which groups it had moved, until the user gives it up."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
@@ -458,13 +459,13 @@ class LostStep:
         self._has_moved = False
 
     def lose(self, moved: Sequence[str], num_groups: int, where: str, *, is_torn: bool, is_whole: bool) -> None:
-        """It broke off there when it had moved these groups; where all have moved whole, it was as good as over."""
+        """Remember that the step broke off there after these groups moved. If all moved completely, it was as good as over."""
         self.reason = why_step_is_lost(moved, num_groups, where, is_torn=is_torn)
         self._is_untold = bool(moved) and (is_torn or not is_whole)
         self._has_moved = bool(moved)
 
     def lose_to_thread(self, *, has_moved: bool) -> None:
-        """Another thread began a backward in the middle of it."""
+        """Remember that another thread began a backward in the middle of the step."""
         if has_moved:
             condition = "weights may have taken both. Load a checkpoint, or call zero_grad() to go on"
         else:
@@ -503,7 +504,7 @@ class LostStep:
                 warnings.warn(self.reason, RuntimeWarning, stacklevel=2)
 
     def be_told(self) -> None:
-        """Somebody else tells the user."""
+        """Note that the user is told in another way."""
         self._is_untold = False
 
     def forget(self) -> None:

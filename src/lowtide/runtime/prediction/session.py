@@ -173,7 +173,7 @@ class SessionFootprint:
 
     @property
     def num_warm_up_steps(self) -> int:
-        """Where weights travel, nothing is prefetched in the first step, nor for the second: the third begins as all do."""
+        """2 if weights move: nothing is prefetched in the first step, nor for the second, so the third is the first usual one."""
         return 2 if self._moves else 1
 
     @property
@@ -181,7 +181,7 @@ class SessionFootprint:
         return any(group.weights is not Weights.RESIDENT or Site.HOST in group.sites for group in self._plan.groups)
 
     def placed(self, model: nn.Module) -> list[nn.Parameter]:
-        """All that are managed."""
+        """The managed parameters."""
         parameters = dict(model.named_parameters())
         return [parameters[span.parameter.name] for chunk in self._layout.chunks for span in chunk.spans]
 

@@ -161,18 +161,18 @@ class FootprintResidency:
             raise
 
     def open_all(self, groups: Sequence[ManagedGroup]) -> None:
-        """All of them."""
+        """Open all of the groups."""
         for group in groups:
             self.open(group)
 
     def close(self, group: ManagedGroup, at: Ticket | None = None) -> None:
-        """One use less."""
+        """One window less uses the group."""
         self.store.close(group.name, at)
         if not group.stored.num_open:
             self.forget_old_copy(group)
 
     def forget_old_copy(self, group: ManagedGroup) -> None:
-        """Where the host is changing the weights, a copy on the device is the old one."""
+        """Drop the group's copy on the device, if the host is changing the weights: it is old."""
         if group.stored.is_changing and not group.is_resident and not group.stored.num_open:
             self.store.drop(group.name)
 
@@ -180,7 +180,7 @@ class FootprintResidency:
         """A forward that writes to its own weights takes no memory for it."""
 
     def keep_write(self, group: ManagedGroup, chunk: Chunk) -> None:
-        """Nor does a hook."""
+        """A hook that writes to weights takes no memory for it either."""
 
     def write_back(self, group: ManagedGroup, chunk: Chunk, at: Ticket | None = None) -> None:
         """The computation changed an open chunk."""
@@ -193,7 +193,7 @@ class FootprintResidency:
     def guard(self, group: ManagedGroup) -> None:
         """Does nothing: no user code looks at weights without memory."""
 
-    def rest(self) -> None:
+    def point_idle_to_host(self) -> None:
         """Does nothing: no user code looks at weights without memory."""
 
     def rebuild(self) -> None:
@@ -319,12 +319,12 @@ class FootprintGradients:
         taken.become(GradientState.ARRIVING)
 
     def send(self) -> None:
-        """They are on their way."""
+        """Nothing to do: `take` has sent them."""
 
     def show(self, gradient: HostGradient, host_view: torch.Tensor | None, *, is_resident: bool) -> None:
         """What is on the host costs the device nothing."""
         del host_view, is_resident
-        gradient.rest()
+        gradient.end_backward()
 
     def abandon(self, gradients: Iterable[HostGradient], chunks: Iterable[Chunk]) -> None:
         """A trace that broke off is over."""
@@ -346,7 +346,7 @@ class _LatePoint(Point):
         self._source = source
 
     def is_done(self) -> bool:
-        """Not before."""
+        """Never done before somebody waits for it."""
         return False
 
 
@@ -387,7 +387,7 @@ class FootprintUpdater:
     ) -> None:
         """One step on the host: afterwards what the device has of the weights is old."""
         del settings
-        self._store.take_over(chunk)
+        self._store.refresh_host(chunk)
         if self._schedule is Schedule.IN_BACKWARD:
             judge_sent(members, self._watch)
         for managed in members:

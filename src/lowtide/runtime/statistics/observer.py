@@ -119,7 +119,7 @@ class StepObserver:
             self._write(*self._last, self.gauge.take_peak())
 
     def chunks_changed(self) -> None:
-        """They have: what is in use from here on counts against their new bytes."""
+        """Chunks have come or left: memory in use from here on is compared with their new bytes."""
         if self.is_watching and self._mode is MonitorMode.PEAKS:
             self.gauge.take_peak()
 
@@ -139,7 +139,7 @@ class StepObserver:
             self.chunks_changed()
 
     def stop(self) -> None:
-        """The step is over."""
+        """Stop watching: the step is over."""
         if self.is_watching:
             self.take_sample("", "update")
             self.is_watching = False

@@ -59,7 +59,7 @@ class Recorder:
         self.num_updates = 0
         """Counts calls of `optimizer.step`."""
         self.phase = "forward"
-        """What spans belong to."""
+        """The phase to which new spans belong."""
         self._spans: deque[_Span] = deque()
         self._host_spans: deque[LaneSpan] = deque()
         self._presences: deque[_Presence] = deque()
@@ -287,7 +287,7 @@ class PhaseClock:
             self._change([*self._inside, phase])
 
     def leave(self, phase: str) -> None:
-        """It has ended, and whatever was inside of it; the one around it goes on."""
+        """A phase has ended, with every phase inside of it; the one around it goes on."""
         with self._lock:
             if phase in self._inside:
                 last = len(self._inside) - 1 - self._inside[::-1].index(phase)

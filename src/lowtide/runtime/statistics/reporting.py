@@ -79,7 +79,7 @@ def tier_rows(
     pinned: Tier,
     host_predicted_bytes: int,
 ) -> tuple[TierRow, ...]:
-    """One for the device as a whole, its chunks, the host, and what is locked of it.
+    """Rows for the device as a whole, its chunks, the host, and the host's pinned memory.
 
     `device_peak_bytes` is of everything on the device; None where only chunks are known.
     """

@@ -68,7 +68,7 @@ class ChunkRow:
     weights: str
     """`resident` or `streamed`."""
     site: str
-    """Where it is updated: `device` or `host`."""
+    """The update site of the chunk: `device` or `host`."""
     num_fetches: int
     resident_share: float
     """The part of the session's time, 0 to 1, in which it held bytes of the device."""
@@ -119,7 +119,7 @@ class PlanRow:
     step: int
     """Steps that were taken before it."""
     reason: str
-    """Why it was made."""
+    """Why the plan was made."""
     predicted_peak_bytes: int | None = None
     """Device bytes of tensors that its step was predicted to take; None where that was not predicted."""
 

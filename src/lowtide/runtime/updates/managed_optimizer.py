@@ -23,7 +23,7 @@ from lowtide.planning.plan import Schedule, Site
 from lowtide.runtime.parameters.group import ManagedGroup, members_of
 from lowtide.runtime.parameters.pending import AbsentState, LiveState, make_plain
 from lowtide.runtime.passes.executor import Executor
-from lowtide.runtime.passes.lock import HELD
+from lowtide.runtime.passes.lock import HELD_INTERRUPTS
 from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer, Settings
 from lowtide.runtime.updates.kernel_optimizer import KernelOptimizer
 from lowtide.runtime.updates.norms import (
@@ -259,13 +259,13 @@ class ManagedOptimizer:
         with self._executor.calling("optimizer.step()"):
             went_well = False
             try:
-                with HELD:
+                with HELD_INTERRUPTS:
                     phases.enter("update")
                     self._step_after(closure)
                 went_well = True
             finally:
                 phases.leave("update")
-                HELD.rest()
+                HELD_INTERRUPTS.restore_handler()
                 self._executor.forward.call_over(went_well)
         return result
 
@@ -297,10 +297,10 @@ class ManagedOptimizer:
 
     def _zero_grad(self, set_to_none: bool) -> None:
         try:
-            with HELD:
+            with HELD_INTERRUPTS:
                 self._clear_gradients(set_to_none)
         finally:
-            HELD.rest()
+            HELD_INTERRUPTS.restore_handler()
 
     def _clear_gradients(self, set_to_none: bool) -> None:
         self._executor.check_broken()

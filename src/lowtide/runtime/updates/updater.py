@@ -150,7 +150,7 @@ class Updater:
             if group.is_resident:
                 reading.wait_for(parameters)  # what comes next may write to the host's copy of the weights
             awaited.append(reading.reads_of(parameters))
-        self._store.take_over(chunk)
+        self._store.refresh_host(chunk)
         is_staged = chunk.staging is not None
         for managed, gradient in zip(members, arrived, strict=True):
             if not is_staged and gradient.is_held_beside():
@@ -299,7 +299,7 @@ class Finisher:
         Where `is_last`, the backward is over: parameters without a gradient will get none.
         """
         for chunk in group.stored.chunks:
-            fired = group.complete(chunk, is_last=is_last)
+            fired = group.members_to_update(chunk, is_last=is_last)
             if not fired:
                 continue
             if not is_last and group.is_used_beside(backward):
@@ -322,7 +322,7 @@ class Finisher:
         try:
             self._update_open(group, chunk, members, settings)
         finally:
-            group.look_at_host()
+            group.point_to_host()
             self._residency.guard(group)
 
     def _settings_in(self, backward: int) -> Settings:

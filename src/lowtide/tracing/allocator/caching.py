@@ -43,9 +43,9 @@ class AllocatorFullError(TraceError):
             " saves memory, or choose a larger device"
         )
         self.requested_bytes = requested_bytes
-        """The request that failed."""
+        """Bytes of the request that failed."""
         self.allocated_bytes = allocated_bytes
-        """In use then."""
+        """Bytes in use when it failed."""
         self.reserved_bytes = reserved_bytes
         """Held by the allocator then: in use, or in pieces of segments that are in use."""
 

@@ -4,9 +4,9 @@ are chained of, with pools of free ones kept by size.
 Note [Addresses]
 Among free blocks of exactly one size the allocator takes the one at the lowest address, so the order of segments in
 the address space decides which of them is split next, and with it how memory fragments. The CUDA driver (seen with
-version 580 on Linux) hands out addresses from chunks of 32 MiB or multiples of that, a new chunk below the older ones;
-what is left of a chunk serves later segments that fit, the newest chunk first. A chunk without a segment gives its
-addresses back, and a later chunk takes the highest such gap that is larger than itself. With this order the replay
+version 580 on Linux) hands out addresses from ranges of 32 MiB or multiples of that, a new range below the older ones;
+what is left of a range serves later segments that fit, the newest range first. A range without a segment gives its
+addresses back, and a later range takes the highest such gap that is larger than itself. With this order the replay
 matched every call of the recordings in tests/tracing/allocator; with increasing addresses it missed by 2 MiB in some.
 
 Note [Expandable segments]
@@ -170,20 +170,22 @@ class Pool:
         del self.unmapped[bisect_left(self.unmapped, block.address, key=_ADDRESS)]
 
 
-_CHUNK_BYTES = 32 * MiB
+_RANGE_BYTES = 32 * MiB
 _TOP_ADDRESS = 1 << 47
 _CONTEXT_BYTES = 6 * MiB
-"""What the CUDA context itself has taken of the first chunk before torch allocates anything."""
+"""What the CUDA context itself has taken of the first range before torch allocates anything."""
 _ENDLESS_BYTES = 4 * TiB
 """Stands for the memory of a device whose capacity is not given."""
 
 
 @dataclass(slots=True, eq=False)
-class _Chunk:
+class _AddressRange:
+    """Addresses that the driver took together; see Note [Addresses]."""
+
     start: int
     size: int
     age: int
-    """Number of chunks made before it."""
+    """Number of ranges made before it."""
     gaps: list[tuple[int, int]] = field(default_factory=list)
     """(first byte, size) of what no segment uses, lowest first."""
 
@@ -214,14 +216,14 @@ class DriverMemory:
         self.taken_bytes = 0
         self.peak_taken_bytes = 0
         self._capacity_bytes = capacity_bytes
-        self._chunks: list[_Chunk] = []
+        self._ranges: list[_AddressRange] = []
         """In order of age."""
-        self._open: list[_Chunk] = []
-        """Those with a gap, in order of age: a model of many layers has thousands of chunks, and few of them."""
+        self._open: list[_AddressRange] = []
+        """Those with a gap, in order of age: a model of many layers has thousands of ranges, and few of these."""
         self._num_made = 0
         self._has_holes = False
-        """Whether a chunk has been given up: until then each new one lies below all others."""
-        self._new_chunk(_CONTEXT_BYTES)
+        """Whether a range has been given up: until then each new one lies below all others."""
+        self._new_range(_CONTEXT_BYTES)
 
     def take(self, size: int) -> bool:
         """Count `size` bytes as taken; False, and nothing happens, when they do not fit."""
@@ -237,43 +239,47 @@ class DriverMemory:
 
     def reserve_addresses(self, size: int) -> int:
         """Start of `size` bytes of address space for a segment."""
-        for chunk in reversed(self._open):
-            start = chunk.take(size)
+        for address_range in reversed(self._open):
+            start = address_range.take(size)
             if start is not None:
-                if not chunk.gaps:
-                    self._open.remove(chunk)
+                if not address_range.gaps:
+                    self._open.remove(address_range)
                 return start
-        return self._new_chunk(size)
+        return self._new_range(size)
 
     def release_addresses(self, start: int, size: int) -> None:
         """Give up the address space of a segment."""
-        chunk = next(chunk for chunk in self._chunks if chunk.start <= start < chunk.start + chunk.size)
-        if not chunk.gaps:
-            insort(self._open, chunk, key=lambda other: other.age)
-        chunk.put_back(start, size)
-        if chunk.gaps == [(chunk.start, chunk.size)]:
-            self._chunks.remove(chunk)
-            self._open.remove(chunk)
+        address_range = next(
+            address_range
+            for address_range in self._ranges
+            if address_range.start <= start < address_range.start + address_range.size
+        )
+        if not address_range.gaps:
+            insort(self._open, address_range, key=lambda other: other.age)
+        address_range.put_back(start, size)
+        if address_range.gaps == [(address_range.start, address_range.size)]:
+            self._ranges.remove(address_range)
+            self._open.remove(address_range)
             self._has_holes = True
 
-    def _new_chunk(self, size: int) -> int:
-        """Start of `size` bytes in a chunk of their own."""
-        chunk_bytes = -(-size // _CHUNK_BYTES) * _CHUNK_BYTES
-        chunk = _Chunk(self._end_for(chunk_bytes) - chunk_bytes, chunk_bytes, self._num_made)
+    def _new_range(self, size: int) -> int:
+        """Start of `size` bytes in a range of their own."""
+        range_bytes = -(-size // _RANGE_BYTES) * _RANGE_BYTES
+        address_range = _AddressRange(self._end_for(range_bytes) - range_bytes, range_bytes, self._num_made)
         self._num_made += 1
-        self._chunks.append(chunk)
-        if chunk_bytes > size:
-            chunk.gaps.append((chunk.start + size, chunk_bytes - size))
-            self._open.append(chunk)
-        return chunk.start
+        self._ranges.append(address_range)
+        if range_bytes > size:
+            address_range.gaps.append((address_range.start + size, range_bytes - size))
+            self._open.append(address_range)
+        return address_range.start
 
-    def _end_for(self, chunk_bytes: int) -> int:
-        """Where a new chunk ends: in the highest hole that is larger than itself, else below all others."""
+    def _end_for(self, range_bytes: int) -> int:
+        """Where a new range ends: in the highest hole that is larger than itself, else below all others."""
         if not self._has_holes:
-            return self._chunks[-1].start if self._chunks else _TOP_ADDRESS
+            return self._ranges[-1].start if self._ranges else _TOP_ADDRESS
         end = _TOP_ADDRESS
-        for other in sorted(self._chunks, key=lambda chunk: -chunk.start):
-            if end - (other.start + other.size) > chunk_bytes:
+        for other in sorted(self._ranges, key=lambda address_range: -address_range.start):
+            if end - (other.start + other.size) > range_bytes:
                 break
             end = other.start
         return end

@@ -152,7 +152,7 @@ class AttentionChoices:
         return [*(_backend_note(backend, reason) for backend, reason in self.chosen.items()), *self._fallbacks.values()]
 
     def notes_on_math(self) -> list[str]:
-        """Those of the notes that are on the math backend."""
+        """The notes that are about the math backend."""
         of_math = [_backend_note(backend, reason) for backend, reason in self.chosen.items() if backend is Backend.MATH]
         return [*of_math, *self._fallbacks.values()]
 
@@ -201,7 +201,7 @@ class AttentionWatch(TorchFunctionMode):
         self._modules.pop()
 
     def see(self, call: AttentionCall) -> None:
-        """Attention is called."""
+        """Record a call of attention."""
         if torch.is_autocast_enabled("cuda"):
             call = replace(call, dtype=torch.get_autocast_dtype("cuda"))  # it casts below the place we look at
         self._choices.choose(call, self._modules[-1] if self._modules else "")

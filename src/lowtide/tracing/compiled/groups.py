@@ -124,7 +124,7 @@ class _Run:
         assert result is not None, "the capture has refused it"
         form, storage = result.form, made[result.buffer].untyped_storage()
         return self.mode.place(
-            compat.meta_over(storage, form.dtype, form.shape, form.stride(), int(form.storage_offset()))
+            compat.meta_tensor_over(storage, form.dtype, form.shape, form.stride(), int(form.storage_offset()))
         )
 
     def _alone(self, ghost: Ghost) -> Ghost:
@@ -204,7 +204,7 @@ def _new_storage(form: Tensor) -> Tensor:
     storage = torch.UntypedStorage(form.nbytes, device="meta")
     span = 1 + sum((size - 1) * stride for size, stride in zip(form.shape, form.stride(), strict=True))
     stride = form.stride() if span <= form.numel() else torch.empty(form.shape, device="meta").stride()
-    return compat.meta_over(storage, form.dtype, form.shape, stride)
+    return compat.meta_tensor_over(storage, form.dtype, form.shape, stride)
 
 
 def _name(step: Step) -> str:

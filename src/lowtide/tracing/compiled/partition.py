@@ -19,7 +19,7 @@ Buffers = str | tuple[str, ...]
 """The buffer of a node's result, or those of its several results."""
 
 LOWERED_POINTWISE = ("aten.slice_scatter", "aten.select_scatter", "aten.constant_pad_nd")
-"""Not in the partitioner's list, and still pointwise code in inductor."""
+"""Operators that inductor compiles to pointwise code, though the partitioner does not list them."""
 
 MAX_FUSED_PARTS = 8
 """Parts of a concatenation that pointwise code reads, at most."""

@@ -44,7 +44,7 @@ class Step:
 
     name: str
     reads: tuple[str, ...]
-    """Buffers, each once."""
+    """Buffers that the step reads, each once."""
     writes: tuple[str, ...]
     """Buffers that begin here; none for a step that writes over an argument."""
     work: Work
@@ -57,7 +57,7 @@ class Step:
     over_rows: bool = True
     """For a reduction: whether it sums along the last dimension, as pointwise code next to it runs."""
     operator: str = ""
-    """Without its overload: `aten.mm`."""
+    """The operator's name without its overload, such as `aten.mm`."""
     call: KernelCall | None = None
     """For those with a kernel of their own."""
 

@@ -47,7 +47,7 @@ MAX_READS_OF_SEVERAL = 4
 MAX_READS_OF_ONE = 8
 """Written buffers that a result with one reader may be computed from, in it."""
 MAX_ROUNDS = 10
-"""As in inductor."""
+"""Most rounds of joining kernels, as in inductor."""
 MAX_DISTANCE = 64
 """Steps between two that are joined for what both read; beyond, what lies between would have to wait for too long."""
 LOST_PER_SHARED = 32

@@ -56,9 +56,9 @@ class Explanation:
     alive: tuple[AliveGroup, ...]
     """The largest kinds of tensors alive at the peak, equal layers together."""
     largest: tuple[Allocation, ...]
-    """The largest single ones."""
+    """The largest single tensors alive at the peak."""
     idle: tuple[over_time.IdleGroup, ...]
-    """Those of the whole step with the most byte-seconds between their uses."""
+    """Kinds of tensors of the whole step with the most byte-seconds between their uses."""
     is_timed: bool
     """Whether idle times are seconds; otherwise they count ops."""
     passes: over_time.PassCounts
@@ -187,7 +187,7 @@ class Copies:
     count: int
     bytes: int
     shape: tuple[int, ...]
-    """Shape of the largest."""
+    """Shape of the largest copy."""
     dtypes: tuple[str, ...]
 
     @property

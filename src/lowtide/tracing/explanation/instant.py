@@ -25,7 +25,7 @@ class Instant:
     """One instant of the step, in names."""
 
     phase: Phase | None
-    """None before the step."""
+    """The phase of the step; None before it begins."""
     module: str
     op: str
     source: str

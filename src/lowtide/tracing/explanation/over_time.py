@@ -24,7 +24,7 @@ LARGE_SHARE = 1e-4
 RULE_OF_THUMB = {Category.OPTIMIZER: 0.80, Category.GRADIENTS: 0.10, Category.WEIGHTS: 0.05}
 """Often quoted for training with Adam; the rest, and mostly attention scores, would be intermediate results."""
 TOLERANCE = 0.10
-"""Both sides of the rule's "roughly": shares within ten points of it count as holding."""
+"""What the rule's "roughly" allows: it holds for shares within ten points of it."""
 _SOFTMAX = ("aten._softmax", "aten._safe_softmax")
 _NAMES = {Category.OPTIMIZER: "optimizer states", Category.GRADIENTS: "gradients", Category.WEIGHTS: "weights"}
 
@@ -86,7 +86,7 @@ class IdleGroup:
     byte_seconds: float
     """Bytes times idle seconds, summed over all of them."""
     next_phase: Phase
-    """Where the use is that ends the longest wait of the first of them."""
+    """The phase of the use that ends the longest wait of the first tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class PassCounts:
     twice: int
     more: int
     forward_and_backward: int
-    """Those used twice, in a forward and in the backward after it."""
+    """Tensors that are used twice, in a forward and in the backward after it."""
     twice_bytes: int
     total_bytes: int
 

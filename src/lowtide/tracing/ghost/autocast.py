@@ -92,7 +92,7 @@ class WeightCasts:
         return self._casts[id(tensor)][1]
 
     def clear(self) -> None:
-        """The context has ended."""
+        """Forget all casts, when the context ends."""
         self._casts.clear()
 
 

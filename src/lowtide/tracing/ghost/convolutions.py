@@ -33,7 +33,7 @@ NARROW_INPUT, NARROW_OUTPUT, NARROW_POSITIONS = 32, 15, 2**19
 STRIDED_CHANNELS, STRIDED_GRADIENT_CHANNELS = 64, 128
 """Up to here strided 1x1 convolutions read their input as it is; the latter for the input's gradient."""
 MAX_PARTS_SHARE = 2.5
-"""Where one part for each image takes more than this share of input and output, these are rearranged instead."""
+"""If one part for each image takes more than this share of input and output, these are rearranged instead."""
 WIDE_CHANNELS = 1024
 """From here on, rows that are not multiples of 8 bytes make cuDNN rearrange 1x1 convolutions too."""
 SHORT_ROW = 64
@@ -93,7 +93,7 @@ class ConvolutionCall(NamedTuple):
     inputs: Tensor
     weight: Tensor
     output: Tensor
-    """Or its gradient."""
+    """The output, or its gradient."""
     stride: tuple[int, ...]
     groups: int
     is_last: bool

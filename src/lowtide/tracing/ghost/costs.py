@@ -58,7 +58,7 @@ class Costs:
         """
         if self._hardware.is_host:
             return
-        if op.name == "aten._cudnn_rnn" and recurrent.drops(args):
+        if op.name == "aten._cudnn_rnn" and recurrent.has_dropout(args):
             yield from self._keep(0, "cuDNN", self._hardware.num_sms * recurrent.DROPOUT_BYTES_PER_SM)
         if op.name in MATRIX_PRODUCTS:
             thread = threading.get_ident()

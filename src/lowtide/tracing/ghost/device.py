@@ -169,14 +169,14 @@ class GhostMover:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def free_host_buffer(self, buffer: Tensor) -> None:
-        """Nothing is locked."""
+        """Nothing to do: no memory was locked."""
 
     def grow(self, buffer: Tensor) -> None:
-        """Not for ghosts."""
+        """Never called: a ghost's storage keeps its memory."""
         raise AssertionError("a ghost's storage cannot be taken away and given back")
 
     def shrink(self, buffer: Tensor, after: Sequence[Ticket]) -> None:
-        """Not for ghosts."""
+        """Never called: a ghost's storage keeps its memory."""
         raise AssertionError("a ghost's storage cannot be taken away and given back")
 
     def to_device(self, target: Tensor, source: Tensor, after: Sequence[Ticket] = ()) -> Copied:

@@ -93,7 +93,7 @@ class GhostMachine:
         if is_host is self._is_host:
             return
         if self._target_library is not None:
-            compat.forget_kernels(self._target_library)
+            compat.unregister_kernels(self._target_library)
         library = self._target_library = torch.library.Library("aten", "IMPL")
         autocast.register(self._casts, library, is_host=is_host)
         for name, kernel in (recurrent.HOST_KERNELS if is_host else recurrent.KERNELS).items():
@@ -191,7 +191,7 @@ def _accept_in_stashes() -> None:
     def over(geometry: Geometry, memory: Tensor) -> Tensor:
         if not isinstance(memory, Ghost):
             return plain(geometry, memory)
-        inner = compat.meta_over(
+        inner = compat.meta_tensor_over(
             memory.untyped_storage(), geometry.dtype, geometry.size, geometry.stride, geometry.offset
         )
         return Ghost(inner, memory.device, memory.life)

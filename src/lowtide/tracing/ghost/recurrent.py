@@ -178,8 +178,8 @@ def _output_bytes(inputs: Tensor, hidden: int, bidirectional: bool) -> int:
     return inputs.size(0) * inputs.size(1) * hidden * (2 if bidirectional else 1) * inputs.element_size()
 
 
-def drops(args: Any) -> bool:
-    """Whether a call of `_cudnn_rnn` drops numbers between its levels."""
+def has_dropout(args: Any) -> bool:
+    """Whether a call of `_cudnn_rnn` has dropout between its levels."""
     return bool(args[12] and args[11] > 0)
 
 

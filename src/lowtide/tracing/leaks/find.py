@@ -216,7 +216,7 @@ def _chains_of_unreachable(unreached: dict[int, Born]) -> dict[BirthSite, Chain]
 
 
 def _not_saved_by_others(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Those that are not themselves held by a graph, unless by the very node that made them."""
+    """The tensors that no graph holds, other than the very node that made them."""
     nodes = list({id(tensor.grad_fn): tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}.values())
     seen = {id(node) for node in nodes}
     savers: dict[int, set[int]] = defaultdict(set)

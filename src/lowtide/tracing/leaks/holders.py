@@ -42,7 +42,7 @@ _MAX_OBJECTS = 2000
 
 class _Sort(enum.Enum):
     LEAF = enum.auto()
-    """Holds nothing worth following."""
+    """An object that holds nothing worth following."""
     PLAIN = enum.auto()
     TENSOR = enum.auto()
     AUTOGRAD = enum.auto()

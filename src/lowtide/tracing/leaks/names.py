@@ -147,9 +147,9 @@ class LeakReport:
     """What `find_leaks` saw."""
 
     steps: int
-    """Steps that were measured."""
+    """How many steps were measured."""
     warmup: int
-    """Steps that ran before, unmeasured."""
+    """How many steps ran before, unmeasured."""
     leaks: tuple[Leak, ...]
     """The fastest growing first; empty for a clean step."""
 

@@ -230,7 +230,7 @@ class MemorySample:
     """One reading. The device fields are None where no device is watched."""
 
     time_s: float
-    """Since the monitor started."""
+    """Seconds since the monitor started."""
     event: str
     """`tick` (the thread's), `enter` or `exit` (of a module or a phase), `start` or `stop` (of the monitor)."""
     label: str

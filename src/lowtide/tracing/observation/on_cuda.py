@@ -201,7 +201,7 @@ def _history(marks: Marks, device: torch.device) -> Iterator[None]:
 
 
 def out_of_memory(marks: Marks, entries: list[dict[str, Any]], allocated: int, capacity: int) -> str:
-    """Where the device was full, what was asked of it, and what it was given last."""
+    """A sentence that says where in the step the device was full, what was asked of it, and what it gave last."""
     asked = next((entry for entry in reversed(entries) if entry["action"] == "oom"), None)
     size = "more memory" if asked is None else format_bytes(asked["size"])
     source = "" if asked is None else _source(asked.get("frames", ()))

@@ -102,7 +102,7 @@ class Running:
     source: str = ""
 
     def attribute_to(self, module: str, source: str) -> None:
-        """It belongs to this module and this line of code."""
+        """Say which module and line of code the operator belongs to."""
         self.module, self.source = module, source
 
 

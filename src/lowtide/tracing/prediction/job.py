@@ -47,8 +47,8 @@ class Job:
     torch_version: str
     allocator: AllocatorSettings
     if_full: AllocatorSettings | None = None
-    """Those of a second replay, where the first ones' limit does not hold the step: what it needs is worth knowing all the
-    more. None raises instead."""
+    """Settings of a second replay, if the step does not fit in the limit of the first: its needs are then worth knowing. None
+    raises instead."""
 
 
 @dataclass(slots=True)

@@ -196,7 +196,7 @@ class _Arrivals:
             num_bytes = description.storage_bytes // description.dtype.itemsize * dtype.itemsize
             storage = torch.UntypedStorage(num_bytes if is_converted else description.storage_bytes, device="meta")
             self._storages[description.storage_key] = storage
-        inner = compat.meta_over(storage, dtype, description.shape, description.stride, description.offset)
+        inner = compat.meta_tensor_over(storage, dtype, description.shape, description.stride, description.offset)
         known = None if values is None else Known(values.to(dtype))
         ghost = self._mode.place(inner, known=known, is_logged=False)
         ghost.life.describe(description.shape, str(dtype).removeprefix("torch."))

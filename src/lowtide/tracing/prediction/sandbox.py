@@ -112,7 +112,7 @@ class Sandbox:
         python_path = os.pathsep.join(part for part in (package_folder, inherited) if part)
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path}
         self._process = subprocess.Popen(
-            [sys.executable, "-c", "from lowtide.tracing.prediction.sandbox import main; main()"],
+            [sys.executable, "-c", "from lowtide.tracing.prediction.sandbox import serve_jobs; serve_jobs()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
@@ -185,8 +185,8 @@ def _end(answers: IO[bytes], error: BaseException) -> None:
     os._exit(1)
 
 
-def main() -> None:
-    """Serve jobs until the input ends."""
+def serve_jobs() -> None:
+    """The subprocess: predict each job that comes in, and answer, until the input ends."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever the model prints goes to the error stream, not between the messages
     requests = sys.stdin.buffer
