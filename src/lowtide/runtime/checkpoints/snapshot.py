@@ -407,6 +407,8 @@ class Snapshot:
         try:
             for slab in self._slabs_to_write():
                 for piece in slab.pieces:
+                    if self.error is not None:
+                        return
                     source = piece.tensor.source
                     start = piece.offset // source.tensor.dtype.itemsize
                     writer.write(source.file, source.name, slab.values_of(piece), start=start)
