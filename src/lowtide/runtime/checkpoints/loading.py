@@ -271,8 +271,7 @@ def _load(saved: SavedTraining, receiver: _Receiver, state: Mapping[str, object]
     reader = saved.reader
     decoder = Decoder(lambda name: reader.read(STATE, name))
     plain = _load_objects(reader, decoder, state)
-    states = StateReader(saved, receiver.numerics)
-    with compat.without_modes():
+    with StateReader(saved, receiver.numerics) as states, compat.without_modes():
         is_exact = _write(saved, receiver, own, states, decoder)
     if not is_exact:
         warnings.warn(
@@ -289,7 +288,7 @@ def _load(saved: SavedTraining, receiver: _Receiver, state: Mapping[str, object]
 
 def _plan_of(reader: CheckpointReader) -> Plan | None:
     try:
-        return plan_from_json(str(reader.index.state["plan"]))
+        return plan_from_json(str(reader.index.state.get("plan")))
     except (BadRecordError, ConfigError):
         return None
 
