@@ -71,6 +71,7 @@ EXAMPLES: list[LowtideError] = [
     UnsupportedHeadError("no head"),
     OptimizerStateError("another model's", parameter="head.weight"),
     CheckpointError("no step", file="step-00000120"),
+    CheckpointMismatchError("another model's"),
     DamagedCheckpointError("torn", file="step-00000120/model.safetensors"),
     CheckpointMismatchError("wider", file="step-00000120"),
     CheckpointWriteError("full", file="step-00000120/model.safetensors", free_bytes=12),
