@@ -123,7 +123,8 @@ def test_a_forked_child_waits_for_nobody(tmp_path: Path) -> None:
             try:
                 reading.wait_for_all()
                 reading.reads_of(trained.model.parameters()).wait()
-                names = [path.name for path in tmp_path.iterdir()]; print("NAMES", names, flush=True)
+                names = [path.name for path in tmp_path.iterdir()]
+                print("NAMES", names, flush=True)
                 os._exit(0 if any("partial" in name for name in names) else 2)
             finally:
                 os._exit(1)
