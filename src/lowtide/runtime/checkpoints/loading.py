@@ -429,9 +429,10 @@ def _take_settings(saved: SavedTraining, optimizer: torch.optim.Optimizer, decod
             if key == "params":
                 continue
             now = group.get(key)
-            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor):
-                value = value.to(now.device)
-            group[key] = value
+            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and value.shape == now.shape:
+                now.copy_(value)  # the same tensor: a step that was captured or compiled has it
+            else:
+                group[key] = value
     others = saved.optimizer.get("others")
     for key, value in decoder.decode(others) if others is not None else ():
         dict.__setitem__(optimizer.state, key, value)
