@@ -289,7 +289,7 @@ def sigterm_and_a_save_that_takes_long() -> None:
     in_a_write(100, lambda: _signalled(signal.SIGTERM, after_s=30.0))
 
 
-def killed_while_tokenizing() -> None:
+def killed_with_an_empty_folder() -> None:
     """The system kills the process when the folder is made and nothing is in it."""
     _replace(OutputFolder, "begin", lambda _: lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 
@@ -305,6 +305,11 @@ def killed_between_recipe_and_data() -> None:
         return replaced
 
     _replace(Path, "replace", killing)
+
+
+def killed_in_the_recipe() -> None:
+    """Or before the first of them has its name."""
+    _replace(Path, "replace", lambda _: lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def full_disk_for_three_files() -> None:

@@ -12,7 +12,7 @@ from lowtide.runtime.checkpoints.folder import RunFolder
 from tests.faults.forks import ForkServer
 from tests.faults.kills import KINDS, Kill, Kind, newest_step
 from tests.faults.phases import KillAt
-from tests.faults.train_runs import STOPPED
+from tests.faults.train_runs import PUBLISHING, STOPPED
 
 CTRL_C, SIGTERM = 130, 143
 """Exit codes of a process that leaves at once."""
@@ -70,15 +70,26 @@ def test_two_processes_on_one_folder(kind: Kind, tmp_path: Path) -> None:
     kind.look_at_the_end(out)
 
 
-@pytest.mark.parametrize("phase", ["starting", "the recipe"])
-def test_a_run_that_is_killed_before_it_has_begun_begins_again(kind: Kind, tmp_path: Path, phase: str) -> None:
-    """With its folder made and its lock taken, or with one of its two files written."""
+@pytest.mark.parametrize(
+    "fault", ["killed_with_an_empty_folder", "killed_between_recipe_and_data", "killed_in_the_recipe"]
+)
+def test_a_run_that_is_killed_before_it_has_begun_begins_again(kind: Kind, tmp_path: Path, fault: str) -> None:
+    """With its folder made and its lock taken, with one of its two files written, or with half of one."""
     out = tmp_path / "out"
-    fault = "killed_while_tokenizing" if phase == "starting" else "killed_between_recipe_and_data"
     assert kind.live(out, fault=fault).killed
     assert out.exists()
     again = kind.live(out)
     assert again.code == 0, again.error
+    kind.look_at_the_end(out)
+
+
+@pytest.mark.parametrize(("number", "where"), [(1, "before"), (1, "after"), (0, "after")])
+def test_killed_while_the_model_is_copied(kind: Kind, tmp_path: Path, number: int, where: str) -> None:
+    """The copy that was begun is taken away, and another one takes its place."""
+    out = tmp_path / "out"
+    assert kind.live(out, Kill(at=KillAt(phase=PUBLISHING, number=number, where=where))).killed
+    assert kind.live(out).code == 0
+    assert [path.name for path in out.iterdir() if path.name.startswith(".")] == [".lock"]
     kind.look_at_the_end(out)
 
 

@@ -23,10 +23,12 @@ from lowtide import config, plain_text
 from lowtide.errors import ConfigError
 from lowtide.plain_text import Plain
 from lowtide.runtime.checkpoints.contents import tokenizer_files
+from lowtide.runtime.checkpoints.disk import Disk
 from lowtide.runtime.checkpoints.folder import RunFolder
 from lowtide.train.recipe import TrainRecipe, differing_keys, harmful_keys
 
 RECIPE, DATA = "recipe.yaml", "data.json"
+_HIDDEN_MODEL = ".model."
 _MODEL_SUFFIXES = (".safetensors", ".safetensors.index.json")
 _CONFIG_FILES = ("config.json", "generation_config.json")
 
@@ -129,10 +131,15 @@ class OutputFolder:
 
     def begin(self, recipe: TrainRecipe, data: Mapping[str, Plain]) -> None:
         """Write down what is run and what it reads, once the folder is held."""
-        with plain_text.written_whole(self.path / DATA) as file:
-            file.write(json.dumps(data, indent=2).encode())
-        with plain_text.written_whole(self.path / RECIPE) as file:
-            file.write(plain_text.render(config.to_plain(recipe), "yaml").encode())
+        # The recipe first: a folder that has one can be begun again, whatever else a killed process did not come to.
+        texts = {
+            self.path / RECIPE: plain_text.render(config.to_plain(recipe), "yaml"),
+            self.path / DATA: json.dumps(data, indent=2),
+        }
+        for path, text in texts.items():
+            plain_text.clear_unfinished(path)
+            with plain_text.written_whole(path) as file:
+                file.write(text.encode())
 
     def publish(self, checkpoint: Path, source: Path | None, dtype: str) -> Path:
         """Make `model/` of a checkpoint: a copy of its weights, with what belongs to them.
@@ -142,8 +149,9 @@ class OutputFolder:
             source: The Hugging Face folder that the model came from; its tokenizer and configs go along.
             dtype: Of the weights, which the config names.
         """
-        fresh = self.path / f".model.{os.getpid()}"
-        shutil.rmtree(fresh, ignore_errors=True)
+        for left in self.path.glob(f"{_HIDDEN_MODEL}*"):  # by a process that was killed: this one holds the folder
+            shutil.rmtree(left)
+        fresh = self.path / f"{_HIDDEN_MODEL}{os.getpid()}"
         fresh.mkdir()
         for file in sorted(checkpoint.iterdir()):
             is_model = file.name.startswith("model") and file.name.endswith(_MODEL_SUFFIXES)
@@ -158,9 +166,22 @@ class OutputFolder:
                 if (source / name).is_file():
                     shutil.copyfile(source / name, fresh / name)
             _name_dtype(fresh / "config.json", dtype)
-        shutil.rmtree(self.model, ignore_errors=True)
-        fresh.rename(self.model)
+        self._replace_model(fresh)
         return self.model
+
+    def _replace_model(self, fresh: Path) -> None:
+        """Give the new model its name when it is on the disk; the old one goes when that is so."""
+        for file in fresh.iterdir():
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
+        disk = Disk()
+        disk.sync_folder(fresh)
+        old = self.path / f"{_HIDDEN_MODEL}{os.getpid()}.old"
+        if self.model.exists():
+            self.model.rename(old)
+        fresh.rename(self.model)
+        disk.sync_folder(self.path)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _listed(differing: Mapping[str, tuple[Plain, Plain]], keys: Sequence[str]) -> str:
