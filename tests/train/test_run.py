@@ -119,6 +119,19 @@ def test_every_kind_of_run_goes_on_with_the_same_bits(tmp_path: Path, settings: 
     assert_same_weights(tmp_path / "parts", tmp_path / "whole", 6)
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_a_run_that_was_stopped_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    recipe = small_recipe(
+        tmp_path, "device=cuda", "device_memory=1GiB", "deterministic=true", "max_grad_norm=1.0", "checkpoints.every=3"
+    )
+    train(recipe, tmp_path / "whole")
+    stop = StopRequests(30, refuse_to_leave)
+    train(recipe, tmp_path / "parts", heard=ask_to_stop(stop, 4), stop=stop)
+    assert train(recipe, tmp_path / "parts", resume=True).is_finished
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert_same_weights(tmp_path / "parts", tmp_path / "whole", 8)
+
+
 @pytest.mark.slow
 def test_a_finished_run_is_not_trained_again_but_longer(tmp_path: Path) -> None:
     recipe = small_recipe(tmp_path, "steps=3", "scheduler.decay=none")
