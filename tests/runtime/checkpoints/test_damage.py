@@ -297,8 +297,10 @@ def test_a_file_that_is_damaged_after_opening_is_refused(checkpoint: Path) -> No
 
 
 def test_nothing_that_is_loaded_can_run_code() -> None:
-    """Nothing here imports what unpickles or evaluates."""
+    """Nothing here imports what unpickles or evaluates; what torch has written is loaded as weights only."""
     package = Path(__file__).resolve().parents[3] / "src" / "lowtide" / "runtime" / "checkpoints"
     source = "\n".join(path.read_text(encoding="utf-8") for path in package.glob("*.py"))
     imported = r"^\s*(import|from) (pickle|cloudpickle|marshal|shelve|yaml|importlib)\b"
-    assert not re.search(imported + r"|(?<![.\w])(eval|exec|__import__)\(|torch\.load\(", source, re.MULTILINE)
+    assert not re.search(
+        imported + r"|(?<![.\w])(eval|exec|__import__)\(|torch\.load\((?!.*weights_only=True)", source, re.MULTILINE
+    )

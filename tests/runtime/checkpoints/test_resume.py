@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import lowtide
 from tests.runtime.checkpoints.training_runs import (
     RESIDENT,
     SPREAD,
     STREAMED_HOST,
     Run,
+    Training,
     assert_resumes,
     assert_same,
     draw_from,
@@ -132,15 +134,88 @@ def test_saving_changes_nothing(tmp_path: Path) -> None:
     assert_same(found[1][1], found[0][1])
 
 
+def test_the_seed_of_a_checkpoint_stays_when_the_plan_changes(tmp_path: Path) -> None:
+    run = Run(precision="bf16 stochastic", has_scheduler=False)
+    draw_from(11)
+    with training(run) as whole:
+        whole.steps(1)
+        whole.session.save(tmp_path, state=whole.state)
+        losses, values = whole.steps(3), whole.values()
+    with training(replace(run, seed=123)) as resumed:
+        resumed.load(tmp_path)
+        found = resumed.steps(1)
+        resumed.session._switch(lowtide.make_plan(resumed.model, weights="resident", update="device"))
+        assert found + resumed.steps(2) == losses
+        assert_same(resumed.values(), values)
+
+
+def test_a_momentum_that_is_switched_on_later(tmp_path: Path) -> None:
+    """As at the first step, SGD takes the next gradient itself for it: that none was taken yet is saved, too."""
+    run = Run(precision="bf16 exact", optimizer="sgd", has_scheduler=False)
+
+    def set_momentum(each: Training, momentum: float) -> None:
+        each.optimizer.param_groups[0].update(momentum=momentum, nesterov=momentum > 0)
+
+    draw_from(11)
+    with training(run) as whole:
+        set_momentum(whole, 0.0)
+        whole.steps(2)
+        whole.session.save(tmp_path, state=whole.state)
+        set_momentum(whole, 0.9)
+        losses, values = whole.steps(2), whole.values()
+    with training(run) as resumed:
+        resumed.load(tmp_path)
+        set_momentum(resumed, 0.9)
+        assert resumed.steps(2) == losses
+        assert_same(resumed.values(), values)
+
+
+def test_a_scaler_of_torch(tmp_path: Path) -> None:
+    def step(each: Training, scaler: torch.amp.GradScaler) -> float:
+        ids = torch.randint(20, (2, 6), generator=each.generator)
+        loss = each.model(ids).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(each.optimizer)
+        scaler.update()
+        each.optimizer.zero_grad()
+        return float(loss.detach())
+
+    def scaler() -> torch.amp.GradScaler:
+        # Overflows at first, and grows every second step.
+        return torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=2)
+
+    run = Run(has_scheduler=False, place=STREAMED_HOST)
+    draw_from(11)
+    with training(run) as whole:
+        first = scaler()
+        for _ in range(5):
+            step(whole, first)
+        whole.session.save(tmp_path, state={**whole.state, "scaler": first})
+        losses = [step(whole, first) for _ in range(5)]
+        scale, values = first.get_scale(), whole.values()
+    with training(run) as resumed:
+        second = scaler()
+        lowtide.load(tmp_path, resumed.session, state={**resumed.state, "scaler": second})
+        assert [step(resumed, second) for _ in range(5)] == losses
+        assert second.get_scale() == scale
+        assert_same(resumed.values(), values)
+
+
+@pytest.fixture
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_resume_on_cuda_is_exact(run: Run, tmp_path: Path) -> None:
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=False)
-    try:
-        on_cuda = replace(run, device="cuda")
-        assert_resumes(on_cuda, on_cuda, tmp_path / "same")
-        # With the same sites, which decide the last bits there.
-        assert_resumes(on_cuda, replace(on_cuda, chunk_bytes=2048, seed=123), tmp_path / "other")
-    finally:
-        torch.use_deterministic_algorithms(before)
+    on_cuda = replace(run, device="cuda")
+    # Weights are elsewhere, and each update is where it was: host and device differ in the last bits there.
+    weights = "streamed" if run.place["weights"] == "resident" else "resident"
+    elsewhere = replace(on_cuda, place={**run.place, "weights": weights}, seed=123)
+    assert_resumes(on_cuda, on_cuda, tmp_path / "same")
+    assert_resumes(on_cuda, elsewhere, tmp_path / "elsewhere")

@@ -64,6 +64,7 @@ class RunFolder:
 
     Example:
         >>> import tempfile
+        >>> from lowtide.runtime.checkpoints.format import CheckpointWriter
         >>> with tempfile.TemporaryDirectory() as folder, RunFolder(Path(folder)) as run:
         ...     with run.saving(120) as partial:
         ...         _ = CheckpointWriter(partial, {}).finish(step=120, state={"epoch": 3})
