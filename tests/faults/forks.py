@@ -35,7 +35,7 @@ PHASES = (
 )  # fmt: skip
 """What a child may be doing; see `phases`."""
 IN_A_SAVE = frozenset(PHASES[3:10])
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,7 +82,7 @@ class Kind:
         self._server = server
         self._root = root / run.name.replace(" ", "-")
         self._root.mkdir()
-        self.run: Any = replace(run, text=str(root)) if isinstance(run, TrainRun) else run
+        self.run: Any = replace(run, text=str(self._root)) if isinstance(run, TrainRun) else run
         self.tally = Tally(name=run.name)
         whole = self.live(self._root / "undisturbed")
         assert (whole.killed, whole.code, whole.is_hung) == (False, 0, False), whole.error
