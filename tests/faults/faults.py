@@ -19,6 +19,7 @@ from torch import nn
 from lowtide.errors import CheckpointWriteError, EmulatedOutOfMemoryError, NonFiniteGradientError
 from lowtide.runtime.checkpoints import snapshot
 from lowtide.runtime.checkpoints.disk import Disk
+from lowtide.runtime.updates.kernel_optimizer import KernelOptimizer
 from lowtide.train.folder import OutputFolder
 from tests.faults.small_runs import Training
 
@@ -37,7 +38,7 @@ def when_due(act: Callable[[Training], object]) -> Beside:
     return beside
 
 
-def _replace(owner: type, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def _replace(owner: object, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     setattr(owner, name, make(getattr(owner, name)))
 
 
@@ -221,7 +222,11 @@ def broken_update(training: Training) -> Beside:
 
         return update
 
-    return when_due(lambda _: _replace(torch.optim.AdamW, "step", failing))
+    def break_all(_: Training) -> None:
+        for owner, name in ((torch.optim.AdamW, "step"), (KernelOptimizer, "_step")):
+            _replace(owner, name, failing)
+
+    return when_due(break_all)
 
 
 def warnings_are_shown(training: Training) -> Beside:
@@ -336,3 +341,26 @@ def _full_disk(files: range) -> None:
         return created
 
     _replace(Disk, "create", creating)
+
+
+def ctrl_c_beside_a_save(training: Training) -> Beside:
+    """In a loop of the user's own, which does not handle it."""
+    in_a_write(100, lambda: _signalled(signal.SIGINT))
+    return lambda _: None
+
+
+def sigterm_beside_a_save(training: Training) -> Beside:
+    """The same, with what ends a process that does not handle it at once."""
+    in_a_write(100, lambda: _signalled(signal.SIGTERM))
+    return lambda _: None
+
+
+def ctrl_c_twice_beside_a_save(training: Training) -> Beside:
+    """The second while the interpreter ends, which waits for a save whose disk does not answer."""
+
+    def hang() -> None:
+        _signalled(signal.SIGINT, signal.SIGINT, after_s=1.5)
+        time.sleep(600)
+
+    in_a_write(100, hang)
+    return lambda _: None

@@ -128,6 +128,31 @@ def test_a_process_that_stands_still_in_a_write(kinds: dict[str, Kind], tmp_path
     kind.look_at_the_end(folder)
 
 
+@pytest.mark.parametrize("fault", ["ctrl_c_beside_a_save", "sigterm_beside_a_save"])
+def test_a_signal_ends_a_loop_that_does_not_handle_it(kinds: dict[str, Kind], tmp_path: Path, fault: str) -> None:
+    kind, folder = kinds[DEFERRED], tmp_path / "run"
+    life = kind.live(folder, fault=fault)
+    assert not life.is_hung, life.error
+    if fault.startswith("ctrl_c"):
+        assert life.code == 1
+        assert life.error.rstrip().endswith("KeyboardInterrupt"), life.error
+        assert leftovers(folder) == [], "the save under way came to its end"
+    else:
+        assert (life.killed, life.code) == (False, None), "by the signal"
+    kind.look_at(folder)
+    assert kind.live(folder).code == 0
+    kind.look_at_the_end(folder)
+
+
+def test_a_second_ctrl_c_leaves_a_save_whose_disk_does_not_answer(kinds: dict[str, Kind], tmp_path: Path) -> None:
+    kind, folder = kinds[DEFERRED], tmp_path / "run"
+    life = kind.live(folder, fault="ctrl_c_twice_beside_a_save")
+    assert (life.code, life.is_hung) == (1, False), life.error
+    kind.look_at(folder)
+    assert kind.live(folder).code == 0
+    kind.look_at_the_end(folder)
+
+
 def test_two_processes_on_one_folder(kinds: dict[str, Kind], tmp_path: Path) -> None:
     """The second is refused at its first save, and has harmed nothing."""
     kind, folder = kinds[DEFERRED], tmp_path / "run"
