@@ -75,6 +75,7 @@ EXAMPLES: list[LowtideError] = [
     CheckpointError("no step", file="step-00000120"),
     CheckpointMismatchError("another model's"),
     DamagedCheckpointError("torn", file="step-00000120/model.safetensors"),
+    CheckpointMismatchError("wider", file="step-00000120"),
     CheckpointWriteError("full", file="step-00000120/model.safetensors", free_bytes=12),
     FolderInUseError("held", pid=12, host="node-3"),
     ConfigError("bad", key="optim.rate"),

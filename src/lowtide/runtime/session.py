@@ -253,11 +253,11 @@ class Management:
         self._checked(plan)
         plan_run = self.opened()
         num_steps = plan_run.reporter.num_steps
+        if self._saver is not None:
+            # The weights change places, and the new plan's books know nothing of its staging.
+            self._saver.finish()
         try:
             with HELD_INTERRUPTS:
-                if self._saver is not None:
-                    # The weights change places, and the new plan's books know nothing of its staging.
-                    self._saver.finish()
                 self.plan_run = switch_plan(plan_run, plan)
                 if self._changer is not None:
                     self.plan_run.calls.go_through(self._changer.call)
@@ -277,14 +277,14 @@ class Management:
         # In a forked child it is the parent's, whose `with` block may end here as well.
         if plan_run is None or not plan_run.process.is_this:
             return
+        if self._saver is not None:
+            self._saver.finish()  # where an interrupt comes at once
         try:
             with HELD_INTERRUPTS:
                 self._unhook()
                 for watcher in (self._warm_up, self._changer):
                     if watcher is not None:
                         watcher.remove()
-                if self._saver is not None:
-                    self._saver.finish()
                 plan_run.close(raised)
         finally:
             HELD_INTERRUPTS.restore_handler()

@@ -40,7 +40,7 @@ class SlowDisk(Disk):
 
     def write(self, descriptor: int, data: memoryview, offset: int) -> int:
         if self._gate is not None:
-            assert self._gate.wait(timeout=60), "the test never lets the disk write"
+            assert self._gate.wait(timeout=20), "the test never lets the disk write"
         if self._bytes_per_s is not None:
             time.sleep(len(data) / self._bytes_per_s)
         self.num_bytes += len(data)
@@ -59,7 +59,7 @@ def use_disk(patch: pytest.MonkeyPatch, disk: Disk) -> None:
 
 def contents_now(run: Training) -> Values:
     """Copies of all tensors of a checkpoint of this moment, made without any of what is tested."""
-    plan_run = run.session.plan_run
+    plan_run = run.session._open()
     with plan_run.between_steps("the test"), plan_run.setup.on_host():
         contents = session_contents(plan_run, run.state)
         return {key: value.detach().cpu().clone() for part in contents.parts for key, value in part.tensors.items()}
@@ -121,7 +121,7 @@ def random_run(chance: random.Random) -> Run:
     )
 
 
-@pytest.mark.parametrize("seed", range(48))
+@pytest.mark.parametrize("seed", range(24))
 def test_a_checkpoint_is_of_one_moment_while_training_goes_on(seed: int, tmp_path: Path) -> None:
     chance = random.Random(seed)
     run = random_run(chance)
@@ -371,7 +371,7 @@ def test_a_change_of_plan_waits_until_it_is_written(tmp_path: Path) -> None:
         trained.steps(2)
         expected = contents_now(trained)
         folder = trained.session.save(tmp_path, state=trained.state, allowance="8KiB")
-        other = lowtide.make_plan(trained.session.plan_run.setup.layout, **RESIDENT)
+        other = lowtide.make_plan(trained.session._open().setup.layout, **RESIDENT)
         trained.session._switch(other)
         assert folder.exists()
         trained.steps(2)
@@ -397,8 +397,8 @@ def test_a_warm_up_may_end_meanwhile(tmp_path: Path) -> None:
         with lowtide.manage(model, optimizer, lowtide.WarmUp(device_memory="128KiB"), device="cpu") as session:
             step()
             assert session.is_warming_up
-            with session.plan_run.between_steps("the test"), session.plan_run.setup.on_host():
-                contents = session_contents(session.plan_run)
+            with session._open().between_steps("the test"), session._open().setup.on_host():
+                contents = session_contents(session._open())
                 expected = {
                     key: value.detach().clone() for part in contents.parts for key, value in part.tensors.items()
                 }
@@ -441,7 +441,7 @@ def test_loading_into_the_session_finds_the_save_under_way(tmp_path: Path) -> No
 def test_the_host_budget_holds_and_is_given_back(tmp_path: Path) -> None:
     with training(HOST_RUN) as trained:
         trained.steps(1)
-        host = trained.session.plan_run.host_tiers.host
+        host = trained.session._open().host_tiers.host
         before = host.used_bytes
         gate = threading.Event()
         with pytest.MonkeyPatch.context() as patch:
@@ -473,20 +473,22 @@ def test_an_allowance_that_is_none_is_refused(tmp_path: Path) -> None:
 
 def test_a_second_save_waits_for_the_first_and_says_so(tmp_path: Path) -> None:
     draw_from(5)
+    gate = threading.Event()
     with pytest.MonkeyPatch.context() as patch, training(HOST_RUN) as trained:
-        use_disk(patch, SlowDisk(bytes_per_s=4e5))
+        use_disk(patch, SlowDisk(gate=gate))
         trained.step()
         first = contents_now(trained)
         one = trained.session.save(tmp_path, state=trained.state, allowance="64MiB")
         trained.step()
         second = contents_now(trained)
+        threading.Timer(0.5, gate.set).start()
         other = trained.session.save(tmp_path, state=trained.state, allowance="64MiB")
         trained.session.wait_for_save()
         rows = trained.session.stats().saves
     assert_is(one, first)
     assert_is(other, second)
     assert [row.step for row in rows] == [1, 2]
-    assert rows[1].stalled_s > 0.5 * rows[0].seconds
+    assert rows[0].stalled_s > 0.4
 
 
 def test_the_statistics_say_what_it_took(tmp_path: Path) -> None:
@@ -514,13 +516,15 @@ def test_without_a_save_nobody_is_asked(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 class FailingDisk(Disk):
-    """Fails at one operation."""
+    """Fails at one operation, which waits until a test lets it."""
 
     def __init__(self, operation: str, at: int, error: BaseException) -> None:
         self._operation, self._at, self._error, self._count = operation, at, error, 0
+        self.gate = threading.Event()
 
     def _tick(self, operation: str) -> None:
         if operation == self._operation:
+            assert self.gate.wait(timeout=20), "the test never lets the disk fail"
             self._count += 1
             if self._count == self._at:
                 raise self._error
@@ -562,8 +566,9 @@ def test_an_error_reaches_the_next_call_and_training_goes_on(
         disk = FailingDisk(operation, at, error)
         saver._disk = run._disk = disk
         found += trained.steps(2)
-        trained.session.save(tmp_path, state=trained.state, allowance="16KiB")
+        trained.session.save(tmp_path, state=trained.state, allowance="64MiB")
         found += trained.steps(2)
+        disk.gate.set()
         with pytest.raises(CheckpointError, match=r"step|partial"):
             trained.session.wait_for_save()
         trained.session.wait_for_save()  # told once
@@ -571,7 +576,7 @@ def test_an_error_reaches_the_next_call_and_training_goes_on(
         assert_is(former, expected)
         (_, row) = trained.session.stats().saves
         assert row.error is not None
-        assert trained.session.plan_run.host_tiers.host.by_owner().get(snapshot.OWNER) is None
+        assert trained.session._open().host_tiers.host.by_owner().get(snapshot.OWNER) is None
         assert [path.name for path in tmp_path.iterdir() if "step" in path.name] == [former.name]
         # The next one is written.
         saver._disk = run._disk = Disk()
@@ -579,14 +584,28 @@ def test_an_error_reaches_the_next_call_and_training_goes_on(
         assert_is(trained.session.save(tmp_path, state=trained.state), last)
 
 
+def test_an_error_while_save_still_reads_is_its_own(tmp_path: Path) -> None:
+    disk = FailingDisk("write", 1, OSError(28, "No space left on device"))
+    disk.gate.set()
+    with pytest.MonkeyPatch.context() as patch, training(HOST_RUN) as trained:
+        use_disk(patch, disk)
+        trained.step()
+        with pytest.raises(CheckpointError, match="No space left"):
+            trained.session.save(tmp_path, state=trained.state, allowance=snapshot.LEAST_BYTES)
+        trained.step()
+        trained.session.wait_for_save()
+
+
 @pytest.mark.parametrize("told_by", ["save", "close", "with"])
 def test_a_failed_save_is_told_by_whatever_comes_next(told_by: str, tmp_path: Path) -> None:
     trained = Training(HOST_RUN)
     with pytest.MonkeyPatch.context() as patch:
-        use_disk(patch, FailingDisk("write", 4, OSError(28, "No space left on device")))
+        disk = FailingDisk("write", 4, OSError(28, "No space left on device"))
+        use_disk(patch, disk)
         trained.step()
-        trained.session.save(tmp_path, allowance="16KiB")
+        trained.session.save(tmp_path, allowance="64MiB")
         trained.step()
+        disk.gate.set()
         if told_by == "save":
             with pytest.raises(CheckpointError, match="No space left"):
                 trained.session.save(tmp_path)
@@ -600,3 +619,64 @@ def test_a_failed_save_is_told_by_whatever_comes_next(told_by: str, tmp_path: Pa
             assert "A checkpoint was not written" in raised.value.__notes__[0]
     assert not trained.session.is_open
     assert not [path for path in tmp_path.iterdir() if "step" in path.name]
+
+
+# -- on CUDA -----------------------------------------------------------------------------------------------------------
+
+ON_CUDA = [
+    Run(place=place, precision=precision, moments=moments, schedule=schedule, device="cuda")
+    for place in (STREAMED_HOST, SPREAD, RESIDENT, STREAMED_DEVICE, RESIDENT_HOST, PAGED)
+    for precision, moments in ((None, "fp32"), ("bf16 exact", "fp32"), ("bf16 stochastic", "8bit"))
+    for schedule in ("deferred", "in_backward")
+    if precision is not None or place is not PAGED
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("run", ON_CUDA, ids=str)
+@pytest.mark.parametrize("allowance", ["8KiB", "64MiB"])
+def test_a_checkpoint_is_of_one_moment_on_cuda(run: Run, allowance: str, tmp_path: Path) -> None:
+    draw_from(5)
+    with pytest.MonkeyPatch.context() as patch, delays(3), training(run) as trained:
+        use_disk(patch, SlowDisk(bytes_per_s=1e6))
+        trained.steps(2)
+        expected = contents_now(trained)
+        folder = trained.session.save(tmp_path, state=trained.state, allowance=allowance)
+        trained.steps(3)
+        add_without_gradients(trained)
+        trained.session.wait_for_save()
+        (row,) = trained.session.stats().saves
+        tiers = trained.session._open().host_tiers
+        assert snapshot.OWNER not in tiers.host.by_owner() | tiers.pinned.by_owner()
+    assert_is(folder, expected)
+    assert row.error is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_contiguous", [True, False])
+def test_a_tensor_on_cuda_is_read_after_what_was_told_before(is_contiguous: bool) -> None:
+    device = torch.device("cuda")
+    large = torch.zeros(4096, 4096, device=device)
+    tensor = large if is_contiguous else large.t()
+    for _ in range(50):
+        large @ large  # what is told before takes a while
+    large.copy_(torch.arange(4096.0, device=device).repeat(4096, 1))
+    made = snapshot.Source(file="model", name="0", tensor=tensor, parameter=tensor, is_announced=True)
+    taken = snapshot.Snapshot([made], allowance_bytes=1 << 28)
+    found: dict[int, Tensor] = {}
+
+    class Writer:
+        def write(self, file: str, name: str, value: Tensor, *, start: int) -> None:
+            found[start] = value.clone()
+
+    threads = [threading.Thread(target=taken.read), threading.Thread(target=taken.write, args=[Writer()])]
+    for thread in threads:
+        thread.start()
+    taken.wait_for([tensor])
+    large.fill_(-1.0)
+    for thread in threads:
+        thread.join()
+    assert taken.error is None
+    whole = torch.cat([found[start] for start in sorted(found)]).view(4096, 4096)
+    expected = torch.arange(4096.0).repeat(4096, 1)
+    assert torch.equal(whole, expected if is_contiguous else expected.t())

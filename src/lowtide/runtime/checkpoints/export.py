@@ -72,9 +72,9 @@ def export(
 
 def _optimizer_in_torchs_form(saved: SavedTraining) -> dict[str, Any]:
     _warn_of_left_out(saved)
-    states = StateReader(saved, None)
     numbers = {name: number for number, name in enumerate(_names(saved))}
-    state = {number: entries for name, number in numbers.items() if (entries := states.in_torchs_form(name))}
+    with StateReader(saved, None) as states:
+        state = {number: entries for name, number in numbers.items() if (entries := states.in_torchs_form(name))}
     groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in saved.settings]
     return {"state": state, "param_groups": groups}
 

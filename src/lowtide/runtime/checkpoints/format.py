@@ -106,7 +106,8 @@ class CheckpointWriter:
         }
         self._texts: dict[str, bytes] = {}
         self._lock = threading.Condition()
-        self._num_writing = 0
+        self._writers: set[int] = set()
+        """Threads that are writing, by number. One that has died was broken off before it could say that it is done."""
         self._pieces: dict[tuple[str, str], dict[int, tuple[int, int | None]]] = {key: {} for key in self._places}
         """For each tensor, where its pieces begin, their bytes and, once they are written, their CRC-32."""
         self._failure: BaseException | None = None
@@ -200,7 +201,8 @@ class CheckpointWriter:
         with self._lock:
             self._failure = self._failure or CheckpointError("its writer is closed")
             # A descriptor that is closed under a thread's hands may be another file's by its next write.
-            self._lock.wait_for(lambda: not self._num_writing)
+            while self._writers & {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}:
+                self._lock.wait(timeout=0.1)
             descriptors, self._descriptors = self._descriptors, {}
         for descriptor in descriptors.values():
             # What the files hold is synced by now, or is given up.
@@ -270,7 +272,7 @@ class CheckpointWriter:
         """What fails inside makes the checkpoint worthless: after a failed sync, a second one would say that all is well."""
         with self._lock:
             self._refuse_after_failure()
-            self._num_writing += 1
+            self._writers.add(threading.get_ident())
         try:
             yield
         except BaseException as error:
@@ -278,7 +280,7 @@ class CheckpointWriter:
             raise
         finally:
             with self._lock:
-                self._num_writing -= 1
+                self._writers.discard(threading.get_ident())
                 self._lock.notify_all()
 
     def _refuse_after_failure(self) -> None:

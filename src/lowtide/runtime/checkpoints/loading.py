@@ -271,8 +271,7 @@ def _load(saved: SavedTraining, receiver: _Receiver, state: Mapping[str, object]
     reader = saved.reader
     decoder = Decoder(lambda name: reader.read(STATE, name))
     plain = _load_objects(reader, decoder, state)
-    states = StateReader(saved, receiver.numerics)
-    with compat.without_modes():
+    with StateReader(saved, receiver.numerics) as states, compat.without_modes():
         is_exact = _write(saved, receiver, own, states, decoder)
     if not is_exact:
         warnings.warn(
@@ -289,7 +288,7 @@ def _load(saved: SavedTraining, receiver: _Receiver, state: Mapping[str, object]
 
 def _plan_of(reader: CheckpointReader) -> Plan | None:
     try:
-        return plan_from_json(str(reader.index.state["plan"]))
+        return plan_from_json(str(reader.index.state.get("plan")))
     except (BadRecordError, ConfigError):
         return None
 
@@ -430,9 +429,10 @@ def _take_settings(saved: SavedTraining, optimizer: torch.optim.Optimizer, decod
             if key == "params":
                 continue
             now = group.get(key)
-            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor):
-                value = value.to(now.device)
-            group[key] = value
+            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and value.shape == now.shape:
+                now.copy_(value)  # the same tensor: a step that was captured or compiled has it
+            else:
+                group[key] = value
     others = saved.optimizer.get("others")
     for key, value in decoder.decode(others) if others is not None else ():
         dict.__setitem__(optimizer.state, key, value)

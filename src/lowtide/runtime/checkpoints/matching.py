@@ -44,8 +44,9 @@ class SavedTraining:
     """Where our own kernels kept the optimizer's state: in which formats."""
     weights: Mapping[str, TensorSpec]
     """Parameters and buffers, by name: the model's, and those that the optimizer holds beside them."""
+    optimizer_tensors: Mapping[str, TensorSpec]
     kept: Mapping[str, Mapping[str, TensorSpec]]
-    """By parameter and name, the tensors of the optimizer."""
+    """The same by parameter, and then by name."""
 
     @classmethod
     def read(cls, reader: CheckpointReader) -> SavedTraining:
@@ -69,7 +70,8 @@ class SavedTraining:
                     rounding=Rounding(words["rounding"]), moments=Moments(words["moments"]), seed=words["seed"]
                 )
         kept: dict[str, dict[str, TensorSpec]] = {}
-        for name, spec in _specs(reader, OPTIMIZER).items():
+        tensors = _specs(reader, OPTIMIZER)
+        for name, spec in tensors.items():
             parameter, _, key = name.rpartition(".")
             kept.setdefault(parameter, {})[key] = spec
         loose = {name: own.pop(VALUE) for name, own in kept.items() if VALUE in own}
@@ -80,6 +82,7 @@ class SavedTraining:
             settings=settings,
             numerics=numerics,
             weights=loose | _specs(reader, MODEL),
+            optimizer_tensors=tensors,
             kept=kept,
         )
 
@@ -174,7 +177,7 @@ def check_optimizer(
     """
     where = f"{saved.reader.folder.name} is of another optimizer"
     assert saved.optimizer is not None
-    if saved.optimizer["class"] != class_name(optimizer):
+    if not _is_same_class(saved.optimizer["class"], class_name(optimizer)):
         raise CheckpointMismatchError(
             f"{where}: it was saved from a {saved.optimizer['class']}, and this one is a {class_name(optimizer)}; make the "
             "optimizer that it was saved from, or take the weights alone with lowtide.load_weights. Nothing was loaded"
@@ -200,6 +203,11 @@ def check_optimizer(
                     _check_kernel_state(saved, name, parameter, rule)
     if saved.numerics is None and numerics is None:
         check_loaded_state(optimizer, _as_state_dict(saved))
+
+
+def _is_same_class(saved: str, own: str) -> bool:
+    """By name and package: modules inside of a package may be arranged anew."""
+    return all(saved.split(".")[end] == own.split(".")[end] for end in (0, -1))
 
 
 def rule_with(
@@ -259,18 +267,16 @@ def _as_state_dict(saved: SavedTraining) -> dict[str, Any]:
 
 
 def _ghosts(saved: SavedTraining, name: str) -> dict[str, Any]:
-    """The entries of a parameter, with tensors of the right shape on the meta device."""
-    specs = _specs(saved.reader, OPTIMIZER)
+    """The entries of a parameter: tensors of the right shape on the meta device, and None for what is no tensor."""
 
     def ghost(key: str) -> torch.Tensor:
-        return torch.empty(specs[key].shape, dtype=specs[key].dtype, device="meta")
+        spec = saved.optimizer_tensors[key]
+        return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
 
     plain = Decoder(ghost)
     return {
-        plain.decode(key): plain.decode(value)
+        plain.decode(key): plain.decode(value) if isinstance(value, dict) and value.get(TAG) == "tensor" else None
         for key, value in saved.state_of(name)
-        # An array has its bytes beside it, which are not read here.
-        if not (isinstance(value, dict) and value.get(TAG) in ("array", "scalar"))
     }
 
 

@@ -290,8 +290,8 @@ class Saver:
             CheckpointError: It could not be written, or the one before could not: then this one was not begun. The checkpoints
                 from before are as they were.
         """
-        entered_s = time.perf_counter()
         self.wait()
+        entered_s = time.perf_counter()
         run = self._opened(folder, retention)
         order = _Order(run=run, partial=run.begin(step), step=step, contents=contents, disk=self._disk)
         try:
@@ -305,13 +305,11 @@ class Saver:
             save.start()
             before_s = time.perf_counter() - entered_s
             save.snapshot.wait_for_unannounced()
-            save.held_up_s = before_s
-            if allowance is None:
-                save.snapshot.wait_for_all()
+            save.held_up_s += before_s
         except BaseException as error:
             save.cancel(error)
             raise
-        if allowance is None:
+        if allowance is None or save.snapshot.error is not None:
             self.wait()
         return run.path / f"step-{step:08d}"
 
@@ -333,8 +331,10 @@ class Saver:
         """Wait until the save under way is over; how it went is told by the next `wait` or `close`."""
         save = self._under_way
         if save is not None:
+            entered_s = time.perf_counter()
             try:
                 save.wait()
+                save.held_up_s += time.perf_counter() - entered_s
             except BaseException as error:
                 # Who does not wait for it does not want it: the process may end now.
                 save.cancel(error)

@@ -201,7 +201,7 @@ class _DeviceQueue:
     Args:
         device: Where the tensors are.
         begun: The point of the computation at which the snapshot was taken.
-        pinned: Charged for the locked memory; None for none.
+        pinned: Charged for the locked memory. Where one has not so much, copies take a slower way.
     """
 
     def __init__(self, device: torch.device, begun: torch.cuda.Event, pinned: Sequence[Tier]) -> None:
@@ -213,9 +213,15 @@ class _DeviceQueue:
             for tier in pinned:
                 tier.charge(SLAB_BYTES, OWNER)
                 self._tiers.append(tier)
-            self._locked = torch.empty(SLAB_BYTES, dtype=torch.uint8, pin_memory=True)
-        except (BudgetError, RuntimeError):
+        except BudgetError:
             self.close()
+            return
+        # Not torch's own locked memory, which stays locked when it is given back.
+        locked = torch.empty(SLAB_BYTES, dtype=torch.uint8)
+        if compat.lock_host_memory(locked):
+            self.close()
+        else:
+            self._locked = locked
 
     def read(self, tensor: torch.Tensor, offset: int, target: Bytes) -> None:
         """Copy, and wait for it."""
@@ -229,7 +235,9 @@ class _DeviceQueue:
 
     def close(self) -> None:
         """Give the locked memory back."""
-        self._locked = None
+        if self._locked is not None:
+            compat.unlock_host_memory(self._locked.data_ptr())
+            self._locked = None
         while self._tiers:
             self._tiers.pop().credit(SLAB_BYTES, OWNER)
 
@@ -407,6 +415,8 @@ class Snapshot:
         try:
             for slab in self._slabs_to_write():
                 for piece in slab.pieces:
+                    if self.error is not None:
+                        return
                     source = piece.tensor.source
                     start = piece.offset // source.tensor.dtype.itemsize
                     writer.write(source.file, source.name, slab.values_of(piece), start=start)
