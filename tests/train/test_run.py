@@ -221,6 +221,11 @@ class TestRefused:
             train(small_recipe(tmp_path, "log.tensorboard=true"), tmp_path / "out")
 
 
+def test_tokens_are_checked_against_the_vocabulary_and_not_against_positions(tmp_path: Path) -> None:
+    settings = "model_settings={num_layers: 1, hidden_size: 32, num_heads: 2, context_length: 1024}"
+    assert find_subject(small_recipe(tmp_path, settings)).vocab_size == 256
+
+
 def test_curves_are_written(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     train(small_recipe(tmp_path, "steps=2", "log.tensorboard=true"), tmp_path / "out")

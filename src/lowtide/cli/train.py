@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import os
-import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ from lowtide.errors import ConfigError
 from lowtide.train.folder import OutputFolder
 from lowtide.train.progress import RunStatus
 from lowtide.train.recipe import TrainRecipe, read_train_recipe
-from lowtide.train.run import RunResult, run_training
+from lowtide.train.run import RunResult, Watcher, run_training
 from lowtide.train.stopping import Leave, StopRequests
 from lowtide.train.view import RunView, plain_line
 
@@ -30,12 +29,9 @@ FOLDER = Path("lowtide-train")
 SCHEMA = "lowtide.train/1"
 
 
-class Display(Protocol):
-    """Tells a person how a run goes on; see `lowtide.train.run.Watcher`."""
+class Display(Watcher, Protocol):
+    """Tells a person how a run goes on."""
 
-    def say(self, words: str) -> None: ...  # noqa: D102
-    def show(self, status: RunStatus) -> None: ...  # noqa: D102
-    def note(self, sentence: str) -> None: ...  # noqa: D102
     def __enter__(self) -> Display: ...
     def __exit__(self, *_: object) -> None: ...
 
@@ -97,9 +93,8 @@ def leave_with(display: Display, folder: OutputFolder) -> Leave:
         words = f"left at once ({why}); checkpoints are as they were: {folder.resume_command}"
         if not folder.has_run:
             words = f"left at once ({why})"
-        ERR.print(words, markup=False, highlight=False, soft_wrap=True)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        # Past the console, whose lock the main thread may have.
+        os.write(2, f"{words}\n".encode())
         os._exit(code)
 
     return leave

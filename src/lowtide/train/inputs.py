@@ -194,8 +194,8 @@ def read_inputs(subject: Subject, tokenizer: RunTokenizer | None, say: Callable[
     assert source is not None, "a recipe names text or tokens"
     if tokenizer is not None and tokenizer.vocab_size > subject.vocab_size:
         raise ConfigError(
-            f"{tokenizer.words} has {tokenizer.vocab_size:,} tokens, and the largest embedding of {recipe.model} "
-            f"{subject.vocab_size:,} rows: give the model's own tokenizer, or set model_settings.vocab_size of a built-in model",
+            f"{tokenizer.words} has {tokenizer.vocab_size:,} tokens, and {recipe.model} has rows for {subject.vocab_size:,}: give "
+            "the model's own tokenizer, or set model_settings.vocab_size of a built-in model",
             key="data.tokenizer",
         )
     files = source_files(data, source)

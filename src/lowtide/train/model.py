@@ -14,6 +14,7 @@ from lowtide.errors import BadRecordError, ConfigError, TraceError
 from lowtide.lab import training
 from lowtide.lab.training import Batch
 from lowtide.models import ModelSource, resolve_model
+from lowtide.models.batches import TokenBatch
 from lowtide.optim.loss_scaler import LossScaler
 from lowtide.optim.update_types import numerics_of
 from lowtide.planning.plan import Site, Weights
@@ -33,7 +34,7 @@ class Subject:
     shape: tuple[int, int]
     """Of a batch: sequences, tokens."""
     vocab_size: int
-    """Rows of the largest embedding."""
+    """Tokens that the model has rows for."""
     device: torch.device
 
     @property
@@ -67,14 +68,20 @@ def find_subject(recipe: TrainRecipe) -> Subject:
         )
     empty = source.build(None if recipe.dtype is None else recipe.torch_dtype)
     recipe = _with_dtype(recipe, source, empty)
-    tables = [module.num_embeddings for module in empty.modules() if isinstance(module, nn.Embedding)]
     return Subject(
         source=source,
         recipe=recipe,
         shape=_shape(recipe, source),
-        vocab_size=max(tables, default=0),
+        vocab_size=_vocab_size(source, empty),
         device=device,
     )
+
+
+def _vocab_size(source: ModelSource, empty: nn.Module) -> int:
+    """Tokens that the model has rows for: as its batches know, else the rows of its largest embedding."""
+    if isinstance(source.make_batch, TokenBatch):
+        return source.make_batch.vocab_size
+    return max((module.num_embeddings for module in empty.modules() if isinstance(module, nn.Embedding)), default=0)
 
 
 def _with_dtype(recipe: TrainRecipe, source: ModelSource, empty: nn.Module) -> TrainRecipe:

@@ -115,4 +115,5 @@ class StopRequests:
         if not self._is_guarded:
             self._leave(self.exit_code, "nothing is to be saved now")
         elif is_first:
-            self._on_request()
+            # In a thread of its own: whatever holds it up must not hold up the next request.
+            threading.Thread(target=self._on_request, daemon=True).start()
