@@ -158,7 +158,7 @@ class ManagedResidency:
     def write_back(self, group: ManagedGroup, chunk: Chunk, at: Ticket | None = None) -> None:
         """The computation changed an open chunk of streamed weights: copy it to where the truth is."""
         if self._saves.reading is not None:
-            self._saves.reading.wait_for(group.parameters)
+            self._saves.reading.wait_for([managed.parameter for managed in group.members if managed.chunk is chunk])
         if group.is_held(chunk):
             group.await_change()
         if group.shown_memory:
