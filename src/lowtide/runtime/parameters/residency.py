@@ -206,7 +206,7 @@ class ManagedResidency:
             return
         # First what costs nothing to ask: a copy is asked about on the device.
         is_pending = (group.looks_at_device and not group.is_resident) or group.guards_gradients
-        if is_pending or _has_pending_work(group) or self._is_read(group):
+        if is_pending or _has_pending_work(group) or (self._saves.reading is not None and self._is_read(group)):
             group.make_pending()
         else:
             group.make_plain()
