@@ -162,7 +162,8 @@ class Kind:
         assert newest >= told.saved, f"step {told.saved} was reported as saved, and the newest is {newest}"
         assert told.is_joined(newest), f"the rows end before step {newest}, which is saved"
         assert len(leftovers(checkpoints)) <= 1, leftovers(checkpoints)
-        assert len(RunFolder(checkpoints).checkpoints()) <= KEPT + 1
+        num_there = len(RunFolder(checkpoints).checkpoints())
+        assert num_there <= KEPT + 1, f"{num_there} checkpoints are there"
         self.tally.resumed += newest > 0
         self.tally.repeated += max(0, told.reached - newest)
         self.tally.reported += told.saved > 0
