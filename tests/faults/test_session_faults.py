@@ -17,6 +17,8 @@ from tests.faults.kills import KINDS, Kill, Kind, told_by_journal
 from tests.faults.phases import KillAt, leftovers
 from tests.faults.small_runs import Journal, journal_of
 
+pytestmark = pytest.mark.slow  # a minute on two cores
+
 DEFERRED, IN_BACKWARD = "updates on the host", "in backward"
 
 
@@ -45,7 +47,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("fault", "words"), FAULTS, ids=[name for name, _ in FAULTS])
-@pytest.mark.parametrize("name", [DEFERRED, pytest.param(IN_BACKWARD, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [DEFERRED, IN_BACKWARD])
 def test_a_fault_ends_the_process_and_the_next_goes_on(
     kinds: dict[str, Kind], tmp_path: Path, name: str, fault: str, words: str
 ) -> None:

@@ -14,6 +14,8 @@ from tests.faults.kills import KINDS, Kill, Kind, newest_step
 from tests.faults.phases import KillAt
 from tests.faults.train_runs import PUBLISHING, STOPPED
 
+pytestmark = pytest.mark.slow  # half a minute
+
 CTRL_C, SIGTERM = 130, 143
 """Exit codes of a process that leaves at once."""
 
