@@ -36,6 +36,7 @@ from benchmarks.lab.tables import (
 )
 from benchmarks.optim.tables import beside_peers, classes, host_kernel, readme, refused_classes, scale, shares, steps
 from benchmarks.records import RESULTS
+from benchmarks.session.fault_tables import kill_phases, kills, soak
 from benchmarks.session.tables import budgets, start_up, streaming
 from lowtide.errors import UnknownNameError
 
@@ -58,6 +59,8 @@ RENDERERS: dict[str, Renderer] = {
     "hardware-reached": reached,
     "host-embedding": embedding,
     "host-kernel": host_kernel,
+    "kill-phases": kill_phases,
+    "kills": kills,
     "lab-batches": batches,
     "lab-budgets": other_budgets,
     "lab-compiled": compiled,
@@ -84,6 +87,7 @@ RENDERERS: dict[str, Renderer] = {
     "session-budgets": budgets,
     "session-start-up": start_up,
     "session-streaming": streaming,
+    "soak": soak,
 }
 
 _MARKER = re.compile(r"^[ \t]*<!--[ \t]*(?:rendered:[ \t]*(?P<name>\S+)|(?P<end>end))[ \t]*-->[ \t]*$", re.MULTILINE)

@@ -10,6 +10,7 @@ out, that class is meant, and its own settings are written without one.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 import functools
@@ -65,13 +66,22 @@ def override(config: T, settings: Iterable[str]) -> T:
     Raises:
         ConfigError: A setting has no `=`, names an unknown key, or its value does not fit.
     """
-    plain = to_plain(config)
+    return from_settings(type(config), to_plain(config), settings)
+
+
+def from_settings(kind: type[T], plain: dict[str, Plain], settings: Iterable[str]) -> T:
+    """A `kind` from plain data with dotted settings applied, which may also be what the data lacks.
+
+    Raises:
+        ConfigError: As for `override`.
+    """
+    plain = copy.deepcopy(plain)
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals or not key.strip():
             raise ConfigError(f"the setting {setting!r} is not of the form a.b=value")
         _set(plain, key.strip().split("."), _Typed(text.strip()))
-    return from_plain(type(config), plain)
+    return from_plain(kind, plain)
 
 
 def read_config(kind: type[T], path: str | Path) -> T:

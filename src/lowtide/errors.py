@@ -40,6 +40,8 @@
     ├── BadPieceError (ValueError)          an update was given tensors that do not fit together
     ├── GraphAliveError (RuntimeError)      memory would have to move while a graph points into it
     ├── OwnershipError (ValueError)         bytes are given back twice, or by one who does not hold them
+    ├── DataError (RuntimeError)            what a training run reads is missing, or is not for its model
+    ├── RunStoppedError (RuntimeError)      a training run cannot go on
     └── TraceError (RuntimeError)           a step could not be predicted
         ├── ValueReadError                  the model reads the values of tensors
         ├── MissingKernelError              an operator has no fake kernel
@@ -268,6 +270,11 @@ class NonFiniteGradientError(SessionError):
 class StepLostError(SessionError):
     """A backward or a `step()` broke off. The message says which weights moved; `zero_grad()` and repeat the step."""
 
+    def __init__(self, message: str, *, has_moved: bool = True) -> None:
+        super().__init__(message)
+        self.has_moved = has_moved
+        """False where all weights are surely as before the step, so that it can be repeated."""
+
 
 class ActivationError(LowtideError, RuntimeError):
     """An activation policy cannot do its work on a module. Give that module another one: the message says which."""
@@ -363,6 +370,14 @@ class GraphAliveError(LowtideError, RuntimeError):
 
 class OwnershipError(LowtideError, ValueError):
     """Bytes are given back twice, taken twice under one name, or given back by one who does not hold them."""
+
+
+class DataError(LowtideError, RuntimeError):
+    """A batch of a training run could not be made. The message says which one, and what is wrong with the data."""
+
+
+class RunStoppedError(LowtideError, RuntimeError):
+    """A training run cannot go on. The message says at which step, why, and what is saved of it."""
 
 
 class TraceError(LowtideError, RuntimeError):

@@ -229,6 +229,24 @@ def test_the_queue_finds_a_group_that_nobody_entered_where_one_is_needed_now() -
     assert queue.choose(4, order, staying="b") == ["a"]  # left out of the heap by the call before
 
 
+@pytest.mark.parametrize("every", [None, 5], ids=["nothing leaves", "one leaves now and then"])
+def test_the_queue_holds_no_more_after_many_uses(every: int | None) -> None:
+    order, present = known("abcdedcba"), set("abcde")
+    queue = LeavingQueue("abcde", lambda name: 4 if name in present else 0)
+    for number in range(2_000):
+        name = next(iter(order.upcoming(1)))
+        present.discard(name)
+        order.access(name)
+        if every is not None and number % every == 0:
+            candidates = [candidate(other, 4, order.next_use(other)) for other in present]
+            leaving = choose_leaving(candidates, 4, nearer_than=None)
+            assert queue.choose(4, order, staying=name) == leaving
+            present.difference_update(leaving or ())
+        present.add(name)
+        queue.enter(name, order)
+        assert len(queue._heap) <= 8 * 5
+
+
 # -- simulate ----------------------------------------------------------------------------------------------------------
 
 

@@ -126,6 +126,29 @@ def check(
 
 
 @app.command()
+def train(
+    recipe: Annotated[
+        str,
+        typer.Argument(help="a recipe: a name such as finetune, or FILE.yaml; or the folder of a run, with --resume"),
+    ],
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="model=hf:FOLDER, data.text=FILE, device_memory=24GiB, steps=100, ..."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="the run's folder; without: lowtide-train/RECIPE")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="go on from the last checkpoint of the run's folder")
+    ] = False,
+    json_: Json = False,
+) -> None:
+    """Train a model from a recipe, with checkpoints to go on from; Ctrl-C saves and ends."""
+    with friendly_errors():
+        from lowtide.cli.train import run_train  # what trains is not loaded for what predicts
+
+        run_train(recipe, set_ or [], out, resume=resume, as_json=json_)
+
+
+@app.command()
 def hardware(
     again: Annotated[bool, typer.Option("--again", help="measure even where that was done before")] = False,
     json_: Json = False,

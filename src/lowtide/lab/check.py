@@ -7,10 +7,8 @@ within rounding, and the recipe's tolerance says how far.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -174,7 +172,7 @@ def run_check(recipe: Recipe, on_progress: OnProgress | None = None) -> CheckRep
     device = training.find_device(recipe.device)
     source = resolve_model(recipe.model, settings=recipe.model_settings)
     batch = training.make_batches(recipe, source)
-    with training.arithmetic(recipe, device), _deterministic(device):
+    with training.arithmetic(recipe, device), training.deterministic(device):
         plain_losses, plain_weights = _run_plain(recipe, source, batch, device, say)
         broken = next((step for step, loss in enumerate(plain_losses) if not math.isfinite(loss)), None)
         if broken is not None:
@@ -248,20 +246,3 @@ def _steps(kind: str, recipe: Recipe, say: OnProgress) -> Callable[[int, float],
 
 def _on_host(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
-
-
-@contextlib.contextmanager
-def _deterministic(device: torch.device) -> Iterator[None]:
-    """Settings under which two plain runs give the same bits, taken back afterwards; on the host they do without."""
-    if device.type != "cuda":
-        yield
-        return
-    # cuBLAS reads this when its handle is made, and torch refuses deterministic matmuls without it.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    before = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn_only)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from lowtide import config, plain_text
 from lowtide.errors import ConfigError, LowtideError, UnknownNameError
@@ -22,8 +22,13 @@ from lowtide.plain_text import Plain
 SUFFIXES = (".yaml", ".yml", ".json")
 FOLDER = Path(__file__).resolve().parents[1] / "recipes"
 """The recipes that come with the package."""
+RUNS_FOLDER = FOLDER.with_name("train") / "recipes"
+"""Those of `lowtide train`."""
 OVERRIDE = "--set"
 """The source of a setting that no file has."""
+_PATHS = ("path", "text", "tokens", "held_out")
+"""Keys of data that are paths."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +47,19 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         ConfigError: The file or one it extends cannot be read, a key is unknown, or a value does not fit.
     """
     return resolve_recipe(path, overrides).recipe
+
+
+def read_as(kind: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
+    """A recipe of another kind, from a file that is read in the same way; overrides may give what the file lacks.
+
+    Raises:
+        ConfigError: As for `read_recipe`.
+    """
+    where = f"{path} with {', '.join(overrides)}" if overrides else str(path)
+    try:
+        return config.from_settings(kind, plain_of(read_tree(path)), overrides)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}", key=error.key) from error
 
 
 def resolve_recipe(path: str | Path, overrides: Sequence[str] = ()) -> ResolvedRecipe:
@@ -77,9 +95,9 @@ def extended_files(path: Path) -> list[Path]:
     return _extended(path, _parse(path))
 
 
-def known_recipes(more: Sequence[Path] = ()) -> dict[str, Path]:
-    """The file of each name, such as `peak_memory/control`, those of the package first; a name that a later folder has too is
-    the later one's.
+def known_recipes(more: Sequence[Path] = (), *, base: Path = FOLDER) -> dict[str, Path]:
+    """The file of each name, such as `peak_memory/control`, those of the package (of `base`) first; a name that a later folder
+    has too is the later one's.
 
     Raises:
         ConfigError: A folder does not exist.
@@ -88,7 +106,7 @@ def known_recipes(more: Sequence[Path] = ()) -> dict[str, Path]:
         if not folder.is_dir():
             raise ConfigError(f"there is no folder of recipes {str(folder)!r}", key="recipes")
     known: dict[str, Path] = {}
-    for folder in (FOLDER, *more):
+    for folder in (base, *more):
         files = [path for path in folder.rglob("*") if path.suffix in SUFFIXES and not path.name.startswith("_")]
         files.sort(key=lambda path: SUFFIXES.index(path.suffix), reverse=True)
         found = {path.relative_to(folder).with_suffix("").as_posix(): path for path in files}
@@ -159,9 +177,10 @@ def read_tree(path: Path, seen: tuple[Path, ...] = ()) -> Tree:
     for other in _extended(path, plain):
         merged = merge(merged, read_tree(other, (*seen, path.resolve())))
     data = plain.get("data")
-    if isinstance(data, dict) and isinstance(data.get("path"), str):
+    if isinstance(data, dict):
         # From the file that names it, so that a folder with a recipe and its texts can be moved and run from anywhere.
-        plain["data"] = data | {"path": str((path.parent / str(data["path"])).resolve())}
+        named = {key: value for key in _PATHS if isinstance(value := data.get(key), str)}
+        plain["data"] = data | {key: str((path.parent / value).resolve()) for key, value in named.items()}
     plain.pop("extends", None)
     return merge(merged, _tree_of(plain, str(path.resolve())))
 
@@ -196,7 +215,8 @@ def _find_extended(path: Path, other: str) -> Path:
         if file.is_file() and (file == named or file.resolve() != path.resolve()):
             return file
     try:
-        found = find_recipe(other.removesuffix(Path(other).suffix) if Path(other).suffix in SUFFIXES else other)
+        name = other.removesuffix(Path(other).suffix) if Path(other).suffix in SUFFIXES else other
+        found = find_recipe(name, known_recipes(base=RUNS_FOLDER) | known_recipes())
     except LowtideError as error:
         raise ConfigError(
             f"{path} extends {other!r}, which is neither the file {named} nor a recipe of the package: {error}",

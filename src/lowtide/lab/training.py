@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,22 @@ from lowtide.memory.groups import find_groups
 from lowtide.models import ModelSource
 
 Batch = dict[str, Tensor]
+
+
+class Numbers(Protocol):
+    """What of a recipe the first weights and the arithmetic depend on."""
+
+    @property
+    def seed(self) -> int:
+        """Of the first weights."""
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Of the weights."""
+
+    @property
+    def matmul_precision(self) -> str:
+        """Of fp32 matrix products."""
 
 
 def find_device(name: str | None) -> torch.device:
@@ -47,7 +64,7 @@ def find_device(name: str | None) -> torch.device:
     return device
 
 
-def make_model(recipe: Recipe, source: ModelSource) -> nn.Module:
+def make_model(recipe: Numbers, source: ModelSource) -> nn.Module:
     """The model on the host: drawn in fp32 from the seed, then converted, so that all types begin at the same weights.
 
     Raises:
@@ -318,7 +335,7 @@ def compiled_modules(model: nn.Module, scope: Literal["model", "blocks"]) -> lis
 
 
 @contextlib.contextmanager
-def arithmetic(recipe: Recipe, device: torch.device) -> Iterator[None]:
+def arithmetic(recipe: Numbers, device: torch.device) -> Iterator[None]:
     """The recipe's precision of fp32 products, and kernels that any processor has; taken back afterwards."""
     precision = torch.get_float32_matmul_precision()
     # None leaves the other flags as they are; setting them too, as `mkldnn.flags` does, warns where there is no Intel card.
@@ -332,3 +349,20 @@ def arithmetic(recipe: Recipe, device: torch.device) -> Iterator[None]:
     finally:
         torch.backends.mkldnn.set_flags(was_enabled, None, None, None)
         torch.set_float32_matmul_precision(precision)
+
+
+@contextlib.contextmanager
+def deterministic(device: torch.device) -> Iterator[None]:
+    """Settings under which two plain runs give the same bits, taken back afterwards; on the host they do without."""
+    if device.type != "cuda":
+        yield
+        return
+    # cuBLAS reads this when its handle is made, and torch refuses deterministic matmuls without it.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)

@@ -526,6 +526,10 @@ class AccessOrder:
         return places[index] if index < len(places) else places[0]
 
 
+_MOST_ENTRIES = 8
+"""Of the heap for each group; then it is made anew, which takes less time than entering so many has taken."""
+
+
 class LeavingQueue:
     """Chooses the groups that leave, without looking at every group each time.
 
@@ -546,6 +550,10 @@ class LeavingQueue:
 
     def enter(self, group: str, order: AccessOrder) -> None:
         """The group is on the device, and no window uses it from now on."""
+        if len(self._heap) >= _MOST_ENTRIES * len(self._groups):
+            # Where little has to leave, what is out of date stays below: it would be a little more with every use.
+            self._heap.clear()
+            self._made_for = None
         heapq.heappush(self._heap, (-order.next_use(group), group))
 
     def choose(

@@ -16,12 +16,16 @@ from torch import nn
 
 from lowtide.errors import BadRecordError, ConfigError, MissingExtraError, UnknownNameError
 from lowtide.models import batches
-from lowtide.models.source import ModelSource, build_on_meta, finish
+from lowtide.models.source import ModelSource, Pretrained, build_on_meta, finish
+from lowtide.runtime.parameters.weight_file import empty_weights
 
 PREFIX = "hf:"
 DEFAULT_BATCH = 8
 LONGEST_DEFAULT = 2048
 """Default length for models whose own limit is longer, or who have none."""
+
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+"""Files of weights, in the forms that a folder may have."""
 
 # transformers has no types that a strict checker could use on its configs.
 Config = Any
@@ -49,13 +53,49 @@ def resolve_huggingface(spec: str, *, recompute: bool) -> ModelSource:
     config = _make_config(transformers, values, spec)
     task = _find_task(transformers, config, spec)
     form = task.batch_form(config)
+    text = json.dumps(values)
     return ModelSource(
         name=spec,
         family=f"{PREFIX}{values['model_type']}",
         default_batch=form.default,
-        build=partial(_build, spec, json.dumps(values), task.auto, recompute),
+        build=partial(_build, spec, text, task.auto, recompute),
         make_batch=form,
+        pretrained=_find_pretrained(spec, text, task.auto),
     )
+
+
+def _find_pretrained(spec: str, values_json: str, auto: str) -> Pretrained | None:
+    """The weights beside the config; None where there are none, or where the config itself was named."""
+    target = spec.removeprefix(PREFIX)
+    folder = find_config(target).parent
+    is_config = Path(target).expanduser().is_file()
+    if is_config or not any(file for pattern in _WEIGHTS for file in folder.glob(pattern)):
+        return None
+    return Pretrained(
+        folder=folder,
+        build_empty=partial(_build_empty, spec, values_json, auto),
+        load=partial(_load, spec, folder, auto),
+    )
+
+
+def _build_empty(spec: str, values_json: str, auto: str, dtype: torch.dtype | None) -> nn.Module:
+    transformers = _transformers(spec)
+    config = _make_config(transformers, json.loads(values_json), spec)
+    chosen = {} if dtype is None else {"dtype": dtype}
+    with empty_weights():
+        model: nn.Module = getattr(transformers, auto).from_config(config, **chosen)
+    # Not `finish`, which takes buffers to meta: what the model computes once is in no weight file.
+    return model.train()
+
+
+def _load(spec: str, folder: Path, auto: str, dtype: torch.dtype | None) -> nn.Module:
+    transformers = _transformers(spec)
+    chosen = {} if dtype is None else {"dtype": dtype}
+    try:
+        model: nn.Module = getattr(transformers, auto).from_pretrained(str(folder), local_files_only=True, **chosen)
+    except Exception as error:  # transformers reads files of many forms, each with errors of its own
+        raise BadRecordError(f"the weights of {spec} cannot be loaded: {error}; fetch the folder again") from error
+    return model.train()
 
 
 def _build(spec: str, values_json: str, auto: str, recompute: bool, dtype: torch.dtype | None) -> nn.Module:
@@ -77,7 +117,7 @@ def _transformers(spec: str) -> ModuleType:
 
 
 def _read_config(target: str) -> dict[str, Any]:
-    path = _find_config(target)
+    path = find_config(target)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -89,7 +129,12 @@ def _read_config(target: str) -> dict[str, Any]:
     return values
 
 
-def _find_config(target: str) -> Path:
+def find_config(target: str) -> Path:
+    """The config.json of a folder, a file or a model id in the local cache.
+
+    Raises:
+        UnknownNameError: There is none.
+    """
     path = Path(target).expanduser()
     if path.is_file():
         return path

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +19,17 @@ from torch.overrides import TorchFunctionMode
 
 from lowtide.errors import ConfigError, ValueReadError
 from lowtide.models.batches import Batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pretrained:
+    """Weights of a model that were trained before."""
+
+    folder: Path
+    build_empty: Callable[[torch.dtype | None], nn.Module]
+    """The model for a session to fill from the folder's safetensors: its parameters on meta, its buffers on the host."""
+    load: Callable[[torch.dtype | None], nn.Module]
+    """The model with its weights, from files of any form and age."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +60,8 @@ class ModelSource:
     """Builds the model with the weights that its own code draws or loads; None where `build` is all there is."""
     loss: Callable[[nn.Module, Any], Tensor] | None = None
     """The loss of a model and a batch; None where `model(**batch).loss` is."""
+    pretrained: Pretrained | None = None
+    """Weights that were trained before; None where there are none. `build` and `build_on_host` know nothing of them."""
 
 
 Made = TypeVar("Made")

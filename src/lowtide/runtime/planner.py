@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -243,6 +244,8 @@ def prepare(
     moments: str = "fp32",
     schedule: Schedule | str = Schedule.DEFERRED,
     max_grad_norm: float | None = None,
+    weights: str | Path | None = None,
+    seed: int = 0,
     loss: Loss | None = None,
     autocast: str | torch.dtype | None = None,
     on_progress: Callable[[str], None] | None = None,
@@ -261,6 +264,8 @@ def prepare(
         moments: As for `manage`.
         schedule: `deferred`, or `in_backward` where nothing needs all gradients at once.
         max_grad_norm: As for `manage`.
+        weights: As for `manage`.
+        seed: As for `manage`.
         loss: As for `trace`.
         autocast: As for `trace`.
         on_progress: Is told what is being done.
@@ -306,6 +311,8 @@ def prepare(
         max_grad_norm=max_grad_norm,
         precision=precision,
         moments=moments,
+        weights=weights,
+        seed=seed,
     )
     try:
         planned = search(model, batch, optimizer=optimizer, device_memory=budget, loss=loss, on_progress=on_progress)

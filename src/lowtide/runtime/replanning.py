@@ -337,7 +337,8 @@ class Replanning:
             self._lost = reason
         raise StepLostError(
             f"{reason}: weights, optimizer, random numbers and buffers are as before the step, and its gradients are dropped; "
-            f"{what}. Repeat the step with the same batch"
+            f"{what}. Repeat the step with the same batch",
+            has_moved=False,
         )
 
     # -- changes -------------------------------------------------------------------------------------------------------

@@ -523,3 +523,25 @@ def test_values_of_two_steps_differ() -> None:
     """Otherwise a mixture would not show."""
     one, other = tensors_of(1), tensors_of(2)
     assert all((one[file][name] != other[file][name]).any() for file in one for name in one[file])
+
+
+def test_retention_that_a_kill_has_left_out_is_made_up_for_before_the_next_save(tmp_path: Path) -> None:
+    """Killed between the name of the new one and the removal of the old one: a disk may hold two, and not three."""
+    saved(tmp_path, [10, 20, 30], Retention(newest=3))
+    with RunFolder(tmp_path, retention=Retention(newest=1, every=20)) as run:
+        assert list(run.checkpoints()) == [30, 20, 10], "not before a save, which knows what is to stay"
+        run.abandon(run.begin(40))
+        assert list(run.checkpoints()) == [30, 20]
+
+
+def test_the_last_good_one_stays_when_a_newer_one_is_damaged(tmp_path: Path) -> None:
+    """Its length is right, so that only reading it shows it."""
+    saved(tmp_path, [10, 20], Retention(newest=2))
+    damaged = next((tmp_path / "step-00000020").glob("optimizer*.safetensors"))
+    data = bytearray(damaged.read_bytes())
+    data[-1] ^= 1
+    damaged.write_bytes(data)
+    with RunFolder(tmp_path, retention=Retention(newest=1)) as run:
+        with pytest.warns(UserWarning, match=r"step-00000020/optimizer.* It stays, and does not count as one of the 1"):
+            run.abandon(run.begin(30))
+        assert list(run.checkpoints()) == [20, 10]

@@ -24,7 +24,9 @@ from lowtide.errors import (
     SessionError,
     StepLostError,
 )
-from lowtide.runtime.checkpoints.format import CheckpointReader
+from lowtide.optim import update_types
+from lowtide.runtime.checkpoints.folder import RunFolder
+from lowtide.runtime.checkpoints.format import CheckpointReader, CheckpointWriter
 from tests.runtime.checkpoints.training_runs import (
     RESIDENT,
     STREAMED_HOST,
@@ -598,3 +600,91 @@ def test_the_host_holds_one_parameter_more_at_a_time(tmp_path: Path, monkeypatch
     with training(run) as made:
         made.load(tmp_path)
     assert len(weights) == 16
+
+
+def test_a_setting_that_asks_for_more_state_comes_with_the_next_update(tmp_path: Path) -> None:
+    """Our own kernels add it, in the undisturbed run and in the resumed one."""
+    run = Run(precision="bf16 exact", optimizer="amsgrad", has_scheduler=False)
+    draw_from(11)
+    with training(run) as made:
+        made.optimizer.param_groups[0]["amsgrad"] = False
+        made.steps(1)
+        made.optimizer.param_groups[0]["amsgrad"] = True
+        made.session.save(tmp_path, state=made.state)
+        losses, values = made.steps(2), made.values()
+    with training(run) as made:
+        made.load(tmp_path)
+        assert made.steps(2) == losses
+        assert_same(made.values(), values)
+
+
+class Three(nn.Module):
+    """Of three weights the last is tied to one of the others."""
+
+    def __init__(self, tied_to: str) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        self.c.weight = getattr(self, tied_to).weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.b(self.a(x)))  # type: ignore[no-any-return]  # a module's call
+
+
+def test_a_tie_to_another_weight_is_refused(tmp_path: Path) -> None:
+    for tied_to in ("a", "b"):
+        model = Three(tied_to)
+        optimizer = torch.optim.SGD(model.parameters())
+        with lowtide.manage(model, optimizer, lowtide.make_plan(model), device="cpu") as session:
+            if tied_to == "a":
+                session.save(tmp_path)
+                continue
+            with pytest.raises(
+                CheckpointMismatchError,
+                match=r"c.weight is tied to b.weight in the model, and tied to a.weight in the checkpoint; tie them alike",
+            ):
+                lowtide.load(tmp_path, session)
+
+
+class Extra(nn.Linear):
+    def get_extra_state(self) -> int:
+        return 3
+
+    def set_extra_state(self, state: int) -> None:
+        assert state == 3
+
+
+def test_extra_state_must_be_in_both(tmp_path: Path) -> None:
+    model: nn.Module = nn.Sequential(Extra(3, 3), nn.Linear(3, 3))
+    optimizer = torch.optim.SGD(model.parameters())
+    with lowtide.manage(model, optimizer, lowtide.make_plan(model), device="cpu") as session:
+        session.save(tmp_path)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    with pytest.raises(
+        CheckpointMismatchError, match=r"extra state of 1 tensors \(0._extra_state\) is in one of the two only"
+    ):
+        lowtide.load(tmp_path, model, torch.optim.SGD(model.parameters()))
+
+
+def test_a_checkpoint_that_no_session_wrote_is_refused(tmp_path: Path) -> None:
+    with RunFolder(tmp_path) as run, run.saving(3) as partial:
+        CheckpointWriter(partial, {}).finish(step=3, state={"epoch": 3})
+    model = make_net()
+    with pytest.raises(
+        CheckpointMismatchError, match="step-00000003 has the entries epoch, and is no checkpoint of a session"
+    ):
+        lowtide.load(tmp_path, model, make_optimizer("adamw", model))
+
+
+def test_kernel_state_of_another_size_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As blocks of another length would have."""
+    run = Run(precision="fp32", moments="8bit", has_scheduler=False)
+    trained(run, tmp_path)
+    with training(run) as made:
+        before = all_state(made)
+        monkeypatch.setattr(update_types, "BLOCK", 64)
+        with pytest.raises(
+            CheckpointMismatchError, match=r"exp_avg_scale of .* has the shape \(\d+,\) .* another version of"
+        ):
+            made.load(tmp_path)
+        monkeypatch.undo()
+        assert_same(all_state(made), before)

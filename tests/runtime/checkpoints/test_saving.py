@@ -379,6 +379,45 @@ def test_a_change_of_plan_waits_until_it_is_written(tmp_path: Path) -> None:
         assert len(trained.session.stats().saves) == 1
 
 
+@pytest.mark.parametrize("schedule", ["deferred", "in_backward"])
+def test_a_table_on_the_host_is_read_before_it_is_updated(schedule: str, tmp_path: Path) -> None:
+    import lowtide
+
+    def made() -> tuple[torch.nn.Module, torch.optim.Optimizer, lowtide.Session]:
+        torch.manual_seed(3)
+        model = torch.nn.Sequential(torch.nn.Embedding(200, 16), torch.nn.Linear(16, 16), torch.nn.Linear(16, 4))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        plan = lowtide.make_plan(model, weights={"*": "streamed", "0": "host"}, update="host", schedule=schedule)
+        return model, optimizer, lowtide.manage(model, optimizer, plan, device="cpu")
+
+    def steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, count: int) -> list[float]:
+        losses = []
+        for seed in range(count):
+            ids = torch.randint(200, (8,), generator=torch.Generator().manual_seed(seed))
+            loss = model(ids).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    model, optimizer, session = made()
+    with session:
+        losses = steps(model, optimizer, 2)
+        expected = {name: value.clone() for name, value in model.state_dict().items()}
+        losses += steps(model, optimizer, 3)
+    with pytest.MonkeyPatch.context() as patch, delays(1):
+        use_disk(patch, SlowDisk(bytes_per_s=1e6))
+        model, optimizer, session = made()
+        with session:
+            found = steps(model, optimizer, 2)
+            folder = session.save(tmp_path, allowance="8KiB")
+            found += steps(model, optimizer, 3)
+    assert found == losses
+    reader = CheckpointReader(folder)
+    assert all(torch.equal(reader.read("model", name), value) for name, value in expected.items())
+
+
 def test_a_warm_up_may_end_meanwhile(tmp_path: Path) -> None:
     import lowtide
     from tests.runtime.checkpoints.training_runs import make_net, make_optimizer

@@ -84,6 +84,8 @@ class RunFolder:
         self._lock = FolderLock(self.path)
         self._partial: Path | None = None
         """What is being written."""
+        self._is_retained = False
+        """Whether only what is to stay was here when the first save began."""
         self._warned: set[str] = set()
 
     def __enter__(self) -> RunFolder:
@@ -136,6 +138,8 @@ class RunFolder:
                 file=final.name,
             )
         self._sweep()
+        if not self._is_retained:
+            self._finish_retention()
         partial = self._hidden(final.name, "partial")
         with told_with_file(self._disk, self.path, "make", partial):
             self._disk.make_folder(partial)
@@ -294,23 +298,36 @@ class RunFolder:
             else:
                 self._remove(path)
 
-    def _retain(self, published: int) -> None:
+    def _finish_retention(self) -> None:
+        """Remove what a save would have that was killed when its checkpoint had its name: the next one may need the room.
+
+        Nobody knows here that the newest ones are good, so that they are read through first.
+        """
+        self._is_retained = True
+        surplus = list(self.checkpoints())[self._retention.newest :]
+        if not all(map(self._retention.is_for_ever, surplus)):
+            self._retain(None)
+
+    def _retain(self, published: int | None) -> None:
         """Remove what no longer stays. The one just published is good and stays, so that never the last good one goes."""
         num_kept = 0
         for step, folder in self.checkpoints().items():
-            if step > published:
+            if published is not None and step > published:
                 self._warn(
                     f"{folder.name} in {self.path} is of a later step than {_name(published)}, which was saved just now; the "
                     "later one is loaded first: move it away unless that is meant"
                 )
             if num_kept < self._retention.newest:
-                num_kept += step == published or self._opens(step, folder)
+                num_kept += step == published or self._counts(step, folder, is_read=published is None)
             elif step != published and not self._retention.is_for_ever(step) and self._may_be_removed(folder):
                 self._remove(folder)
 
-    def _opens(self, step: int, folder: Path) -> bool:
+    def _counts(self, step: int, folder: Path, *, is_read: bool) -> bool:
+        """Whether it can be opened, and read if that is asked."""
         try:
-            opened(folder, step)
+            reader = opened(folder, step)
+            if is_read:
+                reader.verify()
         except CheckpointError as error:
             self._warn(f"{error}. It stays, and does not count as one of the {self._retention.newest} that are kept")
             return False

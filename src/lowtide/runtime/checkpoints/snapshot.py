@@ -76,7 +76,7 @@ class PieceWriter(Protocol):
 
 
 class _Tensor:
-    """Where one tensor's bytes are, and how far they were read and written."""
+    """Where one tensor's bytes are, and how far they were read."""
 
     def __init__(self, source: Source, part: _Part) -> None:
         self.source, self.part = source, part

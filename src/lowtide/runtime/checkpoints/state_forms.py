@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from lowtide import compat
-from lowtide.errors import CheckpointError
 from lowtide.optim.rules import Rule, names_of_states
 from lowtide.optim.state import (
     MASTER,
@@ -169,7 +168,8 @@ class StateReader:
             # What an option that is off now has left behind is passed over.
             names = names_of_states(rule, parameter.shape)
             tensors = {key: entries[key] for key in names if isinstance(entries.get(key), torch.Tensor)}
-            found = SavedState(num_steps=_count(name, entries), tensors=tensors, master=master)
+            # SGD counts no steps; what has a momentum has taken one at least.
+            found = SavedState(num_steps=int(entries.get(STEP, 1)), tensors=tensors, master=master)
             state = from_torch_state(LoadTarget(name=name, weight=target, rule=rule), found, self._numerics)
         return LoadedParameter(weight=target, state=state)
 
@@ -177,14 +177,6 @@ class StateReader:
 def _kept(plain: Any, coming: _Coming) -> ParameterState:
     tensors = {key: tensor.result() for key, tensor in coming.items()}
     return kept_state(plain["step"], tensors, lacks_momentum=plain["lacks_momentum"])
-
-
-def _count(name: str, entries: dict[Any, Any]) -> int:
-    """SGD counts no steps; what has a momentum has taken one at least."""
-    step = entries.get(STEP, 1)
-    if not isinstance(step, torch.Tensor | int | float):
-        raise CheckpointError(f"the number of steps of {name} is {step!r} in the checkpoint, which is no number")
-    return int(step)
 
 
 def _ordered(weight: torch.Tensor, stride: list[int]) -> torch.Tensor:

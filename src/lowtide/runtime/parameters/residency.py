@@ -161,7 +161,7 @@ class ManagedResidency:
     def write_back(self, group: ManagedGroup, chunk: Chunk, at: Ticket | None = None) -> None:
         """The computation changed an open chunk of streamed weights: copy it to where the true values are."""
         if self._saves.reading is not None:
-            self._saves.reading.wait_for(group.parameters)
+            self._saves.reading.wait_for([managed.parameter for managed in group.members if managed.chunk is chunk])
         if group.is_held(chunk):
             group.await_change()
         if group.shown_memory:
@@ -211,7 +211,7 @@ class ManagedResidency:
             return
         # The cheap questions first: whether a copy is done is asked on the device.
         is_pending = (group.points_to_device and not group.is_resident) or group.guards_gradients
-        if is_pending or _has_pending_work(group) or self._is_read(group):
+        if is_pending or _has_pending_work(group) or (self._saves.reading is not None and self._is_read(group)):
             group.make_pending()
         else:
             group.make_plain()

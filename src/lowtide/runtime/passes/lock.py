@@ -113,7 +113,12 @@ class HeldInterrupts:
         self._has_come = self._is_installed = False
         if _get_handler(_SIGINT) is self._handler:
             _set_handler(_SIGINT, self._before)
-        signal.raise_signal(signal.SIGINT)
+        handler = _get_handler(_SIGINT)
+        if callable(handler):
+            # Not the signal again: whoever listens by a wakeup descriptor would count two.
+            handler(_SIGINT, sys._getframe(1))
+        else:
+            signal.raise_signal(signal.SIGINT)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         is_inside = self._is_inside(frame)
@@ -451,11 +456,13 @@ class LostStep:
         """Why the last step must be repeated; None where nothing broke."""
         self._is_untold = False
         """Whether it has moved some groups and not others, and the user has not been told which."""
+        self._has_moved = False
 
     def lose(self, moved: Sequence[str], num_groups: int, where: str, *, is_torn: bool, is_whole: bool) -> None:
         """Remember that the step broke off there after these groups moved. If all moved completely, it was as good as over."""
         self.reason = why_step_is_lost(moved, num_groups, where, is_torn=is_torn)
         self._is_untold = bool(moved) and (is_torn or not is_whole)
+        self._has_moved = bool(moved)
 
     def lose_to_thread(self, *, has_moved: bool) -> None:
         """Remember that another thread began a backward in the middle of the step."""
@@ -467,6 +474,7 @@ class LostStep:
             "another thread began a backward in the middle of this step, and was refused: gradients may hold a part of it; "
             + condition
         )
+        self._has_moved = has_moved
 
     def lose_to_load(self, reason: str) -> None:
         """A checkpoint was loaded in part, for which the reason has the words."""
@@ -480,7 +488,7 @@ class LostStep:
         """
         if self.reason is not None:
             self._is_untold = False
-            raise StepLostError(self.reason)
+            raise StepLostError(self.reason, has_moved=self._has_moved)
 
     def tell(self, raised: BaseException | None = None) -> None:
         """The user gives up a step of which some groups have moved, without having asked `step()` about it: warn.

@@ -165,7 +165,7 @@ class SessionStats:
     plans: tuple[PlanRow, ...] = ()
     """Every plan that was made after the first, in order."""
     saves: tuple[SaveRow, ...] = ()
-    """Every checkpoint that was written while training went on, or failed, in order."""
+    """Every save that is over, in order."""
 
     def __str__(self) -> str:
         """A summary in some ten lines, for `print`."""
