@@ -12,10 +12,10 @@ from lowtide.activations.policy import policy_of
 from lowtide.errors import PlanError
 from lowtide.memory.chunk import Layout, lay_out
 from lowtide.memory.groups import find_groups
+from lowtide.planning.lanes import LaneRates
 from lowtide.planning.placement import assemble
 from lowtide.planning.plan import Budgets, Schedule
 from lowtide.planning.search import LADDERS, WORTH_IT, Limits, Search, Shape
-from lowtide.planning.simulator import LaneRates
 from lowtide.planning.step_costs import POLICIES, GroupCosts, StepCosts, Use, UseCost
 from lowtide.tracing.step_trace import Phase
 

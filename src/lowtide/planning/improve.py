@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from lowtide.planning.lanes import GroupChoice
 from lowtide.planning.plan import Site, Weights
-from lowtide.planning.simulator import GroupChoice
 
 _DRAWN = 7
 """Sets of changes that are drawn in a round for each that may be simulated."""

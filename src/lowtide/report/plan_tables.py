@@ -162,7 +162,7 @@ def lane_table(simulated: SimulatedStep) -> Table:
     waits_s, step_s = simulated.timeline.exposed_copy_s(), simulated.step_s
     rows = [
         *((LANE_NAMES[lane], "kind-forward", simulated.busy_s[lane]) for lane in Lane),
-        ("launches by the host", "plain", simulated.launch_s),
+        ("launches by the host", "plain", simulated.times.launch_s),
         ("the computation waits", "kind-waiting", waits_s),
     ]
     return make_table(

@@ -381,6 +381,6 @@ def _row(problem: PlanProblem, limits: Limits, needed_bytes: int) -> HardwareRow
         hardware=problem.hardware,
         step_s=None if found is None else found.step_s,
         tokens_per_s=problem.num_tokens / found.step_s if found is not None and problem.num_tokens else None,
-        bound_by="" if found is None else found.simulated.bound_by,
+        bound_by="" if found is None else found.times.bound_by,
         device_bytes=needed_bytes if found is None else found.device_bytes,
     )

@@ -29,10 +29,11 @@ from lowtide.optim.update_types import Numerics, numerics_of
 from lowtide.planning.budget_curve import BudgetPoint, CurveSource, budget_curve
 from lowtide.planning.budget_plans import WarmUp
 from lowtide.planning.hand_plan import make_plan
+from lowtide.planning.lanes import LaneRates
 from lowtide.planning.placement import assemble, window_bytes
 from lowtide.planning.plan import Budgets, Plan, Schedule, Site, Weights, word_of
 from lowtide.planning.search import WORTH_IT, Candidate, Found, Limits, Search, Shape, probe_placement
-from lowtide.planning.simulator import LaneRates, SimulatedStep, lane_rates
+from lowtide.planning.simulator import SimulatedStep, lane_rates
 from lowtide.planning.step_costs import POLICIES, StepCosts, probe_policies, read_costs
 from lowtide.runtime.host_memory import state_bytes_by_parameter
 from lowtide.runtime.manage import manage
@@ -471,8 +472,11 @@ class PlanProblem:
     @property
     def search(self) -> Search:
         """The search among its placements, whose bytes are corrected for tensors but not for what the allocator holds beyond."""
-        costs, beyond = self.priced
-        return Search(costs, self.layout, self._rates(), correction_bytes=beyond)
+        return self._any_search.corrected(self.priced[1])
+
+    @cached_property
+    def _any_search(self) -> Search:
+        return Search(self.priced[0], self.layout, self._rates())
 
     def replay(self, candidate: Candidate, limits: Limits) -> tuple[Plan, StepTrace]:
         """A placement's plan, and its step as a session runs it."""
@@ -514,14 +518,14 @@ class PlanProblem:
         return PlannedStep(
             plan=chosen,
             trace=replayed,
-            simulated=candidate.simulated,
+            simulated=self._any_search.simulator.step(candidate.placement),
             rejected=(),
             costs=costs,
             hardware=self.hardware,
             num_tokens=_num_tokens(self.batch),
             num_tried=1,
             source=CurveSource(
-                search=Search(costs, self.layout, self._rates(), correction_bytes=beyond),
+                search=self._any_search.corrected(beyond),
                 gaps=gaps,
                 limits=limits,
                 best=candidate,
@@ -537,7 +541,7 @@ class PlanProblem:
         The estimate of what tensors take is off by nearly the same bytes for all placements. What the allocator holds beyond
         them is not known before the replay, and more where blocks have different policies: see `_Gaps`.
         """
-        costs, beyond = self.priced
+        beyond = self.priced[1]
         alike, mixed = _Gaps(), _Gaps()
         best: tuple[Candidate, Plan, StepTrace] | None = None
         found: Found | None = None
@@ -546,12 +550,9 @@ class PlanProblem:
         for attempt in range(1, _MOST_REPLAYS + 1):
             self.tell("searching the fastest plan")
             mixed.share = max(mixed.share, alike.share)
-            search = Search(
-                costs,
-                self.layout,
-                self._rates(),
-                correction_bytes=beyond + int(alike.share * limits.device_bytes),
-                mixed_bytes=int((mixed.share - alike.share) * limits.device_bytes),
+            search = self._any_search.corrected(
+                beyond + int(alike.share * limits.device_bytes),
+                int((mixed.share - alike.share) * limits.device_bytes),
             )
             try:
                 latest = search.fastest(limits)
@@ -605,12 +606,8 @@ class PlanProblem:
         seen = (limits.device_bytes - replayed.peak_bytes) / limits.device_bytes
         for share in sorted({shares[0], max(shares[0], seen)}):
             self.tell("changing single choices")
-            search = Search(
-                self.priced[0],
-                self.layout,
-                self._rates(),
-                correction_bytes=beyond + int(share * limits.device_bytes),
-                mixed_bytes=int(max(0.0, shares[1] - share) * limits.device_bytes),
+            search = self._any_search.corrected(
+                beyond + int(share * limits.device_bytes), int(max(0.0, shares[1] - share) * limits.device_bytes)
             )
             better = search.improved(candidate, limits)
             if better is candidate:
@@ -652,7 +649,7 @@ class PlanProblem:
         if isinstance(self.optimizer, torch.optim.Optimizer):
             own = self.optimizer
         else:
-            named = {name: compat.without_memory(parameter) for name, parameter in named.items()}
+            named = compat.without_memory(named)
             own = self.optimizer([parameter for parameter in named.values() if parameter.requires_grad])
         sizes = state_bytes_by_parameter(own, self.numerics)
         return {
