@@ -6,40 +6,49 @@ import importlib
 import typing
 
 from lowtide import errors
-from lowtide.planning.budget_plans import StaticPartition, WarmUp
-from lowtide.planning.hand_plan import make_plan
-from lowtide.planning.plan import Plan
-from lowtide.runtime.manage import manage
-from lowtide.runtime.parameters.weight_file import empty_weights
-from lowtide.runtime.session import Session
-from lowtide.tracing.settings import StepSettings
-from lowtide.tracing.step_trace import StepTrace
 
 if typing.TYPE_CHECKING:
     from lowtide.lab.calibration.calibrate import calibrate
+    from lowtide.planning.budget_plans import StaticPartition, WarmUp
     from lowtide.planning.comparison import compare
+    from lowtide.planning.hand_plan import make_plan
+    from lowtide.planning.plan import Plan
     from lowtide.runtime.feasibility import largest_batch
+    from lowtide.runtime.manage import manage
+    from lowtide.runtime.parameters.weight_file import empty_weights
     from lowtide.runtime.planner import PlannedStep, plan, prepare
     from lowtide.runtime.prediction.trace import trace
+    from lowtide.runtime.session import Session
     from lowtide.tracing.explanation.explain import explain
     from lowtide.tracing.leaks.find import find_leaks
     from lowtide.tracing.observation.monitor import MemoryMonitor
     from lowtide.tracing.observation.observe import observe
+    from lowtide.tracing.settings import StepSettings
+    from lowtide.tracing.step_trace import StepTrace
 
 _AT_FIRST_USE = {
     "calibrate": "lowtide.lab.calibration.calibrate",
     "compare": "lowtide.planning.comparison",
+    "empty_weights": "lowtide.runtime.parameters.weight_file",
     "explain": "lowtide.tracing.explanation.explain",
     "find_leaks": "lowtide.tracing.leaks.find",
     "largest_batch": "lowtide.runtime.feasibility",
+    "make_plan": "lowtide.planning.hand_plan",
+    "manage": "lowtide.runtime.manage",
     "MemoryMonitor": "lowtide.tracing.observation.monitor",
     "observe": "lowtide.tracing.observation.observe",
+    "Plan": "lowtide.planning.plan",
     "plan": "lowtide.runtime.planner",
     "PlannedStep": "lowtide.runtime.planner",
     "prepare": "lowtide.runtime.planner",
+    "Session": "lowtide.runtime.session",
+    "StaticPartition": "lowtide.planning.budget_plans",
+    "StepSettings": "lowtide.tracing.settings",
+    "StepTrace": "lowtide.tracing.step_trace",
     "trace": "lowtide.runtime.prediction.trace",
+    "WarmUp": "lowtide.planning.budget_plans",
 }
-"""Predicting, observing and explaining are a third of the package: training alone does not load them."""
+"""Nothing is loaded that nobody uses, torch neither: a command starts its tracing subprocess before it loads the rest."""
 
 __all__ = [
     "MemoryMonitor",

@@ -106,7 +106,9 @@ def slower_than_the_best(seed: int) -> float:
     limits = replace(limits, device_bytes=int(least * chance.uniform(1.02, 3.0)))
     best = search.improved(search.fastest(limits).best, limits)
     assert best.device_bytes <= limits.device_bytes
-    stays_s = sum(group.weight_bytes for group in search.costs.groups.values()) / search.simulator.rates.to_device_bytes_per_s
+    stays_s = (
+        sum(group.weight_bytes for group in search.costs.groups.values()) / search.simulator.rates.to_device_bytes_per_s
+    )
     bounded = [
         (search.simulator.least_s(each) - stays_s, number, each)
         for number, each in enumerate(every(layout, search, limits))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +136,6 @@ def run_plan(request: PlanRequest, *, as_json: bool, reports: list[Path], shown:
             )
         run_rank(request, as_json=as_json, is_full=shown.is_full)
         return
-    has_page = any(path.name.lower().endswith(".html") for path in reports)
-    points: tuple[BudgetPoint, ...] = ()
     with progress("planning") as on_progress:
         problem, limits = request.pose(on_progress)
         try:
@@ -147,15 +145,18 @@ def run_plan(request: PlanRequest, *, as_json: bool, reports: list[Path], shown:
             if not as_json:
                 OUT.print(*(_remedy(way, limits, "would fit") for way in remedies(problem, limits)), sep="\n")
             raise
-        change = None if most is not None else smallest_change(problem, limits)
-        if shown.pareto or has_page:
-            on_progress("memory against speed")
-            points = found.by_budget()
+    if not as_json:  # at once: what follows takes a while
+        OUT.print(plan_headline(request, found, most))
+        OUT.print(_others(found))
+    has_page = any(path.name.lower().endswith(".html") for path in reports)
+    with progress("planning") as on_progress:
+        priced = replace(problem, tell=on_progress, known=problem.priced) if most is None else None
+        change = None if priced is None else smallest_change(priced, limits)
+        on_progress("memory against speed")
+        points = found.by_budget() if shown.pareto or has_page else ()
     if as_json:
         print(json.dumps(summarise_plan(found, points, most=most, change=change), indent=2))
     else:
-        OUT.print(plan_headline(request, found, most))
-        OUT.print(_others(found))
         if change is not None:
             OUT.print(_remedy(change, limits, "fewest changes"))
         if shown.pareto:
