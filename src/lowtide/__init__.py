@@ -16,7 +16,8 @@ if typing.TYPE_CHECKING:
     from lowtide.runtime.feasibility import largest_batch
     from lowtide.runtime.manage import manage
     from lowtide.runtime.parameters.weight_file import empty_weights
-    from lowtide.runtime.planner import PlannedStep, plan, prepare
+    from lowtide.runtime.plan_problem import PlannedStep
+    from lowtide.runtime.planner import plan, prepare
     from lowtide.runtime.prediction.trace import trace
     from lowtide.runtime.session import Session
     from lowtide.tracing.explanation.explain import explain
@@ -39,7 +40,7 @@ _AT_FIRST_USE = {
     "observe": "lowtide.tracing.observation.observe",
     "Plan": "lowtide.planning.plan",
     "plan": "lowtide.runtime.planner",
-    "PlannedStep": "lowtide.runtime.planner",
+    "PlannedStep": "lowtide.runtime.plan_problem",
     "prepare": "lowtide.runtime.planner",
     "Session": "lowtide.runtime.session",
     "StaticPartition": "lowtide.planning.budget_plans",

@@ -25,7 +25,7 @@ from lowtide.planning.plan import Budgets, Schedule, plan_from_json, plan_to_jso
 from lowtide.planning.search import Limits, Search, Shape
 from lowtide.planning.simulator import lane_rates
 from lowtide.planning.step_costs import probe_policies, read_costs
-from lowtide.runtime.planner import _Gaps
+from lowtide.runtime.plan_problem import _Gaps
 from lowtide.runtime.prediction.trace import update_kind
 from lowtide.units import MiB
 from tests.hardware.samples import HOST, calibration

@@ -24,7 +24,8 @@ from lowtide.report.html import PlanSection
 from lowtide.report.plan_tables import bound_words, budget_table, milliseconds
 from lowtide.report.table import Table, Tone, Value, make_table, number, size, words
 from lowtide.runtime.feasibility import HardwareRow, LargestBatch, Remedy, largest, rank, remedies, smallest_change
-from lowtide.runtime.planner import PlannedStep, PlanProblem, pose, usable_bytes
+from lowtide.runtime.plan_problem import PlannedStep, PlanProblem, usable_bytes
+from lowtide.runtime.planner import pose
 from lowtide.tracing.prediction.sandbox import shared_sandbox
 from lowtide.tracing.settings import StepSettings
 from lowtide.units import format_bytes, format_count, format_seconds

@@ -17,7 +17,7 @@ from lowtide.planning.plan import GroupPlan, Schedule, Site, Weights
 from lowtide.planning.simulator import SimulatedStep
 from lowtide.planning.timeline import Lane
 from lowtide.report.table import Fill, Table, Tone, Value, bar, make_table, number, size, words
-from lowtide.runtime.planner import PlannedStep
+from lowtide.runtime.plan_problem import PlannedStep
 from lowtide.units import format_count, format_seconds
 
 _LAST_NUMBER = re.compile(r"(?P<before>.*?)(?P<number>\d+)(?P<after>\D*)")
