@@ -319,8 +319,7 @@ class _Pass:
         return back_s
 
     def _offloaded_bytes(self, group: str) -> int:
-        is_offloaded = self.placement.groups[group].policy == "offload"
-        return self.costs.groups[group].offloaded_bytes if is_offloaded else 0
+        return self.costs.groups[group].stashed_bytes.get(self.placement.groups[group].policy, 0)
 
     def _copy(self, lane: Lane, name: str, phase: str, ready_s: float, num_bytes: int, reason: Reason) -> float:
         rate = self.rates.to_device_bytes_per_s if lane is Lane.TO_DEVICE else self.rates.to_host_bytes_per_s

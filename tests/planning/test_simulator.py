@@ -268,7 +268,7 @@ def random_step(chance: random.Random) -> StepCosts:
             state_bytes=chance.randrange(6 * BYTES),
             num_trained=chance.randrange(4),
             policies=("keep", "offload"),
-            offloaded_bytes=chance.randrange(BYTES),
+            stashed_bytes={"offload": chance.randrange(BYTES)},
         )
         for name in names
     }

@@ -54,7 +54,10 @@ class BatchCosts:
         groups = {
             name: replace(
                 group,
-                offloaded_bytes=round(max(0.0, between(group.offloaded_bytes, second.groups[name].offloaded_bytes))),
+                stashed_bytes={
+                    policy: round(max(0.0, between(sent, second.groups[name].stashed_bytes.get(policy, 0))))
+                    for policy, sent in group.stashed_bytes.items()
+                },
             )
             for name, group in first.groups.items()
         }

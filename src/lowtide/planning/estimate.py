@@ -7,9 +7,10 @@ the step's uses. A placement's parts are remembered: a search asks for the same 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from lowtide.activations.policy import policy_of
 from lowtide.memory.chunk import LARGEST_CHUNK_BYTES, Layout
 from lowtide.planning.lanes import GroupChoice, Placement
 from lowtide.planning.placement import granted, staging_for, window_bytes
@@ -48,22 +49,30 @@ class Estimate:
     def __init__(self, costs: StepCosts, layout: Layout) -> None:
         self.costs = costs
         self._layout = layout
-        self._windows: dict[tuple[frozenset[str], int], int] = {}
+        self._windows: dict[object, int] = {}
         self._parts: dict[object, _Parts] = {}
         self._highest: dict[object, int] = {}
         self._trained_bytes = sum(group.trained_bytes for group in costs.groups.values())
         self._largest_group_bytes = max((group.weight_bytes for group in costs.groups.values()), default=0)
 
-    def window_bytes(self, streamed: Collection[str], prefetch_depth: int) -> int:
-        """The least window memory of a placement that streams these groups."""
-        key = (frozenset(streamed), prefetch_depth)
+    def window_bytes(self, groups: Mapping[str, GroupChoice], prefetch_depth: int) -> int:
+        """The least window memory of a placement."""
+        streamed = frozenset(name for name, choice in groups.items() if choice.weights is Weights.STREAMED)
+        segments = {name: choice.policy for name, choice in groups.items() if "recompute/" in choice.policy}
+        key = streamed, prefetch_depth, tuple(segments.items())
         if key not in self._windows:
-            self._windows[key] = window_bytes(self._layout, streamed, prefetch_depth)
+            activations = {name: policy_of(word) for name, word in segments.items()}
+            self._windows[key] = window_bytes(self._layout, streamed, prefetch_depth, activations)
         return self._windows[key]
 
     def held_bytes(self, placement: Placement) -> int:
         """Device bytes from the beginning of a step to its end: weights, state, windows."""
         return self._parts_of(placement).held_bytes + placement.window_bytes
+
+    def stashed_bytes(self, placement: Placement) -> int:
+        """What activations take of the host."""
+        groups = self.costs.groups
+        return sum(groups[name].stashed_bytes.get(choice.policy, 0) for name, choice in placement.groups.items())
 
     def highest_bytes(self, placement: Placement) -> int:
         """Device bytes besides, at their highest: activations, temporaries, gradients."""
@@ -121,9 +130,8 @@ def _add(parts: _Parts, group: GroupCosts, choice: GroupChoice, schedule: Schedu
         parts.gradient_bytes += group.trained_bytes
         parts.largest_gradient_bytes = max(parts.largest_gradient_bytes, group.trained_bytes)
         parts.has_state = parts.has_state or group.state_bytes > 0
-    if choice.policy == "offload":
-        parts.has_offload = True
-        parts.pinned_bytes += group.offloaded_bytes
+    parts.has_offload = parts.has_offload or choice.policy.startswith("offload")
+    parts.pinned_bytes += group.stashed_bytes.get(choice.policy, 0)
 
 
 class _Walk:
@@ -142,9 +150,9 @@ class _Walk:
         costs, choices = self._costs, self._placement.groups
         level = highest = costs.start_bytes
         self._begin()
-        for use in costs.uses:
-            choice = choices.get(use.window)
-            cost = use.under("keep" if choice is None else choice.policy)
+        for use, cost in zip(
+            costs.uses, costs.under({name: choice.policy for name, choice in choices.items()}), strict=True
+        ):
             is_backward = use.phase is Phase.BACKWARD
             current = sum(costs.groups[name].trained_bytes for name in use.groups) if is_backward else 0
             beside = self._finished_bytes + self._leaving.gradient_bytes + current

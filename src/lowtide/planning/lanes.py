@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from lowtide.memory.groups import REST
 from lowtide.planning.plan import Schedule, Site, Weights
-from lowtide.planning.step_costs import GroupCosts, StepCosts, UseCost
+from lowtide.planning.step_costs import GroupCosts, StepCosts, UseCost, priced_as
 from lowtide.planning.timeline import WAIT_PREFIX, Lane, LaneSpan, Reason
 from lowtide.tracing.step_trace import Phase
 
@@ -109,10 +109,10 @@ def update_bytes(group: GroupCosts) -> int:
 
 
 class _ByPolicy(dict[str, _T]):
-    """What a use has under each policy; where the module cannot have one, what it has."""
+    """What a use has under each policy, in a segment of one; where the module cannot have one, what it has."""
 
     def __missing__(self, policy: str) -> _T:
-        self[policy] = found = next(iter(self.values()))
+        self[policy] = found = self.get(priced_as(policy)) or next(iter(self.values()))
         return found
 
 
@@ -120,6 +120,7 @@ class NumberedStep:
     """A step with numbers in place of its groups' names, and what can be told of it before there is a placement."""
 
     def __init__(self, costs: StepCosts, rates: LaneRates) -> None:
+        self.costs = costs
         self.rates = rates
         self.names = tuple(costs.groups)
         self.groups = tuple(costs.groups.values())
@@ -166,8 +167,7 @@ class NumberedPlacement:
         self.is_streamed = [choice.weights is Weights.STREAMED for choice in choices]
         self.is_on_host = [choice.site is Site.HOST for choice in choices]
         self.offloaded = [
-            group.offloaded_bytes if choice.policy == "offload" else 0
-            for group, choice in zip(step.groups, choices, strict=True)
+            group.stashed_bytes.get(choice.policy, 0) for group, choice in zip(step.groups, choices, strict=True)
         ]
         has_window = [either[0] or either[1] for either in zip(self.is_streamed, self.is_on_host, strict=True)]
         self.device_s: list[float] = []
@@ -178,6 +178,13 @@ class NumberedPlacement:
             self.device_s.append(device_s)
             self.launch_s.append(launch_s + (step.rates.window_s if any(has_window[group] for group in users) else 0.0))
         self.streamed = [tuple(group for group in users if self.is_streamed[group]) for users in step.users]
+        self.again: list[tuple[int, ...]] = [()] * len(step.users)
+        """Streamed groups that a backward needs besides: those that its segment runs again."""
+        for *again, (_, last) in step.costs.segments({name: placement.groups[name].policy for name in step.names}):
+            for forward, _ in again:
+                self.device_s[last] += self.device_s[forward]
+                self.launch_s[last] += self.launch_s[forward]
+            self.again[last] = tuple(group for forward, _ in again for group in self.streamed[forward])
         self.stashed = [tuple(group for group in users if self.offloaded[group]) for users in step.users]
         self.next_streamed = self._next_streamed()
 
@@ -248,6 +255,10 @@ class LanePass:
         ready_s = 0.0
         for group in users:
             ready_s = max(ready_s, arrived_s[group] if placed.is_streamed[group] else self.updated_s[group])
+        for group in placed.again[position]:
+            if group not in arrived_s:
+                self._fetch(group, position, needed=True)
+            ready_s = max(ready_s, arrived_s[group])
         stashed = placed.stashed[position]
         if stashed and self.step.is_backward[position]:
             ready_s = max(ready_s, self._bring_back(stashed))
@@ -261,7 +272,7 @@ class LanePass:
             if self.spans is not None:
                 self._record_use(position, start_s, computed_s, is_wait=False)
         self.compute_s = end_s = max(computed_s, self.host_s)
-        for group in streamed:
+        for group in (*streamed, *placed.again[position]):
             self.used_until_s[group] = end_s
         if self.placement.prefetch_depth:
             self._prefetch(position)

@@ -17,19 +17,26 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from lowtide.activations.policy import OTHERS, WORDS
+from lowtide.activations.policy import OTHERS, word_of_policy
 from lowtide.errors import PlanError
 from lowtide.memory.chunk import Layout
 from lowtide.planning.estimate import Estimate
 from lowtide.planning.improve import Arrangement, Choices, improved
 from lowtide.planning.lanes import GroupChoice, LaneRates, Placement, StepTimes
-from lowtide.planning.placement import by_first_use, is_always_open, window_bytes
+from lowtide.planning.placement import by_first_use, is_always_open, window_bytes, window_bytes_needed
 from lowtide.planning.plan import Plan, Schedule, Site, Weights
 from lowtide.planning.simulator import SimulatedStep, Simulator
 from lowtide.planning.step_costs import POLICIES, StepCosts
 from lowtide.units import format_bytes
 
-LADDERS = tuple((POLICIES[low], POLICIES[high]) for low in range(len(POLICIES)) for high in range(low + 1))
+_COMBINED = ("keep", "selective", "recompute", "offload")
+LADDERS = (
+    *((_COMBINED[low], _COMBINED[high]) for low in range(len(_COMBINED)) for high in range(low + 1)),
+    *((policy, policy) for policy in POLICIES if policy not in _COMBINED),
+    *((policy, fast) for policy in ("recompute/2", "recompute/4") for fast in ("keep", "recompute")),
+    ("offload/all", "keep"),
+    ("offload", "offload/all"),
+)
 """Pairs of a smaller and a faster policy; the same twice is a uniform placement."""
 _GRID = 8
 """Steps in which the number of resident groups, and of those updated on the device, is tried before the best is refined."""
@@ -123,7 +130,7 @@ class Search:
         self.correction_bytes = correction_bytes
         self.mixed_bytes = mixed_bytes
         self.simulator = Simulator(costs, rates)
-        self._estimate = Estimate(costs, layout)
+        self.estimate = Estimate(costs, layout)
         self._order = by_first_use(layout)
         self._always = {group.name for group in layout.groups if is_always_open(group)}
         self._blocks = [name for name in self._order if len(costs.groups[name].policies) > 1]
@@ -181,8 +188,7 @@ class Search:
 
     def _placed(self, arrangement: Arrangement, limits: Limits) -> Placement:
         groups = dict(zip(self._order, arrangement.groups, strict=True))
-        streamed = [name for name, choice in groups.items() if choice.weights is Weights.STREAMED]
-        least_bytes = self._estimate.window_bytes(streamed, arrangement.prefetch_depth)
+        least_bytes = self.estimate.window_bytes(groups, arrangement.prefetch_depth)
         placement = Placement(
             groups=groups,
             schedule=limits.schedule,
@@ -194,7 +200,7 @@ class Search:
         return self._staged(placement, limits)
 
     def _staged(self, placement: Placement, limits: Limits) -> Placement:
-        staging_bytes = self._estimate.staging_bytes(
+        staging_bytes = self.estimate.staging_bytes(
             placement, host_bytes=limits.host_bytes, pinned_bytes=limits.pinned_bytes
         )
         return replace(placement, staging_bytes=staging_bytes)
@@ -233,11 +239,11 @@ class Search:
 
     def device_bytes(self, placement: Placement) -> int:
         """Estimated peak of the device, corrected."""
-        return self._beside_highest(placement) + self._estimate.highest_bytes(placement)
+        return self._beside_highest(placement) + self.estimate.highest_bytes(placement)
 
     def _beside_highest(self, placement: Placement) -> int:
         correction = self.correction_bytes + (self.mixed_bytes if self.is_mixed(placement) else 0)
-        return self._estimate.held_bytes(placement) + correction
+        return self.estimate.held_bytes(placement) + correction
 
     def is_mixed(self, placement: Placement) -> bool:
         """Whether blocks have different policies."""
@@ -245,7 +251,7 @@ class Search:
 
     def host_bytes(self, placement: Placement) -> tuple[int, int]:
         """Bytes of the host in all, and the part of them that is locked."""
-        return self._estimate.host_bytes(placement)
+        return self.estimate.host_bytes(placement)
 
     def fits(self, placement: Placement, limits: Limits) -> bool:
         """Whether the placement is within every limit."""
@@ -287,20 +293,18 @@ class Search:
 
     def simulate(self, plan: Plan, limits: Limits) -> SimulatedStep:
         """The step under a plan that somebody else made; a group has the policy and the site of its first chunk."""
-        streamed = {group.name for group in plan.groups if group.weights is Weights.STREAMED}
-        word_of = {policy: word for word, policy in WORDS.items()}
         placement = Placement(
             groups={
                 group.name: GroupChoice(
                     weights=group.weights,
                     site=group.sites[0] if group.sites else Site.DEVICE,
-                    policy=word_of[group.activation],
+                    policy=word_of_policy(group.activation),
                 )
                 for group in plan.groups
             },
             schedule=plan.schedule,
             prefetch_depth=plan.prefetch_depth,
-            window_bytes=plan.budgets.window_bytes or window_bytes(self.layout, streamed, plan.prefetch_depth),
+            window_bytes=plan.budgets.window_bytes or window_bytes_needed(self.layout, plan),
             staging_bytes=plan.budgets.staging_bytes or 0,
             is_clipped=limits.is_clipped,
         )

@@ -134,6 +134,9 @@ class Simulator:
         for window, least_s in step.least_s:
             choice = choices.get(window)
             compute_s += least_s["keep" if choice is None else choice.policy]
+        for *again, _ in step.costs.segments({name: choice.policy for name, choice in choices.items()}):
+            for forward, _ in again:
+                compute_s += step.least_s[forward][1]["recompute"]
         for name, group, update in step.updates:
             choice = choices[name]
             if choice.site is Site.HOST:

@@ -9,7 +9,7 @@ difference corrects the next search.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from lowtide import compat
-from lowtide.activations.policy import WORDS, policy_of
+from lowtide.activations.policy import policy_of, word_of_policy
 from lowtide.errors import PlanError
 from lowtide.hardware import Hardware
 from lowtide.memory.chunk import Layout
@@ -26,7 +26,7 @@ from lowtide.optim.update_types import Numerics
 from lowtide.planning.budget_curve import BudgetPoint, CurveSource, budget_curve
 from lowtide.planning.hand_plan import make_plan
 from lowtide.planning.lanes import LaneRates
-from lowtide.planning.placement import assemble, window_bytes
+from lowtide.planning.placement import assemble
 from lowtide.planning.plan import Budgets, Plan, Schedule, Site, Weights
 from lowtide.planning.search import WORTH_IT, Candidate, Found, Limits, Search, Shape, probe_placement
 from lowtide.planning.simulator import SimulatedStep, lane_rates
@@ -180,7 +180,11 @@ class PlanProblem:
     def replay(self, candidate: Candidate, limits: Limits) -> tuple[Plan, StepTrace]:
         """A placement's plan, and its step as a session runs it."""
         chosen = self._plan_of(candidate, limits)
-        return chosen, self.under(chosen)
+        traced = self.under(chosen)
+        # What activations take of the host is not known to a plan, and so not in its trace.
+        stashed_bytes = self._any_search.estimate.stashed_bytes(candidate.placement)
+        host_bytes, pinned_bytes = (traced.host_bytes or 0) + stashed_bytes, (traced.pinned_bytes or 0) + stashed_bytes
+        return chosen, replace(traced, host_bytes=host_bytes, pinned_bytes=pinned_bytes)
 
     def under(self, plan: Plan) -> StepTrace:
         """The step under a plan, traced."""
@@ -362,8 +366,7 @@ class PlanProblem:
     def _plan_of(self, candidate: Candidate, limits: Limits) -> Plan:
         placement = candidate.placement
         choices = placement.groups
-        streamed = {name for name, choice in choices.items() if choice.weights is Weights.STREAMED}
-        least = window_bytes(self.layout, streamed, placement.prefetch_depth)
+        least = self._any_search.estimate.window_bytes(choices, placement.prefetch_depth)
         return assemble(
             self.layout,
             weights={name: choice.weights for name, choice in choices.items()},
@@ -432,7 +435,6 @@ def _words(plan: Plan) -> Iterable[str]:
         if num_device in sites
         else f"{num_device} groups are updated on the device, {num_groups - num_device} on the host, {plan.schedule.value}"
     )
-    by_policy = Counter(group.activation for group in plan.groups)
-    named = {policy: word for word, policy in WORDS.items() if word != "keep"}
-    chosen = [f"{by_policy[policy]} blocks {word}" for policy, word in named.items() if by_policy[policy]]
+    by_word = Counter(word_of_policy(group.activation) for group in plan.groups)
+    chosen = [f"{count} blocks {word}" for word, count in sorted(by_word.items()) if word != "keep"]
     yield f"activations: {', '.join([*chosen, 'all others keep']) if chosen else 'all blocks keep'}"
