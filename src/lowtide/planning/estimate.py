@@ -118,6 +118,9 @@ def _key(placement: Placement) -> object:
 
 def _add(parts: _Parts, group: GroupCosts, choice: GroupChoice, schedule: Schedule) -> None:
     is_updated_on_host = choice.site is Site.HOST and group.trained_bytes > 0
+    if choice.weights is Weights.HOST:  # none of it is locked, and its gradient is made where it lies
+        parts.loose_bytes += group.weight_bytes + group.trained_bytes + (group.state_bytes if is_updated_on_host else 0)
+        return
     if choice.weights is Weights.RESIDENT:
         parts.held_bytes += group.weight_bytes
     if choice.site is Site.DEVICE:
@@ -154,13 +157,18 @@ class _Walk:
             costs.uses, costs.under({name: choice.policy for name, choice in choices.items()}), strict=True
         ):
             is_backward = use.phase is Phase.BACKWARD
-            current = sum(costs.groups[name].trained_bytes for name in use.groups) if is_backward else 0
+            current = sum(map(self._gradient_bytes, use.groups)) if is_backward else 0
             beside = self._finished_bytes + self._leaving.gradient_bytes + current
             highest = max(highest, level + cost.peak_bytes + beside)
             level += cost.grown_bytes
             if is_backward:
                 self._finish(use.groups)
         return highest
+
+    def _gradient_bytes(self, name: str) -> int:
+        """Of a group, on the device; a table's is made on the host."""
+        is_table = self._placement.groups[name].weights is Weights.HOST
+        return 0 if is_table else self._costs.groups[name].trained_bytes
 
     def _begin(self) -> None:
         """What the step before left behind."""
@@ -176,7 +184,7 @@ class _Walk:
     def _finish(self, groups: Sequence[str]) -> None:
         """A backward's gradients go to the host or wait for the update; weights that it has updated go home."""
         for name in groups:
-            choice, trained_bytes = self._placement.groups[name], self._costs.groups[name].trained_bytes
+            choice, trained_bytes = self._placement.groups[name], self._gradient_bytes(name)
             if choice.site is Site.HOST:
                 self._leaving.send(trained_bytes, is_gradient=True)
             elif self._is_deferred:

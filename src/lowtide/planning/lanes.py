@@ -166,6 +166,7 @@ class NumberedPlacement:
         choices = [placement.groups[name] for name in step.names]
         self.is_streamed = [choice.weights is Weights.STREAMED for choice in choices]
         self.is_on_host = [choice.site is Site.HOST for choice in choices]
+        self.is_table = [choice.weights is Weights.HOST for choice in choices]
         self.offloaded = [
             group.stashed_bytes.get(choice.policy, 0) for group, choice in zip(step.groups, choices, strict=True)
         ]
@@ -291,13 +292,16 @@ class LanePass:
         if is_on_host or self.in_backward:
             self._launch(costs.num_trained * self.rates.finished_s)
         if is_on_host:
-            if self.in_backward:
-                self._make_room_in_staging(costs.trained_bytes)
-            end_s = max(end_s, self.host_s)
-            arrived_s = self._to_host(group, Phase.BACKWARD, end_s, costs.trained_bytes, Reason.GRADIENTS)
+            # A table's gradient is made on the host, from rows.
+            num_bytes = 0 if self.placed.is_table[group] else costs.trained_bytes
+            if self.in_backward and num_bytes:
+                self._make_room_in_staging(num_bytes)
+            arrived_s = end_s = max(end_s, self.host_s)
+            if num_bytes:
+                arrived_s = self._to_host(group, Phase.BACKWARD, end_s, num_bytes, Reason.GRADIENTS)
             if self.in_backward:
                 self.jobs[group] = arrived_s
-                self.staged_bytes += costs.trained_bytes
+                self.staged_bytes += num_bytes
             else:
                 self.gradients_s[group] = arrived_s
         elif self.in_backward:
@@ -334,10 +338,11 @@ class LanePass:
         if self.is_timed:
             self._record(Lane.HOST_UPDATE, group, Phase.UPDATE, start_s, end_s, trained_bytes, None)
         self.worker_s = self.updated_s[group] = end_s
-        self.staged_bytes = max(0, self.staged_bytes - trained_bytes)
+        is_table = self.placed.is_table[group]
+        self.staged_bytes = max(0, self.staged_bytes - (0 if is_table else trained_bytes))
         if group in self.arrived_s:  # what is on the device is out of date
             self._leave(group)
-        if not self.placed.is_streamed[group]:
+        if not self.placed.is_streamed[group] and not is_table:
             self.updated_s[group] = self._to_device(group, Phase.UPDATE, end_s, trained_bytes, Reason.UPLOAD)
 
     def _update_on_device(self, group: int) -> None:

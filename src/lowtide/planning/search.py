@@ -61,6 +61,12 @@ class Limits:
     policies: tuple[str, ...] = POLICIES
     """Those that the search may use."""
 
+    @property
+    def small_policies(self) -> tuple[str, ...]:
+        """Those under which a step may be the smallest: whole activations that come back leave large gaps in the memory."""
+        small = tuple(policy for policy in POLICIES if policy in self.policies and policy != "offload/all")
+        return small or self.policies or ("keep",)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
@@ -74,6 +80,8 @@ class Shape:
     num_fast: int
     """Blocks with the faster policy."""
     prefetch_depth: int = 1
+    tables_stay: bool = False
+    """Embeddings stay on the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +141,7 @@ class Search:
         self.estimate = Estimate(costs, layout)
         self._order = by_first_use(layout)
         self._always = {group.name for group in layout.groups if is_always_open(group)}
+        self._tables = frozenset(name for name, group in costs.groups.items() if group.is_table)
         self._blocks = [name for name in self._order if len(costs.groups[name].policies) > 1]
 
     def corrected(self, correction_bytes: int, mixed_bytes: int = 0) -> Search:
@@ -164,10 +173,12 @@ class Search:
 
     def smallest(self, limits: Limits) -> Shape:
         """The shape that takes least of the device."""
-        ladders = [policy for policy in POLICIES if policy in limits.policies] or ["keep"]
         shapes = [
-            Shape(num_resident=0, num_device=0, small=policy, fast=policy, num_fast=0, prefetch_depth=0)
-            for policy in ladders
+            Shape(
+                num_resident=0, num_device=0, small=policy, fast=policy, num_fast=0, prefetch_depth=0, tables_stay=stay
+            )
+            for policy in limits.small_policies
+            for stay in self.where_tables_are
         ]
         return min(shapes, key=lambda shape: self.device_bytes(self.placement(shape, limits)))
 
@@ -176,8 +187,11 @@ class Search:
         resident = {*self._order[: shape.num_resident], *self._always}
         on_device = set(self._order[: shape.num_device])
         blocks, fast = set(self._blocks), set(self._blocks[len(self._blocks) - shape.num_fast :])
+        tables = self._tables if shape.tables_stay else ()
         choices = tuple(
-            _choice(
+            _choice(Weights.HOST, Site.HOST, "keep")
+            if name in tables
+            else _choice(
                 Weights.RESIDENT if name in resident else Weights.STREAMED,
                 Site.DEVICE if name in on_device else Site.HOST,
                 (shape.fast if name in fast else shape.small) if name in blocks else "keep",
@@ -208,10 +222,7 @@ class Search:
     def improved(self, start: Candidate, limits: Limits) -> Candidate:
         """A candidate with single choices changed; itself, where nothing makes its step faster by as much as is worth it."""
         choices = Choices(
-            weights=tuple(
-                (Weights.RESIDENT,) if name in self._always else (Weights.RESIDENT, Weights.STREAMED)
-                for name in self._order
-            ),
+            weights=tuple(map(self._weights, self._order)),
             sites=((Site.DEVICE, Site.HOST),) * self.num_groups,
             policies=tuple(
                 tuple(word for word in self.costs.groups[name].policies if word in limits.policies or word == "keep")
@@ -236,6 +247,12 @@ class Search:
         )
         faster = found.get(best, start)
         return faster if faster.step_s < start.step_s * (1 - WORTH_IT) else start
+
+    def _weights(self, name: str) -> tuple[Weights, ...]:
+        if name in self._always:
+            return (Weights.RESIDENT,)
+        tables = (Weights.HOST,) if name in self._tables else ()
+        return (Weights.RESIDENT, Weights.STREAMED, *tables)
 
     def device_bytes(self, placement: Placement) -> int:
         """Estimated peak of the device, corrected."""
@@ -313,6 +330,11 @@ class Search:
         return self.simulator.step(placement)
 
     @property
+    def where_tables_are(self) -> tuple[bool, ...]:
+        """Whether embeddings stay on the host: both are tried where there are any."""
+        return (False, True) if self._tables else (False,)
+
+    @property
     def num_groups(self) -> int:
         """Groups in all."""
         return len(self._order)
@@ -327,7 +349,10 @@ class Search:
         for small, fast in self._ladders(limits):
             for num_resident in counts:
                 for num_device in counts:
-                    yield Shape(num_resident=num_resident, num_device=num_device, small=small, fast=fast, num_fast=0)
+                    shape = Shape(num_resident=num_resident, num_device=num_device, small=small, fast=fast, num_fast=0)
+                    yield shape
+                    if self._tables and small == fast:  # the other pairs find them among single changes
+                        yield replace(shape, tables_stay=True)
 
     def _ladders(self, limits: Limits) -> list[tuple[str, str]]:
         if not self._blocks:

@@ -141,8 +141,8 @@ class Simulator:
             choice = choices[name]
             if choice.site is Site.HOST:
                 updated += update
-                to_host += group.trained_bytes
-                to_device += 0 if choice.weights is Weights.STREAMED else group.trained_bytes
+                to_host += 0 if choice.weights is Weights.HOST else group.trained_bytes
+                to_device += group.trained_bytes if choice.weights is Weights.RESIDENT else 0
             else:
                 compute_s += update / rates.device_update_bytes_per_s
             if choice.weights is Weights.STREAMED:

@@ -8,7 +8,7 @@ policies of a deep model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -88,6 +88,8 @@ class GroupCosts:
     """Parameters that have gradients."""
     policies: tuple[str, ...]
     """Those that it can have."""
+    is_table: bool = False
+    """Whether it is an embedding that could be looked up and updated on the host, and never come to the device."""
     stashed_bytes: Mapping[str, int] = field(default_factory=dict)
     """What a policy sends to the host in the forward, and brings back."""
 
@@ -209,6 +211,7 @@ def read_costs(
     layout: Layout,
     probes: Sequence[tuple[Mapping[str, str], StepTrace]],
     state_bytes: Mapping[str, int],
+    tables: Collection[str] = (),
 ) -> StepCosts:
     """The costs of a step from its probes.
 
@@ -216,6 +219,7 @@ def read_costs(
         layout: The model's.
         probes: What `probe_policies` asked for, each with the trace of a step in which all groups are streamed.
         state_bytes: Optimizer state of each group.
+        tables: Groups that are embeddings and could stay on the host.
     """
     windows = _windows(layout)
     first_policies, first = probes[0]
@@ -237,7 +241,9 @@ def read_costs(
                 priced.setdefault((kinds[use.window], position), {})[policy] = cost
             if number == 0:
                 own.append(cost)
-    return _assemble(layout, sequence, own, priced, state_bytes, first)
+    found = _assemble(layout, sequence, own, priced, state_bytes, first)
+    groups = {name: replace(group, is_table=name in tables) for name, group in found.groups.items()}
+    return replace(found, groups=groups)
 
 
 def _assemble(

@@ -26,7 +26,7 @@ from lowtide.optim.update_types import Numerics
 from lowtide.planning.budget_curve import BudgetPoint, CurveSource, budget_curve
 from lowtide.planning.hand_plan import make_plan
 from lowtide.planning.lanes import LaneRates
-from lowtide.planning.placement import assemble
+from lowtide.planning.placement import assemble, can_stay_on_host
 from lowtide.planning.plan import Budgets, Plan, Schedule, Site, Weights
 from lowtide.planning.search import WORTH_IT, Candidate, Found, Limits, Search, Shape, probe_placement
 from lowtide.planning.simulator import SimulatedStep, lane_rates
@@ -341,10 +341,20 @@ class PlanProblem:
 
     def read(self, probes: Sequence[tuple[Mapping[str, str], StepTrace]]) -> tuple[StepCosts, int]:
         """The step's costs, and the bytes of tensors beyond their estimate in the probe."""
-        costs = read_costs(self.layout, probes, self._state_bytes)
+        costs = read_costs(self.layout, probes, self._state_bytes, self._tables)
         policies, probed = probes[-1]
         estimate = Search(costs, self.layout, self._rates()).device_bytes(probe_placement(costs, self.layout, policies))
         return costs, probed.peak_bytes - estimate
+
+    @property
+    def _tables(self) -> list[str]:
+        """Groups that are embeddings, and of which only rows need to come to the device."""
+        modules = dict(self.model.named_modules())
+        return [
+            group.name
+            for group in self.layout.groups
+            if isinstance(modules.get(group.name), nn.Embedding) and can_stay_on_host(group)
+        ]
 
     @cached_property
     def _state_bytes(self) -> dict[str, int]:
@@ -397,10 +407,19 @@ def smallest(search: Search, limits: Limits) -> Candidate:
     """The uniform placement that takes least of the device, of those that the host holds if there are any."""
     num = search.num_groups
     shapes = [
-        Shape(num_resident=resident, num_device=device, small=policy, fast=policy, num_fast=0, prefetch_depth=0)
-        for policy in limits.policies or ("keep",)
+        Shape(
+            num_resident=resident,
+            num_device=device,
+            small=policy,
+            fast=policy,
+            num_fast=0,
+            prefetch_depth=0,
+            tables_stay=stay,
+        )
+        for policy in limits.small_policies
         for resident in (0, num)
         for device in (0, num)
+        for stay in search.where_tables_are
     ]
 
     def taken(shape: Shape) -> tuple[bool, int]:
@@ -423,10 +442,12 @@ def _num_tokens(batch: Any) -> int:
 def _words(plan: Plan) -> Iterable[str]:
     num_groups = len(plan.groups)
     num_resident = sum(group.weights is Weights.RESIDENT for group in plan.groups)
+    tables = [group.name for group in plan.groups if group.weights is Weights.HOST]
+    stay = f"{', '.join(tables)} stays on the host, " if tables else ""
     yield (
         "all weights stay on the device"
         if num_resident == num_groups
-        else f"{num_resident} of {num_groups} groups stay on the device, the others are streamed"
+        else f"{num_resident} of {num_groups} groups stay on the device, {stay}the others are streamed"
     )
     num_device = sum(site is Site.DEVICE for group in plan.groups for site in group.sites[:1])
     sites = {num_groups: "on the device", 0: "on the host"}
