@@ -115,6 +115,11 @@ def pose(
     """The arguments of `plan`, checked: a step to be planned, and what it may take."""
     target = find_hardware(hardware) if isinstance(hardware, str) else hardware
     limits = _limits(target, device_memory, host_memory, pinned_memory, schedule, max_grad_norm, policies)
+    if precision is None and moments != "fp32":
+        raise ConfigError(
+            f"moments={moments!r} is for updates through Lowtide's own kernels; give precision= as well, such as 'bf16 exact'",
+            key="moments",
+        )
     tell = on_progress or (lambda text: None)
     problem = PlanProblem(
         model=model,
@@ -260,6 +265,10 @@ def _limits(
     policies: Iterable[str],
 ) -> Limits:
     asked = word_of(Schedule, schedule, "schedule")
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ConfigError(
+            f"max_grad_norm is {max_grad_norm}; give a norm above 0, or leave it out", key="max_grad_norm"
+        )
     if max_grad_norm is not None and asked is Schedule.IN_BACKWARD:
         raise ConfigError(
             f"max_grad_norm={max_grad_norm} needs all gradients before the first update; use schedule='deferred'",
@@ -291,7 +300,8 @@ def _limits(
 def _size(key: str, given: Size | None, default: int) -> int:
     if given is None:
         return default
-    if isinstance(given, str) and given.strip().replace(".", "", 1).isdecimal():
+    has_no_unit = isinstance(given, str) and given.strip().replace(".", "", 1).isdecimal()
+    if has_no_unit and isinstance(given, str) and float(given):
         raise ConfigError(f"{key} is {given!r}, which has no unit; write '{given.strip()}GiB', or MiB", key=key)
     try:
         found = parse_bytes(given)
