@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 import lowtide
 from lowtide.activations.policy import policy_of
-from lowtide.hardware import UpdateKind, find_hardware
+from lowtide.errors import ConfigError
+from lowtide.hardware import Hardware, UpdateKind, find_hardware
 from lowtide.memory.chunk import Layout, lay_out
 from lowtide.memory.groups import find_groups
 from lowtide.models import resolve_model
@@ -24,6 +26,7 @@ from lowtide.planning.simulator import lane_rates
 from lowtide.planning.step_costs import StepCosts, probe_policies, read_costs
 from lowtide.runtime.plan_problem import _words
 from lowtide.runtime.planner import pose
+from lowtide.runtime.step_planner import with_sites_of
 from tests.planning.test_search import ENDLESS, RATES, costs, layout, limits
 
 __all__ = ["costs", "layout"]  # fixtures
@@ -102,11 +105,63 @@ def test_a_table_is_named_among_what_a_plan_does() -> None:
     assert next(iter(_words(plan))).startswith("1 of 9 groups stay on the device, token_embedding stays on the host")
 
 
-def test_only_an_untied_embedding_could_stay() -> None:
-    problem, _ = pose(llama(), BATCH, optimizer=torch.optim.AdamW, hardware="rtx-4090")
-    assert problem._tables == ["token_embedding"]
+@pytest.mark.parametrize(("dtype", "allow", "found"), [
+    (torch.float32, [], ["token_embedding"]),
+    (torch.bfloat16, [], []),
+    (torch.bfloat16, ["tables"], ["token_embedding"]),
+])  # fmt: skip
+def test_a_16_bit_table_needs_the_users_word(dtype: torch.dtype, allow: list[str], found: list[str]) -> None:
+    problem, _ = pose(llama().to(dtype), BATCH, optimizer=torch.optim.AdamW, hardware="rtx-4090", allow=allow)
+    assert problem._tables == found
+
+
+def test_why_a_16_bit_table_needs_it() -> None:
+    """The host adds gradient rows to one another in the table's own type."""
+    weight = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    rows = torch.ones(4096, 1, dtype=torch.bfloat16)
+    nn.functional.embedding(torch.zeros(4096, dtype=torch.int64), weight).backward(rows)
+    assert weight.grad is not None
+    assert float(weight.grad) == 256
+
+
+def test_a_tied_embedding_cannot_stay() -> None:
     tied = resolve_model("gpt-tiny")
-    problem, _ = pose(
-        tied.build(torch.bfloat16), tied.make_batch("2x64"), optimizer=torch.optim.AdamW, hardware="rtx-4090"
-    )
+    problem, _ = pose(tied.build(None), tied.make_batch("2x64"), optimizer=torch.optim.AdamW, hardware="rtx-4090")
     assert "token_embedding.weight" not in problem._tables
+
+
+def test_another_word_is_refused() -> None:
+    with pytest.raises(ConfigError, match="allow has 'everything'; give words of tables"):
+        pose(llama(), BATCH, optimizer=torch.optim.AdamW, hardware="rtx-4090", allow=["everything"])
+
+
+def test_what_the_word_would_gain_is_told_and_the_word_takes_it() -> None:
+    words = {
+        "optimizer": torch.optim.AdamW,
+        "hardware": slow_link(),
+        "schedule": "in_backward",
+        "device_memory": "88MiB",
+    }
+    without = lowtide.plan(llama(), BATCH, **words)
+    assert all(group.weights is not Weights.HOST for group in without.plan.groups)
+    assert without.with_tables_s is not None
+    allowed = lowtide.plan(llama(), BATCH, allow=["tables"], **words)
+    assert allowed.step_s <= without.with_tables_s * 1.01
+    assert allowed.with_tables_s is None
+    assert "token_embedding stays on the host" in allowed.words[0]
+
+
+def slow_link() -> Hardware:
+    """Where what travels bounds the step."""
+    card = find_hardware("rtx-4090")
+    assert card.rates is not None
+    rates = replace(card.rates, to_device_bytes_per_s=2e8, to_host_bytes_per_s=2e8)
+    return replace(card, measured=rates)
+
+
+def test_update_sites_of_another_plan_bring_the_table_to_the_device() -> None:
+    table = lowtide.make_plan(llama(), weights={"*": "streamed", "token_embedding": "host"})
+    on_device = lowtide.make_plan(llama(), update="device")
+    group = next(each for each in with_sites_of(on_device, table).groups if each.name == "token_embedding")
+    assert (group.weights, set(group.sites)) == (Weights.STREAMED, {Site.DEVICE})
+    assert with_sites_of(table, table) == table

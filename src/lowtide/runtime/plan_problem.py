@@ -21,11 +21,11 @@ from lowtide import compat
 from lowtide.activations.policy import policy_of, word_of_policy
 from lowtide.errors import PlanError
 from lowtide.hardware import Hardware
-from lowtide.memory.chunk import Layout
+from lowtide.memory.chunk import GroupSpec, Layout
 from lowtide.optim.update_types import Numerics
 from lowtide.planning.budget_curve import BudgetPoint, CurveSource, budget_curve
 from lowtide.planning.hand_plan import make_plan
-from lowtide.planning.lanes import LaneRates
+from lowtide.planning.lanes import GroupChoice, LaneRates
 from lowtide.planning.placement import assemble, can_stay_on_host
 from lowtide.planning.plan import Budgets, Plan, Schedule, Site, Weights
 from lowtide.planning.search import WORTH_IT, Candidate, Found, Limits, Search, Shape, probe_placement
@@ -37,6 +37,9 @@ from lowtide.tracing.step_trace import StepTrace
 from lowtide.tracing.training_step import tensors_in
 from lowtide.units import format_bytes, format_seconds
 
+TABLES = "tables"
+ALLOWED = (TABLES,)
+"""What changes the arithmetic, and is searched only with the user's word. `tables`: 16-bit embeddings stay on the host."""
 _MOST_REPLAYS = 6
 _GAPS = 0.04
 """The share of the device budget with which `_Gaps` begin."""
@@ -68,6 +71,8 @@ class PlannedStep:
     """What it was found with."""
     in_backward_s: float | None = None
     """Predicted seconds a step with updates in backward, where they are deferred, nothing is clipped and that is faster."""
+    with_tables_s: float | None = None
+    """The same with 16-bit embeddings on the host, which needs `allow=["tables"]`, where that is faster."""
 
     @property
     def step_s(self) -> float:
@@ -155,6 +160,8 @@ class PlanProblem:
     """What `trace` gets beside model, batch and plan."""
     layout: Layout
     tell: Callable[[str], None]
+    allow: frozenset[str] = frozenset()
+    """What the user permits though it changes the arithmetic: words of `ALLOWED`."""
     known: tuple[StepCosts, int] | None = None
     """`priced`, where it is known already."""
 
@@ -294,6 +301,7 @@ class PlanProblem:
             rejected=tuple(other for other in found.uniform if other.shape != candidate.shape),
             num_tried=found.num_tried,
             in_backward_s=self._in_backward_s(search, limits, candidate.step_s),
+            with_tables_s=self._with_tables_s(candidate),
         )
 
     def _improved(
@@ -348,13 +356,34 @@ class PlanProblem:
 
     @property
     def _tables(self) -> list[str]:
-        """Groups that are embeddings, and of which only rows need to come to the device."""
-        modules = dict(self.model.named_modules())
+        """Groups that are embeddings, and of which only rows need to come to the device.
+
+        The host adds up the gradient rows of a 16-bit table in 16 bits: 4096 rows of one token in bf16 may come to an eighth
+        of their sum. So those are the user's to choose.
+        """
         return [
             group.name
+            for group in self._embeddings
+            if TABLES in self.allow or all(each.dtype == torch.float32 for each in group.parameters)
+        ]
+
+    @property
+    def _embeddings(self) -> list[GroupSpec]:
+        modules = dict(self.model.named_modules())
+        return [
+            group
             for group in self.layout.groups
             if isinstance(modules.get(group.name), nn.Embedding) and can_stay_on_host(group)
         ]
+
+    def _with_tables_s(self, candidate: Candidate) -> float | None:
+        """Seconds a step where nothing else changes."""
+        if TABLES in self.allow or not self._embeddings:
+            return None
+        stay = GroupChoice(weights=Weights.HOST, site=Site.HOST)
+        groups = {**candidate.placement.groups, **{group.name: stay for group in self._embeddings}}
+        found_s = self._any_search.simulator.times(replace(candidate.placement, groups=groups)).step_s
+        return found_s if found_s < candidate.step_s * (1 - _WORTH_A_WORD) else None
 
     @cached_property
     def _state_bytes(self) -> dict[str, int]:

@@ -21,7 +21,7 @@ from lowtide.planning.plan import Schedule, word_of
 from lowtide.planning.search import Limits
 from lowtide.planning.step_costs import POLICIES
 from lowtide.runtime.manage import manage
-from lowtide.runtime.plan_problem import MARGIN, PlannedStep, PlanProblem, usable_bytes
+from lowtide.runtime.plan_problem import ALLOWED, MARGIN, PlannedStep, PlanProblem, usable_bytes
 from lowtide.runtime.prediction.trace import Optimizer
 from lowtide.runtime.session import Session
 from lowtide.tracing.settings import StepSettings
@@ -44,6 +44,7 @@ class PlanOptions(TypedDict, total=False):
     schedule: Schedule | str
     max_grad_norm: float | None
     policies: Iterable[str]
+    allow: Iterable[str]
     loss: Loss | None
     autocast: str | torch.dtype | None
     settings: StepSettings | None
@@ -69,6 +70,8 @@ def plan(model: nn.Module, batch: Any, **options: Unpack[PlanOptions]) -> Planne
         schedule: `deferred`, or `in_backward` where nothing needs all gradients at once.
         max_grad_norm: As for `manage`; clipped updates wait for the last gradient.
         policies: Activation policies that may be used: words of `lowtide.activations`.
+        allow: What may be chosen though it changes the arithmetic. `tables`: 16-bit embeddings stay on the host, which adds up
+            their gradients in 16 bits.
         loss: As for `trace`.
         autocast: As for `trace`.
         settings: As for `trace`.
@@ -106,6 +109,7 @@ def pose(
     schedule: Schedule | str = Schedule.DEFERRED,
     max_grad_norm: float | None = None,
     policies: Iterable[str] = POLICIES,
+    allow: Iterable[str] = (),
     loss: Loss | None = None,
     autocast: str | torch.dtype | None = None,
     settings: StepSettings | None = None,
@@ -120,6 +124,9 @@ def pose(
             f"moments={moments!r} is for updates through Lowtide's own kernels; give precision= as well, such as 'bf16 exact'",
             key="moments",
         )
+    for word in allow:
+        if word not in ALLOWED:
+            raise ConfigError(f"allow has {word!r}; give words of {', '.join(ALLOWED)}", key="allow")
     tell = on_progress or (lambda text: None)
     problem = PlanProblem(
         model=model,
@@ -138,6 +145,7 @@ def pose(
             "torch_version": torch_version,
         },
         layout=lay_out(find_groups(model)),
+        allow=frozenset(allow),
         tell=tell,
     )
     return problem, limits
@@ -155,6 +163,7 @@ def prepare(
     moments: str = "fp32",
     schedule: Schedule | str = Schedule.DEFERRED,
     max_grad_norm: float | None = None,
+    allow: Iterable[str] = (),
     loss: Loss | None = None,
     autocast: str | torch.dtype | None = None,
     on_progress: Callable[[str], None] | None = None,
@@ -173,6 +182,7 @@ def prepare(
         moments: As for `manage`.
         schedule: `deferred`, or `in_backward` where nothing needs all gradients at once.
         max_grad_norm: As for `manage`.
+        allow: As for `plan`.
         loss: As for `trace`.
         autocast: As for `trace`.
         on_progress: Is told what is being done.
@@ -208,7 +218,7 @@ def prepare(
     budget = _free_bytes(chosen_device) if device_memory is None else parse_bytes(device_memory)
     words: dict[str, Any] = {"hardware": hardware, "precision": precision, "moments": moments, "autocast": autocast}
     search: Callable[..., PlannedStep] = partial(
-        plan, host_memory=host_memory, schedule=schedule, max_grad_norm=max_grad_norm, **words
+        plan, host_memory=host_memory, schedule=schedule, max_grad_norm=max_grad_norm, allow=tuple(allow), **words
     )
     start = partial(
         manage,
