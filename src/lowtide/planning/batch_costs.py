@@ -37,7 +37,7 @@ class BatchCosts:
         first, second = self.costs
 
         def between(low: float, high: float) -> float:
-            return low + share * (high - low)
+            return (1 - share) * low + share * high  # exact at both ends
 
         def cost(low: UseCost, high: UseCost) -> UseCost:
             return replace(

@@ -60,10 +60,6 @@ class GhostMode(compat.TorchDispatchMode):
         self._sums = GradientSums(self._maker)
         self._remembered = ShapeMemory()
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
     def place(self, inner: Tensor, *, known: Known | None = None, is_logged: bool = True) -> Ghost:
         """A ghost on the device for a meta tensor: of a new storage, or of one placed before."""
         return self._maker.place(inner, known=known, is_logged=is_logged)
