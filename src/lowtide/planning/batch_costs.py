@@ -43,6 +43,9 @@ class BatchCosts:
             return replace(
                 low,
                 device_s=max(0.0, between(low.device_s, high.device_s)),
+                # Small tensors are not sent to the host, and those of more samples are larger.
+                num_ops=round(between(low.num_ops, high.num_ops)),
+                num_watched_ops=round(between(low.num_watched_ops, high.num_watched_ops)),
                 grown_bytes=round(between(low.grown_bytes, high.grown_bytes)),
                 peak_bytes=round(max(0.0, between(low.peak_bytes, high.peak_bytes))),
             )
