@@ -35,6 +35,7 @@ RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 MOST_FILES = 288
 PLANNER = (
     "planning/", "lab/calibration/", "hardware/rates", "hardware/calibration", "hardware/known", "runtime/planner",
+    "runtime/plan_problem",
     "runtime/replanning", "runtime/step_planner", "runtime/feasibility", "cli/plan", "cli/hardware", "report/plan_tables",
 )  # fmt: skip
 """Where the search for plans and the calibration of a machine are."""

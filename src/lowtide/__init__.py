@@ -6,42 +6,57 @@ import importlib
 import typing
 
 from lowtide import errors
-from lowtide.planning.budget_plans import StaticPartition, WarmUp
-from lowtide.planning.hand_plan import make_plan
-from lowtide.planning.plan import Plan
-from lowtide.runtime.checkpoints.export import export
-from lowtide.runtime.checkpoints.loading import LoadedCheckpoint, load, load_weights, newest_checkpoint
-from lowtide.runtime.manage import manage
-from lowtide.runtime.parameters.weight_file import empty_weights
-from lowtide.runtime.session import Session
-from lowtide.tracing.settings import StepSettings
-from lowtide.tracing.step_trace import StepTrace
 
 if typing.TYPE_CHECKING:
     from lowtide.lab.calibration.calibrate import calibrate
+    from lowtide.planning.budget_plans import StaticPartition, WarmUp
     from lowtide.planning.comparison import compare
+    from lowtide.planning.hand_plan import make_plan
+    from lowtide.planning.plan import Plan
+    from lowtide.runtime.checkpoints.export import export
+    from lowtide.runtime.checkpoints.loading import LoadedCheckpoint, load, load_weights, newest_checkpoint
     from lowtide.runtime.feasibility import largest_batch
-    from lowtide.runtime.planner import PlannedStep, plan, prepare
+    from lowtide.runtime.manage import manage
+    from lowtide.runtime.parameters.weight_file import empty_weights
+    from lowtide.runtime.plan_problem import PlannedStep
+    from lowtide.runtime.planner import plan, prepare
     from lowtide.runtime.prediction.trace import trace
+    from lowtide.runtime.session import Session
     from lowtide.tracing.explanation.explain import explain
     from lowtide.tracing.leaks.find import find_leaks
     from lowtide.tracing.observation.monitor import MemoryMonitor
     from lowtide.tracing.observation.observe import observe
+    from lowtide.tracing.settings import StepSettings
+    from lowtide.tracing.step_trace import StepTrace
 
 _AT_FIRST_USE = {
     "calibrate": "lowtide.lab.calibration.calibrate",
     "compare": "lowtide.planning.comparison",
+    "empty_weights": "lowtide.runtime.parameters.weight_file",
+    "export": "lowtide.runtime.checkpoints.export",
     "explain": "lowtide.tracing.explanation.explain",
     "find_leaks": "lowtide.tracing.leaks.find",
     "largest_batch": "lowtide.runtime.feasibility",
+    "load": "lowtide.runtime.checkpoints.loading",
+    "load_weights": "lowtide.runtime.checkpoints.loading",
+    "LoadedCheckpoint": "lowtide.runtime.checkpoints.loading",
+    "make_plan": "lowtide.planning.hand_plan",
+    "manage": "lowtide.runtime.manage",
     "MemoryMonitor": "lowtide.tracing.observation.monitor",
+    "newest_checkpoint": "lowtide.runtime.checkpoints.loading",
     "observe": "lowtide.tracing.observation.observe",
+    "Plan": "lowtide.planning.plan",
     "plan": "lowtide.runtime.planner",
-    "PlannedStep": "lowtide.runtime.planner",
+    "PlannedStep": "lowtide.runtime.plan_problem",
     "prepare": "lowtide.runtime.planner",
+    "Session": "lowtide.runtime.session",
+    "StaticPartition": "lowtide.planning.budget_plans",
+    "StepSettings": "lowtide.tracing.settings",
+    "StepTrace": "lowtide.tracing.step_trace",
     "trace": "lowtide.runtime.prediction.trace",
+    "WarmUp": "lowtide.planning.budget_plans",
 }
-"""Predicting, observing and explaining are a third of the package: training alone does not load them."""
+"""Nothing is loaded that nobody uses, torch neither: a command starts its tracing subprocess before it loads the rest."""
 
 __all__ = [
     "LoadedCheckpoint",

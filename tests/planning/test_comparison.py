@@ -8,6 +8,7 @@ from torch import nn
 
 import lowtide
 from lowtide.errors import ConfigError
+from lowtide.planning.lanes import StepTimes
 from lowtide.planning.simulator import SimulatedStep
 from lowtide.planning.timeline import WAIT_PREFIX, Lane, LaneSpan, Timeline
 from tests.tracing.samples import tiny_trace
@@ -18,9 +19,11 @@ def span(step: int, lane: Lane, start_s: float, end_s: float, name: str = "block
 
 
 SIMULATED = SimulatedStep(
-    step_s=9.0,
-    busy_s={Lane.COMPUTE: 6.0, Lane.TO_DEVICE: 4.0, Lane.TO_HOST: 0.0, Lane.HOST_UPDATE: 1.0},
-    launch_s=0.5,
+    times=StepTimes(
+        step_s=9.0,
+        busy_s={Lane.COMPUTE: 6.0, Lane.TO_DEVICE: 4.0, Lane.TO_HOST: 0.0, Lane.HOST_UPDATE: 1.0},
+        launch_s=0.5,
+    ),
     timeline=Timeline(
         spans=(span(2, Lane.COMPUTE, 0.0, 1.5, f"{WAIT_PREFIX}block"), span(2, Lane.COMPUTE, 1.5, 7.5)),
         residency=(),

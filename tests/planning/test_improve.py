@@ -11,10 +11,10 @@ from torch import nn
 
 from lowtide.memory.chunk import Layout, lay_out
 from lowtide.memory.groups import find_groups
+from lowtide.planning.lanes import GroupChoice, LaneRates, Placement
 from lowtide.planning.placement import window_bytes
 from lowtide.planning.plan import Schedule, Site, Weights
 from lowtide.planning.search import WORTH_IT, Limits, Search
-from lowtide.planning.simulator import GroupChoice, LaneRates, Placement, least_step_s, simulate
 from lowtide.planning.step_costs import GroupCosts, StepCosts, Use, UseCost
 from lowtide.tracing.step_trace import Phase
 
@@ -88,7 +88,7 @@ def every(layout: Layout, search: Search, limits: Limits) -> list[Placement]:
                 window_bytes=window_bytes(layout, streamed, depth),
                 staging_bytes=0,
             )
-            placement = replace(placement, staging_bytes=search._staging_bytes(placement, limits))
+            placement = search._staged(placement, limits)
             if search.fits(placement, limits):
                 found.append(placement)
     return found
@@ -106,16 +106,18 @@ def slower_than_the_best(seed: int) -> float:
     limits = replace(limits, device_bytes=int(least * chance.uniform(1.02, 3.0)))
     best = search.improved(search.fastest(limits).best, limits)
     assert best.device_bytes <= limits.device_bytes
-    stays_s = sum(group.weight_bytes for group in search.costs.groups.values()) / search.rates.to_device_bytes_per_s
+    stays_s = (
+        sum(group.weight_bytes for group in search.costs.groups.values()) / search.simulator.rates.to_device_bytes_per_s
+    )
     bounded = [
-        (least_step_s(search.costs, each, search.rates) - stays_s, number, each)
+        (search.simulator.least_s(each) - stays_s, number, each)
         for number, each in enumerate(every(layout, search, limits))
     ]
     fastest_s = best.step_s
     for bound_s, _, placement in sorted(bounded, key=lambda entry: entry[:2]):
         if bound_s >= fastest_s:
             break
-        fastest_s = min(fastest_s, simulate(search.costs, placement, search.rates).step_s)
+        fastest_s = min(fastest_s, search.simulator.times(placement).step_s)
     return best.step_s / fastest_s - 1
 
 

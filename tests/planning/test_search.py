@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,11 +13,12 @@ from lowtide.activations.policy import policy_of
 from lowtide.errors import PlanError
 from lowtide.memory.chunk import Layout, lay_out
 from lowtide.memory.groups import find_groups
+from lowtide.planning.improve import Arrangement
+from lowtide.planning.lanes import LaneRates
 from lowtide.planning.placement import assemble
 from lowtide.planning.plan import Budgets, Schedule
 from lowtide.planning.search import LADDERS, WORTH_IT, Limits, Search, Shape
-from lowtide.planning.simulator import LaneRates
-from lowtide.planning.step_costs import POLICIES, GroupCosts, StepCosts, Use, UseCost
+from lowtide.planning.step_costs import POLICIES, PRICED, GroupCosts, StepCosts, Use, UseCost
 from lowtide.tracing.step_trace import Phase
 
 NUM_BLOCKS = 5
@@ -53,15 +55,15 @@ def layout() -> Layout:
 
 @pytest.fixture(scope="module")
 def costs(layout: Layout) -> StepCosts:
-    held = dict(zip(POLICIES, (60_000, 30_000, 8_000, 0), strict=True))
-    again_s = dict(zip(POLICIES, (0.0, 0.002, 0.006, 0.007), strict=True))
+    held = dict(zip(PRICED, (60_000, 30_000, 8_000, 0, 2_000), strict=True))
+    again_s = dict(zip(PRICED, (0.0, 0.002, 0.006, 0.007, 0.001), strict=True))
     names = [group.name for group in layout.groups]
     forward = [
         Use(
             window=name,
             groups=(name,),
             phase=Phase.FORWARD,
-            costs={word: UseCost(device_s=0.01, grown_bytes=held[word], peak_bytes=held[word]) for word in POLICIES},
+            costs={word: UseCost(device_s=0.01, grown_bytes=held[word], peak_bytes=held[word]) for word in PRICED},
         )
         for name in names
     ]
@@ -72,7 +74,7 @@ def costs(layout: Layout) -> StepCosts:
             phase=Phase.BACKWARD,
             costs={
                 word: UseCost(device_s=0.02 + again_s[word], grown_bytes=-held[word], peak_bytes=60_000 - held[word])
-                for word in POLICIES
+                for word in PRICED
             },
         )
         for name in reversed(names)
@@ -86,7 +88,7 @@ def costs(layout: Layout) -> StepCosts:
             state_bytes=2 * group.nbytes,
             num_trained=2,
             policies=POLICIES,
-            offloaded_bytes=8_000,
+            stashed_bytes={"offload": 8_000, "offload/all": 52_000},
         )
         for group in layout.groups
     }
@@ -186,3 +188,40 @@ def test_a_plan_made_of_a_placement_takes_its_time(layout: Layout, costs: StepCo
         budgets=Budgets(),
     )
     assert search.simulate(plan, allowed).step_s == best.step_s
+
+
+@pytest.mark.parametrize("share", [1.01, 1.2, 1.6])
+@pytest.mark.parametrize("host_bytes", [ENDLESS, 160_000])
+def test_near_the_best_of_all_policies_block_by_block(
+    layout: Layout, costs: StepCosts, share: float, host_bytes: int
+) -> None:
+    """Segments and what waits on the host among them; without host memory for activations segments are what is left."""
+    search = Search(costs, layout, RATES)
+    least = min(
+        search.device_bytes(search.placement(shape, limits(ENDLESS)))
+        for shape in (everywhere("recompute/4"), everywhere("offload"))
+    )
+    allowed = limits(int(least * share) + 100_000, host_bytes=host_bytes, pinned_bytes=host_bytes)
+    fixed = search.placement(everywhere("keep"), allowed)
+    every = [
+        search._placed(
+            Arrangement(
+                tuple(replace(choice, policy=word) for choice, word in zip(fixed.groups.values(), words, strict=True)),
+                0,
+            ),
+            allowed,
+        )
+        for words in itertools.product(
+            ("keep", "offload/all", "recompute", "recompute/2", "offload"), repeat=NUM_BLOCKS
+        )
+    ]
+    fitting = [placement for placement in every if search.fits(placement, allowed)]
+    best_s = min(search.simulator.times(placement).step_s for placement in fitting)
+    found = search.improved(search.fastest(allowed).best, allowed)
+    assert search.fits(found.placement, allowed)
+    assert found.step_s <= best_s * (1 + 4 * WORTH_IT)
+
+
+def everywhere(word: str) -> Shape:
+    """All resident, updated on the device."""
+    return Shape(num_resident=NUM_BLOCKS, num_device=NUM_BLOCKS, small=word, fast=word, num_fast=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import astuple, replace
 from itertools import pairwise
 
@@ -11,19 +12,13 @@ from hypothesis import strategies as st
 
 from lowtide.hardware import UpdateKind, find_hardware
 from lowtide.hardware.rates import HostRates, UpdateRates
+from lowtide.planning.lanes import GroupChoice, LaneRates, Placement, update_bytes
 from lowtide.planning.plan import Schedule, Site, Weights
-from lowtide.planning.simulator import (
-    GroupChoice,
-    LaneRates,
-    Placement,
-    lane_rates,
-    least_step_s,
-    simulate,
-    update_bytes,
-)
+from lowtide.planning.simulator import Simulator, lane_rates, simulate
 from lowtide.planning.step_costs import GroupCosts, StepCosts, Use, UseCost
 from lowtide.planning.timeline import Lane
 from lowtide.tracing.step_trace import Phase
+from tests.planning.plain_simulator import plain_least_s, plainly_simulated
 
 RATES = LaneRates(
     launch_s=0.0,
@@ -235,10 +230,90 @@ def test_no_step_is_faster_than_its_lanes(
     simulated = simulate(costs, placement, RATES)
     # What stays in the window is not fetched again, so at most the window's bytes are missing in the bound.
     stays_s = min(window, NUM_GROUPS) * BYTES / RATES.to_device_bytes_per_s
-    assert simulated.step_s >= least_step_s(costs, placement, RATES) - stays_s - 1e-9
+    assert simulated.step_s >= Simulator(costs, RATES).least_s(placement) - stays_s - 1e-9
     for lane in Lane:
         spans = sorted(
             (span for span in simulated.timeline.spans if span.lane is lane),
             key=lambda span: (span.start_s, span.end_s),
         )
         assert all(one.end_s <= other.start_s + 1e-9 for one, other in pairwise(spans))
+
+
+def random_step(chance: random.Random) -> StepCosts:
+    """Uses of one group, of several, and of none, as the loss is; some groups are used by two windows, or not trained."""
+    names = ["", *(f"g{index}" for index in range(chance.randrange(1, 9)))]
+    windows = [(name,) for name in names if name] + [
+        tuple(chance.sample(names, chance.randrange(min(3, len(names))))) for _ in range(chance.randrange(3))
+    ]
+
+    def use(number: int, groups: tuple[str, ...], phase: Phase) -> Use:
+        costs = {
+            word: UseCost(
+                device_s=chance.choice((0.0, chance.uniform(0.001, 2.0))),
+                num_ops=chance.randrange(100),
+                num_watched_ops=chance.randrange(10),
+            )
+            for word in ("keep", "offload")
+        }
+        return Use(window=groups[0] if groups else f"w{number}", groups=groups, phase=phase, costs=costs)
+
+    forward = [use(number, groups, Phase.FORWARD) for number, groups in enumerate(windows)]
+    backward = [use(number, groups, Phase.BACKWARD) for number, groups in enumerate(reversed(windows))]
+    groups = {
+        name: GroupCosts(
+            name=name,
+            kind=0,
+            weight_bytes=chance.randrange(1, 3 * BYTES),
+            trained_bytes=chance.choice((0, chance.randrange(1, 3 * BYTES))),
+            state_bytes=chance.randrange(6 * BYTES),
+            num_trained=chance.randrange(4),
+            policies=("keep", "offload"),
+            stashed_bytes={"offload": chance.randrange(BYTES)},
+        )
+        for name in names
+    }
+    return StepCosts(uses=(*forward, *backward), groups=groups, start_bytes=0)
+
+
+def random_placement(chance: random.Random, costs: StepCosts) -> Placement:
+    largest = max(group.weight_bytes for group in costs.groups.values())
+    return Placement(
+        groups={
+            name: GroupChoice(
+                weights=chance.choice((Weights.RESIDENT, Weights.STREAMED)),
+                site=chance.choice((Site.HOST, Site.DEVICE)),
+                policy=chance.choice(group.policies),
+            )
+            for name, group in costs.groups.items()
+        },
+        schedule=chance.choice(list(Schedule)),
+        prefetch_depth=chance.randrange(4),
+        window_bytes=int(largest * chance.uniform(0.5, 4)),
+        staging_bytes=int(largest * chance.uniform(0.5, 4)),
+        is_clipped=chance.random() < 0.3,
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_same_to_the_bit_as_told_plainly(seed: int) -> None:
+    chance = random.Random(seed)
+    costs = random_step(chance)
+    rates = LaneRates(
+        launch_s=chance.choice((0.0, 1e-4, 1e-2)),
+        window_s=1e-3,
+        watched_s=1e-3,
+        finished_s=2e-3,
+        slowdown_beside_updates=chance.uniform(1.0, 2.0),
+        to_device_bytes_per_s=chance.uniform(50, 500),
+        to_host_bytes_per_s=chance.uniform(50, 500),
+        host_update_bytes_per_s=chance.uniform(200, 5000),
+        host_update_beside_copies_bytes_per_s=chance.uniform(100, 200),
+        device_update_bytes_per_s=1e6,
+    )
+    simulator = Simulator(costs, rates)
+    for _ in range(20):
+        placement = random_placement(chance, costs)
+        plain = plainly_simulated(costs, placement, rates)
+        assert simulator.step(placement) == plain
+        assert simulator.times(placement) == plain.times
+        assert simulator.least_s(placement) == plain_least_s(costs, placement, rates)

@@ -18,7 +18,8 @@ from lowtide.planning.batch_costs import BatchCosts
 from lowtide.planning.changes import Choice, options
 from lowtide.planning.search import Limits
 from lowtide.runtime.feasibility import at_rates_of, largest, rank, remedies, resized, smallest_change
-from lowtide.runtime.planner import PlanProblem, pose
+from lowtide.runtime.plan_problem import PlanProblem
+from lowtide.runtime.planner import pose
 from lowtide.units import MiB
 
 SOURCE = resolve_model("gpt-tiny")

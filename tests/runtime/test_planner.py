@@ -25,7 +25,7 @@ from lowtide.planning.plan import Budgets, Schedule, plan_from_json, plan_to_jso
 from lowtide.planning.search import Limits, Search, Shape
 from lowtide.planning.simulator import lane_rates
 from lowtide.planning.step_costs import probe_policies, read_costs
-from lowtide.runtime.planner import _Gaps
+from lowtide.runtime.plan_problem import _Gaps
 from lowtide.runtime.prediction.trace import update_kind
 from lowtide.units import MiB
 from tests.hardware.samples import HOST, calibration
@@ -128,7 +128,10 @@ def test_a_model_without_blocks_is_planned_too() -> None:
     ("words", "message"),
     [
         ({"device_memory": "0GiB"}, "device_memory"),
-        ({"device_memory": "-3GiB"}, "device_memory"),
+        ({"device_memory": "-3GiB"}, "device_memory: '-3GiB' is not a size"),
+        ({"host_memory": "0"}, "host_memory is '0'; give a size such as '24GiB'"),
+        ({"max_grad_norm": -1.0}, "max_grad_norm is -1.0; give a norm above 0, or leave it out"),
+        ({"moments": "8bit"}, "moments='8bit' is for updates through Lowtide's own kernels; give precision="),
         ({"device_memory": "24"}, "device_memory is '24', which has no unit; write '24GiB', or MiB"),
         ({"host_memory": "12.5"}, "host_memory is '12.5', which has no unit"),
         ({"device_memory": "many"}, "device_memory"),

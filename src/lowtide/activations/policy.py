@@ -173,6 +173,20 @@ def policy_of(policy: Policy | str) -> Policy:
     raise UnknownNameError("activation policy", policy, [*WORDS, "recompute/N", "compile-budget/0.5"])
 
 
+def word_of_policy(policy: Policy) -> str:
+    """The word that `policy_of` takes for a policy; its class where it has settings that no word says.
+
+    Example:
+        >>> word_of_policy(Recompute(segment=4)), word_of_policy(Offload(depth=3))
+        ('recompute/4', 'Offload')
+    """
+    if isinstance(policy, Recompute) and policy.segment > 1:
+        return f"recompute/{policy.segment}"
+    if isinstance(policy, CompileBudget):
+        return f"compile-budget/{policy.share:g}"
+    return next((word for word, named in WORDS.items() if named == policy), type(policy).__name__)
+
+
 def resolve(model: nn.Module, policies: Policies) -> dict[str, Policy]:
     """The policy of each chosen module by its path, in the order of the model.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from lowtide.report.html import PlanSection
 from lowtide.report.plan_tables import bound_words, budget_table, milliseconds
 from lowtide.report.table import Table, Tone, Value, make_table, number, size, words
 from lowtide.runtime.feasibility import HardwareRow, LargestBatch, Remedy, largest, rank, remedies, smallest_change
-from lowtide.runtime.planner import PlannedStep, PlanProblem, pose, usable_bytes
+from lowtide.runtime.plan_problem import PlannedStep, PlanProblem, usable_bytes
+from lowtide.runtime.planner import pose
 from lowtide.tracing.prediction.sandbox import shared_sandbox
 from lowtide.tracing.settings import StepSettings
 from lowtide.units import format_bytes, format_count, format_seconds
@@ -58,6 +59,8 @@ class PlanRequest:
     schedule: str = "deferred"
     """`deferred` or `in_backward`."""
     max_grad_norm: float | None = None
+    allow: str = ""
+    """What may change the arithmetic, with commas between: `tables`."""
 
     step: StepSettings = field(default_factory=StepSettings)
     """What a plan leaves to the step: a chunked loss, micro-batches, autocast."""
@@ -89,6 +92,7 @@ class PlanRequest:
             moments=self.moments,
             schedule=self.schedule,
             max_grad_norm=self.max_grad_norm,
+            allow=[word.strip() for word in self.allow.split(",") if word.strip()],
             loss=problem.loss,
             settings=self.step,
             torch_version=self.torch,
@@ -136,8 +140,6 @@ def run_plan(request: PlanRequest, *, as_json: bool, reports: list[Path], shown:
             )
         run_rank(request, as_json=as_json, is_full=shown.is_full)
         return
-    has_page = any(path.name.lower().endswith(".html") for path in reports)
-    points: tuple[BudgetPoint, ...] = ()
     with progress("planning") as on_progress:
         problem, limits = request.pose(on_progress)
         try:
@@ -147,15 +149,18 @@ def run_plan(request: PlanRequest, *, as_json: bool, reports: list[Path], shown:
             if not as_json:
                 OUT.print(*(_remedy(way, limits, "would fit") for way in remedies(problem, limits)), sep="\n")
             raise
-        change = None if most is not None else smallest_change(problem, limits)
-        if shown.pareto or has_page:
-            on_progress("memory against speed")
-            points = found.by_budget()
+    if not as_json:  # at once: what follows takes a while
+        OUT.print(plan_headline(request, found, most))
+        OUT.print(_others(found))
+    has_page = any(path.name.lower().endswith(".html") for path in reports)
+    with progress("planning") as on_progress:
+        priced = replace(problem, tell=on_progress, known=problem.priced) if most is None else None
+        change = None if priced is None else smallest_change(priced, limits)
+        on_progress("memory against speed")
+        points = found.by_budget() if shown.pareto or has_page else ()
     if as_json:
         print(json.dumps(summarise_plan(found, points, most=most, change=change), indent=2))
     else:
-        OUT.print(plan_headline(request, found, most))
-        OUT.print(_others(found))
         if change is not None:
             OUT.print(_remedy(change, limits, "fewest changes"))
         if shown.pareto:
@@ -233,6 +238,7 @@ def summarise_plan(
         "host_bytes": found.trace.host_bytes,
         "pinned_bytes": found.trace.pinned_bytes,
         "in_backward_step_s": found.in_backward_s,
+        "with_tables_step_s": found.with_tables_s,
         "words": list(found.words),
         "largest_batch": None if most is None else {"samples": most.num_samples, "next_bytes": most.next_bytes},
         "fewest_changes": None if change is None else _remedy_for_machines(change, found.source.limits),
@@ -317,6 +323,14 @@ def plan_headline(request: PlanRequest, found: PlannedStep, most: LargestBatch |
                 "accumulation"
             ),
         )
+    if found.with_tables_s is not None:
+        facts.add_row(
+            "faster",
+            Text(
+                f"allow=tables: about {format_seconds(found.with_tables_s)}, embeddings stay on the host; it adds up their "
+                "gradients in 16 bits"
+            ),
+        )
     title = Text.assemble((f"{request.model} on {found.hardware.name}", "bold"), f"  {found.num_tried} plans simulated")
     return Panel(facts, title=title, title_align="left", expand=False, padding=(1, 2))
 
@@ -369,6 +383,7 @@ def _code(request: PlanRequest) -> str:
         "precision": request.precision,
         "schedule": None if request.schedule == "deferred" else request.schedule,
         "max_grad_norm": request.max_grad_norm,
+        "allow": request.allow.split(",") if request.allow else None,
     }
     words_given = "".join(f", {key}={value!r}" for key, value in given.items() if value is not None)
     return f"in your script: session = lowtide.prepare(model, optimizer, batch{words_given})"

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -572,18 +572,21 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def without_memory(parameter: torch.Tensor) -> torch.Tensor:
-    """A tensor on the host that looks like the parameter and has no memory. Not on meta: there torch 2.11 refuses fused
+def without_memory(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors on the host that look like the parameters and have no memory. Not on meta: there torch 2.11 refuses fused
     optimizers.
     """
-    with FakeTensorMode():
-        return torch.empty_strided(
-            parameter.shape,
-            parameter.stride(),
-            dtype=parameter.dtype,
-            device="cpu",
-            requires_grad=parameter.requires_grad,
-        )
+    with FakeTensorMode():  # one for all: to enter it takes as long as to make a hundred tensors
+        return {
+            name: torch.empty_strided(
+                parameter.shape,
+                parameter.stride(),
+                dtype=parameter.dtype,
+                device="cpu",
+                requires_grad=parameter.requires_grad,
+            )
+            for name, parameter in parameters.items()
+        }
 
 
 def meta_tensor_over(

@@ -37,12 +37,15 @@ class BatchCosts:
         first, second = self.costs
 
         def between(low: float, high: float) -> float:
-            return low + share * (high - low)
+            return (1 - share) * low + share * high  # exact at both ends
 
         def cost(low: UseCost, high: UseCost) -> UseCost:
             return replace(
                 low,
                 device_s=max(0.0, between(low.device_s, high.device_s)),
+                # Small tensors are not sent to the host, and those of more samples are larger.
+                num_ops=round(between(low.num_ops, high.num_ops)),
+                num_watched_ops=round(between(low.num_watched_ops, high.num_watched_ops)),
                 grown_bytes=round(between(low.grown_bytes, high.grown_bytes)),
                 peak_bytes=round(max(0.0, between(low.peak_bytes, high.peak_bytes))),
             )
@@ -54,7 +57,10 @@ class BatchCosts:
         groups = {
             name: replace(
                 group,
-                offloaded_bytes=round(max(0.0, between(group.offloaded_bytes, second.groups[name].offloaded_bytes))),
+                stashed_bytes={
+                    policy: round(max(0.0, between(sent, second.groups[name].stashed_bytes.get(policy, 0))))
+                    for policy, sent in group.stashed_bytes.items()
+                },
             )
             for name, group in first.groups.items()
         }

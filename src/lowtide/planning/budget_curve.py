@@ -14,9 +14,9 @@ from itertools import pairwise
 import numpy as np
 
 from lowtide.errors import PlanError
+from lowtide.planning.lanes import GroupChoice, Placement
 from lowtide.planning.plan import Site, Weights
 from lowtide.planning.search import WORTH_IT, Candidate, Limits, Search
-from lowtide.planning.simulator import GroupChoice, Placement
 from lowtide.tracing.step_trace import StepTrace
 
 NUM_BUDGETS = 8
@@ -178,8 +178,7 @@ def _fastest(source: CurveSource, budget_bytes: int) -> Candidate | None:
 
 def _with_gaps_of(source: CurveSource, budget_bytes: int) -> Search:
     search = source.search
-    correction = search.correction_bytes + int(source.gaps * budget_bytes)
-    return Search(search.costs, search.layout, search.rates, correction_bytes=correction)
+    return search.corrected(search.correction_bytes + int(source.gaps * budget_bytes))
 
 
 def _with_gaps(tensor_bytes: int, gaps: float) -> int:

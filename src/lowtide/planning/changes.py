@@ -41,7 +41,7 @@ class Choice:
 
     def code(self, device_bytes: int) -> str:
         """The lines of a script that turn it on."""
-        words = {**self.words, "device_memory": device_bytes}
+        words = {**self.words, "device_memory": f"{device_bytes >> 20}MiB"}
         given = ", ".join(f"{name}={word!r}" for name, word in words.items())
         return f"plan = lowtide.make_plan(model, {given}); session = lowtide.manage(model, optimizer, plan)"
 

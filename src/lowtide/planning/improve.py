@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from lowtide.planning.lanes import GroupChoice
 from lowtide.planning.plan import Site, Weights
-from lowtide.planning.simulator import GroupChoice
 
 _DRAWN = 7
 """Sets of changes that are drawn in a round for each that may be simulated."""
@@ -131,9 +131,12 @@ def _changes_of_all(of: Arrangement, choices: Choices) -> Iterator[Change]:
 
 def _assigned(word: Weights | Site | str, places: Sequence[int]) -> Change:
     def changed(choice: GroupChoice) -> GroupChoice:
-        if isinstance(word, Weights):
-            return replace(choice, weights=word)
-        return replace(choice, site=word) if isinstance(word, Site) else replace(choice, policy=word)
+        if isinstance(word, Weights):  # a table that stays on the host is updated there
+            return replace(choice, weights=word, site=Site.HOST if word is Weights.HOST else choice.site)
+        if isinstance(word, Site):
+            comes = choice.weights is Weights.HOST and word is not Site.HOST
+            return replace(choice, site=word, weights=Weights.STREAMED if comes else choice.weights)
+        return replace(choice, policy=word)
 
     def change(arrangement: Arrangement) -> Arrangement:
         groups = list(arrangement.groups)

@@ -334,6 +334,11 @@ def _check_activations(plan: Plan, layout: Layout) -> None:
             )
 
 
+def can_stay_on_host(group: GroupSpec) -> bool:
+    """Whether the group is one table in one call, as an embedding is."""
+    return len(group.parameters) == 1 and len(group.parameters[0].shape) == 2 and group.modules == (group.name,)
+
+
 def _check_kept_on_host(plan: Plan, layout: Layout) -> None:
     specs = {group.name: group for group in layout.groups}
     for group in plan.groups:
@@ -347,8 +352,7 @@ def _check_kept_on_host(plan: Plan, layout: Layout) -> None:
                 "can stay on the host; stream it instead, or untie it (give the other its own Parameter)",
                 group=group.name,
             )
-        is_table = len(spec.parameters) == 1 and len(spec.parameters[0].shape) == 2 and spec.modules == (spec.name,)
-        if not is_table:
+        if not can_stay_on_host(spec):
             raise PlanError(
                 f"group {group.name or '(rest of the model)'!r} has {len(spec.parameters)} parameters in "
                 f"{len(spec.modules)} module calls, and only an embedding, one table in one call, can stay on the host; "

@@ -11,23 +11,32 @@ that fit, only those are simulated whose lanes could be faster than the best so 
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
-from lowtide.activations.policy import OTHERS, WORDS
+from lowtide.activations.policy import OTHERS, word_of_policy
 from lowtide.errors import PlanError
-from lowtide.memory.chunk import LARGEST_CHUNK_BYTES, Layout
+from lowtide.memory.chunk import Layout
+from lowtide.planning.estimate import Estimate
 from lowtide.planning.improve import Arrangement, Choices, improved
-from lowtide.planning.placement import by_first_use, granted_staging_bytes, is_always_open, staging_for, window_bytes
+from lowtide.planning.lanes import GroupChoice, LaneRates, Placement, StepTimes
+from lowtide.planning.placement import by_first_use, is_always_open, window_bytes, window_bytes_needed
 from lowtide.planning.plan import Plan, Schedule, Site, Weights
-from lowtide.planning.simulator import GroupChoice, LaneRates, Placement, SimulatedStep, least_step_s, simulate
-from lowtide.planning.step_costs import POLICIES, StepCosts, Use
-from lowtide.tracing.step_trace import Phase
+from lowtide.planning.simulator import SimulatedStep, Simulator
+from lowtide.planning.step_costs import POLICIES, StepCosts
 from lowtide.units import format_bytes
 
-LADDERS = tuple((POLICIES[low], POLICIES[high]) for low in range(len(POLICIES)) for high in range(low + 1))
+_COMBINED = ("keep", "selective", "recompute", "offload")
+LADDERS = (
+    *((_COMBINED[low], _COMBINED[high]) for low in range(len(_COMBINED)) for high in range(low + 1)),
+    *((policy, policy) for policy in POLICIES if policy not in _COMBINED),
+    *((policy, fast) for policy in ("recompute/2", "recompute/4") for fast in ("keep", "recompute")),
+    ("offload/all", "keep"),
+    ("offload", "offload/all"),
+)
 """Pairs of a smaller and a faster policy; the same twice is a uniform placement."""
 _GRID = 8
 """Steps in which the number of resident groups, and of those updated on the device, is tried before the best is refined."""
@@ -52,6 +61,12 @@ class Limits:
     policies: tuple[str, ...] = POLICIES
     """Those that the search may use."""
 
+    @property
+    def small_policies(self) -> tuple[str, ...]:
+        """Those under which a step may be the smallest: whole activations that come back leave large gaps in the memory."""
+        small = tuple(policy for policy in POLICIES if policy in self.policies and policy != "offload/all")
+        return small or self.policies or ("keep",)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
@@ -65,6 +80,8 @@ class Shape:
     num_fast: int
     """Blocks with the faster policy."""
     prefetch_depth: int = 1
+    tables_stay: bool = False
+    """Embeddings stay on the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,12 +94,12 @@ class Candidate:
     """Estimated, with the caller's correction."""
     host_bytes: int
     pinned_bytes: int
-    simulated: SimulatedStep
+    times: StepTimes
 
     @property
     def step_s(self) -> float:
         """Seconds a step."""
-        return self.simulated.step_s
+        return self.times.step_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +112,11 @@ class Found:
     everything resident or streamed, updated on the device or on the host."""
     num_tried: int
     """Placements that were simulated."""
+
+
+@cache
+def _choice(weights: Weights, site: Site, policy: str) -> GroupChoice:
+    return GroupChoice(weights=weights, site=site, policy=policy)
 
 
 class Search:
@@ -113,13 +135,21 @@ class Search:
     ) -> None:
         self.costs = costs
         self.layout = layout
-        self.rates = rates
         self.correction_bytes = correction_bytes
         self.mixed_bytes = mixed_bytes
+        self.simulator = Simulator(costs, rates)
+        self.estimate = Estimate(costs, layout)
         self._order = by_first_use(layout)
         self._always = {group.name for group in layout.groups if is_always_open(group)}
+        self._tables = frozenset(name for name, group in costs.groups.items() if group.is_table)
         self._blocks = [name for name in self._order if len(costs.groups[name].policies) > 1]
-        self._windows: dict[tuple[frozenset[str], int], int] = {}
+
+    def corrected(self, correction_bytes: int, mixed_bytes: int = 0) -> Search:
+        """The same search with other corrections; what was simulated and counted for it is remembered."""
+        other = copy.copy(self)
+        other.correction_bytes = correction_bytes
+        other.mixed_bytes = mixed_bytes
+        return other
 
     def fastest(self, limits: Limits) -> Found:
         """The fastest placement within the limits.
@@ -143,10 +173,12 @@ class Search:
 
     def smallest(self, limits: Limits) -> Shape:
         """The shape that takes least of the device."""
-        ladders = [policy for policy in POLICIES if policy in limits.policies] or ["keep"]
         shapes = [
-            Shape(num_resident=0, num_device=0, small=policy, fast=policy, num_fast=0, prefetch_depth=0)
-            for policy in ladders
+            Shape(
+                num_resident=0, num_device=0, small=policy, fast=policy, num_fast=0, prefetch_depth=0, tables_stay=stay
+            )
+            for policy in limits.small_policies
+            for stay in self.where_tables_are
         ]
         return min(shapes, key=lambda shape: self.device_bytes(self.placement(shape, limits)))
 
@@ -154,37 +186,43 @@ class Search:
         """What a shape says about each group."""
         resident = {*self._order[: shape.num_resident], *self._always}
         on_device = set(self._order[: shape.num_device])
-        fast = set(self._blocks[len(self._blocks) - shape.num_fast :])
-        groups = {
-            name: GroupChoice(
-                weights=Weights.RESIDENT if name in resident else Weights.STREAMED,
-                site=Site.DEVICE if name in on_device else Site.HOST,
-                policy=(shape.fast if name in fast else shape.small) if name in self._blocks else "keep",
+        blocks, fast = set(self._blocks), set(self._blocks[len(self._blocks) - shape.num_fast :])
+        tables = self._tables if shape.tables_stay else ()
+        choices = tuple(
+            _choice(Weights.HOST, Site.HOST, "keep")
+            if name in tables
+            else _choice(
+                Weights.RESIDENT if name in resident else Weights.STREAMED,
+                Site.DEVICE if name in on_device else Site.HOST,
+                (shape.fast if name in fast else shape.small) if name in blocks else "keep",
             )
             for name in self._order
-        }
-        return self._placed(Arrangement(tuple(groups.values()), shape.prefetch_depth), limits)
+        )
+        return self._placed(Arrangement(choices, shape.prefetch_depth), limits)
 
     def _placed(self, arrangement: Arrangement, limits: Limits) -> Placement:
         groups = dict(zip(self._order, arrangement.groups, strict=True))
-        streamed = frozenset(name for name, choice in groups.items() if choice.weights is Weights.STREAMED)
+        least_bytes = self.estimate.window_bytes(groups, arrangement.prefetch_depth)
         placement = Placement(
             groups=groups,
             schedule=limits.schedule,
             prefetch_depth=arrangement.prefetch_depth,
-            window_bytes=self._window_bytes(streamed, arrangement.prefetch_depth) + arrangement.extra_window_bytes,
+            window_bytes=least_bytes + arrangement.extra_window_bytes,
             staging_bytes=0,
             is_clipped=limits.is_clipped,
         )
-        return replace(placement, staging_bytes=self._staging_bytes(placement, limits))
+        return self._staged(placement, limits)
+
+    def _staged(self, placement: Placement, limits: Limits) -> Placement:
+        staging_bytes = self.estimate.staging_bytes(
+            placement, host_bytes=limits.host_bytes, pinned_bytes=limits.pinned_bytes
+        )
+        return replace(placement, staging_bytes=staging_bytes)
 
     def improved(self, start: Candidate, limits: Limits) -> Candidate:
         """A candidate with single choices changed; itself, where nothing makes its step faster by as much as is worth it."""
         choices = Choices(
-            weights=tuple(
-                (Weights.RESIDENT,) if name in self._always else (Weights.RESIDENT, Weights.STREAMED)
-                for name in self._order
-            ),
+            weights=tuple(map(self._weights, self._order)),
             sites=((Site.DEVICE, Site.HOST),) * self.num_groups,
             policies=tuple(
                 tuple(word for word in self.costs.groups[name].policies if word in limits.policies or word == "keep")
@@ -203,26 +241,26 @@ class Search:
             start.step_s,
             choices,
             most_simulated=_SIMULATED_USES // len(self.costs.uses),
-            least_s=lambda arrangement: least_step_s(self.costs, self._placed(arrangement, limits), self.rates),
+            least_s=lambda arrangement: self.simulator.least_s(self._placed(arrangement, limits)),
             fits=lambda arrangement: self.fits(self._placed(arrangement, limits), limits),
             simulated_s=simulated_s,
         )
         faster = found.get(best, start)
         return faster if faster.step_s < start.step_s * (1 - WORTH_IT) else start
 
+    def _weights(self, name: str) -> tuple[Weights, ...]:
+        if name in self._always:
+            return (Weights.RESIDENT,)
+        tables = (Weights.HOST,) if name in self._tables else ()
+        return (Weights.RESIDENT, Weights.STREAMED, *tables)
+
     def device_bytes(self, placement: Placement) -> int:
         """Estimated peak of the device, corrected."""
-        costs = self.costs
-        held = sum(
-            group.weight_bytes
-            for name, group in costs.groups.items()
-            if placement.groups[name].weights is Weights.RESIDENT
-        )
-        held += sum(
-            group.state_bytes for name, group in costs.groups.items() if placement.groups[name].site is Site.DEVICE
-        )
+        return self._beside_highest(placement) + self.estimate.highest_bytes(placement)
+
+    def _beside_highest(self, placement: Placement) -> int:
         correction = self.correction_bytes + (self.mixed_bytes if self.is_mixed(placement) else 0)
-        return held + placement.window_bytes + self._highest_of_step(placement) + correction
+        return self.estimate.held_bytes(placement) + correction
 
     def is_mixed(self, placement: Placement) -> bool:
         """Whether blocks have different policies."""
@@ -230,28 +268,16 @@ class Search:
 
     def host_bytes(self, placement: Placement) -> tuple[int, int]:
         """Bytes of the host in all, and the part of them that is locked."""
-        pinned = placement.staging_bytes
-        loose = 0
-        for name, group in self.costs.groups.items():
-            choice = placement.groups[name]
-            is_updated = choice.site is Site.HOST and group.trained_bytes > 0
-            if choice.weights is Weights.STREAMED or is_updated:
-                pinned += group.weight_bytes
-            if is_updated:
-                loose += group.state_bytes
-                pinned += group.trained_bytes if placement.schedule is Schedule.DEFERRED else 0
-            if choice.policy == "offload":
-                pinned += group.offloaded_bytes
-        return pinned + loose, pinned
+        return self.estimate.host_bytes(placement)
 
     def fits(self, placement: Placement, limits: Limits) -> bool:
         """Whether the placement is within every limit."""
         host, pinned = self.host_bytes(placement)
-        return (
-            host <= limits.host_bytes
-            and pinned <= limits.pinned_bytes
-            and self.device_bytes(placement) <= limits.device_bytes
-        )
+        if host > limits.host_bytes or pinned > limits.pinned_bytes:
+            return False
+        beside = self._beside_highest(placement)
+        # Most that do not fit hold too much as it is, and the highest point is dear to find.
+        return beside <= limits.device_bytes and self.device_bytes(placement) <= limits.device_bytes
 
     def most_fast(self, shape: Shape, limits: Limits) -> Shape | None:
         """The shape with as many blocks under the faster policy as fit; None where not even none do."""
@@ -279,31 +305,34 @@ class Search:
             device_bytes=self.device_bytes(placement),
             host_bytes=host,
             pinned_bytes=pinned,
-            simulated=simulate(self.costs, placement, self.rates),
+            times=self.simulator.times(placement),
         )
 
     def simulate(self, plan: Plan, limits: Limits) -> SimulatedStep:
         """The step under a plan that somebody else made; a group has the policy and the site of its first chunk."""
-        streamed = {group.name for group in plan.groups if group.weights is Weights.STREAMED}
-        word_of = {policy: word for word, policy in WORDS.items()}
         placement = Placement(
             groups={
                 group.name: GroupChoice(
                     weights=group.weights,
                     site=group.sites[0] if group.sites else Site.DEVICE,
-                    policy=word_of[group.activation],
+                    policy=word_of_policy(group.activation),
                 )
                 for group in plan.groups
             },
             schedule=plan.schedule,
             prefetch_depth=plan.prefetch_depth,
-            window_bytes=plan.budgets.window_bytes or window_bytes(self.layout, streamed, plan.prefetch_depth),
+            window_bytes=plan.budgets.window_bytes or window_bytes_needed(self.layout, plan),
             staging_bytes=plan.budgets.staging_bytes or 0,
             is_clipped=limits.is_clipped,
         )
         if not placement.staging_bytes:
-            placement = replace(placement, staging_bytes=self._staging_bytes(placement, limits))
-        return simulate(self.costs, placement, self.rates)
+            placement = self._staged(placement, limits)
+        return self.simulator.step(placement)
+
+    @property
+    def where_tables_are(self) -> tuple[bool, ...]:
+        """Whether embeddings stay on the host: both are tried where there are any."""
+        return (False, True) if self._tables else (False,)
 
     @property
     def num_groups(self) -> int:
@@ -320,7 +349,10 @@ class Search:
         for small, fast in self._ladders(limits):
             for num_resident in counts:
                 for num_device in counts:
-                    yield Shape(num_resident=num_resident, num_device=num_device, small=small, fast=fast, num_fast=0)
+                    shape = Shape(num_resident=num_resident, num_device=num_device, small=small, fast=fast, num_fast=0)
+                    yield shape
+                    if self._tables and small == fast:  # the other pairs find them among single changes
+                        yield replace(shape, tables_stay=True)
 
     def _ladders(self, limits: Limits) -> list[tuple[str, str]]:
         if not self._blocks:
@@ -339,68 +371,6 @@ class Search:
                     if self.fits(self.placement(shape, limits), limits):
                         found.append(self.evaluate(shape, limits))
         return tuple(sorted(found, key=lambda candidate: candidate.step_s))
-
-    def _window_bytes(self, streamed: frozenset[str], prefetch_depth: int) -> int:
-        key = (streamed, prefetch_depth)
-        if key not in self._windows:
-            self._windows[key] = window_bytes(self.layout, streamed, prefetch_depth)
-        return self._windows[key]
-
-    def _staging_bytes(self, placement: Placement, limits: Limits) -> int:
-        """As a session takes it."""
-        groups = self.costs.groups
-        on_host = [groups[name] for name, choice in placement.groups.items() if choice.site is Site.HOST]
-        host_bytes = sum(group.trained_bytes for group in on_host)
-        largest = max((group.trained_bytes for group in on_host), default=0)
-        needed, useful = staging_for(
-            None,
-            least=min(host_bytes, 2 * min(largest, LARGEST_CHUNK_BYTES)),
-            on_host=host_bytes,
-            on_device=sum(group.trained_bytes for group in groups.values()) - host_bytes,
-            waits=placement.schedule is Schedule.IN_BACKWARD and any(group.state_bytes for group in on_host),
-        )
-        taken, pinned = self.host_bytes(replace(placement, staging_bytes=needed))
-        rest = min(limits.host_bytes - taken, limits.pinned_bytes - pinned)
-        has_offload = any(choice.policy == "offload" for choice in placement.groups.values())
-        return needed if has_offload else granted_staging_bytes(needed, useful=useful, rest_bytes=rest)
-
-    def _highest_of_step(self, placement: Placement) -> int:
-        """Activations, temporaries and gradients at their highest."""
-        groups = self.costs.groups
-        level = highest = self.costs.start_bytes
-        finished = 0
-        leaving = _Leaving(max((group.weight_bytes for group in groups.values()), default=0))
-        for use in self.costs.uses:  # what the step before left behind
-            self._send_off(use, placement, leaving)
-        if placement.schedule is Schedule.DEFERRED:
-            for name, placed in placement.groups.items():
-                if placed.site is Site.DEVICE and placed.weights is Weights.STREAMED:
-                    leaving.send(groups[name].trained_bytes, is_gradient=False)
-        for use in self.costs.uses:
-            own = placement.groups.get(use.window)
-            cost = use.under("keep" if own is None else own.policy)
-            current = 0
-            if use.phase is Phase.BACKWARD:
-                current = sum(groups[name].trained_bytes for name in use.groups)
-            highest = max(highest, level + cost.peak_bytes + finished + leaving.gradient_bytes + current)
-            level += cost.grown_bytes
-            self._send_off(use, placement, leaving)
-            if use.phase is Phase.BACKWARD and placement.schedule is Schedule.DEFERRED:
-                finished += sum(
-                    groups[name].trained_bytes for name in use.groups if placement.groups[name].site is Site.DEVICE
-                )
-        return highest
-
-    def _send_off(self, use: Use, placement: Placement, leaving: _Leaving) -> None:
-        """What a use sends to the host: gradients, and weights that the device has updated in backward."""
-        if use.phase is not Phase.BACKWARD:
-            return
-        for name in use.groups:
-            choice = placement.groups[name]
-            if choice.site is Site.HOST:
-                leaving.send(self.costs.groups[name].trained_bytes, is_gradient=True)
-            elif choice.weights is Weights.STREAMED and placement.schedule is Schedule.IN_BACKWARD:
-                leaving.send(self.costs.groups[name].trained_bytes, is_gradient=False)
 
     def _does_not_fit(self, limits: Limits) -> PlanError:
         placement = self.placement(self.smallest(limits), limits)
@@ -443,30 +413,6 @@ def probe_placement(costs: StepCosts, layout: Layout, policies: Mapping[str, str
 
 
 @dataclass(slots=True)
-class _Leaving:
-    """What waits on the device for its copy to the host: no more than the largest group, the oldest goes first."""
-
-    most_bytes: int
-    gradient_bytes: int = 0
-    """The part of it that is gradients; weights wait in their windows."""
-    _total_bytes: int = 0
-    _waiting: deque[tuple[int, bool]] = field(default_factory=deque)
-
-    def send(self, num_bytes: int, *, is_gradient: bool) -> None:
-        """One more comes; of a group the parameters go one by one."""
-        self._waiting.append((num_bytes, is_gradient))
-        self._total_bytes += num_bytes
-        self.gradient_bytes += num_bytes if is_gradient else 0
-        while self._total_bytes > self.most_bytes:
-            oldest, was_gradient = self._waiting.popleft()
-            gone = min(oldest, self._total_bytes - self.most_bytes)
-            self._total_bytes -= gone
-            self.gradient_bytes -= gone if was_gradient else 0
-            if gone < oldest:
-                self._waiting.appendleft((oldest - gone, was_gradient))
-
-
-@dataclass(slots=True)
 class _Run:
     """One search under one set of limits."""
 
@@ -485,9 +431,7 @@ class _Run:
             if filled is None or filled in self._seen:
                 continue
             self._seen.add(filled)
-            promising.append(
-                (least_step_s(search.costs, search.placement(filled, limits), search.rates), number, filled)
-            )
+            promising.append((search.simulator.least_s(search.placement(filled, limits)), number, filled))
         for least_s, _, shape in sorted(promising, key=lambda entry: entry[:2]):
             if self.best is not None and least_s >= self.best.step_s:
                 break

@@ -8,8 +8,9 @@ policies of a deep model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from lowtide.activations.policy import OTHERS
 from lowtide.memory.chunk import GroupSpec, Layout
@@ -17,8 +18,11 @@ from lowtide.memory.groups import REST
 from lowtide.planning.placement import group_sizes, is_one_module, is_trained
 from lowtide.tracing.step_trace import Category, Phase, StepTrace
 
-POLICIES = ("keep", "selective", "recompute", "offload")
-"""Words of the policies that are priced, from the fastest and largest to the smallest."""
+PRICED = ("keep", "selective", "recompute", "offload", "offload/all")
+"""Words of the policies that are read off probes. Shallow models do without the last."""
+POLICIES = ("keep", "selective", "offload/all", "recompute", "recompute/2", "recompute/4", "offload")
+"""Words of the policies that a step can be told under, roughly from the fastest and largest to the smallest. What segments
+take follows from `recompute` and from which blocks are neighbours."""
 _RUN = 3
 """Blocks in a row that have one policy in a probe: the one in the middle is not disturbed by its neighbours' policies."""
 _BESIDE_WEIGHTS = frozenset({Category.ACTIVATIONS, Category.TEMPORARIES, Category.WORKSPACE})
@@ -63,8 +67,8 @@ class Use:
     """By the policy's word. One entry, `keep`, where the group cannot have another."""
 
     def under(self, policy: str) -> UseCost:
-        """The cost under a policy; where the module cannot have it, the one that it has."""
-        return self.costs.get(policy) or next(iter(self.costs.values()))
+        """The cost under a policy, in a segment of one; where the module cannot have it, the one that it has."""
+        return self.costs.get(priced_as(policy)) or next(iter(self.costs.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,11 +88,13 @@ class GroupCosts:
     """Parameters that have gradients."""
     policies: tuple[str, ...]
     """Those that it can have."""
-    offloaded_bytes: int = 0
-    """What `offload` sends to the host in the forward, and brings back."""
+    is_table: bool = False
+    """Whether it is an embedding that could be looked up and updated on the host, and never come to the device."""
+    stashed_bytes: Mapping[str, int] = field(default_factory=dict)
+    """What a policy sends to the host in the forward, and brings back."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StepCosts:
     """A step's uses in their order, and its groups."""
 
@@ -96,6 +102,87 @@ class StepCosts:
     groups: Mapping[str, GroupCosts]
     start_bytes: int
     """Device bytes beside weights, gradients and state when the step begins: the batch, workspaces."""
+
+    def under(self, policies: Mapping[str, str]) -> list[UseCost]:
+        """What each use takes where groups have these policies."""
+        costs = [use.under(policies.get(use.window, "keep")) for use in self.uses]
+        for segment in self.segments(policies):
+            self._share_an_input(segment, costs)
+        for first, last, num_bytes in self._stashes(policies):
+            # Each backward brings back what the next one needs: the first needs its own as well, the last brings nothing.
+            own = costs[first]
+            costs[first] = replace(own, grown_bytes=own.grown_bytes + num_bytes, peak_bytes=own.peak_bytes + num_bytes)
+            costs[last] = replace(costs[last], grown_bytes=costs[last].grown_bytes - num_bytes)
+        return costs
+
+    def _share_an_input(self, segment: Sequence[tuple[int, int]], costs: list[UseCost]) -> None:
+        """Inside a segment no input is kept but the first. The backward of the last block runs the others again, and holds
+        their outputs until their own backward has taken them.
+        """
+        (*again, (_, last)) = segment
+        grown = peak = 0
+        for (forward, _), (later, _) in zip(again, segment[1:], strict=True):
+            kept = max(0, costs[later].grown_bytes)
+            peak = max(peak, grown + costs[forward].peak_bytes)
+            grown += kept
+            costs[later] = replace(costs[later], grown_bytes=costs[later].grown_bytes - kept)
+        own, runs = costs[last], [costs[forward] for forward, _ in again]
+        costs[last] = replace(
+            own,
+            device_s=own.device_s + sum(run.device_s for run in runs),
+            num_ops=own.num_ops + sum(run.num_ops for run in runs),
+            grown_bytes=own.grown_bytes + grown,
+            peak_bytes=max(peak, grown + own.peak_bytes),
+        )
+
+    def _stashes(self, policies: Mapping[str, str]) -> list[tuple[int, int, int]]:
+        """Blocks in a row that bring activations back: the first and the last of their backwards, and the bytes of one."""
+        found: list[tuple[int, int, int]] = []
+        for window, (_, backward) in reversed(self._once.items()):
+            group = self.groups.get(window)
+            num_bytes = 0 if group is None else group.stashed_bytes.get(policies.get(window, "keep"), 0)
+            if num_bytes and found and found[-1][1:] == (backward - 1, num_bytes):
+                found[-1] = found[-1][0], backward, num_bytes
+            elif num_bytes:
+                found.append((backward, backward, num_bytes))
+        return found
+
+    def segments(self, policies: Mapping[str, str]) -> list[list[tuple[int, int]]]:
+        """Blocks in a row that share a kept input: the positions of each one's forward and backward, two blocks or more."""
+        if not any(word.startswith(_SEGMENT) for word in policies.values()):
+            return []
+        found: list[list[tuple[int, int]]] = []
+        before = -2
+        for window, (forward, backward) in self._once.items():
+            word = policies.get(window, "keep")
+            if not word.startswith(_SEGMENT):
+                continue
+            if forward == before + 1 and len(found[-1]) < int(word.removeprefix(_SEGMENT)):
+                found[-1].append((forward, backward))
+            else:
+                found.append([(forward, backward)])
+            before = forward
+        return [segment for segment in found if len(segment) > 1]
+
+    @cached_property
+    def _once(self) -> dict[str, tuple[int, int]]:
+        """The positions of windows with one forward and one backward, in the order of the forward."""
+        places: dict[str, list[int]] = {}
+        for position, use in enumerate(self.uses):
+            places.setdefault(use.window, []).append(position)
+        return {
+            window: (found[0], found[1])
+            for window, found in places.items()
+            if [self.uses[position].phase for position in found] == [Phase.FORWARD, Phase.BACKWARD]
+        }
+
+
+_SEGMENT = "recompute/"
+
+
+def priced_as(policy: str) -> str:
+    """The policy whose price a block has alone."""
+    return "recompute" if policy.startswith(_SEGMENT) else policy
 
 
 def probe_policies(layout: Layout) -> list[dict[str, str]]:
@@ -109,18 +196,22 @@ def probe_policies(layout: Layout) -> list[dict[str, str]]:
             kinds.setdefault(_kind(group), []).append(group.name)
     if not kinds:
         return [{}]
-    if all(len(names) >= _RUN * len(POLICIES) for names in kinds.values()):
-        mixed = {OTHERS: "recompute"}
-        for names in kinds.values():
-            mixed |= {name: POLICIES[number // _RUN] for number, name in enumerate(names[: _RUN * len(POLICIES)])}
-        return [mixed]
-    return [{OTHERS: policy} for policy in POLICIES]
+    fewest = min(map(len, kinds.values()))
+    for num_policies in (len(PRICED), len(PRICED) - 1):
+        if fewest >= _RUN * num_policies:
+            mixed = {OTHERS: "recompute"}
+            for names in kinds.values():
+                chosen = names[: _RUN * num_policies]
+                mixed |= {name: PRICED[number // _RUN] for number, name in enumerate(chosen)}
+            return [mixed]
+    return [{OTHERS: policy} for policy in PRICED]
 
 
 def read_costs(
     layout: Layout,
     probes: Sequence[tuple[Mapping[str, str], StepTrace]],
     state_bytes: Mapping[str, int],
+    tables: Collection[str] = (),
 ) -> StepCosts:
     """The costs of a step from its probes.
 
@@ -128,6 +219,7 @@ def read_costs(
         layout: The model's.
         probes: What `probe_policies` asked for, each with the trace of a step in which all groups are streamed.
         state_bytes: Optimizer state of each group.
+        tables: Groups that are embeddings and could stay on the host.
     """
     windows = _windows(layout)
     first_policies, first = probes[0]
@@ -149,7 +241,9 @@ def read_costs(
                 priced.setdefault((kinds[use.window], position), {})[policy] = cost
             if number == 0:
                 own.append(cost)
-    return _assemble(layout, sequence, own, priced, state_bytes, first)
+    found = _assemble(layout, sequence, own, priced, state_bytes, first)
+    groups = {name: replace(group, is_table=name in tables) for name, group in found.groups.items()}
+    return replace(found, groups=groups)
 
 
 def _assemble(
@@ -162,15 +256,19 @@ def _assemble(
 ) -> StepCosts:
     uses: list[Use] = []
     counted: dict[str, int] = {}
-    offloaded: dict[str, int] = {}
+    stashed: dict[str, dict[str, int]] = {}
     windows, kinds = _windows(layout), _kinds(layout)
     for (window, phase), cost in zip(sequence, own, strict=True):
         position = counted[window] = counted.get(window, -1) + 1
         costs = _with_watched(phase, priced.get((kinds[window], position), {})) if window in kinds else {}
         uses.append(Use(window=window, groups=windows.get(window, ()), phase=phase, costs=costs or {"keep": cost}))
-        if phase is Phase.FORWARD and {"recompute", "offload"} <= costs.keys():
-            saved = costs["recompute"].grown_bytes - costs["offload"].grown_bytes
-            offloaded[window] = offloaded.get(window, 0) + max(0, saved)
+        if phase is Phase.FORWARD:
+            for policy, instead_of in (("offload", "recompute"), ("offload/all", "keep")):
+                if {policy, instead_of} <= costs.keys():
+                    sent = stashed.setdefault(window, {})
+                    sent[policy] = sent.get(policy, 0) + max(
+                        0, costs[instead_of].grown_bytes - costs[policy].grown_bytes
+                    )
     by_window = {use.window: tuple(use.costs) for use in uses}
     sizes = group_sizes(layout)
     groups = {}
@@ -183,8 +281,10 @@ def _assemble(
             trained_bytes=sum(chunk.nbytes for chunk in trained),
             state_bytes=state_bytes.get(group_spec.name, 0),
             num_trained=sum(each.requires_grad for each in group_spec.parameters),
-            policies=tuple(policy for policy in POLICIES if policy in by_window.get(group_spec.name, ("keep",))),
-            offloaded_bytes=offloaded.get(group_spec.name, 0),
+            policies=tuple(
+                policy for policy in POLICIES if priced_as(policy) in by_window.get(group_spec.name, ("keep",))
+            ),
+            stashed_bytes=stashed.get(group_spec.name, {}),
         )
     start = sum(
         allocation.bytes

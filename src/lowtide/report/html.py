@@ -22,7 +22,7 @@ from lowtide.report.session_tables import cache_line, overlap_line, per_step
 from lowtide.report.table import Table, Tone, Value, size, to_html
 from lowtide.report.timeline import timeline_data
 from lowtide.report.trace_tables import ASSUMED_CONTEXT, circumstances, fit_of
-from lowtide.runtime.planner import PlannedStep
+from lowtide.runtime.plan_problem import PlannedStep
 from lowtide.runtime.statistics.session_stats import SessionStats
 from lowtide.tracing.attention.use import attention_use, fallbacks
 from lowtide.tracing.explanation.instant import instant_of

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from lowtide.activations.policy import WORDS
+from lowtide.activations.policy import word_of_policy
 from lowtide.memory.groups import REST
 from lowtide.planning.budget_curve import BudgetPoint
 from lowtide.planning.comparison import TimelineComparison
@@ -17,7 +17,7 @@ from lowtide.planning.plan import GroupPlan, Schedule, Site, Weights
 from lowtide.planning.simulator import SimulatedStep
 from lowtide.planning.timeline import Lane
 from lowtide.report.table import Fill, Table, Tone, Value, bar, make_table, number, size, words
-from lowtide.runtime.planner import PlannedStep
+from lowtide.runtime.plan_problem import PlannedStep
 from lowtide.units import format_count, format_seconds
 
 _LAST_NUMBER = re.compile(r"(?P<before>.*?)(?P<number>\d+)(?P<after>\D*)")
@@ -27,7 +27,6 @@ LANE_NAMES: dict[str, str] = {
     Lane.TO_HOST: "copies to the host",
     Lane.HOST_UPDATE: "updates on the host",
 }
-_POLICY_WORDS = {policy: word for word, policy in WORDS.items()}
 
 
 def bound_words(simulated: SimulatedStep) -> str:
@@ -98,7 +97,7 @@ def group_runs(found: PlannedStep) -> tuple[GroupRun, ...]:
         groups = list(alike)
         device_bytes = host_bytes = 0
         for group in groups:
-            cost, policy = costs[group.name], _POLICY_WORDS.get(group.activation)
+            cost = costs[group.name]
             trained = [
                 (chunk.nbytes, site)
                 for chunk, site in zip(layout.chunks_of(group.name), group.sites, strict=True)
@@ -111,13 +110,13 @@ def group_runs(found: PlannedStep) -> tuple[GroupRun, ...]:
             device_bytes += cost.weight_bytes * (group.weights is Weights.RESIDENT) + state + min(here, gradients)
             host_bytes += cost.state_bytes - state + min(on_host, gradients)
             host_bytes += cost.weight_bytes * (group.weights is not Weights.RESIDENT or on_host > 0)
-            host_bytes += cost.offloaded_bytes * (policy == "offload")
+            host_bytes += cost.stashed_bytes.get(word_of_policy(group.activation), 0)
         runs.append(
             GroupRun(
                 names=tuple(group.name for group in groups),
                 weights=groups[0].weights,
                 site=_sites(groups[0]) if any(costs[group.name].trained_bytes for group in groups) else "not trained",
-                policy=_POLICY_WORDS.get(groups[0].activation, type(groups[0].activation).__name__),
+                policy=word_of_policy(groups[0].activation),
                 device_bytes=device_bytes,
                 host_bytes=host_bytes,
             )
@@ -162,7 +161,7 @@ def lane_table(simulated: SimulatedStep) -> Table:
     waits_s, step_s = simulated.timeline.exposed_copy_s(), simulated.step_s
     rows = [
         *((LANE_NAMES[lane], "kind-forward", simulated.busy_s[lane]) for lane in Lane),
-        ("launches by the host", "plain", simulated.launch_s),
+        ("launches by the host", "plain", simulated.times.launch_s),
         ("the computation waits", "kind-waiting", waits_s),
     ]
     return make_table(

@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,10 @@ from lowtide.planning.hand_plan import make_plan
 from lowtide.planning.plan import Schedule
 from lowtide.planning.search import Limits
 from lowtide.planning.techniques import batch_size
-from lowtide.runtime.planner import PlannedStep, PlanProblem, Size, pose, smallest, usable_bytes
-from lowtide.runtime.prediction.trace import Optimizer
+from lowtide.runtime.plan_problem import PlannedStep, PlanProblem, smallest, usable_bytes
+from lowtide.runtime.planner import PlanOptions, Size, pose
 from lowtide.tracing.settings import StepSettings
 from lowtide.tracing.step_trace import StepTrace, seconds_of
-from lowtide.tracing.training_step import Loss
 from lowtide.units import format_bytes
 
 _MOST_REPLAYS = 4
@@ -163,21 +162,7 @@ class LargestBatch:
         return f"<LargestBatch: {self.num_samples} samples, one more takes {more}; {self.found!r}>"
 
 
-def largest_batch(
-    model: nn.Module,
-    batch: Any,
-    *,
-    optimizer: Optimizer,
-    device_memory: Size | None = None,
-    host_memory: Size | None = None,
-    hardware: str | Hardware = "h200",
-    precision: str | None = None,
-    moments: str = "fp32",
-    schedule: Schedule | str = Schedule.DEFERRED,
-    max_grad_norm: float | None = None,
-    loss: Loss | None = None,
-    autocast: str | torch.dtype | None = None,
-) -> LargestBatch:
+def largest_batch(model: nn.Module, batch: Any, **options: Unpack[PlanOptions]) -> LargestBatch:
     """The largest batch whose step fits the memory, with the fastest plan for it; the arguments are those of `plan`.
 
     The step is traced at two sizes, and what it takes at others is told from these. The answer is verified: the step of the
@@ -186,16 +171,7 @@ def largest_batch(
     Args:
         model: As for `plan`.
         batch: One of any size, whose tensors share their first dimension; its samples are repeated or left out.
-        optimizer: As for `plan`.
-        device_memory: As for `plan`.
-        host_memory: As for `plan`.
-        hardware: As for `plan`.
-        precision: As for `plan`.
-        moments: As for `plan`.
-        schedule: As for `plan`.
-        max_grad_norm: As for `plan`.
-        loss: As for `plan`.
-        autocast: As for `plan`.
+        **options: As for `plan`.
 
     Raises:
         PlanError: Not even one sample fits.
@@ -211,22 +187,7 @@ def largest_batch(
         >>> largest.found.trace.peak_reserved_bytes <= 100 << 20 < largest.next_bytes
         True
     """
-    return largest(
-        *pose(
-            model,
-            batch,
-            optimizer=optimizer,
-            device_memory=device_memory,
-            host_memory=host_memory,
-            hardware=hardware,
-            precision=precision,
-            moments=moments,
-            schedule=schedule,
-            max_grad_norm=max_grad_norm,
-            loss=loss,
-            autocast=autocast,
-        )
-    )
+    return largest(*pose(model, batch, **options))
 
 
 def largest(problem: PlanProblem, limits: Limits) -> LargestBatch:
@@ -381,6 +342,6 @@ def _row(problem: PlanProblem, limits: Limits, needed_bytes: int) -> HardwareRow
         hardware=problem.hardware,
         step_s=None if found is None else found.step_s,
         tokens_per_s=problem.num_tokens / found.step_s if found is not None and problem.num_tokens else None,
-        bound_by="" if found is None else found.simulated.bound_by,
+        bound_by="" if found is None else found.times.bound_by,
         device_bytes=needed_bytes if found is None else found.device_bytes,
     )

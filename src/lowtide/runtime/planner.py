@@ -1,133 +1,59 @@
-"""`lowtide.plan` and `lowtide.prepare`: the fastest plan that fits, and a session under it.
-
-One traced step prices every group under every activation policy (`planning.step_costs`). The search picks the fastest
-placement whose estimated bytes fit (`planning.search`). Its step is then traced as the session will run it, and the plan is
-accepted only if that replay of the allocator stays inside the budgets. Where it does not, or leaves much of them, the
-difference corrects the next search.
-"""
+"""What users call: `lowtide.plan` and `lowtide.prepare`, the fastest plan that fits, and a session under it."""
 
 from __future__ import annotations
 
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Required, TypedDict, Unpack
 
 import torch
 from torch import nn
 
-from lowtide import compat
-from lowtide.activations.policy import WORDS, policy_of
-from lowtide.errors import ConfigError, PlanError, TraceError
+from lowtide.errors import ConfigError, TraceError
 from lowtide.hardware import Hardware, find_hardware, hardware_of
-from lowtide.memory.chunk import Layout, lay_out
+from lowtide.memory.chunk import lay_out
 from lowtide.memory.groups import find_groups
 from lowtide.memory.tier import PINNABLE_SHARE, host_capacity_bytes
-from lowtide.optim.update_types import Numerics, numerics_of
-from lowtide.planning.budget_curve import BudgetPoint, CurveSource, budget_curve
+from lowtide.optim.update_types import numerics_of
 from lowtide.planning.budget_plans import WarmUp
-from lowtide.planning.hand_plan import make_plan
-from lowtide.planning.placement import assemble, window_bytes
-from lowtide.planning.plan import Budgets, Plan, Schedule, Site, Weights, word_of
-from lowtide.planning.search import WORTH_IT, Candidate, Found, Limits, Search, Shape, probe_placement
-from lowtide.planning.simulator import LaneRates, SimulatedStep, lane_rates
-from lowtide.planning.step_costs import POLICIES, StepCosts, probe_policies, read_costs
-from lowtide.runtime.host_memory import state_bytes_by_parameter
+from lowtide.planning.plan import Schedule, word_of
+from lowtide.planning.search import Limits
+from lowtide.planning.step_costs import POLICIES
 from lowtide.runtime.manage import manage
-from lowtide.runtime.prediction.trace import Optimizer, trace, update_kind
+from lowtide.runtime.plan_problem import ALLOWED, MARGIN, PlannedStep, PlanProblem, usable_bytes
+from lowtide.runtime.prediction.trace import Optimizer
 from lowtide.runtime.session import Session
 from lowtide.tracing.settings import StepSettings
-from lowtide.tracing.step_trace import StepTrace
-from lowtide.tracing.training_step import Loss, tensors_in
+from lowtide.tracing.training_step import Loss
 from lowtide.units import format_bytes, format_seconds, parse_bytes
 
 Size = str | int
-_MOST_REPLAYS = 6
-_GAPS = 0.04
-"""The share of the device budget with which `_Gaps` begin."""
-_WORTH_A_REPLAY = 0.06
-"""The share of the device budget that a replay must have left unused for another search."""
-_WORTH_A_WORD = 0.03
-"""The share of a step that another schedule must save to be told of."""
-_MARGIN = 0.03
-"""The share of free device memory that `prepare` leaves alone where no budget is given."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlannedStep:
-    """The fastest plan that fits, with its predicted step."""
+class PlanOptions(TypedDict, total=False):
+    """What `plan` takes by name, as its documentation says."""
 
-    plan: Plan
-    trace: StepTrace
-    """The step under the plan: its peak, and what it holds of the host."""
-    simulated: SimulatedStep
-    """Its time, by lanes."""
-    rejected: tuple[Candidate, ...]
-    """Uniform placements that fit, the fastest first: what a user would try by hand."""
-    costs: StepCosts
-    hardware: Hardware
-    num_tokens: int
-    """Elements of the batch's first tensor of whole numbers: tokens of a language model; 0 where it has none."""
-    num_tried: int
-    source: CurveSource
-    """What it was found with."""
-    in_backward_s: float | None = None
-    """Predicted seconds a step with updates in backward, where they are deferred, nothing is clipped and that is faster."""
-
-    @property
-    def step_s(self) -> float:
-        """Predicted seconds a step."""
-        return self.simulated.step_s
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Predicted; None where the batch has no tokens."""
-        return self.num_tokens / self.step_s if self.num_tokens else None
-
-    def by_budget(self) -> tuple[BudgetPoint, ...]:
-        """The fastest step at each device budget, from the smallest that holds it to where more memory gains nothing.
-
-        Takes some searches, and two traces for the ends.
-        """
-        return budget_curve(self.source)
-
-    def simulate(self, other: Plan) -> SimulatedStep:
-        """The same step under another plan, one made by hand for instance; nothing is traced."""
-        return self.source.search.simulate(other, self.source.limits)
-
-    @cached_property
-    def words(self) -> tuple[str, ...]:
-        """What the plan does, a short sentence for each technique."""
-        return tuple(_words(self.plan))
-
-    def __repr__(self) -> str:
-        peak = format_bytes(self.trace.peak_reserved_bytes)
-        return f"<PlannedStep: {format_seconds(self.step_s)} a step in {peak} of {self.hardware.name}; {self.plan.summary}>"
+    optimizer: Required[Optimizer]
+    device_memory: Size | None
+    host_memory: Size | None
+    pinned_memory: Size | None
+    hardware: str | Hardware
+    precision: str | None
+    moments: str
+    schedule: Schedule | str
+    max_grad_norm: float | None
+    policies: Iterable[str]
+    allow: Iterable[str]
+    loss: Loss | None
+    autocast: str | torch.dtype | None
+    settings: StepSettings | None
+    torch_version: str | None
+    on_progress: Callable[[str], None] | None
 
 
-def plan(
-    model: nn.Module,
-    batch: Any,
-    *,
-    optimizer: Optimizer,
-    device_memory: Size | None = None,
-    host_memory: Size | None = None,
-    pinned_memory: Size | None = None,
-    hardware: str | Hardware = "h200",
-    precision: str | None = None,
-    moments: str = "fp32",
-    schedule: Schedule | str = Schedule.DEFERRED,
-    max_grad_norm: float | None = None,
-    policies: Iterable[str] = POLICIES,
-    loss: Loss | None = None,
-    autocast: str | torch.dtype | None = None,
-    settings: StepSettings | None = None,
-    torch_version: str | None = None,
-    on_progress: Callable[[str], None] | None = None,
-) -> PlannedStep:
+def plan(model: nn.Module, batch: Any, **options: Unpack[PlanOptions]) -> PlannedStep:
     """The fastest plan whose step fits the memory, predicted without the device it is for.
 
     What changes the arithmetic is never chosen: precision, optimizer, batch and schedule are those given.
@@ -145,6 +71,8 @@ def plan(
         schedule: `deferred`, or `in_backward` where nothing needs all gradients at once.
         max_grad_norm: As for `manage`; clipped updates wait for the last gradient.
         policies: Activation policies that may be used: words of `lowtide.activations`.
+        allow: What may be chosen though it changes the arithmetic. `tables`: 16-bit embeddings stay on the host, which adds up
+            their gradients in 16 bits.
         loss: As for `trace`.
         autocast: As for `trace`.
         settings: As for `trace`.
@@ -164,25 +92,7 @@ def plan(
         >>> found.trace.peak_reserved_bytes <= 200 << 20, found.step_s > 0
         (True, True)
     """
-    problem, limits = pose(
-        model,
-        batch,
-        optimizer=optimizer,
-        device_memory=device_memory,
-        host_memory=host_memory,
-        pinned_memory=pinned_memory,
-        hardware=hardware,
-        precision=precision,
-        moments=moments,
-        schedule=schedule,
-        max_grad_norm=max_grad_norm,
-        policies=policies,
-        loss=loss,
-        autocast=autocast,
-        settings=settings,
-        torch_version=torch_version,
-        on_progress=on_progress,
-    )
+    problem, limits = pose(model, batch, **options)
     return problem.fastest(limits)
 
 
@@ -200,6 +110,7 @@ def pose(
     schedule: Schedule | str = Schedule.DEFERRED,
     max_grad_norm: float | None = None,
     policies: Iterable[str] = POLICIES,
+    allow: Iterable[str] = (),
     loss: Loss | None = None,
     autocast: str | torch.dtype | None = None,
     settings: StepSettings | None = None,
@@ -209,6 +120,14 @@ def pose(
     """The arguments of `plan`, checked: a step to be planned, and what it may take."""
     target = find_hardware(hardware) if isinstance(hardware, str) else hardware
     limits = _limits(target, device_memory, host_memory, pinned_memory, schedule, max_grad_norm, policies)
+    if precision is None and moments != "fp32":
+        raise ConfigError(
+            f"moments={moments!r} is for updates through Lowtide's own kernels; give precision= as well, such as 'bf16 exact'",
+            key="moments",
+        )
+    for word in allow:
+        if word not in ALLOWED:
+            raise ConfigError(f"allow has {word!r}; give words of {', '.join(ALLOWED)}", key="allow")
     tell = on_progress or (lambda text: None)
     problem = PlanProblem(
         model=model,
@@ -227,6 +146,7 @@ def pose(
             "torch_version": torch_version,
         },
         layout=lay_out(find_groups(model)),
+        allow=frozenset(allow),
         tell=tell,
     )
     return problem, limits
@@ -246,6 +166,7 @@ def prepare(
     max_grad_norm: float | None = None,
     weights: str | Path | None = None,
     seed: int = 0,
+    allow: Iterable[str] = (),
     loss: Loss | None = None,
     autocast: str | torch.dtype | None = None,
     on_progress: Callable[[str], None] | None = None,
@@ -266,6 +187,7 @@ def prepare(
         max_grad_norm: As for `manage`.
         weights: As for `manage`.
         seed: As for `manage`.
+        allow: As for `plan`.
         loss: As for `trace`.
         autocast: As for `trace`.
         on_progress: Is told what is being done.
@@ -301,7 +223,7 @@ def prepare(
     budget = _free_bytes(chosen_device) if device_memory is None else parse_bytes(device_memory)
     words: dict[str, Any] = {"hardware": hardware, "precision": precision, "moments": moments, "autocast": autocast}
     search: Callable[..., PlannedStep] = partial(
-        plan, host_memory=host_memory, schedule=schedule, max_grad_norm=max_grad_norm, **words
+        plan, host_memory=host_memory, schedule=schedule, max_grad_norm=max_grad_norm, allow=tuple(allow), **words
     )
     start = partial(
         manage,
@@ -347,7 +269,7 @@ def faster_schedule(planned: PlannedStep) -> str | None:
 def _free_bytes(device: torch.device) -> int:
     """What this process could reserve now, less the margin: free memory, and what it has reserved already."""
     free, _ = torch.cuda.mem_get_info(device)
-    return int((free + torch.cuda.memory_reserved(device)) * (1 - _MARGIN))
+    return int((free + torch.cuda.memory_reserved(device)) * (1 - MARGIN))
 
 
 def _limits(
@@ -360,6 +282,10 @@ def _limits(
     policies: Iterable[str],
 ) -> Limits:
     asked = word_of(Schedule, schedule, "schedule")
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ConfigError(
+            f"max_grad_norm is {max_grad_norm}; give a norm above 0, or leave it out", key="max_grad_norm"
+        )
     if max_grad_norm is not None and asked is Schedule.IN_BACKWARD:
         raise ConfigError(
             f"max_grad_norm={max_grad_norm} needs all gradients before the first update; use schedule='deferred'",
@@ -388,15 +314,11 @@ def _limits(
     )
 
 
-def usable_bytes(hardware: Hardware) -> int:
-    """What may be reserved of a device where nothing else is said: its memory less its context and a margin."""
-    return int((hardware.memory_bytes - hardware.context_bytes) * (1 - _MARGIN))
-
-
 def _size(key: str, given: Size | None, default: int) -> int:
     if given is None:
         return default
-    if isinstance(given, str) and given.strip().replace(".", "", 1).isdecimal():
+    has_no_unit = isinstance(given, str) and given.strip().replace(".", "", 1).isdecimal()
+    if has_no_unit and isinstance(given, str) and float(given):
         raise ConfigError(f"{key} is {given!r}, which has no unit; write '{given.strip()}GiB', or MiB", key=key)
     try:
         found = parse_bytes(given)
@@ -405,340 +327,3 @@ def _size(key: str, given: Size | None, default: int) -> int:
     if found <= 0:
         raise ConfigError(f"{key} is {given!r}; give a size such as '24GiB'", key=key)
     return found
-
-
-@dataclass(slots=True)
-class _Gaps:
-    """The share of the device budget that the allocator is taken to hold beyond its tensors.
-
-    What the allocator held in a replay that did not fit, free to take more, is surely enough: half of the way there is tried
-    first. Once a replay has fitted, it is the middle between what was too little and what was enough.
-    """
-
-    share: float = _GAPS
-    _too_little: float = 0.0
-    _enough: float | None = None
-
-    def was_too_little(self, held_bytes: int, budget_bytes: int) -> None:
-        """A replay did not fit, and held so much beyond its tensors without a limit."""
-        if self._enough is None:
-            held = held_bytes / budget_bytes
-            self.share, self._too_little = (
-                max(2 * self.share, held if self._too_little else (self.share + held) / 2),
-                self.share,
-            )
-        else:
-            self._too_little = self.share
-            self._halve()
-
-    def was_enough(self, left: float) -> None:
-        """A replay fitted, and left this share of the budget."""
-        self._enough = self.share
-        if self._too_little:
-            self._halve()
-        else:
-            self.share = max(0.0, self.share - left)
-
-    def is_too_much(self) -> None:
-        """Nothing fits beside gaps of this share."""
-        self._enough = self.share
-        self._halve()
-
-    def _halve(self) -> None:
-        assert self._enough is not None, "there are two ends"
-        self.share = (self._too_little + self._enough) / 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanProblem:
-    """A step to be planned."""
-
-    model: nn.Module
-    batch: Any
-    optimizer: Optimizer
-    numerics: Numerics | None
-    hardware: Hardware
-    traced: Mapping[str, Any]
-    """What `trace` gets beside model, batch and plan."""
-    layout: Layout
-    tell: Callable[[str], None]
-    known: tuple[StepCosts, int] | None = None
-    """`priced`, where it is known already."""
-
-    @cached_property
-    def priced(self) -> tuple[StepCosts, int]:
-        """The step's costs, and the bytes of tensors beyond their estimate."""
-        return self.read(self.probes()) if self.known is None else self.known
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the batch, as `PlannedStep` counts them."""
-        return _num_tokens(self.batch)
-
-    @property
-    def search(self) -> Search:
-        """The search among its placements, whose bytes are corrected for tensors but not for what the allocator holds beyond."""
-        costs, beyond = self.priced
-        return Search(costs, self.layout, self._rates(), correction_bytes=beyond)
-
-    def replay(self, candidate: Candidate, limits: Limits) -> tuple[Plan, StepTrace]:
-        """A placement's plan, and its step as a session runs it."""
-        chosen = self._plan_of(candidate, limits)
-        return chosen, self.under(chosen)
-
-    def under(self, plan: Plan) -> StepTrace:
-        """The step under a plan, traced."""
-        return trace(self.model, self.batch, plan=plan, **self.traced)
-
-    def fastest(self, limits: Limits) -> PlannedStep:
-        """The fastest plan that fits; near the least that any takes, the smallest one.
-
-        Raises:
-            PlanError: Not even that fits; the message says what it takes.
-        """
-        try:
-            return self.solve(limits)
-        except PlanError as error:
-            self.tell("replaying the smallest plan")
-            candidate = smallest(self.search, limits)
-            chosen, replayed = self.replay(candidate, limits)
-            if self.fits(replayed, limits):
-                gaps = 1 - replayed.peak_bytes / replayed.peak_reserved_bytes
-                return self._planned(candidate, chosen, replayed, limits, beyond=self.priced[1], gaps=gaps)
-            if replayed.peak_reserved_bytes <= limits.device_bytes:
-                raise  # the host's memory is what is short, and the message says so
-            raise PlanError(
-                f"no plan fits {format_bytes(limits.device_bytes)} of device memory: with weights streamed, updates on the "
-                f"host and activations under {candidate.shape.small!r} the step reserves "
-                f"{format_bytes(replayed.peak_reserved_bytes)}; give that much, or a smaller batch",
-                needed_bytes=replayed.peak_reserved_bytes,
-            ) from error
-
-    def _planned(
-        self, candidate: Candidate, chosen: Plan, replayed: StepTrace, limits: Limits, *, beyond: int, gaps: float
-    ) -> PlannedStep:
-        costs = self.priced[0]
-        return PlannedStep(
-            plan=chosen,
-            trace=replayed,
-            simulated=candidate.simulated,
-            rejected=(),
-            costs=costs,
-            hardware=self.hardware,
-            num_tokens=_num_tokens(self.batch),
-            num_tried=1,
-            source=CurveSource(
-                search=Search(costs, self.layout, self._rates(), correction_bytes=beyond),
-                gaps=gaps,
-                limits=limits,
-                best=candidate,
-                best_bytes=replayed.peak_reserved_bytes,
-                device_bytes=usable_bytes(self.hardware) if self.hardware.memory_bytes else None,
-                replay=lambda other, within: self.replay(other, within)[1],
-            ),
-        )
-
-    def solve(self, limits: Limits) -> PlannedStep:
-        """Search and replay until the replay stays inside the budgets and uses them.
-
-        The estimate of what tensors take is off by nearly the same bytes for all placements. What the allocator holds beyond
-        them is not known before the replay, and more where blocks have different policies: see `_Gaps`.
-        """
-        costs, beyond = self.priced
-        alike, mixed = _Gaps(), _Gaps()
-        best: tuple[Candidate, Plan, StepTrace] | None = None
-        found: Found | None = None
-        share = 0.0
-        smallest: StepTrace | None = None
-        for attempt in range(1, _MOST_REPLAYS + 1):
-            self.tell("searching the fastest plan")
-            mixed.share = max(mixed.share, alike.share)
-            search = Search(
-                costs,
-                self.layout,
-                self._rates(),
-                correction_bytes=beyond + int(alike.share * limits.device_bytes),
-                mixed_bytes=int((mixed.share - alike.share) * limits.device_bytes),
-            )
-            try:
-                latest = search.fastest(limits)
-            except PlanError:
-                if smallest is None:
-                    raise
-                alike.is_too_much()
-                continue
-            candidate = latest.best
-            if best is not None and candidate.step_s >= best[0].step_s * (1 - WORTH_IT):
-                break
-            self.tell(f"replaying its step ({attempt})")
-            chosen, replayed = self.replay(candidate, limits)
-            gaps = mixed if search.is_mixed(candidate.placement) else alike
-            beyond += replayed.peak_bytes - (candidate.device_bytes - int(gaps.share * limits.device_bytes))
-            if self.fits(replayed, limits):
-                best, found, share = (candidate, chosen, replayed), latest, gaps.share
-                left = 1 - replayed.peak_reserved_bytes / limits.device_bytes
-                gaps.was_enough(left)
-                if left < _WORTH_A_REPLAY and smallest is None:
-                    break
-            else:
-                if smallest is None or replayed.peak_reserved_bytes < smallest.peak_reserved_bytes:
-                    smallest = replayed
-                gaps.was_too_little(replayed.peak_reserved_bytes - replayed.peak_bytes, limits.device_bytes)
-        if best is None or found is None:
-            assert smallest is not None, "each replay fits or does not"
-            raise PlanError(
-                f"no plan was found whose step stays inside {format_bytes(limits.device_bytes)} of device memory: the smallest "
-                f"that was replayed takes {format_bytes(smallest.peak_reserved_bytes)}; give that much, or a smaller batch",
-                needed_bytes=smallest.peak_reserved_bytes,
-            )
-        candidate, chosen, replayed = self._improved(best, beyond, (share, max(share, mixed.share)), limits)
-        return replace(
-            self._planned(candidate, chosen, replayed, limits, beyond=beyond, gaps=alike.share),
-            rejected=tuple(other for other in found.uniform if other.shape != candidate.shape),
-            num_tried=found.num_tried,
-            in_backward_s=self._in_backward_s(search, limits, candidate.step_s),
-        )
-
-    def _improved(
-        self, best: tuple[Candidate, Plan, StepTrace], beyond: int, shares: tuple[float, float], limits: Limits
-    ) -> tuple[Candidate, Plan, StepTrace]:
-        """With single choices changed, where a replay stays inside the budgets: beside the gaps that were planned with (those
-        of blocks alike, and of mixed ones), or else those that the best one was seen to have.
-        """
-        candidate, _, replayed = best
-        choices = candidate.placement.groups.values()
-        if all(choice.weights is Weights.RESIDENT and choice.site is Site.DEVICE for choice in choices):
-            return best  # all is on the device already: what a change saves is not worth a session in every call
-        seen = (limits.device_bytes - replayed.peak_bytes) / limits.device_bytes
-        for share in sorted({shares[0], max(shares[0], seen)}):
-            self.tell("changing single choices")
-            search = Search(
-                self.priced[0],
-                self.layout,
-                self._rates(),
-                correction_bytes=beyond + int(share * limits.device_bytes),
-                mixed_bytes=int(max(0.0, shares[1] - share) * limits.device_bytes),
-            )
-            better = search.improved(candidate, limits)
-            if better is candidate:
-                break
-            self.tell("replaying the changed step")
-            chosen, replayed = self.replay(better, limits)
-            if self.fits(replayed, limits):
-                return better, chosen, replayed
-        return best
-
-    def _in_backward_s(self, search: Search, limits: Limits, deferred_s: float) -> float | None:
-        if limits.schedule is Schedule.IN_BACKWARD or limits.is_clipped:
-            return None
-        try:
-            found_s = search.fastest(replace(limits, schedule=Schedule.IN_BACKWARD)).best.step_s
-        except PlanError:
-            return None
-        return found_s if found_s < deferred_s * (1 - _WORTH_A_WORD) else None
-
-    def probes(self) -> list[tuple[dict[str, str], StepTrace]]:
-        """The traces that price its parts."""
-        found = []
-        for policies in probe_policies(self.layout):
-            self.tell("pricing the step's parts")
-            probe = make_plan(self.layout, update="host", schedule="in_backward", activations=policies or None)
-            found.append((policies, self.under(probe)))
-        return found
-
-    def read(self, probes: Sequence[tuple[Mapping[str, str], StepTrace]]) -> tuple[StepCosts, int]:
-        """The step's costs, and the bytes of tensors beyond their estimate in the probe."""
-        costs = read_costs(self.layout, probes, self._state_bytes)
-        policies, probed = probes[-1]
-        estimate = Search(costs, self.layout, self._rates()).device_bytes(probe_placement(costs, self.layout, policies))
-        return costs, probed.peak_bytes - estimate
-
-    @cached_property
-    def _state_bytes(self) -> dict[str, int]:
-        named: dict[str, torch.Tensor] = dict(self.model.named_parameters())
-        if isinstance(self.optimizer, torch.optim.Optimizer):
-            own = self.optimizer
-        else:
-            named = {name: compat.without_memory(parameter) for name, parameter in named.items()}
-            own = self.optimizer([parameter for parameter in named.values() if parameter.requires_grad])
-        sizes = state_bytes_by_parameter(own, self.numerics)
-        return {
-            group.name: sum(sizes.get(id(named[parameter.name]), 0) for parameter in group.parameters)
-            for group in self.layout.groups
-        }
-
-    def _rates(self) -> LaneRates:
-        return lane_rates(self.hardware, update_kind(self.numerics, self.hardware))
-
-    def _plan_of(self, candidate: Candidate, limits: Limits) -> Plan:
-        placement = candidate.placement
-        choices = placement.groups
-        streamed = {name for name, choice in choices.items() if choice.weights is Weights.STREAMED}
-        least = window_bytes(self.layout, streamed, placement.prefetch_depth)
-        return assemble(
-            self.layout,
-            weights={name: choice.weights for name, choice in choices.items()},
-            sites={chunk.name: choices[chunk.group].site for chunk in self.layout.chunks},
-            schedule=limits.schedule,
-            prefetch_depth=placement.prefetch_depth,
-            activations={name: policy_of(choice.policy) for name, choice in choices.items()},
-            budgets=Budgets(
-                device_bytes=limits.device_bytes,
-                host_bytes=limits.host_bytes,
-                pinned_bytes=limits.pinned_bytes,
-                window_bytes=placement.window_bytes if placement.window_bytes > least else None,
-            ),
-        )
-
-    def fits(self, replayed: StepTrace, limits: Limits) -> bool:
-        """Whether a replayed step is inside every budget."""
-        assert replayed.host_bytes is not None, "a trace under a plan has them"
-        assert replayed.pinned_bytes is not None, "a trace under a plan has them"
-        return (
-            replayed.peak_reserved_bytes <= limits.device_bytes
-            and replayed.host_bytes <= limits.host_bytes
-            and replayed.pinned_bytes <= limits.pinned_bytes
-        )
-
-
-def smallest(search: Search, limits: Limits) -> Candidate:
-    """The uniform placement that takes least of the device, of those that the host holds if there are any."""
-    num = search.num_groups
-    shapes = [
-        Shape(num_resident=resident, num_device=device, small=policy, fast=policy, num_fast=0, prefetch_depth=0)
-        for policy in limits.policies or ("keep",)
-        for resident in (0, num)
-        for device in (0, num)
-    ]
-
-    def taken(shape: Shape) -> tuple[bool, int]:
-        placement = search.placement(shape, limits)
-        return search.host_bytes(placement)[0] > limits.host_bytes, search.device_bytes(placement)
-
-    return search.evaluate(min(shapes, key=taken), limits)
-
-
-def _num_tokens(batch: Any) -> int:
-    whole = [tensor for tensor in tensors_in(batch) if not tensor.is_floating_point()]
-    return whole[0].numel() if whole else 0
-
-
-def _words(plan: Plan) -> Iterable[str]:
-    num_groups = len(plan.groups)
-    num_resident = sum(group.weights is Weights.RESIDENT for group in plan.groups)
-    yield (
-        "all weights stay on the device"
-        if num_resident == num_groups
-        else f"{num_resident} of {num_groups} groups stay on the device, the others are streamed"
-    )
-    num_device = sum(site is Site.DEVICE for group in plan.groups for site in group.sites[:1])
-    sites = {num_groups: "on the device", 0: "on the host"}
-    yield (
-        f"all groups are updated {sites[num_device]}, {plan.schedule.value}"
-        if num_device in sites
-        else f"{num_device} groups are updated on the device, {num_groups - num_device} on the host, {plan.schedule.value}"
-    )
-    by_policy = Counter(group.activation for group in plan.groups)
-    named = {policy: word for word, policy in WORDS.items() if word != "keep"}
-    chosen = [f"{by_policy[policy]} blocks {word}" for policy, word in named.items() if by_policy[policy]]
-    yield f"activations: {', '.join([*chosen, 'all others keep']) if chosen else 'all blocks keep'}"

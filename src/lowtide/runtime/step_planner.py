@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lowtide import compat
 from lowtide.errors import PlanError, TraceError
-from lowtide.planning.plan import GroupPlan, Plan
+from lowtide.planning.plan import GroupPlan, Plan, Site, Weights
 from lowtide.runtime.prediction.trace import trace
 from lowtide.tracing.prediction.job import Contents, TensorDescription, pack, unpack
 from lowtide.tracing.step_trace import StepTrace
@@ -301,7 +301,13 @@ def elements(shapes: Shapes, others: Shapes) -> int:
 def with_sites_of(like: Plan, plan: Plan) -> Plan:
     """The plan with the update sites of another one for the same model."""
     sites = {group.name: group.sites for group in like.groups}
-    return replace(plan, groups=tuple(replace(group, sites=sites[group.name]) for group in plan.groups))
+
+    def kept(group: GroupPlan) -> GroupPlan:
+        stays = group.weights is Weights.HOST and all(site is Site.HOST for site in sites[group.name])
+        weights = Weights.STREAMED if group.weights is Weights.HOST and not stays else group.weights
+        return replace(group, weights=weights, sites=sites[group.name])
+
+    return replace(plan, groups=tuple(map(kept, plan.groups)))
 
 
 def num_moved(before: Plan, after: Plan) -> int:

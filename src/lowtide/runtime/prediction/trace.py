@@ -21,9 +21,10 @@ from lowtide.memory.chunk import Layout, lay_out
 from lowtide.memory.groups import find_groups, find_named_groups
 from lowtide.optim.update_types import Moments, Numerics, Rounding, numerics_of
 from lowtide.planning.budget_plans import StaticPartition, WarmUp, partition
+from lowtide.planning.lanes import GroupChoice, LaneRates, Placement
 from lowtide.planning.placement import check_plan, is_trained, window_bytes_needed
 from lowtide.planning.plan import GroupPlan, Plan, Site, Weights
-from lowtide.planning.simulator import GroupChoice, LaneRates, Placement, SimulatedStep, lane_rates, simulate
+from lowtide.planning.simulator import SimulatedStep, lane_rates, simulate
 from lowtide.planning.step_costs import StepCosts, Use, UseCost, read_costs
 from lowtide.runtime.host_memory import HostNeed, host_need, state_bytes_by_parameter, state_bytes_per_parameter_byte
 from lowtide.runtime.prediction.session import SessionFootprint
@@ -226,7 +227,7 @@ def trace(
     if isinstance(optimizer, torch.optim.Optimizer):
         own = optimizer
     else:
-        named = {name: compat.without_memory(parameter) for name, parameter in named.items()}
+        named = compat.without_memory(named)
         own = optimizer([parameter for parameter in named.values() if parameter.requires_grad])
     found = _plan_on(target, plan, model, own, numerics)
     layout = lay_out(find_named_groups(model, [group.name for group in found.groups]), chunk_bytes=found.chunk_bytes)

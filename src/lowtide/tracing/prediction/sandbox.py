@@ -8,6 +8,7 @@ backward on ghosts can abort it: both are reasons for it to be a process of its 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import gc
 import os
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -162,7 +163,20 @@ def receive(stream: IO[bytes]) -> Any:
     data = stream.read(size)
     if len(data) < size:
         raise EOFError
-    return pickle.loads(data)
+    with _without_collections():
+        return pickle.loads(data)
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """A trace is thousands of small objects: collections that they set off look at all of torch's, for longer than reading."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def portable(error: BaseException) -> BaseException:
