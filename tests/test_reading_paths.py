@@ -60,8 +60,9 @@ def test_a_streamed_step_and_manage_itself(update: str, schedule: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     plan = lowtide.make_plan(model, weights="streamed", update=update, schedule=schedule)
     step = loop(model, optimizer)
+    manage = lowtide.manage  # loaded at its first use, by the package's own `__getattr__`
     with files_that_run() as in_manage:
-        session = lowtide.manage(model, optimizer, plan, device="cpu")
+        session = manage(model, optimizer, plan, device="cpu")
     with session:
         step()
         # Which files a single step runs through depends on how far the worker is; these are all that a step may need.
