@@ -62,8 +62,7 @@ class RowProcess:
                 self.end()
                 return {**self.row, "failed": f"host memory: {used_bytes / 2**30:.1f} GiB in use"}
             if time.monotonic() > deadline_s:
-                self.end()
-                return {**self.row, "failed": f"no answer after {timeout_s:.0f} s"}
+                return {**self.row, "failed": f"no answer after {timeout_s:.0f} s", "message": self.end()[-1500:]}
         lines = out.strip().splitlines()
         if self._process.returncode or not lines:
             return {**self.row, "failed": f"exit code {self._process.returncode}", "message": err[-1500:]}
@@ -76,10 +75,10 @@ class RowProcess:
         except psutil.NoSuchProcess:
             return 0
 
-    def end(self) -> None:
-        """Stop it, wherever it is."""
+    def end(self) -> str:
+        """Stop it, wherever it is. Returns what it wrote to its standard error."""
         self._process.kill()
-        self._process.communicate()
+        return self._process.communicate()[1]
 
 
 class RowServer:
