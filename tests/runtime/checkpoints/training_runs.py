@@ -101,7 +101,8 @@ def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     if kind == "adafactor":
         return Adafactor(model.parameters(), lr=1e-2)
     if kind == "torch adafactor":
-        return torch.optim.Adafactor(model.parameters(), lr=1e-2)
+        # torch asks each group for a key that this class does not give it, where there is a CUDA device.
+        return torch.optim.Adafactor([{"params": list(model.parameters()), "capturable": False}], lr=1e-2)
     if kind == "sgd":
         return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
     if kind == "amsgrad":
