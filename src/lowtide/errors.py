@@ -23,6 +23,9 @@
     │   ├── NonFiniteLossError              the loss is NaN or infinite
     │   ├── NonFiniteGradientError          gradients are NaN or infinite, or their norm is
     │   └── StepLostError                   a step broke off half-way: it must be repeated
+    ├── RanksError (RuntimeError)           processes that train together cannot go on
+    │   ├── RanksDifferError                they were given different models, plans or settings
+    │   └── RankLostError                   one of them has ended, or stands still
     ├── CheckpointError (RuntimeError)      a checkpoint cannot be saved or loaded
     │   ├── DamagedCheckpointError          a file of it is torn, changed, foreign or of another schema
     │   ├── CheckpointMismatchError         it is of another model or optimizer than it is loaded into
@@ -274,6 +277,18 @@ class StepLostError(SessionError):
         super().__init__(message)
         self.has_moved = has_moved
         """False where all weights are surely as before the step, so that it can be repeated."""
+
+
+class RanksError(LowtideError, RuntimeError):
+    """Processes that train one model together cannot go on. Each of them raises; the message names the rank."""
+
+
+class RanksDifferError(RanksError):
+    """Ranks were given different models, plans, weights or settings. Nothing was changed."""
+
+
+class RankLostError(RanksError):
+    """A rank has ended, stands still, or has left after an exception. Start all of them again from the last checkpoint."""
 
 
 class ActivationError(LowtideError, RuntimeError):

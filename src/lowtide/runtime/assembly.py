@@ -17,6 +17,7 @@ from lowtide import compat
 from lowtide.activations.apply import Applied, apply
 from lowtide.activations.host_embedding import HostEmbedding, put_on_host
 from lowtide.activations.policy import Keep
+from lowtide.distributed.ranks import Ranks
 from lowtide.memory.chunk import Layout
 from lowtide.memory.mover import GradientCarrier
 from lowtide.memory.store import Books
@@ -27,6 +28,7 @@ from lowtide.runtime.emulation.memory import TrackedMemory
 from lowtide.runtime.host_memory import HostPool, Tiers
 from lowtide.runtime.parameters.group import ManagedGroup, chunks_in
 from lowtide.runtime.passes.activation_mover import ActivationMover
+from lowtide.runtime.passes.exchange import Averaged, GradientAverage, SharedBuffers
 from lowtide.runtime.passes.executor import CallWatch, Executor
 from lowtide.runtime.passes.forward import Gate, Window
 from lowtide.runtime.statistics.observer import StepObserver
@@ -58,6 +60,8 @@ class SessionSetup:
     """How our own kernels update; None for the optimizer's own step."""
     poison: bool
     """Fill memory that holds nothing with NaN."""
+    ranks: Ranks | None = None
+    """The processes that train the model together; None for one."""
 
     @property
     def is_on_cuda(self) -> bool:
@@ -164,8 +168,24 @@ def make_executor(
         # Our own kernels clip as they update, and need the norm alone.
         takes_totals=setup.numerics is not None and setup.max_grad_norm is not None,
         clock_origin_s=clock_origin_s,
+        average=None if setup.ranks is None else _make_average(setup, setup.ranks, groups),
         observer=observer,
     )
+
+
+def _make_average(setup: SessionSetup, ranks: Ranks, groups: Collection[ManagedGroup]) -> GradientAverage:
+    """For all that is trained, also what no chunk has, and what the optimizer holds beside the model."""
+    owners = {id(managed.parameter): (group, managed) for group in groups for managed in group.members}
+    named = {id(parameter): (name, parameter) for name, parameter in setup.model.named_parameters()}
+    for params in () if setup.optimizer is None else setup.optimizer.param_groups:
+        for number, parameter in enumerate(params["params"]):
+            named.setdefault(id(parameter), (f"parameter {number} of the optimizer", parameter))
+    members = [
+        Averaged(parameter, name, owners.get(key))
+        for key, (name, parameter) in named.items()
+        if parameter.requires_grad
+    ]
+    return GradientAverage(ranks, members, setup.mover.device)
 
 
 def install_optimizer(
@@ -218,6 +238,7 @@ class ModelCalls:
         self.applied: Applied | None = None
         """Activation policies; None where all keep what they save."""
         self._tables: list[HostEmbedding] = []
+        self._buffers: SharedBuffers | None = None
 
     @property
     def root_window(self) -> Window | None:
@@ -243,9 +264,13 @@ class ModelCalls:
             window.install()  # outside of the policies: a group is open while its forward runs again
         if self._watch is not None:
             self._watch.install()
+        if setup.ranks is not None and self._executor.average is not None:
+            self._buffers = SharedBuffers(setup.model, setup.ranks, self._executor.average)
 
     def remove(self) -> None:
         """The modules are called as before; what was put in last goes first. Also after an `enter` that was refused."""
+        if self._buffers is not None:
+            self._buffers.remove()
         if self._watch is not None:
             self._watch.remove()
         for window in self.windows:

@@ -7,7 +7,9 @@ import numbers
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -39,6 +41,11 @@ from lowtide.runtime.updates.chunk_optimizer import unwrapped
 from lowtide.runtime.warm_up import WarmUpPlans, partition_plan
 from lowtide.units import format_bytes
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from lowtide.distributed.ranks import Ranks
+
 _FAST_WORDS = {torch.bfloat16: "bf16 exact", torch.float16: "fp16 exact"}
 
 
@@ -54,6 +61,7 @@ def manage(
     moments: str = "fp32",
     seed: int = 0,
     poison: bool | None = None,
+    ranks: ProcessGroup | None = None,
 ) -> Session:
     """Carry out a plan: spread the model's weights, gradients and optimizer state over device and host.
 
@@ -75,6 +83,8 @@ def manage(
             `lowtide.optim.Adafactor` are fp32 whatever this is.
         seed: The seed of stochastic rounding.
         poison: Fill unused memory with NaN, so that a fault shows. By default on an emulated device only.
+        ranks: The process group of several processes that call this alike, such as `torch.distributed.group.WORLD`: each has the
+            whole model, and gradients are averaged over all of them before they are used.
 
     Raises:
         PlanError: The plan is for another model, or its budgets cannot hold the largest group. A `WarmUp` also
@@ -85,8 +95,45 @@ def manage(
         SessionError: The model is managed already by a session that is alive, it is spread over several processes or cards
             (DistributedDataParallel, FSDP), or its parameters have no values.
         UnsupportedOptimizerError: The optimizer cannot be run chunk by chunk.
+        RanksDifferError: With `ranks`, the model, the plan or a setting is not the same on all of them.
     """
     _check_arguments(model, optimizer)
+    make = partial(
+        _manage,
+        model,
+        optimizer,
+        plan,
+        device=device,
+        weights=weights,
+        max_grad_norm=max_grad_norm,
+        precision=precision,
+        moments=moments,
+        seed=seed,
+        poison=poison,
+    )
+    if ranks is None:
+        return make(ranks=None)
+    # Here: one process does without it.
+    from lowtide.runtime.agreement import manage_alike
+
+    settings = {"precision": precision, "moments": moments, "max_grad_norm": max_grad_norm, "seed": seed}
+    return manage_alike(ranks, _device(device), model, optimizer, plan, settings, lambda joined: make(ranks=joined))
+
+
+def _manage(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    plan: Plan | StaticPartition | WarmUp,
+    *,
+    device: torch.device | str | None,
+    weights: str | Path | None,
+    max_grad_norm: float | None,
+    precision: str | None,
+    moments: str,
+    seed: int,
+    poison: bool | None,
+    ranks: Ranks | None,
+) -> Session:
     if optimizer is not None:
         optimizer = unwrapped(optimizer, getattr(plan, "schedule", None))
     _check_norm(max_grad_norm, optimizer)
@@ -160,6 +207,7 @@ def manage(
         max_grad_norm=max_grad_norm,
         numerics=numerics,
         poison=poison if poison is not None else tracked is not None,
+        ranks=ranks,
     )
     # If anything below fails, these go back to meta.
     empty = [*_empty_tensors(model)]
@@ -226,7 +274,7 @@ def _numerics(
         warnings.warn(
             f"moments={moments!r} has no effect with Adafactor: its second moments are sums of rows and columns, a thousandth "
             "of the weights, and stay in fp32; leave moments out",
-            stacklevel=3,
+            stacklevel=4,
         )
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     others = {parameter.dtype for parameter in trained} - {wanted.dtype, torch.float32}
@@ -294,7 +342,7 @@ def _warn_of_unmanaged(model: nn.Module, optimizer: torch.optim.Optimizer | None
             f"the optimizer holds {foreign} parameters that are not the model's, and not {len(left_out)} that are trained "
             f"({', '.join(left_out[:3])}{', ...' if len(left_out) > 3 else ''}): these will not be updated. If a part of the "
             "model was replaced (tile, a new head) after the optimizer was made, make the optimizer again",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -309,7 +357,7 @@ def _warn_of_slow_updates(layout: Layout, plan: Plan, optimizer: torch.optim.Opt
             f"the host updates {format_bytes(updated[dtype])} of weights in {str(dtype).removeprefix('torch.')} by torch's own "
             f"{type(optimizer).__name__}, which is slow; precision={_FAST_WORDS[dtype]!r} updates them by Lowtide's kernel, with "
             "fp32 masters",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -349,7 +397,7 @@ def _warn_of_caches(plan_run: PlanRun) -> None:
             f"the plan runs blocks of {', '.join(names)} again in the backward, so the key-value cache is off while the model "
             "is managed (config.use_cache was True): the run equals plain torch with use_cache=False to the bit, from which "
             "the default differs in the last bits for some models. Set config.use_cache = False before manage to have it so",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

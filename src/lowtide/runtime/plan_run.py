@@ -298,6 +298,22 @@ class PlanRun:
             for managed in group.members
         }
 
+    def values(self) -> dict[str, torch.Tensor]:
+        """By name, the memory in which each of the model's parameters has its value."""
+        self.settle()
+        homes = self.homes()
+        return {name: homes.get(id(parameter), parameter) for name, parameter in self.setup.model.named_parameters()}
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Backwards in here keep their gradients to this rank."""
+        average = self._executor.average
+        if average is not None and self.plan.schedule is Schedule.IN_BACKWARD:
+            raise SessionError(
+                "no_sync() keeps gradients for a later backward, and the schedule 'in_backward' uses them up in each; use the "
+                "schedule 'deferred'"
+            )
+        return contextlib.nullcontext() if average is None else average.skipped()
+
     @property
     def host_tiers(self) -> Tiers:
         """The budgets of the host's memory."""
@@ -395,6 +411,8 @@ class PlanRun:
         return_rest(self.moved_along)
         bring_state_to_parameters(self.setup.optimizer)
         self._pool.close()
+        if self.setup.ranks is not None:
+            self.setup.ranks.close()
         self.is_closed = True
         if error is None:
             self._executor.lost_step.tell(raised)
@@ -532,7 +550,7 @@ class PlanRun:
         if not self._steps_by_chunks():
             # Nothing to manage: torch's own step runs. State that was loaded before may lie elsewhere.
             bring_state_to_parameters(optimizer)
-            before, after = lambda *_: self._recorder.phases.enter("update"), lambda *_: self._after_plain_step()
+            before, after = lambda *_: self._before_plain_step(), lambda *_: self._after_plain_step()
             self._counting.append(optimizer.register_step_pre_hook(before))
             self._counting.append(optimizer.register_step_post_hook(after))
             return None
@@ -546,6 +564,11 @@ class PlanRun:
         if self._handed_over is not None and self.setup.tracked is not None:
             count_state(self._groups.values(), managed.runner, optimizer, self.setup.tracked)
         return managed
+
+    def _before_plain_step(self) -> None:
+        if self._executor.average is not None:
+            self._executor.average.refuse_local_sums()
+        self._recorder.phases.enter("update")
 
     def _after_plain_step(self) -> None:
         self._recorder.phases.leave("update")

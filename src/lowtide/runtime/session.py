@@ -18,6 +18,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -324,7 +325,7 @@ class Management:
         mixed = None if self.plan_run is None else self.plan_run.tell_why_mixed()
         self.close()
         if mixed is not None:
-            warnings.warn(f"the model's session before this one is closed: {mixed}", stacklevel=4)
+            warnings.warn(f"the model's session before this one is closed: {mixed}", stacklevel=5)
 
     def _checked(self, plan: Plan) -> Plan:
         check_plan(plan, self.opened().setup.layout)
@@ -452,6 +453,16 @@ class Session:
         """Wait until every update is made and every copy is done."""
         self._open().settle()
 
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Forwards and backwards inside keep their gradients to this rank, and the next backward outside averages the sums.
+
+        For accumulation over several backwards, as `no_sync` of DistributedDataParallel. Without ranks it changes nothing.
+
+        Raises:
+            SessionError: The schedule is `in_backward`, where each backward updates the weights.
+        """
+        return self._open().no_sync()
+
     @property
     def num_steps(self) -> int:
         """Steps that the optimizer has taken in this training run, also before the checkpoint that was loaded."""
@@ -536,6 +547,10 @@ class Session:
     @property
     def _plan_run(self) -> PlanRun | None:
         return self._management.plan_run
+
+    def _values(self) -> dict[str, torch.Tensor]:
+        """By name, the memory in which each parameter's value is."""
+        return self._open().values()
 
     def _count_from(self, step: int) -> None:
         """A checkpoint of this step was loaded."""

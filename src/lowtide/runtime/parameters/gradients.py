@@ -88,7 +88,7 @@ class HostGradient:
         self._aside: torch.Tensor | None = None
         """The gradient that was at the parameter before this backward."""
         self._is_whole = False
-        """Whether autograd adds to the gradient that was set aside, on the device, so that hooks of the user's see the sum."""
+        """Whether autograd adds to the gradient that was set aside, on the device: the user's hooks or other ranks want the sum."""
         self._lent: weakref.ref[torch.UntypedStorage] | None = None
         """The storage of the last gradient in the home that the user was given; while it lives, somebody may hold it."""
         self._is_held = False
@@ -110,15 +110,15 @@ class HostGradient:
 
     # -- a backward ----------------------------------------------------------------------------------------------------
 
-    def set_aside(self, *, has_hooks: bool) -> None:
-        """A backward uses the parameter: keep its gradient here. With hooks of the user's on the gradient, autograd adds to a copy
-        of it, so that they find the sum at the parameter, as in plain torch.
+    def set_aside(self, *, is_summed_on_device: bool) -> None:
+        """A backward uses the parameter: keep its gradient here. Where the sum is wanted on the device, autograd adds to a copy of
+        it: hooks of the user's find the sum at the parameter, as in plain torch, and ranks average it.
         """
         found = self._parameter.grad
         if found is not None and found.device != self._host:
             found = found.detach().to(self._host)  # the user set it beside resident weights on the device
         self._aside, self._parameter.grad = found, None
-        self._is_whole = has_hooks and found is not None
+        self._is_whole = is_summed_on_device and found is not None
         if self._is_whole and found is not None:
             self._parameter.grad = found.to(self._parameter.device, copy=True)
         self.become(GradientState.SET_ASIDE)

@@ -77,6 +77,8 @@ class ManagedParameter:
         """Whether hooks of the user's on the gradient are still to run in this backward; they may write to the weights."""
         self.is_written_in_backward = False
         """Whether such hooks wrote to the parameter, or may have."""
+        self.has_local_sum = False
+        """Whether the gradient at the parameter is, or may be, one that other ranks do not have."""
         self._version_in_backward = 0
         self._is_hooked = False
         self._hook: torch.utils.hooks.RemovableHandle | None = None
@@ -134,7 +136,7 @@ class ManagedParameter:
         self.is_written_in_backward = False
         self._version_in_backward = version
         if self.host_gradient is not None:
-            self.host_gradient.set_aside(has_hooks=has_other_hooks)
+            self.host_gradient.set_aside(is_summed_on_device=has_other_hooks or self.has_local_sum)
             return self._is_hooked
         gradient = self.parameter.grad
         if gradient is not None and gradient.device != self.parameter.device:
@@ -171,6 +173,16 @@ class ManagedParameter:
     def forget_gradient(self) -> None:
         """The gradient was used up, or shown to the user."""
         self.has_gradient = False
+
+    def keep_local_sum(self) -> None:
+        """A gradient was added at the parameter that was not averaged over the ranks."""
+        self.has_local_sum = True
+
+    def take_average(self, gradient: torch.Tensor) -> None:
+        """The ranks' average takes the place of the gradient that this rank has sent."""
+        with compat.without_torch_function():
+            self.parameter.grad = gradient
+        self.has_local_sum = False
 
     @property
     def version_in_backward(self) -> int:

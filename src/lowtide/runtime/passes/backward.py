@@ -33,6 +33,7 @@ from lowtide.planning.plan import Schedule
 from lowtide.runtime.parameters.gradients import GradientSink
 from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter, chunks_in, members_of
 from lowtide.runtime.parameters.residency import Residency
+from lowtide.runtime.passes.exchange import Averaged, GradientAverage
 from lowtide.runtime.passes.forward import Visit, Window
 from lowtide.runtime.passes.lock import (
     HELD_INTERRUPTS,
@@ -86,6 +87,7 @@ class BackwardPass:
         loss: Asked at the start of each backward.
         gradient_watch: Asked there about the backward before.
         lost_step: Told of a backward that broke off.
+        average: Averages the gradients over several ranks; None where there is one.
         observer: Asked at each opening and closing of a window; None costs nothing.
         lock: Shared with the forward pass.
     """
@@ -102,10 +104,12 @@ class BackwardPass:
         loss: LossJudge,
         gradient_watch: GradientWatch,
         lost_step: LostStep,
+        average: GradientAverage | None,
         observer: StepObserver | None,
         lock: SessionLock,
     ) -> None:
         self._lost_step = lost_step
+        self._average = average
         self._finisher = finisher
         self._dropped: dict[int, str] = {}
         """Names of parameters whose gradients the last backward dropped, by their `id`; `step()` does not forget them."""
@@ -136,6 +140,7 @@ class BackwardPass:
             if (
                 group.is_resident
                 and self._schedule is Schedule.DEFERRED
+                and self._average is None
                 and not any(managed.host_gradient is not None for managed in group.members)
             ):
                 continue
@@ -145,6 +150,10 @@ class BackwardPass:
                     if group.is_resident and managed.host_gradient is not None:
                         before = _hook_before_gradient(self, group)
                         self._hooks.append(managed.parameter.register_hook(before))
+        for member in () if self._average is None else self._average.members:
+            if member.owner is None:
+                hook = _hook_on_loose_gradient(self)
+                self._hooks.append(member.parameter.register_post_accumulate_grad_hook(hook))
 
     def watch_output(self, output: object) -> None:
         """Notice a backward as soon as it reaches an output of the model: weights that are left to autograd may have gradients
@@ -274,7 +283,11 @@ class BackwardPass:
         """
         if group.num_tasks == 0:
             if not group.is_resident:
-                return  # used outside its module's call, on the host: autograd has put the gradient where it belongs
+                # Used outside its module's call, on the host: autograd has put the gradient where it belongs.
+                if self._average is not None:
+                    self._current_task(None)
+                    managed.keep_local_sum()
+                return
             task = self._current_task(None if group.is_consumed else parameter.grad)
             refuse_old_weights(group, group.generation)
             task.enter(group)
@@ -286,6 +299,51 @@ class BackwardPass:
             refuse_old_weights(group, group.generation)
         if managed.may_be_written():
             self._note_hooks(group, managed, task)
+        if self._average is not None:
+            if self._average.is_on:
+                self._place_averages(self._average.take(parameter), task)
+                return
+            managed.keep_local_sum()
+        self._take_gradient(group, managed, task)
+
+    @locked
+    def _on_loose_gradient(self, parameter: torch.Tensor) -> None:
+        """Autograd has finished a gradient that no chunk has."""
+        task = self._current_task(None)
+        if self._average is not None and self._average.is_on:
+            self._place_averages(self._average.take(parameter), task)
+
+    def _place_averages(self, arrived: Iterable[tuple[Averaged, torch.Tensor]], task: BackwardTask) -> None:
+        """Gradients are averaged over the ranks: from here on they are as if this rank had made them."""
+        for member, gradient in arrived:
+            if member.owner is None:
+                member.parameter.grad = gradient
+                continue
+            group, managed = member.owner
+            task.enter(group)
+            # A group that this rank has not used looks at the host.
+            is_away = managed.parameter.device != gradient.device
+            if is_away:
+                self._residency.open(group)
+            try:
+                managed.take_average(gradient)
+                self._take_gradient(group, managed, task)
+            finally:
+                if is_away:
+                    self._residency.close(group)
+
+    def _exchange_the_rest(self, task: BackwardTask) -> None:
+        """The backward is over: the other ranks may have gradients where this one has none."""
+        if self._average is None or not self._average.is_in_backward or len(self._tasks) > 1:
+            return
+        for member in self._average.missing():
+            if member.owner is not None:
+                task.enter(member.owner[0])
+        self._place_averages(self._average.finish(), task)
+
+    def _take_gradient(self, group: ManagedGroup, managed: ManagedParameter, task: BackwardTask) -> None:
+        """The gradient at the parameter is the one to be taken."""
+        parameter = managed.parameter
         if managed.host_gradient is not None:
             with compat.without_torch_function():
                 gradient = parameter.grad
@@ -327,6 +385,8 @@ class BackwardPass:
             self._refuse_second_thread()
             if not self._tasks:
                 self._dropped.clear()
+                if self._average is not None:
+                    self._average.begin()
             task = self._tasks[number] = BackwardTask(number, self._callers())
             self._recorder.phases.backward_begins(number)
             if self._finisher is not None:
@@ -348,6 +408,7 @@ class BackwardPass:
         for visit in list(task.open_visits):
             self._end_visit(task, visit)
         self._close_late(task)
+        self._exchange_the_rest(task)
         self._gradients.send()
         for group in task.groups.values():
             self._finish(group, task, is_last=True)
@@ -382,6 +443,8 @@ class BackwardPass:
     def put_in_order(self) -> None:
         """Start afresh from the true copies."""
         self._lock.broke_off()  # in case this is itself interrupted
+        if self._average is not None:
+            self._average.break_off("an exception in a backward")
         self._gradients.abandon(
             [managed.host_gradient for managed in members_of(self._groups) if managed.host_gradient is not None],
             chunks_in(self._groups.values()),
@@ -509,6 +572,18 @@ def _hook_on_gradient(
         told, used, changed = weak_backward(), weak_group(), weak_managed()
         if told is not None and used is not None and changed is not None:
             told._on_gradient(used, changed, parameter)
+
+    return hook
+
+
+def _hook_on_loose_gradient(backward: BackwardPass) -> Callable[[torch.Tensor], None]:
+    """`_on_loose_gradient` as a hook on a parameter, with a weak reference too."""
+    weak_backward = weakref.ref(backward)
+
+    def hook(parameter: torch.Tensor) -> None:
+        told = weak_backward()
+        if told is not None:
+            told._on_loose_gradient(parameter)
 
     return hook
 

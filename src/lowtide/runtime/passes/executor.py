@@ -24,6 +24,7 @@ from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter
 from lowtide.runtime.parameters.pending import ReadingSave, SaveGuard
 from lowtide.runtime.parameters.residency import ManagedResidency
 from lowtide.runtime.passes.backward import BackwardPass
+from lowtide.runtime.passes.exchange import GradientAverage
 from lowtide.runtime.passes.forward import ForwardPass, Gate, Window, make_windows
 from lowtide.runtime.passes.lock import LostStep, Process, SessionLock, locked
 from lowtide.runtime.statistics.observer import StepObserver
@@ -45,6 +46,7 @@ class Executor:
         worker: Runs host updates.
         takes_totals: Whether the norms of gradients that are added up on the host are computed there.
         clock_origin_s: `perf_counter` at the mover's start, so that the host's spans share its clock.
+        average: Averages gradients over several ranks; None where there is one.
         observer: Asked at each opening and closing of a window.
     """
 
@@ -63,14 +65,17 @@ class Executor:
         prefetch_depth: int,
         takes_totals: bool,
         clock_origin_s: float,
+        average: GradientAverage | None,
         observer: StepObserver | None,
     ) -> None:
+        self.average = average
         self.mover = mover
         self.recorder = recorder
         self.schedule = schedule
         self.worker = worker
         self.lost_step = LostStep()
-        self.loss = LossWatch(is_immediate=schedule is Schedule.IN_BACKWARD)
+        # A rank that refuses its own loss would leave the others waiting. All of them see what it does to the gradients.
+        self.loss = LossWatch(is_immediate=schedule is Schedule.IN_BACKWARD, is_left_to_gradients=average is not None)
         self.gradient_watch = GradientWatch(mover)
         self.saves = SaveGuard()
         """Asked before weights or optimizer state change."""
@@ -113,6 +118,7 @@ class Executor:
             loss=self.loss,
             gradient_watch=self.gradient_watch,
             lost_step=self.lost_step,
+            average=average,
             observer=observer,
             lock=self._lock,
         )
@@ -168,6 +174,8 @@ class Executor:
         self.lost_step.tell()
         self.lost_step.forget()
         self.loss.forget()
+        if self.average is not None:
+            self.average.forget_local_sums()
         self.recorder.forget_backward()
 
     def has_raised(self) -> bool:

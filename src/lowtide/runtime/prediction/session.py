@@ -244,6 +244,7 @@ class SessionFootprint:
             loss=self._loss,
             gradient_watch=watch,
             lost_step=LostStep(),
+            average=None,
             observer=None,
             lock=lock,
         )

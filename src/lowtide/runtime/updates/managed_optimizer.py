@@ -275,6 +275,8 @@ class ManagedOptimizer:
         executor.worker.check()
         executor.gradient_watch.check(waits=False)
         executor.lost_step.refuse()
+        if executor.average is not None:
+            executor.average.refuse_local_sums()
         if not compat.scaler_values(self._optimizer):
             executor.loss.check()  # a scaler judges the gradients itself, and skips the update
         before, after = compat.step_hooks(self._optimizer)

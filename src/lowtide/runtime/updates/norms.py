@@ -84,10 +84,12 @@ class LossWatch:
     Args:
         is_immediate: Judge at the start of the backward, because weights are updated in it. Otherwise the verdict stays
             on the device until `check`.
+        is_left_to_gradients: Judge nothing here.
     """
 
-    def __init__(self, *, is_immediate: bool) -> None:
+    def __init__(self, *, is_immediate: bool, is_left_to_gradients: bool = False) -> None:
         self._is_immediate = is_immediate
+        self._is_left_to_gradients = is_left_to_gradients
         self._loss: torch.Tensor | None = None
         self._is_finite: torch.Tensor | None = None
 
@@ -119,7 +121,7 @@ class LossWatch:
         """A backward begins, with this gradient."""
         loss, self._loss = self._loss, None
         evidence = loss if loss is not None else gradient
-        if evidence is None:
+        if evidence is None or self._is_left_to_gradients:
             return
         with torch.no_grad():
             # A sum is not finite where an element is not, and makes no tensor of the gradient's size.

@@ -1,0 +1,1 @@
+"""Ranks: what several processes that train one model tell each other. It knows nothing of sessions."""

@@ -1,0 +1,138 @@
+"""What the ranks of a run must have in common: compared when the model is managed, so that they cannot part in silence."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import zlib
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lowtide import compat
+from lowtide.distributed.ranks import Ranks
+from lowtide.errors import ConfigError
+from lowtide.memory.groups import SPARSE_GRADIENT, is_dense, unmanaged_parameters
+from lowtide.planning.budget_plans import WarmUp
+from lowtide.planning.plan import Plan, plan_to_json
+
+if TYPE_CHECKING:
+    from lowtide.runtime.session import Session
+
+_INTEGER_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By the bytes of an element, the type as which it is added up."""
+
+
+def manage_alike(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    plan: object,
+    settings: Mapping[str, object],
+    make: Callable[[Ranks], Session],
+) -> Session:
+    """Manage the model on all ranks, or on none.
+
+    Args:
+        group: Of the ranks.
+        device: Of this rank's session.
+        model: This rank's.
+        optimizer: This rank's.
+        plan: As `manage` was given it.
+        settings: The same on all ranks.
+        make: Manages it on this rank.
+
+    Raises:
+        RanksDifferError: The message names the rank, and what is different there.
+    """
+    ranks = Ranks(group, device)
+    session: Session | None = None
+    try:
+        with ranks.agreeing("manage the model") as facts:
+            _refuse(model, plan)
+            facts["versions"] = {
+                "torch": torch.__version__.partition("+")[0],
+                "Lowtide": importlib.metadata.version("lowtide"),
+            }
+            facts["settings"] = settings
+            facts["parameters"] = {
+                name: f"{str(each.dtype).removeprefix('torch.')}{tuple(each.shape)}{'' if each.requires_grad else ', frozen'}"
+                for name, each in model.named_parameters()
+            }
+            if optimizer is not None:
+                facts["optimizer"] = _optimizer_facts(optimizer)
+                facts["optimizer state"] = _checksums(_state_of(model, optimizer))
+            session = make(ranks)
+            facts["plan"] = {"plan": session.plan.summary, "groups": _digest(session.plan)}
+            facts["weights"] = _checksums(session._values())
+    except BaseException:
+        if session is not None:
+            session.close()
+        ranks.close()
+        raise
+    return session
+
+
+def _refuse(model: nn.Module, plan: object) -> None:
+    if isinstance(plan, WarmUp):
+        raise ConfigError(
+            "a WarmUp makes its plan from what one process observes, and all ranks need the same plan; give one of "
+            "lowtide.plan() or make_plan()",
+            key="plan",
+        )
+    sparse = [name for name, reason in unmanaged_parameters(model) if reason == SPARSE_GRADIENT]
+    if sparse:
+        raise ConfigError(
+            f"the gradient of {sparse[0]} will be sparse, and gradients are averaged over the ranks as dense tensors; make the "
+            "embedding with sparse=False",
+            key="ranks",
+        )
+
+
+def _optimizer_facts(optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    found: dict[str, object] = {"class": type(optimizer).__name__}
+    for number, group in enumerate(optimizer.param_groups):
+        found[f"parameters of group {number}"] = len(group["params"])
+        for name, value in group.items():
+            if name != "params":
+                found[f"{name} of group {number}"] = value.tolist() if isinstance(value, torch.Tensor) else repr(value)
+    return found
+
+
+def _state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        f"{key} of {names.get(id(parameter), 'a parameter beside the model')}": value
+        for parameter, state in optimizer.state.items()
+        for key, value in (state.items() if isinstance(state, dict) else ())
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _digest(plan: Plan) -> str:
+    """The plan in one number, where its summary says too little."""
+    return f"{zlib.crc32(plan_to_json(plan).encode()):08x}"
+
+
+def _checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, object]:
+    """A sum of each tensor's bytes, read as integers: no second copy is made, and the device is waited for once."""
+    found: dict[str, object] = {}
+    on_device: dict[str, torch.Tensor] = {}
+    with torch.no_grad(), compat.without_torch_function():
+        for name, tensor in tensors.items():
+            kind = _INTEGER_OF.get(tensor.element_size())
+            is_plain = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
+            if kind is None or not is_plain or not is_dense(tuple(tensor.shape), tensor.stride()):
+                continue
+            total = tensor.as_strided((tensor.numel(),), (1,)).view(kind).sum(dtype=torch.int64)
+            if total.device.type == "cpu":
+                found[name] = f"checksum {int(total)}"
+            else:
+                on_device[name] = total
+        if on_device:
+            totals = torch.stack([*on_device.values()]).tolist()
+            found |= {name: f"checksum {total}" for name, total in zip(on_device, totals, strict=True)}
+    return found

@@ -1,0 +1,306 @@
+"""What the tests of ranks run in each process: a small model trained on a part of each global batch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lowtide
+
+VOCABULARY, WIDTH, LENGTH, NUM_BLOCKS = 24, 16, 5, 4
+GLOBAL_BATCH = 12
+NUM_STEPS = 20
+
+
+class Block(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH, dtype=dtype)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH, dtype=dtype)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """A tied table, blocks of which one has frozen weights, and a block that only some batches use."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, WIDTH, dtype=dtype)
+        self.blocks = nn.ModuleList([Block(dtype) for _ in range(NUM_BLOCKS)])
+        self.extra = Block(dtype)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False, dtype=dtype)
+        self.head.weight = self.table.weight
+        for parameter in self.blocks[1].up.parameters():
+            parameter.requires_grad_(False)
+
+    def forward(self, ids: torch.Tensor, *, with_extra: bool = False) -> torch.Tensor:
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x)
+        if with_extra:
+            x = self.extra(x)
+        return torch.nn.functional.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One training, on one rank or several."""
+
+    dtype: torch.dtype = torch.float64
+    plan: dict[str, Any] = field(default_factory=dict)
+    """Words of `make_plan`."""
+    manage: dict[str, Any] = field(default_factory=dict)
+    """Settings of `manage`."""
+    micro_batches: int = 1
+    skips_sync: bool = True
+    clips: float | None = None
+    """The loop clips by itself."""
+    uses_extra: str = "nobody"
+    """Who uses the extra block: nobody, everybody, or rank 0 alone in every second step."""
+    overflows_at: int | None = None
+    """The step whose loss overflows on rank 0, with a GradScaler; None without one."""
+    num_steps: int = NUM_STEPS
+    seed: int = 0
+
+    def scaler(self) -> torch.amp.GradScaler | None:
+        return None if self.overflows_at is None else torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=5)
+
+
+def batches(num_steps: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(7)
+    return torch.randint(0, VOCABULARY, (num_steps, GLOBAL_BATCH, LENGTH), generator=generator)
+
+
+def make(job: Job) -> tuple[Net, torch.optim.Optimizer]:
+    torch.manual_seed(job.seed)
+    model = Net(job.dtype)
+    decayed = [each for each in model.parameters() if each.dim() > 1]
+    others = [each for each in model.parameters() if each.dim() < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=1e-2, foreach=False
+    )
+    return model, optimizer
+
+
+def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: each.detach().clone() for name, each in model.named_parameters()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What a training leaves."""
+
+    losses: list[float]
+    weights: dict[str, torch.Tensor]
+    scales: list[float]
+    num_bytes: int = 0
+
+
+def step_with(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> float:
+    """Returns the scale that was used."""
+    if scaler is None:
+        optimizer.step()
+        scale = 1.0
+    else:
+        scale = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+    optimizer.zero_grad()
+    return scale
+
+
+def scaled(
+    loss: torch.Tensor, scaler: torch.amp.GradScaler | None, job: Job, step: int, is_first_part: bool
+) -> torch.Tensor:
+    if scaler is None:
+        return loss
+    if step == job.overflows_at and is_first_part:
+        loss = loss * 1e38
+    return scaler.scale(loss)
+
+
+def loss_on(model: nn.Module, ids: torch.Tensor, job: Job, step: int, is_first_part: bool) -> torch.Tensor:
+    with_extra = job.uses_extra == "everybody" or (job.uses_extra == "rank 0" and step % 2 == 0 and is_first_part)
+    return model(ids, with_extra=with_extra)
+
+
+def serial(job: Job, num_parts: int) -> Trained:
+    """Plain torch on the whole batch, as the mean over as many parts as there are ranks and micro-batches."""
+    model, optimizer = make(job)
+    scaler = job.scaler()
+    losses, scales = [], []
+    for step, ids in enumerate(batches(job.num_steps)):
+        total = 0.0
+        parts = ids.chunk(num_parts * job.micro_batches)
+        for number, part in enumerate(parts):
+            is_first = number < job.micro_batches
+            loss = loss_on(model, part, job, step, is_first)
+            scaled(loss / len(parts), scaler, job, step, is_first).backward()
+            total += float(loss.detach()) / len(parts)
+        limit = job.clips or job.manage.get("max_grad_norm")
+        if limit is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+        scales.append(step_with(optimizer, scaler))
+        losses.append(total)
+    return Trained(losses=losses, weights=values_of(model), scales=scales)
+
+
+def managed(rank: int, job: Job) -> Trained:
+    """The same under management on this rank: the losses are averaged over the ranks."""
+    size = dist.get_world_size()
+    model, optimizer = make(job)
+    scaler = job.scaler()
+    plan = lowtide.make_plan(model, **job.plan)
+    losses, scales = [], []
+    with lowtide.manage(model, optimizer, plan, device="cpu", ranks=dist.group.WORLD, **job.manage) as session:
+        for step, ids in enumerate(batches(job.num_steps)):
+            total = 0.0
+            mine = ids.chunk(size)[rank].chunk(job.micro_batches)
+            for number, part in enumerate(mine):
+                is_last = number == len(mine) - 1
+                with session.no_sync() if job.skips_sync and not is_last else contextlib.nullcontext():
+                    loss = loss_on(model, part, job, step, rank == 0)
+                    scaled(loss / len(mine), scaler, job, step, rank == 0).backward()
+                total += float(loss.detach()) / len(mine)
+            if job.clips is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), job.clips)
+            scales.append(step_with(optimizer, scaler))
+            losses.append(total)
+        num_bytes = session._management.opened()._executor.average.num_bytes
+    together = torch.tensor(losses, dtype=torch.float64)
+    dist.all_reduce(together)
+    return Trained(
+        losses=(together / size).tolist(),
+        weights=values_of(model),
+        scales=scales,
+        num_bytes=num_bytes,
+    )
+
+
+def train_all(rank: int, jobs: dict[str, Job]) -> dict[str, Trained]:
+    """One after the other, in the same processes."""
+    return {name: managed(rank, job) for name, job in jobs.items()}
+
+
+def small(seed: int = 0, width: int = 8) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(3)))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+
+
+def statistics_at_entry(rank: int) -> list[list[float]]:
+    """The running mean that each forward begins with, and that of an evaluation."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    seen: list[list[float]] = []
+    plan = lowtide.make_plan(model, weights="streamed", update="host")
+    with lowtide.manage(model, optimizer, plan, device="cpu", ranks=dist.group.WORLD):
+        model[1].register_forward_pre_hook(lambda module, inputs: seen.append(module.running_mean.tolist()))
+        torch.manual_seed(rank)
+        for _ in range(3):
+            model(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return seen
+
+
+def manage_differently(rank: int, what: str) -> tuple[str, str, bool]:
+    """Each rank's error, and whether the model can be managed afterwards."""
+    is_other = rank == 1
+    model, optimizer = small(seed=int(is_other and what == "seed"), width=16 if is_other and what == "shape" else 8)
+    if is_other and what == "frozen":
+        model[1].weight.requires_grad_(False)
+    plan: Any = lowtide.make_plan(
+        model, weights="resident" if is_other and what == "plan" else "streamed", update="host"
+    )
+    settings: dict[str, Any] = {"max_grad_norm": 2.0 if is_other and what == "norm" else 1.0}
+    if is_other and what == "rate":
+        optimizer.param_groups[0]["lr"] = 0.5
+    if is_other and what == "error":
+        plan = "the plan"
+    if what == "warm-up":
+        plan = lowtide.WarmUp(device_memory="1MiB")
+    if what == "sparse":
+        model = nn.Sequential(nn.Embedding(8, 8, sparse=True), nn.Linear(8, 8))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        plan, settings = lowtide.make_plan(model, weights="resident"), {}
+    try:
+        lowtide.manage(model, optimizer, plan, device="cpu", ranks=dist.group.WORLD, **settings).close()
+    except Exception as error:
+        found = (type(error).__name__, str(error))
+    else:
+        found = ("", "")
+    model, optimizer = small()
+    plan = lowtide.make_plan(model, weights="streamed", update="host")
+    with lowtide.manage(model, optimizer, plan, device="cpu", ranks=dist.group.WORLD):
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+    return (*found, True)
+
+
+def break_off(rank: int, how: str) -> tuple[str, str, float]:
+    """Rank 1 breaks off in the third step; what the others are told, and after how many seconds."""
+    model, optimizer = small()
+    plan = lowtide.make_plan(model, weights="streamed", update="host")
+    session = lowtide.manage(model, optimizer, plan, device="cpu", ranks=dist.group.WORLD)
+    broken_s = time.monotonic()
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ValueError("a hook of the user's")
+
+    for step in range(4):
+        try:
+            if step == 2 and rank == 1:
+                if how == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                model[0].weight.register_hook(fail)
+            broken_s = time.monotonic()
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        except Exception as error:
+            told = (type(error).__name__, str(error), time.monotonic() - broken_s)
+            with contextlib.suppress(Exception):
+                model(torch.ones(2, 8))  # it notices that the step is lost, and leaves
+            with contextlib.suppress(Exception):
+                session.close()
+            return told
+    raise AssertionError("nothing broke off")
+
+
+def step_after_no_sync(rank: int, weights: str) -> tuple[str, list[float]]:
+    """The refusal, and the first weights afterwards."""
+    del rank
+    model, optimizer = small()
+    before = model[0].weight.detach().clone()
+    plan = lowtide.make_plan(model, weights=weights, update="device")
+    with lowtide.manage(model, optimizer, plan, device="cpu", ranks=dist.group.WORLD) as session:
+        with session.no_sync():
+            model(torch.ones(2, 8)).sum().backward()
+        try:
+            optimizer.step()
+        except Exception as error:
+            return str(error), (model[0].weight.detach() - before).flatten().tolist()
+    raise AssertionError("it stepped")
+
+
+def fail_on_rank(rank: int, how: str) -> int:
+    if rank == 1:
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "hang":
+            time.sleep(60)
+        raise ValueError("on purpose")
+    return rank
