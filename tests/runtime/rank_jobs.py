@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -304,3 +305,164 @@ def fail_on_rank(rank: int, how: str) -> int:
             time.sleep(60)
         raise ValueError("on purpose")
     return rank
+
+
+def prepared(rank: int, budgets: tuple[str, ...]) -> tuple[list[float], str, int, int]:
+    """Losses, the plan, and the most that the emulated device held, where each rank has a budget of its own."""
+    size = dist.get_world_size()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    batch = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).chunk(size)[rank]
+    losses = []
+    with lowtide.prepare(
+        model,
+        optimizer,
+        batch,
+        loss=lambda net, x: net(x).square().mean(),
+        device="cpu",
+        device_memory=budgets[rank],
+        ranks=dist.group.WORLD,
+    ) as session:
+        for _ in range(4):
+            loss = model(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        peak_bytes, limit = session.take_device_peak(), session.plan.budgets.device_bytes
+        plan = session.plan.summary
+    together = torch.tensor(losses, dtype=torch.float64)
+    dist.all_reduce(together)
+    assert limit is not None
+    return (together / size).tolist(), plan, peak_bytes, limit
+
+
+def prepared_serially() -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    batch = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+    losses = []
+    for _ in range(4):
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+class Noisy(nn.Module):
+    """Has dropout, so that each rank draws numbers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(torch.float64) for _ in range(3)])
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = self.dropout(block(x))
+        return x.square().mean()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """A run that saves after some steps, and one that goes on from there."""
+
+    folder: str
+    has_dropout: bool
+    first: int = 0
+    """Steps before the save; 0 to load instead."""
+    then: int = 5
+    precision: str | None = None
+    allowance: str | None = None
+
+
+def resumed(rank: int, run: Resumed) -> tuple[list[float], list[str], bool]:
+    """Losses of the steps after the save or the load, warnings, and whether it is exact."""
+    size = dist.get_world_size()
+    torch.manual_seed(0)
+    model = Noisy()
+    if run.precision is not None:
+        model = model.to(torch.bfloat16)
+    if not run.has_dropout:
+        model.dropout.p = 0.0
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    data = torch.Generator().manual_seed(5)
+    torch.manual_seed(100 + rank)
+    plan = lowtide.make_plan(model, weights="streamed", update="host")
+    told: list[str] = []
+    is_exact = True
+    with lowtide.manage(
+        model, optimizer, plan, device="cpu", ranks=dist.group.WORLD, precision=run.precision
+    ) as session:
+        state = {"scheduler": scheduler, "data": data, "own": {"rank": rank}}
+
+        def steps(count: int) -> list[float]:
+            losses = []
+            for _ in range(count):
+                batch = torch.randn(12, WIDTH, dtype=torch.float64, generator=data).to(next(model.parameters()).dtype)
+                loss = model(batch.chunk(size)[rank])
+                loss.backward()
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                losses.append(float(loss.detach()))
+            return losses
+
+        if run.first:
+            steps(run.first)
+            session.save(run.folder, state=state, allowance=run.allowance)
+        else:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                loaded = lowtide.load(run.folder, session, state=state)
+            told = [str(each.message) for each in caught]
+            is_exact = loaded.is_exact
+            assert loaded.state["own"]["rank"] == (rank if loaded.is_exact else loaded.state["own"]["rank"])
+        losses = steps(run.then)
+        session.wait_for_save()
+    together = torch.tensor(losses, dtype=torch.float64)
+    dist.all_reduce(together)
+    return (together / size).tolist(), told, is_exact
+
+
+def save_where_rank_0_cannot(rank: int, folder: str) -> tuple[str, str, bool]:
+    """Each rank's error, and whether training goes on."""
+    del rank
+    model, optimizer = small()
+    plan = lowtide.make_plan(model, weights="streamed", update="host")
+    with lowtide.manage(model, optimizer, plan, device="cpu", ranks=dist.group.WORLD) as session:
+        try:
+            session.save(folder)
+        except Exception as error:
+            told = (type(error).__name__, str(error))
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        return (*told, True)
+
+
+def train_and_be_killed(rank: int, folder: str, kills_at: int | None) -> list[float]:
+    """Saves after every second step; rank 1 dies in the middle of one, or nobody does."""
+    size = dist.get_world_size()
+    model, optimizer = make(Job())
+    plan = lowtide.make_plan(model, weights="streamed", update="host")
+    losses = []
+    with lowtide.manage(model, optimizer, plan, device="cpu", ranks=dist.group.WORLD) as session:
+        if lowtide.newest_checkpoint(folder):
+            lowtide.load(folder, session)
+        while session.num_steps < 8:
+            step = session.num_steps
+            loss = model(batches(8)[step].chunk(size)[rank])
+            if rank == 1 and step == kills_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+            if session.num_steps % 2 == 0:
+                session.save(folder)
+    return losses

@@ -15,6 +15,8 @@ from tests.runtime.rank_jobs import (
     break_off,
     fail_on_rank,
     manage_differently,
+    prepared,
+    prepared_serially,
     serial,
     statistics_at_entry,
     step_after_no_sync,
@@ -168,6 +170,23 @@ def test_a_step_with_gradients_of_one_rank_is_refused(weights: str) -> None:
     for message, moved in on_ranks(step_after_no_sync, 2, weights):
         assert "step() was called after a backward under no_sync()" in message
         assert not any(moved)
+
+
+def test_prepare_plans_on_rank_0_for_the_least_budget() -> None:
+    losses = prepared_serially()
+    plans = set()
+    for found, plan, peak_bytes, limit in on_ranks(prepared, 2, ("400KiB", "300KiB")):
+        assert found == pytest.approx(losses, rel=1e-5)
+        assert limit == 300 * 1024
+        assert peak_bytes <= limit
+        plans.add(plan)
+    assert len(plans) == 1
+
+
+def test_prepare_says_what_gradients_on_their_way_take() -> None:
+    with pytest.raises(RankFailedError, match="gradients on their way to the other ranks take up to") as raised:
+        on_ranks(prepared, 2, ("40KiB", "300KiB"))
+    assert "rank 0 could not plan, and so rank 1 does not either" in str(raised.value)
 
 
 @pytest.mark.parametrize(("how", "words"), [("raise", "ValueError: on purpose"), ("kill", "exit code -9")])

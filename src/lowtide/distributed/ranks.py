@@ -16,15 +16,24 @@ import contextlib
 import socket
 import weakref
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lowtide.errors import ConfigError, RankLostError, RanksDifferError
+from lowtide.errors import ConfigError, RankLostError, RanksDifferError, RanksError
 
 MOST_SHOWN = 200
 """Characters of a value in a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """Sent in place of what others wait for."""
+
+    what: str
+    why: str
 
 
 class Ranks:
@@ -70,10 +79,19 @@ class Ranks:
             )
 
     def exchange(self, mine: Any) -> list[Any]:
-        """What each rank gives, by rank."""
+        """What each rank gives, by rank.
+
+        Raises:
+            RanksDifferError: A rank has failed meanwhile, under `agreeing`.
+        """
         found: list[Any] = [None] * self.size
         with self._told():
             dist.all_gather_object(found, mine, group=self._group)
+        for rank, theirs in enumerate(found):
+            if isinstance(theirs, _Failed):
+                raise RanksDifferError(
+                    f"rank {rank} could not {theirs.what}, and so rank {self.rank} does not either: {theirs.why}"
+                )
         return found
 
     def begin_sum(self, tensor: torch.Tensor) -> Sum:
@@ -119,18 +137,13 @@ class Ranks:
         facts: dict[str, Mapping[str, object]] = {}
         try:
             yield facts
-        except RankLostError:
-            raise
+        except RanksError:
+            raise  # the others have the same
         except Exception as error:
-            with contextlib.suppress(RankLostError):
-                self.exchange(f"{type(error).__name__}: {error}")
+            with contextlib.suppress(RanksError):
+                self.exchange(_Failed(what, f"{type(error).__name__}: {error}"))
             raise
         found = self.exchange(facts)
-        for rank, theirs in enumerate(found):
-            if isinstance(theirs, str):
-                raise RanksDifferError(
-                    f"rank {rank} could not {what}, and so rank {self.rank} does not either: {theirs}"
-                )
         for rank, theirs in enumerate(found):
             difference = first_difference(found[0], theirs)
             if difference is not None:

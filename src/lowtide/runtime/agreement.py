@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import socket
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,11 +16,15 @@ from torch import nn
 from lowtide import compat
 from lowtide.distributed.ranks import Ranks
 from lowtide.errors import ConfigError
-from lowtide.memory.groups import SPARSE_GRADIENT, is_dense, unmanaged_parameters
+from lowtide.memory.chunk import lay_out
+from lowtide.memory.groups import SPARSE_GRADIENT, find_groups, is_dense, unmanaged_parameters
 from lowtide.planning.budget_plans import WarmUp
-from lowtide.planning.plan import Plan, plan_to_json
+from lowtide.planning.plan import Plan, plan_from_json, plan_to_json
+from lowtide.runtime.passes.exchange import UNDER_WAY
+from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
+    from lowtide.runtime.plan_problem import PlannedStep
     from lowtide.runtime.session import Session
 
 _INTEGER_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -74,6 +80,57 @@ def manage_alike(
         ranks.close()
         raise
     return session
+
+
+def plan_alike(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    model: nn.Module,
+    search: Callable[..., PlannedStep],
+    device_bytes: int,
+    host_bytes: int,
+) -> Plan:
+    """The plan that rank 0 finds, for all ranks. It leaves room for gradients that are on their way to the other ranks.
+
+    Args:
+        group: Of the ranks.
+        device: Of this rank.
+        model: This rank's.
+        search: Finds a plan for `device_memory` and `host_memory`; called on rank 0.
+        device_bytes: What this rank may take of its device. The least of all counts.
+        host_bytes: What the ranks of this machine may take of its memory together.
+    """
+    ranks = Ranks(group, device)
+    try:
+        with ranks.agreeing("plan"):
+            hosts = ranks.exchange((device_bytes, host_bytes, socket.gethostname()))
+            found = ""
+            if ranks.rank == 0:
+                least = min(share // _num_on(name, hosts) for _, share, name in hosts)
+                budget = min(each for each, _, _ in hosts)
+                planned = search(device_memory=budget - _room(model, budget), host_memory=least)
+                budgets = replace(planned.plan.budgets, device_bytes=budget)
+                found = plan_to_json(replace(planned.plan, budgets=budgets))
+        return plan_from_json(ranks.exchange(found)[0])
+    finally:
+        ranks.close()
+
+
+def _room(model: nn.Module, budget: int) -> int:
+    """Device bytes of gradients on their way to the other ranks, at most."""
+    largest = max((chunk.nbytes for chunk in lay_out(find_groups(model)).chunks), default=0)
+    under_way = (UNDER_WAY + 1) * largest
+    if under_way >= budget:
+        raise ConfigError(
+            f"device_memory is {format_bytes(budget)} on a rank, and gradients on their way to the other ranks take up to "
+            f"{format_bytes(under_way)}; give more than that",
+            key="device_memory",
+        )
+    return under_way
+
+
+def _num_on(host: str, hosts: list[tuple[int, int, str]]) -> int:
+    return sum(name == host for _, _, name in hosts)
 
 
 def _refuse(model: nn.Module, plan: object) -> None:

@@ -304,6 +304,16 @@ class PlanRun:
         homes = self.homes()
         return {name: homes.get(id(parameter), parameter) for name, parameter in self.setup.model.named_parameters()}
 
+    def together(self, what: str) -> contextlib.AbstractContextManager[dict[str, Mapping[str, object]]]:
+        """All ranks do the same in here, or all of them fail; the body fills in what must be the same."""
+        ranks = self.setup.ranks
+        return contextlib.nullcontext({}) if ranks is None else ranks.agreeing(what)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, or the only process."""
+        return self.setup.ranks is None or self.setup.ranks.rank == 0
+
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Backwards in here keep their gradients to this rank."""
         average = self._executor.average

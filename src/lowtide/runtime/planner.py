@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any, Required, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Required, TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -28,6 +28,9 @@ from lowtide.runtime.session import Session
 from lowtide.tracing.settings import StepSettings
 from lowtide.tracing.training_step import Loss
 from lowtide.units import format_bytes, format_seconds, parse_bytes
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 Size = str | int
 
@@ -170,6 +173,7 @@ def prepare(
     loss: Loss | None = None,
     autocast: str | torch.dtype | None = None,
     on_progress: Callable[[str], None] | None = None,
+    ranks: ProcessGroup | None = None,
 ) -> Session:
     """Trace, plan and manage in one call: the model then trains inside the memory there is, under an unchanged loop.
 
@@ -191,6 +195,8 @@ def prepare(
         loss: As for `trace`.
         autocast: As for `trace`.
         on_progress: Is told what is being done.
+        ranks: As for `manage`. Rank 0 plans, for the least device memory that a rank has and an equal part of their host's memory;
+            the plan then stays.
 
     Returns:
         The session. Its `plan` says what was chosen.
@@ -236,6 +242,12 @@ def prepare(
         weights=weights,
         seed=seed,
     )
+    if ranks is not None:
+        from lowtide.runtime.agreement import plan_alike
+
+        search_here = partial(search, model, batch, optimizer=optimizer, loss=loss, on_progress=on_progress)
+        host_bytes = host_capacity_bytes() if host_memory is None else parse_bytes(host_memory)
+        return start(plan_alike(ranks, chosen_device, model, search_here, budget, host_bytes), ranks=ranks)
     try:
         planned = search(model, batch, optimizer=optimizer, device_memory=budget, loss=loss, on_progress=on_progress)
     except TraceError as error:

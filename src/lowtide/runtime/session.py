@@ -33,7 +33,7 @@ from lowtide.planning.placement import check_plan
 from lowtide.planning.plan import Plan
 from lowtide.planning.timeline import Timeline
 from lowtide.runtime.checkpoints.contents import session_contents
-from lowtide.runtime.checkpoints.folder import Retention
+from lowtide.runtime.checkpoints.folder import Retention, checkpoint_name
 from lowtide.runtime.checkpoints.saving import Saver
 from lowtide.runtime.passes.lock import HELD_INTERRUPTS, refuse_wrapping, remove_all, watch_process
 from lowtide.runtime.plan_run import switch_plan
@@ -213,18 +213,15 @@ class Management:
     ) -> Path:
         """Begin a checkpoint, or write it."""
         plan_run = self.opened()
-        with plan_run.between_steps("session.save"):
+        number = self.num_steps if step is None else step
+        with plan_run.between_steps("session.save"), plan_run.together("save a checkpoint") as facts:
             plan_run.refuse_gradients("session.save")
             contents = session_contents(plan_run, state, tokenizer=tokenizer)
+            facts["checkpoint"] = {"folder": str(folder), "step": number}
+            if not plan_run.is_first:
+                return folder / checkpoint_name(number)  # rank 0 writes it for all
             self._saver = self._saver or Saver()
-            return self._saver.save(
-                plan_run,
-                folder,
-                contents,
-                step=self.num_steps if step is None else step,
-                retention=retention,
-                allowance=allowance,
-            )
+            return self._saver.save(plan_run, folder, contents, step=number, retention=retention, allowance=allowance)
 
     def wait_for_save(self) -> None:
         """Wait until the save under way is over; raises what went wrong with it."""

@@ -101,8 +101,13 @@ def session_contents(
         parameters |= {id(parameter): parameter for parameter in saved.parameters}
         for key, named in saved.tensors.items():
             tensors.setdefault(key, {}).update({(OPTIMIZER, name): tensor for name, tensor in named.items()})
-    others, other_tensors = _describe_rest(setup.mover.device, state or {})
+    rank = 0 if setup.ranks is None else setup.ranks.rank
+    others, other_tensors = _describe_rest(setup.mover.device, state or {}, rank)
     described |= others
+    if setup.ranks is not None:
+        rest = setup.ranks.exchange((others, other_tensors))[1:]
+        described["ranks"] = [theirs for theirs, _ in rest]
+        other_tensors |= {name: each for _, tensors in rest for name, each in tensors.items()}
     parts = [Part(parameter=parameters.get(key), tensors=named) for key, named in tensors.items()]
     parts.append(Part(parameter=None, tensors={(STATE, name): each for name, each in (plain | other_tensors).items()}))
     return Contents(parts=parts, state=described, files=model_files(setup.model) | _texts(tokenizer))
@@ -386,15 +391,16 @@ def _own_entries(optimizer: torch.optim.Optimizer, encoder: Encoder) -> Plain:
 
 
 def _describe_rest(
-    device: torch.device, state: Mapping[str, object]
+    device: torch.device, state: Mapping[str, object], rank: int
 ) -> tuple[dict[str, Plain], dict[str, torch.Tensor]]:
-    """Random numbers, and what the user has given."""
-    encoder = Encoder("random")
+    """Random numbers, and what the user has given: each rank has its own."""
+    owner = f"rank{rank}." if rank else ""
+    encoder = Encoder(f"{owner}random")
     random = encoder.encode(random_state(device), "the random numbers")
     tensors = dict(encoder.tensors)
     given: dict[str, Plain] = {}
     for name, value in _checked(state):
-        encoder = Encoder(f"given.{name}")
+        encoder = Encoder(f"{owner}given.{name}")
         kind, plain = _plain_of(value)
         given[name] = {"kind": kind, "value": encoder.encode(plain, f"state[{name!r}]")}
         tensors |= encoder.tensors

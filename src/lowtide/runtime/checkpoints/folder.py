@@ -131,7 +131,7 @@ class RunFolder:
             raise CheckpointError(
                 f"{self._partial.name} in {self.path} is being written; publish or abandon it before the next save begins"
             )
-        final = self.path / _name(step)
+        final = self.path / checkpoint_name(step)
         if final.is_symlink() or (final.exists() and not final.is_dir()):
             raise CheckpointError(
                 f"{final.name} in {self.path} is no folder, and stands where step {step} is to be saved; move it away",
@@ -160,7 +160,7 @@ class RunFolder:
             raise CheckpointError(
                 f"{partial} is not a finished checkpoint of step {step} that was begun here; begin, write and finish it first"
             )
-        final = self.path / _name(step)
+        final = self.path / checkpoint_name(step)
         replaced = self._moved_aside(final) if final.exists() else None
         try:
             with told_with_file(self._disk, self.path, "rename", partial):
@@ -204,7 +204,7 @@ class RunFolder:
             # One that was moved aside counts where a process was killed before the new one had the name.
             name = hidden[1] if hidden and hidden[2] == "replaced" else path.name
             named = _STEP.fullmatch(name)
-            if named and name == _name(int(named[1])) and path.is_dir():
+            if named and name == checkpoint_name(int(named[1])) and path.is_dir():
                 found[int(named[1])] = path
         return {step: found[step] for step in sorted(found, reverse=True)}
 
@@ -314,7 +314,7 @@ class RunFolder:
         for step, folder in self.checkpoints().items():
             if published is not None and step > published:
                 self._warn(
-                    f"{folder.name} in {self.path} is of a later step than {_name(published)}, which was saved just now; the "
+                    f"{folder.name} in {self.path} is of a later step than {checkpoint_name(published)}, which was saved just now; the "
                     "later one is loaded first: move it away unless that is meant"
                 )
             if num_kept < self._retention.newest:
@@ -397,13 +397,14 @@ def opened(folder: Path, step: int) -> CheckpointReader:
     if reader.index.step != step:
         raise DamagedCheckpointError(
             f"{folder.name}/{INDEX_NAME} in {folder.parent} cannot be used: it is of step {reader.index.step}. Give the folder "
-            f"the name {_name(reader.index.step)} again",
+            f"the name {checkpoint_name(reader.index.step)} again",
             file=f"{folder.name}/{INDEX_NAME}",
         )
     return reader
 
 
-def _name(step: int) -> str:
+def checkpoint_name(step: int) -> str:
+    """Of the folder of a checkpoint of this step."""
     return f"step-{step:08d}"
 
 

@@ -98,16 +98,22 @@ def load(
     """
     session = target if isinstance(target, Session) else None
     _check_target(target, optimizer)
-    if session is not None:
-        session.wait_for_save()  # it may be the one that is meant, and its values are about to go
-    reader = open_checkpoint(Path(folder), step)
-    saved = SavedTraining.read(reader)
     if session is None:
         assert isinstance(target, nn.Module)
         assert optimizer is not None
+        saved = SavedTraining.read(open_checkpoint(Path(folder), step))
         return _load(saved, _of_plain(target, unwrapped(optimizer, None)), state or {})
+    session.wait_for_save()  # it may be the one that is meant, and its values are about to go
     plan_run = session._open()
-    with plan_run.between_steps("lowtide.load", discards_step=True), plan_run.setup.on_host():
+    with plan_run.together("load a checkpoint") as facts:
+        saved = SavedTraining.read(open_checkpoint(Path(folder), step))
+        # Another rank may have gone back to an older one.
+        facts["checkpoint"] = {"step": saved.reader.index.step, "folder": saved.reader.folder.name}
+    with (
+        plan_run.together("load a checkpoint"),
+        plan_run.between_steps("lowtide.load", discards_step=True),
+        plan_run.setup.on_host(),
+    ):
         loaded = _load(saved, _of_session(plan_run), state or {})
     session._count_from(loaded.step)
     return loaded
@@ -170,6 +176,8 @@ class _Receiver:
     end: Callable[[], None]
     broke: Callable[[str], None]
     """Told why only a part was written."""
+    rank: int = 0
+    num_ranks: int = 1
 
 
 def _of_session(plan_run: PlanRun) -> _Receiver:
@@ -184,6 +192,8 @@ def _of_session(plan_run: PlanRun) -> _Receiver:
         put=plan_run.put_state,
         end=plan_run.end_loading,
         broke=plan_run.lose_load,
+        rank=0 if plan_run.setup.ranks is None else plan_run.setup.ranks.rank,
+        num_ranks=1 if plan_run.setup.ranks is None else plan_run.setup.ranks.size,
     )
 
 
@@ -270,7 +280,8 @@ def _load(saved: SavedTraining, receiver: _Receiver, state: Mapping[str, object]
     _check(saved, receiver, own, state)
     reader = saved.reader
     decoder = Decoder(lambda name: reader.read(STATE, name))
-    plain = _load_objects(reader, decoder, state)
+    own_state = _state_of(reader, receiver.rank)
+    plain = _load_objects(own_state["given"], decoder, state)
     with StateReader(saved, receiver.numerics) as states, compat.without_modes():
         is_exact = _write(saved, receiver, own, states, decoder)
     if not is_exact:
@@ -279,11 +290,33 @@ def _load(saved: SavedTraining, receiver: _Receiver, state: Mapping[str, object]
             "were converted, and losses from here on are not bit-identical to those of the run that saved it",
             stacklevel=3,
         )
-    # Last: what was loaded before may have drawn some.
-    restore_random_state(decoder.decode(reader.index.state["random"]), receiver.device)
+    num_saved = 1 + len(_other_ranks(reader))
+    if num_saved != receiver.num_ranks:
+        is_exact = False
+        if receiver.rank == 0:
+            warnings.warn(
+                f"{reader.folder.name} was saved by {num_saved} ranks and is loaded by {receiver.num_ranks}: gradients are added "
+                "up in another order, so that losses equal those of the run that saved it within rounding, and random numbers differ",
+                stacklevel=3,
+            )
+    # Last: what was loaded before may have drawn some. A rank that was not there goes on with its own.
+    if receiver.rank < num_saved:
+        restore_random_state(decoder.decode(own_state["random"]), receiver.device)
     return LoadedCheckpoint(
         folder=reader.folder, step=reader.index.step, state=plain, is_exact=is_exact, plan=_plan_of(reader)
     )
+
+
+def _other_ranks(reader: CheckpointReader) -> list[Mapping[str, Any]]:
+    """What ranks beside the first have saved of their own: random numbers, and objects of the user's."""
+    found: Any = reader.index.state.get("ranks") or []
+    return list(found)
+
+
+def _state_of(reader: CheckpointReader, rank: int) -> Mapping[str, Any]:
+    """What the rank has saved of its own; rank 0's where it was not there."""
+    found: list[Any] = [reader.index.state, *_other_ranks(reader)]
+    return found[rank if rank < len(found) else 0]  # type: ignore[no-any-return]  # plain data
 
 
 def _plan_of(reader: CheckpointReader) -> Plan | None:
@@ -340,10 +373,9 @@ def _check_objects(saved: SavedTraining, state: Mapping[str, object]) -> None:
         )
 
 
-def _load_objects(reader: CheckpointReader, decoder: Decoder, state: Mapping[str, object]) -> dict[str, Any]:
+def _load_objects(given: Mapping[str, Any], decoder: Decoder, state: Mapping[str, object]) -> dict[str, Any]:
     """Load the user's objects, before the model: what they refuse is refused while everything else is as it was."""
     plain: dict[str, Any] = {}
-    given: Any = reader.index.state["given"]
     for name, entry in given.items():
         if entry["kind"] == "plain":
             plain[name] = decoder.decode(entry["value"])

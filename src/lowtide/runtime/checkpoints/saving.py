@@ -30,7 +30,7 @@ from lowtide.errors import CheckpointError, ConfigError
 from lowtide.memory.tier import HostMemory, Tier
 from lowtide.runtime.checkpoints.contents import Contents, Part
 from lowtide.runtime.checkpoints.disk import Disk
-from lowtide.runtime.checkpoints.folder import Retention, RunFolder
+from lowtide.runtime.checkpoints.folder import Retention, RunFolder, checkpoint_name
 from lowtide.runtime.checkpoints.format import CheckpointWriter
 from lowtide.runtime.checkpoints.snapshot import LEAST_BYTES, OWNER, Snapshot, Source, aligned, num_threads
 from lowtide.runtime.parameters.pending import Changes
@@ -311,7 +311,7 @@ class Saver:
             raise
         if allowance is None or save.snapshot.error is not None:
             self.wait()
-        return run.path / f"step-{step:08d}"
+        return run.path / checkpoint_name(step)
 
     def wait(self) -> None:
         """Wait until the save under way is over.

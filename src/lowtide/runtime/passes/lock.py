@@ -316,8 +316,8 @@ def locked(method: Callable[Concatenate[L, P], R]) -> Callable[Concatenate[L, P]
 
 
 _ADVICE = (
-    "a session trains one model in one process on one device. Manage the plain model, without the wrapper, in one process, "
-    "or train it under the wrapper without Lowtide"
+    "a session averages gradients by itself. Manage the plain model, without the wrapper, with ranks= (such as "
+    "torch.distributed.group.WORLD), or train it under the wrapper without Lowtide"
 )
 
 
