@@ -23,6 +23,7 @@ from lowtide.train.progress import RunStatus
 from lowtide.train.recipe import TrainRecipe, read_train_recipe
 from lowtide.train.run import RunResult, Watcher, run_training
 from lowtide.train.stopping import Leave, StopRequests
+from lowtide.train.team import launched_rank
 from lowtide.train.view import RunView, plain_line
 
 FOLDER = Path("lowtide-train")
@@ -40,13 +41,15 @@ def run_train(name: str, overrides: Sequence[str], out: Path | None, *, resume: 
     """Train a recipe, or go on with a run that is in a folder; ends with where the result is."""
     folder, recipe = read_request(name, overrides, out)
     require_writable("--out", [folder.path], are_folders=True)
-    with display_of(f"{recipe.model} → {folder.path}", recipe) as display, told_by(display):
+    is_first = not launched_rank()
+    shown = display_of(f"{recipe.model} → {folder.path}", recipe) if is_first else Silence()
+    with shown as display, told_by(display):
         stop = StopRequests(recipe.faults.grace_s, leave=leave_with(display, folder), on_request=lambda: _ask(display))
         with stop.watching():
             result = run_training(recipe, folder, resume=resume, watcher=display, stop=stop)
-    if as_json:
+    if as_json and is_first:
         print(json.dumps(result_row(result), indent=2))
-    else:
+    elif is_first:
         OUT.print(*last_words(result, folder), sep="\n", highlight=False, soft_wrap=True)
     if not result.is_finished:
         raise typer.Exit(stop.exit_code)
@@ -136,6 +139,25 @@ def result_row(result: RunResult) -> dict[str, object]:
 def display_of(title: str, recipe: TrainRecipe) -> Display:
     """A live view on a terminal, else plain lines."""
     return LiveDisplay(title) if ERR.is_terminal else LineDisplay(recipe.log.every)
+
+
+class Silence:
+    """Of a rank that is not the first: that one shows the run of all."""
+
+    def say(self, words: str) -> None:
+        """Nothing."""
+
+    def show(self, status: RunStatus) -> None:
+        """Nothing."""
+
+    def note(self, sentence: str) -> None:
+        """Nothing."""
+
+    def __enter__(self) -> Silence:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
 class LiveDisplay:

@@ -124,7 +124,9 @@ class Keeper:
         trained.session.wait_for_save()
         if step is not None:
             self.saved_step, self.saved_at_s = step, self._clock()
-            self.save_s = trained.session.stats().saves[-1].seconds
+            saves = trained.session.stats().saves
+            if saves:  # rank 0's: it writes for all
+                self.save_s = saves[-1].seconds
 
     def _save(self, trained: Trained, step: int, allowance: str | int | None) -> None:
         trained.session.save(

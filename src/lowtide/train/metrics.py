@@ -55,6 +55,22 @@ class MetricsLog:
         self._file.close()
 
 
+class Unlogged(MetricsLog):
+    """The log of a rank that writes nothing: rank 0 does."""
+
+    def __init__(self) -> None:
+        pass
+
+    def add(self, kind: str, step: int, **values: Plain) -> None:
+        """Nothing."""
+
+    def sync(self) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
 def whole_bytes(path: Path, step: int) -> int:
     """Bytes of the rows up to that step; a row that is torn or no JSON ends them, as a row of a later step does."""
     end = 0

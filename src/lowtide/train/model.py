@@ -22,6 +22,7 @@ from lowtide.runtime.parameters.weight_file import WeightFile
 from lowtide.runtime.planner import prepare
 from lowtide.runtime.session import Session
 from lowtide.train.recipe import TrainRecipe
+from lowtide.train.team import Team
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -143,8 +144,13 @@ class Trained:
 
 
 @contextlib.contextmanager
-def prepared(subject: Subject, say: Callable[[str], None]) -> Iterator[Trained]:
+def prepared(subject: Subject, team: Team, say: Callable[[str], None]) -> Iterator[Trained]:
     """The model with its first weights, planned for the memory that the recipe gives, and managed until the end.
+
+    Args:
+        subject: What is trained.
+        team: Each rank of it has a part of the batch.
+        say: Told what is being done.
 
     Raises:
         PlanError: No plan fits the memory; the message says what the smallest takes.
@@ -157,7 +163,7 @@ def prepared(subject: Subject, say: Callable[[str], None]) -> Iterator[Trained]:
     if use_cache:
         model.config.use_cache = False  # type: ignore[union-attr]  # only generating has a use for it
     optimizer = training.make_optimizer(recipe.optimizer, model)
-    batch = source.make_batch(f"{subject.shape[0]}x{subject.shape[1]}")
+    batch = source.make_batch(f"{team.require_rows(subject.shape[0])}x{subject.shape[1]}")
     with prepare(
         model,
         optimizer,
@@ -172,6 +178,7 @@ def prepared(subject: Subject, say: Callable[[str], None]) -> Iterator[Trained]:
         weights=weights,
         seed=recipe.seed,
         on_progress=say,
+        ranks=team.group,
     ) as session:
         yield Trained(
             model=model, optimizer=optimizer, session=session, scaler=LossScaler() if recipe.is_scaled else None

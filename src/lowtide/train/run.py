@@ -30,6 +30,7 @@ from lowtide.errors import (
     LowtideError,
     NonFiniteGradientError,
     NonFiniteLossError,
+    RanksDifferError,
     RunStoppedError,
     StepLostError,
 )
@@ -43,11 +44,12 @@ from lowtide.train.data import Prefetch, mixed_seed
 from lowtide.train.folder import OutputFolder, differences_in_words
 from lowtide.train.inputs import Inputs, find_tokenizer, huggingface_folder, read_inputs
 from lowtide.train.keeper import Keeper
-from lowtide.train.metrics import Curves, MetricsLog, require_tensorboard
+from lowtide.train.metrics import Curves, MetricsLog, Unlogged, require_tensorboard
 from lowtide.train.model import Subject, Trained, find_subject, on_device, prepared, ready_for
 from lowtide.train.progress import Meter, RunStatus
 from lowtide.train.recipe import TrainRecipe
 from lowtide.train.stopping import StopRequests
+from lowtide.train.team import Team, team_on
 
 
 class Watcher(Protocol):
@@ -106,26 +108,40 @@ def run_training(
     """
     if recipe.log.tensorboard:
         require_tensorboard()
-    subject = find_subject(recipe)
-    differing = out.check(subject.recipe, resume=resume)
-    tokenizer = find_tokenizer(recipe.data.tokenizer, recipe.model) if recipe.data.tokens is None else None
-    inputs = read_inputs(subject, tokenizer, watcher.say)
-    with out.held():
+    with team_on(recipe.device) as team:
+        return _run(recipe, out, team, resume=resume, watcher=watcher, stop=stop)
+
+
+def _run(
+    recipe: TrainRecipe, out: OutputFolder, team: Team, *, resume: bool, watcher: Watcher, stop: StopRequests
+) -> RunResult:
+    with team.together("begin the run"):
+        subject = find_subject(recipe)
+        team.require_rows(subject.shape[0])
+        differing = out.check(subject.recipe, resume=resume)
+        tokenizer = find_tokenizer(recipe.data.tokenizer, recipe.model) if recipe.data.tokens is None else None
+        inputs = read_inputs(subject, tokenizer, watcher.say)
         out.check_data(inputs.record)
+    with out.held() if team.is_first else contextlib.nullcontext():
         if resume and not out.is_saved:
             watcher.note("nothing of the run is saved: it begins anew")
         if differing:
             watcher.note(f"the recipe differs from before: {differences_in_words(differing)}")
-        keeper = Keeper(out.checkpoints, recipe.checkpoints)
-        if _is_over(out, keeper, inputs.steps):
-            out.begin(subject.recipe, inputs.record)
+        # Rank 0 writes while the others wait: they could not go on alone for more than a backward.
+        saves = recipe.checkpoints if team.size == 1 else replace(recipe.checkpoints, allowance=None)
+        keeper = Keeper(out.checkpoints, saves)
+        with team.together("look for a checkpoint"):
+            is_over = _is_over(out, keeper, inputs.steps)
+        if is_over:
+            if team.is_first:
+                out.begin(subject.recipe, inputs.record)
             result = RunResult(
                 folder=out.path, step=inputs.steps, steps=inputs.steps, is_finished=True, saved_step=inputs.steps
             )
         else:
             with training.arithmetic(subject.recipe, subject.device), _reproducible(subject):
-                result = Run(subject, inputs, out, keeper, watcher, stop).to_the_end()
-        if result.is_finished:
+                result = Run(subject, inputs, out, team, keeper, watcher, stop).to_the_end()
+        if result.is_finished and team.is_first:
             watcher.say("writing the model")
             result = replace(result, model=_published(subject, out, keeper))
     return result
@@ -172,6 +188,7 @@ class Run:
         subject: What is trained.
         inputs: What it reads.
         out: Its folder.
+        team: The ranks that train it.
         keeper: Saves it there.
         watcher: Told what happens.
         stop: Asked between steps.
@@ -182,11 +199,14 @@ class Run:
         subject: Subject,
         inputs: Inputs,
         out: OutputFolder,
+        team: Team,
         keeper: Keeper,
         watcher: Watcher,
         stop: StopRequests,
     ) -> None:
-        self._subject, self._inputs, self._out = subject, inputs, out
+        self._subject, self._inputs, self._out, self._team = subject, inputs, out, team
+        self._is_asked_to_stop = False
+        """What the team has decided; a team of one asks at once."""
         self._recipe = subject.recipe
         self._keeper, self._watcher, self._stop = keeper, watcher, stop
         self._step = 0
@@ -216,7 +236,7 @@ class Run:
 
     def _from_checkpoint(self) -> RunResult:
         with contextlib.ExitStack() as stack:
-            self._trained = stack.enter_context(prepared(self._subject, self._watcher.say))
+            self._trained = stack.enter_context(prepared(self._subject, self._team, self._watcher.say))
             self._rates = [group["lr"] for group in self._trained.optimizer.param_groups]
             self._step = self._keeper.load(self._trained, self._watcher.say)
             self._open_logs(stack)
@@ -224,7 +244,7 @@ class Run:
             self._tell_start()
             first = self._step * self._recipe.accumulation
             device = self._subject.device
-            batches = Prefetch(lambda number: ready_for(device, self._inputs.batches(number)), first)
+            batches = Prefetch(lambda number: ready_for(device, self._team.part(self._inputs.batches(number))), first)
             stack.callback(batches.close)
             with self._stop.guarded(), self._explained():
                 self._train(batches)
@@ -232,6 +252,9 @@ class Run:
 
     def _open_logs(self, stack: contextlib.ExitStack) -> None:
         # Not before: a plan that does not fit, and an interrupt meanwhile, leave the folder as it was.
+        if not self._team.is_first:
+            self._log = Unlogged()
+            return
         self._out.begin(self._recipe, self._inputs.record)
         self._log = MetricsLog(self._out.metrics, step=self._step)
         stack.callback(self._log.close)
@@ -255,7 +278,7 @@ class Run:
     def _train(self, batches: Prefetch) -> None:
         num_left_out = 0
         self._show("training")
-        while self._step < self._inputs.steps and not self._stop.is_requested:
+        while self._step < self._inputs.steps and not self._is_stopping:
             own = [batches.take() for _ in range(self._recipe.accumulation)]
             began_s = time.perf_counter()
             try:
@@ -273,13 +296,19 @@ class Run:
         self._evaluate_last()
         self._save_last()
 
+    @property
+    def _is_stopping(self) -> bool:
+        """Whether the run ends after the step under way."""
+        return self._stop.is_requested if self._team.size == 1 else self._is_asked_to_stop
+
     def _between_steps(self) -> None:
+        self._is_asked_to_stop = self._team.any(self._stop.is_requested)
         every = self._recipe.evaluation.every
         is_last = self._step == self._inputs.steps
-        if every is not None and self._step % every == 0 and not is_last and not self._stop.is_requested:
+        if every is not None and self._step % every == 0 and not is_last and not self._is_stopping:
             self._evaluate()
         self._look_for_save()
-        if self._keeper.is_due(self._step) and not is_last and not self._stop.is_requested:
+        if self._team.as_first(self._keeper.is_due(self._step)) and not is_last and not self._is_stopping:
             self._save()
         self._show("training")
 
@@ -293,6 +322,10 @@ class Run:
             except OUT_OF_MEMORY as error:
                 reason, has_moved = f"memory ran out: {error}", self._is_updating
             # Out of the except block: what the exception held of the step is gone.
+            if self._team.size > 1:
+                raise RunStoppedError(
+                    self._told(f"step {self._step + 1:,} was lost on rank {self._team.rank}: {reason}")
+                )
             reason = f"step {self._step + 1:,} was lost ({reason})"
             self._log.add("lost", self._step, reason=reason)
             if has_moved or self._recipe.schedule is Schedule.IN_BACKWARD:
@@ -304,21 +337,24 @@ class Run:
     def _take_step(self, batches: Sequence[Batch]) -> tuple[float, float | None]:
         """One update: its loss, and the norm of its gradients where that is known."""
         trained, recipe = self._trained, self._recipe
-        torch.manual_seed(mixed_seed(recipe.seed, self._step))
+        seed = mixed_seed(recipe.seed, self._step)
+        torch.manual_seed(mixed_seed(seed, self._team.rank) if self._team.rank else seed)
         share = recipe.scheduler.share(self._step, self._inputs.steps)
         for group, rate in zip(trained.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * share
         parts = []
         self._is_updating = False
-        for batch in batches:
-            loss = trained.model(**on_device(batch, self._subject.device)).loss
-            if recipe.schedule is Schedule.IN_BACKWARD:
-                require_finite(loss)  # the backward updates
-            part = loss / recipe.accumulation if recipe.accumulation > 1 else loss
-            (part if trained.scaler is None else trained.scaler.scale(part)).backward()
+        for number, batch in enumerate(batches, start=1):
+            is_last = number == len(batches)
+            with contextlib.nullcontext() if is_last else trained.session.no_sync():
+                loss = trained.model(**on_device(batch, self._subject.device)).loss
+                if recipe.schedule is Schedule.IN_BACKWARD:
+                    require_finite(self._team.mean(float(loss.detach())))  # the backward updates
+                part = loss / recipe.accumulation if recipe.accumulation > 1 else loss
+                (part if trained.scaler is None else trained.scaler.scale(part)).backward()
             parts.append(loss.detach())
             del loss, part
-        value = math.fsum(float(part.double().item()) for part in parts) / len(parts)
+        value = self._team.mean(math.fsum(float(part.double().item()) for part in parts) / len(parts))
         if trained.scaler is None:
             require_finite(value)
         self._is_updating = True
@@ -370,7 +406,7 @@ class Run:
     # -- beside the loop -----------------------------------------------------------------------------------------------
 
     def _evaluate_last(self) -> None:
-        if self._step == self._inputs.steps and self._meter.num_steps and not self._stop.is_requested:
+        if self._step == self._inputs.steps and self._meter.num_steps and not self._is_stopping:
             self._evaluate()
 
     def _evaluate(self) -> None:
@@ -382,15 +418,16 @@ class Run:
         model.eval()
         total = rows = 0.0
         with torch.no_grad():
-            for batch in self._inputs.held_out:
-                if self._stop.is_requested:
+            for batch in self._inputs.held_out[self._team.rank :: self._team.size]:
+                if self._is_stopping:
                     break
                 loss = model(**on_device(batch, self._subject.device)).loss
                 count = len(batch["input_ids"])
                 total, rows = total + count * float(loss.double().item()), rows + count
         model.train()
-        if self._stop.is_requested:
+        if self._is_stopping:
             return
+        total, rows = self._team.sums(total, rows)
         self._evaluation = (self._step, total / rows)
         self._log.add("evaluation", self._step, loss=total / rows, seconds=time.perf_counter() - began_s)
         if self._curves is not None:
@@ -433,7 +470,7 @@ class Run:
     def _noted(self) -> Iterator[None]:
         try:
             yield
-        except CheckpointError as error:
+        except (CheckpointError, RanksDifferError) as error:
             self._log.add("not saved", self._step, reason=str(error))
             self._watcher.note(f"a checkpoint could not be saved: {error}; the training goes on")
 
@@ -447,7 +484,9 @@ class Run:
         if self._keeper.saved_step == self._step:
             return
         left_s, needed_s = self._stop.left_s, self._keeper.expected_s
-        if left_s is not None and needed_s is not None and needed_s > left_s:
+        is_late = left_s is not None and needed_s is not None and needed_s > left_s
+        if self._team.as_first(is_late):
+            left_s, needed_s = left_s or 0.0, needed_s or 0.0
             words = f"a save takes about {needed_s:.0f} s, and {max(0.0, left_s):.0f} s are left: step {self._step:,} is not saved"
             self._log.add("not saved", self._step, reason=words)
             self._watcher.note(words)
@@ -458,7 +497,7 @@ class Run:
         try:
             self._keeper.save(self._trained, self._step)
             self._keeper.wait(self._trained)
-        except CheckpointError as error:
+        except (CheckpointError, RanksDifferError) as error:
             raise RunStoppedError(self._told(f"step {self._step:,} could not be saved: {error}")) from error
         self._tell_saved()
 
@@ -480,7 +519,7 @@ class Run:
     def _show(self, words: str) -> None:
         self._watcher.show(
             self._meter.status(
-                "stopping after this step" if self._stop.is_requested and words == "training" else words,
+                "stopping after this step" if self._is_stopping and words == "training" else words,
                 step=self._step,
                 evaluation=self._evaluation,
                 saved_step=self._keeper.saved_step,
@@ -514,7 +553,9 @@ class Run:
         except LossScaleError as error:
             raise RunStoppedError(self._told(f"step {self._step + 1:,}: {error}")) from error
         except Exception as error:
-            place = self._out.path / "traceback.txt"
+            place = self._out.path / (
+                "traceback.txt" if self._team.is_first else f"traceback-rank{self._team.rank}.txt"
+            )
             place.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
             words = f"step {self._step + 1:,} failed: {type(error).__name__}: {error}"
             raise RunStoppedError(self._told(f"{words} (the traceback is in {place})")) from error

@@ -313,8 +313,9 @@ class RunFolder:
         num_kept = 0
         for step, folder in self.checkpoints().items():
             if published is not None and step > published:
+                newer = checkpoint_name(published)
                 self._warn(
-                    f"{folder.name} in {self.path} is of a later step than {checkpoint_name(published)}, which was saved just now; the "
+                    f"{folder.name} in {self.path} is of a later step than {newer}, which was saved just now; the "
                     "later one is loaded first: move it away unless that is meant"
                 )
             if num_kept < self._retention.newest:

@@ -296,7 +296,7 @@ def _load(saved: SavedTraining, receiver: _Receiver, state: Mapping[str, object]
         if receiver.rank == 0:
             warnings.warn(
                 f"{reader.folder.name} was saved by {num_saved} ranks and is loaded by {receiver.num_ranks}: gradients are added "
-                "up in another order, so that losses equal those of the run that saved it within rounding, and random numbers differ",
+                "up in another order, so that losses equal those of the run that saved it within rounding; random numbers differ",
                 stacklevel=3,
             )
     # Last: what was loaded before may have drawn some. A rank that was not there goes on with its own.

@@ -1,0 +1,109 @@
+"""`torchrun -m lowtide train`: the run of several ranks is that of one process, also after a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowtide import config, plain_text
+from tests.train.runs import small_recipe
+
+pytestmark = pytest.mark.slow
+
+
+def written(folder: Path, *settings: str) -> Path:
+    """A recipe without dropout, whose random numbers would differ with the number of ranks."""
+    recipe = small_recipe(
+        folder, "model_settings.dropout=0.0", "batch=4x32", "dtype=float32", "device_memory=1500KiB", *settings
+    )
+    path = folder / "recipe.yaml"
+    path.write_text(plain_text.render(config.to_plain(recipe), "yaml"), encoding="utf-8")
+    return path
+
+
+def start(num_ranks: int, *arguments: str) -> subprocess.Popen[str]:
+    """`lowtide train`, by torchrun where there are several ranks."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    command = [sys.executable, *(launcher if num_ranks > 1 else []), "-m", "lowtide", "train", *arguments]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def run(num_ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    process = start(num_ranks, *arguments)
+    out, err = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+
+def rows(folder: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [row for row in map(json.loads, lines) if row["kind"] == kind]
+
+
+def losses(folder: Path) -> list[float]:
+    return [row["loss"] for row in rows(folder, "step")]
+
+
+def test_two_ranks_train_the_run_of_one(tmp_path: Path) -> None:
+    recipe = written(tmp_path, "accumulation=2", "evaluation.every=4", "max_grad_norm=1.0")
+    for num_ranks in (1, 2):
+        done = run(num_ranks, str(recipe), "--out", str(tmp_path / str(num_ranks)), "--json")
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["is_finished"]  # of rank 0 alone: two of them would be no JSON
+    assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=1e-5)
+    one, two = ([row["loss"] for row in rows(tmp_path / name, "evaluation")] for name in "12")
+    assert two == pytest.approx(one, rel=1e-5)
+    assert (tmp_path / "2" / "model" / "model.safetensors").exists()
+
+
+def test_a_killed_rank_ends_the_run_which_goes_on(tmp_path: Path) -> None:
+    recipe = written(tmp_path, "steps=400", "checkpoints.every=5")
+    folder = tmp_path / "run"
+    process = start(2, str(recipe), "--out", str(folder))
+    while not any((folder / "checkpoints").glob("step-*")):
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
+    children = subprocess.run(
+        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
+    ).stdout.split()
+    began_s = time.monotonic()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert process.returncode
+    assert time.monotonic() - began_s < 60
+    trained = losses(folder)
+    saved = max(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*"))
+    done = run(2, str(folder), "--resume", "--set", f"steps={saved + 3}")
+    assert done.returncode == 0, done.stderr
+    again = losses(folder)
+    assert len(again) == saved + 3
+    assert again[:saved] == trained[:saved]
+    whole = run(2, str(recipe), "--out", str(tmp_path / "whole"), "--set", f"steps={saved + 3}")
+    assert whole.returncode == 0, whole.stderr
+    # The schedule falls until the last step, and the run that was killed had 400 of them.
+    assert [row["step"] for row in rows(folder, "step")] == list(range(1, saved + 4))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [(["batch=3x32"], "batch has 3 rows, which 2 ranks cannot divide evenly"), (["device_memory=1KiB"], "1.0 KiB")],
+)
+def test_what_cannot_be_trained_is_one_sentence(tmp_path: Path, settings: list[str], words: str) -> None:
+    recipe = written(tmp_path, *settings)
+    done = run(2, str(recipe), "--out", str(tmp_path / "run"))
+    assert done.returncode
+    assert words in done.stderr
+    assert not (tmp_path / "run" / "recipe.yaml").exists()
