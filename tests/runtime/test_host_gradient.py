@@ -48,7 +48,7 @@ def test_only_the_tables_moves_are_made(now: GradientState, to: GradientState, p
 def test_what_was_there_is_set_aside_and_comes_back_where_a_backward_brings_none(parameter: nn.Parameter) -> None:
     before = parameter.grad = torch.ones(3)
     gradient = gradient_of(parameter)
-    gradient.set_aside(has_hooks=False)
+    gradient.set_aside(is_summed_on_device=False)
     assert parameter.grad is None
     gradient.show_aside()
     assert parameter.grad is before
@@ -58,7 +58,7 @@ def test_what_was_there_is_set_aside_and_comes_back_where_a_backward_brings_none
 def test_hooks_of_the_user_find_the_sum_at_the_parameter(parameter: nn.Parameter) -> None:
     parameter.grad = torch.ones(3)
     gradient = gradient_of(parameter)
-    gradient.set_aside(has_hooks=True)
+    gradient.set_aside(is_summed_on_device=True)
     assert parameter.grad is not None
     assert torch.equal(parameter.grad, torch.ones(3))
     assert gradient.take_aside() is None, "it is in the sum already"
@@ -66,7 +66,7 @@ def test_hooks_of_the_user_find_the_sum_at_the_parameter(parameter: nn.Parameter
 
 def test_a_second_backward_lands_on_the_first_ones_gradient(parameter: nn.Parameter) -> None:
     gradient = gradient_of(parameter, home=torch.zeros(3))
-    gradient.set_aside(has_hooks=False)
+    gradient.set_aside(is_summed_on_device=False)
     target, adds = gradient.land()
     assert not adds
     target.fill_(2.0)
@@ -74,7 +74,7 @@ def test_a_second_backward_lands_on_the_first_ones_gradient(parameter: nn.Parame
     assert gradient.land()[1], "a second gradient of the same backward is added"
     parameter.grad = gradient.tensor
     gradient.end_backward()
-    gradient.set_aside(has_hooks=False)
+    gradient.set_aside(is_summed_on_device=False)
     target, adds = gradient.land()
     assert adds, "accumulation"
     assert torch.equal(target, torch.full((3,), 2.0))

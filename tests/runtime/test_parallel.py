@@ -49,7 +49,7 @@ class TestWrappedBefore:
             (model, "the model is inside of a DistributedDataParallel"),
             (model.blocks, "the model is inside of a DistributedDataParallel"),
         ):
-            with pytest.raises(SessionError, match=f"{text}, and a session trains one model in one process"):
+            with pytest.raises(SessionError, match=f"{text}, and a session averages gradients by itself"):
                 manage(target, adamw(target), place)
         assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
         wrapped(inputs(0)).sum().backward()
@@ -241,6 +241,6 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert rank.returncode == 0, errors
         before, after = said.splitlines()
         assert before.startswith(
-            "the model is inside of a DistributedDataParallel, and a session trains one model in one process"
+            "the model is inside of a DistributedDataParallel, and a session averages gradients by itself"
         )
         assert after.startswith("a DistributedDataParallel is being made around a managed model")

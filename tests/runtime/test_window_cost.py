@@ -93,9 +93,9 @@ def test_a_window_costs_the_same_in_a_deep_model(weights: str, update: str, sche
     # Some 25 of them hold interrupts back while a window or a hook changes the session's condition. A step asks twice whether a
     # save still reads what it changes.
     [
-        ("streamed", "device", "in_backward", 477),
+        ("streamed", "device", "in_backward", 478),
         ("streamed", "device", "deferred", 520),
-        ("streamed", "host", "in_backward", 567),
+        ("streamed", "host", "in_backward", 568),
         ("streamed", "host", "deferred", 590),
         ("resident", "host", "deferred", 545),
     ],

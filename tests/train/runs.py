@@ -21,6 +21,7 @@ from lowtide.train.progress import RunStatus
 from lowtide.train.recipe import DataRecipe, TrainRecipe
 from lowtide.train.run import RunResult, run_training
 from lowtide.train.stopping import StopRequests
+from lowtide.train.team import Team
 
 TEXT = "The tide goes out, and the tide comes in; what it leaves on the sand is another thing each day.\n"
 
@@ -114,8 +115,8 @@ def trained_with(change: Callable[[Trained], None]) -> Iterator[None]:
     real = run_module.prepared
 
     @contextmanager
-    def changed(subject: Subject, say: Callable[[str], None]) -> Iterator[Trained]:
-        with real(subject, say) as trained:
+    def changed(subject: Subject, team: Team, say: Callable[[str], None]) -> Iterator[Trained]:
+        with real(subject, team, say) as trained:
             change(trained)
             yield trained
 

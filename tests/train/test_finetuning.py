@@ -17,6 +17,7 @@ from lowtide.lab import training
 from lowtide.train.inputs import RunTokenizer, find_tokenizer
 from lowtide.train.model import find_subject, prepared
 from lowtide.train.recipe import TrainRecipe, read_train_recipe
+from lowtide.train.team import Team
 from tests.train.runs import TEXT, losses, train
 
 transformers = pytest.importorskip("transformers")
@@ -118,7 +119,7 @@ def test_weights_come_group_by_group_without_a_second_copy(tmp_path: Path) -> No
     empty = subject.source.pretrained.build_empty(torch.float32)
     assert {parameter.device.type for parameter in empty.parameters()} == {"meta"}
     expected = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    with prepared(subject, lambda words: None) as trained:
+    with prepared(subject, Team(None, None), lambda words: None) as trained:
         found = {name: value.clone() for name, value in trained.model.state_dict().items()}
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
@@ -135,7 +136,9 @@ def test_files_of_another_form_go_through_transformers(tmp_path: Path) -> None:
         {name: value.clone() for name, value in model.transformer.state_dict().items()}, folder / "pytorch_model.bin"
     )
     said: list[str] = []
-    with prepared(find_subject(finetuned(folder, text, "dtype=float32", "precision=null")), said.append) as trained:
+    with prepared(
+        find_subject(finetuned(folder, text, "dtype=float32", "precision=null")), Team(None, None), said.append
+    ) as trained:
         found = {name: value.clone() for name, value in trained.model.state_dict().items()}
     assert any(words.startswith("loading hf:") for words in said)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
