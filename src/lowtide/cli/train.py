@@ -23,7 +23,7 @@ from lowtide.train.progress import RunStatus
 from lowtide.train.recipe import TrainRecipe, read_train_recipe
 from lowtide.train.run import RunResult, Watcher, run_training
 from lowtide.train.stopping import Leave, StopRequests
-from lowtide.train.team import launched_rank
+from lowtide.train.team import launched_rank, num_restarts
 from lowtide.train.view import RunView, plain_line
 
 FOLDER = Path("lowtide-train")
@@ -42,6 +42,8 @@ def run_train(name: str, overrides: Sequence[str], out: Path | None, *, resume: 
     folder, recipe = read_request(name, overrides, out)
     require_writable("--out", [folder.path], are_folders=True)
     is_first = not launched_rank()
+    if num_restarts():
+        resume = folder.has_run
     shown = display_of(f"{recipe.model} → {folder.path}", recipe) if is_first else Silence()
     with shown as display, told_by(display):
         stop = StopRequests(recipe.faults.grace_s, leave=leave_with(display, folder), on_request=lambda: _ask(display))

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from lowtide.distributed.ranks import Ranks
 from lowtide.errors import ConfigError
@@ -22,6 +24,11 @@ from lowtide.lab.training import Batch
 def launched_rank() -> int:
     """This process's number, where torchrun has started several; else 0."""
     return int(os.environ["RANK"]) if dist.is_torchelastic_launched() else 0
+
+
+def num_restarts() -> int:
+    """How often torchrun has started this command again, because a rank had ended: the run is then to go on."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if dist.is_torchelastic_launched() else 0
 
 
 @contextlib.contextmanager
@@ -44,7 +51,10 @@ def team_on(device: str | None) -> Iterator[Team]:
                 key="device",
             )
         torch.cuda.set_device(local)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if is_on_cuda else "gloo")
+    store, rank, size = next(rendezvous("env://"))
+    # torchrun keeps its store when it starts the ranks again, with the addresses of those that have ended.
+    own = PrefixStore(f"start {num_restarts()}", store)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if is_on_cuda else "gloo", store=own, rank=rank, world_size=size)
     try:
         group = dist.group.WORLD
         assert group is not None
