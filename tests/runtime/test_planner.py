@@ -130,6 +130,7 @@ def test_a_model_without_blocks_is_planned_too() -> None:
         ({"device_memory": "0GiB"}, "device_memory"),
         ({"device_memory": "-3GiB"}, "device_memory: '-3GiB' is not a size"),
         ({"host_memory": "0"}, "host_memory is '0'; give a size such as '24GiB'"),
+        ({"sites_of": lowtide.make_plan(nn.Linear(2, 2))}, "sites_of is a plan for another model"),
         ({"max_grad_norm": -1.0}, "max_grad_norm is -1.0; give a norm above 0, or leave it out"),
         ({"moments": "8bit"}, "moments='8bit' is for updates through Lowtide's own kernels; give precision="),
         ({"device_memory": "24"}, "device_memory is '24', which has no unit; write '24GiB', or MiB"),

@@ -60,6 +60,8 @@ class Limits:
     is_clipped: bool = False
     policies: tuple[str, ...] = POLICIES
     """Those that the search may use."""
+    sites: Mapping[str, Site] | None = None
+    """Where each group is updated, on the device or the host; None leaves it to the search."""
 
     @property
     def small_policies(self) -> tuple[str, ...]:
@@ -185,9 +187,9 @@ class Search:
     def placement(self, shape: Shape, limits: Limits) -> Placement:
         """What a shape says about each group."""
         resident = {*self._order[: shape.num_resident], *self._always}
-        on_device = set(self._order[: shape.num_device])
+        on_device = set(self._order[: shape.num_device] if limits.sites is None else _updated_on_device(limits.sites))
         blocks, fast = set(self._blocks), set(self._blocks[len(self._blocks) - shape.num_fast :])
-        tables = self._tables if shape.tables_stay else ()
+        tables = self._tables_within(limits) if shape.tables_stay else ()
         choices = tuple(
             _choice(Weights.HOST, Site.HOST, "keep")
             if name in tables
@@ -222,8 +224,10 @@ class Search:
     def improved(self, start: Candidate, limits: Limits) -> Candidate:
         """A candidate with single choices changed; itself, where nothing makes its step faster by as much as is worth it."""
         choices = Choices(
-            weights=tuple(map(self._weights, self._order)),
-            sites=((Site.DEVICE, Site.HOST),) * self.num_groups,
+            weights=tuple(self._weights(name, limits) for name in self._order),
+            sites=tuple(
+                (Site.DEVICE, Site.HOST) if limits.sites is None else (limits.sites[name],) for name in self._order
+            ),
             policies=tuple(
                 tuple(word for word in self.costs.groups[name].policies if word in limits.policies or word == "keep")
                 for name in self._order
@@ -248,11 +252,15 @@ class Search:
         faster = found.get(best, start)
         return faster if faster.step_s < start.step_s * (1 - WORTH_IT) else start
 
-    def _weights(self, name: str) -> tuple[Weights, ...]:
+    def _weights(self, name: str, limits: Limits) -> tuple[Weights, ...]:
         if name in self._always:
             return (Weights.RESIDENT,)
-        tables = (Weights.HOST,) if name in self._tables else ()
+        tables = (Weights.HOST,) if name in self._tables_within(limits) else ()
         return (Weights.RESIDENT, Weights.STREAMED, *tables)
+
+    def _tables_within(self, limits: Limits) -> frozenset[str]:
+        """Embeddings that may stay on the host, and so are updated there."""
+        return self._tables if limits.sites is None else self._tables.difference(_updated_on_device(limits.sites))
 
     def device_bytes(self, placement: Placement) -> int:
         """Estimated peak of the device, corrected."""
@@ -348,7 +356,7 @@ class Search:
         counts = sorted({round(self.num_groups * number / _GRID) for number in range(_GRID + 1)})
         for small, fast in self._ladders(limits):
             for num_resident in counts:
-                for num_device in counts:
+                for num_device in counts if limits.sites is None else (0,):
                     shape = Shape(num_resident=num_resident, num_device=num_device, small=small, fast=fast, num_fast=0)
                     yield shape
                     if self._tables and small == fast:  # the other pairs find them among single changes
@@ -366,7 +374,7 @@ class Search:
             if small != fast:
                 continue
             for num_resident in (0, self.num_groups):
-                for num_device in (0, self.num_groups):
+                for num_device in (0, self.num_groups) if limits.sites is None else (0,):
                     shape = Shape(num_resident=num_resident, num_device=num_device, small=small, fast=fast, num_fast=0)
                     if self.fits(self.placement(shape, limits), limits):
                         found.append(self.evaluate(shape, limits))
@@ -377,10 +385,11 @@ class Search:
         needed = self.device_bytes(placement)
         host, pinned = self.host_bytes(placement)
         if needed > limits.device_bytes:
+            updates = "all updates on the host" if limits.sites is None else "updates where they are to stay"
             return PlanError(
-                f"no plan fits {format_bytes(limits.device_bytes)} of device memory: with all weights streamed, all updates on "
-                f"the host and the smallest activation policy the step takes about {format_bytes(needed)}; give at least "
-                "that, or a smaller batch",
+                f"no plan fits {format_bytes(limits.device_bytes)} of device memory: with all weights streamed, {updates} "
+                f"and the smallest activation policy the step takes about {format_bytes(needed)}; give at least that, or a "
+                "smaller batch",
                 needed_bytes=needed,
             )
         return PlanError(
@@ -389,6 +398,10 @@ class Search:
             "host_memory or device_memory, or choose a precision with smaller state",
             needed_bytes=host,
         )
+
+
+def _updated_on_device(sites: Mapping[str, Site]) -> Iterator[str]:
+    return (name for name, site in sites.items() if site is Site.DEVICE)
 
 
 def probe_placement(costs: StepCosts, layout: Layout, policies: Mapping[str, str]) -> Placement:
@@ -446,7 +459,9 @@ class _Run:
         stride = max(1, self.search.num_groups // _GRID // 2)
         while True:
             before = self.best
-            self.try_all(_neighbours(before.shape, stride, self.search.num_groups))
+            near = _neighbours(before.shape, stride, self.search.num_groups)
+            are_given = self.limits.sites is not None
+            self.try_all(each for each in near if not are_given or each.num_device == before.shape.num_device)
             if self.best is before:
                 if stride == 1:
                     return
