@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -140,11 +141,19 @@ def run_plan(request: PlanRequest, *, as_json: bool, reports: list[Path], shown:
             )
         run_rank(request, as_json=as_json, is_full=shown.is_full)
         return
-    with progress("planning") as on_progress:
+    # The search takes as long as the traces, which are made elsewhere: one is made while the other runs.
+    with ThreadPoolExecutor(max_workers=1) as beside, progress("planning") as on_progress:
         problem, limits = request.pose(on_progress)
+        changing: Future[Remedy | None] | None = None
         try:
-            most = largest(problem, limits) if shown.max_batch else None
-            found = problem.fastest(limits) if most is None else most.found
+            if shown.max_batch:
+                most = largest(problem, limits)
+                found = most.found
+            else:
+                most = None
+                priced = replace(problem, tell=lambda _: None, known=problem.priced)
+                changing = beside.submit(smallest_change, priced, limits)
+                found = problem.fastest(limits)
         except PlanError:
             if not as_json:
                 OUT.print(*(_remedy(way, limits, "would fit") for way in remedies(problem, limits)), sep="\n")
@@ -153,9 +162,8 @@ def run_plan(request: PlanRequest, *, as_json: bool, reports: list[Path], shown:
         OUT.print(plan_headline(request, found, most))
         OUT.print(_others(found))
     has_page = any(path.name.lower().endswith(".html") for path in reports)
+    change = None if changing is None else changing.result()
     with progress("planning") as on_progress:
-        priced = replace(problem, tell=on_progress, known=problem.priced) if most is None else None
-        change = None if priced is None else smallest_change(priced, limits)
         on_progress("memory against speed")
         points = found.by_budget() if shown.pareto or has_page else ()
     if as_json:

@@ -12,6 +12,7 @@ that fit, only those are simulated whose lanes could be faster than the best so 
 from __future__ import annotations
 
 import copy
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -160,9 +161,7 @@ class Search:
             PlanError: None fits; the message says what the smallest one takes.
         """
         run = _Run(self, limits)
-        for depth in _PREFETCH_DEPTHS:
-            if run.best is None:
-                run.try_all(replace(shape, prefetch_depth=depth) for shape in self._grid(limits))
+        run.begin()
         if run.best is None:
             raise self._does_not_fit(limits)
         run.refine()
@@ -172,6 +171,14 @@ class Search:
         simple = [each for each in uniform if each.step_s <= fastest_s * (1 + WORTH_IT)]
         best = min(simple or about_as_fast, key=self._effort)
         return Found(best=best, uniform=uniform, num_tried=len(run.simulated) + len(uniform))
+
+    def fastest_below(self, limits: Limits, below_s: float) -> float | None:
+        """Seconds of the fastest step where that takes less than so many; None where none does. Sooner told than which."""
+        run = _Run(self, limits, below_s)
+        run.begin()
+        if run.best is not None:
+            run.refine()
+        return None if run.best is None else run.best.step_s
 
     def smallest(self, limits: Limits) -> Shape:
         """The shape that takes least of the device."""
@@ -431,12 +438,20 @@ class _Run:
 
     search: Search
     limits: Limits
+    below_s: float = math.inf
+    """Slower steps are of no interest."""
     best: Candidate | None = None
     simulated: list[Candidate] = field(default_factory=list)
     _seen: set[Shape] = field(default_factory=set)
 
-    def try_all(self, shapes: Iterable[Shape]) -> None:
-        """Simulate those that fit and could be faster than the best, the most promising first."""
+    def begin(self) -> None:
+        """Try shapes that differ much."""
+        for depth in _PREFETCH_DEPTHS:
+            if self.try_all(replace(shape, prefetch_depth=depth) for shape in self.search._grid(self.limits)):
+                return
+
+    def try_all(self, shapes: Iterable[Shape]) -> bool:
+        """Simulate those that fit and could be faster than the best, the most promising first; say whether any fits."""
         search, limits = self.search, self.limits
         promising: list[tuple[float, int, Shape]] = []
         for number, shape in enumerate(shapes):
@@ -446,12 +461,13 @@ class _Run:
             self._seen.add(filled)
             promising.append((search.simulator.least_s(search.placement(filled, limits)), number, filled))
         for least_s, _, shape in sorted(promising, key=lambda entry: entry[:2]):
-            if self.best is not None and least_s >= self.best.step_s:
+            if least_s >= self.below_s:
                 break
             candidate = search.evaluate(shape, limits)
             self.simulated.append(candidate)
-            if self.best is None or candidate.step_s < self.best.step_s:
-                self.best = candidate
+            if candidate.step_s < self.below_s:
+                self.best, self.below_s = candidate, candidate.step_s
+        return bool(promising)
 
     def refine(self) -> None:
         """Move the best one's numbers in smaller and smaller steps, as long as that helps."""

@@ -332,11 +332,7 @@ class PlanProblem:
     def _in_backward_s(self, search: Search, limits: Limits, deferred_s: float) -> float | None:
         if limits.schedule is Schedule.IN_BACKWARD or limits.is_clipped:
             return None
-        try:
-            found_s = search.fastest(replace(limits, schedule=Schedule.IN_BACKWARD)).best.step_s
-        except PlanError:
-            return None
-        return found_s if found_s < deferred_s * (1 - _WORTH_A_WORD) else None
+        return search.fastest_below(replace(limits, schedule=Schedule.IN_BACKWARD), deferred_s * (1 - _WORTH_A_WORD))
 
     def probes(self) -> list[tuple[dict[str, str], StepTrace]]:
         """The traces that price its parts."""
