@@ -195,7 +195,14 @@ class PlanProblem:
 
     def under(self, plan: Plan) -> StepTrace:
         """The step under a plan, traced."""
-        return trace(self.model, self.batch, plan=plan, **self.traced)
+        if plan not in self._known_traces:
+            self._known_traces[plan] = trace(self.model, self.batch, plan=plan, **self.traced)
+        return self._known_traces[plan]
+
+    @cached_property
+    def _known_traces(self) -> dict[Plan, StepTrace]:
+        """A search comes back to plans that it has tried."""
+        return {}
 
     def fastest(self, limits: Limits) -> PlannedStep:
         """The fastest plan that fits; near the least that any takes, the smallest one.
