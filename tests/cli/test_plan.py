@@ -58,9 +58,15 @@ def test_the_largest_batch_and_the_fewest_changes() -> None:
         "--set plan.",
         "plan = lowtide.make_plan(model, weights=",
         "too much",
-        "MiB of the device",
+        "MiB device",
     ):
         assert words in text
+    assert "…" not in text
+    # Lines to copy are whole, however narrow the terminal is.
+    assert any(
+        line.lstrip().startswith("in your script: plan = ") and line.endswith("optimizer, plan)")
+        for line in result.output.splitlines()
+    )
 
 
 def test_the_flags_of_the_fewest_changes_trace_what_was_told() -> None:

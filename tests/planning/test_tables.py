@@ -101,7 +101,7 @@ def test_the_estimate_is_that_of_the_replay(schedule: str) -> None:
 
 def test_a_table_is_named_among_what_a_plan_does() -> None:
     plan = lowtide.make_plan(llama(), weights={"*": "streamed", "token_embedding": "host"})
-    assert next(iter(_words(plan))).startswith("1 of 9 groups stay on the device, token_embedding stays on the host")
+    assert next(iter(_words(plan))).startswith("1 of 9 groups stays on the device, token_embedding stays on the host")
 
 
 @pytest.mark.parametrize(("dtype", "allow", "found"), [

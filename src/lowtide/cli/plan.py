@@ -156,7 +156,9 @@ def run_plan(request: PlanRequest, *, as_json: bool, reports: list[Path], shown:
                 found = problem.fastest(limits)
         except PlanError:
             if not as_json:
-                OUT.print(*(_remedy(way, limits, "would fit") for way in remedies(problem, limits)), sep="\n")
+                OUT.print(
+                    *(_remedy(way, limits, "would fit") for way in remedies(problem, limits)), sep="\n", soft_wrap=True
+                )
             raise
     if not as_json:  # at once: what follows takes a while
         OUT.print(plan_headline(request, found, most))
@@ -170,10 +172,10 @@ def run_plan(request: PlanRequest, *, as_json: bool, reports: list[Path], shown:
         print(json.dumps(summarise_plan(found, points, most=most, change=change), indent=2))
     else:
         if change is not None:
-            OUT.print(_remedy(change, limits, "fewest changes"))
+            OUT.print(_remedy(change, limits, "fewest changes"), soft_wrap=True)
         if shown.pareto:
             OUT.print(budget_table(points, found.num_tokens))
-        OUT.print(Text(_code(request), style="dim"))
+        OUT.print(Text(_code(request), style="dim"), soft_wrap=True)
     write_reports(
         reports,
         PlanSection(
@@ -289,8 +291,8 @@ def _remedy(way: Remedy, limits: Limits, title: str) -> Text:
     takes = f"{way.words}; it reserves {format_bytes(way.reserved_bytes)}, about {format_seconds(way.step_s)} a step"
     lines = [Text.assemble((f"{title}  ", "dim"), takes)]
     if way.flags:
-        lines.append(Text(f"  {way.flags}", style="dim"))
-        lines.append(Text(f"  {way.code(limits.device_bytes)}", style="dim"))
+        lines.append(Text(f"  lowtide trace: {way.flags}", style="dim"))
+        lines.append(Text(f"  in your script: {way.code(limits.device_bytes)}", style="dim"))
     return Text("\n").join(lines)
 
 
@@ -376,7 +378,7 @@ def _slower(other: Option, found: PlannedStep) -> str:
 def _too_much(other: Option) -> Value:
     if other.over_bytes <= 0:
         return Value("fits", tone=Tone.GOOD)
-    return Value(f"{format_bytes(other.over_bytes)} of {other.short_of}", tone=Tone.BAD)
+    return Value(f"{format_bytes(other.over_bytes)} {other.short_of.removeprefix('the ')}", tone=Tone.BAD)
 
 
 def _placed(other: Option) -> str:

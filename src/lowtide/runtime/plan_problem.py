@@ -476,18 +476,22 @@ def _words(plan: Plan) -> Iterable[str]:
     num_resident = sum(group.weights is Weights.RESIDENT for group in plan.groups)
     tables = [group.name for group in plan.groups if group.weights is Weights.HOST]
     stay = f"{', '.join(tables)} stays on the host, " if tables else ""
+    stays = "stays" if num_resident == 1 else "stay"
     yield (
         "all weights stay on the device"
         if num_resident == num_groups
-        else f"{num_resident} of {num_groups} groups stay on the device, {stay}the others are streamed"
+        else f"{num_resident} of {num_groups} groups {stays} on the device, {stay}the others are streamed"
     )
     num_device = sum(site is Site.DEVICE for group in plan.groups for site in group.sites[:1])
     sites = {num_groups: "on the device", 0: "on the host"}
     yield (
         f"all groups are updated {sites[num_device]}, {plan.schedule.value}"
         if num_device in sites
-        else f"{num_device} groups are updated on the device, {num_groups - num_device} on the host, {plan.schedule.value}"
+        else f"{num_device} group{' is' if num_device == 1 else 's are'} updated on the device, {num_groups - num_device} on "
+        f"the host, {plan.schedule.value}"
     )
     by_word = Counter(word_of_policy(group.activation) for group in plan.groups)
-    chosen = [f"{count} blocks {word}" for word, count in sorted(by_word.items()) if word != "keep"]
+    chosen = [
+        f"{count} block{'s' if count > 1 else ''} {word}" for word, count in sorted(by_word.items()) if word != "keep"
+    ]
     yield f"activations: {', '.join([*chosen, 'all others keep']) if chosen else 'all blocks keep'}"
