@@ -151,6 +151,23 @@ def test_bad_input_is_one_sentence(words: dict[str, Any], message: str) -> None:
         lowtide.plan(source.build(None), source.make_batch("2x64"), optimizer=torch.optim.AdamW, **given)
 
 
+def test_where_the_host_is_short_its_floor_is_named() -> None:
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+    words: dict[str, Any] = {
+        "optimizer": torch.optim.AdamW,
+        "loss": lambda m, x: m(x).sum(),
+        "hardware": "cpu",
+        "device_memory": "12MiB",
+    }
+    with pytest.raises(PlanError, match="no plan fits 12.0 MiB of device memory and 1.0 MiB of host memory") as caught:
+        lowtide.plan(model, torch.ones(4, 512), host_memory="1MiB", **words)
+    # Weights, gradients and two moments in fp32.
+    assert caught.value.needed_bytes == pytest.approx(4 * sum(each.nbytes for each in model.parameters()), rel=0.1)
+    found = lowtide.plan(model, torch.ones(4, 512), host_memory=caught.value.needed_bytes, **words)
+    assert found.trace.host_bytes is not None
+    assert found.trace.host_bytes <= caught.value.needed_bytes
+
+
 def test_less_than_the_floor_names_it() -> None:
     source = resolve_model("gpt-tiny")
     with pytest.raises(PlanError, match="no plan fits .* of device memory") as caught:

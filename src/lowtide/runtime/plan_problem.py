@@ -40,6 +40,7 @@ from lowtide.units import format_bytes, format_seconds
 TABLES = "tables"
 ALLOWED = (TABLES,)
 """What changes the arithmetic, and is searched only with the user's word. `tables`: 16-bit embeddings stay on the host."""
+_ENDLESS = 1 << 60
 _MOST_REPLAYS = 6
 _GAPS = 0.04
 """The share of the device budget with which `_Gaps` begin."""
@@ -185,9 +186,12 @@ class PlanProblem:
         return Search(self.priced[0], self.layout, self._rates())
 
     def replay(self, candidate: Candidate, limits: Limits) -> tuple[Plan, StepTrace]:
-        """A placement's plan, and its step as a session runs it."""
+        """A placement's plan, and its step as a session runs it; where the budget does not even hold the weights, without it."""
         chosen = self._plan_of(candidate, limits)
-        traced = self.under(chosen)
+        try:
+            traced = self.under(chosen)
+        except PlanError:
+            traced = self.under(self._plan_of(candidate, replace(limits, device_bytes=_ENDLESS)))
         # What activations take of the host is not known to a plan, and so not in its trace.
         stashed_bytes = self._any_search.estimate.stashed_bytes(candidate.placement)
         host_bytes, pinned_bytes = (traced.host_bytes or 0) + stashed_bytes, (traced.pinned_bytes or 0) + stashed_bytes
@@ -221,12 +225,25 @@ class PlanProblem:
                 return self._planned(candidate, chosen, replayed, limits, beyond=self.priced[1], gaps=gaps)
             if replayed.peak_reserved_bytes <= limits.device_bytes:
                 raise  # the host's memory is what is short, and the message says so
-            raise PlanError(
-                f"no plan fits {format_bytes(limits.device_bytes)} of device memory: with weights streamed, updates on the "
-                f"host and activations under {candidate.shape.small!r} the step reserves "
-                f"{format_bytes(replayed.peak_reserved_bytes)}; give that much, or a smaller batch",
-                needed_bytes=replayed.peak_reserved_bytes,
-            ) from error
+            raise self.nothing_fits(candidate, replayed.peak_reserved_bytes, limits) from error
+
+    def nothing_fits(self, candidate: Candidate, reserved_bytes: int, limits: Limits) -> PlanError:
+        """Says what the smallest plan takes of the device, or of the host where more of that would do."""
+        device, reserved = format_bytes(limits.device_bytes), format_bytes(reserved_bytes)
+        least = smallest(self.search, replace(limits, host_bytes=_ENDLESS, pinned_bytes=_ENDLESS))
+        if least.placement.groups == candidate.placement.groups:
+            return PlanError(
+                f"no plan fits {device} of device memory: with weights streamed, updates on the host and activations under "
+                f"{candidate.shape.small!r} the step reserves {reserved}; give that much, or a smaller batch",
+                needed_bytes=reserved_bytes,
+            )
+        return PlanError(
+            f"no plan fits {device} of device memory and {format_bytes(limits.host_bytes)} of host memory "
+            f"({format_bytes(limits.pinned_bytes)} of it locked): with weights streamed and updates on the host the step takes "
+            f"about {format_bytes(least.device_bytes)} of the device and {format_bytes(least.host_bytes)} of the host "
+            f"({format_bytes(least.pinned_bytes)} of it locked); give that much, or a precision with smaller state",
+            needed_bytes=least.host_bytes,
+        )
 
     def _planned(
         self, candidate: Candidate, chosen: Plan, replayed: StepTrace, limits: Limits, *, beyond: int, gaps: float
