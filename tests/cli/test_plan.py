@@ -58,9 +58,27 @@ def test_the_largest_batch_and_the_fewest_changes() -> None:
         "--set plan.",
         "plan = lowtide.make_plan(model, weights=",
         "too much",
-        "MiB of the device",
+        "MiB device",
     ):
         assert words in text
+    assert "…" not in text
+    # Lines to copy are whole, however narrow the terminal is.
+    assert any(
+        line.lstrip().startswith("in your script: plan = ") and line.endswith("optimizer, plan)")
+        for line in result.output.splitlines()
+    )
+
+
+def test_the_code_says_what_the_command_was_told() -> None:
+    words = ["--set", "precision=bf16 exact", "--set", "moments=8bit", "--set", "max_grad_norm=1.0"]
+    result = RUN.invoke(app, [*WORDS[:-1], "60MiB", *words])
+    assert result.exit_code == 0, result.output
+    fewest, fastest = [line for line in result.output.splitlines() if "in your script: " in line]
+    given = "precision='bf16 exact', moments='8bit', max_grad_norm=1.0)"
+    assert fewest.endswith(f"session = lowtide.manage(model, optimizer, plan, {given}")
+    assert (
+        fastest == f"in your script: session = lowtide.prepare(model, optimizer, batch, device_memory='60MiB', {given}"
+    )
 
 
 def test_the_flags_of_the_fewest_changes_trace_what_was_told() -> None:
@@ -101,6 +119,7 @@ def test_where_nothing_fits_the_floor_is_true() -> None:
     ("words", "message"),
     [
         (["--device-memory", "30MiB"], "no plan fits 30.0 MiB of device memory: with weights"),
+        (["--device-memory", "1KiB"], "no plan fits 1.0 KiB of device memory: with weights"),
         (["--device-memory", "lots"], "device_memory"),
         (["--device-memory", "24"], "device_memory is '24', which has no unit; write '24GiB', or MiB"),
         (["--device-memory", "0GiB"], "device_memory is '0GiB'; give a size such as '24GiB'"),

@@ -319,7 +319,9 @@ class _Pass:
         return back_s
 
     def _offloaded_bytes(self, group: str) -> int:
-        return self.costs.groups[group].stashed_bytes.get(self.placement.groups[group].policy, 0)
+        sent = self.costs.groups[group].stashed_bytes.get(self.placement.groups[group].policy, 0)
+        num_calls = sum(group in use.groups and use.phase is Phase.FORWARD for use in self.costs.uses)
+        return sent // max(1, num_calls)
 
     def _copy(self, lane: Lane, name: str, phase: str, ready_s: float, num_bytes: int, reason: Reason) -> float:
         rate = self.rates.to_device_bytes_per_s if lane is Lane.TO_DEVICE else self.rates.to_host_bytes_per_s

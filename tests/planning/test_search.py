@@ -16,7 +16,7 @@ from lowtide.memory.groups import find_groups
 from lowtide.planning.improve import Arrangement
 from lowtide.planning.lanes import LaneRates
 from lowtide.planning.placement import assemble
-from lowtide.planning.plan import Budgets, Schedule
+from lowtide.planning.plan import Budgets, Schedule, Site
 from lowtide.planning.search import LADDERS, WORTH_IT, Limits, Search, Shape
 from lowtide.planning.step_costs import POLICIES, PRICED, GroupCosts, StepCosts, Use, UseCost
 from lowtide.tracing.step_trace import Phase
@@ -225,3 +225,29 @@ def test_near_the_best_of_all_policies_block_by_block(
 def everywhere(word: str) -> Shape:
     """All resident, updated on the device."""
     return Shape(num_resident=NUM_BLOCKS, num_device=NUM_BLOCKS, small=word, fast=word, num_fast=0)
+
+
+@pytest.mark.parametrize("share", [1.05, 1.3, 1.7])
+@pytest.mark.parametrize("places", list(itertools.product((Site.DEVICE, Site.HOST), repeat=2)))
+def test_sites_that_are_given_are_kept(
+    layout: Layout, costs: StepCosts, share: float, places: tuple[Site, Site]
+) -> None:
+    """The first blocks and the last one are updated where it is said; all the rest is tried by brute force."""
+    names = [group.name for group in layout.groups]
+    given = {name: places[name == names[-1]] for name in names}
+    search = Search(costs, layout, RATES)
+    everywhere = replace(limits(ENDLESS), sites=given)
+    least = search.device_bytes(search.placement(search.smallest(everywhere), everywhere))
+    within = replace(everywhere, device_bytes=int(least * share))
+    start = search.fastest(within).best
+    for found in (start, search.improved(start, within)):
+        assert {name: choice.site for name, choice in found.placement.groups.items()} == given
+    shapes = [
+        Shape(num_resident=resident, num_device=0, small=small, fast=fast, num_fast=num_fast, prefetch_depth=depth)
+        for resident, num_fast in itertools.product(range(NUM_BLOCKS + 1), repeat=2)
+        for small, fast in LADDERS
+        for depth in (0, 1)
+    ]
+    fitting = [shape for shape in shapes if search.fits(search.placement(shape, within), within)]
+    best_s = min(search.evaluate(shape, within).step_s for shape in fitting)
+    assert search.improved(start, within).step_s <= best_s * 1.02 + 1e-12

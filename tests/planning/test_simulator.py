@@ -114,6 +114,17 @@ def test_a_step_bound_by_the_host_takes_its_updates() -> None:
     assert busy_s <= simulated.step_s <= busy_s * 1.25
 
 
+def test_a_group_that_is_called_twice_sends_its_activations_once() -> None:
+    costs = step()
+    sent = {name: replace(group, stashed_bytes={"keep": 600}) for name, group in costs.groups.items()}
+    placement = place(Weights.RESIDENT, Site.DEVICE)
+    for times in (1, 2):
+        repeated = replace(costs, uses=costs.uses * times, groups=sent)
+        found = simulate(repeated, placement, RATES)
+        assert found.busy_s[Lane.TO_HOST] == pytest.approx(NUM_GROUPS * 600 / RATES.to_host_bytes_per_s)
+        assert found.busy_s[Lane.TO_DEVICE] == pytest.approx(NUM_GROUPS * 600 / RATES.to_device_bytes_per_s)
+
+
 def test_copies_slow_the_host_down() -> None:
     costs = step(0.1, 0.1, state_bytes=50 * BYTES)
     slower = replace(RATES, host_update_beside_copies_bytes_per_s=500.0)

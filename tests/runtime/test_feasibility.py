@@ -65,7 +65,9 @@ def test_the_largest_batch_fits_and_one_sample_more_does_not() -> None:
 
 def test_not_even_one_sample() -> None:
     problem, limits = posed("2x128", device_memory="20MiB")
-    with pytest.raises(PlanError, match="one sample takes .* MiB; give that much") as caught:
+    with pytest.raises(
+        PlanError, match="no plan fits 20.0 MiB of device memory: .* reserves .* MiB; give that much"
+    ) as caught:
         largest(problem, limits)
     assert caught.value.needed_bytes is not None
     assert caught.value.needed_bytes > 20 * MiB
@@ -173,3 +175,4 @@ def test_all_hardware_is_ranked() -> None:
     # With less than any plan takes, nothing fits, and the bytes that it needs are told.
     small, little = posed("8x128", device_memory="10MiB")
     assert all(row.step_s is None and row.device_bytes > 10 * MiB for row in rank(small, little, device_memory="10MiB"))
+    assert not any(row.is_host_short for row in rank(small, little, device_memory="10MiB"))

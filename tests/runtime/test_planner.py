@@ -130,6 +130,7 @@ def test_a_model_without_blocks_is_planned_too() -> None:
         ({"device_memory": "0GiB"}, "device_memory"),
         ({"device_memory": "-3GiB"}, "device_memory: '-3GiB' is not a size"),
         ({"host_memory": "0"}, "host_memory is '0'; give a size such as '24GiB'"),
+        ({"sites_of": lowtide.make_plan(nn.Linear(2, 2))}, "sites_of is a plan for another model"),
         ({"max_grad_norm": -1.0}, "max_grad_norm is -1.0; give a norm above 0, or leave it out"),
         ({"moments": "8bit"}, "moments='8bit' is for updates through Lowtide's own kernels; give precision="),
         ({"device_memory": "24"}, "device_memory is '24', which has no unit; write '24GiB', or MiB"),
@@ -148,6 +149,23 @@ def test_bad_input_is_one_sentence(words: dict[str, Any], message: str) -> None:
     given = {"hardware": "rtx-4090", **words}
     with pytest.raises(ValueError, match=message):
         lowtide.plan(source.build(None), source.make_batch("2x64"), optimizer=torch.optim.AdamW, **given)
+
+
+def test_where_the_host_is_short_its_floor_is_named() -> None:
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+    words: dict[str, Any] = {
+        "optimizer": torch.optim.AdamW,
+        "loss": lambda m, x: m(x).sum(),
+        "hardware": "cpu",
+        "device_memory": "12MiB",
+    }
+    with pytest.raises(PlanError, match="no plan fits 12.0 MiB of device memory and 1.0 MiB of host memory") as caught:
+        lowtide.plan(model, torch.ones(4, 512), host_memory="1MiB", **words)
+    # Weights, gradients and two moments in fp32.
+    assert caught.value.needed_bytes == pytest.approx(4 * sum(each.nbytes for each in model.parameters()), rel=0.1)
+    found = lowtide.plan(model, torch.ones(4, 512), host_memory=caught.value.needed_bytes, **words)
+    assert found.trace.host_bytes is not None
+    assert found.trace.host_bytes <= caught.value.needed_bytes
 
 
 def test_less_than_the_floor_names_it() -> None:

@@ -67,11 +67,14 @@ def test_a_step_under_a_plan_has_the_simulated_time() -> None:
     trace = tiny_trace()
     assert step_time(replace(trace, host_bytes=0)) is None
     lanes = {"compute": 1.0, "to device": 2.5, "launches": 0.5}
-    managed = replace(trace, host_bytes=0, simulated_s={"step": 3.0, **lanes})
+    managed = replace(trace, host_bytes=0, offloaded_bytes={"layers.0": 5}, simulated_s={"step": 3.0, **lanes})
     found = step_time(managed)
     assert found is not None
     assert (found.step_s, found.device_s, found.bound_by) == (3.0, 1.0, "to device")
     assert step_time(trace_from_dict(trace_to_dict(managed))) == found
+    assert trace_from_dict(trace_to_dict(managed)).offloaded_bytes == {"layers.0": 5}
+    with pytest.raises(BadRecordError, match=r"offloaded_bytes\[0\] is -1.5, expected int"):
+        trace_from_dict({**trace_to_dict(managed), "offloaded_bytes": {"layers.0": -1.5}})
     with pytest.raises(BadRecordError, match="simulated_s lacks step"):
         trace_from_dict({**trace_to_dict(managed), "simulated_s": lanes})
 

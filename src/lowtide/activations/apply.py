@@ -96,6 +96,12 @@ class Applied:
             host_bytes=0 if stash is None else stash.host_bytes,
         )
 
+    def offloaded_bytes(self) -> dict[str, int]:
+        """What each module that offloads has sent to the host so far, by its path."""
+        stash = self._shared.offloading.stash
+        sent = {} if stash is None else stash.put_bytes_of
+        return {path: sent[module] for path, module in self._governed.items() if module in sent}
+
     def remove(self) -> None:
         """Leave the model as it was. Graphs that were made before can still be run backward."""
         self._check.forget(self._governed)

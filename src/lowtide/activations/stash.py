@@ -29,7 +29,7 @@ from __future__ import annotations
 import threading
 import weakref
 from bisect import bisect_left, bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
 import torch
@@ -69,6 +69,8 @@ class Stash:
         self._closed_in: int | None = None
         self.num_put = 0
         self.put_bytes = 0
+        self.put_bytes_of: Counter[object] = Counter()
+        """The same by group."""
         self.brought_bytes = 0
         weakref.finalize(self, self._buffers.close).atexit = False
 
@@ -96,7 +98,7 @@ class Stash:
                 self._groups.clear()
             if not any(group is other for other in self._groups):
                 self._groups.append(group)
-            parcel = Parcel(self._num_parcels, depth, self._num_forwards)
+            parcel = Parcel(self._num_parcels, depth, self._num_forwards, group)
             self._parcels[parcel.number] = parcel
             self._num_parcels += 1
             return parcel
@@ -114,6 +116,7 @@ class Stash:
                 slot = Slot(self._send(span, tensor, parcel.number), storage)
                 weakref.finalize(slot, self._let_go, slot.body).atexit = False
                 parcel.known[key] = slot
+                self.put_bytes_of[parcel.group] += span.num_bytes
                 parcel.slots.append(weakref.ref(slot))
             return Stashed(self, parcel, slot, geometry_of(tensor))
 
@@ -283,10 +286,11 @@ class Parcel:
         number: In the order of the calls.
         depth: How many parcels before it are brought when it is asked for.
         forward: Numbers the model's forward, as far as can be told: only parcels of the same one are brought with it.
+        group: Whose call it is.
     """
 
-    def __init__(self, number: int, depth: int, forward: int) -> None:
-        self.number, self.depth, self.forward = number, depth, forward
+    def __init__(self, number: int, depth: int, forward: int, group: object) -> None:
+        self.number, self.depth, self.forward, self.group = number, depth, forward, group
         self.slots: list[weakref.ref[Slot]] = []
         self.known: weakref.WeakValueDictionary[tuple[object, ...], Slot] = weakref.WeakValueDictionary()
         self.asked_in: int | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from lowtide.report.html import PlanSection
 from lowtide.report.plan_tables import bound_words, budget_table, milliseconds
 from lowtide.report.table import Table, Tone, Value, make_table, number, size, words
 from lowtide.runtime.feasibility import HardwareRow, LargestBatch, Remedy, largest, rank, remedies, smallest_change
-from lowtide.runtime.plan_problem import PlannedStep, PlanProblem, usable_bytes
+from lowtide.runtime.plan_problem import PlannedStep, PlanProblem
 from lowtide.runtime.planner import pose
 from lowtide.tracing.prediction.sandbox import shared_sandbox
 from lowtide.tracing.settings import StepSettings
@@ -140,32 +141,39 @@ def run_plan(request: PlanRequest, *, as_json: bool, reports: list[Path], shown:
             )
         run_rank(request, as_json=as_json, is_full=shown.is_full)
         return
-    with progress("planning") as on_progress:
+    # The search takes as long as the traces, which are made elsewhere: one is made while the other runs.
+    with ThreadPoolExecutor(max_workers=1) as beside, progress("planning") as on_progress:
         problem, limits = request.pose(on_progress)
+        changing: Future[Remedy | None] | None = None
         try:
-            most = largest(problem, limits) if shown.max_batch else None
-            found = problem.fastest(limits) if most is None else most.found
+            if shown.max_batch:
+                most = largest(problem, limits)
+                found = most.found
+            else:
+                most = None
+                priced = replace(problem, tell=lambda _: None, known=problem.priced)
+                changing = beside.submit(smallest_change, priced, limits)
+                found = problem.fastest(limits)
         except PlanError:
-            if not as_json:
-                OUT.print(*(_remedy(way, limits, "would fit") for way in remedies(problem, limits)), sep="\n")
+            for way in () if as_json else remedies(problem, limits):
+                OUT.print(_remedy(way, limits, request, "would fit"), soft_wrap=True)
             raise
     if not as_json:  # at once: what follows takes a while
         OUT.print(plan_headline(request, found, most))
         OUT.print(_others(found))
     has_page = any(path.name.lower().endswith(".html") for path in reports)
+    change = None if changing is None else changing.result()
     with progress("planning") as on_progress:
-        priced = replace(problem, tell=on_progress, known=problem.priced) if most is None else None
-        change = None if priced is None else smallest_change(priced, limits)
         on_progress("memory against speed")
         points = found.by_budget() if shown.pareto or has_page else ()
     if as_json:
-        print(json.dumps(summarise_plan(found, points, most=most, change=change), indent=2))
+        print(json.dumps(summarise_plan(request, found, points, most=most, change=change), indent=2))
     else:
         if change is not None:
-            OUT.print(_remedy(change, limits, "fewest changes"))
+            OUT.print(_remedy(change, limits, request, "fewest changes"), soft_wrap=True)
         if shown.pareto:
             OUT.print(budget_table(points, found.num_tokens))
-        OUT.print(Text(_code(request), style="dim"))
+        OUT.print(Text(_code(request), style="dim"), soft_wrap=True)
     write_reports(
         reports,
         PlanSection(
@@ -213,11 +221,11 @@ def _ranking(caption: str, rows: Sequence[HardwareRow]) -> Table:
 def _verdict(row: HardwareRow) -> Value:
     if row.step_s is not None:
         return Value("fits", tone=Tone.GOOD)
-    is_host_short = row.device_bytes <= usable_bytes(row.hardware)
-    return Value("the host is short" if is_host_short else f"needs {format_bytes(row.device_bytes)}", tone=Tone.BAD)
+    return Value("the host is short" if row.is_host_short else f"needs {format_bytes(row.device_bytes)}", tone=Tone.BAD)
 
 
 def summarise_plan(
+    request: PlanRequest,
     found: PlannedStep,
     points: Sequence[BudgetPoint] = (),
     *,
@@ -241,7 +249,7 @@ def summarise_plan(
         "with_tables_step_s": found.with_tables_s,
         "words": list(found.words),
         "largest_batch": None if most is None else {"samples": most.num_samples, "next_bytes": most.next_bytes},
-        "fewest_changes": None if change is None else _remedy_for_machines(change, found.source.limits),
+        "fewest_changes": None if change is None else _remedy_for_machines(change, found.source.limits, request),
         "others": [
             {
                 "words": _placed(other),
@@ -266,23 +274,23 @@ def summarise_plan(
     }
 
 
-def _remedy_for_machines(way: Remedy, limits: Limits) -> dict[str, Any]:
+def _remedy_for_machines(way: Remedy, limits: Limits, request: PlanRequest) -> dict[str, Any]:
     return {
         "changes": dict(way.choice.changed),
         "step_s": way.step_s,
         "peak_reserved_bytes": way.reserved_bytes,
         "flags": way.flags,
-        "code": way.code(limits.device_bytes),
+        "code": way.code(limits.device_bytes, _for_manage(request)),
     }
 
 
-def _remedy(way: Remedy, limits: Limits, title: str) -> Text:
+def _remedy(way: Remedy, limits: Limits, request: PlanRequest, title: str) -> Text:
     """What to turn on, and the words that do it."""
     takes = f"{way.words}; it reserves {format_bytes(way.reserved_bytes)}, about {format_seconds(way.step_s)} a step"
     lines = [Text.assemble((f"{title}  ", "dim"), takes)]
     if way.flags:
-        lines.append(Text(f"  {way.flags}", style="dim"))
-        lines.append(Text(f"  {way.code(limits.device_bytes)}", style="dim"))
+        lines.append(Text(f"  lowtide trace: {way.flags}", style="dim"))
+        lines.append(Text(f"  in your script: {way.code(limits.device_bytes, _for_manage(request))}", style="dim"))
     return Text("\n").join(lines)
 
 
@@ -368,11 +376,22 @@ def _slower(other: Option, found: PlannedStep) -> str:
 def _too_much(other: Option) -> Value:
     if other.over_bytes <= 0:
         return Value("fits", tone=Tone.GOOD)
-    return Value(f"{format_bytes(other.over_bytes)} of {other.short_of}", tone=Tone.BAD)
+    short_of = other.short_of.removeprefix("the ").removesuffix(" memory")
+    return Value(f"{format_bytes(other.over_bytes)} {short_of}", tone=Tone.BAD)
 
 
 def _placed(other: Option) -> str:
     return f"{other.choice.weights}, {other.choice.update}, {other.choice.activations}"
+
+
+def _for_manage(request: PlanRequest) -> dict[str, object]:
+    """What `manage` and `prepare` are told beside the plan."""
+    given = {
+        "precision": request.precision,
+        "moments": None if request.moments == "fp32" else request.moments,
+        "max_grad_norm": request.max_grad_norm,
+    }
+    return {key: value for key, value in given.items() if value is not None}
 
 
 def _code(request: PlanRequest) -> str:
@@ -380,9 +399,8 @@ def _code(request: PlanRequest) -> str:
     given = {
         "device_memory": request.device_memory,
         "host_memory": request.host_memory,
-        "precision": request.precision,
+        **_for_manage(request),
         "schedule": None if request.schedule == "deferred" else request.schedule,
-        "max_grad_norm": request.max_grad_norm,
         "allow": request.allow.split(",") if request.allow else None,
     }
     words_given = "".join(f", {key}={value!r}" for key, value in given.items() if value is not None)

@@ -376,17 +376,21 @@ def detached_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
 
-class WatchingMode(TorchDispatchMode):  # torch's __init_subclass__ has no types
-    """A dispatch mode for watching real steps: no side effects of its own, and it lets higher-order operators pass."""
-
-    # torch refuses these under a mode that does not say so (flex_attention run eagerly, for one).
-    supports_higher_order_operators = True
+class PlainMode(TorchDispatchMode):  # torch's __init_subclass__ has no types
+    """A dispatch mode that the compiler does not know of."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         # By default the first operator under a mode imports torch._dynamo, for a second or two, and that import leaves
-        # a reference cycle through the frames that were running: the user's.
+        # a reference cycle through the frames that were running: the user's. And each operator passes through it.
         return False
+
+
+class WatchingMode(PlainMode):
+    """A dispatch mode for watching real steps: no side effects of its own, and it lets higher-order operators pass."""
+
+    # torch refuses these under a mode that does not say so (flex_attention run eagerly, for one).
+    supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

@@ -14,12 +14,18 @@ CUDA and for the CPU, on a machine without a GPU:
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+
+
+def import_compiler() -> None:
+    """Import the compiler's Python now. The first of many of torch's functions would, for a second, which hide from it."""
+    importlib.import_module("torch._dynamo")
 
 
 class BudgetedCompiler:

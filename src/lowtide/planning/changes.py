@@ -39,11 +39,12 @@ class Choice:
         """What `lowtide trace` takes to show the step with it; nothing for plain torch."""
         return " ".join(f"--set plan.{name}={word}" for name, word in self.words.items()) if self.changed else ""
 
-    def code(self, device_bytes: int) -> str:
-        """The lines of a script that turn it on."""
+    def code(self, device_bytes: int, for_manage: Mapping[str, object] | None = None) -> str:
+        """The lines of a script that turn it on, with more words for `manage` if there are any."""
         words = {**self.words, "device_memory": f"{device_bytes >> 20}MiB"}
         given = ", ".join(f"{name}={word!r}" for name, word in words.items())
-        return f"plan = lowtide.make_plan(model, {given}); session = lowtide.manage(model, optimizer, plan)"
+        more = "".join(f", {name}={word!r}" for name, word in (for_manage or {}).items())
+        return f"plan = lowtide.make_plan(model, {given}); session = lowtide.manage(model, optimizer, plan{more})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from lowtide.activations.policy import policy_of
 from lowtide.memory.chunk import LARGEST_CHUNK_BYTES, Layout
 from lowtide.planning.lanes import GroupChoice, Placement
-from lowtide.planning.placement import granted_staging_bytes, staging_for, window_bytes
+from lowtide.planning.placement import Windows, granted_staging_bytes, staging_for
 from lowtide.planning.plan import Schedule, Site, Weights
 from lowtide.planning.step_costs import GroupCosts, StepCosts
 from lowtide.tracing.step_trace import Phase
@@ -48,8 +48,8 @@ class Estimate:
 
     def __init__(self, costs: StepCosts, layout: Layout) -> None:
         self.costs = costs
-        self._layout = layout
-        self._windows: dict[object, int] = {}
+        self._windows = Windows(layout)
+        self._window_bytes: dict[object, int] = {}
         self._parts: dict[object, _Parts] = {}
         self._highest: dict[object, int] = {}
         self._trained_bytes = sum(group.trained_bytes for group in costs.groups.values())
@@ -60,10 +60,10 @@ class Estimate:
         streamed = frozenset(name for name, choice in groups.items() if choice.weights is Weights.STREAMED)
         segments = {name: choice.policy for name, choice in groups.items() if "recompute/" in choice.policy}
         key = streamed, prefetch_depth, tuple(segments.items())
-        if key not in self._windows:
+        if key not in self._window_bytes:
             activations = {name: policy_of(word) for name, word in segments.items()}
-            self._windows[key] = window_bytes(self._layout, streamed, prefetch_depth, activations)
-        return self._windows[key]
+            self._window_bytes[key] = self._windows.needed_bytes(streamed, prefetch_depth, activations)
+        return self._window_bytes[key]
 
     def held_bytes(self, placement: Placement) -> int:
         """Device bytes from the beginning of a step to its end: weights, state, windows."""

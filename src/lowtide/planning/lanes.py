@@ -142,6 +142,7 @@ class NumberedStep:
         positions = [[place for place, users in enumerate(self.users) if group in users] for group in numbers.values()]
         self.first_use = [places[0] if places else -1 for places in positions]
         self.next_use = [self._next_uses(places) for places in positions]
+        self.num_calls = [max(1, sum(not self.is_backward[place] for place in places)) for places in positions]
         last_backward = {
             group: place for place, users in enumerate(self.users) if self.is_backward[place] for group in users
         }
@@ -168,8 +169,10 @@ class NumberedPlacement:
         self.is_on_host = [choice.site is Site.HOST for choice in choices]
         self.is_table = [choice.weights is Weights.HOST for choice in choices]
         self.offloaded = [
-            group.stashed_bytes.get(choice.policy, 0) for group, choice in zip(step.groups, choices, strict=True)
+            group.stashed_bytes.get(choice.policy, 0) // num_calls
+            for group, choice, num_calls in zip(step.groups, choices, step.num_calls, strict=True)
         ]
+        """What one call of each group sends to the host."""
         has_window = [either[0] or either[1] for either in zip(self.is_streamed, self.is_on_host, strict=True)]
         self.device_s: list[float] = []
         self.launch_s: list[float] = []

@@ -149,10 +149,31 @@ def window_bytes(
     layout: Layout, streamed: Collection[str], prefetch_depth: int, activations: Mapping[str, Policy] | None = None
 ) -> int:
     """`window_bytes_needed` for groups by name, before there is a plan."""
-    sizes = group_sizes(layout)
-    opened = _opened(layout, streamed)
-    at_once = _windows_at_once(layout, streamed, prefetch_depth) + _run_again(layout, streamed, activations)
-    return max((_total(sizes, [opened[window] for window in windows]) for windows in at_once), default=0)
+    return Windows(layout).needed_bytes(streamed, prefetch_depth, activations)
+
+
+class Windows:
+    """The windows of one layout. A search asks for their bytes under thousands of placements.
+
+    Args:
+        layout: The model's.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._sizes = group_sizes(layout)
+        self._inside = _opened(layout, self._sizes.keys())
+
+    def needed_bytes(
+        self, streamed: Collection[str], prefetch_depth: int, activations: Mapping[str, Policy] | None = None
+    ) -> int:
+        """`window_bytes`."""
+        layout, among = self._layout, frozenset(streamed)
+        at_once = _windows_at_once(layout, among, prefetch_depth) + _run_again(layout, among, activations)
+        return max(
+            (_total(self._sizes, [self._inside[window] & among for window in windows]) for windows in at_once),
+            default=0,
+        )
 
 
 def largest_window(

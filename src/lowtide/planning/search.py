@@ -12,6 +12,7 @@ that fit, only those are simulated whose lanes could be faster than the best so 
 from __future__ import annotations
 
 import copy
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -60,6 +61,8 @@ class Limits:
     is_clipped: bool = False
     policies: tuple[str, ...] = POLICIES
     """Those that the search may use."""
+    sites: Mapping[str, Site] | None = None
+    """Where each group is updated, on the device or the host; None leaves it to the search."""
 
     @property
     def small_policies(self) -> tuple[str, ...]:
@@ -158,9 +161,7 @@ class Search:
             PlanError: None fits; the message says what the smallest one takes.
         """
         run = _Run(self, limits)
-        for depth in _PREFETCH_DEPTHS:
-            if run.best is None:
-                run.try_all(replace(shape, prefetch_depth=depth) for shape in self._grid(limits))
+        run.begin()
         if run.best is None:
             raise self._does_not_fit(limits)
         run.refine()
@@ -170,6 +171,14 @@ class Search:
         simple = [each for each in uniform if each.step_s <= fastest_s * (1 + WORTH_IT)]
         best = min(simple or about_as_fast, key=self._effort)
         return Found(best=best, uniform=uniform, num_tried=len(run.simulated) + len(uniform))
+
+    def fastest_below(self, limits: Limits, below_s: float) -> float | None:
+        """Seconds of the fastest step where that takes less than so many; None where none does. Sooner told than which."""
+        run = _Run(self, limits, below_s)
+        run.begin()
+        if run.best is not None:
+            run.refine()
+        return None if run.best is None else run.best.step_s
 
     def smallest(self, limits: Limits) -> Shape:
         """The shape that takes least of the device."""
@@ -185,9 +194,9 @@ class Search:
     def placement(self, shape: Shape, limits: Limits) -> Placement:
         """What a shape says about each group."""
         resident = {*self._order[: shape.num_resident], *self._always}
-        on_device = set(self._order[: shape.num_device])
+        on_device = set(self._order[: shape.num_device] if limits.sites is None else _updated_on_device(limits.sites))
         blocks, fast = set(self._blocks), set(self._blocks[len(self._blocks) - shape.num_fast :])
-        tables = self._tables if shape.tables_stay else ()
+        tables = self._tables_within(limits) if shape.tables_stay else ()
         choices = tuple(
             _choice(Weights.HOST, Site.HOST, "keep")
             if name in tables
@@ -222,8 +231,10 @@ class Search:
     def improved(self, start: Candidate, limits: Limits) -> Candidate:
         """A candidate with single choices changed; itself, where nothing makes its step faster by as much as is worth it."""
         choices = Choices(
-            weights=tuple(map(self._weights, self._order)),
-            sites=((Site.DEVICE, Site.HOST),) * self.num_groups,
+            weights=tuple(self._weights(name, limits) for name in self._order),
+            sites=tuple(
+                (Site.DEVICE, Site.HOST) if limits.sites is None else (limits.sites[name],) for name in self._order
+            ),
             policies=tuple(
                 tuple(word for word in self.costs.groups[name].policies if word in limits.policies or word == "keep")
                 for name in self._order
@@ -248,11 +259,15 @@ class Search:
         faster = found.get(best, start)
         return faster if faster.step_s < start.step_s * (1 - WORTH_IT) else start
 
-    def _weights(self, name: str) -> tuple[Weights, ...]:
+    def _weights(self, name: str, limits: Limits) -> tuple[Weights, ...]:
         if name in self._always:
             return (Weights.RESIDENT,)
-        tables = (Weights.HOST,) if name in self._tables else ()
+        tables = (Weights.HOST,) if name in self._tables_within(limits) else ()
         return (Weights.RESIDENT, Weights.STREAMED, *tables)
+
+    def _tables_within(self, limits: Limits) -> frozenset[str]:
+        """Embeddings that may stay on the host, and so are updated there."""
+        return self._tables if limits.sites is None else self._tables.difference(_updated_on_device(limits.sites))
 
     def device_bytes(self, placement: Placement) -> int:
         """Estimated peak of the device, corrected."""
@@ -348,7 +363,7 @@ class Search:
         counts = sorted({round(self.num_groups * number / _GRID) for number in range(_GRID + 1)})
         for small, fast in self._ladders(limits):
             for num_resident in counts:
-                for num_device in counts:
+                for num_device in counts if limits.sites is None else (0,):
                     shape = Shape(num_resident=num_resident, num_device=num_device, small=small, fast=fast, num_fast=0)
                     yield shape
                     if self._tables and small == fast:  # the other pairs find them among single changes
@@ -366,7 +381,7 @@ class Search:
             if small != fast:
                 continue
             for num_resident in (0, self.num_groups):
-                for num_device in (0, self.num_groups):
+                for num_device in (0, self.num_groups) if limits.sites is None else (0,):
                     shape = Shape(num_resident=num_resident, num_device=num_device, small=small, fast=fast, num_fast=0)
                     if self.fits(self.placement(shape, limits), limits):
                         found.append(self.evaluate(shape, limits))
@@ -377,10 +392,11 @@ class Search:
         needed = self.device_bytes(placement)
         host, pinned = self.host_bytes(placement)
         if needed > limits.device_bytes:
+            updates = "all updates on the host" if limits.sites is None else "updates where they are to stay"
             return PlanError(
-                f"no plan fits {format_bytes(limits.device_bytes)} of device memory: with all weights streamed, all updates on "
-                f"the host and the smallest activation policy the step takes about {format_bytes(needed)}; give at least "
-                "that, or a smaller batch",
+                f"no plan fits {format_bytes(limits.device_bytes)} of device memory: with all weights streamed, {updates} "
+                f"and the smallest activation policy the step takes about {format_bytes(needed)}; give at least that, or a "
+                "smaller batch",
                 needed_bytes=needed,
             )
         return PlanError(
@@ -389,6 +405,10 @@ class Search:
             "host_memory or device_memory, or choose a precision with smaller state",
             needed_bytes=host,
         )
+
+
+def _updated_on_device(sites: Mapping[str, Site]) -> Iterator[str]:
+    return (name for name, site in sites.items() if site is Site.DEVICE)
 
 
 def probe_placement(costs: StepCosts, layout: Layout, policies: Mapping[str, str]) -> Placement:
@@ -418,12 +438,20 @@ class _Run:
 
     search: Search
     limits: Limits
+    below_s: float = math.inf
+    """Slower steps are of no interest."""
     best: Candidate | None = None
     simulated: list[Candidate] = field(default_factory=list)
     _seen: set[Shape] = field(default_factory=set)
 
-    def try_all(self, shapes: Iterable[Shape]) -> None:
-        """Simulate those that fit and could be faster than the best, the most promising first."""
+    def begin(self) -> None:
+        """Try shapes that differ much."""
+        for depth in _PREFETCH_DEPTHS:
+            if self.try_all(replace(shape, prefetch_depth=depth) for shape in self.search._grid(self.limits)):
+                return
+
+    def try_all(self, shapes: Iterable[Shape]) -> bool:
+        """Simulate those that fit and could be faster than the best, the most promising first; say whether any fits."""
         search, limits = self.search, self.limits
         promising: list[tuple[float, int, Shape]] = []
         for number, shape in enumerate(shapes):
@@ -433,12 +461,13 @@ class _Run:
             self._seen.add(filled)
             promising.append((search.simulator.least_s(search.placement(filled, limits)), number, filled))
         for least_s, _, shape in sorted(promising, key=lambda entry: entry[:2]):
-            if self.best is not None and least_s >= self.best.step_s:
+            if least_s >= self.below_s:
                 break
             candidate = search.evaluate(shape, limits)
             self.simulated.append(candidate)
-            if self.best is None or candidate.step_s < self.best.step_s:
-                self.best = candidate
+            if candidate.step_s < self.below_s:
+                self.best, self.below_s = candidate, candidate.step_s
+        return bool(promising)
 
     def refine(self) -> None:
         """Move the best one's numbers in smaller and smaller steps, as long as that helps."""
@@ -446,7 +475,9 @@ class _Run:
         stride = max(1, self.search.num_groups // _GRID // 2)
         while True:
             before = self.best
-            self.try_all(_neighbours(before.shape, stride, self.search.num_groups))
+            near = _neighbours(before.shape, stride, self.search.num_groups)
+            are_given = self.limits.sites is not None
+            self.try_all(each for each in near if not are_given or each.num_device == before.shape.num_device)
             if self.best is before:
                 if stride == 1:
                     return

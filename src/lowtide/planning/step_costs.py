@@ -91,7 +91,7 @@ class GroupCosts:
     is_table: bool = False
     """Whether it is an embedding that could be looked up and updated on the host, and never come to the device."""
     stashed_bytes: Mapping[str, int] = field(default_factory=dict)
-    """What a policy sends to the host in the forward, and brings back."""
+    """What a policy sends to the host in the forwards of a step, and brings back."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,9 +69,9 @@ class Remedy:
         """What shows it on the command line."""
         return " ".join(filter(None, (self.word.flags if self.word else "", self.choice.flags)))
 
-    def code(self, device_bytes: int) -> str:
-        """The lines of a script that turn it on."""
-        return "; ".join([*([self.word.code] if self.word else []), self.choice.code(device_bytes)])
+    def code(self, device_bytes: int, for_manage: Mapping[str, object] | None = None) -> str:
+        """The lines of a script that turn it on; see `Choice.code`."""
+        return "; ".join([*([self.word.code] if self.word else []), self.choice.code(device_bytes, for_manage)])
 
 
 def smallest_change(problem: PlanProblem, limits: Limits, word: Word | None = None) -> Remedy | None:
@@ -220,11 +220,8 @@ def largest(problem: PlanProblem, limits: Limits) -> LargestBatch:
     count = size + int((limits.device_bytes * (1 - _GAPS) - estimate(size)) / slope)
     most, too_many = _bracket(fits, replayed, max(1, count), slope, limits)
     if most == 0:
-        raise PlanError(
-            f"no plan fits {format_bytes(limits.device_bytes)} of device memory and {format_bytes(limits.host_bytes)} of "
-            f"host memory: one sample takes {format_bytes(replayed[1].peak_reserved_bytes)}; give that much",
-            needed_bytes=replayed[1].peak_reserved_bytes,
-        )
+        one = at(1)
+        raise one.nothing_fits(smallest(one.search, limits), replayed[1].peak_reserved_bytes, limits)
     return LargestBatch(
         num_samples=most, found=at(most).fastest(limits), next_bytes=replayed[too_many].peak_reserved_bytes
     )
@@ -287,6 +284,8 @@ class HardwareRow:
     bound_by: str
     device_bytes: int
     """What the fastest plan takes, or, where none fits, the smallest."""
+    is_host_short: bool
+    """Whether the device would hold the smallest plan, and the host does not."""
 
 
 def rank(problem: PlanProblem, limits: Limits, *, device_memory: Size | None = None) -> list[HardwareRow]:
@@ -344,4 +343,5 @@ def _row(problem: PlanProblem, limits: Limits, needed_bytes: int) -> HardwareRow
         tokens_per_s=problem.num_tokens / found.step_s if found is not None and problem.num_tokens else None,
         bound_by="" if found is None else found.times.bound_by,
         device_bytes=needed_bytes if found is None else found.device_bytes,
+        is_host_short=found is None and needed_bytes <= limits.device_bytes,
     )

@@ -40,6 +40,7 @@ from lowtide.units import format_bytes, format_seconds
 TABLES = "tables"
 ALLOWED = (TABLES,)
 """What changes the arithmetic, and is searched only with the user's word. `tables`: 16-bit embeddings stay on the host."""
+_ENDLESS = 1 << 60
 _MOST_REPLAYS = 6
 _GAPS = 0.04
 """The share of the device budget with which `_Gaps` begin."""
@@ -185,9 +186,12 @@ class PlanProblem:
         return Search(self.priced[0], self.layout, self._rates())
 
     def replay(self, candidate: Candidate, limits: Limits) -> tuple[Plan, StepTrace]:
-        """A placement's plan, and its step as a session runs it."""
+        """A placement's plan, and its step as a session runs it; where the budget does not even hold the weights, without it."""
         chosen = self._plan_of(candidate, limits)
-        traced = self.under(chosen)
+        try:
+            traced = self.under(chosen)
+        except PlanError:
+            traced = self.under(self._plan_of(candidate, replace(limits, device_bytes=_ENDLESS)))
         # What activations take of the host is not known to a plan, and so not in its trace.
         stashed_bytes = self._any_search.estimate.stashed_bytes(candidate.placement)
         host_bytes, pinned_bytes = (traced.host_bytes or 0) + stashed_bytes, (traced.pinned_bytes or 0) + stashed_bytes
@@ -195,7 +199,14 @@ class PlanProblem:
 
     def under(self, plan: Plan) -> StepTrace:
         """The step under a plan, traced."""
-        return trace(self.model, self.batch, plan=plan, **self.traced)
+        if plan not in self._known_traces:
+            self._known_traces[plan] = trace(self.model, self.batch, plan=plan, **self.traced)
+        return self._known_traces[plan]
+
+    @cached_property
+    def _known_traces(self) -> dict[Plan, StepTrace]:
+        """A search comes back to plans that it has tried."""
+        return {}
 
     def fastest(self, limits: Limits) -> PlannedStep:
         """The fastest plan that fits; near the least that any takes, the smallest one.
@@ -214,12 +225,25 @@ class PlanProblem:
                 return self._planned(candidate, chosen, replayed, limits, beyond=self.priced[1], gaps=gaps)
             if replayed.peak_reserved_bytes <= limits.device_bytes:
                 raise  # the host's memory is what is short, and the message says so
-            raise PlanError(
-                f"no plan fits {format_bytes(limits.device_bytes)} of device memory: with weights streamed, updates on the "
-                f"host and activations under {candidate.shape.small!r} the step reserves "
-                f"{format_bytes(replayed.peak_reserved_bytes)}; give that much, or a smaller batch",
-                needed_bytes=replayed.peak_reserved_bytes,
-            ) from error
+            raise self.nothing_fits(candidate, replayed.peak_reserved_bytes, limits) from error
+
+    def nothing_fits(self, candidate: Candidate, reserved_bytes: int, limits: Limits) -> PlanError:
+        """Says what the smallest plan takes of the device, or of the host where more of that would do."""
+        device, reserved = format_bytes(limits.device_bytes), format_bytes(reserved_bytes)
+        least = smallest(self.search, replace(limits, host_bytes=_ENDLESS, pinned_bytes=_ENDLESS))
+        if least.placement.groups == candidate.placement.groups:
+            return PlanError(
+                f"no plan fits {device} of device memory: with weights streamed, updates on the host and activations under "
+                f"{candidate.shape.small!r} the step reserves {reserved}; give that much, or a smaller batch",
+                needed_bytes=reserved_bytes,
+            )
+        return PlanError(
+            f"no plan fits {device} of device memory and {format_bytes(limits.host_bytes)} of host memory "
+            f"({format_bytes(limits.pinned_bytes)} of it locked): with weights streamed and updates on the host the step takes "
+            f"about {format_bytes(least.device_bytes)} of the device and {format_bytes(least.host_bytes)} of the host "
+            f"({format_bytes(least.pinned_bytes)} of it locked); give that much, or a precision with smaller state",
+            needed_bytes=least.host_bytes,
+        )
 
     def _planned(
         self, candidate: Candidate, chosen: Plan, replayed: StepTrace, limits: Limits, *, beyond: int, gaps: float
@@ -332,11 +356,7 @@ class PlanProblem:
     def _in_backward_s(self, search: Search, limits: Limits, deferred_s: float) -> float | None:
         if limits.schedule is Schedule.IN_BACKWARD or limits.is_clipped:
             return None
-        try:
-            found_s = search.fastest(replace(limits, schedule=Schedule.IN_BACKWARD)).best.step_s
-        except PlanError:
-            return None
-        return found_s if found_s < deferred_s * (1 - _WORTH_A_WORD) else None
+        return search.fastest_below(replace(limits, schedule=Schedule.IN_BACKWARD), deferred_s * (1 - _WORTH_A_WORD))
 
     def probes(self) -> list[tuple[dict[str, str], StepTrace]]:
         """The traces that price its parts."""
@@ -473,18 +493,22 @@ def _words(plan: Plan) -> Iterable[str]:
     num_resident = sum(group.weights is Weights.RESIDENT for group in plan.groups)
     tables = [group.name for group in plan.groups if group.weights is Weights.HOST]
     stay = f"{', '.join(tables)} stays on the host, " if tables else ""
+    stays = "stays" if num_resident == 1 else "stay"
     yield (
         "all weights stay on the device"
         if num_resident == num_groups
-        else f"{num_resident} of {num_groups} groups stay on the device, {stay}the others are streamed"
+        else f"{num_resident} of {num_groups} groups {stays} on the device, {stay}the others are streamed"
     )
     num_device = sum(site is Site.DEVICE for group in plan.groups for site in group.sites[:1])
     sites = {num_groups: "on the device", 0: "on the host"}
     yield (
         f"all groups are updated {sites[num_device]}, {plan.schedule.value}"
         if num_device in sites
-        else f"{num_device} groups are updated on the device, {num_groups - num_device} on the host, {plan.schedule.value}"
+        else f"{num_device} group{' is' if num_device == 1 else 's are'} updated on the device, {num_groups - num_device} on "
+        f"the host, {plan.schedule.value}"
     )
     by_word = Counter(word_of_policy(group.activation) for group in plan.groups)
-    chosen = [f"{count} blocks {word}" for word, count in sorted(by_word.items()) if word != "keep"]
+    chosen = [
+        f"{count} block{'s' if count > 1 else ''} {word}" for word, count in sorted(by_word.items()) if word != "keep"
+    ]
     yield f"activations: {', '.join([*chosen, 'all others keep']) if chosen else 'all blocks keep'}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Required, TypedDict, Unpack
@@ -18,7 +19,7 @@ from lowtide.memory.groups import find_groups
 from lowtide.memory.tier import PINNABLE_SHARE, host_capacity_bytes
 from lowtide.optim.update_types import numerics_of
 from lowtide.planning.budget_plans import WarmUp
-from lowtide.planning.plan import Schedule, word_of
+from lowtide.planning.plan import Plan, Schedule, Site, word_of
 from lowtide.planning.search import Limits
 from lowtide.planning.step_costs import POLICIES
 from lowtide.runtime.manage import manage
@@ -49,6 +50,7 @@ class PlanOptions(TypedDict, total=False):
     max_grad_norm: float | None
     policies: Iterable[str]
     allow: Iterable[str]
+    sites_of: Plan | None
     loss: Loss | None
     autocast: str | torch.dtype | None
     settings: StepSettings | None
@@ -76,6 +78,7 @@ def plan(model: nn.Module, batch: Any, **options: Unpack[PlanOptions]) -> Planne
         policies: Activation policies that may be used: words of `lowtide.activations`.
         allow: What may be chosen though it changes the arithmetic. `tables`: 16-bit embeddings stay on the host, which adds up
             their gradients in 16 bits.
+        sites_of: A plan for the same model: each group is updated on the device or host where it says, with the same bits.
         loss: As for `trace`.
         autocast: As for `trace`.
         settings: As for `trace`.
@@ -114,6 +117,7 @@ def pose(
     max_grad_norm: float | None = None,
     policies: Iterable[str] = POLICIES,
     allow: Iterable[str] = (),
+    sites_of: Plan | None = None,
     loss: Loss | None = None,
     autocast: str | torch.dtype | None = None,
     settings: StepSettings | None = None,
@@ -131,6 +135,13 @@ def pose(
     for word in allow:
         if word not in ALLOWED:
             raise ConfigError(f"allow has {word!r}; give words of {', '.join(ALLOWED)}", key="allow")
+    layout = lay_out(find_groups(model))
+    if sites_of is not None:
+        if sites_of.fingerprint != layout.fingerprint:
+            raise ConfigError("sites_of is a plan for another model; give one for this model", key="sites_of")
+        on_host = {group.name for group in sites_of.groups if Site.HOST in group.sites[:1]}
+        sites = {each.name: Site.HOST if each.name in on_host else Site.DEVICE for each in layout.groups}
+        limits = replace(limits, sites=sites)
     tell = on_progress or (lambda text: None)
     problem = PlanProblem(
         model=model,
@@ -148,7 +159,7 @@ def pose(
             "hardware": target,
             "torch_version": torch_version,
         },
-        layout=lay_out(find_groups(model)),
+        layout=layout,
         allow=frozenset(allow),
         tell=tell,
     )

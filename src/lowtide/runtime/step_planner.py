@@ -10,6 +10,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from lowtide import compat
 from lowtide.errors import PlanError, TraceError
-from lowtide.planning.plan import GroupPlan, Plan, Site, Weights
+from lowtide.planning.plan import GroupPlan, Plan
 from lowtide.runtime.prediction.trace import trace
 from lowtide.tracing.prediction.job import Contents, TensorDescription, pack, unpack
 from lowtide.tracing.step_trace import StepTrace
@@ -26,8 +27,6 @@ from lowtide.tracing.training_step import Loss, named_tensors, own_loss
 
 Shapes = dict[str, tuple[int, ...]]
 """Shapes of the tensors of one call of the model, by the name of the argument."""
-_NUM_ATTEMPTS = 4
-"""Searches for a plan in which no update moves: each gives the others what the one before lacked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,31 +120,13 @@ class StepPlanner:
             PlanError: Nothing fits.
             TraceError: The step cannot be predicted at that size.
         """
-        batch, limits = self._at(shapes), like.budgets
-        room = limit_bytes
-        free: NextPlan | None = None
-        replayed: NextPlan | None = None
-        for _ in range(_NUM_ATTEMPTS):
-            try:
-                found = self._quietly(self._search, self._model, batch, device_memory=room)
-            except PlanError:
-                if free is None:
-                    raise
-                break
-            chosen: Plan = replace(found.plan, budgets=replace(limits, device_bytes=self.device_bytes))
-            free = free or self._next(chosen, shapes, found.trace, found.step_s, num_moved(like, chosen))
-            if num_moved(like, chosen) == 0:
-                return self._next(chosen, shapes, found.trace, found.step_s, 0)
-            kept = with_sites_of(like, chosen)
-            if replayed is None or kept != replayed.plan:
-                replayed = self.replayed(kept, shapes, limit_bytes)
-            if replayed is None:
-                break
-            if replayed.reserved_bytes <= limit_bytes:
-                return replace(replayed, step_s=found.step_s)
-            room -= replayed.reserved_bytes - limit_bytes
-        assert free is not None, "a search that finds nothing raises"
-        return free
+        search = partial(self._quietly, self._search, self._model, self._at(shapes), device_memory=limit_bytes)
+        try:
+            found: Planned = search(sites_of=like)
+        except PlanError:
+            found = search()
+        chosen = replace(found.plan, budgets=replace(found.plan.budgets, device_bytes=self.device_bytes))
+        return self._next(chosen, shapes, found.trace, found.step_s, num_moved(like, chosen))
 
     def replayed(self, plan: Plan, shapes: Shapes, limit_bytes: int) -> NextPlan | None:
         """What a step of this size takes under a plan, perhaps more than the limit; None where the host does not hold it."""
@@ -296,18 +277,6 @@ def bucketed(shapes: Shapes, known: Shapes) -> Shapes:
 def elements(shapes: Shapes, others: Shapes) -> int:
     """Elements of the tensors that both calls have."""
     return sum(prod(shape) for name, shape in shapes.items() if name in others)
-
-
-def with_sites_of(like: Plan, plan: Plan) -> Plan:
-    """The plan with the update sites of another one for the same model."""
-    sites = {group.name: group.sites for group in like.groups}
-
-    def kept(group: GroupPlan) -> GroupPlan:
-        stays = group.weights is Weights.HOST and all(site is Site.HOST for site in sites[group.name])
-        weights = Weights.STREAMED if group.weights is Weights.HOST and not stays else group.weights
-        return replace(group, weights=weights, sites=sites[group.name])
-
-    return replace(plan, groups=tuple(map(kept, plan.groups)))
 
 
 def num_moved(before: Plan, after: Plan) -> int:

@@ -125,6 +125,7 @@ def assemble(
     target: Target,
     notes: tuple[str, ...],
     about: Mapping[str, str] | None = None,
+    offloaded_bytes: Mapping[str, int] | None = None,
 ) -> StepTrace:
     """The trace of what was logged from `first_event` on; what came before made the state the step starts from."""
     backward_starts = [
@@ -187,6 +188,7 @@ def assemble(
         events=events,
         notes=notes,
         about=dict(about or {}),
+        offloaded_bytes=dict(offloaded_bytes or {}),
     )
 
 

@@ -5,7 +5,7 @@ where something else than torch holds its weights (a session, say).
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -132,3 +132,6 @@ class StepContext(Protocol):
 
     def around(self, model: nn.Module, memory: DeviceMemory) -> AbstractContextManager[object]:
         """Entered once the model has its activation policies, before the first step."""
+
+    def offloaded_bytes(self) -> Mapping[str, int]:
+        """What each module that offloads activations sends to the host in one step. Asked inside `around`, after the last."""

@@ -171,6 +171,8 @@ class StepTrace:
     that are offloaded. None for a step without a plan."""
     pinned_bytes: int | None = None
     """The part of `host_bytes` that is locked for copies. None for a step without a plan."""
+    offloaded_bytes: Mapping[str, int] = field(default_factory=dict)
+    """What each module that offloads activations sends to the host in a step under a plan, by its path."""
     simulated_s: Mapping[str, float] | None = None
     """Seconds of a step under a plan, by the simulator: `step`, and by lane those in which it works. None where the rates of the
     hardware are not known, and for a step without a plan."""

@@ -51,7 +51,13 @@ _TABLES = {
 # fmt: on
 """The columns of each table, and what their values are."""
 _KEYS = ("format", "schema_version", *_SCALARS, "target", "settings", "notes", *_TABLES, "uses", "strings", "shapes")
-_LATER: dict[str, object] = {"about": {}, "host_bytes": None, "pinned_bytes": None, "simulated_s": None}
+_LATER: dict[str, object] = {
+    "about": {},
+    "host_bytes": None,
+    "pinned_bytes": None,
+    "offloaded_bytes": {},
+    "simulated_s": None,
+}
 _LATER_TARGET: dict[str, object] = {"launch_s": 0.0, "is_context_assumed": False}
 """The parts that older files do not have, and what they stand for there."""
 _AGAIN = "save the trace again, or take it from an undamaged copy"
@@ -145,6 +151,7 @@ def trace_to_dict(trace: StepTrace) -> dict[str, object]:
         "notes": list(trace.notes),
         **{key: getattr(trace, key) for key in _LATER},
         "about": dict(trace.about),
+        "offloaded_bytes": dict(trace.offloaded_bytes),
         **{
             table: {name: column(getattr(trace, table), name, kind) for name, kind in columns.items()}
             for table, columns in _TABLES.items()
@@ -280,16 +287,21 @@ class _TraceReader:
             about=about,
             host_bytes=self._each("host_bytes", [record["host_bytes"]], _or_none(_exactly(int)))[0],
             pinned_bytes=self._each("pinned_bytes", [record["pinned_bytes"]], _or_none(_exactly(int)))[0],
+            offloaded_bytes=self._numbers("offloaded_bytes", record["offloaded_bytes"], int),
             simulated_s=self._simulated(record["simulated_s"]),
         )
 
     def _simulated(self, item: object) -> dict[str, float] | None:
         if item is None:
             return None
-        found = self._one("simulated_s", item, dict)
+        found = self._numbers("simulated_s", item, float)
         if "step" not in found:
             self._fail("simulated_s lacks step")
-        return dict(zip(found, self._each("simulated_s", list(found.values()), _exactly(float)), strict=True))
+        return found
+
+    def _numbers(self, name: str, item: object, kind: type[T]) -> dict[str, T]:
+        found: dict[str, object] = self._one(name, item, dict)
+        return dict(zip(found, self._each(name, list(found.values()), _exactly(kind)), strict=True))
 
     def _allocations(self) -> Iterator[Allocation]:
         uses = self._each("uses", self.record["uses"], self.use)

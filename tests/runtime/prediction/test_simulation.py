@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import lowtide
+from lowtide.activations import apply
 from lowtide.hardware import find_hardware
 from lowtide.models import resolve_model
 from lowtide.models.gpt import GPT, GPTConfig
@@ -58,11 +61,37 @@ def test_a_slower_link_shows_in_the_time_of_a_traced_plan() -> None:
     assert times[1]["step"] > times[0]["step"]
 
 
-def test_no_time_where_the_rates_or_the_copies_are_not_known() -> None:
+def test_no_time_where_the_rates_are_not_known() -> None:
     source = resolve_model("gpt-tiny")
     model, batch = source.build(torch.bfloat16), source.make_batch("2x64")
-    for policy, hardware in (("keep", "24GiB"), ("offload/all", "rtx-4090")):
-        plan = lowtide.make_plan(model, activations=policy)
-        assert (
-            lowtide.trace(model, batch, optimizer=torch.optim.AdamW, plan=plan, hardware=hardware).simulated_s is None
-        )
+    plan = lowtide.make_plan(model)
+    assert lowtide.trace(model, batch, optimizer=torch.optim.AdamW, plan=plan, hardware="24GiB").simulated_s is None
+
+
+@pytest.mark.parametrize(("policy", "without"), [("offload", "recompute"), ("offload/all", "keep")])
+def test_what_blocks_send_to_the_host_is_in_the_time_of_a_traced_plan(policy: str, without: str) -> None:
+    """Its bytes are those that the policies of a real step send, and they go over the link once each way."""
+    blocks = [nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)) for _ in range(4)]
+    model, batch = nn.Sequential(*blocks), torch.ones(1024, 256)
+    with apply(model, policy) as applied:
+        model(batch.requires_grad_()).sum().backward()
+        sent = applied.offloaded_bytes()
+        assert sum(sent.values()) == applied.stats().offloaded_bytes > 0
+    card = find_hardware("rtx-4090")
+    words: dict[str, Any] = {"optimizer": torch.optim.AdamW, "loss": lambda m, x: m(x).sum(), "hardware": card}
+    traces = []
+    for word in (policy, without):
+        plan = lowtide.make_plan(model, weights="resident", update="device", activations=word)
+        traces.append(lowtide.trace(model, batch, plan=plan, **words))
+    offloading, other = traces
+    assert offloading.offloaded_bytes == sent
+    assert not other.offloaded_bytes
+    assert offloading.simulated_s is not None
+    assert other.simulated_s is not None
+    assert card.rates is not None
+    num_bytes = sum(sent.values())
+    for lane, rate in (
+        (Lane.TO_HOST, card.rates.to_host_bytes_per_s),
+        (Lane.TO_DEVICE, card.rates.to_device_bytes_per_s),
+    ):
+        assert offloading.simulated_s[lane] - other.simulated_s[lane] == pytest.approx(num_bytes / rate)

@@ -6,7 +6,7 @@ what they take shows in the trace.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -160,6 +160,7 @@ class SessionFootprint:
         self._make_optimizer = make_optimizer
         self._numerics = numerics
         self._runner: ChunkOptimizer | None = None
+        self._applied: Applied | None = None
 
     def optimizer(self, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
         """The optimizer that the trace steps: through this session."""
@@ -195,7 +196,8 @@ class SessionFootprint:
         with ExitStack() as stack:
             stack.callback(self._backward.stop)
             if policies := self._policies():
-                stack.callback(self._apply(model, policies, memory).remove)
+                self._applied = self._apply(model, policies, memory)
+                stack.callback(self._applied.remove)
             for group in self._residency.groups.values():
                 if group.is_on_host:
                     stack.callback(FootprintLookup(model.get_submodule(group.name)).remove)
@@ -203,6 +205,11 @@ class SessionFootprint:
                 stack.callback(window.remove)
                 window.install()  # outside of the policies, as in a session
             yield
+
+    def offloaded_bytes(self) -> Mapping[str, int]:
+        """The share of one step, as all of them send the same."""
+        sent = {} if self._applied is None else self._applied.offloaded_bytes()
+        return {path: num_bytes // (self.num_warm_up_steps + 1) for path, num_bytes in sent.items()}
 
     # -- putting together ----------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lowtide import compat
-from lowtide.activations.policy import Offload, Selective
+from lowtide.activations.policy import Selective
 from lowtide.errors import ConfigError, UnsupportedOptimizerError
 from lowtide.hardware import Hardware, UpdateKind, find_hardware
 from lowtide.memory.chunk import Layout, lay_out
@@ -49,10 +49,9 @@ def simulate_traced(
     rates: LaneRates,
     is_clipped: bool = False,
 ) -> SimulatedStep | None:
-    """How long the step takes; None where the rates of the hardware are not known, or copies of activations are not priced.
+    """How long the step takes; None where the rates of the hardware are not known.
 
-    A group whose chunks are updated in different places counts where most of its bytes are, and what offloaded blocks
-    send to the host, their inputs, is left out.
+    A group whose chunks are updated in different places counts where most of its bytes are.
 
     Args:
         trace: Of a step under the plan.
@@ -63,8 +62,7 @@ def simulate_traced(
         rates: Of the hardware that it was traced for.
         is_clipped: Whether all updates wait for the norm of all gradients.
     """
-    offloads_all = any(isinstance(each, Offload) and not each.recompute for each in plan.activations.values())
-    if offloads_all or not any(op.seconds for op in trace.ops):
+    if not any(op.seconds for op in trace.ops):
         return None
     placement = Placement(
         groups={group.name: GroupChoice(weights=group.weights, site=_site(group, layout)) for group in plan.groups},
@@ -75,7 +73,7 @@ def simulate_traced(
         is_clipped=is_clipped,
     )
     costs = read_costs(layout, [({}, _without_updates(trace))], state_bytes)
-    costs = _with_watched(_without_tables(costs, plan), plan)
+    costs = _with_offloaded(_with_watched(_without_tables(costs, plan), plan), trace.offloaded_bytes)
     return simulate(costs, placement, rates)
 
 
@@ -117,6 +115,15 @@ def _with_watched(costs: StepCosts, plan: Plan) -> StepCosts:
         return replace(use, costs={"keep": replace(cost, num_watched_ops=num_ops)}) if use.window in selective else use
 
     return replace(costs, uses=tuple(map(watched, costs.uses)))
+
+
+def _with_offloaded(costs: StepCosts, offloaded_bytes: Mapping[str, int]) -> StepCosts:
+    """What blocks send to the host comes back for their backward."""
+    groups = {
+        name: replace(group, stashed_bytes={"keep": offloaded_bytes[name]}) if name in offloaded_bytes else group
+        for name, group in costs.groups.items()
+    }
+    return replace(costs, groups=groups)
 
 
 def _only(use: Use) -> UseCost:

@@ -31,7 +31,7 @@ SAME_TYPES = frozenset({"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "at
 """Operators that refuse arguments of different types on CUDA; torch's shape functions let them pass."""
 
 
-class GhostMode(compat.TorchDispatchMode):
+class GhostMode(compat.PlainMode):
     """The dispatch mode of one trace.
 
     Args:

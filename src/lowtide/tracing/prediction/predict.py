@@ -58,6 +58,7 @@ def predict(
             if context is not None:
                 stack.enter_context(context.around(step.model, DeviceMemory(recorder, mover, mode.fail)))
             first_event, first_op = _run_steps(step, mode, job, context, on_progress)
+            offloaded_bytes = {} if context is None else context.offloaded_bytes()
     recorder.close()
     on_progress("replaying the allocator")
     memory, full = _replay(recorder, job, first_event, on_progress)
@@ -83,6 +84,7 @@ def predict(
             is_context_assumed=job.hardware.context_source is Source.ASSUMED,
         ),
         notes=tuple(notes),
+        offloaded_bytes=offloaded_bytes,
     )
 
 

@@ -207,8 +207,10 @@ def serve_jobs() -> None:
     import torch
 
     torch.set_num_threads(1)
+    from lowtide import compat
     from lowtide.tracing.prediction.predict import predict
 
+    compat.import_compiler()
     gc.freeze()  # torch's own objects live as long as this process: collections need not look at them
     while True:
         try:
