@@ -466,3 +466,42 @@ def train_and_be_killed(rank: int, folder: str, kills_at: int | None) -> list[fl
             if session.num_steps % 2 == 0:
                 session.save(folder)
     return losses
+
+
+def train_on_cuda(rank: int, backend: str, weights: str, schedule: str) -> tuple[list[float], list[float]]:
+    """Losses with the group, averaged over the ranks, and those of one process on the whole batch."""
+    torch.use_deterministic_algorithms(True)
+    size = dist.get_world_size()
+    group = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="nccl")
+    found: list[list[float]] = []
+    for is_alone in (False, True):
+        torch.manual_seed(0)
+        model = Net(torch.float64)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        plan = lowtide.make_plan(model, weights=weights, update="device", schedule=schedule)
+        ranks: dict[str, Any] = {} if is_alone else {"ranks": group}
+        losses = []
+        with lowtide.manage(model, optimizer, plan, device="cuda", **ranks):
+            for ids in batches(8):
+                part = ids if is_alone else ids.chunk(size)[rank]
+                loss = model(part.cuda())
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(float(loss.detach()))
+        found.append(losses)
+    together = torch.tensor(found[0], dtype=torch.float64)
+    dist.all_reduce(together)
+    return (together / size).tolist(), found[1]
+
+
+def two_on_one_card(rank: int) -> tuple[str, str]:
+    """What each rank is told."""
+    del rank
+    model, optimizer = small()
+    plan = lowtide.make_plan(model, weights="resident")
+    try:
+        lowtide.manage(model, optimizer, plan, device="cuda", ranks=dist.new_group(backend="nccl"))
+    except Exception as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("it was not refused")
