@@ -42,7 +42,7 @@ def save(run: RunFolder, step: int, *, variant: int = 0, disk: Disk | None = Non
 
 def saved(path: Path, steps: Sequence[int], retention: Retention | None = None) -> None:
     disk = QuickDisk()
-    with RunFolder(path, retention=retention or Retention(newest=100), disk=disk) as run:
+    with RunFolder(path, retention=retention or Retention(keep=100), disk=disk) as run:
         for step in steps:
             save(run, step, disk=disk)
 
