@@ -185,7 +185,7 @@ def _mapped(num_bytes: int) -> Bytes:
     """Memory of its own that goes back to the system with the array."""
     if num_bytes < MiB:
         return np.empty(num_bytes, dtype=np.uint8)
-    memory = mmap.mmap(-1, num_bytes)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE") and num_bytes >= 2 * MiB:
         with contextlib.suppress(OSError):  # not every kernel has them
             memory.madvise(mmap.MADV_HUGEPAGE)
