@@ -24,7 +24,7 @@ from lowtide.runtime.checkpoints.folder import Retention, RunFolder
 from lowtide.runtime.checkpoints.format import CheckpointWriter
 from lowtide.runtime.checkpoints.lock import FolderLock
 from tests.runtime.checkpoints.power_cut import QuickDisk
-from tests.runtime.checkpoints.saves import save, saved, tensors_of, what_is_in, write
+from tests.runtime.checkpoints.saves import save, saved, saving, tensors_of, what_is_in, write
 
 
 def hidden(path: Path) -> list[str]:
@@ -228,7 +228,7 @@ def test_one_save_at_a_time(tmp_path: Path) -> None:
 
 
 def save_too_much(run: RunFolder) -> None:
-    with run.saving(1) as partial:
+    with saving(run, 1) as partial:
         CheckpointWriter(partial, {}).write("model_2", "weight", torch.zeros(1))
 
 

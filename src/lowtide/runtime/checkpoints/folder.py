@@ -16,8 +16,7 @@ import os
 import re
 import socket
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -66,8 +65,9 @@ class RunFolder:
         >>> import tempfile
         >>> from lowtide.runtime.checkpoints.format import CheckpointWriter
         >>> with tempfile.TemporaryDirectory() as folder, RunFolder(Path(folder)) as run:
-        ...     with run.saving(120) as partial:
-        ...         _ = CheckpointWriter(partial, {}).finish(step=120, state={"epoch": 3})
+        ...     partial = run.begin(120)
+        ...     _ = CheckpointWriter(partial, {}).finish(step=120, state={"epoch": 3})
+        ...     _ = run.publish(partial, 120)
         ...     run.newest_good().index.state
         {'epoch': 3}
 
@@ -184,17 +184,6 @@ class RunFolder:
             # Without the lock this is a forked child, and the save its parent's.
             if self._lock.is_held and partial.is_dir():
                 self._remove(partial)
-
-    @contextmanager
-    def saving(self, step: int) -> Iterator[Path]:
-        """`begin`, and at the end `publish`; `abandon` where the block raises."""
-        partial = self.begin(step)
-        try:
-            yield partial
-            self.publish(partial, step)
-        except BaseException:
-            self.abandon(partial)
-            raise
 
     def checkpoints(self) -> Mapping[int, Path]:
         """The folder of each step, newest first. They are whole, but their bytes may have been damaged since."""
