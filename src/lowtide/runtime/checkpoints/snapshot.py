@@ -12,7 +12,7 @@ Staging is made of slabs. A reader fills one with the next bytes in order, where
 allowance is lost, and a tensor larger than all of it goes through in pieces. A slab that is taken will be read without waiting
 for another, and one that is read will be written: so the threads cannot wait for each other in a circle. Slabs are mapped
 afresh, in huge pages where the system has them, and first touched by the readers: the loop never pays for a page. They are
-private: Python's anonymous memory is shared unless it is told otherwise, which has small pages, taken one by one under a lock.
+private: Python's anonymous memory is shared by default, which has huge pages by another setting, and takes each under a lock.
 """
 
 from __future__ import annotations
