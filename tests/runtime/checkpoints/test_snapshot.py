@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowtide.runtime.checkpoints.snapshot import LEAST_BYTES, Snapshot, Source
+from lowtide.runtime.checkpoints.snapshot import LEAST_BYTES, Snapshot, Source, num_threads
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int16, torch.float64, torch.bool, torch.complex64)
 
@@ -251,3 +251,11 @@ def flags_of_mapping(address: int) -> set[str]:
         elif is_it and first == "VmFlags:":
             return set(others)
     raise AssertionError("no mapping has the address")
+
+
+@pytest.mark.parametrize(("processors", "readers", "writers"), [(1, 1, 2), (2, 1, 2), (16, 8, 4), (64, 8, 4)])
+def test_threads_leave_processors_to_the_loop(
+    processors: int, readers: int, writers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(processors)), raising=False)
+    assert num_threads() == (readers, writers)

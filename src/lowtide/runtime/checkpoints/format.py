@@ -260,7 +260,7 @@ class CheckpointWriter:
         try:
             return self._disk.write(self._direct[name], block, offset) == len(block)
         except OSError as error:
-            if error.errno != errno.EINVAL:
+            if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:
                 raise
             return False
 
