@@ -132,7 +132,7 @@ compiled() {
 }
 
 checkpoints() {
-  suite checkpoints session.checkpoints saves --timeout 400 --match 3.14B
+  suite checkpoints session.checkpoints saves --timeout 500 --match 3.14B
 }
 
 repeats() {

@@ -37,7 +37,7 @@ from benchmarks.lab.tables import (
 from benchmarks.optim.tables import beside_peers, classes, host_kernel, readme, refused_classes, scale, shares, steps
 from benchmarks.records import RESULTS
 from benchmarks.session.fault_tables import kill_phases, kills, soak
-from benchmarks.session.tables import budgets, start_up, streaming
+from benchmarks.session.tables import budgets, saves, start_up, streaming
 from lowtide.errors import UnknownNameError
 
 REPO = Path(__file__).resolve().parent.parent
@@ -84,6 +84,7 @@ RENDERERS: dict[str, Renderer] = {
     "held-out": functools.partial(accuracy, folder="held_out"),
     "held-out-summary": functools.partial(accuracy_summary, folder="held_out"),
     "peak-memory": peak_memory,
+    "saves": saves,
     "session-budgets": budgets,
     "session-start-up": start_up,
     "session-streaming": streaming,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.records import Record, newest, newest_rows, percent, sources, table
+from benchmarks.records import Record, newest, newest_rows, percent, row_of_the_run, sources, table
+from benchmarks.session.checkpoints import SCHEMA as SAVES
 from benchmarks.session.suites import SUITES
 from lowtide.errors import BadRecordError
 from lowtide.units import GiB
@@ -95,3 +96,28 @@ def _start_up_seconds(row: dict[str, Any]) -> tuple[float, float, float]:
 
 def _tier(stats: dict[str, Any], name: str) -> int:
     return int(next(tier["peak_bytes"] for tier in stats["tiers"] if tier["tier"] == name))
+
+
+def saves(results: Path) -> str:
+    """Saves of the largest model beside its training, in the order in which they were made, and a load."""
+    record = newest(results / "checkpoints", SAVES)
+    row = row_of_the_run(record, "3.14B")
+    if row is None:
+        raise BadRecordError(f"{record.path}: no row of the 3.14B model that did not fail; run it again")
+    lines = [
+        [
+            str(save["allowance"]).replace("GiB", " GiB"),
+            f"{save['num_bytes'] / GiB:.1f}",
+            f"{save['write_s']:.1f}",
+            f"{save['stall_s']:.1f}",
+            f"{save['stall_s'] / save['write_s']:.0%}",
+            f"{save['staging_bytes'] / GiB:.1f}",
+        ]
+        for save in row["saves"]
+    ]
+    header = ["allowance", "GiB written", "seconds", "of stall", "share", "GiB of host memory"]
+    remark = (
+        f"A step takes {row['median_s']:.2f} s undisturbed, and the disk took {row['disk_bytes_per_s'] / GiB:.2f} GiB/s. Loading, "
+        f"from the building of the model to the end of its first step, took {row['load']['to_first_step_s']:.0f} s."
+    )
+    return table(header, lines, num_text=1) + f"\n\n{sources([record], remark)}"

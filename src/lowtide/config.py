@@ -299,8 +299,10 @@ def _union_value(members: tuple[object, ...], plain: object, path: str) -> objec
     if len(errors) == 2 and types.NoneType in members:
         # `X | None`: what X says is the useful part.
         raise next(error for error in errors if "must be null" not in str(error))
+    # What all of them repeat is said once.
+    reasons = [str(error).removeprefix(f"{_named(path)} ").removesuffix(f", got {_shown(plain)}") for error in errors]
     raise ConfigError(
-        f"{_named(path)}: {_shown(plain)} fits none of the allowed types: {'; '.join(map(str, errors))}", key=path
+        f"{_named(path)}: {_shown(plain)} fits none of the allowed types: it {'; it '.join(reasons)}", key=path
     )
 
 

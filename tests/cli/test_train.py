@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import signal
 import time
 from pathlib import Path
@@ -15,6 +17,7 @@ from typer.testing import CliRunner
 
 from lowtide.cli import train as train_module
 from lowtide.cli.main import app
+from lowtide.runtime.checkpoints.disk import Disk
 from lowtide.train.progress import RunStatus
 from tests.train.runs import TEXT, losses
 
@@ -95,6 +98,11 @@ def test_ctrl_c_saves_and_says_how_to_go_on(text: str, monkeypatch: pytest.Monke
     ("words", "settings", "message"),
     [
         (("gpt_tin",), (), "there is no recipe of a run named 'gpt_tin'; did you mean 'gpt_tiny'?"),
+        (
+            ("fresh", "--resume"),
+            (),
+            "fresh is a folder, and no run has begun there: begin one with `lowtide train RECIPE --out fresh`",
+        ),
         (("gpt_tiny",), ("data.tex=a",), "unknown key 'data.tex'; did you mean 'data.text'?"),
         (("gpt_tiny",), ("data.text=none.txt",), "there is no file or folder"),
         (("gpt_tiny", "--resume"), ("data.text=text.txt",), "there is no run in lowtide-train/gpt_tiny to resume"),
@@ -109,6 +117,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
     text: str, words: tuple[str, ...], settings: tuple[str, ...], message: str
 ) -> None:
     del text
+    Path("fresh").mkdir()
     asked = (*SMALL, *settings) if words[0] == "gpt_tiny" else (*settings, "device=cpu", "device_memory=1MiB")
     result = run(*words, settings=asked)
     assert result.exit_code == 2, result.stderr
@@ -124,6 +133,21 @@ def test_a_run_that_stops_has_exit_code_1(text: str, monkeypatch: pytest.MonkeyP
     assert "RunStoppedError: the run stopped: step " in message
     assert "is not finite" in message
     assert "Lower optimizer.settings.lr" in message
+
+
+def test_a_save_that_fails_is_told_once(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill_up(self: Disk, path: Path, num_bytes: int) -> int:
+        if "00000002" in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(self, path, num_bytes)
+
+    real = Disk.create
+    monkeypatch.setattr(Disk, "create", fill_up)
+    result = run("gpt_tiny", settings=(*SMALL, text))
+    assert result.exit_code == 0, result.stderr
+    (told,) = [line for line in result.stderr.splitlines() if os.strerror(errno.ENOSPC) in line]
+    assert told.startswith("a checkpoint could not be saved: cannot make room for ")
+    assert told.endswith("the training goes on")
 
 
 def test_the_folder_of_a_run_is_where_it_goes_on(text: str) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import cloudpickle
 import pytest
 import torch
@@ -58,6 +60,12 @@ def test_unknown_names_suggest_near_ones() -> None:
         resolve_model("lama-8b")
     with pytest.raises(UnknownNameError, match="no model named 'zzz'; choose one of .*gpt2, .*resnet-50"):
         resolve_model("zzz")
+
+
+def test_the_folder_of_a_model_without_its_prefix_is_told(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ConfigError, match=f"is the folder of a Hugging Face model: give hf:{tmp_path}"):
+        resolve_model(str(tmp_path))
 
 
 def test_batches_that_do_not_fit() -> None:

@@ -79,7 +79,10 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_bits(undisturbed: Path, tm
     chosen = random.Random(budget).randrange(1, 7)
     recipe = small_recipe(undisturbed.parent)
     stop = StopRequests(30, refuse_to_leave)
-    first = train(recipe, tmp_path / "out", heard=ask_to_stop(stop, chosen), stop=stop)
+    heard = ask_to_stop(stop, chosen)
+    first = train(recipe, tmp_path / "out", heard=heard, stop=stop)
+    last = heard.statuses[-1]
+    assert (last.words, last.saved_step, last.is_saving) == ("ended", chosen, False)
     assert (first.is_finished, first.model, stop.exit_code) == (False, None, 130)
     assert first.step == first.saved_step == chosen
     heard = Heard()

@@ -64,11 +64,13 @@ def test_the_view_of_a_run_that_begins_and_of_what_is_done_before() -> None:
     lines = drawn(view)
     assert lines[1].startswith("training, step 0 of 10")
     assert "none yet" in lines[-1]
-    view.show(STATUS)
+    view.show(replace(STATUS, is_saving=True))
     view.end()
     lines = drawn(view)
     assert lines[1].startswith("ended, step 1,240 of 10,000")
     assert lines[3].startswith("loss        2.3457"), "the last figures stay"
+    assert lines[7:] == ["time left", lines[8]]
+    assert "writing the next one" not in lines[8]
 
 
 def test_a_checkpoint_that_is_written_shows() -> None:

@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.text import Text
 
 from lowtide.cli.console import ERR, OUT, require_writable
-from lowtide.errors import ConfigError
+from lowtide.errors import ConfigError, UnknownNameError
 from lowtide.train.folder import OutputFolder
 from lowtide.train.progress import RunStatus
 from lowtide.train.recipe import TrainRecipe, read_train_recipe
@@ -64,7 +64,15 @@ def read_request(name: str, overrides: Sequence[str], out: Path | None) -> tuple
         if out is not None and out.resolve() != here.path.resolve():
             raise ConfigError(f"{name} is the folder of a run, which goes on there: leave --out out", key="out")
         return here, here.recipe(overrides)
-    recipe = read_train_recipe(name, overrides)
+    try:
+        recipe = read_train_recipe(name, overrides)
+    except UnknownNameError as error:
+        if not here.path.is_dir():
+            raise
+        raise ConfigError(
+            f"{name} is a folder, and no run has begun there: begin one with `lowtide train RECIPE --out {name}`",
+            key="out",
+        ) from error
     return OutputFolder(FOLDER / Path(name).stem if out is None else out), recipe
 
 
@@ -72,6 +80,8 @@ def read_request(name: str, overrides: Sequence[str], out: Path | None) -> tuple
 def told_by(display: Display) -> Iterator[None]:
     """Inside, warnings and Lowtide's own log are notes, which do not tear the view."""
     handler = logging.Handler()
+    # That a save failed the run says itself, with what becomes of it.
+    handler.addFilter(lambda record: record.module != "saving")
     handler.emit = lambda record: display.note(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("lowtide")
     logger.addHandler(handler)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -122,6 +123,10 @@ def resolve_model(spec: str, *, recompute: bool = False, settings: Mapping[str, 
         return huggingface.resolve_huggingface(spec, recompute=recompute)
     if ":" in spec:
         return factory.resolve_factory(spec, recompute=recompute)
+    if Path(spec, "config.json").is_file():
+        raise ConfigError(
+            f"{spec!r} is the folder of a Hugging Face model: give {huggingface.PREFIX}{spec}", key="model"
+        )
     raise UnknownNameError("model", spec, BUILT_INS)
 
 

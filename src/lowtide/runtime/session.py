@@ -505,7 +505,7 @@ class Session:
             CheckpointError: The checkpoint could not be written, or the one before could not: then this one was not begun.
             BudgetError: The host's budget has not the allowance.
         """
-        retention = Retention(newest=keep, every=keep_every)
+        retention = Retention(keep=keep, keep_every=keep_every)
         return self._management.save(Path(folder), step, state, retention, tokenizer, allowance)
 
     @property

@@ -504,6 +504,7 @@ class Run:
     def _ended(self) -> RunResult:
         is_finished = self._step == self._inputs.steps and self._keeper.saved_step == self._step
         self._log.add("end", self._step, is_finished=is_finished)
+        self._show("ended")
         return RunResult(
             folder=self._out.path,
             step=self._step,

@@ -49,6 +49,8 @@ class RunView:
     def end(self) -> None:
         """Nothing more will come."""
         self.say("ended")
+        if self._status is not None:
+            self._status = replace(self._status, is_saving=False, left_s=None)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Text(self._title, style="bold", no_wrap=True, overflow="ellipsis")

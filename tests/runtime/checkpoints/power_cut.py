@@ -7,6 +7,7 @@ at its last sync. What came later may be there too: of names the first few chang
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -60,6 +61,13 @@ class RecordedDisk(QuickDisk):
         self._record(
             Operation(kind="create", path=self._inside(path), file=self._files[descriptor], num_bytes=num_bytes)
         )
+        return descriptor
+
+    def open_direct(self, path: Path) -> int | None:
+        descriptor = super().open_direct(path)
+        if descriptor is not None:
+            same = next(number for number in self._files if os.path.samestat(os.fstat(number), os.fstat(descriptor)))
+            self._files[descriptor] = self._files[same]
         return descriptor
 
     def write(self, descriptor: int, data: memoryview, offset: int) -> int:

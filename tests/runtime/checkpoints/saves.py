@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -35,14 +36,26 @@ def write(folder: Path, step: int, *, variant: int = 0, disk: Disk | None = None
         writer.finish(step=step, state={"variant": variant})
 
 
+@contextmanager
+def saving(run: RunFolder, step: int) -> Iterator[Path]:
+    """A folder to write into, which is published at the end, and abandoned where the block raises."""
+    partial = run.begin(step)
+    try:
+        yield partial
+        run.publish(partial, step)
+    except BaseException:
+        run.abandon(partial)
+        raise
+
+
 def save(run: RunFolder, step: int, *, variant: int = 0, disk: Disk | None = None) -> None:
-    with run.saving(step) as partial:
+    with saving(run, step) as partial:
         write(partial, step, variant=variant, disk=disk)
 
 
 def saved(path: Path, steps: Sequence[int], retention: Retention | None = None) -> None:
     disk = QuickDisk()
-    with RunFolder(path, retention=retention or Retention(newest=100), disk=disk) as run:
+    with RunFolder(path, retention=retention or Retention(keep=100), disk=disk) as run:
         for step in steps:
             save(run, step, disk=disk)
 

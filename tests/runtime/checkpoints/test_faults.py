@@ -43,7 +43,7 @@ class Recording:
 def recording(tmp_path_factory: pytest.TempPathFactory) -> Recording:
     root = tmp_path_factory.mktemp("recorded")
     disk, ends = RecordedDisk(root), []
-    with RunFolder(root, retention=Retention(newest=1), disk=disk) as run:
+    with RunFolder(root, retention=Retention(keep=1), disk=disk) as run:
         for step, variant in HISTORY:
             save(run, step, variant=variant, disk=disk)
             ends.append(len(disk.operations))
@@ -67,7 +67,7 @@ def test_every_prefix_of_a_save_loads(recording: Recording, tmp_path: Path, how:
         replay(recording.operations[:count], path, how)
         found = found_in(path)
         assert found in recording.may_be_found(count), f"after {count} operations"
-        with RunFolder(path, retention=Retention(newest=1), disk=QuickDisk()) as run:
+        with RunFolder(path, retention=Retention(keep=1), disk=QuickDisk()) as run:
             assert hidden(path) == [], f"what {count} operations left is swept"
             assert found_in(path) == found
             save(run, 40, disk=QuickDisk())
@@ -134,7 +134,7 @@ def former(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def num_operations(former: Path, path: Path, step: int) -> int:
     shutil.copytree(former, path)
     disk = FaultyDisk(1 << 62, taking(0))
-    with RunFolder(path, retention=Retention(newest=1), disk=disk) as run:
+    with RunFolder(path, retention=Retention(keep=1), disk=disk) as run:
         save(run, step, variant=1, disk=disk)
     return disk.count
 
@@ -156,7 +156,7 @@ def test_a_fault_at_every_operation(
         with warnings.catch_warnings():
             # Leftovers that cannot be taken away now are told by a warning.
             warnings.filterwarnings("ignore", message=".* could not be (taken away|renamed back)", category=UserWarning)
-            with RunFolder(path, retention=Retention(newest=1), disk=disk) as run:
+            with RunFolder(path, retention=Retention(keep=1), disk=disk) as run:
                 may_be_found = {(step, 1)}
                 try:
                     save(run, step, variant=1, disk=disk)
@@ -179,7 +179,7 @@ def test_a_short_write_is_continued(former: Path, tmp_path: Path) -> None:
         path = tmp_path / str(number)
         shutil.copytree(former, path)
         disk = FaultyDisk(number, taking(5))
-        with RunFolder(path, retention=Retention(newest=1), disk=disk) as run:
+        with RunFolder(path, retention=Retention(keep=1), disk=disk) as run:
             save(run, 20, disk=disk)
         assert found_in(path) == (20, 0)
 
@@ -224,7 +224,7 @@ for number in range(200):
     child = os.fork()
     if child == 0:
         disk = FaultyDisk(number, lambda: os.kill(os.getpid(), signal.SIGKILL))
-        with RunFolder(path, retention=Retention(newest=1), disk=disk) as run:
+        with RunFolder(path, retention=Retention(keep=1), disk=disk) as run:
             for step, variant in saves:
                 save(run, step, variant=variant, disk=disk)
         os._exit(0)

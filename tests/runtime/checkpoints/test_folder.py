@@ -24,7 +24,7 @@ from lowtide.runtime.checkpoints.folder import Retention, RunFolder
 from lowtide.runtime.checkpoints.format import CheckpointWriter
 from lowtide.runtime.checkpoints.lock import FolderLock
 from tests.runtime.checkpoints.power_cut import QuickDisk
-from tests.runtime.checkpoints.saves import save, saved, tensors_of, what_is_in, write
+from tests.runtime.checkpoints.saves import save, saved, saving, tensors_of, what_is_in, write
 
 
 def hidden(path: Path) -> list[str]:
@@ -54,10 +54,10 @@ def test_the_newest_comes_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("retention", "stay"),
     [
-        (Retention(newest=1), [50]),
-        (Retention(newest=2), [50, 40]),
-        (Retention(newest=1, every=20), [50, 40, 20, 0]),
-        (Retention(newest=10), [50, 40, 30, 20, 10, 0]),
+        (Retention(keep=1), [50]),
+        (Retention(keep=2), [50, 40]),
+        (Retention(keep=1, keep_every=20), [50, 40, 20, 0]),
+        (Retention(keep=10), [50, 40, 30, 20, 10, 0]),
     ],
 )
 def test_retention(tmp_path: Path, retention: Retention, stay: list[int]) -> None:
@@ -66,9 +66,9 @@ def test_retention(tmp_path: Path, retention: Retention, stay: list[int]) -> Non
     assert hidden(tmp_path) == []
 
 
-@pytest.mark.parametrize(("key", "value"), [("newest", 0), ("every", 0), ("every", -1)])
+@pytest.mark.parametrize(("key", "value"), [("keep", 0), ("keep_every", 0), ("keep_every", -1)])
 def test_retention_of_nothing_is_refused(key: str, value: int) -> None:
-    with pytest.raises(ConfigError, match=f"{key} is {value}; keep 1 or more"):
+    with pytest.raises(ConfigError, match=f"{key} is {value}; give 1 or more"):
         Retention(**{key: value})
 
 
@@ -88,7 +88,7 @@ def test_retention_never_removes_the_only_good_one(tmp_path: Path) -> None:
     for name in ("step-00000030", "step-00000040"):
         (tmp_path / name / "checkpoint.json").write_text("{")
     with (
-        RunFolder(tmp_path, retention=Retention(newest=1)) as run,
+        RunFolder(tmp_path, retention=Retention(keep=1)) as run,
         pytest.warns(UserWarning, match="step-000000.0") as warned,
     ):
         save(run, 20)
@@ -109,7 +109,7 @@ def test_what_is_not_ours_stays(tmp_path: Path) -> None:
     saved(elsewhere, [7])
     (tmp_path / "step-00000007").symlink_to(elsewhere / "step-00000007")
     with (
-        RunFolder(tmp_path, retention=Retention(newest=1)) as run,
+        RunFolder(tmp_path, retention=Retention(keep=1)) as run,
         pytest.warns(UserWarning, match="stays") as warned,
     ):
         save(run, 20)
@@ -228,7 +228,7 @@ def test_one_save_at_a_time(tmp_path: Path) -> None:
 
 
 def save_too_much(run: RunFolder) -> None:
-    with run.saving(1) as partial:
+    with saving(run, 1) as partial:
         CheckpointWriter(partial, {}).write("model_2", "weight", torch.zeros(1))
 
 
@@ -387,18 +387,18 @@ def test_a_disk_that_holds_just_two_checkpoints(tmp_path: Path) -> None:
     saved(tmp_path / "sized", [1_000_000])
     size = sum(file.stat().st_size for file in (tmp_path / "sized" / "step-01000000").iterdir())
     disk, path = SmallDisk(2 * size), tmp_path / "run"
-    with RunFolder(path, retention=Retention(newest=1), disk=disk) as run:
+    with RunFolder(path, retention=Retention(keep=1), disk=disk) as run:
         for step in (1_000_001, 1_000_002, 1_000_003, 1_000_003):
             save(run, step, disk=disk)
         assert list(run.checkpoints()) == [1_000_003]
-    with RunFolder(path, retention=Retention(newest=2), disk=disk) as run:
+    with RunFolder(path, retention=Retention(keep=2), disk=disk) as run:
         save(run, 1_000_004, disk=disk)
         with pytest.raises(
             CheckpointWriteError, match=r"cannot make room for .* \d+ B of the disk are free.* keep fewer chec"
         ):
             save(run, 1_000_005, disk=disk)
         assert list(run.checkpoints()) == [1_000_004, 1_000_003]
-    with RunFolder(path, retention=Retention(newest=1), disk=disk) as run:
+    with RunFolder(path, retention=Retention(keep=1), disk=disk) as run:
         shutil.rmtree(path / "step-01000003")
         disk = SmallDisk(size)
         save(run, 1_000_005, disk=disk)
@@ -408,7 +408,7 @@ def test_a_disk_that_holds_just_two_checkpoints(tmp_path: Path) -> None:
 def test_what_cannot_be_taken_away_is_told_and_goes_with_the_next_save(tmp_path: Path) -> None:
     saved(tmp_path, [10])
     disk = RefusingDisk("unlink")
-    with RunFolder(tmp_path, retention=Retention(newest=1), disk=disk) as run:
+    with RunFolder(tmp_path, retention=Retention(keep=1), disk=disk) as run:
         text = r"\.step-00000010\.removed-.* in .* could not be taken away: .*Input/output error; the next save tries again"
         with pytest.warns(UserWarning, match=text):
             save(run, 20)
@@ -459,7 +459,7 @@ def test_a_torn_one_stays_until_a_person_sees_to_it(tmp_path: Path) -> None:
     saved(tmp_path, [10])
     (tmp_path / "step-00000010" / "checkpoint.json").unlink()
     with (
-        RunFolder(tmp_path, retention=Retention(newest=1)) as run,
+        RunFolder(tmp_path, retention=Retention(keep=1)) as run,
         pytest.warns(
             UserWarning, match="step-00000010 in .* stays: it has no index by which its files could be told from"
         ),
@@ -527,8 +527,8 @@ def test_values_of_two_steps_differ() -> None:
 
 def test_retention_that_a_kill_has_left_out_is_made_up_for_before_the_next_save(tmp_path: Path) -> None:
     """Killed between the name of the new one and the removal of the old one: a disk may hold two, and not three."""
-    saved(tmp_path, [10, 20, 30], Retention(newest=3))
-    with RunFolder(tmp_path, retention=Retention(newest=1, every=20)) as run:
+    saved(tmp_path, [10, 20, 30], Retention(keep=3))
+    with RunFolder(tmp_path, retention=Retention(keep=1, keep_every=20)) as run:
         assert list(run.checkpoints()) == [30, 20, 10], "not before a save, which knows what is to stay"
         run.abandon(run.begin(40))
         assert list(run.checkpoints()) == [30, 20]
@@ -536,12 +536,12 @@ def test_retention_that_a_kill_has_left_out_is_made_up_for_before_the_next_save(
 
 def test_the_last_good_one_stays_when_a_newer_one_is_damaged(tmp_path: Path) -> None:
     """Its length is right, so that only reading it shows it."""
-    saved(tmp_path, [10, 20], Retention(newest=2))
+    saved(tmp_path, [10, 20], Retention(keep=2))
     damaged = next((tmp_path / "step-00000020").glob("optimizer*.safetensors"))
     data = bytearray(damaged.read_bytes())
     data[-1] ^= 1
     damaged.write_bytes(data)
-    with RunFolder(tmp_path, retention=Retention(newest=1)) as run:
+    with RunFolder(tmp_path, retention=Retention(keep=1)) as run:
         with pytest.warns(UserWarning, match=r"step-00000020/optimizer.* It stays, and does not count as one of the 1"):
             run.abandon(run.begin(30))
         assert list(run.checkpoints()) == [20, 10]

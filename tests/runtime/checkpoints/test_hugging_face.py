@@ -11,6 +11,7 @@ import torch
 from lowtide.runtime.checkpoints.folder import RunFolder
 from lowtide.runtime.checkpoints.format import CheckpointWriter, TensorSpec
 from tests.runtime.checkpoints.power_cut import QuickDisk
+from tests.runtime.checkpoints.saves import saving
 
 transformers = pytest.importorskip("transformers")
 
@@ -47,7 +48,7 @@ def test_from_pretrained_loads_the_folder(tmp_path: Path, dtype: torch.dtype, ma
         "model": {name: TensorSpec.of(value) for name, value in weights.items()},
         "optimizer": {"exp_avg.0": TensorSpec(dtype=torch.float32, shape=(64, 16))},
     }
-    with RunFolder(tmp_path, disk=QuickDisk()) as run, run.saving(5) as partial:
+    with RunFolder(tmp_path, disk=QuickDisk()) as run, saving(run, 5) as partial:
         writer = CheckpointWriter(partial, specs, max_file_bytes=max_file_bytes, disk=QuickDisk())
         for name, value in weights.items():
             writer.write("model", name, value)

@@ -27,6 +27,7 @@ from lowtide.errors import (
 from lowtide.optim import update_types
 from lowtide.runtime.checkpoints.folder import RunFolder
 from lowtide.runtime.checkpoints.format import CheckpointReader, CheckpointWriter
+from tests.runtime.checkpoints.saves import saving
 from tests.runtime.checkpoints.training_runs import (
     RESIDENT,
     STREAMED_HOST,
@@ -666,7 +667,7 @@ def test_extra_state_must_be_in_both(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_no_session_wrote_is_refused(tmp_path: Path) -> None:
-    with RunFolder(tmp_path) as run, run.saving(3) as partial:
+    with RunFolder(tmp_path) as run, saving(run, 3) as partial:
         CheckpointWriter(partial, {}).finish(step=3, state={"epoch": 3})
     model = make_net()
     with pytest.raises(

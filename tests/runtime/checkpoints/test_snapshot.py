@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from lowtide.runtime.checkpoints.snapshot import LEAST_BYTES, Snapshot, Source
+from lowtide.runtime.checkpoints.snapshot import LEAST_BYTES, Snapshot, Source, num_threads
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int16, torch.float64, torch.bool, torch.complex64)
 
@@ -219,3 +221,41 @@ def test_nothing_to_read_is_over_at_once() -> None:
         snapshot.wait_for_all()
     assert told == [True]
     assert disk.found == {}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what it knows of a mapping")
+def test_staging_is_memory_of_this_process_alone_in_huge_pages() -> None:
+    """Shared memory has huge pages by another setting, and its pages are taken under a lock; a child would keep it alive."""
+    flags: list[set[str]] = []
+
+    class Asking(Disk):
+        def write(self, file: str, name: str, value: Tensor, *, start: int) -> None:
+            flags.append(flags_of_mapping(value.data_ptr()))
+
+    tensor = values((4 << 20,), torch.uint8, 0)
+    with running(Snapshot([Source(file="model", name="a", tensor=tensor)], allowance_bytes=4 << 20), Asking()):
+        pass
+    assert flags
+    for found in flags:
+        assert {"hg", "wf"} <= found, "advised to have huge pages, and wiped in a child"
+        assert "sh" not in found, "shared"
+
+
+def flags_of_mapping(address: int) -> set[str]:
+    is_it = False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        first, *others = line.split()
+        if "-" in first and not first.endswith(":"):
+            begin, end = (int(number, 16) for number in first.split("-"))
+            is_it = begin <= address < end
+        elif is_it and first == "VmFlags:":
+            return set(others)
+    raise AssertionError("no mapping has the address")
+
+
+@pytest.mark.parametrize(("processors", "readers", "writers"), [(1, 1, 2), (2, 1, 2), (16, 8, 4), (64, 8, 4)])
+def test_threads_leave_processors_to_the_loop(
+    processors: int, readers: int, writers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(processors)), raising=False)
+    assert num_threads() == (readers, writers)

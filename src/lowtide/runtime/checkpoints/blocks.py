@@ -7,10 +7,13 @@ append n bytes multiplies the first part's by x to the power 8n.
 
 from __future__ import annotations
 
+import itertools
+import mmap
 import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
+import numpy as np
 import torch
 
 from lowtide.errors import BadRecordError, CheckpointError
@@ -19,6 +22,11 @@ from lowtide.units import MiB
 
 BLOCK_BYTES = MiB
 """What is checksummed and written, or read, at a time: it is in the processor's cache for the second of the two."""
+DIRECT_BYTES = 4 * MiB
+"""What is written at a time past the page cache: the processor does not look at it again, and fewer calls disturb the loop."""
+PAGE_BYTES = max(4096, mmap.PAGESIZE)
+"""What is written past the page cache begins and ends at a multiple of this, in the file and in memory. No page of a file is
+written both ways, so that the page cache has none of what it was not told."""
 _STAGED_BYTES = 16 * MiB
 """What is read at a time for a tensor that the disk cannot be read into: one on a device."""
 _POLYNOMIAL = 0xEDB88320
@@ -49,9 +57,23 @@ def write_all(disk: Disk, descriptor: int, data: memoryview, offset: int) -> Non
         data, offset = data[written:], offset + written
 
 
-def read_all(descriptor: int, data: memoryview, offset: int) -> int:
-    """Fill the memory from the file, and give the CRC-32 of what came."""
-    checksum = 0
+def blocks_of(data: memoryview, offset: int) -> Iterator[tuple[slice, bool]]:
+    """The bytes a block at a time, and whether each can be written past the page cache.
+
+    Args:
+        data: What is to be written.
+        offset: Where in the file.
+    """
+    first, last = -offset % PAGE_BYTES, len(data) - (offset + len(data)) % PAGE_BYTES
+    if first >= last or (np.frombuffer(data, dtype=np.uint8).ctypes.data - offset) % PAGE_BYTES:
+        first = last = 0
+    for begin, end, num_bytes in ((0, first, BLOCK_BYTES), (first, last, DIRECT_BYTES), (last, len(data), BLOCK_BYTES)):
+        for place in range(begin, end, num_bytes):
+            yield slice(place, min(end, place + num_bytes)), num_bytes == DIRECT_BYTES
+
+
+def read_all(descriptor: int, data: memoryview, offset: int, checksum: int = 0) -> int:
+    """Fill the memory from the file, and give the CRC-32 of what came, after what has this one."""
     while data:
         count = os.preadv(descriptor, [data[:BLOCK_BYTES]], offset)
         if count == 0:
@@ -78,9 +100,7 @@ def checksum_of(descriptor: int, offset: int, num_bytes: int) -> int:
     buffer = memoryview(bytearray(min(num_bytes, BLOCK_BYTES)))
     checksum = 0
     for begin in range(0, num_bytes, BLOCK_BYTES):
-        block = buffer[: num_bytes - begin]
-        read_all(descriptor, block, offset + begin)
-        checksum = zlib.crc32(block, checksum)
+        checksum = read_all(descriptor, buffer[: num_bytes - begin], offset + begin, checksum)
     return checksum
 
 
@@ -106,14 +126,7 @@ def _times(one: int, other: int) -> int:
     return product
 
 
-def _squares(count: int) -> tuple[int, ...]:
-    squares = [1 << 30]
-    for _ in range(count - 1):
-        squares.append(_times(squares[-1], squares[-1]))
-    return tuple(squares)
-
-
-_SQUARES = _squares(66)
+_SQUARES = tuple(itertools.accumulate(range(65), lambda square, _: _times(square, square), initial=1 << 30))
 """x to the powers 1, 2, 4, 8 and so on."""
 
 

@@ -34,6 +34,13 @@ class Disk:
             raise
         return descriptor
 
+    def open_direct(self, path: Path) -> int | None:
+        """Another descriptor of the file, whose writes go past the page cache; None where the file system has no such thing."""
+        try:
+            return os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except (AttributeError, OSError):
+            return None
+
     def write(self, descriptor: int, data: memoryview, offset: int) -> int:
         """How many of the bytes were written; other threads run meanwhile."""
         return os.pwrite(descriptor, data, offset)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,16 +71,8 @@ def export(
 
 def _optimizer_in_torchs_form(saved: SavedTraining) -> dict[str, Any]:
     _warn_of_left_out(saved)
-    numbers = {name: number for number, name in enumerate(_names(saved))}
     with StateReader(saved, None) as states:
-        state = {number: entries for name, number in numbers.items() if (entries := states.in_torchs_form(name))}
-    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in saved.settings]
-    return {"state": state, "param_groups": groups}
-
-
-def _names(saved: SavedTraining) -> Iterator[str]:
-    for group in saved.settings:
-        yield from group["params"]
+        return saved.in_torchs_form(states.in_torchs_form)
 
 
 def _warn_of_left_out(saved: SavedTraining) -> None:

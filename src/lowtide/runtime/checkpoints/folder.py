@@ -16,8 +16,7 @@ import os
 import re
 import socket
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -38,25 +37,25 @@ _OWN_ENDINGS = (".safetensors", ".json")
 class Retention:
     """Which checkpoints stay when a new one is whole.
 
-    A save needs room for one checkpoint more than stay: the new one is written beside them. With `newest=1` two must fit.
+    A save needs room for one checkpoint more than stay: the new one is written beside them. With `keep=1` two must fit.
 
     Raises:
         ConfigError: One of the numbers is below 1.
     """
 
-    newest: int = 2
+    keep: int = 2
     """How many of the latest steps stay."""
-    every: int | None = None
+    keep_every: int | None = None
     """Steps that are a multiple of this stay for ever; None: none do."""
 
     def __post_init__(self) -> None:
-        for key, value in (("newest", self.newest), ("every", self.every)):
+        for key, value in (("keep", self.keep), ("keep_every", self.keep_every)):
             if value is not None and value < 1:
-                raise ConfigError(f"{key} is {value}; keep 1 or more", key=key)
+                raise ConfigError(f"{key} is {value}; give 1 or more", key=key)
 
     def is_for_ever(self, step: int) -> bool:
         """Whether the step stays however old it becomes."""
-        return self.every is not None and step % self.every == 0
+        return self.keep_every is not None and step % self.keep_every == 0
 
 
 class RunFolder:
@@ -66,8 +65,9 @@ class RunFolder:
         >>> import tempfile
         >>> from lowtide.runtime.checkpoints.format import CheckpointWriter
         >>> with tempfile.TemporaryDirectory() as folder, RunFolder(Path(folder)) as run:
-        ...     with run.saving(120) as partial:
-        ...         _ = CheckpointWriter(partial, {}).finish(step=120, state={"epoch": 3})
+        ...     partial = run.begin(120)
+        ...     _ = CheckpointWriter(partial, {}).finish(step=120, state={"epoch": 3})
+        ...     _ = run.publish(partial, 120)
         ...     run.newest_good().index.state
         {'epoch': 3}
 
@@ -185,17 +185,6 @@ class RunFolder:
             if self._lock.is_held and partial.is_dir():
                 self._remove(partial)
 
-    @contextmanager
-    def saving(self, step: int) -> Iterator[Path]:
-        """`begin`, and at the end `publish`; `abandon` where the block raises."""
-        partial = self.begin(step)
-        try:
-            yield partial
-            self.publish(partial, step)
-        except BaseException:
-            self.abandon(partial)
-            raise
-
     def checkpoints(self) -> Mapping[int, Path]:
         """The folder of each step, newest first. They are whole, but their bytes may have been damaged since."""
         found: dict[int, Path] = {}
@@ -304,7 +293,7 @@ class RunFolder:
         Nobody knows here that the newest ones are good, so that they are read through first.
         """
         self._is_retained = True
-        surplus = list(self.checkpoints())[self._retention.newest :]
+        surplus = list(self.checkpoints())[self._retention.keep :]
         if not all(map(self._retention.is_for_ever, surplus)):
             self._retain(None)
 
@@ -318,7 +307,7 @@ class RunFolder:
                     f"{folder.name} in {self.path} is of a later step than {newer}, which was saved just now; the "
                     "later one is loaded first: move it away unless that is meant"
                 )
-            if num_kept < self._retention.newest:
+            if num_kept < self._retention.keep:
                 num_kept += step == published or self._counts(step, folder, is_read=published is None)
             elif step != published and not self._retention.is_for_ever(step) and self._may_be_removed(folder):
                 self._remove(folder)
@@ -330,7 +319,7 @@ class RunFolder:
             if is_read:
                 reader.verify()
         except CheckpointError as error:
-            self._warn(f"{error}. It stays, and does not count as one of the {self._retention.newest} that are kept")
+            self._warn(f"{error}. It stays, and does not count as one of the {self._retention.keep} that are kept")
             return False
         return True
 

@@ -31,7 +31,8 @@ from lowtide.errors import (
 )
 from lowtide.plain_text import Plain
 from lowtide.runtime.checkpoints.blocks import (
-    BLOCK_BYTES,
+    DIRECT_BYTES,
+    blocks_of,
     bytes_of,
     checksum_of,
     combined,
@@ -113,6 +114,8 @@ class CheckpointWriter:
         self._failure: BaseException | None = None
         self._descriptors: dict[str, int] = {}
         """Open from here to `close`."""
+        self._direct: dict[str, int] = {}
+        """The same, for writes past the page cache, of files that have enough for it."""
         try:
             self._make_files()
         except BaseException:
@@ -203,8 +206,9 @@ class CheckpointWriter:
             # A descriptor that is closed under a thread's hands may be another file's by its next write.
             while self._writers & {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}:
                 self._lock.wait(timeout=0.1)
-            descriptors, self._descriptors = self._descriptors, {}
-        for descriptor in descriptors.values():
+            descriptors = [*self._direct.values(), *self._descriptors.values()]
+            self._direct, self._descriptors = {}, {}
+        for descriptor in descriptors:
             # What the files hold is synced by now, or is given up.
             with suppress(OSError):
                 self._disk.close(descriptor)
@@ -214,6 +218,10 @@ class CheckpointWriter:
             for shard in shards:
                 with self._told("make room for", shard.name):
                     self._descriptors[shard.name] = self._disk.create(self._folder / shard.name, shard.num_bytes)
+                if shard.num_bytes >= DIRECT_BYTES:
+                    direct = self._disk.open_direct(self._folder / shard.name)
+                    if direct is not None:
+                        self._direct[shard.name] = direct
                 self._write_bytes(shard.name, memoryview(shard.header), 0)
 
     def _expected(self, file: str, name: str, value: torch.Tensor, start: int | None) -> tuple[Shard, Place]:
@@ -235,14 +243,26 @@ class CheckpointWriter:
 
     def _write_bytes(self, name: str, data: memoryview, offset: int) -> int:
         """The CRC-32 of the bytes."""
-        checksum, descriptor = 0, self._descriptors[name]
-        for begin in range(0, len(data), BLOCK_BYTES):
+        checksum = 0
+        for place, fits in blocks_of(data, offset):
             self._refuse_after_failure()
-            block = data[begin : begin + BLOCK_BYTES]
+            block = data[place]
             checksum = zlib.crc32(block, checksum)
             with self._told("write", name):
-                write_all(self._disk, descriptor, block, offset + begin)
+                if not (fits and self._write_direct(name, block, offset + place.start)):
+                    write_all(self._disk, self._descriptors[name], block, offset + place.start)
         return checksum
+
+    def _write_direct(self, name: str, block: memoryview, offset: int) -> bool:
+        """Whether all of it went past the page cache. What a disk refuses so, or takes in part, goes through it."""
+        if name not in self._direct:
+            return False
+        try:
+            return self._disk.write(self._direct[name], block, offset) == len(block)
+        except OSError as error:
+            if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:
+                raise
+            return False
 
     def _write_texts(self) -> dict[str, TextFile]:
         texts = dict(self._texts)

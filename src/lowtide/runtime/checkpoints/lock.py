@@ -6,12 +6,15 @@ import json
 import os
 import socket
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from lowtide.errors import CheckpointError, FolderInUseError
 from lowtide.runtime.checkpoints.disk import Disk, told_with_file
 
 LOCK_NAME = ".lock"
+T = TypeVar("T")
 
 
 class FolderLock:
@@ -51,17 +54,20 @@ class FolderLock:
 _HELD: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 
-def _let_go_in_child() -> None:
-    """A forked child, such as a data worker, must not hold the lock beyond the life of its parent.
+def in_forked_children(living: weakref.WeakSet[T], act: Callable[[T], None]) -> None:
+    """Do this to each of them in a child that is forked, such as a data worker, which has none of the threads."""
 
-    The lock is the parent's until all descriptors of it are closed, so that the child closes its own.
-    """
-    for lock in list(_HELD):
-        lock.release()
+    def act_on_all() -> None:
+        for each in list(living):
+            act(each)
+        living.clear()
+
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=act_on_all)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go_in_child)
+# The lock is the parent's until all descriptors of it are closed: a child must not hold it beyond the life of its parent.
+in_forked_children(_HELD, FolderLock.release)
 
 
 def _locked(path: Path) -> int:

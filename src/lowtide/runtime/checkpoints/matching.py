@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +91,15 @@ class SavedTraining:
         """Parameters that the optimizer held and the model did not."""
         own = _specs(self.reader, MODEL)
         return [name for name in self.weights if name not in own]
+
+    def in_torchs_form(self, state_of: Callable[[str], Mapping[str, Any] | None]) -> dict[str, Any]:
+        """The form of `optimizer.state_dict()`, which has numbers for names; parameters without a state are left out of it."""
+        numbers = {
+            name: place for place, name in enumerate(name for group in self.settings for name in group["params"])
+        }
+        groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in self.settings]
+        state = {place: entries for name, place in numbers.items() if (entries := state_of(name))}
+        return {"state": state, "param_groups": groups}
 
     def state_of(self, name: str) -> Any:
         """The optimizer's state of a parameter without its tensors; None where there was none."""
@@ -202,7 +211,9 @@ def check_optimizer(
                 if rule is not None:
                     _check_kernel_state(saved, name, parameter, rule)
     if saved.numerics is None and numerics is None:
-        check_loaded_state(optimizer, _as_state_dict(saved))
+        # What `optimizer.state_dict()` gave, with tensors that have no values.
+        known = saved.in_torchs_form(lambda name: _ghosts(saved, name) if saved.state_of(name) else None)
+        check_loaded_state(optimizer, known)
 
 
 def _is_same_class(saved: str, own: str) -> bool:
@@ -246,18 +257,6 @@ def _check_torchs_state(saved: SavedTraining, name: str, parameter: torch.Tensor
     }
     state = {"state": {0: {**entries, _STEP: 1}}, "param_groups": [{"params": [0]}]}
     read_state_dict(state, [[LoadTarget(name=name, weight=parameter, rule=rule)]])
-
-
-def _as_state_dict(saved: SavedTraining) -> dict[str, Any]:
-    """What `optimizer.state_dict()` gave, with tensors that have no values."""
-    numbers: dict[str, int] = {}
-    groups = []
-    for group in saved.settings:
-        for name in group["params"]:
-            numbers[name] = len(numbers)
-        groups.append({**group, "params": [numbers[name] for name in group["params"]]})
-    state = {number: _ghosts(saved, name) for name, number in numbers.items() if saved.state_of(name)}
-    return {"state": state, "param_groups": groups}
 
 
 def _ghosts(saved: SavedTraining, name: str) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
-import os
 import sys
 import threading
 import time
@@ -32,7 +31,9 @@ from lowtide.runtime.checkpoints.contents import Contents, Part
 from lowtide.runtime.checkpoints.disk import Disk
 from lowtide.runtime.checkpoints.folder import Retention, RunFolder, checkpoint_name
 from lowtide.runtime.checkpoints.format import CheckpointWriter
-from lowtide.runtime.checkpoints.snapshot import LEAST_BYTES, OWNER, Snapshot, Source, aligned, num_threads
+from lowtide.runtime.checkpoints.layout import shards_of
+from lowtide.runtime.checkpoints.lock import in_forked_children
+from lowtide.runtime.checkpoints.snapshot import LEAST_BYTES, OWNER, Snapshot, Source, num_threads
 from lowtide.runtime.parameters.pending import Changes
 from lowtide.runtime.plan_run import PlanRun
 from lowtide.runtime.statistics.session_stats import SaveRow
@@ -54,10 +55,16 @@ def sources_of(contents: Contents, changes: Mapping[int, Changes]) -> list[Sourc
         known = None if part.parameter is None else changes.get(id(part.parameter))
         return last if known is None else known.place
 
-    return [source for part in sorted(contents.parts, key=place) for source in _sources(part, changes)]
+    offsets = {
+        (file, name): known.offset
+        for file, specs in contents.specs().items()
+        for shard in shards_of(file, specs)
+        for name, known in shard.places.items()
+    }
+    return [source for part in sorted(contents.parts, key=place) for source in _sources(part, changes, offsets)]
 
 
-def _sources(part: Part, changes: Mapping[int, Changes]) -> Iterator[Source]:
+def _sources(part: Part, changes: Mapping[int, Changes], offsets: Mapping[tuple[str, str], int]) -> Iterator[Source]:
     known = None if part.parameter is None else changes.get(id(part.parameter))
     for file, name in part.tensors:
         is_announced = False
@@ -71,6 +78,7 @@ def _sources(part: Part, changes: Mapping[int, Changes]) -> Iterator[Source]:
             tensor=part.tensors[file, name],
             parameter=part.parameter,
             is_announced=is_announced,
+            offset=offsets[file, name],
         )
 
 
@@ -368,10 +376,14 @@ class Saver:
     def _made(self, plan_run: PlanRun, order: _Order, allowance: str | int | None) -> _Save:
         tiers = plan_run.host_tiers
         sources = sources_of(order.contents, plan_run.changes())
-        needed_bytes = sum(aligned(source.tensor.nbytes) for source in sources)
+        needed_bytes = sum(source.room_bytes(source.tensor.nbytes) for source in sources)
         allowance_bytes = staging_bytes(allowance, needed_bytes, tiers.host)
         tiers.host.charge(allowance_bytes, OWNER)
-        give_back = partial(_credit, (tiers.host, tiers.pinned))
+
+        def give_back() -> None:
+            for tier in (tiers.host, tiers.pinned):
+                tier.clear([OWNER])
+
         try:
             snapshot = Snapshot(
                 sources,
@@ -399,21 +411,8 @@ class Saver:
         return self._run
 
 
-def _credit(tiers: tuple[Tier, ...]) -> None:
-    for tier in tiers:
-        tier.clear([OWNER])
-
-
 _OPEN: weakref.WeakSet[Saver] = weakref.WeakSet()
-
-
-def _leave_to_parent() -> None:
-    for saver in _OPEN:
-        saver.leave_to_parent()
-    _OPEN.clear()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
+in_forked_children(_OPEN, Saver.leave_to_parent)
 
 
 @atexit.register

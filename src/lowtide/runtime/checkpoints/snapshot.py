@@ -11,7 +11,8 @@ Note [Slabs]
 Staging is made of slabs. A reader fills one with the next bytes in order, wherever tensors begin and end, so that none of the
 allowance is lost, and a tensor larger than all of it goes through in pieces. A slab that is taken will be read without waiting
 for another, and one that is read will be written: so the threads cannot wait for each other in a circle. Slabs are mapped
-afresh, in huge pages where the system has them, and first touched by the readers: the loop never pays for a page.
+afresh, in huge pages where the system has them, and first touched by the readers: the loop never pays for a page. They are
+private: Python's anonymous memory is shared by default, which has huge pages by another setting, and takes each under a lock.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import sys
 import threading
 import time
 import weakref
@@ -35,6 +37,8 @@ from numpy.typing import NDArray
 from lowtide import compat
 from lowtide.errors import BudgetError
 from lowtide.memory.tier import Tier
+from lowtide.runtime.checkpoints.blocks import DIRECT_BYTES, PAGE_BYTES
+from lowtide.runtime.checkpoints.lock import in_forked_children
 from lowtide.units import MiB
 
 SLAB_BYTES = 32 * MiB
@@ -47,6 +51,8 @@ LEAST_BYTES = 4096
 """Of an allowance."""
 _MOST_READERS = 8
 _MOST_WRITERS = 4
+_WIPE_ON_FORK = 18 if sys.platform == "linux" else None
+"""For `madvise`, which Python has no name for: a child that is forked has none of this memory, and keeps none of it alive."""
 OWNER = "staging of a checkpoint"
 """Under which the memory stands in the books."""
 
@@ -66,6 +72,20 @@ class Source:
     """Whose changes change it too; None where none does."""
     is_announced: bool = False
     """Whether each change of it is announced beforehand."""
+    offset: int = 0
+    """Of its first byte in its file. A large one lies in step with it in the slabs, for disks that are written to directly."""
+
+    def room_bytes(self, num_bytes: int) -> int:
+        """The most that so many bytes of it take in slabs."""
+        return aligned(num_bytes) + (PAGE_BYTES if self._is_large and num_bytes else 0)
+
+    def place_after(self, place: int, num_taken: int) -> int:
+        """Where in a slab the bytes from this one on begin, behind what is there."""
+        return place + (self.offset + num_taken - place) % PAGE_BYTES if self._is_large else aligned(place)
+
+    @property
+    def _is_large(self) -> bool:
+        return self.tensor.nbytes >= DIRECT_BYTES
 
 
 class PieceWriter(Protocol):
@@ -94,7 +114,7 @@ class _Tensor:
     @property
     def left_bytes(self) -> int:
         """Room that the rest takes in slabs."""
-        return aligned(self.num_bytes - self.num_taken)
+        return self.source.room_bytes(self.num_bytes - self.num_taken)
 
     def next_bytes(self, room: int) -> int:
         """How many bytes the next piece has in a slab with this much room; 0 where the slab is too small."""
@@ -172,9 +192,6 @@ class _Slab:
     def bytes_of(self, piece: _Piece) -> Bytes:
         return self.memory[piece.place : piece.place + piece.num_bytes]
 
-    def values_of(self, piece: _Piece) -> torch.Tensor:
-        return torch.from_numpy(self.bytes_of(piece)).view(piece.tensor.source.tensor.dtype)
-
 
 def aligned(num_bytes: int) -> int:
     """The room that a piece takes in a slab."""
@@ -183,12 +200,11 @@ def aligned(num_bytes: int) -> int:
 
 def _mapped(num_bytes: int) -> Bytes:
     """Memory of its own that goes back to the system with the array."""
-    if num_bytes < MiB:
-        return np.empty(num_bytes, dtype=np.uint8)
-    memory = mmap.mmap(-1, num_bytes)
-    if hasattr(mmap, "MADV_HUGEPAGE") and num_bytes >= 2 * MiB:
-        with contextlib.suppress(OSError):  # not every kernel has them
-            memory.madvise(mmap.MADV_HUGEPAGE)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in (getattr(mmap, "MADV_HUGEPAGE", None), _WIPE_ON_FORK):
+        if advice is not None:
+            with contextlib.suppress(OSError):  # not every kernel has them
+                memory.madvise(advice)
     return np.frombuffer(memory, dtype=np.uint8)
 
 
@@ -289,8 +305,10 @@ class Snapshot:
     ) -> None:
         assert allowance_bytes >= LEAST_BYTES, "checked by the caller"
         self._allowance_bytes = allowance_bytes
-        slab_bytes = min(SLAB_BYTES, allowance_bytes // _LEAST_SLABS) // _ALIGNMENT * _ALIGNMENT
-        self._slab_bytes = max(LEAST_BYTES // _LEAST_SLABS, slab_bytes)
+        slab_bytes = min(SLAB_BYTES, allowance_bytes // _LEAST_SLABS)
+        # Whole pages, so that what goes on in the next slab is in step with its file from the first byte on.
+        unit = PAGE_BYTES if slab_bytes >= PAGE_BYTES else _ALIGNMENT
+        self._slab_bytes = slab_bytes // unit * unit
         self._on_read = on_read
         self._pinned = pinned
         self._condition = threading.Condition()
@@ -358,9 +376,7 @@ class Snapshot:
 
     def wait_for(self, parameters: Iterable[torch.Tensor]) -> None:
         """Wait until all that changes with these was read."""
-        parts = self._parts_of(parameters)
-        if parts:
-            self.wait_until_read(parts)
+        self.wait_until_read(self._parts_of(parameters))
 
     def wait_for_unannounced(self) -> None:
         """Wait until all was read that may change without a word."""
@@ -403,7 +419,9 @@ class Snapshot:
                         queues[device] = _DeviceQueue(device, self._begun[device], self._pinned)
                     piece.tensor.read(piece.offset, slab.bytes_of(piece), queues.get(device))
                 self._note_read(slab)
-            self._end_if_read()
+            with self._condition:
+                if not self._num_unread:
+                    self._end()
         except BaseException as error:
             self.fail(error)
         finally:
@@ -418,8 +436,8 @@ class Snapshot:
                     if self.error is not None:
                         return
                     source = piece.tensor.source
-                    start = piece.offset // source.tensor.dtype.itemsize
-                    writer.write(source.file, source.name, slab.values_of(piece), start=start)
+                    value = torch.from_numpy(slab.bytes_of(piece)).view(source.tensor.dtype)
+                    writer.write(source.file, source.name, value, start=piece.offset // value.itemsize)
                 self._give_back(slab)
         except BaseException as error:
             self.fail(error)
@@ -448,11 +466,6 @@ class Snapshot:
             self.is_over = True
             self._on_read()
         self._condition.notify_all()
-
-    def _end_if_read(self) -> None:
-        with self._condition:
-            if not self._num_unread:
-                self._end()
 
     def _slabs_to_read(self) -> Iterator[_Slab]:
         while True:
@@ -484,14 +497,15 @@ class Snapshot:
         self._num_reading += 1
         place = 0
         while place < memory.size and (tensor := self._next_tensor()) is not None:
-            num_bytes = tensor.next_bytes(memory.size - place)
+            place = tensor.source.place_after(place, tensor.num_taken)
+            num_bytes = tensor.next_bytes(max(0, memory.size - place))
             if not num_bytes:
                 break
             slab.pieces.append(_Piece(tensor, tensor.num_taken, place, num_bytes))
             self._left_bytes -= tensor.left_bytes
             tensor.num_taken += num_bytes
             self._left_bytes += tensor.left_bytes
-            place += aligned(num_bytes)
+            place += num_bytes
         return slab
 
     def _next_tensor(self) -> _Tensor | None:
@@ -538,19 +552,12 @@ class Snapshot:
 def num_threads() -> tuple[int, int]:
     """How many readers and writers are worth having. They share the processors with the loop and with updates on the host.
 
-    Readers are soon done, and what changes waits for them: half of the processors. Writers wait for the disk: a quarter.
+    Readers are soon done, and what changes waits for them: half of the processors. Writers wait for the disk: a quarter,
+    and two at least, so that one writes while the other computes a CRC-32.
     """
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(_MOST_READERS, count // 2)), max(1, min(_MOST_WRITERS, count // 4))
+    return max(1, min(_MOST_READERS, count // 2)), max(2, min(_MOST_WRITERS, count // 4))
 
 
 _LIVING: weakref.WeakSet[Snapshot] = weakref.WeakSet()
-
-
-def _leave_to_parent() -> None:
-    for snapshot in _LIVING:
-        snapshot.leave_to_parent()
-    _LIVING.clear()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
+in_forked_children(_LIVING, Snapshot.leave_to_parent)
