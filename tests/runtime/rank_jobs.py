@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lowtide
+from lowtide.distributed.ranks import Ranks, Sum
 
 VOCABULARY, WIDTH, LENGTH, NUM_BLOCKS = 24, 16, 5, 4
 GLOBAL_BATCH = 12
@@ -178,7 +179,7 @@ def managed(rank: int, job: Job) -> Trained:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), job.clips)
             scales.append(step_with(optimizer, scaler))
             losses.append(total)
-        num_bytes = session._management.opened()._executor.average.num_bytes
+        num_bytes = session.stats().ranks.sent_bytes
     together = torch.tensor(losses, dtype=torch.float64)
     dist.all_reduce(together)
     return Trained(
@@ -505,3 +506,32 @@ def two_on_one_card(rank: int) -> tuple[str, str]:
     except Exception as error:
         return type(error).__name__, str(error)
     raise AssertionError("it was not refused")
+
+
+def order_of_events(rank: int) -> list[str]:
+    """What happens in the second backward: gradients that are made, sums that begin, and sums that are waited for."""
+    del rank
+    model, optimizer = small()
+    events: list[str] = []
+    begin, wait = Ranks.begin_sum, Sum.wait
+
+    def logged_begin(ranks: Ranks, tensor: torch.Tensor) -> Sum:
+        events.append("begin")
+        return begin(ranks, tensor)
+
+    def logged_wait(total: Sum) -> None:
+        events.append("wait")
+        wait(total)
+
+    Ranks.begin_sum, Sum.wait = logged_begin, logged_wait  # type: ignore[method-assign]  # in this process alone
+    for number in range(3):
+        model[number].weight.register_hook(lambda gradient, number=number: events.append(f"gradient {number}"))
+    model = nn.Sequential(*(nn.Sequential(layer) for layer in model))
+    plan = lowtide.make_plan(model, weights="streamed", update="host")
+    with lowtide.manage(model, optimizer, plan, device="cpu", ranks=dist.group.WORLD):
+        for _ in range(2):
+            events.clear()
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return events

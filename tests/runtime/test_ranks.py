@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lowtide.runtime.statistics.session_stats import CacheRow, PhaseSeconds, RanksRow, SessionStats
 from tests.ranks import RankFailedError, on_ranks
 from tests.runtime.rank_jobs import (
     Job,
@@ -15,6 +16,7 @@ from tests.runtime.rank_jobs import (
     break_off,
     fail_on_rank,
     manage_differently,
+    order_of_events,
     prepared,
     prepared_serially,
     serial,
@@ -118,6 +120,12 @@ def test_each_gradient_is_sent_once_a_step() -> None:
         assert answer["accumulated, sent each time"].num_bytes == 3 * job.num_steps * per_step
 
 
+def test_sums_are_under_way_while_gradients_are_made() -> None:
+    for events in on_ranks(order_of_events, 2):
+        assert events.index("begin") < events.index("gradient 0") < events.index("wait")
+        assert events.count("begin") == events.count("wait") == 3
+
+
 def test_statistics_are_those_of_rank_0() -> None:
     first, second = on_ranks(statistics_at_entry, 2)
     assert first == second
@@ -198,3 +206,19 @@ def test_a_child_that_fails_fails_the_test(how: str, words: str) -> None:
 def test_a_child_that_hangs_fails_the_test() -> None:
     with pytest.raises(RankFailedError, match="no answer after 8 s"):
         on_ranks(fail_on_rank, 2, "hang", timeout_s=8)
+
+
+def test_statistics_say_what_was_sent() -> None:
+    row = RanksRow(rank=1, size=2, sent_bytes=2048, waited_s=0.5)
+    stats = SessionStats(
+        num_steps=2,
+        moved=(),
+        exposed_copy_s=0.0,
+        seconds=PhaseSeconds(forward_s=1.0, backward_s=1.0, update_s=1.0, rest_s=1.0),
+        chunks=(),
+        cache=CacheRow(),
+        tiers=(),
+        ranks=row,
+    )
+    assert "rank 1 of 2: 1.0 KiB of gradients a step to the others, waited 250.0 ms a step for theirs" in str(stats)
+    assert SessionStats.from_dict(stats.to_dict()) == stats

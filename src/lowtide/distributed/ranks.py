@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -51,6 +52,10 @@ class Ranks:
         self._is_own = device.type == "cpu" and dist.get_backend(group) == "gloo"
         """Whether the group is ours to close. Another NCCL group would take device memory of its own."""
         self._why_left: str | None = None
+        self.sent_bytes = 0
+        """Of the tensors that were added up so far."""
+        self.waited_s = 0.0
+        """For their sums, on the host. On CUDA the device waits instead, which is not in it."""
         self._group: dist.ProcessGroup | None = group
         if self._is_own:
             with self._told():
@@ -96,6 +101,7 @@ class Ranks:
 
     def begin_sum(self, tensor: torch.Tensor) -> Sum:
         """Begin to add the tensors of all ranks up; each finds the sum in its own when `Sum.wait` has returned."""
+        self.sent_bytes += tensor.nbytes
         with self._told():
             work = dist.all_reduce(tensor, group=self._group, async_op=True)
         assert work is not None
@@ -200,8 +206,10 @@ class Sum:
 
     def wait(self) -> None:
         """Computation from here on finds the sum. On CUDA the device waits, and not the host."""
+        began_s = time.perf_counter()
         with self._ranks._told():
             self._work.wait()
+        self._ranks.waited_s += time.perf_counter() - began_s
 
 
 _REMEDIES = {

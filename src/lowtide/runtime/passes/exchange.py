@@ -65,8 +65,8 @@ class _Bucket:
         """Whether all gradients are there."""
         return len(self.ready) == len(self.members)
 
-    def send(self, ranks: Ranks, device: torch.device) -> int:
-        """Take the gradients from the parameters, and begin to add them up. Returns the bytes that are sent."""
+    def send(self, ranks: Ranks, device: torch.device) -> None:
+        """Take the gradients from the parameters, and begin to add them up."""
         self.is_sent = True
         with compat.without_torch_function(), torch.no_grad():
             gradients = [member.parameter.grad for member in self.members]
@@ -91,7 +91,6 @@ class _Bucket:
             self.flat.div_(ranks.size)
             payload = torch.view_as_real(self.flat) if self.flat.is_complex() else self.flat
             self.sum = ranks.begin_sum(payload)
-        return self.flat.nbytes
 
     def arrived(self) -> Iterator[tuple[Averaged, torch.Tensor]]:
         """Wait for the sum. Returns each parameter that has a gradient on some rank, with the average."""
@@ -149,8 +148,6 @@ class GradientAverage:
         """Whether a backward has begun that the other ranks wait in as well."""
         self.has_local_sums = False
         """Whether gradients may be there that this rank alone has."""
-        self.num_bytes = 0
-        """Sent so far."""
 
     @property
     def is_on(self) -> bool:
@@ -245,7 +242,7 @@ class GradientAverage:
 
     def _send_next(self) -> None:
         bucket = self._next
-        self.num_bytes += bucket.send(self._ranks, self._device)
+        bucket.send(self._ranks, self._device)
         self._under_way.append(bucket)
         self._num_sent += 1
 

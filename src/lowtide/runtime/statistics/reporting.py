@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from lowtide.activations.apply import Applied
+from lowtide.distributed.ranks import Ranks
 from lowtide.memory.chunk import Chunk
 from lowtide.memory.store import ChunkStore
 from lowtide.memory.tier import Tier
@@ -18,7 +19,7 @@ from lowtide.runtime.host_memory import HostNeed, HostPool, Tiers
 from lowtide.runtime.parameters.group import ManagedGroup, chunks_in
 from lowtide.runtime.statistics.observer import Gauge
 from lowtide.runtime.statistics.recording import Recorder, is_resident
-from lowtide.runtime.statistics.session_stats import CacheRow, ChunkRow, SessionStats, TierRow
+from lowtide.runtime.statistics.session_stats import CacheRow, ChunkRow, RanksRow, SessionStats, TierRow
 
 
 class DevicePeak:
@@ -172,6 +173,7 @@ class Reporter:
             tiers=self._tiers(),
             is_emulated=self.setup.tracked is not None,
             activations=None if self.applied is None else self.applied.stats(),
+            ranks=None if self.setup.ranks is None else _ranks_row(self.setup.ranks),
         )
 
     def device_peak_bytes(self) -> int:
@@ -188,3 +190,7 @@ class Reporter:
             pinned=self.tiers.pinned,
             host_predicted_bytes=self.need.everything_bytes,
         )
+
+
+def _ranks_row(ranks: Ranks) -> RanksRow:
+    return RanksRow(rank=ranks.rank, size=ranks.size, sent_bytes=ranks.sent_bytes, waited_s=ranks.waited_s)

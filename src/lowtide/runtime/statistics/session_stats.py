@@ -142,6 +142,18 @@ class SaveRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RanksRow:
+    """What this rank has exchanged with the others."""
+
+    rank: int
+    size: int
+    sent_bytes: int
+    """Gradients that were added up, once for each sum, however the backend sends them."""
+    waited_s: float
+    """Time in which the loop waited for sums. On CUDA the device waits instead, which is not in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SessionStats:
     """What `session.stats()` gives."""
 
@@ -166,6 +178,8 @@ class SessionStats:
     """Every plan that was made after the first, in order."""
     saves: tuple[SaveRow, ...] = ()
     """Every save that is over, in order."""
+    ranks: RanksRow | None = None
+    """None where one process trains."""
 
     def __str__(self) -> str:
         """A summary in some ten lines, for `print`."""
@@ -265,6 +279,12 @@ def stats_text(stats: SessionStats) -> str:
     lines += [_tier(row) for row in stats.tiers]
     resident = sum(chunk.weights == "resident" for chunk in stats.chunks)
     lines.append(f"{len(stats.chunks):,} chunks, {resident:,} of them resident")
+    if stats.ranks is not None:
+        told = stats.ranks
+        lines.append(
+            f"rank {told.rank} of {told.size}: {format_bytes(told.sent_bytes / steps)} of gradients a step to the others, waited "
+            f"{format_seconds(told.waited_s / steps)} a step for theirs"
+        )
     lines += [f"new plan after {row.step:,} steps: {row.reason}" for row in stats.plans]
     lines += [_save(row) for row in stats.saves]
     return "\n".join(lines)
