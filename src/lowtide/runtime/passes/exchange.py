@@ -29,6 +29,8 @@ from lowtide.errors import SessionError
 from lowtide.memory.groups import is_dense
 from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter
 
+ALIGNMENT = 64
+"""Bytes of which each gradient's place in a bucket is a multiple: updates then read it in full vectors."""
 UNDER_WAY = 2
 """Buckets that may be under way at a time: they are sent while the next gradients are computed."""
 
@@ -48,6 +50,13 @@ class _Bucket:
 
     def __init__(self, members: Sequence[Averaged]) -> None:
         self.members = tuple(members)
+        self._offsets: list[int] = []
+        self._num_elements = 0
+        """Before the numbers that say which gradients a rank has."""
+        for member in self.members:
+            self._offsets.append(self._num_elements)
+            unit = max(1, ALIGNMENT // member.parameter.element_size())
+            self._num_elements += -(-member.parameter.numel() // unit) * unit
         self.ready: set[int] = set()
         """`id`s of the parameters whose gradients this backward has completed here."""
         self.is_sent = False
@@ -71,8 +80,7 @@ class _Bucket:
         with compat.without_torch_function(), torch.no_grad():
             gradients = [member.parameter.grad for member in self.members]
             first = self.members[0].parameter
-            num_elements = sum(member.parameter.numel() for member in self.members)
-            self.flat = torch.empty(num_elements + len(self.members), dtype=first.dtype, device=device)
+            self.flat = torch.empty(self._num_elements + len(self.members), dtype=first.dtype, device=device)
             self._is_held = [gradient is not None for gradient in gradients]
             for number, (member, view) in enumerate(zip(self.members, self._views(), strict=True)):
                 gradient = gradients[number]
@@ -82,7 +90,7 @@ class _Bucket:
                     _refuse_sparse(gradient, member.name)
                     view.copy_(gradient)
                     member.parameter.grad = gradients[number] = gradient = None
-            held = self.flat[num_elements:]
+            held = self.flat[self._num_elements :]
             held.fill_(1)
             for number, is_held in enumerate(self._is_held):
                 if not is_held:
@@ -100,7 +108,7 @@ class _Bucket:
         is_held = self._is_held
         if not all(is_held):
             # Only where it matters: on CUDA the host waits for the sum here.
-            is_held = self.flat[len(self.flat) - len(self.members) :].ne(0).tolist()
+            is_held = self.flat[self._num_elements :].ne(0).tolist()
         with compat.without_torch_function():
             views = list(self._views())
         self.flat = self.sum = None
@@ -110,14 +118,12 @@ class _Bucket:
 
     def _views(self) -> Iterator[torch.Tensor]:
         assert self.flat is not None
-        offset = 0
-        for member in self.members:
+        for member, offset in zip(self.members, self._offsets, strict=True):
             shape, stride = tuple(member.parameter.shape), member.parameter.stride()
             if is_dense(shape, stride):
                 yield self.flat.as_strided(shape, stride, offset)
             else:
                 yield self.flat[offset : offset + member.parameter.numel()].view(shape)
-            offset += member.parameter.numel()
 
 
 class GradientAverage:
