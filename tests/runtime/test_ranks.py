@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks import RankFailedError, on_ranks
+from lowtide.errors import RankFailedError
+from tests.ranks import on_ranks
 from tests.runtime.rank_jobs import (
     Job,
     Trained,
@@ -158,7 +159,7 @@ def test_an_exception_of_one_rank_reaches_the_others() -> None:
 
 
 def test_a_killed_rank_is_noticed_by_the_others() -> None:
-    with pytest.raises(RankFailedError, match="rank 1: it ended with exit code -9") as raised:
+    with pytest.raises(RankFailedError, match="rank 1 of 2: it ended with exit code -9") as raised:
         on_ranks(break_off, 2, "kill")
     assert "rank 0" not in str(raised.value)  # it returned what it was told
 
@@ -178,4 +179,4 @@ def test_a_child_that_fails_fails_the_test(how: str, words: str) -> None:
 
 def test_a_child_that_hangs_fails_the_test() -> None:
     with pytest.raises(RankFailedError, match="no answer after 8 s"):
-        on_ranks(fail_on_rank, 2, "hang", timeout_s=8)
+        on_ranks(fail_on_rank, 2, "hang", silence_s=8)
