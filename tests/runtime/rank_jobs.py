@@ -294,13 +294,3 @@ def step_after_no_sync(rank: int, weights: str) -> tuple[str, list[float]]:
         except Exception as error:
             return str(error), (model[0].weight.detach() - before).flatten().tolist()
     raise AssertionError("it stepped")
-
-
-def fail_on_rank(rank: int, how: str) -> int:
-    if rank == 1:
-        if how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if how == "hang":
-            time.sleep(60)
-        raise ValueError("on purpose")
-    return rank

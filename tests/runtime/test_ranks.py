@@ -14,7 +14,6 @@ from tests.runtime.rank_jobs import (
     Job,
     Trained,
     break_off,
-    fail_on_rank,
     manage_differently,
     serial,
     statistics_at_entry,
@@ -169,14 +168,3 @@ def test_a_step_with_gradients_of_one_rank_is_refused(weights: str) -> None:
     for message, moved in on_ranks(step_after_no_sync, 2, weights):
         assert "step() was called after a backward under no_sync()" in message
         assert not any(moved)
-
-
-@pytest.mark.parametrize(("how", "words"), [("raise", "ValueError: on purpose"), ("kill", "exit code -9")])
-def test_a_child_that_fails_fails_the_test(how: str, words: str) -> None:
-    with pytest.raises(RankFailedError, match=words):
-        on_ranks(fail_on_rank, 2, how)
-
-
-def test_a_child_that_hangs_fails_the_test() -> None:
-    with pytest.raises(RankFailedError, match="no answer after 8 s"):
-        on_ranks(fail_on_rank, 2, "hang", silence_s=8)

@@ -244,16 +244,15 @@ def _received(end: Connection, sender: _Running) -> _Message | _Answer | _Failur
 
 
 def _told(failures: list[_Failure], size: int) -> RankFailedError:
-    """One error of all failures: those that only followed from another are left out of its message."""
-    causes = [each for each in failures if not isinstance(each.error, RanksError)] or failures[:1]
-    causes.sort(key=lambda each: each.rank)
-    error = RankFailedError(
-        "\n".join(f"rank {each.rank} of {size}: {each.words}" for each in causes), rank=causes[0].rank
-    )
+    """One error: the failure that came first, and on which ranks. Others only followed from it, and are in the notes."""
+    first = next((each for each in failures if not isinstance(each.error, RanksError)), failures[0])
+    ranks = sorted(each.rank for each in failures if each.words == first.words)
+    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    error = RankFailedError(f"{who} of {size}: {first.words}", rank=ranks[0])
     for each in failures:
         if each.trace:
             error.add_note(f"rank {each.rank}:\n{each.trace}")
-    error.__cause__ = causes[0].error
+    error.__cause__ = first.error
     return error
 
 
@@ -288,14 +287,19 @@ def _joined(seat: _Seat) -> Iterator[None]:
     if seat.device == "cuda":
         device = torch.device("cuda", seat.rank)
         torch.cuda.set_device(device)
+    store = dist.TCPStore(LOOPBACK, seat.port, is_master=False, timeout=seat.timeout)
     dist.init_process_group(
         "gloo" if device is None else "nccl",
-        store=dist.TCPStore(LOOPBACK, seat.port, is_master=False, timeout=seat.timeout),
+        store=store,
         rank=seat.rank,
         world_size=seat.size,
         timeout=seat.timeout,
         device_id=device,
     )
+    # Nobody begins, and perhaps ends, while others still connect to it.
+    if store.add("joined", 1) == seat.size:
+        store.set("all joined", "yes")
+    store.wait(["all joined"])
     yield
     dist.destroy_process_group()
 
@@ -308,11 +312,9 @@ def _end_with_parent() -> None:
 
 
 def _failure(rank: int, error: BaseException) -> _Failure:
-    lines = traceback.format_exception_only(error)
-    trace = "".join(traceback.format_exception(error))
     kept: BaseException | None = error
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
         kept = None
-    return _Failure(rank, "".join(lines).strip(), trace, kept)
+    return _Failure(rank, f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)), kept)
