@@ -132,7 +132,7 @@ def gap_table(report: RanksReport) -> Table:
         words("of", lambda row: row[0]),
         number("found", lambda row: Value(share(row[1].difference, row[1]), tone=_tone(row[1]))),
         number("allowed", lambda row: share(row[1].allowed, row[1])),
-        number("by order", lambda row: share(row[1].by_order, row[1])),
+        number("by rounding", lambda row: share(row[1].by_rounding, row[1])),
         words("in", lambda row: row[1].where if row[1].difference else "none"),
     )
 

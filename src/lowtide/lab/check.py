@@ -151,6 +151,7 @@ def _max_difference(first: Tensor, second: Tensor) -> float:
 
 
 def json_number(value: float) -> float | str:
+    """The number, or text where JSON has none."""
     return value if math.isfinite(value) else str(value)
 
 

@@ -43,9 +43,9 @@ _Trained = tuple[tuple[float, ...], dict[str, Tensor]]
 SCHEMA = "lowtide.check-ranks/1"
 SHARES = {"float32": 1e-5, "bfloat16": 0.01, "float16": 1e-3}
 """By the type of the weights: which share of a loss, or of a tensor's norm, may differ. Some steps in the last place."""
-ORDERS = 10
-"""How many times as much as another order of the same sum changes in plain torch. A gradient that is zero but for rounding, such
-as that of a key's bias, is another number in each order, which Adam makes a step of."""
+ROUNDINGS = 10
+"""How many times as much as other last bits of the gradients change in plain torch. A gradient that is zero but for rounding, such
+as that of a key's bias, is another number each time, which Adam makes a step of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +58,8 @@ class Gap:
     difference: float
     """Of the losses; or the norm of the tensors' difference. A single weight is no measure: where its gradient is nearly zero,
     Adam makes a step of the last bits."""
-    by_order: float
-    """What another order of the sum changes in plain torch."""
+    by_rounding: float
+    """What other last bits of the gradients change in plain torch."""
     allowed: float
 
     @property
@@ -76,7 +76,12 @@ class Gap:
 
     def to_dict(self) -> dict[str, Plain]:
         """Plain data for JSON."""
-        numbers = {"size": self.size, "difference": self.difference, "by_order": self.by_order, "allowed": self.allowed}
+        numbers = {
+            "size": self.size,
+            "difference": self.difference,
+            "by_rounding": self.by_rounding,
+            "allowed": self.allowed,
+        }
         return {"where": self.where, **{key: json_number(value) for key, value in numbers.items()}}
 
 
@@ -100,14 +105,14 @@ class RanksReport:
         recipe = self.runs.recipe
         own = f", or {recipe.tolerance:g} in each loss and weight, as the recipe says" if recipe.tolerance else ""
         return (
-            f"{SHARES[recipe.dtype]:g} of each loss and of each tensor's norm, and {ORDERS} times what another order of the sums "
-            f"changes in plain torch{own}"
+            f"{SHARES[recipe.dtype]:g} of each loss and of each tensor's norm, and {ROUNDINGS} times what other last bits of the "
+            f"gradients change in plain torch{own}"
         )
 
     @property
     def passed(self) -> bool:
         """The runs agree, and so do the ranks."""
-        return (self.loss.is_allowed and self.weight.is_allowed or self.runs.passed) and not self.parted
+        return ((self.loss.is_allowed and self.weight.is_allowed) or self.runs.passed) and not self.parted
 
     def to_dict(self) -> dict[str, Plain]:
         """Plain data for JSON, as `CheckReport.to_dict`."""
@@ -147,13 +152,18 @@ def run_check_on_ranks(recipe: Recipe, num_ranks: int, on_progress: OnProgress |
     source = resolve_model(recipe.model, settings=recipe.model_settings)
     batch = training.make_batches(recipe, source)
     _refuse_uneven(recipe, batch(0), num_ranks)
-    order = range(num_ranks)
     with training.arithmetic(recipe, device), training.deterministic(device), _threads(threads_of_each(num_ranks)):
-        plain = other = _run_in_parts(recipe, source, batch, order, device, say)
-        # A sum of two is the same in either order.
+        plain = other = _run_in_parts(recipe, source, batch, num_ranks, device, say)
+        # One gradient is no sum, and a sum of two is the same in either order.
         if num_ranks > 1 and num_ranks * recipe.accumulation > 2:
             other = _run_in_parts(
-                recipe, source, batch, order[::-1], device, lambda words: say(f"another order, {words}")
+                recipe,
+                source,
+                batch,
+                num_ranks,
+                device,
+                lambda words: say(f"rounded otherwise, {words}"),
+                _rounded_otherwise,
             )
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -175,9 +185,9 @@ def _compared(recipe: Recipe, device: str, plain: _Trained, other: _Trained, fou
         stats=found[0].stats,
     )
 
-    def gap(where: str, size: float, difference: float, by_order: float) -> Gap:
-        allowed = SHARES[recipe.dtype] * size + ORDERS * by_order
-        return Gap(where=where, size=size, difference=difference, by_order=by_order, allowed=allowed)
+    def gap(where: str, size: float, difference: float, by_rounding: float) -> Gap:
+        allowed = SHARES[recipe.dtype] * size + ROUNDINGS * by_rounding
+        return Gap(where=where, size=size, difference=difference, by_rounding=by_rounding, allowed=allowed)
 
     steps = enumerate(zip(plain[0], losses, other[0], strict=True))
     of_losses = [gap(f"step {step + 1}", abs(a), _finite(abs(a - b)), _finite(abs(a - c))) for step, (a, b, c) in steps]
@@ -252,52 +262,73 @@ def _run_in_parts(
     recipe: Recipe,
     source: ModelSource,
     batch: Callable[[int], training.Batch],
-    order: Sequence[int],
+    num_parts: int,
     device: torch.device,
     say: OnProgress,
+    around: Callable[[nn.Module], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> _Trained:
-    """The plain run, each batch in as many parts as `order` has, which are backward calls to the same update, in this order."""
-    num_parts = len(order)
+    """The plain run, each batch in parts, which are backward calls to the same update."""
     # The plan, of which a plain run knows nothing, might not allow several.
     in_parts = replace(recipe, accumulation=recipe.accumulation * num_parts, plan=PlanRecipe())
 
     def part(number: int) -> training.Batch:
-        return _part(batch(number // num_parts), order[number % num_parts], num_parts)
+        return _part(batch(number // num_parts), number % num_parts, num_parts)
 
-    return run_plain(
-        recipe if num_parts == 1 else in_parts, source, part, device, say, lambda model: _alike(model, order)
-    )
+    @contextlib.contextmanager
+    def alike(model: nn.Module) -> Iterator[None]:
+        with around(model), _alike(model, num_parts):
+            yield
+
+    return run_plain(recipe if num_parts == 1 else in_parts, source, part, device, say, alike)
 
 
 @contextlib.contextmanager
-def _alike(model: nn.Module, order: Sequence[int]) -> Iterator[None]:
-    """Each part of a batch begins with the same random numbers and buffers, and those that part 0 leaves stay.
+def _alike(model: nn.Module, num_parts: int) -> Iterator[None]:
+    """Each part of a batch begins with the random numbers and the buffers that the first began with, and the first's stay.
 
     So it is on ranks, which have one seed, and rank 0's buffers.
     """
-    parts = itertools.cycle(order)
-    begin = left = _State(model)
-    part: int | None = None
-
-    def leave() -> None:
-        # Not after the part's own forward: its backward may read the buffers.
-        nonlocal left
-        if part == 0:
-            left = _State(model)
+    number = itertools.count()
+    begin: _State | None = None
+    left: _State | None = None
 
     def before(*_: object) -> None:
-        nonlocal begin, part
-        leave()
-        part = next(parts)
-        if part == order[0]:
-            begin = left
+        # Not after the part's own forward: its backward may read the buffers.
+        nonlocal begin, left
+        part = next(number) % num_parts
+        if part == 0:
+            if left is not None:
+                left.put_back()
+            begin = _State(model)
+            return
+        if part == 1:
+            left = _State(model)
+        assert begin is not None
         begin.put_back()
 
     handle = model.register_forward_pre_hook(before)
     yield
     handle.remove()
-    leave()
-    left.put_back()
+    if left is not None:
+        left.put_back()
+
+
+@contextlib.contextmanager
+def _rounded_otherwise(model: nn.Module) -> Iterator[None]:
+    """Each gradient has other last bits after each backward: it is a step of its type larger or smaller."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    generators = {device: torch.Generator(device).manual_seed(0) for device in {each.device for each in parameters}}
+
+    def change(parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is not None and gradient.layout is torch.strided:
+            up = torch.empty_like(gradient).bernoulli_(0.5, generator=generators[gradient.device])
+            gradient.mul_(1 + torch.finfo(gradient.dtype).eps * (2 * up - 1))
+
+    handles = [parameter.register_post_accumulate_grad_hook(change) for parameter in parameters]
+    yield
+    for handle in handles:
+        handle.remove()
 
 
 class _State:
