@@ -109,7 +109,7 @@ def test_ranks_train_as_one_process(recipe: str) -> None:
     assert result.exit_code == 0, result.stderr
     text = " ".join(result.stdout.split())
     for words in (
-        "gpt-tiny, float32, 2 ranks, each on an emulated device",
+        "gpt-tiny, float32, 2 ranks, emulated",
         "loss of the ranks",
         "Rank 0's memory",
         "allowed",

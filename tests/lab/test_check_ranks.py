@@ -139,7 +139,9 @@ def test_what_passes() -> None:
     assert report(gap(1.5), tolerance=2.0).passed, "the recipe accepts it"
     assert not report(gap(0.0), parted=(1,)).passed
     assert not report(gap(math.inf)).passed
-    assert not report(gap(math.inf, allowed=math.inf), parted=(1,)).passed
+    assert not report(gap(math.inf, allowed=math.inf)).passed
+    assert not report(gap(1.0, allowed=math.nan)).passed
+    assert report(gap(0.0, allowed=math.nan)).passed, "the same bits, which are no number"
     assert (gap(0.5).excess, gap(0.0, allowed=0.0).excess, gap(0.5, allowed=0.0).excess) == (0.5, 0.0, math.inf)
 
 

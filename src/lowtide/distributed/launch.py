@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch documents it, and does not list it
 
 from lowtide.errors import ConfigError, HardwareError, RankFailedError, RanksError
 
@@ -68,7 +69,7 @@ def run_on_ranks(
     require_devices(size, device)
     listening = socket.create_server((LOOPBACK, 0))
     port = listening.getsockname()[1]
-    store = dist.TCPStore(
+    store = TCPStore(
         LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach(), use_libuv=True
     )
     running: list[_Running] = []
@@ -287,7 +288,7 @@ def _joined(seat: _Seat) -> Iterator[None]:
     if seat.device == "cuda":
         device = torch.device("cuda", seat.rank)
         torch.cuda.set_device(device)
-    store = dist.TCPStore(LOOPBACK, seat.port, is_master=False, timeout=seat.timeout)
+    store = TCPStore(LOOPBACK, seat.port, is_master=False, timeout=seat.timeout)
     dist.init_process_group(
         "gloo" if device is None else "nccl",
         store=store,

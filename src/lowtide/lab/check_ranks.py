@@ -63,16 +63,17 @@ class Gap:
     allowed: float
 
     @property
-    def is_allowed(self) -> bool:
-        """Not where either is no number."""
-        return self.difference <= self.allowed
-
-    @property
     def excess(self) -> float:
-        """1 is as much as is allowed."""
+        """1 is as much as is allowed; without bound where a number is none."""
         if self.difference == 0:
             return 0.0
-        return self.difference / self.allowed if self.allowed and math.isfinite(self.difference) else math.inf
+        is_number = math.isfinite(self.difference) and math.isfinite(self.allowed) and self.allowed > 0
+        return self.difference / self.allowed if is_number else math.inf
+
+    @property
+    def is_allowed(self) -> bool:
+        """Whether the runs agree here."""
+        return self.excess <= 1
 
     def to_dict(self) -> dict[str, Plain]:
         """Plain data for JSON."""
@@ -227,7 +228,7 @@ def _refuse_one_process(recipe: Recipe, device: torch.device) -> None:
             "by hand or a static-partition, or check without --ranks",
             key="plan",
         )
-    if device.index is not None and recipe.device is not None:
+    if ":" in (recipe.device or ""):
         raise ConfigError(
             f"device is {recipe.device!r}, which is one device, and each rank has its own: set device={device.type}, or check "
             "without --ranks",
@@ -385,7 +386,7 @@ def _run_ranks(recipe: Recipe, num_ranks: int, device: str, say: OnProgress) -> 
     except RankFailedError as error:
         cause = error.__cause__
         if isinstance(cause, LowtideError) and isinstance(cause, ValueError):
-            raise cause from error  # the recipe is wrong, and no rank is to blame
+            raise cause from None  # the recipe is wrong, and no rank is to blame
         raise
     return found
 
@@ -407,7 +408,7 @@ def _run_rank(rank: int, recipe: Recipe, num_ranks: int, device_type: str) -> _F
     parameters = {name for name, _ in source.build(recipe.torch_dtype).named_parameters()}
     digest = hashlib.sha256()
     for name in sorted(parameters & weights.keys()):
-        digest.update(weights[name].contiguous().reshape(-1).view(torch.uint8).numpy())
+        digest.update(weights[name].contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return _Found(
         losses=losses,
         weights={} if rank else weights,
