@@ -42,7 +42,7 @@ PLANNER = (
 CHECKPOINTS = ("runtime/checkpoints/",)
 TRAIN = ("train/", "cli/train")
 RANKS = ("distributed/", "lab/check_ranks")
-MOST_LINES = {PLANNER: 8_000, CHECKPOINTS: 3_700, TRAIN: 2_400, RANKS: 800}
+MOST_LINES = {PLANNER: 8_000, CHECKPOINTS: 3_700, TRAIN: 2_400, RANKS: 820}
 """Lines without docstrings of the files whose paths begin so. A later feature adds a row of its own."""
 MOST_OTHER_LINES = 42_400
 """The same of all other files: 42,000, and 400 for what checkpoints and runs changed in the session, its updates and errors."""
