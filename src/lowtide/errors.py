@@ -25,7 +25,8 @@
     │   └── StepLostError                   a step broke off half-way: it must be repeated
     ├── RanksError (RuntimeError)           processes that train together cannot go on
     │   ├── RanksDifferError                they were given different models, plans or settings
-    │   └── RankLostError                   one of them has ended, or stands still
+    │   ├── RankLostError                   one of them has ended, or stands still
+    │   └── RankFailedError                 a rank that this process has started raised, was killed or stood still
     ├── CheckpointError (RuntimeError)      a checkpoint cannot be saved or loaded
     │   ├── DamagedCheckpointError          a file of it is torn, changed, foreign or of another schema
     │   ├── CheckpointMismatchError         it is of another model or optimizer than it is loaded into
@@ -289,6 +290,15 @@ class RanksDifferError(RanksError):
 
 class RankLostError(RanksError):
     """A rank has ended, stands still, or has left after an exception. Start all of them again from the last checkpoint."""
+
+
+class RankFailedError(RanksError):
+    """A rank that this process has started raised, was killed or stood still; the others were ended. Its own error is the cause."""
+
+    def __init__(self, message: str, *, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+        """The first of those that are to blame."""
 
 
 class ActivationError(LowtideError, RuntimeError):

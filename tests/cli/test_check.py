@@ -21,6 +21,7 @@ device: cpu
 steps: 3
 plan: {device_memory: 8MiB}
 """
+RANK_MODELS = "tests.lab.rank_models"
 
 
 @pytest.fixture
@@ -101,6 +102,57 @@ def test_a_missing_recipe_exits_with_2(tmp_path: Path) -> None:
     result = run(str(tmp_path / "none.yaml"))
     assert result.exit_code == 2
     assert "cannot read the recipe file" in " ".join(result.stderr.split())
+
+
+def test_ranks_train_as_one_process(recipe: str) -> None:
+    result = run(recipe, "--ranks", "2")
+    assert result.exit_code == 0, result.stderr
+    text = " ".join(result.stdout.split())
+    for words in (
+        "gpt-tiny, float32, 2 ranks, emulated",
+        "loss of the ranks",
+        "Rank 0's memory",
+        "allowed",
+    ):
+        assert words in text
+    assert "passed: 3 losses and all weights of 2 ranks and of one process are the same, bit for bit" in text
+
+
+def test_json_of_ranks_that_differ(recipe: str) -> None:
+    result = run(recipe, "--ranks", "2", "--json", "--set", f"model={RANK_MODELS}:wrong", "--set", "batch=null")
+    assert result.exit_code == 1
+    record = json.loads(result.stdout)
+    assert (record["schema"], record["passed"], record["num_ranks"]) == ("lowtide.check-ranks/1", False, 2)
+
+
+def test_ranks_that_differ_exit_with_1(recipe: str) -> None:
+    result = run(recipe, "--ranks", "2", "--set", f"model={RANK_MODELS}:wrong", "--set", "batch=null")
+    assert result.exit_code == 1
+    text = " ".join(result.stdout.split())
+    assert (
+        "failed: 3 losses and all weights of 2 ranks and of one process differ beyond the tolerance of 1e-05 of" in text
+    )
+    assert "first the loss of step 1" in text
+
+
+def test_a_rank_that_fails_exits_with_1_and_is_named(recipe: str) -> None:
+    result = run(recipe, "--ranks", "2", "--set", f"model={RANK_MODELS}:raising", "--set", "batch=null")
+    assert result.exit_code == 1
+    assert result.stderr.strip() == "RankFailedError: rank 1 of 2: ValueError: on purpose"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--ranks", "0"], "the number of ranks is 0; give 1 or more"),
+        (["--ranks", "3"], "2 samples cannot be divided among 3 ranks"),
+        (["--ranks", "2", "--set", "plan.kind=warm-up"], "plan is a warm-up"),
+    ],
+)
+def test_ranks_that_cannot_be_exit_with_2(recipe: str, words: list[str], message: str) -> None:
+    result = run(recipe, *words)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
 
 
 def test_long_runs_show_both_ends_and_the_first_difference() -> None:

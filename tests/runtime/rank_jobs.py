@@ -298,16 +298,6 @@ def step_after_no_sync(rank: int, weights: str) -> tuple[str, list[float]]:
     raise AssertionError("it stepped")
 
 
-def fail_on_rank(rank: int, how: str) -> int:
-    if rank == 1:
-        if how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if how == "hang":
-            time.sleep(60)
-        raise ValueError("on purpose")
-    return rank
-
-
 def prepared(rank: int, budgets: tuple[str, ...]) -> tuple[list[float], str, int, int]:
     """Losses, the plan, and the most that the emulated device held, where each rank has a budget of its own."""
     size = dist.get_world_size()

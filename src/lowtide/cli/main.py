@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from lowtide.cli.check import run_check_command
+from lowtide.cli.check import run_check_command, run_ranks_check_command
 from lowtide.cli.console import Gpu, Json, friendly_errors, require_writable
 from lowtide.cli.demo import run_demo
 from lowtide.cli.hardware import run_hardware
@@ -118,11 +118,17 @@ def check(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="steps=5, plan.weights=resident, optimizer.settings.lr=1e-4, ...")
     ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="train it managed in so many processes, each on its part of the batch")
+    ] = None,
     json_: Json = False,
 ) -> None:
     """Train a recipe managed and plainly from the same weights; fails on a difference beyond its tolerance."""
     with friendly_errors():
-        run_check_command(recipe, set_ or [], as_json=json_)
+        if ranks is None:
+            run_check_command(recipe, set_ or [], as_json=json_)
+        else:
+            run_ranks_check_command(recipe, set_ or [], ranks, as_json=json_)
 
 
 @app.command()

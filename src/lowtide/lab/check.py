@@ -7,12 +7,14 @@ within rounding, and the recipe's tolerance says how far.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowtide.config import to_plain
 from lowtide.errors import ConfigError
@@ -22,7 +24,11 @@ from lowtide.lab.recipe_parts import RandomInputs, session_plan
 from lowtide.models import ModelSource, resolve_model
 from lowtide.plain_text import Plain
 from lowtide.runtime.manage import manage
+from lowtide.runtime.session import Session
 from lowtide.runtime.statistics.session_stats import SessionStats
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 SCHEMA = "lowtide.check/1"
 
@@ -103,14 +109,14 @@ class CheckReport:
             "identical": self.is_identical,
             "tolerance": self.tolerance,
             "first_difference": self.first_difference,
-            "max_loss_difference": _number(self.max_loss_difference),
-            "max_weight_difference": _number(self.max_weight_difference),
+            "max_loss_difference": json_number(self.max_loss_difference),
+            "max_weight_difference": json_number(self.max_weight_difference),
             "differing_weights": [
-                {"name": tensor.name, "max_difference": _number(tensor.max_difference)}
+                {"name": tensor.name, "max_difference": json_number(tensor.max_difference)}
                 for tensor in self.differing_weights
             ],
-            "plain_losses": [_number(loss) for loss in self.plain_losses],
-            "managed_losses": [_number(loss) for loss in self.managed_losses],
+            "plain_losses": [json_number(loss) for loss in self.plain_losses],
+            "managed_losses": [json_number(loss) for loss in self.managed_losses],
             "device": self.device,
             "recipe": to_plain(self.recipe),
             "stats": self.stats.to_dict(),
@@ -144,7 +150,8 @@ def _max_difference(first: Tensor, second: Tensor) -> float:
     return float((wide[0] - wide[1]).abs().masked_fill(same, 0.0).nan_to_num(nan=math.inf, posinf=math.inf).max())
 
 
-def _number(value: float) -> float | str:
+def json_number(value: float) -> float | str:
+    """The number, or text where JSON has none."""
     return value if math.isfinite(value) else str(value)
 
 
@@ -166,22 +173,13 @@ def run_check(recipe: Recipe, on_progress: OnProgress | None = None) -> CheckRep
         HardwareError: The recipe's device is not there.
     """
     say = on_progress or (lambda _: None)
-    if recipe.plan is None:
-        raise ConfigError("a check compares a managed run with a plain one, and plan is null: give a plan", key="plan")
-    _refuse_incomparable(recipe)
+    refuse_incomparable(recipe)
     device = training.find_device(recipe.device)
     source = resolve_model(recipe.model, settings=recipe.model_settings)
     batch = training.make_batches(recipe, source)
     with training.arithmetic(recipe, device), training.deterministic(device):
-        plain_losses, plain_weights = _run_plain(recipe, source, batch, device, say)
-        broken = next((step for step, loss in enumerate(plain_losses) if not math.isfinite(loss)), None)
-        if broken is not None:
-            raise ConfigError(
-                f"the loss of the plain run is {plain_losses[broken]} at step {broken + 1}, so that there is nothing to "
-                "compare with; lower optimizer.settings.lr, set max_grad_norm, or use another dtype",
-                key="optimizer.settings.lr",
-            )
-        managed_losses, managed_weights, stats = _run_managed(recipe, source, batch, device, say)
+        plain_losses, plain_weights = run_plain(recipe, source, batch, device, say)
+        managed_losses, managed_weights, stats = run_managed(recipe, source, batch, device, say)
     say("comparing weights")
     return CheckReport(
         recipe=recipe,
@@ -193,8 +191,10 @@ def run_check(recipe: Recipe, on_progress: OnProgress | None = None) -> CheckRep
     )
 
 
-def _refuse_incomparable(recipe: Recipe) -> None:
+def refuse_incomparable(recipe: Recipe) -> None:
     """What a check would leave out, and so check another run than the recipe's."""
+    if recipe.plan is None:
+        raise ConfigError("a check compares a managed run with a plain one, and plan is null: give a plan", key="plan")
     if recipe.precision is not None and not recipe.tolerance:
         raise ConfigError(
             f"precision is {recipe.precision!r}: a check compares Lowtide's own kernels with torch's optimizer on fp32 masters "
@@ -211,38 +211,102 @@ def _refuse_incomparable(recipe: Recipe) -> None:
             )
 
 
-def _run_plain(
-    recipe: Recipe, source: ModelSource, batch: Callable[[int], training.Batch], device: torch.device, say: OnProgress
+def run_plain(
+    recipe: Recipe,
+    source: ModelSource,
+    batch: Callable[[int], training.Batch],
+    device: torch.device,
+    say: OnProgress,
+    around: Callable[[nn.Module], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> tuple[tuple[float, ...], dict[str, Tensor]]:
+    """The losses and final weights of plain torch.
+
+    Args:
+        recipe: What to train.
+        source: Its model.
+        batch: By number, on the host.
+        device: Where it is trained.
+        say: Called with a few words at each step.
+        around: Entered with the model around the training.
+
+    Raises:
+        ConfigError: A loss is not finite.
+    """
     model = training.make_model(recipe, source).to(device)
     make = training.make_optimizer if recipe.precision is None else training.optimizer_over_masters
     optimizer = make(recipe.optimizer, model)
     on_step = _steps("plain", recipe, say)
-    losses = training.train(recipe, model, optimizer, batch, device=device, on_step=on_step)
+    with around(model):
+        losses = training.train(recipe, model, optimizer, batch, device=device, on_step=on_step)
+    broken = next((step for step, loss in enumerate(losses) if not math.isfinite(loss)), None)
+    if broken is not None:
+        raise ConfigError(
+            f"the loss of the plain run is {losses[broken]} at step {broken + 1}, so that there is nothing to "
+            "compare with; lower optimizer.settings.lr, set max_grad_norm, or use another dtype",
+            key="optimizer.settings.lr",
+        )
     return losses, _on_host(model)
 
 
-def _run_managed(
-    recipe: Recipe, source: ModelSource, batch: Callable[[int], training.Batch], device: torch.device, say: OnProgress
+def run_managed(
+    recipe: Recipe,
+    source: ModelSource,
+    batch: Callable[[int], training.Batch],
+    device: torch.device,
+    say: OnProgress,
+    ranks: ProcessGroup | None = None,
 ) -> tuple[tuple[float, ...], dict[str, Tensor], SessionStats]:
+    """The losses, final weights and statistics of a session.
+
+    Args:
+        recipe: What to train, and under which plan.
+        source: Its model.
+        batch: By number, on the host; of several ranks the part of this one.
+        device: The session's.
+        say: Called with a few words at each step.
+        ranks: Those that gradients are averaged over; None where this process is alone.
+    """
     model = training.make_model(recipe, source)
     optimizer = training.make_optimizer(recipe.optimizer, model)
-    assert recipe.plan is not None, "run_check asks for one"
+    assert recipe.plan is not None, "refuse_incomparable asks for one"
     plan = session_plan(recipe.plan, model)
     on_step = _steps("managed", recipe, say)
     with manage(
-        model, optimizer, plan, device=device, precision=recipe.precision, moments=recipe.moments, seed=recipe.seed
+        model,
+        optimizer,
+        plan,
+        device=device,
+        precision=recipe.precision,
+        moments=recipe.moments,
+        seed=recipe.seed,
+        ranks=ranks,
     ) as session:
-        losses = training.train(recipe, model, optimizer, batch, device=device, on_step=on_step)
+        phase = _phases(recipe, session)
+        losses = training.train(recipe, model, optimizer, batch, device=device, on_step=on_step, phase=phase)
         session.settle()
         stats = session.stats()
     # After the session: what `close` gives back is what a user keeps.
     return losses, _on_host(model), stats
 
 
+def _phases(recipe: Recipe, session: Session) -> Callable[[str], contextlib.AbstractContextManager[object]]:
+    """Of several backward calls to an update the last one averages, as a loop over ranks is written."""
+    if recipe.accumulation == 1:
+        return contextlib.nullcontext
+    num_forwards = 0
+
+    def phase(name: str) -> contextlib.AbstractContextManager[object]:
+        nonlocal num_forwards
+        num_forwards += name == "forward"
+        is_last = num_forwards % recipe.accumulation == 0
+        return contextlib.nullcontext() if is_last or name == "update" else session.no_sync()
+
+    return phase
+
+
 def _steps(kind: str, recipe: Recipe, say: OnProgress) -> Callable[[int, float], None]:
     return lambda step, loss: say(f"{kind} run, step {step + 1} of {recipe.steps}, loss {loss:.4f}")
 
 
-def _on_host(model: torch.nn.Module) -> dict[str, Tensor]:
+def _on_host(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}

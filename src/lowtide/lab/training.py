@@ -166,6 +166,7 @@ def train(
     *,
     device: torch.device,
     on_step: Callable[[int, float], None],
+    phase: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> tuple[float, ...]:
     """The loss of each update: the mean over its backward calls, as exact floats of what the model computed.
 
@@ -176,6 +177,7 @@ def train(
         batch: By number, on the host.
         device: Where batches go.
         on_step: Called with each update's number, from 0, and its loss.
+        phase: As for `take_step`.
     """
     scheduler = make_scheduler(recipe, optimizer)
     torch.manual_seed(recipe.seed)
@@ -183,7 +185,9 @@ def train(
     for step in range(recipe.steps):
         numbers = range(step * recipe.accumulation, (step + 1) * recipe.accumulation)
         batches = ({key: value.to(device) for key, value in batch(number).items()} for number in numbers)
-        losses.append(take_step(recipe, model, optimizer, scheduler, batches, max_grad_norm=recipe.max_grad_norm))
+        losses.append(
+            take_step(recipe, model, optimizer, scheduler, batches, max_grad_norm=recipe.max_grad_norm, phase=phase)
+        )
         on_step(step, losses[-1])
     return tuple(losses)
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import RankFailedError, on_ranks
+from lowtide.errors import RankFailedError
+from tests.ranks import on_ranks
 from tests.runtime.rank_jobs import Resumed, resumed, save_where_rank_0_cannot, train_and_be_killed
 
 
