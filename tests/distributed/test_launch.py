@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -140,8 +142,7 @@ def test_ranks_end_with_the_process_that_started_them(number: signal.Signals, tm
     folder = Path(__file__).resolve().parents[2]
     script = tmp_path / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
+    temporary = Path(tempfile.mkdtemp())  # not in `tmp_path`: the names of sockets are short
     environment = {**os.environ, "PYTHONPATH": f"{folder / 'src'}:{folder}", "TMPDIR": str(temporary)}
     with subprocess.Popen(
         [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
@@ -149,7 +150,9 @@ def test_ranks_end_with_the_process_that_started_them(number: signal.Signals, tm
     ) as process:  # fmt: skip
         assert process.stdout is not None
         assert process.stderr is not None
-        ranks = [int(process.stdout.readline()) for _ in range(2)]
+        lines = [process.stdout.readline() for _ in range(2)]
+        assert all(lines), process.stderr.read()
+        ranks = [int(line) for line in lines]
         family = psutil.Process(process.pid).children(recursive=True)
         assert {*ranks} <= {each.pid for each in family}
         # A Ctrl-C on a terminal reaches all processes of the command.
@@ -159,8 +162,10 @@ def test_ranks_end_with_the_process_that_started_them(number: signal.Signals, tm
         until(lambda: not any(map(psutil.Process.is_running, family)))
         errors = process.stderr.read()
     assert errors.count("Traceback") == (number == signal.SIGINT), errors
+    left = [*temporary.iterdir()]
+    shutil.rmtree(temporary)
     if number == signal.SIGINT:
-        assert [*temporary.iterdir()] == []
+        assert left == []
 
 
 def until(is_so: Callable[[], bool], limit_s: float = 20.0) -> None:
