@@ -407,7 +407,7 @@ def save_in_a_forward(rank: int, folder: str) -> tuple[str, str]:
     with lowtide.manage(model, optimizer, plan, device="cpu", ranks=dist.group.WORLD) as session:
         try:
             if rank == 1:
-                model[0].register_forward_hook(lambda *_: session.save(folder) and None)
+                model[0].register_forward_pre_hook(lambda *_: bool(session.save(folder).exists()) or None)
                 model(torch.ones(2, 8))
             else:
                 session.save(folder)

@@ -259,7 +259,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 def keep_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
     """What is written to the tensor in here does not count: a backward may read what was there before, or does not read it."""
-    return torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[no-any-return]
+    return torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
 
 
 def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
