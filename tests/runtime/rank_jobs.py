@@ -7,15 +7,18 @@ import os
 import signal
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import nn
 
 import lowtide
 from lowtide.distributed.ranks import Ranks, Sum
+from lowtide.errors import LowtideError
 
 VOCABULARY, WIDTH, LENGTH, NUM_BLOCKS = 24, 16, 5, 4
 GLOBAL_BATCH = 12
@@ -250,6 +253,168 @@ def manage_differently(rank: int, what: str) -> tuple[str, str, bool]:
         model(torch.ones(2, 8)).sum().backward()
         optimizer.step()
     return (*found, True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """One that sums over several backwards, or nests them."""
+
+    plan: dict[str, Any]
+    syncs: tuple[bool, ...]
+    """For each backward of a step, whether it sends."""
+    extra_in: tuple[int, ...] = ()
+    """The backwards in which rank 0 uses the extra block."""
+    has_hooks: bool = False
+    """Rank 0 has hooks on the gradients."""
+    is_reentrant: bool = False
+
+    def loss(self, model: Net, ids: torch.Tensor, rank: int, number: int) -> torch.Tensor:
+        if not self.is_reentrant:
+            loss: torch.Tensor = model(ids, with_extra=rank == 0 and number in self.extra_in)
+            return loss
+        x = model.table(ids)
+        for block in model.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)
+        return torch.nn.functional.cross_entropy(model.head(x)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+    def losses(self, model: Net, ids: torch.Tensor, rank: int, size: int) -> Iterator[tuple[bool, torch.Tensor]]:
+        for number, part in enumerate(ids.chunk(size)[rank].chunk(len(self.syncs))):
+            yield self.syncs[number], self.loss(model, part, rank, number)
+
+
+LOOPS = {
+    "sums of one rank between averages": Loop(plan={}, syncs=(True, False, True), extra_in=(0, 1)),
+    "hooks on one rank": Loop(plan={}, syncs=(True, True), has_hooks=True),
+    "reentrant checkpoints": Loop(plan={}, syncs=(True,), is_reentrant=True),
+    "reentrant checkpoints, accumulated": Loop(plan={}, syncs=(True, True), is_reentrant=True),
+    "reentrant checkpoints, in backward": Loop(plan={"schedule": "in_backward"}, syncs=(True,), is_reentrant=True),
+}
+
+
+def run_loops(rank: int) -> dict[str, dict[str, torch.Tensor]]:
+    """The weights that each loop leaves."""
+    found = {}
+    for name, loop in LOOPS.items():
+        model, optimizer = make(Job())
+        plan = lowtide.make_plan(model, weights="streamed", update="host", **loop.plan)
+        with lowtide.manage(model, optimizer, plan, device="cpu", ranks=dist.group.WORLD) as session:
+            for parameter in model.parameters() if loop.has_hooks and rank == 0 else ():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(lambda parameter: None)
+            for ids in batches(4):
+                for is_sent, loss in loop.losses(model, ids, rank, dist.get_world_size()):
+                    with contextlib.nullcontext() if is_sent else session.no_sync():
+                        loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found[name] = values_of(model)
+    return found
+
+
+def run_loop_serially(loop: Loop, size: int) -> dict[str, torch.Tensor]:
+    model, optimizer = make(Job())
+    for ids in batches(4):
+        for rank in range(size):
+            for _, loss in loop.losses(model, ids, rank, size):
+                (loss / size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values_of(model)
+
+
+class Branch(nn.Module):
+    """A layer in the middle that only some calls use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, *, is_whole: bool) -> torch.Tensor:
+        x = self.first(x)
+        return self.last(self.middle(x) if is_whole else x)
+
+
+def two_in_one_backward(rank: int) -> dict[str, torch.Tensor]:
+    """Two managed models, of which each rank uses another part."""
+    torch.manual_seed(0)
+    models = nn.ModuleList([Branch(), Branch()])
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01, foreach=False) for model in models]
+    with contextlib.ExitStack() as stack:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            plan = lowtide.make_plan(model, weights="streamed", update="host")
+            stack.enter_context(lowtide.manage(model, optimizer, plan, device="cpu", ranks=dist.group.WORLD))
+        torch.manual_seed(rank)
+        for step in range(3):
+            x = models[0](torch.randn(4, 8), is_whole=step == 0 or rank == 0)
+            models[1](x, is_whole=step == 0 or rank == 1).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return values_of(models)
+
+
+def call_twice_with_statistics(rank: int) -> dict[str, torch.Tensor]:
+    """The weights after a step whose loss is of two calls of a model with batch normalisation."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    plan = lowtide.make_plan(model, weights="streamed", update="host")
+    with lowtide.manage(model, optimizer, plan, device="cpu", ranks=dist.group.WORLD):
+        torch.manual_seed(rank)
+        (model(torch.randn(4, 8)) * model(torch.randn(4, 8))).mean().backward()
+        optimizer.step()
+    return values_of(model)
+
+
+def part_from_others(rank: int, how: str) -> tuple[str, str]:
+    """What this rank is told where its weights would become others than those of rank 0; nothing if it is not told."""
+    model, optimizer = small()
+    extra = nn.Parameter(torch.full((8,), float(rank)))
+    if how == "a parameter beside the model":
+        optimizer.add_param_group({"params": [extra]})
+    other = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    if how == "no optimizer":
+        optimizer, other = None, torch.optim.SGD(model.parameters(), lr=0.1)  # type: ignore[assignment]
+    plan = lowtide.make_plan(model, weights="streamed", update="host")
+
+    def fail(*_: object) -> None:
+        raise ValueError("a hook of the user's")
+
+    try:
+        with lowtide.manage(model, optimizer, plan, device="cpu", ranks=dist.group.WORLD) as session:
+            if how == "a new parameter":
+                optimizer.add_param_group({"params": [extra]})
+            unsent = how in ("another optimizer", "no optimizer")
+            for _ in range(2):
+                with session.no_sync() if unsent else contextlib.nullcontext():
+                    (model(torch.ones(2, 8) * (rank + 1)).square().sum() + (extra * (rank + 1)).sum()).backward()
+                hook = None
+                if how == "a hook that raises" and rank == 1:
+                    hook = optimizer.register_step_pre_hook(fail)
+                with contextlib.suppress(ValueError):
+                    (other if unsent else optimizer).step()
+                if hook is not None:
+                    hook.remove()
+                (other if unsent else optimizer).zero_grad()
+    except LowtideError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def save_in_a_forward(rank: int, folder: str) -> tuple[str, str]:
+    """What each rank is told where rank 1 saves at a place where it cannot."""
+    model, optimizer = small()
+    plan = lowtide.make_plan(model, weights="streamed", update="host")
+    with lowtide.manage(model, optimizer, plan, device="cpu", ranks=dist.group.WORLD) as session:
+        try:
+            if rank == 1:
+                model[0].register_forward_pre_hook(lambda *_: bool(session.save(folder).exists()) or None)
+                model(torch.ones(2, 8))
+            else:
+                session.save(folder)
+        except LowtideError as error:
+            return type(error).__name__, str(error)
+    raise AssertionError("it was not refused")
 
 
 def break_off(rank: int, how: str) -> tuple[str, str, float]:

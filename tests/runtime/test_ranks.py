@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,17 +14,24 @@ from lowtide.errors import RankFailedError
 from lowtide.runtime.statistics.session_stats import CacheRow, PhaseSeconds, RanksRow, SessionStats
 from tests.ranks import on_ranks
 from tests.runtime.rank_jobs import (
+    LOOPS,
     Job,
     Trained,
     break_off,
+    call_twice_with_statistics,
     manage_differently,
     order_of_events,
+    part_from_others,
     prepared,
     prepared_serially,
+    run_loop_serially,
+    run_loops,
+    save_in_a_forward,
     serial,
     statistics_at_entry,
     step_after_no_sync,
     train_all,
+    two_in_one_backward,
 )
 
 STREAMED: dict[str, Any] = {"weights": "streamed", "update": "host"}
@@ -130,6 +139,48 @@ def test_statistics_are_those_of_rank_0() -> None:
     first, second = on_ranks(statistics_at_entry, 2)
     assert first == second
     assert first[1] != first[2]
+
+
+@functools.cache
+def looped() -> list[dict[str, dict[str, torch.Tensor]]]:
+    return on_ranks(run_loops, 2)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_no_gradient_is_lost_or_counted_twice(name: str) -> None:
+    plain = run_loop_serially(LOOPS[name], 2)
+    for found in (answer[name] for answer in looped()):
+        for key, value in found.items():
+            torch.testing.assert_close(value, plain[key], rtol=1e-8, atol=1e-9, msg=key)
+
+
+@pytest.mark.parametrize("job", [two_in_one_backward, call_twice_with_statistics])
+def test_ranks_do_not_part(job: Callable[[int], dict[str, torch.Tensor]]) -> None:
+    first, second = on_ranks(job, 2)
+    for key, value in first.items():
+        torch.testing.assert_close(second[key], value, rtol=0, atol=0, msg=key)
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "words"),
+    [
+        ("a parameter beside the model", "RanksDifferError", "in weights: parameter 6 of the optimizer"),
+        ("a new parameter", "SessionError", "parameter 6 of the optimizer has a gradient that was not averaged"),
+        ("another optimizer", "SessionError", "its gradients are those of this rank alone"),
+        ("no optimizer", "SessionError", "its gradients are those of this rank alone"),
+        ("a hook that raises", "RankLostError", "start all of them again from the last checkpoint"),
+    ],
+)
+def test_a_rank_that_would_part_is_told(how: str, kind: str, words: str) -> None:
+    for found, message in on_ranks(part_from_others, 2, how):
+        assert found == kind
+        assert words in message
+
+
+def test_a_save_that_one_rank_cannot_make_is_told_on_all(tmp_path: Path) -> None:
+    (first, told), (second, own) = on_ranks(save_in_a_forward, 2, str(tmp_path / "run"))
+    assert (first, second) == ("RanksDifferError", "SessionError")
+    assert own in told
 
 
 @pytest.mark.parametrize(

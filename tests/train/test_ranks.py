@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from lowtide import config, plain_text
+from tests.ranks import on_ranks
+from tests.train.rank_jobs import resume_where_one_sees_nothing
 from tests.train.runs import small_recipe
 
 pytestmark = pytest.mark.slow
@@ -117,6 +119,12 @@ def test_the_example_runs(tmp_path: Path) -> None:
     told = [float(line.split()[-1]) for line in done.stdout.splitlines()]
     assert len(told) == 10
     assert told[-1] < told[0]
+
+
+def test_ranks_that_see_other_checkpoints_do_not_begin(tmp_path: Path) -> None:
+    for kind, message in on_ranks(resume_where_one_sees_nothing, 2, str(tmp_path)):
+        assert kind == "RanksDifferError"
+        assert "last checkpoint is of step 0 there, and of step 2 on rank 0" in message
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -254,6 +255,11 @@ def _search(ends: list[Any], since: int) -> tuple[Any, tuple[int, ...]]:
 def version_of(tensor: torch.Tensor) -> int:
     """How often the tensor was written to in place."""
     return int(tensor._version)
+
+
+def keep_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """What is written to the tensor in here does not count: a backward may read what was there before, or does not read it."""
+    return torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
 
 
 def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:

@@ -112,6 +112,10 @@ class Ranks:
         with self._told():
             dist.broadcast(tensor, group=self._group, group_src=0)
 
+    def shares_with(self, other: Ranks) -> bool:
+        """Whether both send over the same connections, where the order of all that is sent counts."""
+        return self._group is not None and self._group is other._group
+
     def leave(self, reason: str) -> None:
         """This rank has broken off: see Note [A rank that breaks off]. May be repeated."""
         if self._why_left is None:
@@ -215,6 +219,7 @@ class Sum:
 _REMEDIES = {
     "weights": "call torch.manual_seed with one number on all of them before the model is made, or load the same weights",
     "optimizer state": "load the same checkpoint on all of them",
+    "the folder of the run": "give a folder that all machines share",
     "versions": "install the same version on all of them",
 }
 

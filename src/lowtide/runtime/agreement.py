@@ -73,7 +73,7 @@ def manage_alike(
                 facts["optimizer state"] = _checksums(_state_of(model, optimizer))
             session = make(ranks)
             facts["plan"] = {"plan": session.plan.summary, "groups": _digest(session.plan)}
-            facts["weights"] = _checksums(session._values())
+            facts["weights"] = _checksums({**session._values(), **_beside(model, optimizer)})
     except BaseException:
         if session is not None:
             session.close()
@@ -167,6 +167,13 @@ def _state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, t
         for key, value in (state.items() if isinstance(state, dict) else ())
         if isinstance(value, torch.Tensor)
     }
+
+
+def _beside(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
+    """What the optimizer trains beside the model."""
+    own = {id(parameter) for parameter in model.parameters()}
+    held = [] if optimizer is None else [each for group in optimizer.param_groups for each in group["params"]]
+    return {f"parameter {number} of the optimizer": each for number, each in enumerate(held) if id(each) not in own}
 
 
 def _digest(plan: Plan) -> str:

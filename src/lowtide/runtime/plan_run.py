@@ -174,9 +174,13 @@ class PlanRun:
         """The `id` of each of the model's modules, and of the parameters that it had when it was managed."""
         return {*self._original, *map(id, self.setup.model.modules())}
 
-    def refuse_dropped(self, other: torch.optim.Optimizer) -> None:
-        """Refuse a step of an optimizer that is not the session's, where the last backward dropped its gradients."""
+    def refuse_step_of(self, other: torch.optim.Optimizer) -> None:
+        """Refuse a step of an optimizer that is not the session's, where the last backward dropped its gradients, or left those of
+        this rank alone.
+        """
         self._executor.backward.refuse_dropped(other)
+        if self._executor.average is not None:
+            self._executor.average.refuse_local_sums(other, is_own=False)
 
     @property
     def was_called(self) -> bool:
@@ -576,8 +580,8 @@ class PlanRun:
         return managed
 
     def _before_plain_step(self) -> None:
-        if self._executor.average is not None:
-            self._executor.average.refuse_local_sums()
+        if self._executor.average is not None and self.setup.optimizer is not None:
+            self._executor.average.refuse_local_sums(self.setup.optimizer, is_own=True)
         self._recorder.phases.enter("update")
 
     def _after_plain_step(self) -> None:

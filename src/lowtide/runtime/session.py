@@ -214,7 +214,7 @@ class Management:
         """Begin a checkpoint, or write it."""
         plan_run = self.opened()
         number = self.num_steps if step is None else step
-        with plan_run.between_steps("session.save"), plan_run.together("save a checkpoint") as facts:
+        with plan_run.together("save a checkpoint") as facts, plan_run.between_steps("session.save"):
             plan_run.refuse_gradients("session.save")
             contents = session_contents(plan_run, state, tokenizer=tokenizer)
             facts["checkpoint"] = {"folder": str(folder), "step": number}
@@ -301,9 +301,9 @@ class Management:
             refuse_wrapping(module, submodule, self.plan_run.managed_ids)
 
     def other_optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse a step without the gradients that the session has dropped."""
+        """Refuse a step without the gradients that the session has dropped, or with those of this rank alone."""
         if self.plan_run is not None:
-            self.plan_run.refuse_dropped(optimizer)
+            self.plan_run.refuse_step_of(optimizer)
 
     # -- asked by the next session -------------------------------------------------------------------------------------
 

@@ -130,8 +130,9 @@ def _run(
         # Rank 0 writes while the others wait: they could not go on alone for more than a backward.
         saves = recipe.checkpoints if team.size == 1 else replace(recipe.checkpoints, allowance=None)
         keeper = Keeper(out.checkpoints, saves)
-        with team.together("look for a checkpoint"):
+        with team.together("look for a checkpoint") as facts:
             is_over = _is_over(out, keeper, inputs.steps)
+            facts["the folder of the run"] = {"last checkpoint": f"of step {keeper.saved_step or 0}"}
         if is_over:
             if team.is_first:
                 out.begin(subject.recipe, inputs.record)

@@ -103,9 +103,9 @@ def load(
         assert optimizer is not None
         saved = SavedTraining.read(open_checkpoint(Path(folder), step))
         return _load(saved, _of_plain(target, unwrapped(optimizer, None)), state or {})
-    session.wait_for_save()  # it may be the one that is meant, and its values are about to go
     plan_run = session._open()
     with plan_run.together("load a checkpoint") as facts:
+        session.wait_for_save()  # it may be the one that is meant, and its values are about to go
         saved = SavedTraining.read(open_checkpoint(Path(folder), step))
         # Another rank may have gone back to an older one.
         facts["checkpoint"] = {"step": saved.reader.index.step, "folder": saved.reader.folder.name}

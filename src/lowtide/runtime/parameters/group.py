@@ -77,8 +77,8 @@ class ManagedParameter:
         """Whether hooks of the user's on the gradient are still to run in this backward; they may write to the weights."""
         self.is_written_in_backward = False
         """Whether such hooks wrote to the parameter, or may have."""
-        self.has_local_sum = False
-        """Whether the gradient at the parameter is, or may be, one that other ranks do not have."""
+        self.is_averaged = False
+        """Whether ranks average its gradients: then the sum of several backwards is made on the device, by all of them alike."""
         self._version_in_backward = 0
         self._is_hooked = False
         self._hook: torch.utils.hooks.RemovableHandle | None = None
@@ -136,7 +136,7 @@ class ManagedParameter:
         self.is_written_in_backward = False
         self._version_in_backward = version
         if self.host_gradient is not None:
-            self.host_gradient.set_aside(is_summed_on_device=has_other_hooks or self.has_local_sum)
+            self.host_gradient.set_aside(is_summed_on_device=has_other_hooks or self.is_averaged)
             return self._is_hooked
         gradient = self.parameter.grad
         if gradient is not None and gradient.device != self.parameter.device:
@@ -174,15 +174,14 @@ class ManagedParameter:
         """The gradient was used up, or shown to the user."""
         self.has_gradient = False
 
-    def keep_local_sum(self) -> None:
-        """A gradient was added at the parameter that was not averaged over the ranks."""
-        self.has_local_sum = True
+    def be_averaged(self) -> None:
+        """Ranks average its gradients from now on."""
+        self.is_averaged = True
 
     def take_average(self, gradient: torch.Tensor) -> None:
         """The ranks' average takes the place of the gradient that this rank has sent."""
         with compat.without_torch_function():
             self.parameter.grad = gradient
-        self.has_local_sum = False
 
     @property
     def version_in_backward(self) -> int:

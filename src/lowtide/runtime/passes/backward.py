@@ -154,6 +154,8 @@ class BackwardPass:
             if member.owner is None:
                 hook = _hook_on_loose_gradient(self)
                 self._hooks.append(member.parameter.register_post_accumulate_grad_hook(hook))
+            else:
+                member.owner[1].be_averaged()
 
     def watch_output(self, output: object) -> None:
         """Notice a backward as soon as it reaches an output of the model: weights that are left to autograd may have gradients
@@ -286,7 +288,6 @@ class BackwardPass:
                 # Used outside its module's call, on the host: autograd has put the gradient where it belongs.
                 if self._average is not None:
                     self._current_task(None)
-                    managed.keep_local_sum()
                 return
             task = self._current_task(None if group.is_consumed else parameter.grad)
             refuse_old_weights(group, group.generation)
@@ -299,11 +300,9 @@ class BackwardPass:
             refuse_old_weights(group, group.generation)
         if managed.may_be_written():
             self._note_hooks(group, managed, task)
-        if self._average is not None:
-            if self._average.is_on:
-                self._place_averages(self._average.take(parameter), task)
-                return
-            managed.keep_local_sum()
+        if self._average is not None and self._average.is_on:
+            self._place_averages(self._average.take(parameter), task)
+            return
         self._take_gradient(group, managed, task)
 
     @locked
@@ -410,10 +409,14 @@ class BackwardPass:
         self._close_late(task)
         self._exchange_the_rest(task)
         self._gradients.send()
+        around = self._task_around(task)
         for group in task.groups.values():
-            self._finish(group, task, is_last=True)
+            self._finish(group, task, is_last=around is None)
         # Only now: if an update above raises, the backward must still count as broken off.
         del self._tasks[number]
+        if around is not None:
+            for group in task.groups.values():
+                around.enter(group)
         if self._finisher is not None:
             self._finisher.updater.optimizer.dismiss()
         for group in task.leave():
@@ -424,6 +427,14 @@ class BackwardPass:
         self._residency.store.prefetch()
         self._recorder.phases.backward_ends(number)
         HELD_INTERRUPTS.restore_handler()
+
+    def _task_around(self, task: BackwardTask) -> BackwardTask | None:
+        """The backward in which this one ran, as a checkpoint's with use_reentrant=True does: gradients of this one may wait for
+        it, before they are sent to the other ranks. None for one process.
+        """
+        if self._average is None or not self._average.is_in_backward:
+            return None
+        return next((other for other in self._tasks.values() if other is not task), None)
 
     @locked
     def check_broken(self) -> None:

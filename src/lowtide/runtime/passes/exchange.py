@@ -7,15 +7,21 @@ them, also where this rank has no gradient for some of a bucket's parameters: it
 there is a number for each parameter that says whether this rank has one, and parameters for which no rank has a gradient stay
 without. The first backward sends in the reverse order of the model; those after it as gradients came by on rank 0.
 
-Note [Sums of one rank]
-A gradient may be there that this rank alone has: from a backward under `no_sync`, or from a use outside of a module's call. Then
-the sum of it and the new one is averaged, and not the new one alone. On the host it comes back to the device for that, as it
-does for hooks of the user's (`HostGradient.set_aside`).
+Note [Sums over several backwards]
+A gradient may be there already: an average, or what this rank alone has, from a backward under `no_sync` or from a use outside of
+a module's call. A rank cannot know which of the two another one has. So each sends the sum of what is there and the new one: an
+average of averages is the same again. On the host it comes back to the device for that, as it does for hooks of the user's
+(`HostGradient.set_aside`).
+
+Note [Two sessions in one backward]
+A backward may go through two managed models whose sessions send over one group. How far each has come when the other sends differs
+from rank to rank. So the session that the backward reaches second sends all of its buckets at the end, after those of the first.
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -150,6 +156,9 @@ class GradientAverage:
         self._num_sent = 0
         self._under_way: deque[_Bucket] = deque()
         self._is_skipped = False
+        self._sends_at_end = False
+        """See Note [Two sessions in one backward]."""
+        _AVERAGES.add(self)
         self.is_in_backward = False
         """Whether a backward has begun that the other ranks wait in as well."""
         self.has_local_sums = False
@@ -178,6 +187,11 @@ class GradientAverage:
             bucket.forget()
         self._under_way.clear()
         self._num_sent = 0
+        self._sends_at_end = any(
+            other.is_in_backward and other._ranks.shares_with(self._ranks)
+            for other in tuple(_AVERAGES)
+            if other is not self
+        )
         self.is_in_backward = True
 
     def take(self, parameter: torch.Tensor) -> Iterator[tuple[Averaged, torch.Tensor]]:
@@ -192,7 +206,7 @@ class GradientAverage:
         bucket.ready.add(id(parameter))
         if self._seen is not None and bucket.is_ready:
             self._seen[self._buckets.index(bucket)] = None
-        while self._num_sent < len(self._order) and self._next.is_ready:
+        while not self._sends_at_end and self._num_sent < len(self._order) and self._next.is_ready:
             self._send_next()
             while len(self._under_way) > UNDER_WAY:
                 yield from self._under_way.popleft().arrived()
@@ -224,15 +238,30 @@ class GradientAverage:
             self.is_in_backward = False
             self._ranks.leave(reason)
 
-    def refuse_local_sums(self) -> None:
+    def leave(self, reason: str) -> None:
+        """This rank has not taken the step that the others have, or only a part of it: their weights are others from now on."""
+        self._ranks.leave(reason)
+
+    def refuse_local_sums(self, optimizer: torch.optim.Optimizer, *, is_own: bool) -> None:
         """Refuse a step with gradients that were not averaged: the ranks' weights would part.
 
+        Args:
+            optimizer: Is about to step.
+            is_own: Whether it is the session's. Another one may hold what is nobody's concern here.
+
         Raises:
-            SessionError: The last backward was under `no_sync`.
+            SessionError: The last backward was under `no_sync`, or the optimizer has got parameters since.
         """
+        held = [each for group in optimizer.param_groups for each in group["params"]]
         with compat.without_torch_function():
-            is_there = any(member.parameter.grad is not None for member in self.members)
-        if self.has_local_sums and is_there:
+            numbers = [number for number, parameter in enumerate(held) if parameter.grad is not None]
+        strange = [number for number in numbers if id(held[number]) not in self._bucket_of]
+        if is_own and strange:
+            raise SessionError(
+                f"parameter {strange[0]} of the optimizer has a gradient that was not averaged over the ranks: it was not trained "
+                "when the model was managed. Call session.close(), and manage it again. Nothing was updated"
+            )
+        if self.has_local_sums and len(numbers) > len(strange):
             raise SessionError(
                 "step() was called after a backward under no_sync(): its gradients are those of this rank alone. Run the last "
                 "backward before step() outside of no_sync(), or clear the gradients with zero_grad(). Nothing was updated"
@@ -262,6 +291,10 @@ def _refuse_sparse(gradient: torch.Tensor, name: str) -> None:
         )
 
 
+_AVERAGES: weakref.WeakSet[GradientAverage] = weakref.WeakSet()
+"""Of all sessions in the process."""
+
+
 class SharedBuffers:
     """Copies rank 0's persistent buffers to the other ranks before each training forward, as DistributedDataParallel does.
 
@@ -282,6 +315,13 @@ class SharedBuffers:
         del inputs
         if not (module.training and torch.is_grad_enabled() and self._average.is_on):
             return
+        # The backward of an earlier call has these among what it saved, and does not read them.
+        statistics = {
+            id(buffer)
+            for each in self._model.modules()
+            if isinstance(each, nn.modules.batchnorm._NormBase)
+            for buffer in each.buffers(recurse=False)
+        }
         by_type: dict[torch.dtype, list[torch.Tensor]] = {}
         for buffer in persistent_buffers(self._model):
             by_type.setdefault(buffer.dtype, []).append(buffer)
@@ -291,7 +331,9 @@ class SharedBuffers:
                 self._ranks.send_from_first(flat)
                 if self._ranks.rank:
                     for buffer, values in zip(buffers, flat.split([each.numel() for each in buffers]), strict=True):
-                        buffer.copy_(values.view(buffer.shape))
+                        is_read = id(buffer) not in statistics
+                        with contextlib.nullcontext() if is_read else compat.keep_version(buffer):
+                            buffer.copy_(values.view(buffer.shape))
 
 
 def persistent_buffers(model: nn.Module) -> list[torch.Tensor]:

@@ -276,9 +276,21 @@ class ManagedOptimizer:
         executor.gradient_watch.check(waits=False)
         executor.lost_step.refuse()
         if executor.average is not None:
-            executor.average.refuse_local_sums()
+            executor.average.refuse_local_sums(self._optimizer, is_own=True)
         if not compat.scaler_values(self._optimizer):
             executor.loss.check()  # a scaler judges the gradients itself, and skips the update
+        try:
+            self._step_of_all(closure)
+        except NonFiniteGradientError:
+            raise  # the other ranks, whose gradients are the same, refuse it too
+        except BaseException:
+            if executor.average is not None:
+                executor.average.leave("an exception in optimizer.step()")
+            raise
+
+    def _step_of_all(self, closure: Callable[[], Any] | None) -> None:
+        """What each rank does, or none."""
+        executor = self._executor
         before, after = compat.step_hooks(self._optimizer)
         arguments = (self._optimizer,) if closure is None else (self._optimizer, closure)
         for hook in before:
