@@ -42,7 +42,7 @@ PLANNER = (
 CHECKPOINTS = ("runtime/checkpoints/",)
 RANKS = ("distributed/", "lab/check_ranks", "runtime/agreement", "runtime/passes/exchange", "train/team")
 TRAIN = ("train/", "cli/train")
-MOST_LINES = {RANKS: 1_350, PLANNER: 8_000, CHECKPOINTS: 3_740, TRAIN: 2_450}
+MOST_LINES = {RANKS: 1_400, PLANNER: 8_000, CHECKPOINTS: 3_740, TRAIN: 2_450}
 """Lines without docstrings of the files whose paths begin so. A later feature adds a row of its own."""
 MOST_OTHER_LINES = 42_600
 """The same of all other files: 42,000, and 600 for what checkpoints, runs and ranks changed in the session, its updates and

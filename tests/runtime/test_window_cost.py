@@ -95,7 +95,7 @@ def test_a_window_costs_the_same_in_a_deep_model(weights: str, update: str, sche
     [
         ("streamed", "device", "in_backward", 478),
         ("streamed", "device", "deferred", 520),
-        ("streamed", "host", "in_backward", 568),
+        ("streamed", "host", "in_backward", 569),
         ("streamed", "host", "deferred", 590),
         ("resident", "host", "deferred", 545),
     ],

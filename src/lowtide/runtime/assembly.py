@@ -18,6 +18,7 @@ from lowtide.activations.apply import Applied, apply
 from lowtide.activations.host_embedding import HostEmbedding, put_on_host
 from lowtide.activations.policy import Keep
 from lowtide.distributed.ranks import Ranks
+from lowtide.errors import ConfigError
 from lowtide.memory.chunk import Layout
 from lowtide.memory.mover import GradientCarrier
 from lowtide.memory.store import Books
@@ -174,7 +175,18 @@ def make_executor(
 
 
 def _make_average(setup: SessionSetup, ranks: Ranks, groups: Collection[ManagedGroup]) -> GradientAverage:
-    """For all that is trained, also what no chunk has, and what the optimizer holds beside the model."""
+    """For all that is trained, also what no chunk has, and what the optimizer holds beside the model.
+
+    Raises:
+        ConfigError: A table is looked up on the host, and the ranks send between devices.
+    """
+    tables = [group.name for group in groups if group.is_on_host]
+    if tables and setup.is_on_cuda:
+        raise ConfigError(
+            f"group {tables[0]} stays on the host (weights='host'), and its gradients cannot be averaged between GPUs; make it "
+            "'streamed' or 'resident'",
+            key="ranks",
+        )
     owners = {id(managed.parameter): (group, managed) for group in groups for managed in group.members}
     named = {id(parameter): (name, parameter) for name, parameter in setup.model.named_parameters()}
     for params in () if setup.optimizer is None else setup.optimizer.param_groups:

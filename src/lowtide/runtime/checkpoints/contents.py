@@ -105,7 +105,8 @@ def session_contents(
     others, other_tensors = _describe_rest(setup.mover.device, state or {}, rank)
     described |= others
     if setup.ranks is not None:
-        rest = setup.ranks.exchange((others, other_tensors))[1:]
+        # On the host: rank 0 would look for another rank's tensors on the device of that number.
+        rest = setup.ranks.exchange((others, {name: each.cpu() for name, each in other_tensors.items()}))[1:]
         described["ranks"] = [theirs for theirs, _ in rest]
         other_tensors |= {name: each for _, tensors in rest for name, each in tensors.items()}
     parts = [Part(parameter=parameters.get(key), tensors=named) for key, named in tensors.items()]

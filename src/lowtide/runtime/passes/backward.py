@@ -409,7 +409,7 @@ class BackwardPass:
         self._close_late(task)
         self._exchange_the_rest(task)
         self._gradients.send()
-        around = self._task_around(task)
+        around = None if self._average is None else self._task_around(task)
         for group in task.groups.values():
             self._finish(group, task, is_last=around is None)
         # Only now: if an update above raises, the backward must still count as broken off.

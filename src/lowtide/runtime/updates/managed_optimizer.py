@@ -272,11 +272,18 @@ class ManagedOptimizer:
     def _step_after(self, closure: Callable[[], Any] | None) -> None:
         executor = self._executor  # after the closure, whose forward may begin another plan
         executor.check_broken()
-        executor.worker.check()
-        executor.gradient_watch.check(waits=False)
+        average = executor.average
+        try:
+            executor.worker.check()
+        except BaseException:
+            if average is not None:
+                average.leave("an update on the host that failed")
+            raise
+        # All ranks see the same gradients, and must refuse them at the same place.
+        executor.gradient_watch.check(waits=average is not None and executor.schedule is Schedule.IN_BACKWARD)
         executor.lost_step.refuse()
-        if executor.average is not None:
-            executor.average.refuse_local_sums(self._optimizer, is_own=True)
+        if average is not None:
+            average.refuse_local_sums(self._optimizer, is_own=True)
         if not compat.scaler_values(self._optimizer):
             executor.loss.check()  # a scaler judges the gradients itself, and skips the update
         try:
@@ -284,8 +291,8 @@ class ManagedOptimizer:
         except NonFiniteGradientError:
             raise  # the other ranks, whose gradients are the same, refuse it too
         except BaseException:
-            if executor.average is not None:
-                executor.average.leave("an exception in optimizer.step()")
+            if average is not None:
+                average.leave("an exception in optimizer.step()")
             raise
 
     def _step_of_all(self, closure: Callable[[], Any] | None) -> None:
