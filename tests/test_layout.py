@@ -44,8 +44,8 @@ RANKS = ("distributed/", "lab/check_ranks", "runtime/agreement", "runtime/passes
 TRAIN = ("train/", "cli/train")
 MOST_LINES = {RANKS: 1_400, PLANNER: 8_000, CHECKPOINTS: 3_740, TRAIN: 2_450}
 """Lines without docstrings of the files whose paths begin so. A later feature adds a row of its own."""
-MOST_OTHER_LINES = 42_600
-"""The same of all other files: 42,000, and 600 for what checkpoints, runs and ranks changed in the session, its updates and
+MOST_OTHER_LINES = 42_650
+"""The same of all other files: 42,000, and 650 for what checkpoints, runs and ranks changed in the session, its updates and
 errors."""
 
 

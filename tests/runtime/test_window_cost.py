@@ -45,23 +45,23 @@ def is_for_emulation(frame: FrameType) -> bool:
 
 
 def calls_per_layer(num_layers: int, *, weights: str, update: str, schedule: str, window: str | None) -> float:
-    """Of one training step in its steady state."""
+    """Of the cheapest of three training steps in its steady state: how often the worker is asked depends on how far it is."""
     model = Stack(num_layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     plan = lowtide.make_plan(
         model, weights=weights, update=update, schedule=schedule, device_memory="64MiB", window_memory=window
     )
     assert len(plan.groups) == num_layers
-    count = 0
+    counts: list[int] = []
 
     def on_call(frame: FrameType, event: str, argument: Any) -> None:
-        nonlocal count
         if event in ("call", "c_call") and any(part in frame.f_code.co_filename for part in WATCHED):
-            count += not is_for_emulation(frame)
+            counts[-1] += not is_for_emulation(frame)
 
     with lowtide.manage(model, optimizer, plan, device="cpu"):
-        for number in range(4):
-            if number == 3:
+        for number in range(6):
+            if number >= 3:
+                counts.append(0)
                 sys.setprofile(on_call)
             try:
                 model(torch.ones(2, 8)).backward()
@@ -69,7 +69,7 @@ def calls_per_layer(num_layers: int, *, weights: str, update: str, schedule: str
                 optimizer.zero_grad()
             finally:
                 sys.setprofile(None)
-    return count / num_layers
+    return min(counts) / num_layers
 
 
 @pytest.mark.parametrize(
