@@ -77,8 +77,6 @@ class ManagedParameter:
         """Whether hooks of the user's on the gradient are still to run in this backward; they may write to the weights."""
         self.is_written_in_backward = False
         """Whether such hooks wrote to the parameter, or may have."""
-        self.is_averaged = False
-        """Whether ranks average its gradients: then the sum of several backwards is made on the device, by all of them alike."""
         self._version_in_backward = 0
         self._is_hooked = False
         self._hook: torch.utils.hooks.RemovableHandle | None = None
@@ -127,8 +125,11 @@ class ManagedParameter:
         self._hook = self.parameter.register_post_accumulate_grad_hook(on_gradient)
         return self._hook
 
-    def enter_backward(self, version: int, *, is_resident: bool) -> bool:
-        """A backward uses the parameter in this version. Returns whether hooks of the user's on its gradient are still to run."""
+    def enter_backward(self, version: int, *, is_resident: bool, is_averaged: bool) -> bool:
+        """A backward uses the parameter in this version. Returns whether hooks of the user's on its gradient are still to run.
+
+        Where its gradients are averaged over ranks, the sum with older ones is made on the device, by all ranks alike.
+        """
         self.has_gradient = False
         has_other_hooks = self._hook is not None and compat.make_last_gradient_hook(self.parameter, self._hook)
         self._is_hooked = has_other_hooks or (not is_resident and compat.has_gradient_hooks(self.parameter))
@@ -136,7 +137,7 @@ class ManagedParameter:
         self.is_written_in_backward = False
         self._version_in_backward = version
         if self.host_gradient is not None:
-            self.host_gradient.set_aside(is_summed_on_device=has_other_hooks or self.is_averaged)
+            self.host_gradient.set_aside(is_summed_on_device=has_other_hooks or is_averaged)
             return self._is_hooked
         gradient = self.parameter.grad
         if gradient is not None and gradient.device != self.parameter.device:
@@ -173,10 +174,6 @@ class ManagedParameter:
     def forget_gradient(self) -> None:
         """The gradient was used up, or shown to the user."""
         self.has_gradient = False
-
-    def be_averaged(self) -> None:
-        """Ranks average its gradients from now on."""
-        self.is_averaged = True
 
     def take_average(self, gradient: torch.Tensor) -> None:
         """The ranks' average takes the place of the gradient that this rank has sent."""
@@ -270,7 +267,7 @@ class ManagedGroup:
         """The forward used the group first at this place in its order."""
         self.place = place
 
-    def enter_backward(self) -> None:
+    def enter_backward(self, *, is_averaged: bool = False) -> None:
         """One more backward uses the group: gradients on the host are set aside, so that autograd starts afresh."""
         self.num_tasks += 1
         if self.num_tasks == 1:
@@ -278,7 +275,7 @@ class ManagedGroup:
             self._num_missing = dict.fromkeys(self._members_in, 0)
             is_resident = self.is_resident
             for managed, version in zip(self.members, compat.versions_of(self.parameters), strict=True):
-                if managed.enter_backward(version, is_resident=is_resident):
+                if managed.enter_backward(version, is_resident=is_resident, is_averaged=is_averaged):
                     self.awaits_hooks = True
                 if managed.parameter.requires_grad:
                     self._num_missing[managed.chunk.spec.name] += 1

@@ -53,8 +53,10 @@ from lowtide.runtime.updates.updater import Finisher
 class BackwardTask:
     """Lives from the first gradient that reaches a managed module to the end of the backward."""
 
-    def __init__(self, number: int, callers: set[int]) -> None:
+    def __init__(self, number: int, callers: set[int], *, is_averaged: bool = False) -> None:
         self.number = number
+        self.is_averaged = is_averaged
+        """Whether its gradients are averaged over ranks."""
         self.callers = callers
         """Threads of which one has called `backward`."""
         self.groups: dict[str, ManagedGroup] = {}
@@ -67,7 +69,7 @@ class BackwardTask:
         """The backward uses the group."""
         if group.name not in self.groups:
             self.groups[group.name] = group
-            group.enter_backward()
+            group.enter_backward(is_averaged=self.is_averaged)
 
     def leave(self) -> list[ManagedGroup]:
         """The backward is over. Returns the groups that no other backward uses."""
@@ -154,8 +156,6 @@ class BackwardPass:
             if member.owner is None:
                 hook = _hook_on_loose_gradient(self)
                 self._hooks.append(member.parameter.register_post_accumulate_grad_hook(hook))
-            else:
-                member.owner[1].be_averaged()
 
     def watch_output(self, output: object) -> None:
         """Notice a backward as soon as it reaches an output of the model: weights that are left to autograd may have gradients
@@ -386,7 +386,8 @@ class BackwardPass:
                 self._dropped.clear()
                 if self._average is not None:
                     self._average.begin()
-            task = self._tasks[number] = BackwardTask(number, self._callers())
+            is_averaged = self._average is not None and self._average.is_on
+            task = self._tasks[number] = BackwardTask(number, self._callers(), is_averaged=is_averaged)
             self._recorder.phases.backward_begins(number)
             if self._finisher is not None:
                 self._finisher.updater.begin_step()
