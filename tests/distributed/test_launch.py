@@ -23,7 +23,8 @@ from lowtide.distributed.launch import require_devices, run_on_ranks, tell, thre
 from lowtide.errors import ConfigError, HardwareError, RankFailedError
 
 SCRIPT = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs tests in the background ignores it
 from lowtide.distributed.launch import run_on_ranks
 from tests.distributed.test_launch import sleep
 if __name__ == "__main__":

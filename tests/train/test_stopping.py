@@ -69,6 +69,8 @@ def test_before_there_is_anything_to_save_a_request_leaves_at_once() -> None:
 
 
 def test_handlers_are_put_back() -> None:
+    # Python's own: a shell that runs tests in the background has it ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with StopRequests(30, Left()).watching():
         assert signal.getsignal(signal.SIGTERM) is not before[1]

@@ -12,6 +12,8 @@ from lowtide.errors import RankFailedError
 from tests.ranks import on_ranks
 from tests.runtime.rank_jobs import Resumed, resumed, save_where_rank_0_cannot, train_and_be_killed
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(("precision", "allowance"), [(None, None), (None, "64KiB"), ("bf16 stochastic", None)])
 def test_resume_on_as_many_ranks_is_exact(tmp_path: Path, precision: str | None, allowance: str | None) -> None:
