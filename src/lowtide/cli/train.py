@@ -154,7 +154,7 @@ def display_of(title: str, recipe: TrainRecipe) -> Display:
 
 
 class Silence:
-    """Of a rank that is not the first: that one shows the run of all."""
+    """The display of a rank that is not the first: that one shows the run of all."""
 
     def say(self, words: str) -> None:
         """Nothing."""

@@ -130,7 +130,8 @@ class _Seat:
     port: int
     num_threads: int
     timeout: dt.timedelta
-    """Of what the ranks send each other: longer than a rank may be silent, which the process that started it sees first."""
+    """The limit for what the ranks send each other. It is longer than a rank may be silent, which the process that started it sees
+    first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ class Ranks:
         """Whether the group is ours to close. Another NCCL group would take device memory of its own."""
         self._why_left: str | None = None
         self.sent_bytes = 0
-        """Of the tensors that were added up so far."""
+        """Bytes of the tensors that were added up so far."""
         self.waited_s = 0.0
         """For their sums, on the host. On CUDA the device waits instead, which is not in it."""
         self._group: dist.ProcessGroup | None = group
@@ -225,7 +225,7 @@ _REMEDIES = {
 
 
 def first_difference(first: Mapping[str, object], other: Mapping[str, object]) -> tuple[str, str, str, str] | None:
-    """Of two ranks' facts: the word, the name, and both values, as text."""
+    """Where two ranks' facts differ first: the word, the name, and both values, as text."""
     for word in {**first, **other}:
         mine, theirs = dict(first.get(word, {})), dict(other.get(word, {}))  # type: ignore[call-overload]
         for name in {**mine, **theirs}:
@@ -242,5 +242,5 @@ def _shown(value: object) -> str:
 
 
 def first_line(message: str) -> str:
-    """Of an error of torch's, which may append a stack of C++."""
+    """The first line of an error of torch's, which may append a stack of C++."""
     return message.strip().partition("\n")[0][:MOST_SHOWN]

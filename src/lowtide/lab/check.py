@@ -290,7 +290,7 @@ def run_managed(
 
 
 def _phases(recipe: Recipe, session: Session) -> Callable[[str], contextlib.AbstractContextManager[object]]:
-    """Of several backward calls to an update the last one averages, as a loop over ranks is written."""
+    """The last of several backward calls to an update averages, as a loop over ranks is written."""
     if recipe.accumulation == 1:
         return contextlib.nullcontext
     num_forwards = 0

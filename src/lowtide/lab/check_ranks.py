@@ -56,8 +56,8 @@ class Gap:
     size: float
     """The loss, or the tensor's norm."""
     difference: float
-    """Of the losses; or the norm of the tensors' difference. A single weight is no measure: where its gradient is nearly zero,
-    Adam makes a step of the last bits."""
+    """The difference of the losses; or the norm of the tensors' difference. A single weight is no measure: where its gradient is
+    nearly zero, Adam makes a step of the last bits."""
     by_rounding: float
     """What other last bits of the gradients change in plain torch."""
     allowed: float
@@ -94,7 +94,7 @@ class RanksReport:
     runs: CheckReport
     """The managed losses are means over the ranks; the weights and the statistics are rank 0's."""
     loss: Gap
-    """Of all losses the one that is nearest to, or furthest beyond, what is allowed."""
+    """The loss that is nearest to, or furthest beyond, what is allowed."""
     weight: Gap
     """The same of all parameters and buffers."""
     parted: tuple[int, ...]
@@ -369,7 +369,7 @@ class _Found:
     weights: dict[str, Tensor]
     """Rank 0's; the others' are empty."""
     digest: str
-    """Of the parameters. Buffers are rank 0's own matter: the others have them with the next forward."""
+    """A digest of the parameters. Buffers are left out: the others get rank 0's with the next forward."""
     stats: SessionStats
     warnings: tuple[str, ...]
 

@@ -113,7 +113,7 @@ class Team:
         return value if self._ranks is None else math.fsum(self._ranks.exchange(value)) / self.size
 
     def sums(self, *values: float) -> tuple[float, ...]:
-        """Of each value, over the ranks."""
+        """The sum of each value over the ranks."""
         if self._ranks is None:
             return values
         return tuple(math.fsum(column) for column in zip(*self._ranks.exchange(values), strict=True))

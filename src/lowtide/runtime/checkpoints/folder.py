@@ -394,7 +394,7 @@ def opened(folder: Path, step: int) -> CheckpointReader:
 
 
 def checkpoint_name(step: int) -> str:
-    """Of the folder of a checkpoint of this step."""
+    """The name of the folder of a checkpoint of this step."""
     return f"step-{step:08d}"
 
 

@@ -73,7 +73,7 @@ class Source:
     is_announced: bool = False
     """Whether each change of it is announced beforehand."""
     offset: int = 0
-    """Of its first byte in its file. A large one lies in step with it in the slabs, for disks that are written to directly."""
+    """Where its first byte is in its file. A large one is in step with that in the slabs, for disks that are written directly."""
 
     def room_bytes(self, num_bytes: int) -> int:
         """The most that so many bytes of it take in slabs."""

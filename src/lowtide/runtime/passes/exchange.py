@@ -292,7 +292,7 @@ def _refuse_sparse(gradient: torch.Tensor, name: str) -> None:
 
 
 _AVERAGES: weakref.WeakSet[GradientAverage] = weakref.WeakSet()
-"""Of all sessions in the process."""
+"""Those of all sessions in the process."""
 
 
 class SharedBuffers:
