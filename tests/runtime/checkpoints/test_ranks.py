@@ -29,7 +29,7 @@ def test_resume_on_as_many_ranks_is_exact(tmp_path: Path, precision: str | None,
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_four_ranks_are_resumed_by_others(tmp_path: Path, size: int) -> None:
-    run = Resumed(folder=str(tmp_path), has_dropout=False, first=4)
+    run = Resumed(folder=str(tmp_path), has_dropout=False, first=4, num_saved=4)
     (undisturbed, _, _), *_ = on_ranks(resumed, 4, run)
     for rank, (losses, told, is_exact) in enumerate(on_ranks(resumed, size, replace(run, first=0))):
         assert losses == pytest.approx(undisturbed, rel=1e-10)
@@ -39,7 +39,7 @@ def test_four_ranks_are_resumed_by_others(tmp_path: Path, size: int) -> None:
 
 
 def test_one_process_is_resumed_by_ranks(tmp_path: Path) -> None:
-    run = Resumed(folder=str(tmp_path), has_dropout=False, first=4)
+    run = Resumed(folder=str(tmp_path), has_dropout=False, first=4, num_saved=1)
     ((undisturbed, _, _),) = on_ranks(resumed, 1, run)
     for losses, _, _ in on_ranks(resumed, 2, replace(run, first=0)):
         assert losses == pytest.approx(undisturbed, rel=1e-10)
@@ -48,7 +48,7 @@ def test_one_process_is_resumed_by_ranks(tmp_path: Path) -> None:
 def test_a_save_that_fails_fails_on_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     first, second = on_ranks(save_where_rank_0_cannot, 2, str(tmp_path / "file"))
-    assert first[0] == "CheckpointWriteError" or "Error" in first[0]
+    assert first[0] == "CheckpointWriteError"
     assert second[0] == "RanksDifferError"
     assert "rank 0 could not save a checkpoint, and so rank 1 does not either" in second[1]
     assert first[2]
