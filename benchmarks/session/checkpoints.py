@@ -3,7 +3,7 @@
 python -m benchmarks.session.checkpoints saves --out FOLDER --commit 0123abc [--match TEXT]
 
 A row trains a model, and saves it while it trains on. The stall is what the steps until the checkpoint is whole, and the call
-of `save` itself, take beyond as many undisturbed steps. The disk's rate is measured in the same folder right before, by as
+of `save` itself, take beyond as many undisturbed steps, of which some come before and some after. The disk's rate is measured in the same folder right before, by as
 many writers, past the page cache as they do it, and with a sync at the end. The second save with the allowance of the first
 finds memory that the process has touched before. Rows on the CPU run the same with the tiny model: `--match tiny`.
 """
@@ -150,18 +150,23 @@ class Loop:
         return 12 * sum(parameter.numel() for parameter in self.model.parameters())
 
 
-def measure_saves(loop: Loop, row: Row, folder: Path, usual_s: float) -> list[dict[str, Any]]:
-    """A save for each allowance; the last checkpoint stays."""
+def measure_saves(loop: Loop, row: Row, folder: Path, before_s: list[float]) -> list[dict[str, Any]]:
+    """A save for each allowance; the last checkpoint stays. `before_s`: of undisturbed steps before the first."""
     saves: list[dict[str, Any]] = []
     for allowance in row["allowances"]:
         if saves and "keep" not in row:
             shutil.rmtree(folder / saves[-1]["checkpoint"])
-        saves.append(measure_save(loop, allowance, row.get("keep", 1), folder, usual_s))
+        save = measure_save(loop, allowance, row.get("keep", 1), folder)
+        after_s = [loop.step() for _ in range(row["steps"])]
+        usual_s = statistics.median([*before_s, *after_s])
+        stall_s = max(0.0, save["call_s"] + sum(save["step_s"]) - len(save["step_s"]) * usual_s)
+        saves.append({**save, "usual_s": usual_s, "stall_s": stall_s})
+        before_s = after_s
         print(saves[-1], file=sys.stderr, flush=True)  # what was measured, should the rest take too long
     return saves
 
 
-def measure_save(loop: Loop, allowance: str, keep: int, folder: Path, usual_s: float) -> dict[str, Any]:
+def measure_save(loop: Loop, allowance: str, keep: int, folder: Path) -> dict[str, Any]:
     """One save while the loop goes on."""
     with PeakMemory() as memory:
         began_s = time.perf_counter()
@@ -179,7 +184,6 @@ def measure_save(loop: Loop, allowance: str, keep: int, folder: Path, usual_s: f
         "write_s": saved.seconds,
         "call_s": called_s,
         "step_s": times,
-        "stall_s": max(0.0, called_s + sum(times) - len(times) * usual_s),
         "waited_s": saved.stalled_s,
         "staging_bytes": saved.peak_staging_bytes,
         "host_before_bytes": memory.before_bytes,
@@ -228,14 +232,13 @@ def run(row: Row) -> Row:
         for _ in range(row["warm_up"]):
             loop.step()
         times = [loop.step() for _ in range(row["steps"])]
-        usual_s = statistics.median(times)
         rate = disk_bytes_per_s(folder, row["disk_bytes"], num_threads()[1])
-        saves = measure_saves(loop, row, folder, usual_s)
+        saves = measure_saves(loop, row, folder, times)
         result = {
             **row,
             "state_bytes": loop.num_bytes(),
             "step_s": times,
-            "median_s": usual_s,
+            "median_s": statistics.median(times),
             "disk_bytes_per_s": rate,
             "saves": saves,
             "stall_share_of_write": [save["stall_s"] / save["write_s"] for save in saves],

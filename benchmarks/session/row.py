@@ -122,6 +122,14 @@ def optimizer_of(name: str, model: Any) -> torch.optim.Optimizer | None:
     raise SystemExit(f"no optimizer {name}")
 
 
+def group_of_one(backend: str) -> Any:
+    """A process group of this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return dist.group.WORLD
+
+
 def host_rss_bytes() -> int:
     """What the process occupies now."""
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -165,6 +173,7 @@ def run(row: dict[str, Any]) -> dict[str, Any]:
         import lowtide
 
         plan = plan_of(row, model)
+        ranks = {"ranks": group_of_one(row["ranks"])} if "ranks" in row else {}
         begun = time.perf_counter()
         session = lowtide.manage(
             model,
@@ -174,6 +183,7 @@ def run(row: dict[str, Any]) -> dict[str, Any]:
             precision=row.get("precision"),
             moments=row.get("moments", "fp32"),
             weights=row.get("from_file"),
+            **ranks,
         )
         managed_s = time.perf_counter() - begun
     rows, length = (int(part) for part in row["batch"].split("x"))

@@ -127,6 +127,31 @@ def _launch_rows() -> list[Row]:
     ]
 
 
+def _rank_rows() -> list[Row]:
+    """What a process group of one costs over none, by turns."""
+    llama = {**LLAMA, **EXACT, "steps": 6, "warm_up": 2}
+    rows = {
+        "all on the device, exact": {**llama, "kind": "managed", "weights": "resident", "update": "device"},
+        "streamed, on the host in backward, exact": {
+            **llama,
+            **STREAMED,
+            "update": "host",
+            "schedule": "in_backward",
+            "device_memory": "14GiB",
+        },
+    }
+    return [
+        {**row, "name": f"{name}{words}", **ranks}
+        for name, row in rows.items()
+        for words, ranks in (
+            ("", {}),
+            (", one rank", {"ranks": "nccl"}),
+            (", one rank again", {"ranks": "nccl"}),
+            (", again", {}),
+        )
+    ]
+
+
 VERSIONS = [("before", "out/before"), ("now", ".")]
 """Another version of the repository, and this one."""
 
@@ -191,6 +216,7 @@ SUITES: dict[str, list[Row]] = {
     "host_share_staging_8b": _staging_rows("8b", "4x2048", "12GiB"),
     "partition_3b": _partition_rows("3.14b", "8x2048", (0.05, 0.1, 0.15, 0.2, 0.3)),
     "partition_8b": _partition_rows("8b", "4x2048", (0.1, 0.2, 0.4, 0.6, 0.7)),
+    "ranks": _rank_rows(),
     "partition_tiny": _partition_rows("tiny", "2x32", (0.5,)),
     "streaming": [
         {"name": "plain torch, forward and backward", **LLAMA, "kind": "plain", "optimizer": "none"},

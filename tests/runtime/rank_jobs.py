@@ -629,6 +629,7 @@ def train_and_be_killed(rank: int, folder: str, kills_at: int | None) -> list[fl
 
 def train_on_cuda(rank: int, backend: str, weights: str, schedule: str) -> tuple[list[float], list[float]]:
     """Losses with the group, averaged over the ranks, and those of one process on the whole batch."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True)
     size = dist.get_world_size()
     group = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="nccl")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -130,3 +131,20 @@ def test_a_slow_update_is_warned_of_with_the_words_that_are_fast() -> None:
         lowtide.manage(model, optimizer, lowtide.make_plan(model), device="cuda").close()
     lowtide.manage(model, optimizer, lowtide.make_plan(model), device="cuda", precision="bf16 exact").close()
     lowtide.manage(model, optimizer, lowtide.make_plan(model, update="device"), device="cuda").close()
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_memory_that_old_tensors_hold_in_pieces_is_said(recwarn: pytest.WarningsRecorder, is_held: bool) -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    whole = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    del whole
+    if not is_held:
+        torch.cuda.empty_cache()
+    piece = torch.empty(16 << 20, dtype=torch.uint8, device="cuda")  # out of the whole, where that is still there
+    model = nn.Linear(8, 8)
+    plan = lowtide.make_plan(model, weights="streamed", device_memory="2GiB")
+    with lowtide.manage(model, plan=plan, device="cuda"):
+        told = [str(warning.message) for warning in recwarn if "torch cannot release it" in str(warning.message)]
+    assert len(told) == is_held
+    del piece

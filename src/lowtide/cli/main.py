@@ -15,6 +15,7 @@ from lowtide.cli.hardware import run_hardware
 from lowtide.cli.lab import lab_app
 from lowtide.cli.plan import PlanRequest, Shown, make_plan_request, plan_settable, run_plan
 from lowtide.cli.trace import make_request, run_explain, run_trace, settable
+from lowtide.hardware.machine import lowtide_version
 
 app = typer.Typer(
     name="lowtide",
@@ -28,7 +29,7 @@ app.add_typer(lab_app)
 
 def _show_version(is_asked: bool) -> None:
     if is_asked:
-        print(f"lowtide {importlib.metadata.version('lowtide')}, torch {importlib.metadata.version('torch')}")
+        print(f"lowtide {lowtide_version()}, torch {importlib.metadata.version('torch')}")
         raise typer.Exit
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import socket
 import zlib
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from torch import nn
 from lowtide import compat
 from lowtide.distributed.ranks import Ranks
 from lowtide.errors import ConfigError
+from lowtide.hardware.machine import lowtide_version
 from lowtide.memory.chunk import lay_out
 from lowtide.memory.groups import SPARSE_GRADIENT, find_groups, is_dense, unmanaged_parameters
 from lowtide.planning.budget_plans import WarmUp
@@ -61,7 +61,7 @@ def manage_alike(
             _refuse(model, plan)
             facts["versions"] = {
                 "torch": torch.__version__.partition("+")[0],
-                "Lowtide": importlib.metadata.version("lowtide"),
+                "Lowtide": lowtide_version(),
             }
             facts["settings"] = settings
             facts["parameters"] = {

@@ -228,6 +228,7 @@ def _manage(
             torch.cuda.synchronize(target)
             # Only now: a model that was on the device has left it by this line.
             torch.cuda.empty_cache()
+            _warn_of_held_segments(target, plan.budgets.device_bytes)
             plan_run.limit_device(DeviceLimit(target, plan.budgets.device_bytes))
         management = Management(plan_run, observer, None if plans is None else plans.after, aside)
         session = Session(management)
@@ -399,6 +400,31 @@ def _warn_of_caches(plan_run: PlanRun) -> None:
             "the default differs in the last bits for some models. Set config.use_cache = False before manage to have it so",
             stacklevel=4,
         )
+
+
+def _warn_of_held_segments(device: torch.device, budget_bytes: int | None) -> None:
+    """Warn of memory that torch cannot release to the budget: what is free beside tensors from before the session."""
+    if budget_bytes is None:
+        return
+    compute = torch.cuda.current_stream(device).cuda_stream  # chunks are in the pool of another one
+    segments = [
+        segment
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == device.index and segment["stream"] == compute
+    ]
+    used_bytes = sum(segment["allocated_size"] for segment in segments)
+    held_bytes = sum(segment["total_size"] for segment in segments) - used_bytes
+    if held_bytes > _MOST_HELD * budget_bytes:
+        warnings.warn(
+            f"{format_bytes(held_bytes)} of the device budget of {format_bytes(budget_bytes)} is free and can only be used in pieces: "
+            f"tensors from before the session, {format_bytes(used_bytes)}, lie in between, so torch cannot release it. A step may "
+            "run out of memory that the plan counts on. Make those tensors after the session, or start in a new process",
+            stacklevel=4,
+        )
+
+
+_MOST_HELD = 0.1
+"""Of the budget. Less is usual: cuBLAS's workspace and a batch leave some of theirs."""
 
 
 def _device(device: torch.device | str | None) -> torch.device:

@@ -49,7 +49,7 @@ _LEAST_SLABS = 4
 """In which a small allowance is divided, so that some are read while others are written."""
 LEAST_BYTES = 4096
 """Of an allowance."""
-_MOST_READERS = 8
+_MOST_READERS = 16
 _MOST_WRITERS = 4
 _WIPE_ON_FORK = 18 if sys.platform == "linux" else None
 """For `madvise`, which Python has no name for: a child that is forked has none of this memory, and keeps none of it alive."""
@@ -552,11 +552,11 @@ class Snapshot:
 def num_threads() -> tuple[int, int]:
     """How many readers and writers are worth having. They share the processors with the loop and with updates on the host.
 
-    Readers are soon done, and what changes waits for them: half of the processors. Writers wait for the disk: a quarter,
+    Readers are soon done, and what changes waits for them: nearly all processors. Writers wait for the disk: a quarter,
     and two at least, so that one writes while the other computes a CRC-32.
     """
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(_MOST_READERS, count // 2)), max(2, min(_MOST_WRITERS, count // 4))
+    return max(1, min(_MOST_READERS, count - max(1, count // 8))), max(2, min(_MOST_WRITERS, count // 4))
 
 
 _LIVING: weakref.WeakSet[Snapshot] = weakref.WeakSet()
