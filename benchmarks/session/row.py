@@ -240,6 +240,8 @@ def run(row: dict[str, Any]) -> dict[str, Any]:
 
             write_perfetto(timeline.last_steps(1), Path(row["trace_to"]))
         session.close()
+    if "ranks" in row:
+        torch.distributed.destroy_process_group()
     return result
 
 

@@ -416,9 +416,9 @@ def _warn_of_held_segments(device: torch.device, budget_bytes: int | None) -> No
     held_bytes = sum(segment["total_size"] for segment in segments) - used_bytes
     if held_bytes > _MOST_HELD * budget_bytes:
         warnings.warn(
-            f"{format_bytes(held_bytes)} of the device budget of {format_bytes(budget_bytes)} is free and can only be used in pieces: "
-            f"tensors from before the session, {format_bytes(used_bytes)}, lie in between, so torch cannot release it. A step may "
-            "run out of memory that the plan counts on. Make those tensors after the session, or start in a new process",
+            f"{format_bytes(held_bytes)} of the device budget of {format_bytes(budget_bytes)} is free, but only in pieces: tensors "
+            f"from before the session, {format_bytes(used_bytes)}, lie in between, so torch cannot release it. A step may run out of "
+            "memory that the plan counts on. Make those tensors after the session, or start in a new process",
             stacklevel=4,
         )
 
