@@ -29,7 +29,7 @@ import torch
 
 from benchmarks.session.row import SIZES, build, host_rss_bytes, load
 from benchmarks.suite import Row, answer, main
-from lowtide.runtime.checkpoints.blocks import DIRECT_BYTES, write_all
+from lowtide.runtime.checkpoints.blocks import WRITE_BYTES, write_all
 from lowtide.runtime.checkpoints.disk import Disk
 
 MODULE = "benchmarks.session.checkpoints"
@@ -81,17 +81,17 @@ def disk_bytes_per_s(folder: Path, num_bytes: int, num_writers: int) -> float:
     """The rate at which as many threads write files there as a save writes them, and sync them, beside nothing else."""
     disk = Disk()
     # Mapped memory begins at a page, without which nothing goes past the page cache.
-    block = memoryview(mmap.mmap(-1, DIRECT_BYTES))
-    block[:] = torch.randint(0, 256, (DIRECT_BYTES,), dtype=torch.uint8).numpy().tobytes()
+    block = memoryview(mmap.mmap(-1, WRITE_BYTES))
+    block[:] = torch.randint(0, 256, (WRITE_BYTES,), dtype=torch.uint8).numpy().tobytes()
     share = num_bytes // num_writers
 
     def write(number: int) -> None:
         path = folder / f"rate-{number}"
         descriptor = disk.create(path, share)
         direct = disk.open_direct(path)
-        for begin in range(0, share, DIRECT_BYTES):
+        for begin in range(0, share, WRITE_BYTES):
             data = block[: share - begin]
-            is_direct = direct is not None and len(data) == DIRECT_BYTES
+            is_direct = direct is not None and len(data) == WRITE_BYTES
             write_all(disk, direct if is_direct else descriptor, data, begin)
         disk.sync(descriptor)
         for each in {descriptor, direct} - {None}:

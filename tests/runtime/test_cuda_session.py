@@ -144,7 +144,7 @@ def test_memory_that_old_tensors_hold_in_pieces_is_said(recwarn: pytest.Warnings
     piece = torch.empty(16 << 20, dtype=torch.uint8, device="cuda")  # out of the whole, where that is still there
     model = nn.Linear(8, 8)
     plan = lowtide.make_plan(model, weights="streamed", device_memory="2GiB")
-    with lowtide.manage(model, plan=plan, device="cuda"):
+    with lowtide.manage(model, None, plan, device="cuda"):
         told = [str(warning.message) for warning in recwarn if "torch cannot release it" in str(warning.message)]
     assert len(told) == is_held
     del piece

@@ -417,8 +417,8 @@ def _warn_of_held_segments(device: torch.device, budget_bytes: int | None) -> No
     if held_bytes > _MOST_HELD * budget_bytes:
         warnings.warn(
             f"{format_bytes(held_bytes)} of the device budget of {format_bytes(budget_bytes)} is free, but only in pieces: tensors "
-            f"from before the session, {format_bytes(used_bytes)}, lie in between, so torch cannot release it. A step may run out of "
-            "memory that the plan counts on. Make those tensors after the session, or start in a new process",
+            f"from before the session, {format_bytes(used_bytes)}, lie in between, so torch cannot release it. A step may run "
+            "out of memory that the plan counts on. Make those tensors after the session, or start in a new process",
             stacklevel=4,
         )
 

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from lowtide.errors import CheckpointError, CheckpointWriteError, ConfigError, DamagedCheckpointError
 from lowtide.plain_text import Plain
 from lowtide.runtime.checkpoints import blocks, layout
-from lowtide.runtime.checkpoints.blocks import BLOCK_BYTES, PAGE_BYTES, combined
+from lowtide.runtime.checkpoints.blocks import PAGE_BYTES, WRITE_BYTES, combined
 from lowtide.runtime.checkpoints.disk import Disk
 from lowtide.runtime.checkpoints.format import CheckpointReader, CheckpointWriter, TensorSpec
 from lowtide.runtime.checkpoints.layout import DTYPES
@@ -320,7 +320,7 @@ def test_reading_into_a_tensor_on_the_device(tmp_path: Path) -> None:
 
 
 class SlowDisk(QuickDisk):
-    """Waits in the second write of a tensor until it is let go, and notes what is written to closed files."""
+    """Waits in the first large write until it is let go, and notes what is written to closed files."""
 
     def __init__(self) -> None:
         self.is_writing, self.may_go_on = threading.Event(), threading.Event()
@@ -328,7 +328,7 @@ class SlowDisk(QuickDisk):
         self.num_late = 0
 
     def write(self, descriptor: int, data: memoryview, offset: int) -> int:
-        if len(data) == BLOCK_BYTES:
+        if len(data) == WRITE_BYTES:
             self.is_writing.set()
             assert self.may_go_on.wait(30)
             self.num_late += descriptor in self.closed
@@ -341,7 +341,7 @@ class SlowDisk(QuickDisk):
 
 def test_closing_waits_for_writes_under_way(tmp_path: Path) -> None:
     """A descriptor that is closed meanwhile could be another file's by the thread's next write."""
-    disk, value = SlowDisk(), torch.zeros(4 * BLOCK_BYTES, dtype=torch.uint8)
+    disk, value = SlowDisk(), torch.zeros(2 * WRITE_BYTES, dtype=torch.uint8)
     writer = CheckpointWriter(tmp_path, specs_of({"model": {"weight": value}}), disk=disk)
     with ThreadPoolExecutor(2) as pool:
         writing = pool.submit(writer.write, "model", "weight", value)

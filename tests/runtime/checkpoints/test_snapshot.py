@@ -253,7 +253,7 @@ def flags_of_mapping(address: int) -> set[str]:
     raise AssertionError("no mapping has the address")
 
 
-@pytest.mark.parametrize(("processors", "readers", "writers"), [(1, 1, 2), (2, 1, 2), (16, 8, 4), (64, 8, 4)])
+@pytest.mark.parametrize(("processors", "readers", "writers"), [(1, 1, 2), (2, 1, 2), (16, 14, 4), (64, 16, 4)])
 def test_threads_leave_processors_to_the_loop(
     processors: int, readers: int, writers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
