@@ -17,6 +17,7 @@ PUBLIC = (
     "Plan",
     "PlannedStep",
     "Session",
+    "Sharding",
     "StaticPartition",
     "StepSettings",
     "StepTrace",

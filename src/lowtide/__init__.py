@@ -12,7 +12,7 @@ if typing.TYPE_CHECKING:
     from lowtide.planning.budget_plans import StaticPartition, WarmUp
     from lowtide.planning.comparison import compare
     from lowtide.planning.hand_plan import make_plan
-    from lowtide.planning.plan import Plan
+    from lowtide.planning.plan import Plan, Sharding
     from lowtide.runtime.checkpoints.export import export
     from lowtide.runtime.checkpoints.loading import LoadedCheckpoint, load, load_weights, newest_checkpoint
     from lowtide.runtime.feasibility import largest_batch
@@ -50,6 +50,7 @@ _AT_FIRST_USE = {
     "PlannedStep": "lowtide.runtime.plan_problem",
     "prepare": "lowtide.runtime.planner",
     "Session": "lowtide.runtime.session",
+    "Sharding": "lowtide.planning.plan",
     "StaticPartition": "lowtide.planning.budget_plans",
     "StepSettings": "lowtide.tracing.settings",
     "StepTrace": "lowtide.tracing.step_trace",
@@ -64,6 +65,7 @@ __all__ = [
     "Plan",
     "PlannedStep",
     "Session",
+    "Sharding",
     "StaticPartition",
     "StepSettings",
     "StepTrace",

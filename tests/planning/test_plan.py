@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,11 @@ from lowtide.activations.policy import CompileBudget, Keep, Offload, Recompute, 
 from lowtide.errors import BadRecordError, ConfigError
 from lowtide.planning.plan import (
     Budgets,
+    Collective,
     GroupPlan,
     Plan,
     Schedule,
+    Sharding,
     Site,
     Weights,
     load_plan,
@@ -71,7 +74,7 @@ sizes = st.none() | st.integers(0, 2**50)
 groups = st.builds(
     GroupPlan,
     name=st.text(max_size=5),
-    weights=st.sampled_from(Weights),
+    weights=st.sampled_from([each for each in Weights if each is not Weights.SHARDED]),
     sites=st.lists(st.sampled_from(Site), max_size=3).map(tuple),
     activation=st.sampled_from([Keep(), Selective(), Recompute(segment=4), Offload(depth=3), CompileBudget(share=0.5)]),
     weight_bytes=sizes,
@@ -92,6 +95,43 @@ plans = st.builds(
 @given(plans)
 def test_there_and_back(plan: Plan) -> None:
     assert plan_from_json(plan_to_json(plan)) == plan
+
+
+def spread(weights: Weights, *sites: Site, shards: int = 4, collective: Collective = Collective.GATHER) -> Plan:
+    group = GroupPlan(name="block", weights=weights, sites=sites)
+    return replace(PLAN, groups=(group,), sharding=Sharding(shards=shards, collective=collective))
+
+
+@pytest.mark.parametrize("collective", Collective)
+@pytest.mark.parametrize(("weights", "site"), [("streamed", "host"), ("sharded", "device"), ("sharded", "paged")])
+def test_a_plan_for_several_ranks(weights: str, site: str, collective: Collective) -> None:
+    plan = spread(Weights(weights), Site(site), collective=collective)
+    assert plan_from_json(plan_to_json(plan)) == plan
+    assert f"over 4 ranks ({collective})" in plan.summary
+
+
+@pytest.mark.parametrize(
+    ("weights", "site", "says"),
+    [
+        ("streamed", "device", "on the host of each rank .* make it 'sharded'"),
+        ("sharded", "host", "on the device of each rank .* make it 'streamed'"),
+        ("host", "host", "not spread over ranks"),
+    ],
+)
+def test_parts_are_updated_where_they_are(weights: str, site: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        spread(Weights(weights), Site(site))
+
+
+def test_sharded_weights_need_ranks() -> None:
+    with pytest.raises(ConfigError, match=r"does not say over how many ranks; give sharding="):
+        replace(PLAN, groups=(GroupPlan(name="block", weights=Weights.SHARDED, sites=()),))
+
+
+@pytest.mark.parametrize("shards", [1, 0, -2, True, 2.0])
+def test_one_rank_shares_nothing(shards: object) -> None:
+    with pytest.raises(ConfigError, match=r"give the number of ranks that share the weights, 2 or more"):
+        Sharding(shards=shards)  # type: ignore[arg-type]
 
 
 def test_as_people_write_it() -> None:

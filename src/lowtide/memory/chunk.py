@@ -286,13 +286,16 @@ class Layout:
     """The chunk size that was searched for: no chunk is larger, unless one parameter alone is."""
     fingerprint: str
     """Changes when a name, shape, dtype, tie or grouping changes: a plan says for which layout it was made."""
+    shards: int = 1
+    """Each chunk can be cut into so many equal parts, of a multiple of 512 bytes, and has parameters of one type alone if there
+    are several."""
 
     def chunks_of(self, group: str) -> tuple[ChunkSpec, ...]:
         """The chunks of one group, in order."""
         return tuple(chunk for chunk in self.chunks if chunk.group == group)
 
 
-def lay_out(groups: Sequence[GroupSpec], *, chunk_bytes: int | None = None) -> Layout:
+def lay_out(groups: Sequence[GroupSpec], *, chunk_bytes: int | None = None, shards: int = 1) -> Layout:
     """The chunks of groups, as `find_groups` gives them.
 
     Within a group the parameters are packed in order, each into the last chunk or, where that is full, into a new
@@ -302,6 +305,8 @@ def lay_out(groups: Sequence[GroupSpec], *, chunk_bytes: int | None = None) -> L
         groups: In the order of their first use.
         chunk_bytes: The most that a chunk of several parameters may hold, rounded up to 512. None: the size with the
             least waste, see `search_chunk_bytes`.
+        shards: How many ranks share each chunk: its size is padded to so many equal parts, and parameters of different types
+            do not share one.
 
     Example:
         >>> from torch import nn
@@ -317,9 +322,10 @@ def lay_out(groups: Sequence[GroupSpec], *, chunk_bytes: int | None = None) -> L
     chunk_bytes = aligned(chunk_bytes)
     return Layout(
         groups=tuple(groups),
-        chunks=tuple(chunk for group in groups for chunk in _chunks(group, chunk_bytes)),
+        chunks=tuple(chunk for group in groups for chunk in _chunks(group, chunk_bytes, shards)),
         chunk_bytes=chunk_bytes,
         fingerprint=fingerprint(groups),
+        shards=shards,
     )
 
 
@@ -333,14 +339,16 @@ def _facts(parameter: ParameterSpec) -> list[object]:
     return [parameter.name, parameter.shape, str(parameter.dtype), parameter.requires_grad]
 
 
-def _chunks(group: GroupSpec, chunk_bytes: int) -> list[ChunkSpec]:
+def _chunks(group: GroupSpec, chunk_bytes: int, shards: int) -> list[ChunkSpec]:
     found = []
-    for number, packed in enumerate(next_fit(group.parameters, chunk_bytes)):
+    for number, packed in enumerate(next_fit(group.parameters, chunk_bytes, by_type=shards > 1)):
         spans, offset = [], 0
         for parameter in packed:
             spans.append(Span(parameter=parameter, offset_bytes=offset))
             offset += aligned(parameter.nbytes)
-        found.append(ChunkSpec(name=f"{group.name}/{number}", group=group.name, spans=tuple(spans), nbytes=offset))
+        unit = ALIGNMENT_BYTES * shards
+        nbytes = -(-offset // unit) * unit
+        found.append(ChunkSpec(name=f"{group.name}/{number}", group=group.name, spans=tuple(spans), nbytes=nbytes))
     return found
 
 
@@ -354,22 +362,25 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def next_fit(parameters: Sequence[ParameterSpec], chunk_bytes: int) -> list[list[ParameterSpec]]:
+def next_fit(
+    parameters: Sequence[ParameterSpec], chunk_bytes: int, *, by_type: bool = False
+) -> list[list[ParameterSpec]]:
     """Parameters in chunks of at most `chunk_bytes`, in order; one that is larger has a chunk to itself.
 
     Next fit, not first fit: parameters that are used one after the other stay together. The trained and the frozen ones
-    are packed apart, each in their order, so that adapters between frozen weights do not break the chunks of both.
+    are packed apart, each in their order, so that adapters between frozen weights do not break the chunks of both; so are, if
+    `by_type`, parameters of different types.
     """
     chunks: list[list[ParameterSpec]] = []
-    last: dict[bool, list[ParameterSpec]] = {}
-    filled: dict[bool, int] = {}
+    last: dict[object, list[ParameterSpec]] = {}
+    filled: dict[object, int] = {}
     for parameter in parameters:
-        trained, size = parameter.requires_grad, aligned(parameter.nbytes)
-        if trained not in last or filled[trained] + size > chunk_bytes:
-            last[trained], filled[trained] = [], 0
-            chunks.append(last[trained])
-        last[trained].append(parameter)
-        filled[trained] += size
+        kind, size = (parameter.requires_grad, by_type and parameter.dtype), aligned(parameter.nbytes)
+        if kind not in last or filled[kind] + size > chunk_bytes:
+            last[kind], filled[kind] = [], 0
+            chunks.append(last[kind])
+        last[kind].append(parameter)
+        filled[kind] += size
     return chunks
 
 

@@ -16,7 +16,7 @@ from lowtide.errors import ConfigError, UnknownNameError
 from lowtide.memory.chunk import ChunkSpec, Layout, lay_out
 from lowtide.memory.groups import REST, find_named_groups
 from lowtide.planning.placement import assemble, check_plan, is_always_open, is_one_module, is_trained
-from lowtide.planning.plan import Budgets, Plan, Schedule, Site, Weights, word_of
+from lowtide.planning.plan import Budgets, Plan, Schedule, Sharding, Site, Weights, word_of
 from lowtide.units import parse_bytes
 
 Size = str | int
@@ -41,6 +41,7 @@ def make_plan(
     pinned_memory: Size | None = None,
     window_memory: Size | None = None,
     staging_memory: Size | None = None,
+    sharding: Sharding | None = None,
 ) -> Plan:
     """A plan from a few words, checked against the model.
 
@@ -64,6 +65,9 @@ def make_plan(
         pinned_memory: The part of the host's that may be locked.
         window_memory: The part of the device's for the windows of streamed groups.
         staging_memory: The part of the host's in which gradients wait for their updates.
+        sharding: Spread the groups over several ranks: `streamed` ones on their hosts, where they are updated, `sharded` ones on
+            their devices. A group that is not named is spread too, also one that is open for the whole step. Budgets are
+            those of one rank.
 
     Raises:
         UnknownNameError: A mapping names a group that the model does not have.
@@ -77,12 +81,24 @@ def make_plan(
         [('0', 'resident'), ('1', 'streamed')]
     """
     names = names_in(weights, update, activations)
-    layout = model if isinstance(model, Layout) else lay_out(find_named_groups(model, names))
-    placed = _weights_by_group(layout, weights)
+    shards = 1 if sharding is None else sharding.shards
+    layout = model if isinstance(model, Layout) else lay_out(find_named_groups(model, names), shards=shards)
+    if layout.shards != shards:
+        raise ConfigError(
+            f"the layout was made for {layout.shards} shards, and sharding= is for {shards}; give lay_out(shards={shards})",
+            key="sharding",
+        )
+    placed = _weights_by_group(layout, weights, is_sharded=sharding is not None)
     sites = _sites_by_chunk(layout, update)
     for chunk in layout.chunks:
         if placed[chunk.group] is Weights.HOST:
             sites[chunk.name] = Site.HOST  # where the weights are
+        if (
+            placed[chunk.group] is Weights.SHARDED
+            and sites[chunk.name] is Site.HOST
+            and not isinstance(update, Mapping)
+        ):
+            sites[chunk.name] = Site.DEVICE
     plan = assemble(
         layout,
         weights=placed,
@@ -99,6 +115,7 @@ def make_plan(
             window_bytes=_size(window_memory),
             staging_bytes=_size(staging_memory),
         ),
+        sharding=sharding,
     )
     check_plan(plan, layout)
     return plan
@@ -123,14 +140,17 @@ def host_chunks(chunks: Iterable[ChunkSpec], share: float) -> set[str]:
     return found
 
 
-def _weights_by_group(layout: Layout, weights: Weights | str | Mapping[str, Weights | str]) -> dict[str, Weights]:
+def _weights_by_group(
+    layout: Layout, weights: Weights | str | Mapping[str, Weights | str], *, is_sharded: bool
+) -> dict[str, Weights]:
     named = weights if isinstance(weights, Mapping) else {DEFAULT: weights}
     words = {
         name: word_of(Weights, word, f"weights[{name!r}]") for name, word in by_group(layout, named, "weights").items()
     }
     default = words.get(DEFAULT, Weights.STREAMED)
+    # Beside other ranks, also what is open for the whole step is worth being spread.
     return {
-        group.name: words.get(group.name, Weights.RESIDENT if is_always_open(group) else default)
+        group.name: words.get(group.name, Weights.RESIDENT if is_always_open(group) and not is_sharded else default)
         for group in layout.groups
     }
 

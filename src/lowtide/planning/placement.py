@@ -24,7 +24,8 @@ from lowtide.activations.policy import KEEP, Policy, Recompute
 from lowtide.errors import ConfigError, PlanError
 from lowtide.memory.chunk import ChunkSpec, GroupSpec, Layout
 from lowtide.memory.groups import REST
-from lowtide.planning.plan import Budgets, GroupPlan, Plan, Schedule, Site, Weights
+from lowtide.memory.parts import Part, equal_parts, owned_parts, owners
+from lowtide.planning.plan import COMING, Budgets, Collective, GroupPlan, Plan, Schedule, Sharding, Site, Weights
 from lowtide.units import format_bytes
 
 
@@ -79,6 +80,7 @@ def assemble(
     cached_buffers: int = 2,
     defragment_every: int = 0,
     activations: Mapping[str, Policy] | None = None,
+    sharding: Sharding | None = None,
 ) -> Plan:
     """The plan with these weights by group and these update sites by chunk; what is not named is streamed, and the host's."""
     policies = activations or {}
@@ -100,6 +102,7 @@ def assemble(
         cached_buffers=cached_buffers,
         defragment_every=defragment_every,
         budgets=budgets,
+        sharding=sharding,
     )
 
 
@@ -141,7 +144,7 @@ def window_bytes_needed(layout: Layout, plan: Plan) -> int:
     that are open beside them (tied ones, and those of modules around them, and in a recomputed segment those that run again
     beside its last) are counted with them.
     """
-    streamed = {group.name for group in plan.groups if group.weights is Weights.STREAMED}
+    streamed = {group.name for group in plan.groups if group.weights in COMING}
     return window_bytes(layout, streamed, plan.prefetch_depth, plan.activations)
 
 
@@ -387,8 +390,31 @@ def _check_kept_on_host(plan: Plan, layout: Layout) -> None:
             )
 
 
+def parts_by_chunk(plan: Plan, layout: Layout) -> dict[str, tuple[Part, ...]]:
+    """By the name of each chunk that is spread over ranks, what each of them keeps of it."""
+    if plan.sharding is None:
+        return {}
+    shards = plan.sharding.shards
+    spread = {group.name for group in plan.groups if group.weights in COMING}
+    chunks = [chunk for chunk in layout.chunks if chunk.group in spread]
+    if plan.sharding.collective is Collective.GATHER:
+        return {chunk.name: equal_parts(chunk, shards) for chunk in chunks}
+    owner = owners(chunks, shards)
+    return {chunk.name: owned_parts(chunk, owner[chunk.name], shards) for chunk in chunks}
+
+
+def _part_bytes(plan: Plan, layout: Layout, weights: Weights) -> int:
+    """Bytes of such groups on one rank, at most."""
+    if plan.sharding is None:
+        return _weight_bytes(plan, layout, weights)
+    names = {group.name for group in plan.groups if group.weights is weights}
+    parts = parts_by_chunk(plan, layout)
+    held = [parts[chunk.name] for chunk in layout.chunks if chunk.group in names]
+    return max(sum(each[rank].nbytes for each in held) for rank in range(plan.sharding.shards))
+
+
 def _check_device(plan: Plan, layout: Layout, visiting: int) -> None:
-    streamed = {group.name for group in plan.groups if group.weights is Weights.STREAMED}
+    streamed = {group.name for group in plan.groups if group.weights in COMING}
     window, alone = largest_window(layout, streamed, plan.activations)
     shorter = ["recompute in segments of 1"] if largest_window(layout, streamed)[1] < alone else []
     budgets = plan.budgets
@@ -409,6 +435,8 @@ def _check_device(plan: Plan, layout: Layout, visiting: int) -> None:
     if budgets.device_bytes is None:
         return
     resident = _weight_bytes(plan, layout, Weights.RESIDENT)
+    if plan.sharding is not None:
+        resident += _part_bytes(plan, layout, Weights.SHARDED)
     windows = window_bytes_needed(layout, plan) if budgets.window_bytes is None else budgets.window_bytes
     needed = resident + windows + visiting
     if needed <= budgets.device_bytes:
@@ -436,7 +464,7 @@ def _check_device(plan: Plan, layout: Layout, visiting: int) -> None:
 
 
 def _check_host(plan: Plan, layout: Layout) -> None:
-    streamed = _weight_bytes(plan, layout, Weights.STREAMED) + _weight_bytes(plan, layout, Weights.HOST)
+    streamed = _part_bytes(plan, layout, Weights.STREAMED) + _weight_bytes(plan, layout, Weights.HOST)
     limit = plan.budgets.host_bytes
     if limit is not None and streamed > limit:
         raise PlanError(

@@ -27,6 +27,8 @@ class Weights(enum.StrEnum):
     """On the host; a copy comes to the device when the group's module runs, forward and backward."""
     HOST = "host"
     """On the host, always: an embedding is looked up and updated there, and only the rows of a batch travel."""
+    SHARDED = "sharded"
+    """This rank's part on the device, where it is updated; the other ranks' parts come when the group's module runs."""
 
 
 class Site(enum.StrEnum):
@@ -39,7 +41,47 @@ class Site(enum.StrEnum):
     updates through our own kernels."""
 
 
-_PLACED = {Weights.RESIDENT: "resident", Weights.STREAMED: "streamed", Weights.HOST: "on the host"}
+_PLACED = {
+    Weights.RESIDENT: "resident",
+    Weights.STREAMED: "streamed",
+    Weights.HOST: "on the host",
+    Weights.SHARDED: "sharded",
+}
+
+COMING = frozenset({Weights.STREAMED, Weights.SHARDED})
+"""Weights of groups that come to the device, whole, when their module runs."""
+
+
+class Collective(enum.StrEnum):
+    """How a chunk that is spread over ranks comes together, and its gradient goes apart."""
+
+    GATHER = "gather"
+    """Each rank keeps an equal part of every chunk: all parts are gathered, and gradients are reduced and scattered."""
+    ONE_TO_ALL = "one to all"
+    """Each chunk has one owner, which sends it to all others; gradients are reduced to the owner. Whole parameters, so that any
+    optimizer works."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """How weights, gradients and optimizer state are spread over ranks.
+
+    Groups that are `streamed` have their parts on the host of each rank, `sharded` ones on its device; `resident` ones are whole
+    on every rank.
+    """
+
+    shards: int
+    """Over how many ranks. Where there are more, a multiple of it, each set of so many has the whole state (hybrid sharding)."""
+    collective: Collective = Collective.GATHER
+
+    def __post_init__(self) -> None:
+        shards: object = self.shards
+        if not isinstance(shards, int) or isinstance(shards, bool) or shards < 2:
+            raise ConfigError(
+                f"shards is {shards!r}; give the number of ranks that share the weights, 2 or more; without sharding= each "
+                "rank has all of them",
+                key="shards",
+            )
 
 
 class Schedule(enum.StrEnum):
@@ -142,6 +184,9 @@ class Plan:
     defragment_every: int = 0
     """Steps between two defragmentations of the host arena; 0: only when a request fails for fragmentation."""
     budgets: Budgets = Budgets()
+    """Of one rank, where there are several."""
+    sharding: Sharding | None = None
+    """How the groups that are not resident are spread over ranks; None: each rank has all of them."""
     version: int = PLAN_VERSION
 
     def __repr__(self) -> str:
@@ -163,7 +208,8 @@ class Plan:
         budget = self.budgets.device_bytes
         limit = "no device budget" if budget is None else f"device budget {format_bytes(budget)}"
         groups = f"{len(self.groups)} group{'' if len(self.groups) == 1 else 's'}"
-        return f"{groups} ({weights}), chunks updated: {updates or 'none'}, {self.schedule}, {limit}"
+        spread = "" if self.sharding is None else f", over {self.sharding.shards} ranks ({self.sharding.collective})"
+        return f"{groups} ({weights}{spread}), chunks updated: {updates or 'none'}, {self.schedule}, {limit}"
 
     def __post_init__(self) -> None:
         if self.version != PLAN_VERSION:
@@ -175,6 +221,33 @@ class Plan:
             count = getattr(self, key)
             if not isinstance(count, int) or isinstance(count, bool) or count < 0:
                 raise ConfigError(f"{key} is {count!r}; give a whole number, 0 or more", key=key)
+        self._check_sharding()
+
+    def _check_sharding(self) -> None:
+        for group in self.groups:
+            if group.weights is Weights.SHARDED and self.sharding is None:
+                raise ConfigError(
+                    f"group {group.name!r} is 'sharded', and the plan does not say over how many ranks; give sharding=, such as "
+                    "Sharding(shards=4)",
+                    key="weights",
+                )
+            if self.sharding is None or group.weights is Weights.RESIDENT:
+                continue
+            if group.weights is Weights.HOST:
+                raise ConfigError(
+                    f"group {group.name!r} stays on the host (weights='host'), which is not spread over ranks; make it 'streamed' "
+                    "or 'sharded'",
+                    key="weights",
+                )
+            is_wrong = [(site is Site.HOST) is (group.weights is Weights.SHARDED) for site in group.sites]
+            if any(is_wrong):
+                where, remedy = ("device", "host") if group.weights is Weights.SHARDED else ("host", "device")
+                raise ConfigError(
+                    f"group {group.name!r} has its part of the weights on the {where} of each rank ({group.weights.value!r}), and "
+                    f"chunks of it are updated on the {remedy}; update them where they are, or make it "
+                    f"{'streamed' if group.weights is Weights.SHARDED else 'sharded'!r}",
+                    key="update",
+                )
 
 
 def plan_to_json(plan: Plan) -> str:

@@ -146,7 +146,12 @@ def _manage(
         )
     # A plan may name modules as groups that would not be found automatically.
     groups = find_named_groups(model, [group.name for group in plan.groups] if isinstance(plan, Plan) else ())
-    layout = lay_out(groups, chunk_bytes=plan.chunk_bytes if isinstance(plan, Plan) else None)
+    sharding = plan.sharding if isinstance(plan, Plan) else None
+    layout = lay_out(
+        groups,
+        chunk_bytes=plan.chunk_bytes if isinstance(plan, Plan) else None,
+        shards=1 if sharding is None else sharding.shards,
+    )
     target = _device(device)
     _require_own_parameters(model, optimizer)
     _warn_of_unmanaged(model, optimizer)
