@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 import lowtide
-from lowtide.distributed.ranks import Ranks, Sum
+from lowtide.distributed.ranks import Ranks, UnderWay
 from lowtide.errors import LowtideError
 
 VOCABULARY, WIDTH, LENGTH, NUM_BLOCKS = 24, 16, 5, 4
@@ -672,17 +672,17 @@ def order_of_events(rank: int) -> list[str]:
     del rank
     model, optimizer = small()
     events: list[str] = []
-    begin, wait = Ranks.begin_sum, Sum.wait
+    begin, wait = Ranks.begin_sum, UnderWay.wait
 
-    def logged_begin(ranks: Ranks, tensor: torch.Tensor) -> Sum:
+    def logged_begin(ranks: Ranks, tensor: torch.Tensor) -> UnderWay:
         events.append("begin")
         return begin(ranks, tensor)
 
-    def logged_wait(total: Sum) -> None:
+    def logged_wait(total: UnderWay) -> None:
         events.append("wait")
         wait(total)
 
-    Ranks.begin_sum, Sum.wait = logged_begin, logged_wait  # type: ignore[method-assign]  # in this process alone
+    Ranks.begin_sum, UnderWay.wait = logged_begin, logged_wait  # type: ignore[method-assign]  # in this process alone
     for number in range(3):
         model[number].weight.register_hook(lambda gradient, number=number: events.append(f"gradient {number}"))
     model = nn.Sequential(*(nn.Sequential(layer) for layer in model))

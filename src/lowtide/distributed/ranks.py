@@ -16,7 +16,7 @@ import contextlib
 import socket
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,10 @@ import torch
 import torch.distributed as dist
 
 from lowtide.errors import ConfigError, RankLostError, RanksDifferError, RanksError
+
+# Their names up to torch 2.12, which warns of the old ones from 2.13 on.
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 MOST_SHOWN = 200
 """Characters of a value in a message."""
@@ -43,23 +47,27 @@ class Ranks:
     Args:
         group: Of this process; `torch.distributed.group.WORLD` for all.
         device: Where the tensors are that are sent.
+        members: Numbers of those in the group that belong to it; None for all.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, members: Sequence[int] | None = None) -> None:
         self._check(group, device)
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
+        self._given, self._device = group, device
         self._is_own = device.type == "cpu" and dist.get_backend(group) == "gloo"
         """Whether the group is ours to close. Another NCCL group would take device memory of its own."""
         self._why_left: str | None = None
         self.sent_bytes = 0
-        """Bytes of the tensors that were added up so far."""
+        """Bytes of the tensors that were added up, gathered or sent so far, each at its whole size."""
         self.waited_s = 0.0
-        """For their sums, on the host. On CUDA the device waits instead, which is not in it."""
+        """For them, on the host. On CUDA the device waits instead, which is not in it."""
+        self._spreads: dict[int, Spread] = {}
         self._group: dist.ProcessGroup | None = group
-        if self._is_own:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        if self._is_own or members is not None:
+            everybody = dist.get_process_group_ranks(group)
             with self._told():
-                self._group = _own_group(group)
+                self._group = _own_group(group, everybody if members is None else [everybody[each] for each in members])
+            self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
 
     @staticmethod
     def _check(group: object, device: torch.device) -> None:
@@ -99,13 +107,68 @@ class Ranks:
                 )
         return found
 
-    def begin_sum(self, tensor: torch.Tensor) -> Sum:
-        """Begin to add the tensors of all ranks up; each finds the sum in its own when `Sum.wait` has returned."""
-        self.sent_bytes += tensor.nbytes
+    def collect(self, mine: Any) -> list[Any] | None:
+        """What each rank gives, by rank, for rank 0; None for the others."""
+        found: list[Any] | None = [None] * self.size if self.rank == 0 else None
         with self._told():
-            work = dist.all_reduce(tensor, group=self._group, async_op=True)
+            dist.gather_object(mine, found, group=self._group, group_dst=0)
+        return found
+
+    def begin_sum(self, tensor: torch.Tensor) -> UnderWay:
+        """Begin to add the tensors of all ranks up; each finds the sum in its own when `UnderWay.wait` has returned."""
+        return self._begin(tensor.nbytes, lambda: dist.all_reduce(tensor, group=self._group, async_op=True))
+
+    def begin_gather(self, whole: torch.Tensor, mine: torch.Tensor) -> UnderWay:
+        """Begin to fill the tensor with equal parts of all ranks, by rank; `mine` may be this rank's part of it."""
+        return self._begin(whole.nbytes, lambda: _ALL_GATHER(whole, mine, group=self._group, async_op=True))
+
+    def begin_scatter(self, mine: torch.Tensor, whole: torch.Tensor) -> UnderWay:
+        """Begin to add the tensors of all ranks up, of which each gets an equal part, by rank."""
+        return self._begin(whole.nbytes, lambda: _REDUCE_SCATTER(mine, whole, group=self._group, async_op=True))
+
+    def begin_send(self, tensor: torch.Tensor, rank: int) -> UnderWay:
+        """Begin to copy one rank's values to the tensors of all others."""
+        return self._begin(
+            tensor.nbytes, lambda: dist.broadcast(tensor, group=self._group, group_src=rank, async_op=True)
+        )
+
+    def begin_sum_at(self, tensor: torch.Tensor, rank: int) -> UnderWay:
+        """Begin to add the tensors of all ranks up; one of them finds the sum in its own, and the others find anything."""
+        return self._begin(tensor.nbytes, lambda: dist.reduce(tensor, group=self._group, group_dst=rank, async_op=True))
+
+    def _begin(self, num_bytes: int, begin: Callable[[], dist.Work | None]) -> UnderWay:
+        self.sent_bytes += num_bytes
+        with self._told():
+            work = begin()
         assert work is not None
-        return Sum(self, work)
+        return UnderWay(self, work)
+
+    def spread(self, shards: int) -> Spread:
+        """How so many neighbours share the weights, and ranks at the same place of each set hold the same part.
+
+        Raises:
+            ConfigError: The number of ranks is no multiple of it.
+        """
+        if self.size % shards:
+            raise ConfigError(
+                f"the plan spreads weights over {shards} ranks, and there are {self.size}: give as many, or a multiple of it, or "
+                f"make the plan with Sharding(shards={self.size})",
+                key="shards",
+            )
+        if shards not in self._spreads and shards == self.size:
+            self._spreads[shards] = Spread(all=self, sharing=self, same_part=None)
+        elif shards not in self._spreads:
+            first, number = self.rank - self.rank % shards, self.rank % shards
+            sharing = Ranks(self._given, self._device, range(first, first + shards))
+            same_part = Ranks(self._given, self._device, range(number, self.size, shards))
+            self._spreads[shards] = Spread(all=self, sharing=sharing, same_part=same_part)
+        return self._spreads[shards]
+
+    @property
+    def connections(self) -> list[Ranks]:
+        """This and the sets that `spread` has made of it, each once."""
+        found = [each for spread in self._spreads.values() for each in (spread.sharing, spread.same_part)]
+        return [self, *(each for each in found if each is not None and each is not self)]
 
     def send_from_first(self, tensor: torch.Tensor) -> None:
         """Copy rank 0's values to the tensors of all others."""
@@ -120,6 +183,8 @@ class Ranks:
         """This rank has broken off: see Note [A rank that breaks off]. May be repeated."""
         if self._why_left is None:
             self._why_left = reason
+        for part in self.connections[1:]:
+            part.leave(reason)
         # gloo closes its connections with the last reference to the group.
         group, self._group = self._group, None
         _OWN_GROUPS.clear()
@@ -132,8 +197,15 @@ class Ranks:
 
     def close(self) -> None:
         """The session ends; the next one uses the same connections. May be repeated."""
+        for part in self.connections[1:]:
+            part.close()
         self._why_left = self._why_left or "the session was closed"
         self._group = None
+
+    @property
+    def has_left(self) -> bool:
+        """Whether this rank exchanges nothing any more."""
+        return self._why_left is not None
 
     @contextlib.contextmanager
     def agreeing(self, what: str) -> Iterator[dict[str, Mapping[str, object]]]:
@@ -188,31 +260,52 @@ class Ranks:
             ) from error
 
 
-_OWN_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
-"""By the group that was given: one of ours, with connections of its own."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Spread:
+    """How the weights of a model are spread over ranks."""
+
+    all: Ranks
+    sharing: Ranks
+    """Those that have all parts together; the rank among them is the number of its part."""
+    same_part: Ranks | None
+    """Those that have the same part as this one, in other sets; None if there is one set."""
 
 
-def _own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+_OWN_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
+"""By the group that was given, and by members of it: one of ours, with connections of its own."""
+
+
+def _own_group(group: dist.ProcessGroup, members: Sequence[int]) -> dist.ProcessGroup:
     """Made once: a second one of the same processes would have the name of the first, and find its addresses."""
-    if group not in _OWN_GROUPS:
-        _OWN_GROUPS[group] = dist.new_group(
-            dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True
-        )
-    return _OWN_GROUPS[group]
+    made = _OWN_GROUPS.setdefault(group, {})
+    if tuple(members) not in made:
+        backend = "gloo" if "cpu:gloo" in dist.get_backend_config(group) else "nccl"
+        made[tuple(members)] = dist.new_group([*members], backend=backend, use_local_synchronization=True)
+    return made[tuple(members)]
 
 
-class Sum:
-    """A sum under way."""
+class UnderWay:
+    """An exchange under way."""
 
     def __init__(self, ranks: Ranks, work: dist.Work) -> None:
         self._ranks = ranks
         self._work = work
+        self._is_over = False
+
+    def is_done(self) -> bool:
+        """Whether it is over."""
+        return self._is_over or self._work.is_completed()
 
     def wait(self) -> None:
-        """Computation from here on finds the sum. On CUDA the device waits, and not the host."""
+        """Computation from here on finds the result. On CUDA the device waits, and not the host. May be repeated."""
+        if self._is_over:
+            return
         began_s = time.perf_counter()
         with self._ranks._told():
             self._work.wait()
+        self._is_over = True
         self._ranks.waited_s += time.perf_counter() - began_s
 
 

@@ -85,11 +85,37 @@ class HostWork(Protocol):
         """Wait for the work; raises the error of work that failed."""
 
 
+class PartExchange(Protocol):
+    """Brings the parts of a chunk together that several ranks keep; made for one chunk."""
+
+    @property
+    def begin(self) -> int:
+        """Where this rank's part begins in the chunk."""
+
+    @property
+    def end(self) -> int:
+        """Behind its last byte."""
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Where this rank's pieces of parameters lie in its part."""
+
+    def add_up(self, flag: torch.Tensor) -> None:
+        """The sum of a number over the ranks that share the chunk, in place; a collective call."""
+
+    def wait_for_device(self) -> None:
+        """Wait for the computation that the loop has queued on the device so far."""
+
+    def gather(self, device: torch.Tensor, mine: Copied) -> Copied:
+        """Bring the other ranks' parts to the chunk's bytes on the device, behind the copy of this rank's; a collective call."""
+
+
 class Chunk:
     """One chunk. The store moves it from state to state; nobody assigns its fields from outside.
 
     Attributes:
-        host: Its bytes on the host; None for a resident chunk that the device updates.
+        host: Its bytes on the host; None for a resident chunk that the device updates. Of a chunk that is spread over ranks
+            this rank's part, which may be on the device.
         device: A flat byte tensor whose storage has memory only while the chunk is on the device. The storage stays the
             same for the whole session, because autograd's saved views point to it.
         fetched: The last copy to the device.
@@ -101,10 +127,24 @@ class Chunk:
             that the host updates: these bytes are copied to the host first.
         num_fetches: Copies of its weights to the device so far.
         staging: On the host, for gradients that are used up in backward: taken for one update, given back by it.
+        exchange: Brings the other ranks' parts, where the chunk is spread over ranks; else None.
+        spans: Where its parameters, or this rank's pieces of them, lie in `host`.
+        is_old: Spread over ranks, its parts have changed since they were brought together: what is on the device goes when no
+            window uses it any more.
+        is_behind: Spread over ranks, its parts were updated on the hosts, and were not brought together since.
     """
 
-    def __init__(self, spec: ChunkSpec, host: torch.Tensor | None, device: torch.Tensor) -> None:
+    def __init__(
+        self,
+        spec: ChunkSpec,
+        host: torch.Tensor | None,
+        device: torch.Tensor,
+        exchange: PartExchange | None = None,
+    ) -> None:
         self.spec = spec
+        self.exchange = exchange
+        self.spans = spec.spans if exchange is None else exchange.spans
+        self.is_old = self.is_behind = False
         self.host = host
         self.device = device
         self.state = ChunkState.HOST
@@ -121,6 +161,16 @@ class Chunk:
         """Change the state, if the table allows it."""
         # The table is asked here: a call for each change is a tenth of what a window costs.
         self.state = state if state in LEGAL[self.state] else move(self.spec.name, self.state, state)
+
+    @property
+    def device_part(self) -> torch.Tensor:
+        """The bytes on the device that `host` is the truth of: all of them, or this rank's part."""
+        return self.device if self.exchange is None else self.device[self.exchange.begin : self.exchange.end]
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of `host`, which go to the device and back."""
+        return self.spec.nbytes if self.exchange is None else self.exchange.end - self.exchange.begin
 
     @property
     def is_on_device(self) -> bool:
@@ -194,6 +244,11 @@ class StoredGroup:
             if chunk.state is not ChunkState.RESIDENT:
                 return False
         return True
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether each rank keeps a part of it."""
+        return bool(self.chunks) and self.chunks[0].exchange is not None
 
     @property
     def is_changing(self) -> bool:

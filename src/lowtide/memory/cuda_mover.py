@@ -6,14 +6,14 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from lowtide import compat
 from lowtide.errors import BudgetError
 from lowtide.memory.chunk import POISON
-from lowtide.memory.mover import MAX_KEPT_BYTES, Copied, Ticket
+from lowtide.memory.mover import MAX_KEPT_BYTES, Copied, Exchange, Ticket
 from lowtide.units import format_bytes
 
 ORIGIN_LASTS_S = 60.0
@@ -103,6 +103,8 @@ class CudaMover:
         self._poison = poison
         self._in = torch.cuda.Stream(device)
         self._out = torch.cuda.Stream(device)
+        self._between = torch.cuda.Stream(device)
+        """For exchanges with other ranks."""
         self._index = self._in.device_index
         self._origin = Origin(torch.cuda.current_stream(device))
         self._last_out = CudaTicket(self._out, self._origin)
@@ -194,6 +196,15 @@ class CudaMover:
         """See `GradientCarrier`."""
         return self._to_host(targets, sources, after, keep=True)
 
+    def exchange(self, begin: Callable[[], Exchange], after: Sequence[Ticket]) -> Copied:
+        """Begin it on a stream of its own, which waits for the end: NCCL works on a stream that follows the current one."""
+        for ticket in after:
+            _event(ticket).wait(self._between)
+        with compat.OnStream(self._between):
+            started = CudaTicket(self._between, self._origin)
+            begin().wait()
+            return Copied(started, CudaTicket(self._between, self._origin))
+
     def expect(self, num_bytes: int) -> None:
         """Make the computation wait for the oldest copies, if too many bytes would wait."""
         while self._kept and self._kept_bytes + num_bytes > self._max_kept_bytes:
@@ -245,6 +256,7 @@ class CudaMover:
         self._current().synchronize()
         self._in.synchronize()
         self._out.synchronize()
+        self._between.synchronize()
         self._kept.clear()
         self._kept_bytes = 0
 

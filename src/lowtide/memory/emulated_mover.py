@@ -11,12 +11,12 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from lowtide.memory.chunk import POISON
-from lowtide.memory.mover import MAX_KEPT_BYTES, Copied, Ticket
+from lowtide.memory.mover import MAX_KEPT_BYTES, Copied, Exchange, Ticket
 
 
 class EmulatedTicket:
@@ -45,6 +45,31 @@ class EmulatedTicket:
         """Called by the mover when the point is reached."""
         self._time_s = self._mover.clock_s()
         self._is_done = True
+
+
+class ExchangeTicket:
+    """Done when an exchange with other ranks is over."""
+
+    def __init__(self, mover: EmulatedMover, exchange: Exchange) -> None:
+        self._mover = mover
+        self._exchange = exchange
+        self._time_s: float | None = None
+
+    def is_done(self) -> bool:
+        """Whether it is over."""
+        return self._exchange.is_done()
+
+    def wait(self) -> None:
+        """Wait for the other ranks."""
+        self._exchange.wait()
+        if self._time_s is None:
+            self._time_s = self._mover.clock_s()
+
+    def time_s(self) -> float:
+        """When it was waited for, which it is now at the latest."""
+        self.wait()
+        assert self._time_s is not None
+        return self._time_s
 
 
 class _Copy:
@@ -150,6 +175,12 @@ class EmulatedMover:
         """The present point: computation on the host is done when it is queued."""
         del queue
         return self.now()
+
+    def exchange(self, begin: Callable[[], Exchange], after: Sequence[Ticket]) -> Copied:
+        """Run the copies that come first, and begin."""
+        for ticket in after:
+            ticket.wait()
+        return Copied(self.now(), ExchangeTicket(self, begin()))
 
     def now(self) -> EmulatedTicket:
         """The computation runs at once: this point has been reached."""

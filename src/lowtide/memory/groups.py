@@ -387,7 +387,8 @@ def unmanaged_parameters(model: nn.Module) -> tuple[tuple[str, str], ...]:
         (('weight', 'its gradient is sparse (sparse=True)'),)
     """
     by_module = _by_module(model)
-    aliases = _aliases(model)
+    with compat.without_torch_function():  # nobody reads a value
+        aliases = _aliases(model)
     found = []
     for name, parameter in model.named_parameters():
         reason = _reason(parameter) or by_module.get(id(parameter)) or aliases.get(id(parameter))

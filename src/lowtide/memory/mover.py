@@ -14,7 +14,7 @@ while the computation that read it has not run yet; so the next copy to the devi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -41,6 +41,16 @@ class Copied(NamedTuple):
 
     started: Ticket
     ended: Ticket
+
+
+class Exchange(Protocol):
+    """Something under way between ranks."""
+
+    def is_done(self) -> bool:
+        """Whether it is over."""
+
+    def wait(self) -> None:
+        """What comes next waits for it: the host, or on CUDA what is queued on the current stream."""
 
 
 class Mover(Protocol):
@@ -88,12 +98,17 @@ class Mover(Protocol):
 
 
 class GradientCarrier(Mover, Protocol):
-    """Also sends several tensors to the host for the price of one: events cost the host more than small copies."""
+    """Also sends several tensors to the host for the price of one, because events cost the host more than small copies; and
+    exchanges tensors with other ranks.
+    """
 
     def all_to_host(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], after: Sequence[Ticket] = ()
     ) -> Copied:
         """Copy each as `to_host` does, one after the other; `ended` is where the last one ends."""
+
+    def exchange(self, begin: Callable[[], Exchange], after: Sequence[Ticket]) -> Copied:
+        """Begin an exchange with other ranks behind `after`, in a queue of its own, and say when it is over."""
 
     def expect(self, num_bytes: int) -> None:
         """So many bytes are about to be sent: make the computation wait for older copies, if too many bytes would wait."""

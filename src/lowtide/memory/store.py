@@ -5,6 +5,12 @@ The order is learnt from the cycle before. A cycle is what one training step (or
 backward. The first cycle is unknown and nothing is prefetched in it; from the second on, the order of the one before is
 expected. A cycle that differs costs copies that are not used or come late, never a wrong value. Of the groups on the
 device, the one whose next use is farthest leaves first (Belady's rule).
+
+Note [All ranks fetch alike]
+To fetch a chunk that is spread over ranks is a collective call: all ranks must make the same ones in the same order. So nothing
+that decides about them may depend on how fast a rank is, or on what only one rank has. Whether an update on the host is done is
+not asked: groups that were updated there are not fetched while the group before them opens, but when it closes, and then the
+update is waited for: on a GPU its computation is queued by then. What is old is dropped on all ranks where one of them updates it.
 """
 
 from __future__ import annotations
@@ -101,6 +107,8 @@ class ChunkStore:
         self._books = tuple(books)
         self._depth = prefetch_depth
         self._listener = listener
+        self._is_spread = any(chunk.exchange is not None for group in self.groups.values() for chunk in group.chunks)
+        """Whether other ranks have parts of groups; see Note [All ranks fetch alike]."""
         self._changing: dict[str, int] = {}
         """Resident groups that the host is changing, or has changed, with their places in a forward."""
         self._observer: StoreObserver | None = None
@@ -153,7 +161,11 @@ class ChunkStore:
                 self.write_back(chunk)  # its update broke off
             if chunk.state is not ChunkState.RESIDENT:
                 chunk.become(ChunkState.IDLE)
+            if chunk.is_old:
+                self._release(chunk)
         self._leaving.enter(name, self.order)
+        if self._is_spread:
+            self.prefetch(waits=True)
 
     def device_changes(self, chunk: Chunk) -> None:
         """The computation is about to change the open chunk's device bytes; `write_back` comes after it."""
@@ -170,7 +182,7 @@ class ChunkStore:
         if chunk.state is not ChunkState.DIRTY:
             chunk.become(ChunkState.DIRTY)
         now = self._mover.now() if at is None else at
-        chunk.written = self._mover.to_host(chunk.host, chunk.device, [now])
+        chunk.written = self._mover.to_host(chunk.host, chunk.device_part, [now])
         # Only now: a chunk whose copy was not issued stays dirty, and `rebuild` issues it.
         chunk.become(ChunkState.WRITING_BACK)
         self._listener.on_copy(chunk, chunk.written, "write back")
@@ -185,14 +197,41 @@ class ChunkStore:
             chunk.last_use = self._mover.now()
             self._changing[chunk.spec.group] = place
 
-    def prefetch(self) -> None:
-        """Fetch the next groups, as far as the depth, the budget and pending updates on the host allow."""
+    def parts_change(self, chunk: Chunk, *, on_host: bool) -> None:
+        """Each rank has updated its part of the chunk, or its worker will: the whole on the device is old on all ranks.
+
+        Args:
+            chunk: Spread over ranks.
+            on_host: Whether the parts are there; else what the computation was told so far updates them.
+        """
+        if on_host:
+            chunk.is_behind = True
+        else:
+            now = self._mover.now()
+            chunk.written = Copied(now, now)
+        if self.groups[chunk.spec.group].num_open:
+            chunk.is_old = chunk.is_on_device
+        elif chunk.state in (ChunkState.IDLE, ChunkState.FETCHING):
+            self._release(chunk)
+
+    def prefetch(self, *, waits: bool = False) -> None:
+        """Fetch the next groups, as far as the depth, the budget and pending updates on the host allow.
+
+        Args:
+            waits: Also those whose parts the host is updating, for which this waits. See Note [All ranks fetch alike].
+        """
         if self._changing:
             self._upload_ahead()
         for name in self.order.upcoming(self._depth):
             group = self.groups[name]
             missing = _missing(group)
-            if not missing or _is_changing(missing) or not self._listener.may_fetch_ahead(group):
+            if not missing or not self._listener.may_fetch_ahead(group):
+                continue
+            if (
+                _is_changing(missing)
+                if not group.is_spread
+                else not waits and any(chunk.is_behind for chunk in missing)
+            ):
                 continue
             if not self._make_room(group, missing, is_needed_now=False):
                 return
@@ -248,7 +287,7 @@ class ChunkStore:
             for chunk in group.chunks:
                 if chunk.state is ChunkState.DIRTY:
                     assert chunk.host is not None
-                    self._mover.to_host(chunk.host, chunk.device, [self._mover.now()])
+                    self._mover.to_host(chunk.host, chunk.device_part, [self._mover.now()])
                 elif chunk.state is ChunkState.RESIDENT and chunk.host is not None and not chunk.is_touched:
                     self._mover.to_device(chunk.device, chunk.host, [self._mover.now()])
         self._mover.drain()
@@ -264,6 +303,7 @@ class ChunkStore:
         for group in self.groups.values():
             for chunk in group.chunks:
                 chunk.fetched = chunk.written = chunk.arriving = chunk.last_use = chunk.host_work = None
+                chunk.is_old = chunk.is_behind = False
         for books in self._books:
             books.clear([chunk.spec.name for chunk in streamed])
         self.used_bytes = 0
@@ -350,8 +390,11 @@ class ChunkStore:
             self._take_memory(chunk)
             chunk.become(ChunkState.FETCHING)
             after = [chunk.written.ended] if chunk.written is not None else []
-            chunk.fetched = self._mover.to_device(chunk.device, chunk.host, after)
+            chunk.fetched = self._mover.to_device(chunk.device_part, chunk.host, after)
+            if chunk.exchange is not None:
+                chunk.fetched = chunk.exchange.gather(chunk.device, chunk.fetched)
             chunk.num_fetches += 1
+            chunk.is_behind = False
             self._listener.on_present(chunk, chunk.fetched.started)
             self._listener.on_copy(chunk, chunk.fetched, "weights")
         if self._observer is not None:
@@ -396,6 +439,7 @@ class ChunkStore:
         self._listener.on_absent(chunk, after[0])
         # Before the memory goes: nobody may read it as the weights any more.
         chunk.become(ChunkState.HOST)
+        chunk.is_old = False
         self._mover.shrink(chunk.device, after)
         self.used_bytes -= chunk.spec.nbytes
         for books in self._books:

@@ -71,9 +71,15 @@ def manage_alike(
             if optimizer is not None:
                 facts["optimizer"] = _optimizer_facts(optimizer)
                 facts["optimizer state"] = _checksums(_state_of(model, optimizer))
+            # Here, if no rank has them as a whole afterwards.
+            is_spread = isinstance(plan, Plan) and plan.sharding is not None
+            weights = _checksums(dict(model.named_parameters())) if is_spread else {}
             session = make(ranks)
             facts["plan"] = {"plan": session.plan.summary, "groups": _digest(session.plan)}
-            facts["weights"] = _checksums({**session._values(), **_beside(model, optimizer)})
+            facts["weights"] = {
+                **(weights if is_spread else _checksums(session._values())),
+                **_checksums(_beside(model, optimizer)),
+            }
     except BaseException:
         if session is not None:
             session.close()

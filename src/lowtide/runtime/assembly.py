@@ -7,7 +7,7 @@ optimizer, the executor of the plan, `ModelCalls` around the model's calls, and 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,15 +23,16 @@ from lowtide.memory.chunk import Layout
 from lowtide.memory.mover import GradientCarrier
 from lowtide.memory.store import Books
 from lowtide.optim.update_types import Numerics
-from lowtide.planning.placement import window_bytes_needed
+from lowtide.planning.placement import parts_by_chunk, window_bytes_needed
 from lowtide.planning.plan import Plan, Schedule, Site, Weights
 from lowtide.runtime.emulation.memory import TrackedMemory
 from lowtide.runtime.host_memory import HostPool, Tiers
 from lowtide.runtime.parameters.group import ManagedGroup, chunks_in
 from lowtide.runtime.passes.activation_mover import ActivationMover
-from lowtide.runtime.passes.exchange import Averaged, GradientAverage, SharedBuffers
+from lowtide.runtime.passes.exchange import Averaged, Bucket, GradientAverage, SharedBuffers, WholeBucket
 from lowtide.runtime.passes.executor import CallWatch, Executor
 from lowtide.runtime.passes.forward import Gate, Window
+from lowtide.runtime.passes.spread import ChunkParts, PartBucket
 from lowtide.runtime.statistics.observer import StepObserver
 from lowtide.runtime.statistics.recording import Recorder
 from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer
@@ -197,7 +198,39 @@ def _make_average(setup: SessionSetup, ranks: Ranks, groups: Collection[ManagedG
         for key, (name, parameter) in named.items()
         if parameter.requires_grad
     ]
-    return GradientAverage(ranks, members, setup.mover.device)
+    by_chunk = {
+        chunk.spec.name: chunk.exchange for chunk in chunks_in(groups) if isinstance(chunk.exchange, ChunkParts)
+    }
+
+    def make_bucket(found: Sequence[Averaged]) -> Bucket:
+        owner = found[0].owner
+        parts = None if owner is None else by_chunk.get(owner[1].chunk.spec.name)
+        return WholeBucket(found) if parts is None else PartBucket(parts, found)
+
+    return GradientAverage(ranks, members, setup.mover.device, make_bucket)
+
+
+def spread_chunks(setup: SessionSetup, plan: Plan) -> dict[str, ChunkParts]:
+    """By the name of each chunk that is spread over ranks, its parts.
+
+    Raises:
+        ConfigError: The plan is for several ranks, and there are none, or another number.
+    """
+    sharding = plan.sharding
+    if sharding is None:
+        return {}
+    if setup.ranks is None:
+        raise ConfigError(
+            f"the plan spreads weights over {sharding.shards} ranks, and this is one process without a group; start the script "
+            "with torchrun and give ranks=torch.distributed.group.WORLD, or make the plan without sharding",
+            key="ranks",
+        )
+    spread = setup.ranks.spread(sharding.shards)
+    chunks = {chunk.name: chunk for chunk in setup.layout.chunks}
+    return {
+        name: ChunkParts(chunks[name], parts, spread, setup.mover, sharding.collective)
+        for name, parts in parts_by_chunk(plan, setup.layout).items()
+    }
 
 
 def install_optimizer(

@@ -16,8 +16,9 @@ import torch
 from lowtide import compat
 from lowtide.activations.policy import Offload
 from lowtide.errors import BudgetError, GraphAliveError, UnsupportedOptimizerError
-from lowtide.memory.chunk import LARGEST_CHUNK_BYTES, Layout, ParameterSpec
+from lowtide.memory.chunk import LARGEST_CHUNK_BYTES, ChunkSpec, Layout, ParameterSpec
 from lowtide.memory.mover import Mover
+from lowtide.memory.parts import Part
 from lowtide.memory.pools import AllocationCache, Arena, ArenaCounts, CacheCounts
 from lowtide.memory.tier import HostMemory, Tier, host_capacity_bytes, pinned_capacity_bytes, resolve_budget
 from lowtide.optim.rules import require_rule
@@ -301,6 +302,11 @@ def _bytes_in(state: Mapping[str, Any]) -> int:
     return sum(value.nbytes for key, value in state.items() if isinstance(value, torch.Tensor) and key != "step")
 
 
+def _as_chunk(chunk: ChunkSpec, part: Part) -> ChunkSpec:
+    """What one rank keeps of the chunk."""
+    return replace(chunk, spans=tuple(piece.span for piece in part.pieces), nbytes=part.nbytes)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostNeed:
     """Host bytes that a plan needs for one model, by what they are for."""
@@ -346,6 +352,7 @@ def host_need(
     optimizer: torch.optim.Optimizer | None,
     numerics: Numerics | None,
     parameters: Mapping[str, torch.Tensor],
+    mine: Mapping[str, Part] | None = None,
 ) -> HostNeed:
     """What the host must hold: streamed weights, copies of resident ones that it updates, deferred gradients, staging, state.
 
@@ -355,6 +362,7 @@ def host_need(
         optimizer: Each parameter's state is counted by its own param group; those that it does not hold have none.
         numerics: Of updates through our own kernels.
         parameters: The model's, by name.
+        mine: What this rank keeps of each chunk that is spread over ranks, by its name.
 
     Raises:
         PlanError: The plan's staging is too small for its largest chunk.
@@ -363,8 +371,12 @@ def host_need(
     held = set() if optimizer is None else {id(each) for group in optimizer.param_groups for each in group["params"]}
     updated: list[ParameterSpec] = []
     paged: list[ParameterSpec] = []
+    kept = mine or {}
     for group in plan.groups:
-        for chunk, site in zip(layout.chunks_of(group.name), group.sites, strict=True):
+        for whole, site in zip(layout.chunks_of(group.name), group.sites, strict=True):
+            chunk = whole if whole.name not in kept else _as_chunk(whole, kept[whole.name])
+            if not chunk.spans:
+                continue
             is_updated = optimizer is not None and site is Site.HOST and chunk.spans[0].parameter.requires_grad
             if optimizer is not None and site is not Site.HOST and chunk.spans[0].parameter.requires_grad:
                 on_device += chunk.nbytes
@@ -387,7 +399,11 @@ def host_need(
     sizes = state_bytes_by_parameter(optimizer, numerics) if optimizer is not None and updated + paged else {}
 
     def state_of(specs: Sequence[ParameterSpec]) -> int:
-        return sum(sizes.get(id(parameters[spec.name]), 0) for spec in specs)
+        # A piece has its share of the parameter's.
+        return sum(
+            math.ceil(sizes.get(id(parameters[spec.name]), 0) * spec.nbytes / max(1, parameters[spec.name].nbytes))
+            for spec in specs
+        )
 
     state = state_of(updated)
     # One to be filled while another is used; beside a huge one a small one, so that it does not double the need.

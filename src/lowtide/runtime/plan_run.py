@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -26,6 +26,7 @@ from lowtide.runtime.assembly import (
     make_runner,
     needs_managed_step,
     prove_optimizer,
+    spread_chunks,
 )
 from lowtide.runtime.hand_over import (
     HandOver,
@@ -40,6 +41,7 @@ from lowtide.runtime.host_memory import HostNeed, HostPool, Tiers, charged_tiers
 from lowtide.runtime.parameters.binding import Binder, Fill, copy_values, move_part, place_gradient, unbind
 from lowtide.runtime.parameters.group import ManagedGroup, chunks_in
 from lowtide.runtime.parameters.pending import Changes, ReadingSave
+from lowtide.runtime.parameters.pieces import whole_states
 from lowtide.runtime.passes.executor import Executor, host_gradients
 from lowtide.runtime.passes.lock import Process
 from lowtide.runtime.statistics.observer import StepObserver
@@ -93,7 +95,9 @@ class PlanRun:
         )
         self._proof = Proof() if setup.optimizer is None else prove_optimizer(setup.optimizer, setup, plan)
         named = dict(setup.model.named_parameters())
-        need = host_need(setup.layout, plan, setup.optimizer, setup.numerics, named)
+        self._parts = spread_chunks(setup, plan)
+        mine = {name: parts.mine for name, parts in self._parts.items()}
+        need = host_need(setup.layout, plan, setup.optimizer, setup.numerics, named, mine)
         self._recorder = Recorder(setup.mover) if handed_over is None else handed_over.recorder
         self._worker = HostWorker()
         self._groups: dict[str, ManagedGroup] = {}
@@ -328,6 +332,25 @@ class PlanRun:
             )
         return contextlib.nullcontext() if average is None else average.skipped()
 
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """All groups that are spread over the ranks are whole on this one; what is written to them is kept."""
+        with self.between_steps("session.gathered"):
+            opened: list[ManagedGroup] = []
+            residency = self._executor.residency
+            try:
+                for group in self._groups.values():
+                    if group.is_spread:
+                        residency.open(group)
+                        opened.append(group)
+                        group.remember_versions()
+                yield
+                for group in opened:
+                    residency.keep_writes(group)
+            finally:
+                for group in opened:
+                    residency.close(group)
+
     @property
     def host_tiers(self) -> Tiers:
         """The budgets of the host's memory."""
@@ -418,7 +441,13 @@ class PlanRun:
         if self.setup.tracked is not None:
             # Before the parameters get memory of their own: that is no longer the session's.
             self.setup.tracked.stop()
+        try:
+            self._give_back_spread(is_lost=(raised or error) is not None)
+        except Exception as failed:
+            error = error or failed
         for group in self._groups.values():
+            if group.is_spread:
+                continue
             group.forget_backward()
             group.point_to_host()
             unbind(group.members, self._original)
@@ -464,6 +493,48 @@ class PlanRun:
             num_fetches={chunk.spec.name: chunk.num_fetches for chunk in chunks_in(self._groups.values())},
             peak_bytes=peak_bytes,
         )
+
+    def _give_back_spread(self, *, is_lost: bool) -> None:
+        """Bring what is spread over the ranks together again, group by group; a collective call.
+
+        If an exception ends the session on this rank, the others are elsewhere, and nothing can be brought: parameters are left
+        on meta, so that nobody takes a part for the whole.
+        """
+        groups = [group for group in self._groups.values() if group.is_spread]
+        ranks = self.setup.ranks
+        if not groups or ranks is None:
+            return
+        values: dict[int, torch.Tensor] = {}
+        try:
+            if is_lost or ranks.has_left:
+                ranks.leave("an exception that ended the session")
+                return
+            with self.setup.on_host():
+                for group in groups:
+                    group.forget_backward()
+                    self._executor.residency.open(group)
+                    for managed in group.members:
+                        device = self._original.get(id(managed.parameter), self.setup.mover.device)
+                        values[id(managed.parameter)] = managed.device_view.to(device, copy=True)
+                    self._executor.residency.close(group)
+                    self._executor.residency.store.drop(group.name)
+                self._gather_state(groups)
+        finally:
+            for managed in (managed for group in groups for managed in group.members):
+                managed.make_whole(values.get(id(managed.parameter)))
+
+    def _gather_state(self, groups: Sequence[ManagedGroup]) -> None:
+        optimizer = self.setup.optimizer
+        if optimizer is None:
+            return
+        held = {
+            id(each): optimizer.state[each]
+            for group in optimizer.param_groups
+            for each in group["params"]
+            if optimizer.state.get(each)
+        }
+        for managed, entries in list(whole_states(groups, held, is_for_all=True)):
+            optimizer.state[managed.parameter] = entries
 
     def _release_optimizer(self) -> None:
         if self._managed is not None:
@@ -517,6 +588,7 @@ class PlanRun:
             has_optimizer=self.setup.optimizer is not None,
             on_device_buffer=self.setup.mark_device_buffer,
             on_host_memory=self.setup.mark_host_memory,
+            parts=self._parts,
         )
         undo.callback(unbind, binder.members, self._original)
         groups = {group.name: group for group in layout.groups}

@@ -450,6 +450,17 @@ class Session:
         """Wait until every update is made and every copy is done."""
         self._open().settle()
 
+    def gathered(self) -> AbstractContextManager[None]:
+        """Inside, parameters that are spread over ranks are whole on each of them, to be read or changed; between two steps.
+
+        All ranks enter it together. It takes the window's memory for all groups at once. What is changed must be changed alike on
+        all ranks. Without ranks it changes nothing.
+
+        Raises:
+            BudgetError: The window has no room for all groups at once.
+        """
+        return self._open().gathered()
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Forwards and backwards inside keep their gradients to this rank, and the next backward outside averages the sums.
 

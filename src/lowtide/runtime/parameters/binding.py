@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import nn
 
+from lowtide.errors import SessionError
 from lowtide.memory.chunk import Chunk, ChunkSpec, ChunkState, GroupSpec, Layout, ParameterSpec, StoredGroup, view_of
 from lowtide.memory.mover import Mover
 from lowtide.memory.store import Books
@@ -14,6 +15,7 @@ from lowtide.planning.plan import GroupPlan, Plan, Schedule, Site, Weights
 from lowtide.runtime.host_memory import HostPool
 from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter
 from lowtide.runtime.parameters.pending import make_plain, own_storage
+from lowtide.runtime.passes.spread import ChunkParts
 
 Fill = Callable[[ParameterSpec, nn.Parameter, torch.Tensor], None]
 """Writes a parameter's values into a view: from the parameter itself, or from a file."""
@@ -40,7 +42,10 @@ class Binder:
         has_optimizer: bool,
         on_device_buffer: Callable[[torch.Tensor], None],
         on_host_memory: Callable[[torch.Tensor], None],
+        parts: Mapping[str, ChunkParts],
     ) -> None:
+        self._parts = parts
+        """By the name of each chunk that is spread over ranks."""
         self._plan = plan
         self._layout = layout
         self._mover = mover
@@ -66,7 +71,10 @@ class Binder:
         chunks: list[Chunk] = []
         members: list[ManagedParameter] = []
         for chunk_spec, site in zip(self._layout.chunks_of(spec.name), plan.sites, strict=True):
-            chunk, managed = self._bind_chunk(chunk_spec, site, fill, is_resident=is_resident)
+            if (shared := self._parts.get(chunk_spec.name)) is not None:
+                chunk, managed = self._bind_part(chunk_spec, shared, site, fill, plan.weights)
+            else:
+                chunk, managed = self._bind_chunk(chunk_spec, site, fill, is_resident=is_resident)
             chunks.append(chunk)
             members += managed
         return ManagedGroup(StoredGroup(spec, chunks), members, is_resident=is_resident)
@@ -152,6 +160,79 @@ class Binder:
             self._books.credit(spec.nbytes, spec.name)
         return chunk, members
 
+    def _bind_part(
+        self, spec: ChunkSpec, parts: ChunkParts, site: Site, fill: Fill, weights: Weights
+    ) -> tuple[Chunk, list[ManagedParameter]]:
+        """A chunk of which this rank keeps a part. The whole is on the device for as long as it takes to fill it."""
+        is_trained = self._has_optimizer and spec.spans[0].parameter.requires_grad
+        self._books.charge(spec.nbytes, spec.name)
+        device = self._mover.device_buffer(spec.nbytes)
+        self._on_device_buffer(device)
+        home = self._home_of(spec, parts, weights)
+        gradient_homes = (
+            self._pool.allocate(f"gradients {spec.name}", parts.mine.nbytes)
+            if is_trained and site is Site.HOST and self._plan.schedule is Schedule.DEFERRED and parts.mine.nbytes
+            else None
+        )
+        chunk = Chunk(spec, home, device, parts)
+        pieces = {piece.whole.name: piece for piece in parts.mine.pieces}
+        members: list[ManagedParameter] = []
+        for span in spec.spans:
+            parameter, piece = self._parameters[span.parameter.name], pieces.get(span.parameter.name)
+            if parameter.grad is not None:
+                raise SessionError(
+                    f"{span.parameter.name} has a gradient from before, and its group is spread over the ranks, which would "
+                    "average it in; call optimizer.zero_grad() before the model is managed"
+                )
+            device_view = view_of(device, span.offset_bytes, span.parameter)
+            with torch.no_grad():
+                fill(span.parameter, parameter, device_view)
+            if piece is None:
+                leaf = home.view(span.parameter.dtype)[:0] if home.nbytes else _empty(span.parameter, home)
+            else:
+                leaf = view_of(home, piece.span.offset_bytes, piece.span.parameter)
+            _give_data(parameter, device_view)
+            managed = ManagedParameter(
+                parameter,
+                span.parameter,
+                chunk,
+                site,
+                host_view=leaf,
+                device_view=device_view,
+                owners=self._owners[id(parameter)],
+                leaf=leaf,
+                leaf_spec=span.parameter if piece is None else piece.span.parameter,
+            )
+            if is_trained and site is Site.HOST and piece is not None:
+                gradient_home = (
+                    None
+                    if gradient_homes is None
+                    else view_of(gradient_homes, piece.span.offset_bytes, piece.span.parameter)
+                )
+                managed.update_through(leaf.detach(), gradient_home)
+            members.append(managed)
+            self.members.append(managed)
+        with torch.no_grad():
+            home.copy_(device[parts.begin : parts.end])
+        self._mover.shrink(device, [self._mover.now()])
+        self._books.credit(spec.nbytes, spec.name)
+        return chunk, members
+
+    def _home_of(self, spec: ChunkSpec, parts: ChunkParts, weights: Weights) -> torch.Tensor:
+        """Memory for this rank's part, which may be none."""
+        if weights is Weights.STREAMED:
+            if not parts.mine.nbytes:
+                return torch.empty(0, dtype=torch.uint8, device="cpu")
+            return self._pool.allocate(f"weights {spec.name}", parts.mine.nbytes)
+        self._books.charge(parts.mine.nbytes, f"part of {spec.name}")
+        home = self._mover.device_buffer(parts.mine.nbytes)
+        self._on_device_buffer(home)
+        return home
+
+
+def _empty(spec: ParameterSpec, home: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=spec.dtype, device=home.device)
+
 
 def _give_data(parameter: nn.Parameter, home: torch.Tensor) -> None:
     if parameter.is_meta:
@@ -169,13 +250,18 @@ def move_part(groups: dict[str, ManagedGroup], key: str, flat: torch.Tensor) -> 
             chunk = managed.chunk
             if chunk.spec.name != name:
                 continue
-            offset = next(span.offset_bytes for span in chunk.spec.spans if span.parameter.name == managed.spec.name)
-            view = view_of(flat, offset, managed.spec)
+            if not managed.has_piece:
+                continue
+            offset = next(span.offset_bytes for span in chunk.spans if span.parameter.name == managed.spec.name)
+            view = view_of(flat, offset, managed.leaf_spec)
             if kind == "gradients":
                 if managed.host_gradient is not None:
                     managed.host_gradient.move_home(view)
                 continue
             chunk.move_host(flat)
+            if managed.is_spread:
+                managed.move_piece(view)
+                continue
             view = own_storage(view)
             managed.move_host_view(view)
             if not group.is_resident and not group.points_to_device:

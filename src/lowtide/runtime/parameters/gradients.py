@@ -63,13 +63,13 @@ class HostGradient:
     """The gradient of one parameter that the host updates. Its own methods alone change its fields.
 
     Args:
-        parameter: The user's.
+        parameter: The user's, or this rank's piece of it.
         host: Where the host updates the parameter.
         home: Where a deferred gradient lands; None in backward.
     """
 
     def __init__(
-        self, parameter: nn.Parameter, spec: ParameterSpec, chunk: Chunk, host: torch.device, home: torch.Tensor | None
+        self, parameter: torch.Tensor, spec: ParameterSpec, chunk: Chunk, host: torch.device, home: torch.Tensor | None
     ) -> None:
         self.spec = spec
         self.chunk = chunk
@@ -134,7 +134,7 @@ class HostGradient:
     def stage_in(self, staging: torch.Tensor) -> torch.Tensor:
         """The target for a gradient that an update in backward uses up: a part of the chunk's staging buffer."""
         if self.tensor is None or self.is_first():
-            spans = self.chunk.spec.spans
+            spans = self.chunk.spans
             offset = next(span.offset_bytes for span in spans if span.parameter.name == self.spec.name)
             self.tensor = view_of(staging, offset, self.spec)
         return self.tensor
@@ -382,6 +382,9 @@ class PendingGradient:
     def check_gradient(self) -> None:
         """Nothing to refuse: a gradient has no gradient."""
 
+    def piece_of(self, parameter: torch.Tensor) -> None:
+        """Nobody: a gradient has no gradient."""
+
     def wait_for_device(self) -> None:
         """Wait for the loop's own stream, which may be making a copy to the host, as a GradScaler does of its flag."""
         self._mover.now().wait()
@@ -390,8 +393,8 @@ class PendingGradient:
 class GradientSink(Protocol):
     """Takes gradients off the device: a session's to the host, a prediction's to nowhere."""
 
-    def take(self, taken: HostGradient, parameter: nn.Parameter) -> None:
-        """The parameter's gradient is complete on the device."""
+    def take(self, taken: HostGradient, gradient: torch.Tensor) -> None:
+        """The gradient is complete on the device, and nobody else has it any more."""
 
     def send(self) -> None:
         """Send the gradients that were taken and still wait."""
@@ -451,12 +454,8 @@ class GradientMover:
         self._queue: object = None
         """The queue of the computation on which the waiting gradients were taken."""
 
-    def take(self, taken: HostGradient, parameter: nn.Parameter) -> None:
-        """The parameter's gradient is complete on the device: send it to the host, and free it on the device."""
-        gradient = parameter.grad
-        assert gradient is not None
-        refuse_sparse_gradient(gradient, taken.spec.name)
-        parameter.grad = None
+    def take(self, taken: HostGradient, gradient: torch.Tensor) -> None:
+        """The gradient is complete on the device, and nobody else has it any more: send it to the host, and free it."""
         if self._schedule is Schedule.IN_BACKWARD:
             target, adds = taken.stage_in(self._staging(taken.chunk)), not taken.is_first()
         else:
@@ -535,7 +534,7 @@ class GradientMover:
 
     def _staging(self, chunk: Chunk) -> torch.Tensor:
         if chunk.staging is None:
-            chunk.stage_in(self._cache.take(chunk.spec.nbytes))
+            chunk.stage_in(self._cache.take(chunk.moved_bytes))
         assert chunk.staging is not None
         return chunk.staging
 

@@ -18,10 +18,17 @@ tells whether somebody holds one; if there are only our own, nothing is waited f
 `p.data = x` gives the parameter other memory. If no other tensor shows x or the home, the values go to the home at the next
 use, and nobody can tell. Otherwise the parameter keeps x (`ManagedParameter.foreign`): windows get its values by a copy of
 their own, and updates change x. So code that sets `p.data` to an average and back finds in each what it had.
+
+Note [A parameter that is spread over ranks]
+No rank has all of it between its uses, so it has no home: it always points to its place in the chunk on the device, and is
+pending while its window is closed, so that a read is refused and never reaches memory that is not there. What this rank updates
+is the leaf, a tensor of our own over its piece: averaged gradients come to it, and the optimizer steps it under the parameter's
+name. The leaf is empty if the rank has nothing of the parameter, so that all ranks see the same list of gradients.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
@@ -30,11 +37,11 @@ import torch
 from torch import nn
 
 from lowtide import compat
-from lowtide.errors import GradientGoneError, ModelChangedError
+from lowtide.errors import GradientGoneError, ModelChangedError, SessionError
 from lowtide.memory.chunk import Chunk, ParameterSpec, StoredGroup
 from lowtide.planning.plan import Site
 from lowtide.runtime.parameters.gradients import HostGradient
-from lowtide.runtime.parameters.pending import beside, make_all_pending, make_all_plain, make_plain
+from lowtide.runtime.parameters.pending import SpreadGradient, beside, make_all_pending, make_all_plain, make_plain
 
 
 class Visit(Protocol):
@@ -57,9 +64,14 @@ class ManagedParameter:
         host_view: torch.Tensor | None,
         device_view: torch.Tensor,
         owners: Sequence[tuple[nn.Module, str]] = (),
+        leaf: torch.Tensor | None = None,
+        leaf_spec: ParameterSpec | None = None,
     ) -> None:
         self.parameter = parameter
         self.spec = spec
+        self.leaf: torch.Tensor = parameter if leaf is None else leaf
+        """What an update changes, with its gradient: the parameter, or see Note [A parameter that is spread over ranks]."""
+        self.leaf_spec = leaf_spec or spec
         self.chunk = chunk
         self.site = site
         self.host_view = host_view
@@ -92,8 +104,84 @@ class ManagedParameter:
         """
         self.host_target = host_target
         if self.host_gradient is None:
-            self.host_gradient = HostGradient(self.parameter, self.spec, self.chunk, host_target.device, gradient_home)
+            self.host_gradient = HostGradient(self.leaf, self.leaf_spec, self.chunk, host_target.device, gradient_home)
         self.num_own_views = 1 if host_target is self.host_view else 2
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether each rank has a piece of it."""
+        return self.leaf is not self.parameter
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """What the next update uses; asked where reads of parameters are not noticed."""
+        return self.leaf.grad
+
+    @property
+    def has_piece(self) -> bool:
+        """Whether there is something to update: a rank may have nothing of a parameter that is spread."""
+        return not self.is_spread or self.leaf.numel() > 0
+
+    def add_piece(self, gradient: torch.Tensor) -> None:
+        """Add an average to the gradient of the piece."""
+        if self.leaf.grad is None:
+            self.leaf.grad = gradient.to(self.leaf.device)  # one that is empty may be updated on the host
+        else:
+            self.leaf.grad.add_(gradient)
+
+    def shown_gradient(self) -> torch.Tensor | None:
+        """What `p.grad` is, if the parameter is spread over ranks."""
+        gradient = self.leaf.grad
+        if gradient is None:
+            with compat.without_torch_function():
+                return self.parameter.grad  # this rank's own, of a backward under no_sync
+        if self.host_gradient is not None:
+            self.host_gradient.settle()
+            self.host_gradient.mark_seen()
+        with compat.without_torch_function():
+            shown: SpreadGradient = gradient.detach().as_subclass(SpreadGradient)
+        assert self.chunk.exchange is not None
+        shown.shared, shown.label = self.chunk.exchange, self.spec.name
+        return shown
+
+    def set_gradient(self, value: torch.Tensor | None) -> None:
+        """Clear the gradient, here and of backwards under no_sync; no rank can give it another."""
+        if value is not None:
+            raise SessionError(
+                f"the gradient of {self.spec.name} was set, and the parameter is spread over the ranks; make its group resident, "
+                "or change gradients in a hook on the parameter, which sees this rank's own"
+            )
+        with compat.without_torch_function():
+            self.parameter.grad = None
+        self.leaf.grad = None
+
+    def forget_piece(self) -> None:
+        """The gradient of the piece is used up, or cleared."""
+        self.leaf.grad = None
+
+    def make_whole(self, value: torch.Tensor | None) -> None:
+        """The session ends: the parameter has this value in memory of its own, or none, on meta."""
+        make_plain(self.parameter)
+        with compat.without_torch_function():
+            self.parameter.grad = None
+            if value is None:
+                empty = nn.Parameter(
+                    torch.empty_strided(self.spec.shape, self.spec.stride, dtype=self.spec.dtype, device="meta"),
+                    requires_grad=self.parameter.requires_grad,
+                )
+                torch.utils.swap_tensors(self.parameter, empty)
+            else:
+                self.parameter.data = value
+        self.leaf.grad = None
+
+    def move_piece(self, piece: torch.Tensor) -> None:
+        """The arena has moved this rank's piece here."""
+        with torch.no_grad():
+            self.leaf.data = piece
+        self.host_view = piece
+        self.set_home(piece)
+        if self.host_gradient is not None:
+            self.update_through(self.leaf.detach())
 
     def move_host_view(self, host_view: torch.Tensor) -> None:
         """The arena has moved the host's bytes here."""
@@ -137,7 +225,9 @@ class ManagedParameter:
         self.is_written_in_backward = False
         self._version_in_backward = version
         if self.host_gradient is not None:
-            self.host_gradient.set_aside(is_summed_on_device=has_other_hooks or is_averaged)
+            # A piece adds averages up where they are used.
+            self.host_gradient.set_aside(is_summed_on_device=not self.is_spread and (has_other_hooks or is_averaged))
+        if self.host_gradient is not None or self.is_spread:
             return self._is_hooked
         gradient = self.parameter.grad
         if gradient is not None and gradient.device != self.parameter.device:
@@ -204,6 +294,8 @@ class ManagedGroup:
             if is_resident:
                 managed.set_home(managed.device_view)
         self.is_resident = is_resident
+        self.is_spread = group.is_spread
+        """Whether each rank has a part of it; see Note [A parameter that is spread over ranks]."""
         self.is_on_host = is_on_host
         """Whether its weights never come to the device, and it has no window: its module computes on the host."""
         self.generation = 0
@@ -218,7 +310,7 @@ class ManagedGroup:
         """Parameters that the optimizer does not hold, whose gradients a backward dropped. Until `step()`, reading is refused."""
         self.num_tasks = 0
         """Backwards that have opened the group and not ended."""
-        self.points_to_device = is_resident
+        self.points_to_device = is_resident or self.is_spread
         self.shown_memory: tuple[int, ...] = ()
         """Addresses of foreign memory that parameters show instead of their homes; none as a rule."""
         self.awaits_hooks = False
@@ -229,7 +321,7 @@ class ManagedGroup:
         """Its place in the order in which the last forward first used groups; before the first forward, in the layout's order."""
         self._num_missing = dict.fromkeys(self._members_in, 0)
         """By chunk, how many gradients of trained parameters are still to come in this backward."""
-        self._is_updated_on_device = any(
+        self._is_updated_on_device = not self.is_spread and any(
             managed.site is not Site.HOST for managed in members if managed.spec.requires_grad
         )
         self._versions: list[int] = []
@@ -275,7 +367,10 @@ class ManagedGroup:
             self._num_missing = dict.fromkeys(self._members_in, 0)
             is_resident = self.is_resident
             for managed, version in zip(self.members, compat.versions_of(self.parameters), strict=True):
-                if managed.enter_backward(version, is_resident=is_resident, is_averaged=is_averaged):
+                # A group that this rank has not used is pending, and nobody reads a value.
+                with compat.without_torch_function() if self.is_spread else contextlib.nullcontext():
+                    has_hooks = managed.enter_backward(version, is_resident=is_resident, is_averaged=is_averaged)
+                if has_hooks:
                     self.awaits_hooks = True
                 if managed.parameter.requires_grad:
                     self._num_missing[managed.chunk.spec.name] += 1
@@ -407,6 +502,8 @@ class ManagedGroup:
         """After an exception, copy to the host what user code wrote to parameters while their window was still open, such as a
         checkpoint that was loaded at once. No copy may be under way, nor work on the host.
         """
+        if self.is_spread:
+            return  # the other ranks do not know of it, and the step is lost anyway
         if self._settler is not None:
             self._settler.before_change(self)
         with compat.without_torch_function(), torch.no_grad():
@@ -465,7 +562,7 @@ class ManagedGroup:
 
     def point_to_host(self) -> None:
         """Point the parameters to the host's bytes."""
-        if self.points_to_device and not self.is_resident:
+        if self.points_to_device and not (self.is_resident or self.is_spread):
             self.make_plain()
             for managed in self.members:
                 assert managed.host_view is not None
@@ -474,6 +571,8 @@ class ManagedGroup:
 
     def is_held(self, chunk: Chunk | None = None) -> bool:
         """Whether another tensor shows the home of a parameter, of this chunk or of all."""
+        if self.is_spread:
+            return False
         name = None if chunk is None else chunk.spec.name
         keys, nums_of_own = self._homes[name]
         if not self.shown_memory and compat.nums_of_owners(keys) == nums_of_own:
@@ -491,7 +590,7 @@ class ManagedGroup:
         """
         self.num_tasks = 0
         self.awaits_hooks = False
-        if self.is_resident or self.is_on_host:
+        if self.is_resident or self.is_on_host or self.is_spread:
             return
         with compat.without_torch_function():
             on_device = [
@@ -526,6 +625,8 @@ class ManagedGroup:
     def settle(self) -> None:
         """User code reads one of the parameters: wait until their values are final."""
         assert self._settler is not None
+        if self.is_spread:
+            raise spread_parameter(self)
         self._settler.before_change(self)
         self._settler.settle_group(self)
 
@@ -543,6 +644,12 @@ class ManagedGroup:
                 "the schedule 'in_backward' keeps no gradient for later. Give it to the optimizer, freeze it with "
                 "requires_grad_(False), or use the schedule 'deferred'"
             )
+
+    def piece_of(self, parameter: torch.Tensor) -> ManagedParameter | None:
+        """The parameter, if it is spread over ranks and a user asks for its gradient: that of its piece is elsewhere."""
+        if not self.is_spread or self.num_tasks:
+            return None
+        return next(managed for managed in self.members if managed.parameter is parameter)
 
     def wait_for_device(self) -> None:
         """Nothing to do: `settle` waits for all that parameters need."""
@@ -613,6 +720,15 @@ class ManagedGroup:
                 # The model computes where the home is, in its strides.
                 parameter.data = beside(home).copy_(parameter.data)
             managed.foreign = parameter.data
+
+
+def spread_parameter(group: ManagedGroup) -> SessionError:
+    """The error for a read of what no rank has as a whole."""
+    return SessionError(
+        f"a parameter of group {group.label} was read outside of its module's call, and the group is spread over the ranks: this "
+        "one has a part of it only. Read or change parameters under `with session.gathered():` on all ranks, save with "
+        "session.save(), or make the group resident"
+    )
 
 
 def _is_given(managed: ManagedParameter, module: nn.Module, name: str) -> bool:

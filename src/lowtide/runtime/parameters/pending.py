@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from lowtide import compat
-from lowtide.errors import OptimizerStateError
+from lowtide.errors import OptimizerStateError, SessionError
 from lowtide.runtime.emulation.device import mark_of, set_mark
 
 
@@ -39,6 +39,19 @@ class PendingValue(Protocol):
 
     def wait_for_device(self) -> None:
         """Wait for the computation that the loop has queued on the device so far."""
+
+    def piece_of(self, parameter: torch.Tensor) -> PieceGradient | None:
+        """Who has the parameter's gradient, if it is spread over ranks."""
+
+
+class PieceGradient(Protocol):
+    """Has this rank's piece of a gradient."""
+
+    def shown_gradient(self) -> torch.Tensor | None:
+        """What `p.grad` is."""
+
+    def set_gradient(self, value: torch.Tensor | None) -> None:
+        """Set `p.grad`."""
 
 
 class Reads(Protocol):
@@ -118,7 +131,8 @@ def _setter(name: str) -> object:
     return getattr(torch.Tensor, name).__set__
 
 
-_GRADIENT_ACCESS: frozenset[object] = frozenset({*_getters("grad"), _setter("grad")})
+_SET_GRADIENT = _setter("grad")
+_GRADIENT_ACCESS: frozenset[object] = frozenset({*_getters("grad"), _SET_GRADIENT})
 _HARMLESS: frozenset[object] = frozenset(
     {
         *_getters("shape", "dtype", "device", "layout", "ndim", "is_leaf", "requires_grad", "grad_fn"),
@@ -155,6 +169,9 @@ def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] |
         value = _value_of(args[0])
         if value is not None:
             value.check_gradient()
+            piece = value.piece_of(args[0])
+            if piece is not None:
+                return piece.set_gradient(args[1]) if func is _SET_GRADIENT else piece.shown_gradient()
     lifted: list[str] = []
     if func not in _HARMLESS and func not in _GRADIENT_ACCESS:
         for tensor in _pending_in((args, tuple(kwargs.values()))):
@@ -179,6 +196,54 @@ def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] |
                 "lay_out(find_groups(model, given={THAT_MODULE: [PARAMETERS]}))."
             )
         raise
+
+
+class SharedFlag(Protocol):
+    """Adds numbers up over the ranks that share a gradient."""
+
+    def add_up(self, flag: torch.Tensor) -> None:
+        """The sum over the ranks, in place; a collective call."""
+
+    def wait_for_device(self) -> None:
+        """Wait for the computation that the loop has queued on the device so far."""
+
+
+class SpreadGradient(torch.Tensor):
+    """This rank's piece of a gradient that is spread over ranks: what `p.grad` is.
+
+    A scaler may divide it, and finds out whether any rank has something that is not finite. All else is refused: a norm of pieces
+    would be another one on each rank, and nobody would notice.
+    """
+
+    shared: SharedFlag
+    label: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Do what is of use with a piece alone."""
+        if func in _HARMLESS or func in _GRADIENT_ACCESS:
+            with compat.without_torch_function():
+                return func(*args, **(kwargs or {}))
+        pieces = list(_pieces_in((args, tuple((kwargs or {}).values()))))
+        if func is not compat.UNSCALE or not pieces:
+            raise SessionError(
+                f"the gradient of {pieces[0].label if pieces else 'a parameter'} is spread over the ranks, and this one has a "
+                f"piece of it, of which {getattr(func, '__name__', func)!s} would make something else on each rank; clip with "
+                "manage(..., max_grad_norm=), or make the group resident"
+            )
+        pieces[0].shared.wait_for_device()
+        with compat.without_torch_function():
+            func(*args, **(kwargs or {}))
+            pieces[0].shared.add_up(args[1])
+        return None
+
+
+def _pieces_in(values: Iterable[object]) -> Iterator[SpreadGradient]:
+    for value in values:
+        if isinstance(value, SpreadGradient):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _pieces_in(value)
 
 
 class PendingTensor(torch.Tensor):

@@ -104,6 +104,8 @@ class ManagedResidency:
         )
         for group in self.groups.values():
             group.be_settled_by(settler)
+            if group.is_spread:
+                group.make_pending()
         if observer is not None:
             chunks = chunks_in(self.groups.values())
             observer.watch(self.store, sum(chunk.spec.nbytes for chunk in chunks if is_resident(chunk)))
@@ -141,8 +143,8 @@ class ManagedResidency:
 
     def forget_old_copy(self, group: ManagedGroup) -> None:
         """Drop the group's copy on the device, if the host is changing the weights, or somebody may: it is, or may be, old."""
-        if group.is_resident or group.stored.num_open:
-            return
+        if group.is_resident or group.is_spread or group.stored.num_open:
+            return  # what is spread is dropped by `ChunkStore.parts_change`, on all ranks
         if group.stored.is_changing or group.is_held():
             self.store.drop(group.name)
 
@@ -200,7 +202,7 @@ class ManagedResidency:
             self.store.refresh(group.name)
             for chunk in group.stored.chunks:
                 chunk.mark_touched()
-        else:
+        elif not group.is_spread:
             self.store.drop(group.name)
             group.point_to_host()
         self.guard(group)

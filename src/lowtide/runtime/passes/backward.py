@@ -30,7 +30,7 @@ from lowtide.errors import (
 )
 from lowtide.memory.mover import Mover, Ticket
 from lowtide.planning.plan import Schedule
-from lowtide.runtime.parameters.gradients import GradientSink
+from lowtide.runtime.parameters.gradients import GradientSink, refuse_sparse_gradient
 from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter, chunks_in, members_of
 from lowtide.runtime.parameters.residency import Residency
 from lowtide.runtime.passes.exchange import Averaged, GradientAverage
@@ -303,7 +303,8 @@ class BackwardPass:
         if self._average is not None and self._average.is_on:
             self._place_averages(self._average.take(parameter), task)
             return
-        self._take_gradient(group, managed, task)
+        if not managed.is_spread:  # else it waits at the parameter for a backward that exchanges it
+            self._take_gradient(group, managed, task)
 
     @locked
     def _on_loose_gradient(self, parameter: torch.Tensor) -> None:
@@ -320,6 +321,9 @@ class BackwardPass:
                 continue
             group, managed = member.owner
             task.enter(group)
+            if managed.is_spread:
+                self._take_piece(group, managed, gradient, task)
+                continue
             # A group that this rank has not used looks at the host.
             is_away = managed.parameter.device != gradient.device
             if is_away:
@@ -355,7 +359,25 @@ class BackwardPass:
                 group.drop_gradient(managed.spec.name)
                 self._dropped[id(parameter)] = managed.spec.name
             else:
-                self._gradients.take(managed.host_gradient, managed.parameter)
+                refuse_sparse_gradient(gradient, managed.spec.name)
+                parameter.grad = None
+                self._gradients.take(managed.host_gradient, gradient)
+        if group.count_gradient(managed):
+            self._finish(group, task, is_last=False)
+
+    def _take_piece(
+        self, group: ManagedGroup, managed: ManagedParameter, gradient: torch.Tensor, task: BackwardTask
+    ) -> None:
+        """This rank's piece of an average has arrived, which is empty if it has none."""
+        if self._is_dropped(managed.parameter):
+            group.drop_gradient(managed.spec.name)
+            self._dropped[id(managed.parameter)] = managed.spec.name
+            if managed.host_gradient is not None:
+                managed.host_gradient.drop()
+        elif managed.host_gradient is not None:
+            self._gradients.take(managed.host_gradient, gradient)
+        else:
+            managed.add_piece(gradient)
         if group.count_gradient(managed):
             self._finish(group, task, is_last=False)
 

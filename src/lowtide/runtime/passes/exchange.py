@@ -23,14 +23,15 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from lowtide import compat
-from lowtide.distributed.ranks import Ranks, Sum
+from lowtide.distributed.ranks import Ranks, UnderWay
 from lowtide.errors import SessionError
 from lowtide.memory.groups import is_dense
 from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter
@@ -51,8 +52,30 @@ class Averaged:
     """None where no chunk has it: the gradient stays at the parameter then."""
 
 
-class _Bucket:
+class Bucket(Protocol):
     """Gradients that are sent as one tensor."""
+
+    members: tuple[Averaged, ...]
+    ready: set[int]
+    """`id`s of the parameters whose gradients this backward has completed here."""
+    is_sent: bool
+
+    def forget(self) -> None:
+        """Another backward begins, or this one has broken off."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all gradients are there."""
+
+    def send(self, ranks: Ranks, device: torch.device) -> None:
+        """Take the gradients from the parameters, and begin to add them up."""
+
+    def arrived(self) -> Iterator[tuple[Averaged, torch.Tensor]]:
+        """Wait for the sum. Returns each parameter that has a gradient on some rank, with what this rank has of the average."""
+
+
+class WholeBucket:
+    """Gradients of which every rank gets the whole average."""
 
     def __init__(self, members: Sequence[Averaged]) -> None:
         self.members = tuple(members)
@@ -67,7 +90,7 @@ class _Bucket:
         """`id`s of the parameters whose gradients this backward has completed here."""
         self.is_sent = False
         self.flat: torch.Tensor | None = None
-        self.sum: Sum | None = None
+        self.sum: UnderWay | None = None
         self._is_held: list[bool] = []
 
     def forget(self) -> None:
@@ -93,7 +116,7 @@ class _Bucket:
                 if gradient is None:
                     view.zero_()
                 else:
-                    _refuse_sparse(gradient, member.name)
+                    refuse_sparse(gradient, member.name)
                     view.copy_(gradient)
                     member.parameter.grad = gradients[number] = gradient = None
             held = self.flat[self._num_elements :]
@@ -138,9 +161,16 @@ class GradientAverage:
     Args:
         members: All parameters that are trained, in the order of the model.
         device: Where gradients are made.
+        make_bucket: Makes one of the parameters of one type in a chunk.
     """
 
-    def __init__(self, ranks: Ranks, members: Iterable[Averaged], device: torch.device) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        members: Iterable[Averaged],
+        device: torch.device,
+        make_bucket: Callable[[Sequence[Averaged]], Bucket] = WholeBucket,
+    ) -> None:
         self._ranks = ranks
         self._device = device
         self.members = tuple(members)
@@ -148,13 +178,13 @@ class GradientAverage:
         for member in self.members:
             chunk = "" if member.owner is None else member.owner[1].chunk.spec.name
             by_kind.setdefault((chunk, member.parameter.dtype), []).append(member)
-        self._buckets = [_Bucket(found) for found in by_kind.values()]
+        self._buckets: list[Bucket] = [make_bucket(found) for found in by_kind.values()]
         self._bucket_of = {id(member.parameter): bucket for bucket in self._buckets for member in bucket.members}
         self._order = [*reversed(range(len(self._buckets)))]
         self._seen: dict[int, None] | None = {}
         """The order in which the first backward completes buckets; None afterwards."""
         self._num_sent = 0
-        self._under_way: deque[_Bucket] = deque()
+        self._under_way: deque[Bucket] = deque()
         self._is_skipped = False
         self._sends_at_end = False
         """See Note [Two sessions in one backward]."""
@@ -272,7 +302,7 @@ class GradientAverage:
         self.has_local_sums = False
 
     @property
-    def _next(self) -> _Bucket:
+    def _next(self) -> Bucket:
         return self._buckets[self._order[self._num_sent]]
 
     def _send_next(self) -> None:
@@ -282,7 +312,12 @@ class GradientAverage:
         self._num_sent += 1
 
 
-def _refuse_sparse(gradient: torch.Tensor, name: str) -> None:
+def refuse_sparse(gradient: torch.Tensor, name: str) -> None:
+    """Refuse a gradient that is not dense.
+
+    Raises:
+        SessionError: The message says what to do.
+    """
     if gradient.layout is not torch.strided:
         layout = str(gradient.layout).removeprefix("torch.")
         raise SessionError(

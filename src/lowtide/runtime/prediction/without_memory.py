@@ -310,10 +310,8 @@ class FootprintGradients:
     def __init__(self, mover: FootprintMover) -> None:
         self._mover = mover
 
-    def take(self, taken: HostGradient, parameter: torch.nn.Parameter) -> None:
+    def take(self, taken: HostGradient, gradient: torch.Tensor) -> None:
         """Complete: it waits for its copy, and is nobody's beside that."""
-        gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
         taken.note_norm(taken.count_take(), norm_of(gradient))
         self._mover.to_host(gradient, gradient)
         taken.become(GradientState.ARRIVING)

@@ -193,4 +193,9 @@ class Reporter:
 
 
 def _ranks_row(ranks: Ranks) -> RanksRow:
-    return RanksRow(rank=ranks.rank, size=ranks.size, sent_bytes=ranks.sent_bytes, waited_s=ranks.waited_s)
+    return RanksRow(
+        rank=ranks.rank,
+        size=ranks.size,
+        sent_bytes=sum(each.sent_bytes for each in ranks.connections),
+        waited_s=sum(each.waited_s for each in ranks.connections),
+    )

@@ -20,8 +20,9 @@ from lowtide import compat
 from lowtide.errors import NonFiniteGradientError, UnsupportedOptimizerError
 from lowtide.optim.state import ParameterState
 from lowtide.planning.plan import Schedule, Site
-from lowtide.runtime.parameters.group import ManagedGroup, members_of
+from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter, members_of
 from lowtide.runtime.parameters.pending import AbsentState, LiveState, make_plain
+from lowtide.runtime.passes.exchange import GradientAverage
 from lowtide.runtime.passes.executor import Executor
 from lowtide.runtime.passes.lock import HELD_INTERRUPTS
 from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer, Settings
@@ -279,8 +280,7 @@ class ManagedOptimizer:
             if average is not None:
                 average.leave("an update on the host that failed")
             raise
-        # All ranks see the same gradients, and must refuse them at the same place.
-        executor.gradient_watch.check(waits=average is not None and executor.schedule is Schedule.IN_BACKWARD)
+        self._check_updates_in_backward(average)
         executor.lost_step.refuse()
         if average is not None:
             average.refuse_local_sums(self._optimizer, is_own=True)
@@ -294,6 +294,27 @@ class ManagedOptimizer:
             if average is not None:
                 average.leave("an exception in optimizer.step()")
             raise
+
+    def _check_updates_in_backward(self, average: GradientAverage | None) -> None:
+        """All ranks refuse gradients that were not finite at the same place, also if only one of them has the piece."""
+        is_in_backward = self._executor.schedule is Schedule.IN_BACKWARD
+        exchange = next((each.chunk.exchange for each in self._members.values() if each.is_spread), None)
+        refusal: NonFiniteGradientError | None = None
+        try:
+            self._executor.gradient_watch.check(waits=average is not None and is_in_backward)
+        except NonFiniteGradientError as error:
+            refusal = error
+        if exchange is not None and is_in_backward:
+            flag = torch.tensor([float(refusal is not None)], device=self._executor.mover.device)
+            exchange.add_up(flag)
+            if refusal is None and bool(flag):
+                refusal = NonFiniteGradientError(
+                    "another rank has found gradients that are NaN or infinite in its parts of the weights, and leaves them as "
+                    "they were, while this one has updated its own; load the last checkpoint on all ranks. Schedule.DEFERRED "
+                    "would have changed nothing"
+                )
+        if refusal is not None:
+            raise refusal
 
     def _step_of_all(self, closure: Callable[[], Any] | None) -> None:
         """What each rank does, or none."""
@@ -342,16 +363,32 @@ class ManagedOptimizer:
             with compat.without_torch_function():  # past what notices a look: nobody reads a value here
                 for parameter in ours:
                     parameter.grad = None
+                    self._members[id(parameter)].forget_piece()
             return
         for parameter in parameters:
+            managed = self._members.get(id(parameter))
+            if managed is not None and managed.is_spread:
+                self._zero_piece(managed)
+                continue
             if parameter.grad is None:
                 continue
-            managed = self._members.get(id(parameter))
             gradient = None if managed is None else managed.host_gradient
             if gradient is None:
                 _zero(parameter)
             else:
                 gradient.clear_unseen(partial(_zero, parameter))
+
+    def _zero_piece(self, managed: ManagedParameter) -> None:
+        with compat.without_torch_function():
+            if managed.parameter.grad is not None:  # of a backward under no_sync
+                managed.parameter.grad.zero_()
+        if managed.gradient is None:
+            return
+        if managed.host_gradient is None:
+            managed.gradient.zero_()
+            return
+        managed.host_gradient.settle()
+        managed.host_gradient.clear_unseen(lambda: _zero(managed.leaf))
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -364,7 +401,8 @@ class ManagedOptimizer:
             # All of them before the first update.
             for parameter in parameters:
                 managed = self._members.get(id(parameter))
-                optimizer.check_gradient(parameter, parameter.grad, None if managed is None else managed.spec.name)
+                if managed is None or not managed.is_spread:  # what is averaged is dense
+                    optimizer.check_gradient(parameter, parameter.grad, None if managed is None else managed.spec.name)
         if self._max_grad_norm is not None:
             if isinstance(optimizer, KernelOptimizer):
                 scale = settings.scaler.get("grad_scale")  # gradients that a scaler leaves to the kernel to unscale
@@ -438,6 +476,8 @@ class ManagedOptimizer:
     def _clip(self, parameters: Sequence[torch.Tensor], *, is_judged: bool) -> torch.Tensor:
         assert self._max_grad_norm is not None
         try:
+            if any(managed.is_spread for managed in self._members.values()):
+                return self._clip_spread(parameters, is_judged=is_judged)
             return clip_by_norm(parameters, self._max_grad_norm, is_judged=is_judged)
         except NonFiniteGradientError:
             raise
@@ -446,13 +486,41 @@ class ManagedOptimizer:
             self._executor.lose_step(())
             raise
 
+    def _clip_spread(self, parameters: Sequence[torch.Tensor], *, is_judged: bool) -> torch.Tensor:
+        """`clip_by_norm`, by the norms of whole gradients; each rank scales what it has of them."""
+        assert self._max_grad_norm is not None
+        taken, others = self._norms(parameters)
+        norms = {**taken, **{number: norm_of(gradient) for number, gradient in others.items()}}
+        if not norms:
+            return torch.tensor(0.0)
+        device = self._executor.mover.device
+        with torch.no_grad():
+            total: torch.Tensor = torch.linalg.vector_norm(
+                torch.stack([norms[each].to(device) for each in sorted(norms)])
+            )
+            if not is_judged:
+                refuse_non_finite(total, self._max_grad_norm)
+            factor = torch.clamp(self._max_grad_norm / (total + 1e-6), max=1.0)
+            for parameter in parameters:
+                with compat.without_torch_function():
+                    gradient = self._gradient_of(parameter)
+                if gradient is None:
+                    continue
+                managed = self._members.get(id(parameter))
+                if managed is not None and managed.host_gradient is not None:
+                    managed.host_gradient.settle()
+                    managed.host_gradient.forget_norm()
+                gradient.mul_(factor.to(gradient.device, gradient.dtype))
+        return total
+
     def _norms(self, parameters: Sequence[torch.Tensor]) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
         """By the parameters' numbers: norms that were taken when gradients passed by, and the gradients of all others."""
         taken: dict[int, torch.Tensor] = {}
         others: dict[int, torch.Tensor] = {}
+        pieces: dict[int, torch.Tensor] = {}
         with compat.without_torch_function():
             # Past the guard of groups that a backward has updated: what it used up was judged there, and is gone.
-            gradients = [parameter.grad for parameter in parameters]
+            gradients = [self._gradient_of(parameter) for parameter in parameters]
         for number, gradient in enumerate(gradients):
             if gradient is None:
                 continue
@@ -464,10 +532,33 @@ class ManagedOptimizer:
                     on_host.settle()  # the worker takes it after the last addition
                     norm = on_host.known_norm
                 if norm is not None:
-                    taken[number] = norm
+                    (pieces if managed is not None and managed.is_spread else taken)[number] = norm
                     continue
-            others[number] = gradient.detach()
+            if managed is not None and managed.is_spread:
+                pieces[number] = norm_of(gradient)
+            else:
+                others[number] = gradient.detach()
+        if pieces:
+            taken |= self._norms_of_wholes(pieces)
         return taken, others
+
+    def _norms_of_wholes(self, pieces: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The norms of gradients that are spread over the ranks, from those of this rank's pieces; a collective call."""
+        exchange = next(managed.chunk.exchange for managed in self._members.values() if managed.is_spread)
+        assert exchange is not None
+        device = self._executor.mover.device
+        with torch.no_grad():
+            # In double: a square of a finite norm is then finite, and a rank with nothing of a gradient adds nothing.
+            squares = torch.stack([norm.to(device, torch.float64).square() for norm in pieces.values()])
+            exchange.add_up(squares)
+            norms = squares.sqrt()
+            dtypes = [torch.float32 if norm.dtype is not torch.float64 else torch.float64 for norm in pieces.values()]
+            return {number: norms[index].to(dtypes[index]) for index, number in enumerate(pieces)}
+
+    def _gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The gradient that the next update uses; asked where reads of parameters are not noticed."""
+        managed = self._members.get(id(parameter))
+        return parameter.grad if managed is None else managed.gradient
 
     def _name(self, parameters: Sequence[torch.Tensor], number: int) -> str:
         managed = self._members.get(id(parameters[number]))
@@ -481,9 +572,9 @@ class ManagedOptimizer:
         members = [
             managed
             for group in groups
-            if group.is_resident
+            if group.is_resident or group.is_spread
             for managed in group.members
-            if managed.site is Site.DEVICE and known.knows(managed.parameter)
+            if managed.site is Site.DEVICE and known.knows(managed.parameter) and managed.has_piece
         ]
         if any(map(self._updater.has_updated, (LOOSE, *(managed.chunk.spec.name for managed in members)))):
             return  # all of them were, in one step
@@ -491,15 +582,19 @@ class ManagedOptimizer:
             if group.is_resident and any(managed.parameter.grad is not None for managed in group.members):
                 group.count_update()
         for managed in members:
-            make_plain(managed.parameter)  # torch's foreach kernels are for plain tensors only
+            if not managed.is_spread:
+                make_plain(managed.parameter)  # torch's foreach kernels are for plain tensors only
         self._updater.update_here(members, loose, settings)
 
     def _update_group(self, group: ManagedGroup, settings: Settings) -> None:
         """A group's chunks on the host, and its streamed ones on the device."""
         executor, known = self._executor, self._updater.optimizer
         with compat.without_torch_function():
-            if all(managed.parameter.grad is None for managed in group.members):
+            if all(managed.gradient is None for managed in group.members):
                 return
+        if group.is_spread:
+            self._update_parts(group, settings)
+            return
         group.adopt_foreign_data()
         is_updated = False
         for chunk in group.stored.chunks:
@@ -530,6 +625,24 @@ class ManagedOptimizer:
                     make_plain(managed.parameter)
                 self._updater.update_here(members, (), settings)
         executor.residency.guard(group)
+
+    def _update_parts(self, group: ManagedGroup, settings: Settings) -> None:
+        """This rank's parts of a group's chunks, of which `_update_resident` has made those on the device."""
+        known = self._updater.optimizer
+        group.count_update()
+        for chunk in group.stored.chunks:
+            members = [
+                managed
+                for managed in group.members
+                if managed.chunk is chunk and known.knows(managed.parameter) and managed.gradient is not None
+            ]
+            if not members:
+                continue
+            mine = [managed for managed in members if managed.has_piece]
+            is_made = members[0].site is Site.DEVICE or self._updater.has_updated(chunk.spec.name)
+            self._finisher.update_part(group, chunk, [] if is_made else mine, settings)
+            for managed in mine if members[0].site is Site.HOST else ():
+                self._executor.make_gradient_pending(managed)
 
 
 def _zero(parameter: torch.Tensor) -> None:

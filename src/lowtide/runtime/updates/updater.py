@@ -116,9 +116,10 @@ class Updater:
     ) -> None:
         """One step on parameters that look at the device, gradients beside them, and on unmanaged ones."""
         for managed in members if self.optimizer.checks_gradients else ():
-            self.optimizer.check_gradient(managed.parameter, managed.parameter.grad, managed.spec.name)
+            self.optimizer.check_gradient(managed.parameter, managed.gradient, managed.spec.name)
         parameters = [managed.parameter for managed in members] + list(loose)
-        updates = [Update(parameter, parameter) for parameter in parameters if parameter.grad is not None]
+        updates = [Update(managed.parameter, managed.leaf) for managed in members if managed.gradient is not None]
+        updates += [Update(parameter, parameter) for parameter in loose if parameter.grad is not None]
         if not updates:
             return
         if (reading := self._saves.reading) is not None:
@@ -190,7 +191,7 @@ class Updater:
                 step,
                 started_s - self._clock_origin_s,
                 time.perf_counter() - self._clock_origin_s,
-                chunk.spec.nbytes,
+                chunk.moved_bytes,
             )
 
         if verdict is not None:
@@ -245,7 +246,7 @@ def judge_here(
 ) -> torch.Tensor | None:
     """See `Updater.judge_in_backward`."""
     with compat.without_torch_function():
-        gradients = [(managed, managed.parameter.grad) for managed in members]
+        gradients = [(managed, managed.gradient) for managed in members]
     held = [(managed, gradient) for managed, gradient in gradients if gradient is not None]
     if not held:
         return None
@@ -305,7 +306,9 @@ class Finisher:
             if not is_last and group.is_used_beside(backward):
                 return  # another use of the same weights is still to come
             trained = [managed for managed in fired if self.updater.optimizer.knows(managed.parameter)]
-            if trained:
+            if trained and group.is_spread:
+                self._update_parts(group, chunk, fired, trained, self._settings_in(backward))
+            elif trained:
                 self._update_chunk(group, chunk, fired, trained, self._settings_in(backward))
 
     def prefetch(self, groups: Iterable[ManagedGroup]) -> None:
@@ -350,6 +353,40 @@ class Finisher:
             if not self.updater.is_torn and not self.updater.has_updated(chunk.spec.name):
                 group.unmark_consumed(chunk.spec.name)
             raise
+
+    def _update_parts(
+        self,
+        group: ManagedGroup,
+        chunk: Chunk,
+        fired: Sequence[ManagedParameter],
+        trained: Sequence[ManagedParameter],
+        settings: Settings,
+    ) -> None:
+        """Update this rank's part of a chunk in backward; the other ranks update theirs."""
+        for managed in fired:
+            managed.forget_gradient()
+        group.count_update()
+        group.mark_consumed(chunk.spec.name)
+        gate = None
+        mine = [managed for managed in trained if managed.has_piece]
+        if mine and mine[0].site is not Site.HOST:
+            gate = self.updater.judge_in_backward(mine)
+        self.update_part(group, chunk, mine, settings if gate is None else replace(settings, gate=gate))
+        for managed in trained:
+            managed.forget_piece()
+
+    def update_part(
+        self, group: ManagedGroup, chunk: Chunk, mine: Sequence[ManagedParameter], settings: Settings
+    ) -> None:
+        """One step on this rank's pieces in a chunk, of which it may have none; all ranks bring the chunk together anew."""
+        is_on_host = next(managed for managed in group.members if managed.chunk is chunk).site is Site.HOST
+        if mine and is_on_host:
+            self.updater.update_on_host(group, chunk, mine, settings)
+        elif mine:
+            started = self._mover.now()
+            self.updater.update_here(mine, (), settings)
+            self._recorder.on_compute(group.name, "update", started, self._mover.now())
+        self._residency.store.parts_change(chunk, on_host=is_on_host)
 
     def _update(
         self, group: ManagedGroup, chunk: Chunk, trained: Sequence[ManagedParameter], settings: Settings
