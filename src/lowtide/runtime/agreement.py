@@ -85,6 +85,7 @@ def manage_alike(
             session.close()
         ranks.close()
         raise
+    session._forget_originals()
     return session
 
 

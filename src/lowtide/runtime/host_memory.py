@@ -375,10 +375,9 @@ def host_need(
     for group in plan.groups:
         for whole, site in zip(layout.chunks_of(group.name), group.sites, strict=True):
             chunk = whole if whole.name not in kept else _as_chunk(whole, kept[whole.name])
-            if not chunk.spans:
-                continue
-            is_updated = optimizer is not None and site is Site.HOST and chunk.spans[0].parameter.requires_grad
-            if optimizer is not None and site is not Site.HOST and chunk.spans[0].parameter.requires_grad:
+            is_trained = optimizer is not None and whole.spans[0].parameter.requires_grad
+            is_updated = is_trained and site is Site.HOST
+            if is_trained and not is_updated:
                 on_device += chunk.nbytes
                 paged += [span.parameter for span in chunk.spans if site is Site.PAGED]
             if group.weights is Weights.HOST:
@@ -392,7 +391,7 @@ def host_need(
                 if any(id(parameters[span.parameter.name]) in held for span in chunk.spans):
                     on_host += chunk.nbytes  # and not tables: their gradients are made where they lie
                 largest = max(largest, chunk.nbytes)
-                largest_parameter = max(largest_parameter, *(span.parameter.nbytes for span in chunk.spans))
+                largest_parameter = max(largest_parameter, *(span.parameter.nbytes for span in chunk.spans), 0)
                 if plan.schedule is Schedule.DEFERRED:
                     gradients += chunk.nbytes
     # Not asked where there is nothing: an optimizer that cannot say may still step on the device.

@@ -504,7 +504,13 @@ class PlanRun:
         ranks = self.setup.ranks
         if not groups or ranks is None:
             return
-        values: dict[int, torch.Tensor] = {}
+        members = [managed for group in groups for managed in group.members]
+        values = {id(managed.parameter): managed.original for managed in members if managed.original is not None}
+        if values:
+            # It has not begun on all ranks.
+            for managed in members:
+                managed.make_whole(values.get(id(managed.parameter)))
+            return
         try:
             if is_lost or ranks.has_left:
                 ranks.leave("an exception that ended the session")
@@ -520,8 +526,14 @@ class PlanRun:
                     self._executor.residency.store.drop(group.name)
                 self._gather_state(groups)
         finally:
-            for managed in (managed for group in groups for managed in group.members):
+            for managed in members:
                 managed.make_whole(values.get(id(managed.parameter)))
+
+    def forget_originals(self) -> None:
+        """The session has begun on all ranks: whole weights from before, of which each keeps a part, can go."""
+        for group in self._groups.values():
+            for managed in group.members:
+                managed.keep_original(None)
 
     def _gather_state(self, groups: Sequence[ManagedGroup]) -> None:
         optimizer = self.setup.optimizer

@@ -560,6 +560,10 @@ class Session:
         """By name, the memory in which each parameter's value is."""
         return self._open().values()
 
+    def _forget_originals(self) -> None:
+        """All ranks have begun."""
+        self._open().forget_originals()
+
     def _count_from(self, step: int) -> None:
         """A checkpoint of this step was loaded."""
         self._management.count_from(step)

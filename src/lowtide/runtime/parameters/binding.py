@@ -185,6 +185,7 @@ class Binder:
                     "average it in; call optimizer.zero_grad() before the model is managed"
                 )
             device_view = view_of(device, span.offset_bytes, span.parameter)
+            original = None if parameter.is_meta else parameter.data
             with torch.no_grad():
                 fill(span.parameter, parameter, device_view)
             if piece is None:
@@ -203,6 +204,7 @@ class Binder:
                 leaf=leaf,
                 leaf_spec=span.parameter if piece is None else piece.span.parameter,
             )
+            managed.keep_original(original)
             if is_trained and site is Site.HOST and piece is not None:
                 gradient_home = (
                     None
@@ -299,6 +301,9 @@ def place_gradient(managed: ManagedParameter, *, is_copied: bool) -> None:
 def unbind(members: Iterable[ManagedParameter], original: dict[int, torch.device]) -> None:
     """Give parameters memory of their own again, on the device that they were on before."""
     for managed in members:
+        if managed.is_spread:
+            managed.make_whole(managed.original)
+            continue
         parameter = managed.parameter
         make_plain(parameter)
         if managed.host_gradient is not None:

@@ -72,6 +72,8 @@ class ManagedParameter:
         self.leaf: torch.Tensor = parameter if leaf is None else leaf
         """What an update changes, with its gradient: the parameter, or see Note [A parameter that is spread over ranks]."""
         self.leaf_spec = leaf_spec or spec
+        self.original: torch.Tensor | None = None
+        """The whole value from before the session, until it has begun on all ranks; then no rank has it."""
         self.chunk = chunk
         self.site = site
         self.host_view = host_view
@@ -158,6 +160,10 @@ class ManagedParameter:
     def forget_piece(self) -> None:
         """The gradient of the piece is used up, or cleared."""
         self.leaf.grad = None
+
+    def keep_original(self, original: torch.Tensor | None) -> None:
+        """Keep the value from before the session, or None to let it go."""
+        self.original = original
 
     def make_whole(self, value: torch.Tensor | None) -> None:
         """The session ends: the parameter has this value in memory of its own, or none, on meta."""
