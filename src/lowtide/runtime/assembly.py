@@ -128,10 +128,13 @@ def make_runner(
     assert setup.optimizer is not None
     if setup.numerics is None:
         return ChunkOptimizer(setup.optimizer, advances_groups=proof.advances_groups, fuses_on_host=setup.is_on_cuda)
+    groups = list(groups)
     paged = [id(managed.parameter) for group in groups for managed in group.members if managed.site is Site.PAGED]
+    leaves = {id(managed.parameter): managed.leaf for group in groups if group.is_spread for managed in group.members}
     runner = KernelOptimizer(
         setup.optimizer,
         setup.numerics,
+        leaves=leaves,
         pages=Pages(setup.mover, recorder, setup.mark_host_memory) if paged else None,
         paged=paged,
         on_host_memory=setup.mark_host_memory,

@@ -153,6 +153,11 @@ def _manage(
         shards=1 if sharding is None else sharding.shards,
     )
     target = _device(device)
+    if sharding is not None and optimizer is not None and optimizer.state:
+        raise SessionError(
+            f"the {type(optimizer).__name__} has state of {len(optimizer.state)} parameters, and the plan spreads state over "
+            f"{sharding.shards} ranks; manage a new optimizer, and load the state from a checkpoint with lowtide.load"
+        )
     _require_own_parameters(model, optimizer)
     _warn_of_unmanaged(model, optimizer)
     numerics = _numerics(model, optimizer, precision, moments, seed)

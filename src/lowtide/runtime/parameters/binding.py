@@ -202,7 +202,7 @@ class Binder:
                 device_view=device_view,
                 owners=self._owners[id(parameter)],
                 leaf=leaf,
-                leaf_spec=span.parameter if piece is None else piece.span.parameter,
+                piece=piece,
             )
             managed.keep_original(original)
             if is_trained and site is Site.HOST and piece is not None:

@@ -39,6 +39,7 @@ from torch import nn
 from lowtide import compat
 from lowtide.errors import GradientGoneError, ModelChangedError, SessionError
 from lowtide.memory.chunk import Chunk, ParameterSpec, StoredGroup
+from lowtide.memory.parts import Piece
 from lowtide.planning.plan import Site
 from lowtide.runtime.parameters.gradients import HostGradient
 from lowtide.runtime.parameters.pending import SpreadGradient, beside, make_all_pending, make_all_plain, make_plain
@@ -65,13 +66,17 @@ class ManagedParameter:
         device_view: torch.Tensor,
         owners: Sequence[tuple[nn.Module, str]] = (),
         leaf: torch.Tensor | None = None,
-        leaf_spec: ParameterSpec | None = None,
+        piece: Piece | None = None,
     ) -> None:
         self.parameter = parameter
         self.spec = spec
         self.leaf: torch.Tensor = parameter if leaf is None else leaf
         """What an update changes, with its gradient: the parameter, or see Note [A parameter that is spread over ranks]."""
-        self.leaf_spec = leaf_spec or spec
+        self.piece = piece
+        """What this rank has of a parameter that is spread over ranks; None if that is nothing, or all."""
+        self.leaf_spec = spec if piece is None else piece.span.parameter
+        self.first_element = 0 if piece is None else piece.begin
+        """Where the leaf begins in the parameter's memory."""
         self.original: torch.Tensor | None = None
         """The whole value from before the session, until it has begun on all ranks; then no rank has it."""
         self.chunk = chunk

@@ -113,7 +113,9 @@ class Update(NamedTuple):
 
     parameter: torch.Tensor
     target: torch.Tensor
-    """The parameter itself, or its host target; its `.grad` is the gradient."""
+    """The parameter itself, its host target, or this rank's piece of it; its `.grad` is the gradient."""
+    first_element: int = 0
+    """Where the target begins in the parameter's memory."""
 
 
 class ChunkOptimizer:

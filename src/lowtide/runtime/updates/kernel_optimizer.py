@@ -63,10 +63,18 @@ class KernelStates:
         optimizer: The user's.
         numerics: Which numbers the updates work on.
         pages: Where states lie that visit the device; None without any.
+        leaves: By the `id` of each parameter that is spread over ranks, this rank's piece.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, numerics: Numerics, pages: Pages | None) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        numerics: Numerics,
+        pages: Pages | None,
+        leaves: Mapping[int, torch.Tensor],
+    ) -> None:
         self.optimizer = optimizer
+        self._leaves = leaves
         self.numerics = numerics
         self.pages = pages
         self.by_parameter: dict[int, ParameterState] = {}
@@ -115,7 +123,7 @@ class KernelStates:
         """On the host, one parameter at a time: expanded state may not fit the device."""
         self.settle()
         state = self.by_parameter[id(parameter)]
-        weight = parameter.detach()
+        weight = self._leaves.get(id(parameter), parameter).detach()
         with compat.without_modes():
             here = state.with_tensors([tensor.cpu() for tensor in state.all_tensors()])
             return to_torch_state(weight.cpu(), here, self.numerics)
@@ -215,6 +223,7 @@ class KernelOptimizer(ChunkOptimizer):
         pages: Where states lie that visit the device; None without any.
         paged: `id`s of the parameters whose states do.
         on_host_memory: Told of memory that is the host's: an emulated device must not count it.
+        leaves: By the `id` of each parameter that is spread over ranks, this rank's piece.
 
     Raises:
         UnsupportedOptimizerError: There is no kernel for its rule.
@@ -228,13 +237,14 @@ class KernelOptimizer(ChunkOptimizer):
         pages: Pages | None = None,
         paged: Collection[int] = (),
         on_host_memory: Callable[[torch.Tensor], None] = lambda memory: None,
+        leaves: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
         self._number_of: dict[int, int] = {}
         super().__init__(optimizer)
         self.pages = pages
         self._paged = frozenset(paged)
         self._on_host_memory = on_host_memory
-        self.kept = KernelStates(optimizer, numerics, pages)
+        self.kept = KernelStates(optimizer, numerics, pages, leaves or {})
         self._checked: set[int] = set()
         """`id`s of the parameters that the kernels can update."""
         self._needs_rate = False  # the rules ask for each of their numbers
@@ -368,7 +378,8 @@ class KernelOptimizer(ChunkOptimizer):
                 wholes.setdefault(kind, []).append(_whole(update.target, state, rule, step, key))
             else:
                 number = 1 if isinstance(rule, Sgd) and home.lacks_momentum else step
-                pieces.setdefault(kind, []).append(_piece(update.target, state, rule, number, key))
+                piece = _piece(update.target, state, rule, number, key, update.first_element)
+                pieces.setdefault(kind, []).append(piece)
         made: Repeatable | None = None
         for (device, rounding), alike in pieces.items():
             kernel = _kernel(device)
@@ -473,7 +484,9 @@ class KernelOptimizer(ChunkOptimizer):
             state.move_to(device)
 
 
-def _piece(weight: torch.Tensor, state: ParameterState, rule: ElementwiseRule, step: int, key: int) -> Piece:
+def _piece(
+    weight: torch.Tensor, state: ParameterState, rule: ElementwiseRule, step: int, key: int, first_element: int
+) -> Piece:
     return Piece(
         weight=_flat(weight),
         gradient=_flat_beside(weight),
@@ -483,6 +496,7 @@ def _piece(weight: torch.Tensor, state: ParameterState, rule: ElementwiseRule, s
         remainder=state.remainder,
         master=state.master,
         key=key,
+        first_element=first_element,
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lowtide import compat
-from lowtide.errors import NonFiniteGradientError, UnsupportedOptimizerError
+from lowtide.errors import NonFiniteGradientError, SessionError, UnsupportedOptimizerError
 from lowtide.optim.state import ParameterState
 from lowtide.planning.plan import Schedule, Site
 from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter, members_of
@@ -126,7 +126,7 @@ class ManagedOptimizer:
         self._guard_state()
         # One by one: what is registered when one is refused is taken back.
         add, optimizer = self._handles.append, self._optimizer
-        add(optimizer.register_state_dict_pre_hook(lambda _: self.settle()))
+        add(optimizer.register_state_dict_pre_hook(lambda _: self._before_state_dict()))
         add(optimizer.register_state_dict_post_hook(lambda _, state: self._fill(state)))
         add(optimizer.register_load_state_dict_pre_hook(lambda _, state: self._accept(state)))
         add(optimizer.register_load_state_dict_post_hook(lambda _: self._after_load()))
@@ -201,8 +201,20 @@ class ManagedOptimizer:
         else:
             self.runner.place_state(parameter, parameter.device)
 
+    def _before_state_dict(self) -> None:
+        self._refuse_spread("its state_dict()", "session.save() writes all of it")
+        self.settle()
+
+    def _refuse_spread(self, what: str, remedy: str) -> None:
+        if any(managed.is_spread for managed in self._members.values()):
+            raise SessionError(
+                f"the state of {type(self._optimizer).__name__} is spread over the ranks, and {what} would be this rank's part of "
+                f"it; {remedy}"
+            )
+
     def _whole_state(self) -> Any:
         """For `pickle` and `deepcopy`, which look into torch's own dictionary: the session's states are not there."""
+        self._refuse_spread("a copy", "copy it before the model is managed, or after session.close()")
         self.settle()
         plain: Any = type(self._optimizer).__getstate__(self._optimizer)
         if isinstance(self.runner, KernelOptimizer):
@@ -227,6 +239,7 @@ class ManagedOptimizer:
         return self.runner.kept.fill(state) if isinstance(self.runner, KernelOptimizer) else None
 
     def _accept(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        self._refuse_spread("what is loaded here", "lowtide.load() brings a checkpoint to all ranks")
         self.settle()
         rest = None
         if isinstance(self.runner, KernelOptimizer):

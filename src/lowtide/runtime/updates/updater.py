@@ -118,7 +118,11 @@ class Updater:
         for managed in members if self.optimizer.checks_gradients else ():
             self.optimizer.check_gradient(managed.parameter, managed.gradient, managed.spec.name)
         parameters = [managed.parameter for managed in members] + list(loose)
-        updates = [Update(managed.parameter, managed.leaf) for managed in members if managed.gradient is not None]
+        updates = [
+            Update(managed.parameter, managed.leaf, managed.first_element)
+            for managed in members
+            if managed.gradient is not None
+        ]
         updates += [Update(parameter, parameter) for parameter in loose if parameter.grad is not None]
         if not updates:
             return
@@ -157,7 +161,7 @@ class Updater:
             if not is_staged and gradient.is_held_beside():
                 group.await_change()
             gradients.append(gradient.for_update(is_staged=is_staged))
-            updates.append(Update(managed.parameter, _target_on_host(managed)))
+            updates.append(Update(managed.parameter, _target_on_host(managed), managed.first_element))
         # A fetch may still be reading the bytes that the update is about to change, or a write-back be filling them.
         copies = [copied.ended for copied in (chunk.fetched, chunk.written) if copied is not None]
         if self.optimizer.needs_values(updates):
