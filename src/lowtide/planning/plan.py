@@ -73,8 +73,10 @@ class Sharding:
     shards: int
     """Over how many ranks. Where there are more, a multiple of it, each set of so many has the whole state (hybrid sharding)."""
     collective: Collective = Collective.GATHER
+    """Or its word."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "collective", word_of(Collective, self.collective, "collective"))
         shards: object = self.shards
         if not isinstance(shards, int) or isinstance(shards, bool) or shards < 2:
             raise ConfigError(

@@ -18,13 +18,14 @@ from lowtide.activations.apply import Applied, apply
 from lowtide.activations.host_embedding import HostEmbedding, put_on_host
 from lowtide.activations.policy import Keep
 from lowtide.distributed.ranks import Ranks
-from lowtide.errors import ConfigError
+from lowtide.errors import ConfigError, UnsupportedOptimizerError
 from lowtide.memory.chunk import Layout
 from lowtide.memory.mover import GradientCarrier
 from lowtide.memory.store import Books
+from lowtide.optim.rules import Adafactor, require_rule
 from lowtide.optim.update_types import Numerics
 from lowtide.planning.placement import parts_by_chunk, window_bytes_needed
-from lowtide.planning.plan import Plan, Schedule, Site, Weights
+from lowtide.planning.plan import Collective, Plan, Schedule, Site, Weights
 from lowtide.runtime.emulation.memory import TrackedMemory
 from lowtide.runtime.host_memory import HostPool, Tiers
 from lowtide.runtime.parameters.group import ManagedGroup, chunks_in
@@ -39,7 +40,7 @@ from lowtide.runtime.updates.chunk_optimizer import ChunkOptimizer
 from lowtide.runtime.updates.kernel_optimizer import KernelOptimizer
 from lowtide.runtime.updates.managed_optimizer import ManagedOptimizer
 from lowtide.runtime.updates.paged_state import Pages
-from lowtide.runtime.updates.proof import Proof, prove
+from lowtide.runtime.updates.proof import Proof, prove, prove_slices
 from lowtide.runtime.updates.worker import HostWorker
 
 
@@ -109,11 +110,25 @@ def prove_optimizer(optimizer: torch.optim.Optimizer, setup: SessionSetup, plan:
     Raises:
         UnsupportedOptimizerError: It cannot. Nothing was changed.
     """
+    if plan.sharding is not None and plan.sharding.collective is Collective.GATHER:
+        _prove_slices(optimizer, setup)
     if setup.numerics is None and needs_managed_step(setup, plan):
         sites = {site for group in plan.groups for site in group.sites}
         on_device, on_host = [setup.mover.device], [torch.device("cpu")]
         return prove(optimizer, on_device * (Site.DEVICE in sites) + on_host * (Site.HOST in sites))
     return Proof()
+
+
+def _prove_slices(optimizer: torch.optim.Optimizer, setup: SessionSetup) -> None:
+    if setup.numerics is None:
+        prove_slices(optimizer, torch.device("cpu"))
+        return
+    for group in optimizer.param_groups:
+        if isinstance(require_rule(optimizer, group), Adafactor):
+            raise UnsupportedOptimizerError(
+                f"{type(optimizer).__name__} updates whole matrices, and ranks that gather have equal parts of each chunk, which "
+                "cut them; give Sharding(collective='one to all'), where each rank updates whole parameters"
+            )
 
 
 def make_runner(

@@ -115,6 +115,64 @@ def _tried(
     return Proof(advances_groups=advances, num_closure_calls=num_calls)
 
 
+def prove_slices(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Try out whether an update of halves of a parameter, as ranks make it, is that of the whole.
+
+    Raises:
+        UnsupportedOptimizerError: It looks at a parameter as a whole, such as at its norm, its rows or its shape.
+    """
+    kinds = [replace(kind, stand_ins=kind.stand_ins + kind.large[:1]) for kind in _kinds_of_groups(optimizer)]
+    if not kinds:
+        return
+    with compat.without_modes(), compat.without_compilation(), _same_random_numbers(device):
+        whole = _Trial(optimizer, kinds, device, starts_empty=True)
+        before = [parameter.detach().clone() for parameter in whole.parameters]
+        halves = [[nn.Parameter(half.clone()) for half in _halves(value)] for value in before]
+        members = iter(halves)
+        groups = [[half for _ in kind.stand_ins for half in next(members)] for kind in kinds]
+        cut = _copied(optimizer, [kind.index for kind in kinds], groups)
+        if device.type == "cpu":
+            for group in cut.param_groups:
+                group.update(on_host({name: value for name, value in group.items() if name != "params"}))
+        set_to_train(cut)
+        reason = "updates a parameter by what it sees of all of it"
+        try:
+            for step in range(len(_SCALES)):
+                whole.step_whole(step)
+                for parameter, pair in zip(whole.parameters, halves, strict=True):
+                    gradients = (None, None) if parameter.grad is None else _halves(parameter.grad)
+                    for half, gradient in zip(pair, gradients, strict=True):
+                        half.grad = gradient
+                compat.step_without_hooks(cut)
+        except Exception as error:  # a user's own optimizer may raise anything
+            reason = f"{_FAILED} on a slice of a parameter: {_in_short(error)}"
+            is_same = False
+        else:
+            is_same = all(
+                _moved_alike(value, parameter, torch.cat([half.detach() for half in pair]))
+                for value, parameter, pair in zip(before, whole.parameters, halves, strict=True)
+            )
+    if not is_same:
+        raise UnsupportedOptimizerError(
+            f"{type(optimizer).__name__} {reason}, and ranks that gather have equal parts of each chunk, which cut parameters; "
+            "give Sharding(collective='one to all'), where each rank updates whole parameters, or use an elementwise optimizer "
+            "such as AdamW"
+        )
+
+
+def _halves(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    flat = value.detach().reshape(-1)
+    first, second = flat[: (flat.numel() + 1) // 2], flat[(flat.numel() + 1) // 2 :]
+    return first.clone(), second.clone()
+
+
+def _moved_alike(before: torch.Tensor, whole: torch.Tensor, cut: torch.Tensor) -> bool:
+    """Whether a parameter and its halves have moved by the same, but for the rounding of other kernels."""
+    moved, other = (whole.detach() - before).reshape(-1), cut - before.reshape(-1)
+    most = torch.maximum(moved.abs().max(), other.abs().max())
+    return bool(((moved - other).abs() <= 1e-2 * most).all())
+
+
 @contextlib.contextmanager
 def apart(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
     """A copy of the optimizer without parameters, to try steps on: neither it nor the random numbers are touched by them."""
