@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +17,7 @@ from lowtide.memory.store import Books
 from lowtide.memory.tier import DeviceLimit
 from lowtide.optim.state import ParameterState
 from lowtide.planning.placement import by_first_use, check_plan
-from lowtide.planning.plan import Plan, Schedule
+from lowtide.planning.plan import Plan, Schedule, Site
 from lowtide.runtime.assembly import (
     ModelCalls,
     SessionSetup,
@@ -39,9 +39,9 @@ from lowtide.runtime.hand_over import (
 )
 from lowtide.runtime.host_memory import HostNeed, HostPool, Tiers, charged_tiers, host_need
 from lowtide.runtime.parameters.binding import Binder, Fill, copy_values, move_part, place_gradient, unbind
-from lowtide.runtime.parameters.group import ManagedGroup, chunks_in
+from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter, chunks_in
 from lowtide.runtime.parameters.pending import Changes, ReadingSave
-from lowtide.runtime.parameters.pieces import whole_states
+from lowtide.runtime.parameters.pieces import Values, copied, cut, cut_state, whole_values
 from lowtide.runtime.passes.executor import Executor, host_gradients
 from lowtide.runtime.passes.lock import Process
 from lowtide.runtime.statistics.observer import StepObserver
@@ -399,11 +399,53 @@ class PlanRun:
         """State of one of the optimizer's parameters, which goes to where its update runs; `settings` are its group's."""
         assert self.setup.optimizer is not None
         if self._managed is not None:
-            self._managed.put_state(parameter, state)
+            spread = self._spread_members().get(id(parameter))
+            if spread is None:
+                self._managed.put_state(parameter, state)
+            elif spread.piece is not None:
+                self._managed.put_state(parameter, cut_state(state, spread.piece))
             return
         assert not isinstance(state, ParameterState)
         bring_state(state, parameter, settings)
         self.setup.optimizer.state[parameter] = state
+
+    def write_weight(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """Put a value into one of the model's tensors, or this rank's piece of it into what it has of a parameter."""
+        spread = self._spread_members().get(id(tensor))
+        if spread is None:
+            tensor.copy_(value)
+            return
+        if spread.piece is not None:
+            spread.leaf.copy_(cut(value.to(spread.spec.dtype), spread.piece))
+        self._executor.residency.store.parts_change(spread.chunk, on_host=spread.site is Site.HOST)
+
+    def spread_values(
+        self, change: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Iterator[tuple[ManagedParameter, Values]]:
+        """Each parameter that is spread over ranks with its state, whole, on the first of those that share the weights; a
+        collective call. The tensors come as `change` makes them.
+        """
+        kept, optimizer = self.kept_states, self.setup.optimizer
+
+        def values_of(managed: ManagedParameter) -> Values:
+            state = None if kept is None else kept.by_parameter.get(id(managed.parameter))
+            entries = None if optimizer is None or kept is not None else dict.get(optimizer.state, managed.parameter)
+            return Values(weight=managed.leaf, state=state or entries or None).changed(change)
+
+        return whole_values(self._groups.values(), values_of, is_for_all=False)
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether weights are spread over ranks."""
+        return bool(self._parts)
+
+    def _spread_members(self) -> dict[int, ManagedParameter]:
+        return {
+            id(managed.parameter): managed
+            for group in self._groups.values()
+            if group.is_spread
+            for managed in group.members
+        }
 
     def end_loading(self) -> None:
         """All of it is there."""
@@ -536,17 +578,17 @@ class PlanRun:
                 managed.keep_original(None)
 
     def _gather_state(self, groups: Sequence[ManagedGroup]) -> None:
+        """The optimizer has the state of whole parameters again."""
         optimizer = self.setup.optimizer
         if optimizer is None:
             return
-        held = {
-            id(each): optimizer.state[each]
-            for group in optimizer.param_groups
-            for each in group["params"]
-            if optimizer.state.get(each)
-        }
-        for managed, entries in list(whole_states(groups, held, is_for_all=True)):
-            optimizer.state[managed.parameter] = entries
+
+        def values_of(managed: ManagedParameter) -> Values:
+            return Values(state=dict.get(optimizer.state, managed.parameter) or None).changed(copied)
+
+        for managed, values in whole_values(groups, values_of, is_for_all=True):
+            if values.state is not None:
+                optimizer.state[managed.parameter] = values.state
 
     def _release_optimizer(self) -> None:
         if self._managed is not None:

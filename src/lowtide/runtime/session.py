@@ -35,6 +35,7 @@ from lowtide.planning.timeline import Timeline
 from lowtide.runtime.checkpoints.contents import session_contents
 from lowtide.runtime.checkpoints.folder import Retention, checkpoint_name
 from lowtide.runtime.checkpoints.saving import Saver
+from lowtide.runtime.parameters.pieces import copied, described
 from lowtide.runtime.passes.lock import HELD_INTERRUPTS, refuse_wrapping, remove_all, watch_process
 from lowtide.runtime.plan_run import switch_plan
 from lowtide.runtime.statistics.observer import StepObserver
@@ -216,12 +217,43 @@ class Management:
         number = self.num_steps if step is None else step
         with plan_run.together("save a checkpoint") as facts, plan_run.between_steps("session.save"):
             plan_run.refuse_gradients("session.save")
+            if plan_run.is_spread:
+                facts["checkpoint"] = {"folder": str(folder), "step": number}
+                return self._save_spread(plan_run, folder, number, state, retention, tokenizer, allowance)
             contents = session_contents(plan_run, state, tokenizer=tokenizer)
             facts["checkpoint"] = {"folder": str(folder), "step": number}
             if not plan_run.is_first:
                 return folder / checkpoint_name(number)  # rank 0 writes it for all
             self._saver = self._saver or Saver()
             return self._saver.save(plan_run, folder, contents, step=number, retention=retention, allowance=allowance)
+
+    def _save_spread(
+        self,
+        plan_run: PlanRun,
+        folder: Path,
+        step: int,
+        state: Mapping[str, object] | None,
+        retention: Retention,
+        tokenizer: str | Path | None,
+        allowance: str | int | None,
+    ) -> Path:
+        """Rank 0 writes what all of them send, chunk by chunk."""
+        if allowance is not None:
+            warnings.warn(
+                f"allowance={allowance!r} has no effect where weights are spread over ranks: the save is over when this returns",
+                stacklevel=4,
+            )
+        forms = {id(managed.parameter): values for managed, values in plan_run.spread_values(described)}
+        contents = session_contents(plan_run, state, tokenizer=tokenizer, spread=forms)
+        assert plan_run.setup.ranks is not None
+        plan_run.setup.ranks.exchange(None)  # nobody sends anything if a rank has failed by now
+        values = ((contents.names[id(managed.parameter)], each) for managed, each in plan_run.spread_values(copied))
+        if plan_run.is_first:
+            self._saver = self._saver or Saver()
+            return self._saver.save_spread(folder, contents, values, step=step, retention=retention)
+        for _ in values:
+            pass  # rank 0 takes them
+        return folder / checkpoint_name(step)
 
     def wait_for_save(self) -> None:
         """Wait until the save under way is over; raises what went wrong with it."""

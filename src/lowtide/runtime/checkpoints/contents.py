@@ -25,6 +25,7 @@ from lowtide.planning.plan import plan_to_json
 from lowtide.runtime.checkpoints.format import TensorSpec
 from lowtide.runtime.checkpoints.plain_values import TAG, Encoder, require_plain_tensor
 from lowtide.runtime.checkpoints.random_numbers import random_state
+from lowtide.runtime.parameters.pieces import Values
 from lowtide.runtime.plan_run import PlanRun
 from lowtide.runtime.updates.kernel_optimizer import KernelStates
 
@@ -55,6 +56,8 @@ class Contents:
     state: Mapping[str, Plain]
     files: Mapping[str, str]
     """Text files beside the tensors, by name: what a Hugging Face model is built from."""
+    names: Mapping[int, str]
+    """By the `id` of each of the model's tensors, its name."""
 
     def specs(self) -> dict[str, dict[str, TensorSpec]]:
         """What will be written, by file and name."""
@@ -66,7 +69,11 @@ class Contents:
 
 
 def session_contents(
-    plan_run: PlanRun, state: Mapping[str, object] | None = None, *, tokenizer: str | Path | None = None
+    plan_run: PlanRun,
+    state: Mapping[str, object] | None = None,
+    *,
+    tokenizer: str | Path | None = None,
+    spread: Mapping[int, Values] | None = None,
 ) -> Contents:
     """What a session's checkpoint contains. Everything must be settled.
 
@@ -75,15 +82,18 @@ def session_contents(
         state: What else belongs to the training run, by names of the user's: objects with `state_dict`, generators of torch,
             plain values.
         tokenizer: A folder whose tokenizer files belong to the model.
+        spread: By the `id` of each parameter that is spread over ranks, what its values look like as a whole, on meta: they are
+            written apart.
 
     Raises:
         ConfigError: Something has no plain form. The message names it.
     """
+    wholes = spread or {}
     setup = plan_run.setup
     model = model_entries(setup.model)
     for name, tensor in model.tensors.items():
         require_plain_tensor(tensor, f"the model's {name}")
-    homes = plan_run.homes()
+    homes = plan_run.homes() | {key: each.weight for key, each in wholes.items() if each.weight is not None}
     described: dict[str, Plain] = {
         "model": model.described(),
         "optimizer": None,
@@ -95,7 +105,7 @@ def session_contents(
     }
     plain = dict(model.extra_tensors)
     if setup.optimizer is not None:
-        saved = describe_optimizer(setup.optimizer, plan_run.kept_states, model)
+        saved = describe_optimizer(setup.optimizer, plan_run.kept_states, model, wholes)
         described["optimizer"] = saved.described
         plain |= saved.plain_tensors
         parameters |= {id(parameter): parameter for parameter in saved.parameters}
@@ -111,7 +121,8 @@ def session_contents(
         other_tensors |= {name: each for _, tensors in rest for name, each in tensors.items()}
     parts = [Part(parameter=parameters.get(key), tensors=named) for key, named in tensors.items()]
     parts.append(Part(parameter=None, tensors={(STATE, name): each for name, each in (plain | other_tensors).items()}))
-    return Contents(parts=parts, state=described, files=model_files(setup.model) | _texts(tokenizer))
+    files = model_files(setup.model) | _texts(tokenizer)
+    return Contents(parts=parts, state=described, files=files, names=model.names())
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------
@@ -270,7 +281,10 @@ def parameter_names(optimizer: torch.optim.Optimizer, model: ModelEntries) -> li
 
 
 def describe_optimizer(
-    optimizer: torch.optim.Optimizer, kept: KernelStates | None, model: ModelEntries
+    optimizer: torch.optim.Optimizer,
+    kept: KernelStates | None,
+    model: ModelEntries,
+    spread: Mapping[int, Values] | None = None,
 ) -> SavedOptimizer:
     """The optimizer's state, as our kernels keep it or as its own class does.
 
@@ -309,12 +323,14 @@ def describe_optimizer(
         mine = tensors.setdefault(id(parameter), {})
         if id(parameter) not in known:
             mine[f"{name}.{VALUE}"] = parameter
+        whole = (spread or {}).get(id(parameter))
         if kept is not None:
-            state = kept.by_parameter.get(id(parameter))
-            if state is not None:
+            state = kept.by_parameter.get(id(parameter)) if whole is None else whole.state
+            if isinstance(state, ParameterState):
                 states[name] = _describe_kept(state, parameter)
                 mine |= {f"{name}.{key}": tensor for key, tensor in kept_tensors(state).items()}
-        elif entries := dict.get(optimizer.state, parameter):
+        elif entries := dict.get(optimizer.state, parameter) if whole is None else whole.state:
+            assert isinstance(entries, dict)
             states[name], own = _describe_entries(name, entries)
             mine |= own
     described["state"] = states
@@ -370,7 +386,8 @@ def _describe_entries(name: str, entries: Mapping[Any, Any]) -> tuple[Plain, dic
     for key, value in entries.items():
         place = f"optimizer.state[{name}][{key!r}]"
         encoder = Encoder(f"{name}.{key}")
-        encoded = encoder.encode(value, place)
+        # One on meta is the form of what is spread over ranks.
+        encoded = None if isinstance(value, torch.Tensor) and value.is_meta else encoder.encode(value, place)
         if isinstance(value, torch.Tensor):
             tensors[f"{name}.{key}"] = value
             encoded = {TAG: "tensor", "name": f"{name}.{key}"}

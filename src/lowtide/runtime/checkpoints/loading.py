@@ -151,7 +151,7 @@ def load_weights(folder: str | Path, target: Session | nn.Module, *, step: int |
         return
     plan_run = session._open()
     with plan_run.between_steps("lowtide.load_weights"), plan_run.setup.on_host():
-        _take_weights(path, model, step)
+        _take_weights(path, model, step, plan_run.write_weight)
         plan_run.settle()
 
 
@@ -176,6 +176,8 @@ class _Receiver:
     end: Callable[[], None]
     broke: Callable[[str], None]
     """Told why only a part was written."""
+    write: Callable[[torch.Tensor, torch.Tensor], object] = torch.Tensor.copy_
+    """Puts a value into one of the model's tensors."""
     rank: int = 0
     num_ranks: int = 1
 
@@ -192,6 +194,7 @@ def _of_session(plan_run: PlanRun) -> _Receiver:
         put=plan_run.put_state,
         end=plan_run.end_loading,
         broke=plan_run.lose_load,
+        write=plan_run.write_weight,
         rank=0 if plan_run.setup.ranks is None else plan_run.setup.ranks.rank,
         num_ranks=1 if plan_run.setup.ranks is None else plan_run.setup.ranks.size,
     )
@@ -404,7 +407,7 @@ def _write(saved: SavedTraining, receiver: _Receiver, own: ModelEntries, states:
         for name, tensor in own.tensors.items():
             if id(tensor) not in trained:
                 is_exact &= saved.weights[name].dtype is tensor.dtype
-                tensor.copy_(reader.read(MODEL, name))
+                receiver.write(tensor, reader.read(MODEL, name))
                 written.append(name)
         for name, parameter, group in trained.values():
             _write_parameter(saved, receiver, states, name, parameter, group)
@@ -429,7 +432,7 @@ def _write_parameter(
     has_state = saved.state_of(name) is not None
     rule = rule_with(receiver.optimizer, group, {}, parameter, receiver.numerics, saved.numerics) if has_state else None
     found = states.read(name, parameter, rule)
-    parameter.copy_(found.weight)
+    receiver.write(parameter, found.weight)
     if found.state is not None:
         receiver.put(parameter, found.state, group)
 
@@ -470,25 +473,34 @@ def _take_settings(saved: SavedTraining, optimizer: torch.optim.Optimizer, decod
         dict.__setitem__(optimizer.state, key, value)
 
 
-def _take_weights(path: Path, model: nn.Module, step: int | None) -> None:
+def _take_weights(
+    path: Path,
+    model: nn.Module,
+    step: int | None,
+    write: Callable[[torch.Tensor, torch.Tensor], object] = torch.Tensor.copy_,
+) -> None:
     if not (path / "checkpoint.json").exists() and (path.is_file() or any(path.glob("*.safetensors"))):
         file = WeightFile(path)
         file.check(model)
-        _fill(model, lambda name: file.tensor(name) if name in file else None)
+        _fill(model, lambda name: file.tensor(name) if name in file else None, write)
         return
     reader = open_checkpoint(path, step)
     saved = SavedTraining.read(reader)
     check_model(saved, model_entries(model))
-    _fill(model, lambda name: reader.read(MODEL, name) if name in saved.weights else None)
+    _fill(model, lambda name: reader.read(MODEL, name) if name in saved.weights else None, write)
 
 
-def _fill(model: nn.Module, value_of: Callable[[str], torch.Tensor | None]) -> None:
+def _fill(
+    model: nn.Module,
+    value_of: Callable[[str], torch.Tensor | None],
+    write: Callable[[torch.Tensor, torch.Tensor], object],
+) -> None:
     own = model_entries(model)
     with torch.no_grad(), compat.without_modes():
         for name, tensor in own.tensors.items():
             value = value_of(name)
             if value is not None:
-                tensor.copy_(value)
+                write(tensor, value)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,8 @@ import torch
 from lowtide import compat
 from lowtide.errors import CheckpointError, ConfigError
 from lowtide.memory.tier import HostMemory, Tier
-from lowtide.runtime.checkpoints.contents import Contents, Part
+from lowtide.optim.state import ParameterState
+from lowtide.runtime.checkpoints.contents import MODEL, OPTIMIZER, Contents, Part, kept_tensors
 from lowtide.runtime.checkpoints.disk import Disk
 from lowtide.runtime.checkpoints.folder import Retention, RunFolder, checkpoint_name
 from lowtide.runtime.checkpoints.format import CheckpointWriter
@@ -35,6 +36,7 @@ from lowtide.runtime.checkpoints.layout import shards_of
 from lowtide.runtime.checkpoints.lock import in_forked_children
 from lowtide.runtime.checkpoints.snapshot import LEAST_BYTES, OWNER, Snapshot, Source, num_threads
 from lowtide.runtime.parameters.pending import Changes
+from lowtide.runtime.parameters.pieces import Values
 from lowtide.runtime.plan_run import PlanRun
 from lowtide.runtime.statistics.session_stats import SaveRow
 from lowtide.units import MiB, format_bytes, parse_bytes
@@ -321,6 +323,64 @@ class Saver:
             self.wait()
         return run.path / checkpoint_name(step)
 
+    def save_spread(
+        self,
+        folder: Path,
+        contents: Contents,
+        values: Iterable[tuple[str, Values]],
+        *,
+        step: int,
+        retention: Retention,
+    ) -> Path:
+        """Write a checkpoint of weights that are spread over ranks. It is whole when this returns.
+
+        Args:
+            folder: Of the run.
+            contents: What spread values look like is on meta there.
+            values: These values with the names of their parameters; all of them are taken in any case, because the other ranks
+                send them.
+            step: The number of the checkpoint.
+            retention: Which checkpoints stay.
+
+        Raises:
+            CheckpointError: It could not be written, or the one before could not. The checkpoints from before are as they were.
+        """
+        coming = iter(values)
+        try:
+            self.wait()
+            began_s = time.perf_counter()
+            run = self._opened(folder, retention)
+            order = _Order(run=run, partial=run.begin(step), step=step, contents=contents, disk=self._disk)
+            try:
+                with CheckpointWriter(order.partial, contents.specs(), disk=self._disk) as writer:
+                    for part in contents.parts:
+                        for (file, name), tensor in part.tensors.items():
+                            if not tensor.is_meta:
+                                writer.write(file, name, tensor.detach().to("cpu"))
+                    for name, value in coming:
+                        _write_values(writer, name, value)
+                    order.write(writer)
+                run.publish(order.partial, step)
+            except BaseException:
+                run.abandon(order.partial)
+                raise
+        finally:
+            for _ in coming:
+                pass
+        seconds = time.perf_counter() - began_s
+        num_bytes = sum(spec.nbytes for specs in contents.specs().values() for spec in specs.values())
+        self._rows.append(
+            SaveRow(
+                step=step,
+                num_bytes=num_bytes,
+                seconds=seconds,
+                stalled_s=seconds,
+                peak_staging_bytes=0,
+                error=None,
+            )
+        )
+        return run.path / checkpoint_name(step)
+
     def wait(self) -> None:
         """Wait until the save under way is over.
 
@@ -409,6 +469,16 @@ class Saver:
                 self._run.close()
             self._run, self._retention = RunFolder(folder, retention=retention, disk=self._disk), retention
         return self._run
+
+
+def _write_values(writer: CheckpointWriter, name: str, values: Values) -> None:
+    if values.weight is not None and values.weight.dim():
+        writer.write(MODEL, name, values.weight)
+    if values.state is not None:
+        entries = kept_tensors(values.state) if isinstance(values.state, ParameterState) else values.state
+        for key, value in entries.items():
+            if isinstance(value, torch.Tensor) and value.dim():  # one number is among the contents
+                writer.write(OPTIMIZER, f"{name}.{key}", value)
 
 
 _OPEN: weakref.WeakSet[Saver] = weakref.WeakSet()
