@@ -220,7 +220,8 @@ def main(
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "rows": [],
     }
-    path = arguments.out / f"{arguments.suite}_{time.strftime('%Y-%m-%dT%H%M')}_h200_{arguments.commit}.json"
+    kind = "h200" if torch.cuda.is_available() else "cpu"
+    path = arguments.out / f"{arguments.suite}_{time.strftime('%Y-%m-%dT%H%M')}_{kind}_{arguments.commit}.json"
     wanted = arguments.match or [""]
     rows = [row for row in suites[arguments.suite] if any(text in row["name"] for text in wanted)]
     if not rows:
