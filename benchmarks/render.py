@@ -35,6 +35,7 @@ from benchmarks.lab.tables import (
     quality,
 )
 from benchmarks.optim.tables import beside_peers, classes, host_kernel, readme, refused_classes, scale, shares, steps
+from benchmarks.ranks.tables import beside_peers as ranks_beside_peers
 from benchmarks.records import RESULTS
 from benchmarks.session.fault_tables import kill_phases, kills, soak
 from benchmarks.session.tables import budgets, saves, start_up, streaming
@@ -84,6 +85,8 @@ RENDERERS: dict[str, Renderer] = {
     "held-out": functools.partial(accuracy, folder="held_out"),
     "held-out-summary": functools.partial(accuracy_summary, folder="held_out"),
     "peak-memory": peak_memory,
+    "ranks-bf16": functools.partial(ranks_beside_peers, precision="bf16"),
+    "ranks-fp32": functools.partial(ranks_beside_peers, precision="fp32"),
     "saves": saves,
     "session-budgets": budgets,
     "session-start-up": start_up,
