@@ -43,6 +43,7 @@ from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
     from lowtide.distributed.ranks import Ranks
 
@@ -61,7 +62,7 @@ def manage(
     moments: str = "fp32",
     seed: int = 0,
     poison: bool | None = None,
-    ranks: ProcessGroup | None = None,
+    ranks: ProcessGroup | DeviceMesh | None = None,
 ) -> Session:
     """Carry out a plan: spread the model's weights, gradients and optimizer state over device and host.
 
@@ -83,8 +84,9 @@ def manage(
             `lowtide.optim.Adafactor` are fp32 whatever this is.
         seed: The seed of stochastic rounding.
         poison: Fill unused memory with NaN, so that a fault shows. By default on an emulated device only.
-        ranks: The process group of several processes that call this alike, such as `torch.distributed.group.WORLD`: each has the
-            whole model, and gradients are averaged over all of them before they are used.
+        ranks: The process group of several processes that call this alike, such as `torch.distributed.group.WORLD`; or a
+            DeviceMesh, whose last dimension is the ranks that share the weights. Gradients are averaged over all of them before
+            they are used. Each has the whole model, unless the plan has `sharding`.
 
     Raises:
         PlanError: The plan is for another model, or its budgets cannot hold the largest group. A `WarmUp` also
@@ -114,10 +116,13 @@ def manage(
     if ranks is None:
         return make(ranks=None)
     # Here: one process does without it.
+    from lowtide.distributed.ranks import group_of
     from lowtide.runtime.agreement import manage_alike
 
+    shards = plan.sharding.shards if isinstance(plan, Plan) and plan.sharding is not None else 1
     settings = {"precision": precision, "moments": moments, "max_grad_norm": max_grad_norm, "seed": seed}
-    return manage_alike(ranks, _device(device), model, optimizer, plan, settings, lambda joined: make(ranks=joined))
+    group = group_of(ranks, shards)
+    return manage_alike(group, _device(device), model, optimizer, plan, settings, lambda joined: make(ranks=joined))
 
 
 def _manage(

@@ -180,7 +180,11 @@ class ManagedParameter:
                     torch.empty_strided(self.spec.shape, self.spec.stride, dtype=self.spec.dtype, device="meta"),
                     requires_grad=self.parameter.requires_grad,
                 )
-                torch.utils.swap_tensors(self.parameter, empty)
+                try:
+                    torch.utils.swap_tensors(self.parameter, empty)
+                except RuntimeError:  # a graph that is alive has it
+                    nan = torch.full((), torch.nan, dtype=self.spec.dtype, device="cpu")
+                    self.parameter.data = nan.expand(self.spec.shape)
             else:
                 self.parameter.data = value
         self.leaf.grad = None
