@@ -535,6 +535,26 @@ def test_what_a_replicated_model_refuses_in_a_backward() -> None:
             loss.backward()
 
 
+@pytest.mark.parametrize("place", [STREAMED, RESIDENT], ids=["streamed", "resident"])
+def test_gradients_of_weights_are_at_the_parameters_alone(place: dict[str, Any]) -> None:
+    model = double_net()
+    engine = torch.autograd._engine_run_backward
+    with managed(model, **place):
+        loss = model(*double_batch(0, 6)) * 2
+        with pytest.raises(
+            SessionError, match=r"asks for gradients of weights of SmallNet, which is replicated over 2 devices"
+        ):
+            torch.autograd.grad(loss, [*model.parameters()], allow_unused=True)
+        with pytest.raises(SessionError, match="asks for gradients of weights of SmallNet"):
+            loss.backward(inputs=[model.head.weight])
+        # What does not go through the parts is torch's own.
+        x = torch.ones(3, requires_grad=True)
+        assert torch.autograd.grad(x.sum(), x)[0].tolist() == [1.0] * 3
+        loss.backward()
+        assert model.head.weight.grad is not None
+    assert torch.autograd._engine_run_backward is engine
+
+
 class Odd(nn.Module):
     """Returns what it is told to."""
 

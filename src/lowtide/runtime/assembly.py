@@ -258,8 +258,10 @@ class ModelCalls:
         """Activation policies; None where all keep what they save."""
         self._tables: list[HostEmbedding] = []
         self._buffers: SharedBuffers | None = None
+        self._replicas: ReplicatedCalls | None = None
         if switch is not None:
-            self.go_through(ReplicatedCalls(setup.model, executor, switch, self.root_window).call)
+            self._replicas = ReplicatedCalls(setup.model, executor, switch, self.root_window)
+            self.go_through(self._replicas.call)
 
     @property
     def root_window(self) -> Window | None:
@@ -292,6 +294,8 @@ class ModelCalls:
         """The modules are called as before; what was put in last goes first. Also after an `enter` that was refused."""
         if self._buffers is not None:
             self._buffers.remove()
+        if self._replicas is not None:
+            self._replicas.remove()
         if self._watch is not None:
             self._watch.remove()
         for window in self.windows:

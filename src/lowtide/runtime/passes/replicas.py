@@ -20,6 +20,7 @@ step. Here each device fetches streamed groups over its own link, as many bytes 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -47,10 +48,36 @@ class ReplicatedCalls:
 
     def __init__(self, model: nn.Module, executor: Executor, switch: DeviceSwitch, window: Window | None) -> None:
         self._name = type(model).__name__
+        self._model = model
         self._executor = executor
         self._switch = switch
         self._window = window
         self._is_inside = False
+        # Weakly: torch keeps what it calls, and that would keep a session that is forgotten with its model.
+        refuse = weakref.WeakMethod(self._refuse_chosen)
+
+        def look(roots: Sequence[Any], inputs: Sequence[Any]) -> None:
+            refused = refuse()
+            if refused is not None:
+                refused(roots, inputs)
+
+        self.remove = weakref.finalize(self, compat.watch_chosen_inputs(look))
+        """Leaves the model. May be repeated."""
+        self.remove.atexit = False
+
+    def _refuse_chosen(self, roots: Sequence[Any], inputs: Sequence[Any]) -> None:
+        """Refuse to give the gradients of weights to the caller: the joined output's graph does not lead to them."""
+        own = {id(parameter) for parameter in self._model.parameters()}
+        is_ours = any(id(each) in own for each in inputs) and any(
+            isinstance(parts := getattr(node, "parts", None), Parts) and parts.belongs_to(self._executor)
+            for node in compat.nodes_before(roots)
+        )
+        if is_ours:
+            raise SessionError(
+                f"torch.autograd.grad, or backward(inputs=), asks for gradients of weights of {self._name}, which is replicated "
+                f"over {self._num_devices} devices: the backwards of its parts add to p.grad alone. Call backward() and read p.grad, "
+                "or manage the model without replicas. Nothing was run"
+            )
 
     def call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of the whole model."""
@@ -162,6 +189,10 @@ class Parts:
         self._executor, self._switch = executor, switch
         self._columns: Sequence[Sequence[torch.Tensor]] | None = columns
         self._sizes = tuple(sizes)
+
+    def belongs_to(self, executor: Executor) -> bool:
+        """Whether it is of this session, under its present plan."""
+        return self._executor is executor
 
     def run_backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Run the backward of each part; see Note [One part after the other]."""
