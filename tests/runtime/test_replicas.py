@@ -683,6 +683,25 @@ def test_a_checkpoint_goes_on_with_any_number_of_devices(tmp_path: Path) -> None
     assert losses == pytest.approx(plain.losses, rel=1e-10)
 
 
+def test_a_session_goes_on_under_another_plan() -> None:
+    job = replace(EXACT["all resident"], num_steps=6)
+    model, optimizer = make(job)
+    losses = []
+    plans = [lowtide.make_plan(model, **words) for words in (STREAMED, RESIDENT, RESIDENT_ON_HOST)]
+    with lowtide.manage(model, optimizer, plans[0], device="cpu", replicas=2) as session:
+        for step, ids in enumerate(batches(6)):
+            if step in (2, 4):
+                session._switch(plans[step // 2])
+            loss = model(ids)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            del loss
+        assert all(row.peak_bytes for row in session.stats().replicas)
+    assert losses == pytest.approx(serial(job, 1).losses, rel=1e-10)
+
+
 @pytest.mark.parametrize("place", [STREAMED, RESIDENT], ids=["streamed", "resident"])
 def test_a_forgotten_session_is_collected(place: dict[str, Any]) -> None:
     model = double_net()

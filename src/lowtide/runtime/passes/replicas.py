@@ -75,8 +75,8 @@ class ReplicatedCalls:
         if is_ours:
             raise SessionError(
                 f"torch.autograd.grad, or backward(inputs=), asks for gradients of weights of {self._name}, which is replicated "
-                f"over {self._num_devices} devices: the backwards of its parts add to p.grad alone. Call backward() and read p.grad, "
-                "or manage the model without replicas. Nothing was run"
+                f"over {self._num_devices} devices: the backwards of its parts add to p.grad alone. Call backward() and read "
+                "p.grad, or manage the model without replicas. Nothing was run"
             )
 
     def call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
