@@ -6,7 +6,7 @@ import contextlib
 import numbers
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +33,7 @@ from lowtide.runtime.host_memory import state_bytes_per_parameter_byte
 from lowtide.runtime.parameters.binding import copy_values
 from lowtide.runtime.parameters.gradients import refuse_sparse_tables
 from lowtide.runtime.parameters.weight_file import WeightFile
+from lowtide.runtime.passes.devices import DeviceSet, make_devices
 from lowtide.runtime.passes.lock import refuse_parallel
 from lowtide.runtime.plan_run import PlanRun
 from lowtide.runtime.session import Management, ObjectsAside, Session, refuse_managed
@@ -63,6 +64,7 @@ def manage(
     seed: int = 0,
     poison: bool | None = None,
     ranks: ProcessGroup | DeviceMesh | None = None,
+    replicas: int | Sequence[torch.device | str] | None = None,
 ) -> Session:
     """Carry out a plan: spread the model's weights, gradients and optimizer state over device and host.
 
@@ -87,6 +89,8 @@ def manage(
         ranks: The process group of several processes that call this alike, such as `torch.distributed.group.WORLD`; or a
             DeviceMesh, whose last dimension is the ranks that share the weights. Gradients are averaged over all of them before
             they are used. Each has the whole model, unless the plan has `sharding`.
+        replicas: Split each batch over several devices of this process: their number, or CUDA devices of which the first is
+            `device`. Each has the budget that the plan gives the device.
 
     Raises:
         PlanError: The plan is for another model, or its budgets cannot hold the largest group. A `WarmUp` also
@@ -112,9 +116,15 @@ def manage(
         moments=moments,
         seed=seed,
         poison=poison,
+        replicas=None if replicas == 1 else replicas,
     )
     if ranks is None:
         return make(ranks=None)
+    if replicas is not None:
+        raise ConfigError(
+            f"replicas={replicas!r} is for one process, and ranks= for several, each with a device of its own; give one of them",
+            key="replicas",
+        )
     # Here: one process does without it.
     from lowtide.distributed.ranks import group_of
     from lowtide.runtime.agreement import manage_alike
@@ -138,6 +148,7 @@ def _manage(
     seed: int,
     poison: bool | None,
     ranks: Ranks | None,
+    replicas: int | Sequence[torch.device | str] | None,
 ) -> Session:
     if optimizer is not None:
         optimizer = unwrapped(optimizer, getattr(plan, "schedule", None))
@@ -157,11 +168,17 @@ def _manage(
         chunk_bytes=plan.chunk_bytes if isinstance(plan, Plan) else None,
         shards=1 if sharding is None else sharding.shards,
     )
-    target = _device(device)
     if sharding is not None and optimizer is not None and optimizer.state:
         raise SessionError(
             f"the {type(optimizer).__name__} has state of {len(optimizer.state)} parameters, and the plan spreads state over "
             f"{sharding.shards} ranks; manage a new optimizer, and load the state from a checkpoint with lowtide.load"
+        )
+    target = _device(replicas[0] if device is None and isinstance(replicas, Sequence) and replicas else device)
+    if replicas is not None and isinstance(plan, WarmUp):
+        raise ConfigError(
+            f"replicas={replicas!r} with a WarmUp: its observed step would be that of one device; give a plan of make_plan, or a "
+            "StaticPartition",
+            key="replicas",
         )
     _require_own_parameters(model, optimizer)
     _warn_of_unmanaged(model, optimizer)
@@ -193,18 +210,18 @@ def _manage(
         if target.type == "cuda" and plans is None:
             _warn_of_slow_updates(layout, plan, optimizer)
     _require_values(model, weights)
-    tracked = (
-        None
-        if target.type == "cuda"
-        else TrackedMemory(plan.budgets.device_bytes, owner=f"the session of a {type(model).__name__}")
-    )
+    owner = f"the session of a {type(model).__name__}"
     # Gradients of one group may wait on the device for their copies while the next group computes.
     kept_bytes = max((group.nbytes for group in layout.groups), default=0)
-    mover: GradientCarrier = (
-        EmulatedMover(max_kept_bytes=kept_bytes)
-        if tracked is not None
-        else CudaMover(target, max_kept_bytes=kept_bytes, poison=bool(poison))
-    )
+    devices: DeviceSet | None = None
+    mover: GradientCarrier
+    if replicas is not None:
+        devices = make_devices(replicas, target, plan, owner=owner, poison=bool(poison), kept_bytes=kept_bytes)
+        mover, tracked = devices.mover, devices.devices[0].tracked
+    elif target.type == "cuda":
+        mover, tracked = CudaMover(target, max_kept_bytes=kept_bytes, poison=bool(poison)), None
+    else:
+        mover, tracked = EmulatedMover(max_kept_bytes=kept_bytes), TrackedMemory(plan.budgets.device_bytes, owner=owner)
     # Before the session's own objects are made, which must remain collectable.
     aside = ObjectsAside() if target.type == "cuda" else None
     file = None if weights is None else WeightFile(weights)
@@ -223,6 +240,7 @@ def _manage(
         numerics=numerics,
         poison=poison if poison is not None else tracked is not None,
         ranks=ranks,
+        devices=devices,
     )
     # If anything below fails, these go back to meta.
     empty = [*_empty_tensors(model)]
